@@ -71,10 +71,10 @@ def _guarded(name: str, rest: list[str]) -> int:
         sys.stderr.close()
         return 0
     except ModuleNotFoundError as error:
-        if error.name and error.name.partition(".")[0] in _LM:
-            return _fail(f"{prefix}{error.name} is not installed; pip install 'regard[lm]'", 2)
-        if error.name and error.name.partition(".")[0] in ("pandas", "scipy"):
-            return _fail(f"{prefix}{error.name} is not installed; pip install 'regard[recipes]'", 2)
+        missing = (error.name or "").partition(".")[0]
+        for packages, extra in ((_LM, "lm"), (("pandas", "scipy"), "recipes")):
+            if missing in packages:
+                return _fail(f"{prefix}{error.name} is not installed; pip install 'regard[{extra}]'", 2)
         raise
     except Exception as error:
         from ..errors import ArgumentError

@@ -182,12 +182,8 @@ def generate(argv: list[str]) -> int:
     from ..training.storage.folder import load_model
 
     device = resolve_device(options.device, call="generate")
-    numbers: dict[str, Any] = {
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "seed": options.seed,
-    }
+    names = ("max_new_tokens", "temperature", "top_k", "seed")
+    numbers: dict[str, Any] = {name: getattr(options, name) for name in names}
     check_sampling(**numbers)
     if options.max_new_tokens > LARGEST:
         raise ArgumentError(f"generate: --max-new-tokens is {options.max_new_tokens:.3g}, expected at most {LARGEST}.")

@@ -13,10 +13,8 @@ from ..errors import ArgumentError, suggestion
 def listing(argv: list[str]) -> int:
     """Run `regard list [KIND]`."""
     if argv and argv[0] in ("-h", "--help"):
-        print(
-            "usage: regard list [KIND]\n\nShow what can be selected by name: presets (the default), another kind, such "
-            "as kernels, recipes, models or token-mixers, or all kinds with `regard list all`."
-        )
+        which = "presets (the default), another kind, such as kernels, recipes, models or token-mixers, or all kinds"
+        print(f"usage: regard list [KIND]\n\nShow what can be selected by name: {which} with `regard list all`.")
         return 0
     if len(argv) > 1:
         raise ArgumentError(f"list: expected one kind, got {len(argv)}: {' '.join(argv)}.")
@@ -54,10 +52,8 @@ def _kinds() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
         return ((name, about(thing)) for name, thing in registry.items())
 
     registries = {**regard.registries(), "tokenizer": TOKENIZERS}
-    return {_plural(kind): partial(lines, registry) for kind, registry in registries.items()} | {
-        "token-mixers": _token_mixers,
-        "models": _models,
-    }
+    kinds = {_plural(kind): partial(lines, registry) for kind, registry in registries.items()}
+    return {**kinds, "token-mixers": _token_mixers, "models": _models}
 
 
 def _token_mixers() -> Iterator[tuple[str, str]]:

@@ -121,10 +121,9 @@ def convert(model: Model, spec: Spec | str) -> Model:
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     fixed = [part for part in parts if not part._can_set_attn_implementation()]
     if fixed or not any(map(_looks_up_attention, model.modules())):
-        raise ArgumentError(
-            f"convert: {type((fixed or parts)[0]).__name__} computes attention by itself and would not change; use a "
-            f"model whose layers use transformers' AttentionInterface."
-        )
+        mend = "use a model whose layers use transformers' AttentionInterface"
+        own = f"{type((fixed or parts)[0]).__name__} computes attention by itself and would not change"
+        raise ArgumentError(f"convert: {own}; {mend}.")
     model.set_attn_implementation(spec if isinstance(spec, str) and spec in _SPECS else _register(_name(spec), spec))
     return model
 
@@ -193,26 +192,18 @@ def visible_keys(
     # In the first pass over a fixed-length cache, transformers would return None for queries at the first keys; here
     # None means queries at the last keys.
     made = sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip and aligned,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        **kwargs,
-    )
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
+    )  # fmt: skip
     return None if made is None else _with_rows(made, attention_mask, q_offset, q_length)
 
 
 def _packed(mask_function: Callable[..., Any]) -> Tensor | None:
     """Return the documents [B, T] of transformers' mask function for packed sequences; None for any other function.
 
-    They are read from the variables in its closure, which are not public. If they are not found, the full mask is
-    computed, as transformers does.
+    They are read from variables in its closure; without them the full mask is computed, as transformers does.
     """
     if torch.compiler.is_compiling():
         return None
@@ -305,7 +296,9 @@ def attend(
         if documents is not None:
             _keep_apart(seen, documents)
     if scaling is not None and spec.takes_scale:
-        seen["scale"] = _number(scaling)
+        if isinstance(scaling, Tensor) and scaling.dim():
+            raise ArgumentError(f"{CALL}: scaling has shape {shape(scaling)}, expected one number for all heads.")
+        seen["scale"] = scaling
     if query.shape[1] != key.shape[1]:
         seen["enable_gqa"] = True
     dtype = value.dtype
@@ -348,13 +341,6 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
     return any(name.endswith("attentions") for name in _active_collector.get() or ())
 
 
-def _number(scaling: float | Tensor) -> float | Tensor:
-    """Return the scale after checking that it is one number."""
-    if isinstance(scaling, Tensor) and scaling.dim():
-        raise ArgumentError(f"{CALL}: scaling has shape {shape(scaling)}, expected one number for all heads.")
-    return scaling
-
-
 def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -> dict[str, Any]:
     """Return the visible keys as arguments of `regard.attention`."""
     if mask is None:
@@ -362,19 +348,16 @@ def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -
         return {"is_causal": causal and (queries > 1 or window is not None), "window": window}
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         what = shape(mask) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ArgumentError(
-            f"{CALL}: attention_mask is {what}, expected [B, Tk] or [B, H or 1, Tq, Tk]; add axes with unsqueeze."
-        )
+        expected = "[B, Tk] or [B, H or 1, Tq, Tk]; add axes with unsqueeze"
+        raise ArgumentError(f"{CALL}: attention_mask is {what}, expected {expected}.")
     if mask.dim() == 2 and mask.dtype in (torch.int32, torch.int64):
         return {"is_causal": True, "window": window, "segment_ids": mask}
     mask = _boolean(mask)
     if mask.dim() == 4:
         return {"attn_mask": mask}
     if not causal:
-        raise ArgumentError(
-            f"{CALL}: attention_mask is {shape(mask)}, which is for causal layers; for this one write "
-            f"mask[:, None, None, :]."
-        )
+        why = "which is for causal layers; for this one write mask[:, None, None, :]"
+        raise ArgumentError(f"{CALL}: attention_mask is {shape(mask)}, {why}.")
     return {"attn_mask": mask[:, None, None, :], "is_causal": queries > 1}
 
 
@@ -417,13 +400,9 @@ def _stamp(x: object) -> object:
 
 
 def _look(
-    tokens: tuple[int, int],
-    keys: int,
-    causal: bool,
-    mask: Tensor | None,
-    positions: Tensor | None,
+    tokens: tuple[int, int], keys: int, causal: bool, mask: Tensor | None, positions: Tensor | None,
     packing: dict[str, Any],
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Compute `_documents` without cache."""
     rows = getattr(mask, _ROWS, None)
     if mask is not None and mask.dim() == 2:
@@ -435,10 +414,9 @@ def _look(
         return None
     faults = dict(documents.faults)
     if given is not None and counted is not None:
-        faults[
-            f"position_ids do not begin again where the documents of {' and '.join(packing)} do; give position_ids "
-            f"that count from the same number in every document"
-        ] = (given.begins != counted.begins).any()
+        where = f"where the documents of {' and '.join(packing)} do"
+        count = "give position_ids that count from the same number in every document"
+        faults[f"position_ids do not begin again {where}; {count}"] = (given.begins != counted.begins).any()
     blind = torch.compiler.is_compiling() and not _of_pairs(mask)  # segments would make every call slower
     for wrong, why in (
         (not causal, "but this layer is not causal; give each document a row of its own, or a 4-D mask"),
@@ -469,14 +447,10 @@ def _boolean(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
-        raise ArgumentError(
-            f"{CALL}: attention_mask has dtype {mask.dtype}, expected torch.bool with True where a key may be "
-            f"attended; write mask != 0."
-        )
+        expected = "expected torch.bool with True where a key may be attended; write mask != 0"
+        raise ArgumentError(f"{CALL}: attention_mask has dtype {mask.dtype}, {expected}.")
     allowed = mask == 0
     if not torch.compiler.is_compiling() and not bool((allowed | (mask <= HIDDEN)).all()):
-        raise ArgumentError(
-            f"{CALL}: attention_mask adds numbers to the scores (ALiBi, a relative bias), expected 0 or below "
-            f"{HIDDEN:g} everywhere; give a boolean mask, True where a key may be attended."
-        )
+        expected = f"expected 0 or below {HIDDEN:g} everywhere; give a boolean mask, True where a key may be attended"
+        raise ArgumentError(f"{CALL}: attention_mask adds numbers to the scores (ALiBi, a relative bias), {expected}.")
     return allowed

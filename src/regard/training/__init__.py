@@ -8,37 +8,23 @@
 Names are imported on first use, so that `regard train --help` does not wait for transformers.
 """
 
+# ruff: noqa: F401  (names for type checkers)
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import TrainConfig as TrainConfig
-    from .data.text import Text as Text
-    from .data.text import load_text as load_text
-    from .data.text import split_text as split_text
-    from .data.tokenizers import TOKENIZERS as TOKENIZERS
-    from .data.tokenizers import byte_tokenizer as byte_tokenizer
-    from .data.tokenizers import char_tokenizer as char_tokenizer
-    from .data.tokenizers import encode as encode
-    from .data.tokenizers import gpt2_tokenizer as gpt2_tokenizer
-    from .data.windows import SampledWindows as SampledWindows
-    from .data.windows import strided_windows as strided_windows
-    from .data.windows import window_starts as window_starts
-    from .errors import TrainingInterrupted as TrainingInterrupted
-    from .errors import TrainingStopped as TrainingStopped
-    from .evaluation import Evaluation as Evaluation
-    from .evaluation import Units as Units
-    from .evaluation import evaluate as evaluate
-    from .evaluation import mean_support as mean_support
-    from .evaluation import row_means as row_means
-    from .generate import generate_text as generate_text
-    from .models import language_model as language_model
-    from .models import model_config as model_config
-    from .run import RunSummary as RunSummary
-    from .run import train as train
-    from .storage.folder import load_model as load_model
+    from .config import TrainConfig
+    from .data.text import Text, load_text, split_text
+    from .data.tokenizers import TOKENIZERS, byte_tokenizer, char_tokenizer, encode, gpt2_tokenizer
+    from .data.windows import SampledWindows, strided_windows, window_starts
+    from .errors import TrainingInterrupted, TrainingStopped
+    from .evaluation import Evaluation, Units, evaluate, mean_support, row_means
+    from .generate import generate_text
+    from .models import language_model, model_config
+    from .run import RunSummary, train
+    from .storage.folder import load_model
 
 _HOMES = {
     "config": ("TrainConfig",),

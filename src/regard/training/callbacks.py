@@ -43,12 +43,7 @@ _BRIEF = (
 class MetricsFile(TrainerCallback):
     """Append every log to `metrics.jsonl`, flushed line by line.
 
-    Args:
-        path: the file. Damaged lines and lines of steps after `step` are removed first.
-        step: the step from which the run starts or continues.
-
-    Attributes:
-        damaged: number of damaged lines that were removed.
+    Damaged lines (their number is `damaged`) and lines of steps after `step` are removed first.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:

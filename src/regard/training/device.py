@@ -19,11 +19,7 @@ def available_devices() -> dict[str, str]:
 
 
 def resolve_device(name: str, *, call: str) -> str:
-    """Return "cpu", "cuda" or "mps" for a name that may also be "auto".
-
-    Raises:
-        ArgumentError: an unknown name or a device that is not available.
-    """
+    """Return "cpu", "cuda" or "mps" for a name that may be "auto"; raise `ArgumentError` if it is not available."""
     available = available_devices()
     if name == "auto":
         return next(iter(available))

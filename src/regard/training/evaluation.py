@@ -110,15 +110,8 @@ def evaluate(
             total += _nll(model, tokens, windows[i : i + batch], context, device)
     seconds = time.perf_counter() - begin
     loss = total.item() / (len(tokens) - 1)
-    return Evaluation(
-        loss=loss,
-        bits_per_char=units.bits_per_char(loss),
-        bits_per_byte=units.bits_per_byte(loss),
-        tokens=len(tokens) - 1,
-        tokens_per_second=(len(tokens) - 1) / max(seconds, 1e-9),
-        support=keys,
-        seconds=seconds,
-    )
+    count, bits = len(tokens) - 1, (units.bits_per_char(loss), units.bits_per_byte(loss))
+    return Evaluation(loss, *bits, count, count / max(seconds, 1e-9), keys, seconds)
 
 
 def mean_support(model: nn.Module, input_ids: Tensor) -> float | None:

@@ -57,11 +57,7 @@ def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a table.
-
-    Raises:
-        ValueError: a duplicate key.
-    """
+    """Return the pairs as a table; raise `ValueError` for a duplicate key."""
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:
@@ -71,14 +67,10 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -> C:
-    """Return a copy of the dataclass `base` with the values of a table.
-
-    Args:
-        table: values by field name. A `-` in a key is read as `_`, as in flags.
-        source: name of the table's source, for error messages.
+    """Return a copy of the dataclass `base` with the values of a table; a `-` in a key is read as `_`, as in flags.
 
     Raises:
-        ArgumentError: an unknown or duplicate key, or a value of the wrong type.
+        ArgumentError: an unknown or duplicate key, or a value of the wrong type; the message names `source`.
     """
     hints = get_type_hints(type(base), include_extras=False)
     names = [field.name for field in dataclasses.fields(base)]  # type: ignore[arg-type]

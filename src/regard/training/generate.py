@@ -12,17 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    BatchEncoding,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import BatchEncoding, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from ..checks import require
 from .config import check_seed
@@ -59,15 +54,9 @@ class SeededSampling(LogitsProcessor):
 
 
 def generate_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    *,
-    max_new_tokens: int = 200,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-) -> str:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int = 200,
+    temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
+) -> str:  # fmt: skip
     """Return the prompt and its continuation by `max_new_tokens` tokens, special tokens excluded.
 
     The same arguments give the same text; generation settings saved with the model are ignored.
@@ -79,9 +68,8 @@ def generate_text(
     inputs = _prompt(model, tokenizer, prompt)
     forbidden = list(tokenizer.all_special_ids)
     sampling = SeededSampling(temperature=temperature, top_k=top_k, seed=seed, forbidden=forbidden)
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=None
-    )
+    greedy: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None}
+    settings = GenerationConfig(max_new_tokens=max_new_tokens, **greedy)
     # quiet: transformers warns beyond the model's context, which is allowed
     with quiet_transformers(), _without_settings(model):
         output = model.generate(**inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling]))
@@ -127,10 +115,7 @@ def default_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def opening(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the first words of a text that can be a prompt on a command line, or "" if there are none.
-
-    These are one or two words of at most 16 characters, printable and known to the tokenizer.
-    """
+    """Return one or two words of a text, printable, known and at most 16 characters, to be a prompt; "" if none."""
     words = re.findall(r"\S+(?: \S+)?", text[:4096])
     first = re.match(r"\S+\s+", text[:4096])
     if first and len(words) > 1:  # held-out text begins in the middle of a word

@@ -86,11 +86,7 @@ def model_config(config: TrainConfig, *, call: str, vocab_size: int, **special: 
 def check_model(config: TrainConfig, call: str) -> RegardConfig:
     """Build the model on the meta device, to find errors before anything is written.
 
-    Returns:
-        Its configuration, for a vocabulary that is not known yet.
-
-    Raises:
-        ArgumentError: as `model_config`, or from the model's layers.
+    Returns its configuration, for a vocabulary that is not known yet; raises as `model_config`, or from the layers.
     """
     made = model_config(config, call=call, vocab_size=2)
     with torch.device("meta"):
@@ -99,20 +95,12 @@ def check_model(config: TrainConfig, call: str) -> RegardConfig:
 
 
 def has_field(model: str, field: str) -> bool:
-    """Return whether the configuration of a model has a field.
-
-    Raises:
-        ArgumentError: an unknown model.
-    """
+    """Return whether the configuration of a model has a field; raise `ArgumentError` for an unknown model."""
     return field in own_fields(language_models.get(model).config)
 
 
 def options(model: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the options of `FLAGS` that a model takes, and its other fields with their defaults.
-
-    Raises:
-        ArgumentError: an unknown model.
-    """
+    """Return the options of `FLAGS` that a model takes, and its other fields with their defaults."""
     entry = language_models.get(model)
     own = own_fields(entry.config)
     defaults = {field.name: field.default for field in dataclasses.fields(entry.config)}

@@ -46,18 +46,15 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step of both."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.parts:
             part.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of both."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states of both."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
@@ -65,12 +62,8 @@ class MuonAdamW(Optimizer):
 
 def hidden_matrices(model: nn.Module) -> set[int]:
     """Return the `id` of every matrix between hidden states: weights of linear layers, the output head left out."""
-    heads = [module for name in ("get_output_embeddings", "get_input_embeddings") if (module := _of(model, name))]
+    named = ("get_output_embeddings", "get_input_embeddings")
+    heads = [module for name in named if (module := getattr(model, name, lambda: None)()) is not None]
     outer = {id(parameter) for head in heads for parameter in head.parameters()}
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     return {id(weight) for weight in weights if id(weight) not in outer and min(weight.shape) > 1}
-
-
-def _of(model: nn.Module, name: str) -> nn.Module | None:
-    method = getattr(model, name, None)
-    return None if method is None else method()

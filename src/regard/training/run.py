@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -16,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
 from .data.text import Text, load_text, split_text
@@ -29,7 +28,7 @@ from .generate import opening
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
 from .storage import folder
-from .storage.checkpoints import last_good, remove_after, step_of, write_atomically, writing
+from .storage.checkpoints import last_good, remove_after, step_of, write_summary, writing
 from .storage.lock import only_run
 from .storage.resuming import check_checkpoint
 from .trainer import RegardTrainer
@@ -142,39 +141,29 @@ def _hold(config: TrainConfig, held: ExitStack) -> None:
 
 
 def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
-    """Split the text, build the tokenizer (load it when resuming), and encode both parts.
-
-    Raises:
-        ArgumentError: a part is shorter than one context.
-    """
+    """Split the text, build the tokenizer (load it when resuming), and encode both parts, of at least one context."""
     learn, held_out = split_text(text.content, config.validation)
     if config.resume:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
         tokenizer = TOKENIZERS.get(config.tokenizer)(learn)
     tokens, held_out_tokens = encode(tokenizer, learn), encode(tokenizer, held_out)
-    if len(tokens) < config.context:
-        raise ArgumentError(
-            f"train: the text in {text.path} has {len(tokens)} tokens to train on, less than one --context "
-            f"{config.context}; give more text or a smaller --context."
-        )
-    if len(held_out_tokens) < config.context:
-        raise ArgumentError(
-            f"train: the held-out part of {text.path} has {len(held_out_tokens)} tokens, less than one "
-            f"--context {config.context}; give more text, a larger --validation or a smaller --context."
-        )
+    for what, count, more in (
+        (f"text in {text.path}", len(tokens), "more text"),
+        (f"held-out part of {text.path}", len(held_out_tokens), "more text, a larger --validation"),
+    ):
+        few = f"the {what} has {count} tokens, less than one --context {config.context}"
+        require(count >= config.context, "train", f"{few}; give {more} or a smaller --context.")
     units = Units.of(learn, len(tokens)), Units.of(held_out, len(held_out_tokens))
     return _Corpus(text, tokenizer, tokens, held_out_tokens, *units, prompt=opening(tokenizer, held_out))
 
 
 def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: _Corpus) -> RegardTrainer:
-    per_step = config.per_step * args.world_size
+    windows = {"context": config.context, "steps": config.steps, "seed": config.seed}
     trainer = RegardTrainer(
         model=model,
         args=args,
-        train_dataset=SampledWindows(
-            corpus.train, context=config.context, steps=config.steps, per_step=per_step, seed=config.seed
-        ),
+        train_dataset=SampledWindows(corpus.train, per_step=config.per_step * args.world_size, **windows),
         processing_class=corpus.tokenizer,
         held_out=corpus.held_out[: config.eval_tokens],
         train_units=corpus.train_units,
@@ -206,11 +195,7 @@ def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichPr
 
 
 def _arguments(config: TrainConfig) -> TrainingArguments:
-    """Return the arguments of Trainer for a config.
-
-    Raises:
-        ArgumentError: the device does not support the dtype.
-    """
+    """Return the arguments of Trainer; raise `ArgumentError` if the device does not support the dtype."""
     device = resolve_device(config.device, call="train")
     settings: dict[str, Any] = {
         "output_dir": str(config.out),
@@ -261,9 +246,8 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
         finally:
             progress.close()
     if stop.requested and trainer.state.global_step < config.steps:
-        raise TrainingInterrupted(
-            f"interrupted after step {trainer.state.global_step} of {config.steps}; {last_good(config.out)}"
-        )
+        steps = f"{trainer.state.global_step} of {config.steps}"
+        raise TrainingInterrupted(f"interrupted after step {steps}; {last_good(config.out)}")
 
 
 def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> RunSummary:
@@ -284,10 +268,8 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
         tokens_per_second=clock.steps * trainer.tokens_per_step / max(clock.seconds, 1e-9),
         prompt=corpus.prompt,
     )
-    path = config.out / "summary.json"
     if _main_process():
-        with writing(path, config.out):
-            write_atomically(path, json.dumps(asdict(summary), indent=1))
+        write_summary(config.out, asdict(summary))
     return summary
 
 

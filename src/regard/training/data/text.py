@@ -54,10 +54,8 @@ def load_text(path: Path | str, *, call: str = "load_text") -> Text:
     if path.is_dir():
         files = sorted(_text_files(path), key=lambda file: file.relative_to(path).parts)
         if not files:
-            raise ArgumentError(
-                f"{call}: folder {path} holds no text files; files ending in "
-                f"{', '.join(TEXT_SUFFIXES[:4])}, ... are read; name one file to read another kind."
-            )
+            read = f"files ending in {', '.join(TEXT_SUFFIXES[:4])}, ... are read; name one file to read another kind"
+            raise ArgumentError(f"{call}: folder {path} holds no text files; {read}.")
     elif path.exists():
         files = [path]
     else:
@@ -90,9 +88,8 @@ def _read(file: Path, call: str) -> str:
         regular_size(file)  # a pipe or a device could be read forever, and a resumed run reads its text again
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ArgumentError(
-            f"{call}: {file} is not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
-            "convert it, for instance with `iconv -f latin1 -t utf-8`."
-        ) from None
+        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        mend = "convert it, for instance with `iconv -f latin1 -t utf-8`"
+        raise ArgumentError(f"{call}: {file} is not UTF-8 ({byte}); {mend}.") from None
     except OSError as error:
         raise ArgumentError(f"{call}: cannot read {file}: {error.strerror or error}.") from None

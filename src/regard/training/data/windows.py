@@ -32,8 +32,7 @@ class SampledWindows(Dataset):
     Items are dicts with `input_ids` and `labels`, both int64 [C]; the model shifts the labels.
 
     Args:
-        tokens: int [n], n > C.
-        context: C.
+        tokens: int [n], n > C; context: C.
         steps: number of optimiser steps.
         per_step: examples per step, over all devices and accumulated micro-batches.
         seed: the sampling seed.

@@ -29,11 +29,7 @@ from .files import is_plain_name, regular_size
 MANIFEST = "COMPLETE.json"
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 _MOST_MANIFEST = 1 << 24
-_OF_MODEL = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("config.json",),
-    ("tokenizer.json",),
-)
+_OF_MODEL = (("model.safetensors", "model.safetensors.index.json"), ("config.json",), ("tokenizer.json",))
 _OF_CHECKPOINT = (
     *_OF_MODEL,
     *((name,) for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state*.pth")),
@@ -146,10 +142,8 @@ def writing(path: Path, run: Path) -> Iterator[None]:
 
 
 def _refusal(folder: Path) -> str | None:
-    """Return why the system cannot write to a file of an incomplete checkpoint (torch.save does not tell), or None.
-
-    Appends to these files, which are not used.
-    """
+    """Return why the system cannot append to the files of an incomplete checkpoint, unused, or None (torch.save hides
+    it)."""
     if not _NAME.fullmatch(folder.name) or (folder / MANIFEST).exists():
         return None
     for path in folder.glob("*"):
@@ -188,6 +182,13 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write_summary(run: Path, summary: dict[str, object]) -> None:
+    """Write the result of a run, or raise TrainingStopped."""
+    path = run / "summary.json"
+    with writing(path, run):
+        write_atomically(path, json.dumps(summary, indent=1))
 
 
 def fingerprint(path: Path, *, flush: bool = False) -> list[int | str]:

@@ -13,13 +13,10 @@ _MOST_HOLES = 1 << 30
 
 
 def regular_size(path: Path, *, links: bool = True) -> int:
-    """Return the size in bytes of a regular file.
-
-    Args:
-        links: also accept a symbolic link to a regular file.
+    """Return the size in bytes of a regular file or, with `links`, of one that a symbolic link leads to.
 
     Raises:
-        OSError: there is no such file, or it is a folder, a device, a pipe or, unless allowed, a link; or almost
+        OSError: there is no such file, it is a folder, a device, a pipe or a link that is not allowed, or almost
             nothing of it is on the disk.
     """
     status = os.stat(path, follow_symlinks=links)
@@ -53,8 +50,7 @@ def read_text(path: Path, *, most: int = MOST_JSON) -> str:
     """Return the UTF-8 text of a regular file.
 
     Raises:
-        OSError: there is no such regular file, or it is larger than `most` bytes.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: there is no such regular file, or it is larger than `most` bytes; UnicodeDecodeError: it is not UTF-8.
     """
     if (size := regular_size(path)) > most:
         raise OSError(f"{path.name} has {size} bytes, at most {most} are read")

@@ -20,7 +20,7 @@ import platform
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...checks import ArgumentError, require
 from ..config import TrainConfig
@@ -50,8 +50,7 @@ def check_out(config: TrainConfig, *, call: str) -> None:
             run, or there is a link where the run would write.
     """
     out = config.out
-    if out.exists() and not out.is_dir():
-        raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
+    require(not out.exists() or out.is_dir(), call, f"--out {out} is a file; give a folder.")
     try:
         empty = not out.is_dir() or all(path.name == LOCK for path in out.iterdir())
     except OSError as error:
@@ -88,13 +87,7 @@ def task_source(name: str, settings: str) -> dict[str, Any]:
 def begin(config: TrainConfig, source: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, *, call: str) -> None:
     """Create the folder, or delete the run in it if the config says so, and write the files that will not change.
 
-    Args:
-        config: of the run.
-        source: what was trained on, `text_source` or `task_source`.
-        tokenizer: of a text.
-
-    Raises:
-        ArgumentError: the folder cannot be written.
+    `source` is `text_source` or `task_source`. Raises `ArgumentError` if the folder cannot be written.
     """
     import torch
     import transformers
@@ -146,8 +139,8 @@ def _read_run(out: Path, *, call: str) -> dict[str, Any]:
     """Return the contents of `run.json` after checking their format."""
     table = read_mapping(out / "run.json", call=call)
     written = table.get("format")
-    if written != FORMAT or isinstance(written, (bool, float)):
-        raise ArgumentError(f"{call}: {out} has run format {written!r}, this version reads {FORMAT}.")
+    same = written == FORMAT and not isinstance(written, (bool, float))
+    require(same, call, f"{out} has run format {written!r}, this version reads {FORMAT}.")
     text, listed = table.get("text"), table.get("files", {})
     known = isinstance(text, dict) and isinstance(text.get("sha256"), str)
     require(known, call, f"{out / 'run.json'} lacks the digest of the text that the run was trained on.")
@@ -175,39 +168,31 @@ def check_resume(config: TrainConfig, text: Text, *, call: str) -> tuple[Path, l
     now, then = to_mapping(config), to_mapping(saved_config(out, call=call))
     for name in now:
         if name not in _MAY_CHANGE and now[name] != then[name]:
-            raise ArgumentError(
-                f"{call}: {flag(name)} is {now[name]!r} but the run in {out} began with "
-                f"{then[name]!r}; only --steps, --device and the path of --data may change on --resume."
-            )
+            began = f"the run in {out} began with {then[name]!r}"
+            may = "only --steps, --device and the path of --data may change on --resume"
+            raise ArgumentError(f"{call}: {flag(name)} is {now[name]!r} but {began}; {may}.")
     check_text(out, text, call=call)
     folder, skipped = last_complete(out)
     if folder is None:
         why = f" ({'; '.join(skipped)})" if skipped else ""
         raise ArgumentError(f"{call}: {out} holds no complete checkpoint{why}; start again with --overwrite.")
     reached = int(folder.name.rpartition("-")[2])
-    if reached > config.steps or (reached == config.steps and (out / "summary.json").is_file()):
-        raise ArgumentError(
-            f"{call}: the run in {out} has finished {reached} steps; give a larger --steps to continue."
-        )
+    done = reached > config.steps or (reached == config.steps and (out / "summary.json").is_file())
+    finished = f"the run in {out} has finished {reached} steps; give a larger --steps to continue."
+    require(not done, call, finished)
     return folder, skipped
 
 
 def check_text(out: Path, text: Text, *, call: str) -> None:
     """Check by digest that the text is the one that the run in `out` began with."""
     then = _read_run(out, call=call)["text"]
-    if then["sha256"] != text.sha256:
-        raise ArgumentError(
-            f"{call}: the text in {text.path} is not the one the run in {out} was trained on "
-            f"({len(text.content)} characters now, {then.get('characters')} then)."
-        )
+    other = f"the text in {text.path} is not the one the run in {out} was trained on"
+    characters = f"{len(text.content)} characters now, {then.get('characters')} then"
+    require(then["sha256"] == text.sha256, call, f"{other} ({characters}).")
 
 
 def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the run in `out`.
-
-    Raises:
-        ArgumentError: it cannot be read, or differs from what was written.
-    """
+    """Return the tokenizer of the run in `out`; raise `ArgumentError` if it cannot be read or has changed."""
     listed = _read_run(out, call=call).get("files", {})
     for name in listed:
         if name.startswith("tokenizer/") and is_plain_name(name.removeprefix("tokenizer/")):
@@ -237,21 +222,13 @@ def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def task_run(path: Path, *, call: str) -> TrainConfig | None:
-    """Return the config of the run in a folder if it is on a task, None for any other folder.
-
-    Raises:
-        ArgumentError: as `saved_config`.
-    """
+    """Return the config of the run in a folder if it is on a task, else None; raise as `saved_config`."""
     config = saved_config(path, call=call) if (path / "run.json").is_file() else None
     return config if config is not None and config.task is not None else None
 
 
 def load_task_model(path: Path, *, call: str) -> PreTrainedModel:
-    """Return the model of a run on a task.
-
-    Raises:
-        ArgumentError: the run has saved no model, or one that cannot be read or differs from its seal.
-    """
+    """Return the model of a run on a task; raise `ArgumentError` if there is none, or none that is intact."""
     from ..quiet import quiet_transformers
     from .saved_model import read_model
 
@@ -281,18 +258,13 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
     folder = _model_folder(path, call)
     reason = fault(folder) if (folder / MANIFEST).exists() else None
     if reason is not None:
-        raise ArgumentError(
-            f"{call}: the model in {folder} is damaged: {reason}; delete the folder to use the last checkpoint, or "
-            f"only its {MANIFEST} if you changed it on purpose."
-        )
+        mend = f"delete the folder to use the last checkpoint, or only its {MANIFEST} if you changed it on purpose"
+        raise ArgumentError(f"{call}: the model in {folder} is damaged: {reason}; {mend}.")
     with quiet_transformers():
         model, tokenizer = read_model(folder, call=call), load_tokenizer(folder, call=call)
-    most = max(tokenizer.get_vocab().values(), default=0)
-    if most >= model.config.vocab_size:
-        raise ArgumentError(
-            f"{call}: the tokenizer in {folder} has token ids up to {most}, but its model has 0 to "
-            f"{model.config.vocab_size - 1}; they do not belong together."
-        )
+    most, size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
+    apart = f"has token ids up to {most}, but its model has 0 to {size - 1}; they do not belong together"
+    require(most < size, call, f"the tokenizer in {folder} {apart}.")
     return model, tokenizer
 
 
@@ -301,9 +273,8 @@ def _model_folder(path: Path, call: str) -> Path:
     require(path.is_dir(), call, f"{path} is a file; give a run folder (the --out of a training run).")
     if (path / "run.json").is_file():
         folder = path / "model" if (path / "model").is_dir() else last_complete(path)[0]
-        if folder is None:
-            raise ArgumentError(f"{call}: the run in {path} has saved no model and no checkpoint yet.")
-        return folder
+        require(folder is not None, call, f"the run in {path} has saved no model and no checkpoint yet.")
+        return cast(Path, folder)
     weights = any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     require(weights, call, f"{path} holds neither a run nor a model in safetensors.")
     return path

@@ -21,8 +21,7 @@ LOCK = "run.lock"
 def only_run(folder: Path, *, call: str) -> Iterator[None]:
     """Hold the lock of a run folder inside the block; the folder is created if it does not exist.
 
-    Raises:
-        ArgumentError: another process holds it, or the folder cannot be written.
+    Raises `ArgumentError` if another process holds it, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,24 +55,14 @@ def _take(file: TextIO, folder: Path, call: str) -> None:
         with suppress(OSError, UnicodeError):
             file.seek(0)
             holder = file.read(200).strip()
-        raise ArgumentError(
-            f"{call}: --out {folder} is in use: {holder or 'another process'} trains there; wait for it, or choose "
-            "another folder."
-        ) from None
+        trains = f"{holder or 'another process'} trains there; wait for it, or choose another folder"
+        raise ArgumentError(f"{call}: --out {folder} is in use: {trains}.") from None
     except OSError as error:
-        print(
-            f"regard {call}: note: {folder} cannot be locked ({error}); start no second run there",
-            file=sys.stderr,
-        )
+        print(f"regard {call}: note: {folder} cannot be locked ({error}); start no second run there", file=sys.stderr)
 
 
 def _lock(file: int) -> None:
-    """Lock an open file.
-
-    Raises:
-        BlockingIOError, PermissionError: it is already locked.
-        OSError: the file system does not support locks.
-    """
+    """Lock an open file; raise BlockingIOError or PermissionError if it is locked, OSError if locks are unsupported."""
     try:
         import fcntl
     except ImportError:  # Windows

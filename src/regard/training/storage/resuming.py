@@ -30,11 +30,7 @@ _SCHEDULED = ("lr", "initial_lr")
 
 
 def check_checkpoint(folder: Path, trainer: Trainer, *, call: str) -> None:
-    """Check that a trainer can continue from a checkpoint.
-
-    Raises:
-        ArgumentError: the weights, optimiser, schedule, generators or step do not fit; the message names the file.
-    """
+    """Check that a trainer can continue from a checkpoint; the `ArgumentError` of what does not fit names the file."""
     where = f"{call}: cannot continue from {folder}"
     saved = load_weights(folder, call=call)
     with one_error(f"{where}: model.safetensors"):
@@ -55,11 +51,7 @@ def check_checkpoint(folder: Path, trainer: Trainer, *, call: str) -> None:
 
 
 def put_weights(model: nn.Module, folder: Path, *, call: str) -> None:
-    """Copy the weights of a checkpoint into a model.
-
-    Raises:
-        ArgumentError: they cannot be read, or do not fit the model.
-    """
+    """Copy the weights of a checkpoint into a model; raise `ArgumentError` if they cannot be read or do not fit."""
     saved = load_weights(folder, call=call)
     with one_error(f"{call}: cannot continue from {folder}: model.safetensors"):
         _check_weights(saved, model)
@@ -139,10 +131,8 @@ def _check_moments(state: Any, parameter: Tensor, where: str, step: int) -> None
     """Check shape, dtype and strides of the moments of a parameter, and its number of steps."""
     _require(isinstance(state, dict) and state.keys() == {"step", *_MOMENTS}, f"the state {where} is incomplete")
     count = state["step"]
-    _require(
-        isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32,
-        f"step {where} is no scalar",
-    )
+    scalar = isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32
+    _require(scalar, f"step {where} is no scalar")
     _require(count.item() in range(1, step + 1), f"step {where} is {count.item()}, expected 1 to {step}")
     for name in _MOMENTS:
         moment = state[name]

@@ -39,11 +39,7 @@ _SLACK = 1 << 24
 
 
 def load_weights(folder: Path, *, call: str) -> dict[str, Tensor]:
-    """Return the tensors in a folder's safetensors, by name.
-
-    Raises:
-        ArgumentError: there are none, or a file is damaged or outside the folder.
-    """
+    """Return the tensors in a folder's safetensors, by name; raise `ArgumentError` for a damaged or foreign file."""
     with one_error(f"{call}: cannot load the model in {folder}"), weights(folder) as saved:
         return {name: entry.file.get_tensor(name) for name, entry in saved.items()}
 
@@ -66,13 +62,9 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
             kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             _check_tensors(kind, config, saved)
         model, loading = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=load_weights(folder, call=call),
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below in one line
-        )
+            None, config=config, state_dict=load_weights(folder, call=call), trust_remote_code=False,
+            output_loading_info=True, ignore_mismatched_sizes=True,  # reported below in one line
+        )  # fmt: skip
         model.config.name_or_path = str(folder)
         wrong = misfits(model, loading)
     if wrong:
@@ -91,11 +83,7 @@ class SavedTensor:
 
 @contextmanager
 def weights(folder: Path) -> Iterator[dict[str, SavedTensor]]:
-    """Open the safetensors of a folder, and yield their tensors by name.
-
-    Raises:
-        ValueError, OSError, SafetensorError: they cannot be read.
-    """
+    """Open the safetensors of a folder, and yield their tensors by name."""
     index = None if (folder / SINGLE).exists() or not (folder / INDEX).exists() else _index(folder)
     saved = {}
     with ExitStack() as files:
@@ -136,17 +124,13 @@ def _config_table(folder: Path, call: str) -> dict[str, Any]:
         return table
     ours = ", ".join(entry.config.model_type for _, entry in language_models.items())
     fault = "which is not a causal language model" if known else "which is unknown"
-    raise ArgumentError(
-        f"{call}: the model in {folder} has type {kind!r}, {fault}; expected a type of transformers or one of {ours}."
-    )
+    expected = f"{fault}; expected a type of transformers or one of {ours}"
+    raise ArgumentError(f"{call}: the model in {folder} has type {kind!r}, {expected}.")
 
 
 def _config(table: dict[str, Any], tensors: int) -> PreTrainedConfig:
-    """Return the configuration of a model with so many tensors.
-
-    Raises:
-        ValueError: a field would make transformers allocate, import or overwrite something.
-    """
+    """Return the configuration of a model with so many tensors; raise `ValueError` for a field that would make
+    transformers allocate, import or overwrite something."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[table["model_type"]]

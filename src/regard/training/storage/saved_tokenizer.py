@@ -11,7 +11,7 @@ from base64 import b64decode
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checks import ArgumentError, require
+from ...checks import require
 from ..errors import one_error
 from ..fields import read_mapping
 
@@ -28,19 +28,14 @@ _PROBES = ("", "a", "The quick brown fox, 1 + 2 = 3.\n")
 
 
 def load_tokenizer(folder: Path, *, call: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder.
-
-    Raises:
-        ArgumentError: a file is missing, damaged or inconsistent.
-    """
+    """Return the tokenizer in a folder; raise `ArgumentError` if a file is missing, damaged or inconsistent."""
     from transformers import PreTrainedTokenizerFast
 
     backend = _backend(folder / "tokenizer.json", call)
     settings = _settings(folder / "tokenizer_config.json", backend, call)
+    settings |= {"model_input_names": ["input_ids", "attention_mask"]}
     with one_error(f"{call}: cannot load the tokenizer in {folder}"):
-        return PreTrainedTokenizerFast(
-            tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], **settings
-        )
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
 
 
 def _backend(path: Path, call: str) -> Tokenizer:
@@ -113,9 +108,8 @@ def _settings(path: Path, backend: Tokenizer, call: str) -> dict[str, Any]:
 
 def _token(given: Any, name: str, path: Path, backend: Tokenizer, call: str) -> str:
     """Return a special token as text."""
-    word = given.get("content") if isinstance(given, dict) else given
-    if not isinstance(word, str):
-        raise ArgumentError(f"{call}: {name} in {path} is {given!r}, expected a token.")
+    word: Any = given.get("content") if isinstance(given, dict) else given
+    require(isinstance(word, str), call, f"{name} in {path} is {given!r}, expected a token.")
     known = backend.token_to_id(word) is not None
     require(known, call, f"{name} in {path} is {word!r}, which is not in the vocabulary.")
     return word

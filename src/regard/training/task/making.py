@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_type_hints
 
-from ...checks import ArgumentError, suggestion, within
+from ...checks import ArgumentError, require, suggestion, within
 from ...tasks import TokenTask, tasks
 from ..fields import from_text
 
 
 def make_task(kind: Any, setting: str, options: tuple[str, ...], call: str) -> TokenTask:
-    """Return a task with a named setting and some fields changed.
-
-    Args:
-        kind: a class of `regard.tasks`.
-        setting: its named setting.
-        options: texts key=value.
+    """Return a task of the class `kind` with a named setting, changed by `options` (texts key=value).
 
     Raises:
         ArgumentError: a task without tokens, an unknown setting or field, or a value that does not fit.
@@ -30,12 +25,8 @@ def make_task(kind: Any, setting: str, options: tuple[str, ...], call: str) -> T
     for word in options:
         key, equals, text = word.partition("=")
         name = key.strip().replace("-", "_")
-        if not equals or name not in names:
-            raise ArgumentError(
-                f"{call}: --task-option is {word!r}, expected key=value with a field of the task."
-                f"{suggestion(name, names)}"
-            )
-        if name in changes:
-            raise ArgumentError(f"{call}: --task-option {name} is given twice; give it once.")
+        expected = f"expected key=value with a field of the task.{suggestion(name, names)}"
+        require(bool(equals) and name in names, call, f"--task-option is {word!r}, {expected}")
+        require(name not in changes, call, f"--task-option {name} is given twice; give it once.")
         changes[name] = from_text(text.strip(), hints[name], f"{call}: --task-option {name}")
     return within(call, "--setting", lambda: kind.named(setting, **changes))

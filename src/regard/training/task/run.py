@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..device import resolve_device
 from ..models import model_config
 from ..quiet import quiet_transformers
 from ..storage import folder
-from ..storage.checkpoints import write_atomically, writing
+from ..storage.checkpoints import write_summary
 from ..storage.lock import only_run
 from ..validation import check_task, validate
 from .scores import TaskScore, score_task
@@ -83,21 +82,8 @@ def train_task(config: TrainConfig, *, console: Console | None = None) -> TaskSu
 
 
 def _budget(config: TrainConfig) -> TaskBudget:
-    return TaskBudget(
-        steps=config.steps,
-        batch=config.batch,
-        learning_rate=config.learning_rate,
-        warmup=config.warmup,
-        final_share=config.final_learning_rate,
-        weight_decay=config.weight_decay,
-        clip=config.clip,
-        optimizer=config.optimizer,
-        seed=config.seed,
-        eval_every=config.eval_every,
-        eval_examples=config.eval_examples,
-        metric=config.metric,
-        stop_at=config.stop_at,
-    )
+    same = {f.name: getattr(config, f.name) for f in fields(TaskBudget) if f.name != "final_share"}
+    return TaskBudget(final_share=config.final_learning_rate, **same)
 
 
 def _finish(config: TrainConfig, task: TokenTask, model: Any, step: int) -> TaskSummary:
@@ -110,17 +96,11 @@ def _finish(config: TrainConfig, task: TokenTask, model: Any, step: int) -> Task
         scores={name: (score.mean, score.standard_error) for name, score in found.items()},
         floor=task.floor(count=min(config.eval_examples, 256)),
     )
-    path = config.out / "summary.json"
-    with writing(path, config.out):
-        write_atomically(path, json.dumps(vars(summary), indent=1))
+    write_summary(config.out, vars(summary))
     return summary
 
 
 def scored(config: TrainConfig, task: TokenTask, model: Any) -> dict[str, TaskScore]:
     """Return the scores of a model on the test split, free-running where answers continue their prompts."""
-    return score_task(model, task, split="test", examples=config.eval_examples, generate=_continues(task))
-
-
-def _continues(task: TokenTask) -> bool:
-    """Return whether answers continue their prompts, so that a model can write them."""
-    return task.example(0, 0, "test").prompt is not None
+    continues = task.example(0, 0, "test").prompt is not None
+    return score_task(model, task, split="test", examples=config.eval_examples, generate=continues)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...checks import ArgumentError, flag, instance, whole
+from ...checks import ArgumentError, flag, instance, require, whole
 from ...tasks import TokenExample, TokenTask, collate
 
 CALL = "score_task"
@@ -35,12 +35,12 @@ class TaskScore:
 
     @property
     def mean(self) -> float:
-        """The mean over examples."""
+        """Return the mean over examples."""
         return fmean(self.values)
 
     @property
     def standard_error(self) -> float:
-        """The standard error of the mean; NaN for a single example."""
+        """Return the standard error of the mean; NaN for a single example."""
         return stdev(self.values) / sqrt(len(self.values)) if len(self.values) > 1 else nan
 
     def __str__(self) -> str:
@@ -81,10 +81,7 @@ def score_task(
     for name, value in (("examples", examples), ("batch", batch)):
         whole(CALL, name, value, 1, 2**40)
     flag(CALL, "generate", generate)
-    if model.config.vocab_size < task.vocabulary:
-        raise ArgumentError(
-            f"{CALL}: model has {model.config.vocab_size} tokens, but the task {task.name} has {task.vocabulary}."
-        )
+    check_vocabulary(CALL, model, task)
     if generate and not model.can_generate():
         raise ArgumentError(f"{CALL}: generate=True needs a model that can generate, got {type(model).__name__}.")
     drawn = task.examples(seed, range(examples), split)
@@ -104,6 +101,13 @@ def score_task(
     finally:
         model.train(training)
     return {metric: TaskScore(tuple(values)) for metric, values in found.items()}
+
+
+def check_vocabulary(call: str, model: PreTrainedModel, task: TokenTask) -> None:
+    """Check that a model has a token for each of a task's."""
+    size = model.config.vocab_size
+    few = f"model has {size} tokens, but the task {task.name} has {task.vocabulary}."
+    require(size >= task.vocabulary, call, few)
 
 
 def _forward(model: PreTrainedModel, examples: list[TokenExample]) -> Iterator[tuple[TokenExample, Tensor]]:

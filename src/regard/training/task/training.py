@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,16 +21,16 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
+from transformers import TrainerControl as Control
 
 from ...checks import ArgumentError, in_range, instance, refuse, whole
 from ...nn.optimizer_groups import optimizer_groups
 from ...tasks import TokenTask, collate
 from ..muon import MuonAdamW
-from .scores import TaskScore, embedded, score_task
+from .scores import TaskScore, check_vocabulary, embedded, score_task
 
 CALL = "train_on_task"
 OPTIMIZERS = ("adamw", "muon")
@@ -166,10 +165,8 @@ class _TaskTrainer(Trainer):
         loss = super().training_step(*args, **kwargs)
         self.losses.append(float(loss))
         if not math.isfinite(self.losses[-1]):
-            raise ArgumentError(
-                f"{CALL}: the loss is {self.losses[-1]} at step {self.state.global_step + 1}; give a smaller "
-                f"learning_rate."
-            )
+            where = f"the loss is {self.losses[-1]} at step {self.state.global_step + 1}"
+            raise ArgumentError(f"{CALL}: {where}; give a smaller learning_rate.")
         return loss
 
     def score(self) -> dict[str, TaskScore]:
@@ -187,9 +184,7 @@ class _Scoring(TrainerCallback):
     def __init__(self, trainer: _TaskTrainer, report: Callable[[int, dict[str, TaskScore]], None] | None) -> None:
         self.trainer, self.report = trainer, report
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Control, **_: Any) -> Control:
         budget = self.trainer.budget
         if state.global_step % budget.eval_every == 0 or state.global_step == budget.steps:
             scores = self.trainer.score()
@@ -223,33 +218,16 @@ def train_on_task(
     Cost: a forward and a backward pass over `batch` examples a step; `eval_examples` forward passes a score.
     """
     instance(CALL, "task", task, TokenTask, "a task of tokens")
-    if model.config.vocab_size < task.vocabulary:
-        raise ArgumentError(
-            f"{CALL}: model has {model.config.vocab_size} tokens, but the task {task.name} has {task.vocabulary}."
-        )
+    check_vocabulary(CALL, model, task)
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=str(Path(folder)),
-            max_steps=budget.steps,
-            per_device_train_batch_size=1,
-            max_grad_norm=budget.clip,
-            seed=budget.seed,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            use_cpu=model.device.type == "cpu",
-            disable_tqdm=True,
-            remove_unused_columns=False,
+            output_dir=folder, max_steps=budget.steps, per_device_train_batch_size=1, max_grad_norm=budget.clip,
+            seed=budget.seed, save_strategy="no", logging_strategy="no", report_to=[],
+            use_cpu=model.device.type == "cpu", disable_tqdm=True, remove_unused_columns=False,
             dataloader_pin_memory=False,
-        )
-        trainer = _TaskTrainer(
-            task,
-            budget,
-            model=model,
-            args=arguments,
-            train_dataset=TaskExamples(task, budget),
-            data_collator=lambda batches: batches[0],
-        )
+        )  # fmt: skip
+        examples: dict[str, Any] = {"train_dataset": TaskExamples(task, budget), "data_collator": lambda one: one[0]}
+        trainer = _TaskTrainer(task, budget, model=model, args=arguments, **examples)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(_Scoring(trainer, report))
