@@ -81,10 +81,8 @@ class ConeRegression:
             number(CALL, name, getattr(self, name), low=0.0)
         count, rest = divmod(self.length, self.segment)
         if rest or count & (count - 1) or count.bit_length() - 1 > self.dim:
-            raise ArgumentError(
-                f"{CALL}: length {self.length} and segment {self.segment} make {self.length / self.segment:g} segments"
-                f", expected a power of two, at most 2^dim = 2^{self.dim}."
-            )
+            sizes = f"length {self.length} and segment {self.segment} make {self.length / self.segment:g} segments"
+            raise ArgumentError(f"{CALL}: {sizes}, expected a power of two, at most 2^dim = 2^{self.dim}.")
 
     @property
     def segments(self) -> int:

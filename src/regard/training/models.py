@@ -50,11 +50,7 @@ _ABSENT = {"qk_norm": "none"}  # the value that stands for None
 
 
 def language_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return the model that `config` describes, for the tokenizer's vocabulary, with random weights.
-
-    Raises:
-        ArgumentError: as `model_config`.
-    """
+    """Return the model that `config` describes, for the tokenizer's vocabulary; errors as in `model_config`."""
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     made = model_config(config, call="train", vocab_size=len(tokenizer), **special)
     return language_models.get(config.model).model(made)
@@ -126,10 +122,8 @@ def _flagged(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, 
             continue
         if field not in own_fields(entry.config):
             others = [name for name, other in language_models.items() if field in own_fields(other.config)]
-            raise ArgumentError(
-                f"{call}: {flag(option)} is not for --model {config.model}, which has no {field}; omit it, or choose "
-                f"--model {' or '.join(others)}."
-            )
+            wrong = f"{flag(option)} is not for --model {config.model}, which has no {field}"
+            raise ArgumentError(f"{call}: {wrong}; omit it, or choose --model {' or '.join(others)}.")
         fields[field] = None if value == _ABSENT.get(option) else value
     return fields
 
@@ -149,9 +143,8 @@ def _options(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, 
         if name in option_of and name in own_fields(entry.config):
             raise ArgumentError(f"{call}: --option {name}: use the flag of this field, {flag(option_of[name])}.")
         if name not in known:
-            raise ArgumentError(
-                f"{call}: --option {name}: --model {config.model} has no such field.{suggestion(name, known)}"
-            )
+            unknown = f"--model {config.model} has no such field.{suggestion(name, known)}"
+            raise ArgumentError(f"{call}: --option {name}: {unknown}")
         if name in fields:
             raise ArgumentError(f"{call}: --option {name} is given twice; give it once.")
         fields[name] = from_text(text.strip(), _hint(entry.config, name), f"{call}: --option {name}")

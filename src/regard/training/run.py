@@ -257,16 +257,14 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
         with trainer.own_config():
             folder.save_model(config.out, model, corpus.tokenizer)
     result, clock = trainer.measure(corpus.held_out), trainer.clock
+    measured = {name: getattr(result, name) for name in ("loss", "bits_per_char", "bits_per_byte", "support")}
     summary = RunSummary(
         out=str(config.out),
         step=trainer.state.global_step,
         parameters=sum(p.numel() for p in model.parameters()),
-        loss=result.loss,
-        bits_per_char=result.bits_per_char,
-        bits_per_byte=result.bits_per_byte,
-        support=result.support,
         tokens_per_second=clock.steps * trainer.tokens_per_step / max(clock.seconds, 1e-9),
         prompt=corpus.prompt,
+        **measured,
     )
     if _main_process():
         write_summary(config.out, asdict(summary))

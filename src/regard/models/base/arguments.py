@@ -35,11 +35,11 @@ _ARGUMENTS = (
 def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | None) -> slice | Tensor:
     """Return the index of the positions that get logits."""
     if isinstance(logits_to_keep, Tensor):
-        if labels is not None:
-            raise ArgumentError(
-                f"{call}: logits_to_keep is a tensor of positions and labels are given; labels are shifted by one and "
-                f"need neighbouring positions, so give a number, or label -100 where no token is predicted."
-            )
+        why = "labels are shifted by one and need neighbouring positions"
+        mend = "give a number, or label -100 where no token is predicted"
+        require(
+            labels is None, call, f"logits_to_keep is a tensor of positions and labels are given; {why}, so {mend}."
+        )
         return logits_to_keep
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")
@@ -66,10 +66,8 @@ def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int) 
     if not is_integer(attention_mask) and getattr(attention_mask, "dtype", None) != torch.bool:
         raise refuse(call, "attention_mask", attention_mask, "booleans or integers, nonzero where a token is real")
     if tuple(attention_mask.shape) != (batch, tokens):
-        raise ArgumentError(
-            f"{call}: attention_mask has shape {shape(attention_mask)}, expected [{batch}, {tokens}]: one entry per "
-            f"token so far, cached ones included."
-        )
+        expected = f"expected [{batch}, {tokens}]: one entry per token so far, cached ones included"
+        raise ArgumentError(f"{call}: attention_mask has shape {shape(attention_mask)}, {expected}.")
     return attention_mask != 0
 
 
@@ -79,9 +77,7 @@ def token_positions(call: str, position_ids: Tensor | None, mask: Tensor | None,
     if position_ids is not None:
         integers(call, "position_ids", position_ids, "B or 1", tokens)
         if position_ids.shape[0] != 1 and position_ids.shape[0] != batch:  # dynamo gets `in` wrong for symbols
-            raise ArgumentError(
-                f"{call}: position_ids has shape {shape(position_ids)}, expected [{batch} or 1, {tokens}]."
-            )
+            raise refuse(call, "position_ids", position_ids, f"shape [{batch} or 1, {tokens}]")
         return position_ids
     if mask is None:
         return torch.arange(past, past + tokens, device=hidden.device)[None]
@@ -89,10 +85,10 @@ def token_positions(call: str, position_ids: Tensor | None, mask: Tensor | None,
 
 
 def not_predicted(attention_mask: Tensor | None, documents: Documents | None, last: int) -> Tensor | None:
-    """Return which of the last positions are not predicted, boolean [B or 1, last], or None if all are predicted.
+    """Return which of the last positions are not predicted, boolean [B or 1, last], or None if all are.
 
-    These are masked positions, the position after a masked one (otherwise the first real token of a left-padded row
-    would be predicted from padding), and the first position of every document.
+    These are masked positions, those after a masked one (which would be predicted from padding), and the first of each
+    document.
     """
     excluded = None
     if attention_mask is not None:

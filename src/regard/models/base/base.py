@@ -21,7 +21,7 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ...checks import ArgumentError, instance, integers, refuse, require, shown
+from ...checks import ArgumentError, instance, integers, refuse, require
 from ...nn.arguments import require_growing
 from ...nn.hooks import HookPoint
 from . import packing
@@ -256,15 +256,11 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         name, axes = ("inputs_embeds", "[B, T, C]") if tokens is None else ("input_ids", "[B, T]")
         instance(call, name, prompt, Tensor, f"a tensor {axes}")
         if prompt.dim() != 2 + (tokens is None) or 0 in prompt.shape:
-            raise ArgumentError(
-                f"{call}: {name} is {shown(prompt)}, expected {axes} with T >= 1: there is nothing to continue; begin "
-                f"with one token, such as bos_token_id."
-            )
-        if prompt.shape[1] > context:
-            raise ArgumentError(
-                f"{call}: the prompt has {prompt.shape[1]} tokens, more than the model's context of {context}; shorten "
-                f"it, or raise config.max_position_embeddings beyond the trained length."
-            )
+            empty = "there is nothing to continue; begin with one token, such as bos_token_id"
+            raise refuse(call, name, prompt, f"{axes} with T >= 1: {empty}")
+        long = f"the prompt has {prompt.shape[1]} tokens, more than the model's context of {context}"
+        mend = "shorten it, or raise config.max_position_embeddings beyond the trained length"
+        require(prompt.shape[1] <= context, call, f"{long}; {mend}.")
         vocabulary = self.config.vocab_size
         if tokens is not None and (tokens.is_floating_point() or ((tokens < 0) | (tokens >= vocabulary)).any()):
             raise ArgumentError(outside(call, tokens, vocabulary))
@@ -356,7 +352,5 @@ def tell_step(model: nn.Module, step: int) -> None:
 def check_depth(call: str, cache: Cache, layers: int) -> None:
     """Check that a cache that holds tokens has as many layers as the model."""
     if len(cache.layers) != layers and cache.get_seq_length() > 0:
-        raise ArgumentError(
-            f"{call}: past_key_values holds {len(cache.layers)} layers of another model, expected {layers}; leave it "
-            f"out or give model.model.new_cache()."
-        )
+        other = f"past_key_values holds {len(cache.layers)} layers of another model, expected {layers}"
+        raise ArgumentError(f"{call}: {other}; leave it out or give model.model.new_cache().")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ... import Spec
-from ...checks import ArgumentError, closest, flags, number, refuse, require, shown, suggestion
+from ...checks import ArgumentError, closest, flags, number, refuse, require, suggestion
 from ...grammar import as_spec
 from ...nn.arguments import positive_int
 
@@ -92,11 +92,9 @@ class RegardConfig(PreTrainedConfig):
             ArgumentError: as in the class, or for a configuration of another model type.
         """
         given = config_dict.get("model_type", cls.model_type)
-        if given != cls.model_type:
-            raise ArgumentError(
-                f"{cls.__name__}: the configuration is of model type {given!r}, expected {cls.model_type!r}; "
-                f"transformers.AutoModelForCausalLM chooses the class by itself."
-            )
+        wrong = f"the configuration is of model type {given!r}, expected {cls.model_type!r}"
+        auto = "transformers.AutoModelForCausalLM chooses the class by itself"
+        require(given == cls.model_type, cls.__name__, f"{wrong}; {auto}.")
         return_unused = kwargs.pop("return_unused_kwargs", False)  # then the caller checks unused keywords
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         config.normalise()
@@ -143,8 +141,7 @@ class RegardConfig(PreTrainedConfig):
         if isinstance(mixers, (str, Spec)):
             mixers = [mixers] * count
         if not isinstance(mixers, Sequence) or not all(isinstance(m, (str, Spec)) for m in mixers):
-            expected = "a spec such as 'biweight', or a list with one per layer"
-            raise ArgumentError(f"{self.call}: mixers is {shown(mixers)}, expected {expected}.")
+            raise refuse(self.call, "mixers", mixers, "a spec such as 'biweight', or a list with one per layer")
         of = "num_hidden_layers is" if count == self.num_hidden_layers else "the model mixes in"
         wrong = f"mixers names {len(mixers)} layers and {of} {count}; give one spec per layer, or a single one for all."
         require(len(mixers) == count, self.call, wrong)
@@ -156,10 +153,8 @@ class RegardConfig(PreTrainedConfig):
         if isinstance(given, (str, kind)):
             return [given] * self.mixed_layers
         if not isinstance(given, Sequence) or len(given) != self.mixed_layers:
-            raise ArgumentError(
-                f"{self.call}: {name} is {shown(given)}, expected a rule such as {example!r}, or a list with one for "
-                f"each of {self.mixed_layers} layers."
-            )
+            each = f"a rule such as {example!r}, or a list with one for each of {self.mixed_layers} layers"
+            raise refuse(self.call, name, given, each)
         return given
 
     def check_flags(self, *names: str) -> None:

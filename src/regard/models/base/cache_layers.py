@@ -108,7 +108,6 @@ class StateCacheLayer(OwnCacheLayer):
         return sum(state.bytes for name in self.held if (state := getattr(self, name)) is not None)
 
     def reset(self) -> None:
-        """Forget every token."""
         for name in self.held:
             setattr(self, name, None)
 
@@ -145,8 +144,6 @@ def own_layer(call: str, cache: Cache, index: int, kind: type[Kind]) -> Kind:
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     if not isinstance(layer, kind):
-        raise ArgumentError(
-            f"{call}: past_key_values is a {type(cache).__name__} without {kind.__name__} at layer {index}; leave it "
-            f"out, or take model.model.new_cache()."
-        )
+        kinds = f"past_key_values is a {type(cache).__name__} without {kind.__name__} at layer {index}"
+        raise ArgumentError(f"{call}: {kinds}; leave it out, or take model.model.new_cache().")
     return layer

@@ -37,10 +37,9 @@ class CheckedLoading(PreTrainedModel):
             return super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         config_class = cls.config_class
         if "variant" in kwargs and config_class is not None and "variant" in own_fields(config_class):
-            raise ArgumentError(
-                f"{cls.__name__}.from_pretrained: transformers reads variant as the name of a file; set the model's by "
-                f"config={config_class.__name__}.from_pretrained(path, variant={kwargs['variant']!r})."
-            )
+            mend = f"config={config_class.__name__}.from_pretrained(path, variant={kwargs['variant']!r})"
+            read = "transformers reads variant as the name of a file"
+            raise ArgumentError(f"{cls.__name__}.from_pretrained: {read}; set the model's by {mend}.")
         lenient = {"ignore_mismatched_sizes": True, **kwargs}  # mismatches are reported below, in one line
         path = pretrained_model_name_or_path
         model, loading = super().from_pretrained(path, *args, output_loading_info=True, **lenient)
@@ -53,10 +52,9 @@ class CheckedLoading(PreTrainedModel):
             loading = without_changes(model, path, loading, **hub)
         wrong = misfits(model, loading)
         if wrong:
-            raise ArgumentError(
-                f"{cls.__name__}.from_pretrained: {source} do not fit their config ({'; '.join(wrong)}); with "
-                f"output_loading_info=True the tensors that fit are loaded."
-            )
+            unfit = f"{source} do not fit their config ({'; '.join(wrong)})"
+            mend = "with output_loading_info=True the tensors that fit are loaded"
+            raise ArgumentError(f"{cls.__name__}.from_pretrained: {unfit}; {mend}.")
         return model
 
     @classmethod

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...checks import ArgumentError, shown, suggestion, within
+from ...checks import ArgumentError, require, shown, suggestion, within
 from ...nn.arguments import positive_int
 from .base_config import RegardConfig, own_fields
 from .catalogue import model_of
@@ -38,11 +38,8 @@ class Matched:
         return (self.parameters - self.target) / self.target
 
     def __str__(self) -> str:
-        width = getattr(self.config, self.field)
-        return (
-            f"{type(self.config).__name__} with {self.field}={width}: {self.parameters:,} parameters, {self.gap:+.2%} "
-            f"of {self.target:,}"
-        )
+        kind = f"{type(self.config).__name__} with {self.field}={getattr(self.config, self.field)}"
+        return f"{kind}: {self.parameters:,} parameters, {self.gap:+.2%} of {self.target:,}"
 
 
 def count_parameters(config: RegardConfig) -> int:
@@ -85,18 +82,12 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
         changed.normalise()
         return changed, count_parameters(changed)
 
-    least, two = at(1)[1], at(2)[1]
-    if two == least:
-        raise ArgumentError(
-            f"{call}: the size of this {type(config).__name__} does not depend on {name}; give another field."
-        )
-    if least > target:
-        raise ArgumentError(
-            f"{call}: this {type(config).__name__} has {least:,} parameters at {name}=1 already, more than the "
-            f"target of {target:,}; make it narrower, or give another field."
-        )
+    least, two, this = at(1)[1], at(2)[1], f"this {type(config).__name__}"
+    require(two != least, call, f"the size of {this} does not depend on {name}; give another field.")
+    large = f"{this} has {least:,} parameters at {name}=1 already, more than the target of {target:,}"
+    require(least <= target, call, f"{large}; make it narrower, or give another field.")
     width = 1 + round((target - least) / (two - least))
     changed, parameters = at(width)
-    if parameters != least + (width - 1) * (two - least):
-        raise ArgumentError(f"{call}: the size of this {type(config).__name__} is not linear in {name}.")
+    linear = parameters == least + (width - 1) * (two - least)
+    require(linear, call, f"the size of {this} is not linear in {name}.")
     return Matched(changed, parameters, target, name)

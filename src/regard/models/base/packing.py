@@ -47,24 +47,13 @@ class Documents:
 
     @classmethod
     def of(
-        cls,
-        call: str,
-        tokens: tuple[int, int],
-        real: Tensor | None,
-        position_ids: Tensor | None,
+        cls, call: str, tokens: tuple[int, int], real: Tensor | None, position_ids: Tensor | None,
         packing: Mapping[str, Any],
-    ) -> Documents | None:
+    ) -> Documents | None:  # fmt: skip
         """Read the arguments without waiting for the device.
 
-        Args:
-            call: the start of messages.
-            tokens: (B, T).
-            real: boolean [B, T], False at padding; None if all tokens are real.
-            position_ids: integers [B or 1, T], or None.
-            packing: keywords of `ARGUMENTS`; None counts as not given.
-
-        Returns:
-            None if no argument mentions documents, or if T = 1, where no document can begin.
+        `real` [B, T] is False at padding, and `packing` has keywords of `ARGUMENTS`; None counts as not given. Returns
+        None if no argument mentions documents, or if T = 1, where no document can begin.
         """
         faults: dict[str, Tensor] = {}
         by_argument = _documents_by_argument(call, tokens, packing, faults)
@@ -93,12 +82,8 @@ class Documents:
         """Number the documents of each row.
 
         The tensors are read once, which waits for the device. A graph that is being compiled cannot read them: the
-        faults become assertions in the graph, and every call without a cache counts as packed.
-
-        Args:
-            call: the start of messages.
-            cache_kept: whether a cache is filled if rows are not packed.
-            cache_asked: whether the caller asked for a cache.
+        faults become assertions in the graph, and every call without a cache counts as packed. A cache is filled if
+        rows are not packed (`cache_kept`), or the caller asked for one (`cache_asked`).
 
         Returns:
             Integers [B or 1, T] from 0, increasing by one at the first real token of each document (padding belongs to
@@ -168,18 +153,16 @@ def _from_lengths(call: str, given: dict[str, Any], tokens: tuple[int, int], fau
         if ends.shape[0] < 2:
             raise ArgumentError(f"{call}: {name} has shape {shape(ends)}, expected 0 and the end of each document.")
         if batch != 1:
-            raise ArgumentError(
-                f"{call}: {name} says how one row is packed, but {batch} rows are given; give segment_ids [B, T]."
-            )
+            rows = f"but {batch} rows are given; give segment_ids [B, T]"
+            raise ArgumentError(f"{call}: {name} says how one row is packed, {rows}.")
         wrong = (ends[0] != 0) | (ends[-1] != length) | (ends[1:] < ends[:-1]).any()
         faults[f"{name} must begin with 0, end with the number of tokens and never fall"] = wrong
     ends, *others = given.values()
     for other in others:
         if other.shape != ends.shape:
-            raise ArgumentError(
-                f"{call}: cu_seq_lens_q has shape {shape(ends)} and cu_seq_lens_k {shape(other)}; queries and keys are "
-                f"the same tokens here, so give the same lengths."
-            )
+            differ = f"cu_seq_lens_q has shape {shape(ends)} and cu_seq_lens_k {shape(other)}"
+            same = "queries and keys are the same tokens here, so give the same lengths"
+            raise ArgumentError(f"{call}: {differ}; {same}.")
         differ = (ends != other).any()
         faults["cu_seq_lens_q and cu_seq_lens_k differ; queries and keys are the same tokens here"] = differ
     index = torch.arange(length, device=ends.device, dtype=ends.dtype)

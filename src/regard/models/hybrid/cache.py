@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ... import Spec
-from ...checks import ArgumentError
+from ...checks import require
 from ...nn.memories import memory_layers
 from ...recurrent.linear import LinearState, finite_features
 from ..base.cache_layers import StateCacheLayer
@@ -62,16 +62,10 @@ class MemoryCacheLayer(StateCacheLayer):
         self.depth = depth
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row `beam_idx[b]`.
-
-        Raises:
-            ArgumentError: the rows share one memory.
-        """
-        if getattr(self.memory, "shared", False):
-            raise ArgumentError(
-                "MemoryCacheLayer: beam search needs a memory for every beam, and this one is shared by the batch; "
-                "sample or decode greedily, or build the model with shared=False in its memory_options."
-            )
+        """Replace row b by row `beam_idx[b]`; raise `ArgumentError` if the rows share one memory."""
+        shared = "beam search needs a memory for every beam, and this one is shared by the batch"
+        mend = "sample or decode greedily, or build the model with shared=False in its memory_options"
+        require(not getattr(self.memory, "shared", False), "MemoryCacheLayer", f"{shared}; {mend}.")
         super().reorder_cache(beam_idx)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 
-from ...checks import ArgumentError
+from ...checks import require
 from ...nn.memories import MemoryLayer
 from ..base.base_config import RegardConfig
 from ..base.cache_layers import StateCacheLayer
@@ -130,11 +130,8 @@ def with_memory(model: nn.Module, cache: Cache | None, states: Mapping[int, Any]
     """
     fresh = getattr(model, "model", model).new_cache()
     known = [layer.depth for layer in _memory_layers(fresh)]
-    if sorted(states) != sorted(known):
-        raise ArgumentError(
-            f"with_memory: the snapshot is of memories at layers {sorted(states)}, this model has them at "
-            f"{sorted(known)}; take it from a cache of this model."
-        )
+    layers = f"layers {sorted(states)}, this model has them at {sorted(known)}; take it from a cache of this model."
+    require(sorted(states) == sorted(known), "with_memory", f"the snapshot is of memories at {layers}")
     if cache is not None:
         shared = [copy.copy(layer) if isinstance(layer, MemoryCacheLayer) else layer for layer in cache.layers]
         fresh = Cache(layers=shared)

@@ -102,10 +102,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         """Raise `ArgumentError` if a part of this layer would mix the documents of a row."""
         for part in (self.self_attn, self.memory, self.mlp):
             if isinstance(part, (TokenMixer, MemoryLayer)) and not part.honours_segments:
-                raise ArgumentError(
-                    f"{call}: the rows hold several documents, which {type(part).__name__} at layer {depth} does not "
-                    f"keep apart; give each document a row of its own."
-                )
+                mixed = f"which {type(part).__name__} at layer {depth} does not keep apart"
+                raise ArgumentError(f"{call}: the rows hold several documents, {mixed}; give each a row of its own.")
 
     def _recall(self, hidden: Tensor, mask: Tensor | None, cache: Cache | None, packed: dict[str, Tensor]) -> Tensor:
         """Return the residual stream [B, T, C] plus the memory's output."""
@@ -258,10 +256,5 @@ def init_attention(module: nn.Module) -> None:
         init.constant_(module.bias, module.rule.bias())
 
 
-language_models.register("transformer")(
-    LanguageModel(
-        HybridConfig,
-        HybridForCausalLM,
-        "A pre-norm decoder with rotary positions and its own attention spec or token mixer in every layer.",
-    )
-)
+ABOUT = "A pre-norm decoder with rotary positions and its own attention spec or token mixer in every layer."
+language_models.register("transformer")(LanguageModel(HybridConfig, HybridForCausalLM, ABOUT))

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvolutionState(State):
-    """The last inputs of a convolution.
-
-    Attributes:
-        inputs: [B, 3 H D, W - 1].
-    """
+    """The last inputs of a convolution, [B, 3 H D, W - 1]."""
 
     inputs: Tensor
 

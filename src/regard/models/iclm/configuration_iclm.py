@@ -179,18 +179,12 @@ class ICLMConfig(RegardConfig):
         positive_int(self.call, "gd_steps", self.gd_steps)
         divisor = f"gd_steps is {self.gd_steps}, expected a divisor of the {self.pairs} pairs of layers."
         require(self.pairs % self.gd_steps == 0, self.call, divisor)
-        require(
-            self.gd_steps == 1 or self.expectation == "exact",
-            self.call,
-            f"gd_steps is {self.gd_steps} with expectation={self.expectation!r}: steps differ only in the expectation "
-            f"at the f of the step before; set expectation='exact'.",
-        )
-        require(
-            not self.norm_values or self.expectation == "none",
-            self.call,
-            f"norm_values averages normalised embeddings, from which expectation={self.expectation!r} of the "
-            f"embeddings themselves cannot be subtracted; leave one of them out.",
-        )
+        steps, given = f"gd_steps is {self.gd_steps} with", f"expectation={self.expectation!r}"
+        why = "steps differ only in the expectation at the f of the step before; set expectation='exact'"
+        require(self.gd_steps == 1 or self.expectation == "exact", self.call, f"{steps} {given}: {why}.")
+        values = f"norm_values averages normalised embeddings, from which {given} of the embeddings themselves"
+        fits = not self.norm_values or self.expectation == "none"
+        require(fits, self.call, f"{values} cannot be subtracted; leave one of them out.")
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -126,10 +126,8 @@ class Contributions:
         if not is_integer(tokens) or tokens.dim() == 0 or tokens.shape[:-1] not in ((), at):
             raise refuse("Contributions", "tokens", tokens, f"integers [M] or [{at[0]}, {at[1]}, M]")
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.table.shape[0]:
-            raise ArgumentError(
-                f"Contributions: tokens holds {int(tokens.min())} to {int(tokens.max())}, expected tokens from 0 to "
-                f"{self.table.shape[0] - 1}."
-            )
+            span, last = f"{int(tokens.min())} to {int(tokens.max())}", self.table.shape[0] - 1
+            raise ArgumentError(f"Contributions: tokens holds {span}, expected tokens from 0 to {last}.")
         return self.table[tokens]
 
     def _directions(self, tokens: Tensor | None) -> Tensor:

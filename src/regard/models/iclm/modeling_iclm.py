@@ -262,10 +262,9 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         if cache is None:
             return None
         if not isinstance(cache, ICLMCache):
-            raise ArgumentError(
-                f"{self.call}: past_key_values is a {type(cache).__name__}, which cannot hold keys that wait for their "
-                f"values; leave it out or give model.model.new_cache()."
-            )
+            kind = f"a {type(cache).__name__}, which cannot hold keys that wait for their values"
+            mend = "leave it out or give model.model.new_cache()"
+            raise ArgumentError(f"{self.call}: past_key_values is {kind}; {mend}.")
         cache.require_fits(self.call, batch, len(self.phi), len(self.f))
         return cache
 
@@ -335,10 +334,9 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize as transformers does; refused with `tie_phi=False`, where there are two tables."""
         if self.model.embed_covariates is not None and (args or kwargs):
-            raise ArgumentError(
-                f"{type(self).__name__}.resize_token_embeddings: with tie_phi=False there is a second table, of "
-                f"covariates, which would not be resized; build a model with another vocab_size."
-            )
+            second = "with tie_phi=False there is a second table, of covariates, which would not be resized"
+            call = f"{type(self).__name__}.resize_token_embeddings"
+            raise ArgumentError(f"{call}: {second}; build a model with another vocab_size.")
         return super().resize_token_embeddings(*args, **kwargs)
 
     @torch.no_grad()
@@ -364,10 +362,5 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
         return trace(self, input_ids, attention_mask, positions, segment_ids)
 
 
-language_models.register("iclm")(
-    LanguageModel(
-        ICLMConfig,
-        ICLMForCausalLM,
-        "A Transformer over covariates; the prediction is a kernel-weighted sum of context-token embeddings.",
-    )
-)
+ABOUT = "A Transformer over covariates; the prediction is a kernel-weighted sum of context-token embeddings."
+language_models.register("iclm")(LanguageModel(ICLMConfig, ICLMForCausalLM, ABOUT))

@@ -98,10 +98,8 @@ class MemoryMosaicConfig(RegardConfig):
         for name in ("scale_limit", "persistent_scale_limit"):
             number(self.call, name, getattr(self, name))
         if self.persistent_keys == "shared" and self.wiring != "parallel":
-            raise ArgumentError(
-                f"{self.call}: persistent_keys is 'shared' and wiring {self.wiring!r}; both memories have the same "
-                f"keys only if they read the same input: give wiring='parallel'."
-            )
+            why = "both memories have the same keys only if they read the same input: give wiring='parallel'"
+            raise ArgumentError(f"{self.call}: persistent_keys is 'shared' and wiring {self.wiring!r}; {why}.")
         check_learned(self.call, self.learned, self.bandwidth_start, "bandwidth_start")
         self.learned = list(self.learned)
         for spec in self.layer_specs():

@@ -201,10 +201,5 @@ class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):
     model_class = MemoryMosaicModel
 
 
-language_models.register("memory-mosaic")(
-    LanguageModel(
-        MemoryMosaicConfig,
-        MemoryMosaicForCausalLM,
-        "A network of associative memories: kernel regression on the text so far and on learned pairs.",
-    )
-)
+ABOUT = "A network of associative memories: kernel regression on the text so far and on learned pairs."
+language_models.register("memory-mosaic")(LanguageModel(MemoryMosaicConfig, MemoryMosaicForCausalLM, ABOUT))

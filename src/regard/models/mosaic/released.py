@@ -98,10 +98,8 @@ def from_released(weights: Mapping[str, Tensor], **changes: Any) -> MemoryMosaic
     """
     names = next((program for program in (NANO, LIBRARY) if program.embedding in weights), None)
     if names is None:
-        some = ", ".join(sorted(weights)[:3]) or "nothing"
-        raise ArgumentError(
-            f"{CALL}: got {some}, expected names as {NANO.embedding} (nanoMosaics) or {LIBRARY.embedding}."
-        )
+        expected = f"names as {NANO.embedding} (nanoMosaics) or {LIBRARY.embedding}"
+        raise ArgumentError(f"{CALL}: got {', '.join(sorted(weights)[:3]) or 'nothing'}, expected {expected}.")
     left = {name: tensor for name, tensor in weights.items() if not name.endswith(names.buffers)}
     model = MemoryMosaicForCausalLM(_config(names, left, changes))
     ours = {name: _shaped(name, _pop(left, theirs), model) for name, theirs in _name_pairs(names, model)}

@@ -25,11 +25,7 @@ CALL = "score_task"
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The values of one metric over the examples that have it.
-
-    Attributes:
-        values: one for each example.
-    """
+    """The values of one metric, one for each example that has it."""
 
     values: tuple[float, ...]
 

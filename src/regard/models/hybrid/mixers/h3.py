@@ -23,11 +23,7 @@ RATES = (1e-3, 1.0)
 
 @dataclass(frozen=True)
 class DiagonalState(State):
-    """Decaying sums of all inputs so far.
-
-    Attributes:
-        sums: [B, H, D, modes].
-    """
+    """Decaying sums of all inputs so far, [B, H, D, modes]."""
 
     sums: Tensor
 

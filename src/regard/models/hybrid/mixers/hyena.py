@@ -24,11 +24,7 @@ LONGEST = 4096
 
 @dataclass(frozen=True)
 class Inputs(State):
-    """All inputs so far: a long convolution has no shorter state.
-
-    Attributes:
-        products: [B, H, D, N], keys times values; padding holds zeros.
-    """
+    """All inputs so far, keys times values [B, H, D, N], 0 at padding: a long convolution has no shorter state."""
 
     products: Tensor
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @token_mixers.register("interpolated")
 class InterpolatedMixer(Attention, TokenMixer):
-    """`regard.nn.Attention` whose heads are `regard.interpolated_attention`; it has no weights to show.
+    """Apply `regard.nn.Attention` with `regard.interpolated_attention` in its heads; it has no weights to show.
 
     Args:
         trend: the global linear model, a name or text of `regard.recurrent.trends`.
@@ -56,9 +56,7 @@ class InterpolatedMixer(Attention, TokenMixer):
     ) -> tuple[Tensor, None]:
         """Return [B, H, T, D] and None; observers receive the diagnostics of the weights that average the residuals."""
         if self.hook_pattern.active:
-            raise ArgumentError(
-                "InterpolatedMixer: hook_pattern has a hook, but no weights times values are the output."
-            )
+            raise ArgumentError("InterpolatedMixer: hook_pattern has a hook, but the output is not weights @ values.")
         if self.observer is not None:
             super()._attend(query, key, value, mask, False, local, segment_ids)
         given = {"attn_mask": mask, "exclude_self": self.exclude_self, "segment_ids": segment_ids}
