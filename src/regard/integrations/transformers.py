@@ -166,13 +166,11 @@ def visible_keys(
     """Return the mask in the smallest form that represents it (see the module); the mask function of transformers.
 
     Args:
-        batch_size, q_length, kv_length: B, Tq, Tk.
-        q_offset: position of the first query; a tensor for a cache of fixed length.
-        kv_offset: position of the first key.
+        batch_size, q_length, kv_length: B, Tq, Tk; q_offset, kv_offset: positions of the first query (a tensor for a
+            cache of fixed length) and the first key.
         mask_function: function of transformers, (b, h, q, k) -> whether query q sees key k.
         attention_mask: boolean [B, tokens], False at padding, over all positions so far.
-        local_size: window or chunk size.
-        allow_is_causal_skip, allow_is_bidirectional_skip: False if the model needs the full mask.
+        local_size: window or chunk size; allow_is_*_skip: False if the model needs the full mask.
         kwargs: other arguments of transformers' `sdpa_mask`.
 
     Returns:

@@ -19,22 +19,12 @@ from .base import Settings, tasks
 from .tiny_math import NAMES, OBJECTS
 from .tokens import TokenExample, WordTask, check_sizes, example_of
 
-FILLER = (
-    "the rain fell on the roof .",
-    "the wind came from the sea .",
-    "the road was long and empty .",
-    "a dog ran by .",
-    "the bell rang twice .",
-    "the night was cold .",
-    "a boat came in .",
-    "the market opened early .",
-    "the lamp went out .",
-    "the snow lay deep .",
-    "a letter arrived .",
-    "the river rose .",
-    "the door stood open .",
-    "the fire burned low .",
+_FILLER = (
+    "the rain fell on the roof, the wind came from the sea, the road was long and empty, a dog ran by, "
+    "the bell rang twice, the night was cold, a boat came in, the market opened early, the lamp went out, "
+    "the snow lay deep, a letter arrived, the river rose, the door stood open, the fire burned low"
 )
+FILLER = tuple(f"{sentence} ." for sentence in _FILLER.split(", "))
 VERBS = ("keeps", "wants", "likes", "paints")
 
 

@@ -219,10 +219,7 @@ class SinceLog(TrainerCallback, ExportableState):
 
 @torch.no_grad()
 def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
-    """Return the first parameter, or else the first module output, that holds NaN or infinity.
-
-    Runs the model once more with hooks to find the output.
-    """
+    """Return the first parameter, or else the first module output in one more pass, that holds NaN or infinity."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             return f"parameter {name}"

@@ -17,18 +17,8 @@ from .packing import Documents
 
 IGNORED = -100  # label of a position that the loss leaves out
 _ARGUMENTS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "inputs_embeds",
-    "labels",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    *packing.ARGUMENTS,
+    *("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache"),
+    *("logits_to_keep", "output_attentions", "output_hidden_states", "return_dict", *packing.ARGUMENTS),
 )
 
 
@@ -44,6 +34,13 @@ def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | Non
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")
     return slice(-logits_to_keep, None)
+
+
+def all_real(mask: Tensor | None) -> bool:
+    """Return whether a mask is known to hide nothing; only CPU masks are read, and none in a compiled graph."""
+    if mask is None:
+        return True
+    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
 
 
 def refuse_misspelt(call: str, extra: dict[str, Any]) -> None:

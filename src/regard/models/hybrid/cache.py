@@ -29,10 +29,7 @@ from .token_mixers import token_mixers
 class RegardCacheLayer(StateCacheLayer):
     """The sums of one layer: B H F (Dv + 1) numbers for any number of tokens, at least in float32.
 
-    `regard.nn.Attention` reads and replaces `linear_state`.
-
-    Attributes:
-        linear_state: the sums, None before the first token.
+    `regard.nn.Attention` reads and replaces `linear_state`, which is None before the first token.
     """
 
     held = ("linear_state",)

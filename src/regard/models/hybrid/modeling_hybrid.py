@@ -22,10 +22,10 @@ from ...nn import Attention, HookPoint, feed_forwards, rotary_angles
 from ...nn.attention.norm import make_norm
 from ...nn.attention.ridge import RidgeProjection
 from ...nn.memories import MemoryLayer, memory_layers
+from ..base.arguments import all_real
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
 from ..base.cache_layers import own_layer
 from ..base.catalogue import LanguageModel, language_models
-from ..base.masks import all_real
 from .cache import MemoryCacheLayer, hybrid_cache, remembering
 from .configuration_hybrid import HybridConfig
 from .token_mixers import TokenMixer, token_mixers

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ...checks import require, segments
+from ..base.arguments import all_real
 from ..base.cache_layers import StateCacheLayer, own_layer
-from ..base.masks import all_real
 from .token_mixers import TokenMixer
 
 States = tuple[Any, ...]

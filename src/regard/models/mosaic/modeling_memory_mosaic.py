@@ -22,10 +22,10 @@ from ...nn.mosaic.contextual_memory import ContextualMemory, ContextualState, Le
 from ...nn.mosaic.features import KeyFeatures, OutputProjection, Sharpness, ValueFeatures, without_hidden
 from ...nn.mosaic.persistent_memory import PersistentMemory
 from ...recurrent.leaky import LeakyState
+from ..base.arguments import all_real
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
 from ..base.cache_layers import StateCacheLayer, own_layer
 from ..base.catalogue import LanguageModel, language_models
-from ..base.masks import all_real
 from .configuration_memory_mosaic import MemoryMosaicConfig
 
 

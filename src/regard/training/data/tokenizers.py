@@ -11,7 +11,7 @@ tokenizer, in which each unknown character becomes `<unk>`.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,13 +51,7 @@ def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
 def byte_tokenizer(text: str = "") -> PreTrainedTokenizerBase:
     """Build a tokenizer with one token per UTF-8 byte: `<pad>` is 0, `<eos>` is 1 and byte b is b + 2. The text is not
     used."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    vocab = {token: i for i, token in enumerate([PAD, EOS, *_byte_letters()])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return _wrap(backend)
+    return _byte_level({token: i for i, token in enumerate([PAD, EOS, *_byte_letters()])}, [], use_regex=False)
 
 
 @TOKENIZERS.register("gpt2")
@@ -70,13 +64,8 @@ def gpt2_tokenizer(text: str = "") -> PreTrainedTokenizerBase:
     Raises:
         ArgumentError: the package is not installed, or its files are not those of GPT-2.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    vocab, merges = gpt2_vocabulary()
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    backend.decoder = decoders.ByteLevel()
-    return _wrap(backend, pad_token="<|endoftext|>", eos_token="<|endoftext|>")
+    end = "<|endoftext|>"
+    return _byte_level(*gpt2_vocabulary(), use_regex=True, pad_token=end, eos_token=end)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
@@ -130,6 +119,15 @@ def _byte_letters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _byte_level(vocab: Any, merges: Any, *, use_regex: bool, **special: str) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend, **special)
 
 
 def _wrap(backend: object, pad_token: str = PAD, eos_token: str = EOS, **special: str) -> PreTrainedTokenizerBase:

@@ -114,11 +114,8 @@ def begin(config: TrainConfig, source: dict[str, Any], tokenizer: PreTrainedToke
 
 
 def saved_config(out: Path, *, call: str) -> TrainConfig:
-    """Return the config of the run in a folder, with `out` set to that folder.
-
-    Raises:
-        ArgumentError: there is no run, or its config cannot be read, is invalid, or differs from what was written.
-    """
+    """Return the config of the run in a folder, with `out` set to that folder; raise `ArgumentError` if there is none,
+    or it cannot be read, is invalid, or differs from what was written."""
     if not (out / "config.json").is_file() or not (out / "run.json").is_file():
         others = [str(path.parent) for path in out.parent.glob("*/run.json")]
         hint = f" Runs next to it: {', '.join(sorted(others))}." if others else ""

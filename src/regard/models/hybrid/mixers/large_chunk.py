@@ -34,24 +34,16 @@ class LargeChunkMixer(LargeChunkTTT, TokenMixer):
 
     honours_segments = True
     defaults: ClassVar[Mapping[str, Any]] = {
-        "fast_heads": 4,
-        "inner": 1.0,
-        "window": 2048,
-        "chunk_size": 512,
-        "optimizer": "momentum",
-        "bias": False,
-        "qk_norm": False,
-        "fast_rotary": True,
-        "meta_grad": True,
-    }
+        "fast_heads": 4, "inner": 1.0, "window": 2048, "chunk_size": 512, "optimizer": "momentum", "bias": False,
+        "qk_norm": False, "fast_rotary": True, "meta_grad": True,
+    }  # fmt: skip
     cache_layer = LargeChunkCacheLayer
 
     @staticmethod
     def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> LargeChunkMixer:
         """Build the layer of a hybrid model, with the model's number of heads for queries, keys and values."""
-        return LargeChunkMixer(
-            config.hidden_size, config.num_attention_heads, layer_idx=layer_idx, norm_eps=config.rms_norm_eps, **options
-        )
+        sizes, eps = (config.hidden_size, config.num_attention_heads), config.rms_norm_eps
+        return LargeChunkMixer(*sizes, layer_idx=layer_idx, norm_eps=eps, **options)
 
     def init_weights(self) -> None:
         """Set the first fast weights."""
