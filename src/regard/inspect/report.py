@@ -23,13 +23,7 @@ from .tables import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Generated text.
-
-    Attributes:
-        prompt: the given text.
-        continuation: the generated text.
-        how: how it was sampled.
-    """
+    """A prompt, the text that was generated after it, and how it was sampled."""
 
     prompt: str
     continuation: str

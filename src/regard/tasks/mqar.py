@@ -62,11 +62,9 @@ class MQAR(TokenTask):
         in_range(call, "power", self.power, low=0.0, strict=True)
         if self.fillers not in FILLERS:
             raise refuse(call, "fillers", self.fillers, f"one of {', '.join(FILLERS)}")
-        short = (
-            f"length is {self.length}, too short for {self.pairs} pairs and as many queries with a place behind each"
-        )
-        mend = f"give a length of at least {4 * self.pairs} or fewer pairs"
-        require(4 * self.pairs <= self.length, call, f"{short}; {mend}.")
+        short = f"length is {self.length}, too short for {self.pairs} pairs and as many queries"
+        mend = f"with a place behind each; give a length of at least {4 * self.pairs} or fewer pairs"
+        require(4 * self.pairs <= self.length, call, f"{short} {mend}.")
         many = f"pairs is {self.pairs}, but {self.tokens} tokens hold {keys} keys; give fewer pairs or more tokens."
         require(self.pairs <= keys, call, many)
 

@@ -171,10 +171,8 @@ class NeedleInHaystack:
 
     def _filler(self, draw: random.Random, count: int) -> list[Any]:
         """Return `count` pieces of the text from a random one on."""
-        wrong = (
-            f"{self.needles} needles have {self.length - count} pieces, more than a haystack of length {self.length}"
-        )
-        require(count >= 0, CALL, f"{wrong}; make it longer, or give fewer needles.")
+        wrong = f"{self.needles} needles have {self.length - count} pieces, more than a haystack"
+        require(count >= 0, CALL, f"{wrong} of length {self.length}; make it longer, or give fewer needles.")
         start, total = draw.randrange(len(self.text)), len(self.text)
         first = list(self.text[start : start + count])
         while len(first) < count:

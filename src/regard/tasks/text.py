@@ -64,10 +64,8 @@ def python_manual() -> str:
         from pydoc_data.topics import topics
     except ImportError:
         raise ArgumentError("Text: this Python has no manual (pydoc_data.topics); give the path of a file.") from None
-    kept = {
-        " ".join(paragraph.split()): paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")
-    }
-    return "\n\n".join(kept.values())
+    paragraphs = (paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n"))
+    return "\n\n".join({" ".join(paragraph.split()): paragraph for paragraph in paragraphs}.values())
 
 
 def dataset(name: str, most: int) -> str:

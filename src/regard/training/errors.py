@@ -24,11 +24,8 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def one_error(where: str) -> Iterator[None]:
-    """Turn any error raised inside, panics of a library's Rust code included, into one ArgumentError.
-
-    Args:
-        where: how the message begins; an ArgumentError that begins with it already passes unchanged.
-    """
+    """Turn any error raised inside, panics of a library's Rust code included, into one ArgumentError that begins with
+    `where`; an ArgumentError that does already passes unchanged."""
     try:
         yield
     except BaseException as error:

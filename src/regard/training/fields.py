@@ -33,12 +33,8 @@ def flag(name: str) -> str:
 
 
 def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
-    """Return the table in a `.toml` or `.json` file.
-
-    Raises:
-        ArgumentError: the file is missing, unreadable, not a regular file, of another format, not a table, or has a
-            duplicate key.
-    """
+    """Return the table in a `.toml` or `.json` file; raise `ArgumentError` for a file that is missing, unreadable, not
+    regular, of another format, not a table, or has a duplicate key."""
     if path.suffix not in (".toml", ".json"):
         raise ArgumentError(f"{call}: {path} is neither a .toml nor a .json file.")
     try:

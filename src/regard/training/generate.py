@@ -28,11 +28,8 @@ from .quiet import quiet_transformers
 class SeededSampling(LogitsProcessor):
     """Turn scores [B, V] into scores whose argmax is a sample.
 
-    Args:
-        temperature: divisor of the scores; 0 takes the most likely token.
-        top_k: number of most likely tokens to sample from; None for all.
-        seed: seed of the generator.
-        forbidden: token ids that are never taken.
+    The scores are divided by `temperature` (0: take the most likely token), and only the `top_k` most likely tokens are
+    sampled (None: all), never those in `forbidden`.
     """
 
     def __init__(self, *, temperature: float, top_k: int | None, seed: int, forbidden: list[int]) -> None:

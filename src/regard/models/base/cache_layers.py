@@ -15,11 +15,7 @@ from ...recurrent.states import State
 
 
 class OwnCacheLayer(CacheLayerMixin):
-    """A cache layer that the model's layer reads and writes itself, so that `update` is refused.
-
-    Attributes:
-        update_refusal: why `update` is refused, for its error message.
-    """
+    """A cache layer that the model's layer reads and writes itself; `update` is refused with `update_refusal`."""
 
     is_sliding = False
     supports_early_init = False

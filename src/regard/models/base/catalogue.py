@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A configuration class and its model class.
-
-    Attributes:
-        config: a subclass of `RegardConfig`.
-        model: built from a configuration.
-        about: a one-sentence description.
-    """
+    """A configuration class (a subclass of `RegardConfig`), the model class built from it, and a sentence about it."""
 
     config: type[RegardConfig]
     model: type[RegardForCausalLM]

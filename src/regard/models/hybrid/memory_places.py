@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...checks import ArgumentError, require, shown, suggestion, within
+from ...checks import ArgumentError, refuse, require, shown, suggestion, within
 from ...nn.memories import memory_layers
 from ...registry import Registry
 
@@ -61,10 +61,9 @@ def read_options(
             raise ArgumentError(f"{call}: {field} is {shown(given)}, which is no JSON: {error}.") from None
     given = {} if given is None else given
     example = next(iter(registry.names()), "name")
-    if not isinstance(given, Mapping) or not all(
-        isinstance(name, str) and isinstance(each, Mapping) for name, each in given.items()
-    ):
-        raise ArgumentError(f"{call}: {field} is {shown(given)}, expected a mapping such as {{{example!r}: {{...}}}}.")
+    items = given.items() if isinstance(given, Mapping) else [(None, given)]
+    if not all(isinstance(name, str) and isinstance(each, Mapping) for name, each in items):
+        raise refuse(call, field, given, f"a mapping such as {{{example!r}: {{...}}}}")
     found: dict[str, dict[str, Any]] = {}
     for name, options in given.items():
         name = within(call, field, registry.canonical, name.lower())

@@ -45,19 +45,13 @@ class RecurrentCacheLayer(StateCacheLayer):
 
 
 class Heads(NamedTuple):
-    """What a memory is given.
-
-    Attributes:
-        query, key, value: [B, H, T, D].
-        hidden: [B, T, C], for gates.
-        how: arguments of every function of `regard.recurrent`: state, attn_mask and segment_ids.
-    """
+    """What a memory is given: query, key and value are [B, H, T, D]."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    hidden: Tensor
-    how: dict[str, Any]
+    hidden: Tensor  # [B, T, C], for gates
+    how: dict[str, Any]  # arguments of every function of `regard.recurrent`: state, attn_mask and segment_ids
 
 
 class RecurrentMixer(StateMixer):
@@ -121,9 +115,8 @@ class RecurrentMixer(StateMixer):
         inputs = torch.cat((past, mixed), dim=-1)
         if self.conv is not None:
             mixed = F.silu(convolved(inputs, self.conv.weight[:, 0], segment_ids))
-        query, key, value = (
-            mixed.transpose(1, 2).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        )
+        parts = mixed.transpose(1, 2).unflatten(-1, (3, self.num_heads, self.head_dim))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
         how = {"state": memory, "attn_mask": real, "segment_ids": segment_ids}
         read, memory = self.recall(Heads(query, key, value, hidden, how))
         heads = self.norm(read).transpose(1, 2).flatten(2) * F.silu(self.gate(hidden))

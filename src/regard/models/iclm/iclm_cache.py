@@ -47,10 +47,8 @@ class ICLMCache(Cache):
     def require_fits(self, call: str, batch: int, covariate_layers: int, function_layers: int) -> None:
         """Check that the cache was made for this many blocks and holds this many sequences."""
         made, model = (self.covariate_layers, self.function_layers), (covariate_layers, function_layers)
-        kinds = (
-            "past_key_values is for {} covariate and {} f blocks, the model has {} and {}; use model.model.new_cache()."
-        )
-        require(made == model, call, kinds.format(*made, *model))
+        blocks = "past_key_values is for {} covariate and {} f blocks, the model has {} and {}".format(*made, *model)
+        require(made == model, call, f"{blocks}; use model.model.new_cache().")
         cached = next((x.shape[0] for x in self.shared.grown.values()), batch)
         other = f"past_key_values is of {cached} sequences and the tokens of {batch}; use one cache per batch."
         require(cached == batch, call, other)
@@ -99,9 +97,8 @@ class PairLayer(OwnCacheLayer):
 
     def extend(self, pending: dict[str, Tensor], **new: Tensor) -> dict[str, Tensor]:
         """Append pairs and replace the waiting entries by `pending`; return all pairs so far, by name."""
-        self.grown = {
-            name: torch.cat((self.grown[name], x), -2) if name in self.grown else x for name, x in new.items()
-        }
+        old = self.grown
+        self.grown = {name: torch.cat((old[name], x), -2) if name in old else x for name, x in new.items()}
         self.waiting = dict(pending)
         self.is_initialized = True
         return self.grown

@@ -99,9 +99,8 @@ class FunctionBlock(GradientCheckpointingLayer):
         self.to_side = config.f_mlp == "side"
         self.mlp: ICLMFeedForward | None = None
         if config.f_mlp != "none":
-            self.mlp = ICLMFeedForward(
-                config.f_feed_forward, config.d_f, config.f_intermediate_size, config.layer_norm_eps
-            )
+            inner = config.f_intermediate_size
+            self.mlp = ICLMFeedForward(config.f_feed_forward, config.d_f, inner, config.layer_norm_eps)
         self.hook_out = HookPoint()
 
     def forward(
@@ -295,9 +294,8 @@ class _Steps:
         if layer and layer % span == 0:
             self.current = self._all("value") - self._expected(f"step{layer // span}", f)
         if layer == (self.config.gd_steps - 1) * span and self.cache is not None:
-            self.cache.extend(
-                {n: x[:, None] for n, x in self.waiting.items()}, **{n: x[:, None] for n, x in self.new.items()}
-            )
+            waiting, new = ({n: x[:, None] for n, x in kept.items()} for kept in (self.waiting, self.new))
+            self.cache.extend(waiting, **new)
         return self.current
 
     def _expected(self, name: str, f: Tensor) -> Tensor:

@@ -22,11 +22,8 @@ CALL = "tokenizer gpt2"
 
 
 def gpt2_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the ids of GPT-2's 50257 tokens, and its 50000 merges in order of rank.
-
-    Raises:
-        ArgumentError: the package is not installed, or its files are not those of GPT-2.
-    """
+    """Return the ids of GPT-2's 50257 tokens, and its 50000 merges in order of rank; raise `ArgumentError` if the
+    package is not installed, or its files are not those of GPT-2."""
     vocabulary = json.loads(_verified("encoder.json"))
     # split at "\n" only; the first line is a comment
     lines = _verified("vocab.bpe").rstrip("\n").split("\n")[1:]

@@ -43,12 +43,8 @@ _OURS = (*_FILES, *(name + ".tmp" for name in _FILES), "tokenizer", "model", "mo
 
 
 def check_out(config: TrainConfig, *, call: str) -> None:
-    """Check, before anything is written, that this run may begin in `config.out`.
-
-    Raises:
-        ArgumentError: the folder is not empty and neither resume nor overwrite is set, it would be deleted but holds no
-            run, or there is a link where the run would write.
-    """
+    """Check, before anything is written, that this run may begin in `config.out`: the folder is empty, or resume or
+    overwrite is set and it holds a run, and there is no link where the run would write."""
     out = config.out
     require(not out.exists() or out.is_dir(), call, f"--out {out} is a file; give a folder.")
     try:
@@ -155,12 +151,8 @@ def _check_unchanged(out: Path, name: str, listed: dict[str, Any], call: str) ->
 
 
 def check_resume(config: TrainConfig, text: Text, *, call: str) -> tuple[Path, list[str]]:
-    """Return the checkpoint from which the run in `config.out` continues, and a line about each skipped one.
-
-    Raises:
-        ArgumentError: the config or the text differs from when the run began, there is no complete checkpoint, or
-            nothing is left to do.
-    """
+    """Return the checkpoint from which the run in `config.out` continues, and a line about each skipped one; raise
+    `ArgumentError` if config or text differ, no checkpoint is complete, or nothing is left to do."""
     out = config.out
     now, then = to_mapping(config), to_mapping(saved_config(out, call=call))
     for name in now:

@@ -29,9 +29,7 @@ class GatedLinearAttention(RecurrentMixer):
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 1, **more: Any) -> None:
         super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
-        self.decay = nn.Sequential(
-            nn.Linear(hidden_size, RANK, bias=False), nn.Linear(RANK, num_heads * head_dim, bias=True)
-        )
+        self.decay = nn.Sequential(nn.Linear(hidden_size, RANK, bias=False), nn.Linear(RANK, num_heads * head_dim))
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
         decay = self.decay(heads.hidden).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2).contiguous()
