@@ -148,12 +148,12 @@ def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
     else:
         tokenizer = TOKENIZERS.get(config.tokenizer)(learn)
     tokens, held_out_tokens = encode(tokenizer, learn), encode(tokenizer, held_out)
-    for what, count, more in (
-        (f"text in {text.path}", len(tokens), "more text"),
-        (f"held-out part of {text.path}", len(held_out_tokens), "more text, a larger --validation"),
-    ):
-        few = f"the {what} has {count} tokens, less than one --context {config.context}"
-        require(count >= config.context, "train", f"{few}; give {more} or a smaller --context.")
+    count, held = len(tokens), len(held_out_tokens)
+    less = f"less than one --context {config.context}; give more text"
+    few = f"the text in {text.path} has {count} tokens to train on, {less} or a smaller --context."
+    require(count >= config.context, "train", few)
+    few = f"the held-out part of {text.path} has {held} tokens, {less}, a larger --validation or a smaller --context."
+    require(held >= config.context, "train", few)
     units = Units.of(learn, len(tokens)), Units.of(held_out, len(held_out_tokens))
     return _Corpus(text, tokenizer, tokens, held_out_tokens, *units, prompt=opening(tokenizer, held_out))
 

@@ -27,7 +27,7 @@ def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | Non
     if isinstance(logits_to_keep, Tensor):
         why = "labels are shifted by one and need neighbouring positions"
         mend = "give a number, or label -100 where no token is predicted"
-        require(labels is None, call, f"logits_to_keep is a tensor of positions, labels are given; {why}, so {mend}.")
+        require(labels is None, call, f"logits_to_keep is a tensor of positions and labels are given; {why}: {mend}.")
         return logits_to_keep
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")
