@@ -49,7 +49,7 @@ def train(argv: list[str]) -> int:
 
 
 def _train_task(config: TrainConfig) -> int:
-    """Train on a task and print the test scores beside the floor."""
+    """Train on a task, and print the test scores with the scores of a trivial answer."""
     from ..training.task.run import train_task
 
     summary = train_task(config)

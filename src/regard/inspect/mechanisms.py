@@ -159,7 +159,7 @@ class Copying:
 
     @property
     def lift(self) -> Tensor:
-        """[H], weight / uniform: 1 for uniform attention, 0 without rows."""
+        """Return weight / uniform, [H]: 1 for uniform attention, 0 without rows."""
         return self.weight / self.uniform if self.rows else torch.zeros_like(self.weight)
 
 

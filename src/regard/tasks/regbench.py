@@ -144,7 +144,7 @@ class RegBench(TokenTask):
 
     def draw(self, random: Random, split: str) -> TokenExample:
         source = random
-        if self.automata and split == "train":  # one of a few automata, each from a stream of its own
+        if self.automata and split == "train":  # one of a few automata, each from a separate stream
             source = Random(f"regbench {random.randrange(self.automata)}")
         edges = drawn(lambda: self.automaton(source), lambda found: split_of(found) == split, self, split)
         tokens: list[int] = []

@@ -141,7 +141,7 @@ class Stories(WordTask):
         return continued(list(chain(*first)), [*chain(*rest), self.words.numbers["\n"]])
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the story as it goes on, int64 [T]: it cannot be predicted from the beginning."""
+        """Return the true continuation, int64 [T]: it cannot be predicted from the beginning."""
         return example.tokens
 
     def trivial(self, example: TokenExample) -> Tensor:

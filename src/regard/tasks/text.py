@@ -161,7 +161,7 @@ class Text(TokenTask):
         return example_of(tokens, dict(enumerate(tokens[1:], 1)))
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return what stands there, int64 [T]: the answer of one who knows the text by heart."""
+        """Return the true characters, int64 [T]: the answer of a solver that knows the text."""
         return example.tokens
 
     def trivial(self, example: TokenExample) -> Tensor:

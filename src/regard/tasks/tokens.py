@@ -120,15 +120,14 @@ class TokenTask(Named, ABC):
 
     @abstractmethod
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return what a solver that reads the tokens before each label answers: int64 [T], or logits [T,
-        vocabulary]."""
+        """Return the answer of a solver that reads the tokens before each label: int64 [T], or logits [T, V]."""
 
     @abstractmethod
     def trivial(self, example: TokenExample) -> Tensor:
         """Return an answer that needs no solution, in the form of `oracle`."""
 
     def example(self, seed: int, index: int, split: str = "train") -> TokenExample:
-        """Return the example `index` of the stream `seed` of a split. It depends on nothing else.
+        """Return example `index` of the stream `seed` of a split; it depends on nothing else.
 
         Raises:
             ArgumentError: a seed or an index that is not a whole number, or an unknown split.

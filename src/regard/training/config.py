@@ -145,7 +145,7 @@ class TrainConfig(OutputOptions, OptimiserOptions, ModelOptions, DataOptions):
 
     @property
     def per_step(self) -> int:
-        """Sequences per optimiser step on one device."""
+        """Return the sequences per optimiser step on one device."""
         return self.batch * self.accumulate
 
 

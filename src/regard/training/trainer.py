@@ -77,7 +77,7 @@ class RegardTrainer(Trainer):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimiser step, over all devices and micro-batches."""
+        """Return the tokens per optimiser step, over all devices and micro-batches."""
         args = self.args
         return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self.context
 

@@ -40,7 +40,7 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Digest of the UTF-8 bytes."""
+        """Return the digest of the UTF-8 bytes."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 

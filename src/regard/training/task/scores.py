@@ -128,13 +128,13 @@ def embedded(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tens
 def _written(model: PreTrainedModel, examples: list[TokenExample], batch: int) -> Iterator[tuple[TokenExample, Tensor]]:
     """Yield each example with what the model wrote after its prompt; prompts of one length are a batch."""
     if any(example.prompt is None for example in examples):
-        raise ArgumentError(f"{CALL}: generate=True needs answers that continue their prompts, which the task has not.")
+        raise ArgumentError(f"{CALL}: generate=True needs answers that continue their prompts; this task has none.")
     sizes = lambda e: (e.prompt, len(e.answer))  # noqa: E731
     settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     for (prompt, answer), group in groupby(sorted(examples, key=sizes), sizes):
-        alike = list(group)
-        for start in range(0, len(alike), batch):
-            part = alike[start : start + batch]
+        same = list(group)
+        for start in range(0, len(same), batch):
+            part = same[start : start + batch]
             tokens = torch.stack([example.tokens[:prompt] for example in part]).to(model.device)
             mask = torch.ones_like(tokens)
             out = model.generate(tokens, attention_mask=mask, min_new_tokens=answer, max_new_tokens=answer, **settings)

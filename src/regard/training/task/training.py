@@ -89,7 +89,7 @@ class TaskBudget:
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """What training came to.
+    """Result of `train_on_task`.
 
     Attributes:
         step: how many steps were made.
@@ -213,7 +213,7 @@ def train_on_task(
         report: called with the step and the scores whenever the model is scored.
 
     Raises:
-        ArgumentError: a model with too few tokens, a metric that the task has not, or a loss that is not finite.
+        ArgumentError: a model with too few tokens, a metric that the task does not have, or a loss that is not finite.
 
     Cost: a forward and a backward pass over `batch` examples a step; `eval_examples` forward passes a score.
     """

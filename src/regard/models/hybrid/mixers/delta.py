@@ -14,7 +14,7 @@ from ..token_mixers import token_mixers
 
 @token_mixers.register("deltanet")
 class DeltaNet(RecurrentMixer):
-    """One gradient step for every pair, towards its value at its key, with a step size of its own.
+    """A linear memory that makes one gradient step for every pair, with a step size for each token.
 
     `regard.delta_rule` on keys of length one.
     """

@@ -65,7 +65,7 @@ class GatedDeltaNet(StateMixer):
 
     Args:
         hidden_size: C.
-        num_heads: H, of queries, keys and values alike.
+        num_heads: H, the number of heads of queries, keys and values.
         head_dim: D.
         conv_size: W.
         norm_eps: of the gated norm of the heads.
