@@ -66,8 +66,8 @@ def gate_trace(
     call = "gate_trace"
     check_labels(call, labels, integers(call, "input_ids", input_ids, "T"))
     names = [name for name in named_hook_points(model) if name.rpartition(".")[2] == GATE]
-    kind = type(model).__name__
-    missing = f'no memory layer of {kind} has a gate; give a model such as HybridConfig(memories="FwPKM@2").'
+    mend = 'give a model with memories such as HybridConfig(memories="FwPKM@2") and gating=True'
+    missing = f"no memory layer of {type(model).__name__} has a gate; {mend}."
     require(bool(names), call, missing)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     record = lambda name: lambda gate, hook: parts[name].append(gate.detach().reshape(-1).float().cpu())  # noqa: E731
@@ -80,9 +80,11 @@ def gate_trace(
 
 
 def _chunked(model: nn.Module, tokens: int | None) -> Any:
+    if tokens is None:
+        return nullcontext()
     from ..models.hybrid.memories import chunk_size
 
-    return nullcontext() if tokens is None else chunk_size(model, tokens)
+    return chunk_size(model, tokens)
 
 
 def layer_name(hook: str) -> str:

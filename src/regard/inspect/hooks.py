@@ -105,7 +105,7 @@ def run_with_cache(
         return lambda tensor, hook: kept.__setitem__(name, tensor.detach())
 
     points, required = _points(model, call), True
-    if names is None or (callable(names) and not isinstance(names, str)):
+    if names is None or callable(names):
         wanted, required = [name for name in points if names is None or names(name)], False
     else:
         chosen = [names] if isinstance(names, str) else names

@@ -180,10 +180,10 @@ def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Co
     batch, _, rows, columns = pattern.shape
     for name, given in (("tokens", tokens), ("wanted", wanted)):
         on_device("copying", name, given, pattern.device, "pattern")
-    sizes = tuple(tokens.shape[:1]) == (batch,) and tokens.dim() == 2 and tuple(wanted.shape) == (batch, rows)
+    fits = tokens.dim() == 2 and tokens.shape[0] == batch and tuple(wanted.shape) == (batch, rows)
     got = f"tokens has shape {shape(tokens)} and wanted {shape(wanted)}"
     expected = f"expected [{batch}, T] and [{batch}, {rows}] for pattern {shape(pattern)}"
-    require(sizes, "copying", f"{got}, {expected}.")
+    require(fits, "copying", f"{got}, {expected}.")
     held = roles.columns(tokens, columns)
     same = (held[:, None, :] == wanted[:, :, None]) & (held[:, None, :] >= 0) & _visible(pattern)
     counts = same.sum(-1)

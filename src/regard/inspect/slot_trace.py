@@ -171,10 +171,8 @@ def _retrieved_slot(seen: Retrieved, at: int, index: int) -> RetrievedSlot:
 
 
 def slot_rows(trace: SlotReadings, *, reach: int = 10) -> Iterator[dict[str, Any]]:
-    """Yield a row of plain data for every retrieved slot, with `reach` tokens of context on each side of the writer.
-
-    The paper's figure 5 has 10.
-    """
+    """Yield a row of plain data for every retrieved slot, with `reach` tokens of context on each side of the writing
+    token (10 in the paper's figure 5)."""
     for reading in trace.readings:
         answer = trace.answer(reading)
         for slot in reading.slots:

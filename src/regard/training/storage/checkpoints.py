@@ -142,8 +142,7 @@ def writing(path: Path, run: Path) -> Iterator[None]:
 
 
 def _refusal(folder: Path) -> str | None:
-    """Return why the system cannot append to the files of an incomplete checkpoint, unused, or None (torch.save hides
-    it)."""
+    """Return why the system cannot write to an incomplete checkpoint, by appending to its files, or None."""
     if not _NAME.fullmatch(folder.name) or (folder / MANIFEST).exists():
         return None
     for path in folder.glob("*"):

@@ -15,16 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers import TrainerControl as Control
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import TrainerControl, TrainerState
 
 from ...checks import ArgumentError, in_range, instance, refuse, whole
 from ...nn.optimizer_groups import optimizer_groups
@@ -184,7 +176,7 @@ class _Scoring(TrainerCallback):
     def __init__(self, trainer: _TaskTrainer, report: Callable[[int, dict[str, TaskScore]], None] | None) -> None:
         self.trainer, self.report = trainer, report
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Control, **_: Any) -> Control:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
         budget = self.trainer.budget
         if state.global_step % budget.eval_every == 0 or state.global_step == budget.steps:
             scores = self.trainer.score()
