@@ -63,11 +63,8 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -> C:
-    """Return a copy of the dataclass `base` with the values of a table; a `-` in a key is read as `_`, as in flags.
-
-    Raises:
-        ArgumentError: an unknown or duplicate key, or a value of the wrong type; the message names `source`.
-    """
+    """Return a copy of the dataclass `base` with the values of a table; a `-` in a key is read as `_`, as in flags. The
+    `ArgumentError` for an unknown or duplicate key, or a value of the wrong type, names `source`."""
     hints = get_type_hints(type(base), include_extras=False)
     names = [field.name for field in dataclasses.fields(base)]  # type: ignore[arg-type]
     values = {}

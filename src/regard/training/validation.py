@@ -24,13 +24,9 @@ _LEAST = {
 
 
 def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> None:
-    """Check all that can be checked without reading the text.
+    """Check all that can be checked without reading the text: numbers, heads, names of specs and tokenizer.
 
-    With `new`, also check what a new run needs: a text, the device, and an implementation for each spec.
-
-    Raises:
-        ArgumentError: a number out of range, heads that do not divide, an unknown spec, tokenizer or device, or a spec
-            that cannot be computed at these sizes.
+    With `new`, also check what a new run needs: a text, the device, and an implementation for each spec at these sizes.
     """
     _check_numbers(config, call)
     if new and config.data is None and config.task is None:

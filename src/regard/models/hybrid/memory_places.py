@@ -18,12 +18,8 @@ Places = dict[int, list[str]]
 
 
 def read_places(call: str, given: str | Mapping[Any, Any] | None, depth: int) -> Places:
-    """Return the memories of each of `depth` layers that has any, from the text or a mapping of layers to names.
-
-    Raises:
-        ArgumentError: the text cannot be read, a memory is unknown, a layer does not exist, or two memories are in the
-            same place.
-    """
+    """Return the memories of each of `depth` layers that has any, from the text or a mapping of layers to names; raise
+    `ArgumentError` for an unreadable text, an unknown memory or layer, or two memories in the same place."""
     places: Places = {}
     for name, at in _pairs(call, given):
         name = within(call, "memories", memory_layers.canonical, name.lower())
@@ -47,13 +43,8 @@ def places_text(places: Places) -> str:
 def read_options(
     call: str, field: str, given: str | Mapping[str, Any] | None, registry: Registry[Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return options by name, from a mapping or its JSON text.
-
-    An entry of the registry with `defaults` has those options, another the keywords of its class.
-
-    Raises:
-        ArgumentError: this is not such a mapping, or a name or option is unknown.
-    """
+    """Return options by name, from a mapping or its JSON text; raise `ArgumentError` for anything else, or an unknown
+    name or option. An entry of the registry with `defaults` has those options, another the keywords of its class."""
     if isinstance(given, str):
         try:
             given = json.loads(given) if given.strip() else {}

@@ -25,8 +25,7 @@ class ICLMCache(Cache):
     """Layers for the covariate blocks, the f blocks and the values that all f blocks share, in this order.
 
     Args:
-        covariate_layers: number of covariate blocks.
-        function_layers: number of f blocks.
+        covariate_layers, function_layers: numbers of covariate blocks and of f blocks.
         start: whether there is a start slot before the first token.
     """
 

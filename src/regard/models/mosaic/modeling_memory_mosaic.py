@@ -33,11 +33,8 @@ class MemoryMosaicCacheLayer(StateCacheLayer):
     """The states of a block's memories, which the block reads and replaces.
 
     They are the leaky sums of both memories, the key and the projected value of the last token, which wait for the next
-    one, and the pairs of the contextual memory. The pairs grow with the text, the rest has a fixed size.
-
-    Attributes:
-        contextual: None before the first token.
-        persistent: None before the first token, and if keys are shared.
+    one, and the pairs of the contextual memory. The pairs grow with the text, the rest has a fixed size. Both states
+    are None before the first token, and the persistent one also if keys are shared.
     """
 
     held = ("contextual", "persistent")

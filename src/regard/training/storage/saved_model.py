@@ -45,12 +45,8 @@ def load_weights(folder: Path, *, call: str) -> dict[str, Tensor]:
 
 
 def read_model(folder: Path, *, call: str) -> PreTrainedModel:
-    """Return the causal language model in a folder.
-
-    Raises:
-        ArgumentError: there is no model, its type is unknown or not a causal language model, tensors are missing, too
-            many, of another shape or not finite, or the config describes a much larger model.
-    """
+    """Return the causal language model in a folder; raise `ArgumentError` if there is none, its type is unknown or no
+    causal language model, tensors are missing, too many, of a wrong shape or not finite, or its config is too large."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ...models.base.loading import misfits

@@ -38,12 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GatedDeltaState(State):
-    """The state of the layer.
-
-    Attributes:
-        conv: the last inputs of the convolution [B, G, W - 1].
-        memory: the associative memory [B, H, D, D], in float32.
-    """
+    """The last inputs of the convolution [B, G, W - 1], and the associative memory [B, H, D, D] in float32."""
 
     conv: Tensor
     memory: Tensor

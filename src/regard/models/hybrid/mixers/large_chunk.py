@@ -15,17 +15,12 @@ if TYPE_CHECKING:
 
 
 class LargeChunkCacheLayer(StateCacheLayer):
-    """The states of one layer, None before the first token.
-
-    Attributes:
-        window_state: keys and values of the window.
-        fast_state: the fast weights, and the tokens that wait for the end of a chunk.
-    """
+    """The states of one layer, None before the first token."""
 
     held = ("window_state", "fast_state")
     positional = ("window_state",)
-    window_state: WindowState | None
-    fast_state: LargeChunkState | None
+    window_state: WindowState | None  # keys and values of the window
+    fast_state: LargeChunkState | None  # the fast weights, and the tokens that wait for the end of a chunk
 
 
 @token_mixers.register("lact")
