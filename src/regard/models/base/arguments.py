@@ -72,7 +72,8 @@ def token_positions(call: str, position_ids: Tensor | None, mask: Tensor | None,
     if position_ids is not None:
         integers(call, "position_ids", position_ids, "B or 1", tokens)
         if position_ids.shape[0] != 1 and position_ids.shape[0] != batch:  # dynamo gets `in` wrong for symbols
-            raise refuse(call, "position_ids", position_ids, f"shape [{batch} or 1, {tokens}]")
+            expected = f"[{batch} or 1, {tokens}]"
+            raise ArgumentError(f"{call}: position_ids has shape {shape(position_ids)}, expected {expected}.")
         return position_ids
     if mask is None:
         return torch.arange(past, past + tokens, device=hidden.device)[None]
