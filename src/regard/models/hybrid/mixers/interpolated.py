@@ -59,6 +59,6 @@ class InterpolatedMixer(Attention, TokenMixer):
             raise ArgumentError("InterpolatedMixer: hook_pattern has a hook, but the output is not weights @ values.")
         if self.observer is not None:
             super()._attend(query, key, value, mask, False, local, segment_ids)
-        given = {"attn_mask": mask, "exclude_self": self.exclude_self, "segment_ids": segment_ids}
+        given: dict[str, Any] = {"attn_mask": mask, "exclude_self": self.exclude_self, "segment_ids": segment_ids}
         given |= {"enable_gqa": self.num_kv_heads != self.num_heads, **self._temper(query, key, mask, segment_ids)}
         return interpolated_attention(query, key, value, self.trend, self.spec, **given), None
