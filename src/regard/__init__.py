@@ -1,3 +1,4 @@
+# ruff: noqa: F403, F405
 """regard: attention as regression at test time.
 
 Keys and values are the training data, the query is the test point, and the output is the prediction. `Spec` names the
@@ -14,59 +15,14 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import checks as checks
-    from .public import AssociativeMemory as AssociativeMemory
-    from .public import DeltaState as DeltaState
-    from .public import Diagnostics as Diagnostics
-    from .public import FastWeightState as FastWeightState
-    from .public import LinearState as LinearState
-    from .public import MesaState as MesaState
-    from .public import Spec as Spec
-    from .public import WriteRule as WriteRule
-    from .public import attention as attention
-    from .public import delta_rule as delta_rule
-    from .public import entmax as entmax
-    from .public import explain as explain
-    from .public import fast_weight_memory as fast_weight_memory
-    from .public import interpolated_attention as interpolated_attention
-    from .public import linear_attention as linear_attention
-    from .public import local_linear_attention as local_linear_attention
-    from .public import mesa_attention as mesa_attention
-    from .public import normrelu as normrelu
-    from .public import presets as presets
-    from .public import registries as registries
-    from .public import relumax as relumax
-    from .public import sparsemax as sparsemax
-    from .public import topk_softmax as topk_softmax
-    from .public import topk_uniform as topk_uniform
+    from .public import *
 
 __all__ = [
-    "AssociativeMemory",
-    "DeltaState",
-    "Diagnostics",
-    "FastWeightState",
-    "LinearState",
-    "MesaState",
-    "Spec",
-    "WriteRule",
-    "__version__",
-    "attention",
-    "checks",
-    "delta_rule",
-    "entmax",
-    "explain",
-    "fast_weight_memory",
-    "interpolated_attention",
-    "linear_attention",
-    "local_linear_attention",
-    "mesa_attention",
-    "normrelu",
-    "presets",
-    "registries",
-    "relumax",
-    "sparsemax",
-    "topk_softmax",
-    "topk_uniform",
-]
+    "AssociativeMemory", "DeltaState", "Diagnostics", "FastWeightState", "LinearState", "MesaState", "Spec",
+    "WriteRule", "__version__", "attention", "checks", "delta_rule", "entmax", "explain", "fast_weight_memory",
+    "interpolated_attention", "linear_attention", "local_linear_attention", "mesa_attention", "normrelu", "presets",
+    "registries", "relumax", "sparsemax", "topk_softmax", "topk_uniform",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

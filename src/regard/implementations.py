@@ -9,12 +9,5 @@ from .triton import attention as triton_attention
 from .triton.memory import values as triton_memory
 
 __all__ = [
-    "blocked",
-    "cpu",
-    "linear",
-    "overlay",
-    "reference",
-    "sdpa",
-    "triton_attention",
-    "triton_memory",
-]
+    "blocked", "cpu", "linear", "overlay", "reference", "sdpa", "triton_attention", "triton_memory",
+]  # fmt: skip

@@ -29,31 +29,11 @@ from .registry import Registry
 from .tasks import tasks
 
 __all__ = [
-    "AssociativeMemory",
-    "DeltaState",
-    "Diagnostics",
-    "FastWeightState",
-    "LinearState",
-    "MesaState",
-    "Spec",
-    "WriteRule",
-    "attention",
-    "delta_rule",
-    "entmax",
-    "explain",
-    "fast_weight_memory",
-    "interpolated_attention",
-    "linear_attention",
-    "local_linear_attention",
-    "mesa_attention",
-    "normrelu",
-    "presets",
-    "registries",
-    "relumax",
-    "sparsemax",
-    "topk_softmax",
-    "topk_uniform",
-]
+    "AssociativeMemory", "DeltaState", "Diagnostics", "FastWeightState", "LinearState", "MesaState", "Spec",
+    "WriteRule", "attention", "delta_rule", "entmax", "explain", "fast_weight_memory", "interpolated_attention",
+    "linear_attention", "local_linear_attention", "mesa_attention", "normrelu", "presets", "registries", "relumax",
+    "sparsemax", "topk_softmax", "topk_uniform",
+]  # fmt: skip
 
 
 def registries() -> dict[str, Registry[Any]]:

@@ -25,7 +25,7 @@ def test_derivatives_through_the_squares_of_the_state() -> None:
         for form in ("chunked", "parallel"):
 
             def run(keys: Any, squares: Any, form: str = form, own: Any = own) -> Any:
-                state = regard.LinearState(own.values, own.keys, squares, own.poisoned, tokens=own.tokens)
+                state = regard.LinearState(own.values, own.keys, squares, own.non_finite, tokens=own.tokens)
                 tensors = (x["q"][:, :, : keys.shape[2]], keys, x["v"][:, :, : keys.shape[2]])
                 out, after = regard.linear_attention(*tensors, TEXT, state=state, form=form, chunk_size=3)
                 return out, after.squares

@@ -182,7 +182,7 @@ def test_what_is_not_finite_shows_in_exactly_the_rows_that_see_it(name: str) -> 
         assert outs[1][hit].isnan().all()
         assert torch.equal(outs[1][~hit], outs[0][~hit])
         assert all(t.isfinite().all() for t in fields(state))
-        assert state.poisoned.tolist() == [[which != "q", False], [False, False]]
+        assert state.non_finite.tolist() == [[which != "q", False], [False, False]]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -77,7 +77,7 @@ def test_tensors_that_do_not_fit_each_other(name: str) -> None:
     q, k, v = CASES["elu"].draw(grad=False).values()
     for tensors, message in (
         ((q[:, :, :5], k, v), "causal order needs a key for every query"),
-        ((q[:, :3], k, v), "cannot be shared out"),
+        ((q[:, :3], k, v), "must be a multiple"),
         ((q, k, v[:, :, :5]), "key and value differ in heads or length"),
         ((q, k, v.float()), r"value torch\.float32 on cpu"),
     ):

@@ -89,8 +89,8 @@ def test_a_state_is_cloned_detached_saved_and_never_changed(name: str) -> None:
     again = type(state).from_tensors(saved)
     assert again.tokens == 9
     assert same(again, state)
-    with pytest.raises(ArgumentError, match=rf"{type(state).__name__}\.from_tensors: got poisoned"):
-        type(state).from_tensors({"poisoned": saved["poisoned"]})
+    with pytest.raises(ArgumentError, match=rf"{type(state).__name__}\.from_tensors: got non_finite"):
+        type(state).from_tensors({"non_finite": saved["non_finite"]})
     assert state.bytes == case.run(case.draw(200))[1].bytes == 2 * 2 * (8 * numbers + 1)
 
 
@@ -111,11 +111,11 @@ def test_a_non_finite_token_marks_its_sequence_alone(name: str) -> None:
     x = case.draw(grad=False)
     x["v"][1, 0, 3, 2] = torch.nan
     state = case.run(x)[1]
-    assert state.poisoned.tolist() == [[False, False], [True, False]]
+    assert state.non_finite.tolist() == [[False, False], [True, False]]
     assert all(t.isfinite().all() for t in fields(state))
     found, _ = case.run(case.draw(1, grad=False), state=state.select(torch.tensor([1, 0])))
     assert found.isnan().flatten(1).any(1).tolist() == [True, False]
-    assert not state.reset().poisoned.any()
+    assert not state.reset().non_finite.any()
 
 
 def part(x: Inputs, names: str, length: int) -> Inputs:

@@ -9,22 +9,6 @@ from .systems import Dense, Solved, SolveStatus, System
 from .weighting import RowStats, Status, Weighting
 
 __all__ = [
-    "Dense",
-    "ParamInfo",
-    "RowStats",
-    "SolveStatus",
-    "Solved",
-    "Solver",
-    "Spec",
-    "Status",
-    "System",
-    "Weighting",
-    "as_spec",
-    "bandwidths",
-    "kernels",
-    "local_linear",
-    "presets",
-    "presets_registry",
-    "similarities",
-    "solvers",
-]
+    "Dense", "ParamInfo", "RowStats", "SolveStatus", "Solved", "Solver", "Spec", "Status", "System", "Weighting",
+    "as_spec", "bandwidths", "kernels", "local_linear", "presets", "presets_registry", "similarities", "solvers",
+]  # fmt: skip

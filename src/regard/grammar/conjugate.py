@@ -16,16 +16,17 @@ from .systems import Solved, SolveStatus, System
 def conjugate_gradients(
     system: System, right: Tensor, tol: float, limit: int, precondition: bool, restarts: int
 ) -> Solved:
-    """Solve A t = `right` [..., q, D] in at most `limit` steps per row.
-
-    A row ends at a true residual |right - A t| <= tol |right|, or at the rounding error 2 eps (s |t| + |right|), s the
-    size of the terms that A sums.
-    """
+    """Solve A t = `right` [..., q, D] in at most `limit` steps per row. A row ends at a true residual |right - A t| <=
+    tol |right|, or at the rounding error 2 eps (s |t| + |right|), s the size of the terms that A sums."""
     inverse = _inverse(system) if precondition else None
     rows = _Rows.begin(right, tol)
     for _ in range(restarts + 1):
         rows.divide(inverse)
-        _iterate(system, rows, inverse, limit)
+        rows.active &= rows.count < limit
+        # All rows take part in every product: a product of fewer may round differently, and no bit of a row may depend
+        # on how many others are active.
+        while bool(rows.active.any()):
+            rows.step(system, inverse, limit)
         if rows.settle(system, limit):
             break
     size = torch.where(rows.size > 0, rows.size, 1)
@@ -44,17 +45,6 @@ def _inverse(system: System) -> Tensor | None:
     eye = torch.eye(near.shape[-1], dtype=near.dtype, device=near.device)
     sound = (info == 0)[..., None, None]
     return torch.where(sound, torch.cholesky_inverse(torch.where(sound, factor, eye)), eye)
-
-
-def _iterate(system: System, rows: _Rows, inverse: Tensor | None, limit: int) -> None:
-    """Step until no row is active.
-
-    All rows take part in every product and each has its own `limit`: a product of fewer rows may round differently,
-    and no bit of a row may depend on how many others are active.
-    """
-    rows.active &= rows.count < limit
-    while bool(rows.active.any()):
-        rows.step(system, inverse, limit)
 
 
 @dataclass

@@ -157,11 +157,8 @@ class Spec:
         return own
 
     def resolve(self, dim: int, scale: Number | None, params: Params) -> tuple[Number, dict[str, Number]]:
-        """Return the scale of the scores and the parameters of the weighting, for head dimension `dim`.
-
-        Raises:
-            ArgumentError: a scale that the spec does not accept, or an unknown name in `params`.
-        """
+        """Return the scale of the scores and the parameters of the weighting, for head dimension `dim`; raise
+        ArgumentError for a scale that the spec does not accept, or an unknown name in `params`."""
         for name, value in params.items():
             if name not in self.params:
                 known = ", ".join(self.params) or "none"
@@ -307,11 +304,8 @@ def _arguments(value: Any) -> dict[str, Any]:
     """Return the fields of an axis object that differ from their defaults."""
     if isinstance(value, Polynomial):
         return {} if value.r in NAMED_POWERS.values() else {"r": value.r}
-    return {
-        f.name: getattr(value, f.name)
-        for f in fields(value)
-        if f.init and (f.default is MISSING or getattr(value, f.name) != f.default)
-    }
+    given = {f: getattr(value, f.name) for f in fields(value) if f.init}
+    return {f.name: x for f, x in given.items() if f.default is MISSING or x != f.default}
 
 
 def _term(value: Any) -> str:
@@ -349,8 +343,7 @@ def _remember(text: str) -> bool:
     return True
 
 
-# Dynamo calls this function while it traces instead of tracing into it. torch.compiler.assume_constant_result does the
-# same but imports the whole compiler.
+# Dynamo calls this function instead of tracing it. torch.compiler.assume_constant_result would import the compiler.
 _remember._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -44,9 +44,8 @@ def solve_peak(d: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Ten
 
 
 def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (pivot, gap, converged), each [..., 1], without gradient, for r < 1: the lowest score with weight, and how
-    far the threshold lies below it. `peak` is the solution of `solve_peak`. Sums are in float64, since a rounding error
-    decides whether the lowest key has weight at all."""
+    """Return (pivot, gap, converged), each [..., 1], without gradient, for r < 1 and the `peak` of `solve_peak`. Sums
+    are in float64, since a rounding error decides whether the lowest key has weight at all."""
     wide, top, peak = widest(z), widest(top), widest(peak)
     r = widest(r) if isinstance(r, Tensor) else r
     pivot, below = _pivot(wide, top - peak * r, top, r)
@@ -107,9 +106,8 @@ def implicit_reach(d: Tensor, r: Number, reach: Tensor) -> Tensor:
 
 
 def _newton_step(d: Tensor, r: Number, reach: Tensor) -> Tensor:
-    """Return Newton's step at the root of sum u^r = (r / fixed)^r, u = [reach - d]_+ / fixed, with `fixed` the reach as
-    a constant: a zero that carries derivatives. The rounding error of the sum is subtracted, because the second
-    derivative that multiplies it is unbounded for r < 1. In units of the reach no power overflows."""
+    """Return Newton's step at the root of sum u^r = (r / fixed)^r, u = [reach - d]_+ / fixed: a zero that carries
+    derivatives. In units of `fixed`, the reach as a constant, no power overflows."""
     fixed = reach.detach()
     inside = d < fixed
     u = torch.where(inside, (reach - torch.where(inside, d, 0)) / fixed, 1)  # > 0 inside despite rounding
@@ -118,6 +116,7 @@ def _newton_step(d: Tensor, r: Number, reach: Tensor) -> Tensor:
         over = over - (r / fixed) ** r
     slope = torch.where(inside, u ** (r - 1), 0).sum(-1, keepdim=True) * r
     some = slope > 0
+    # The rounding error of the sum is subtracted: for r < 1 the second derivative that multiplies it is unbounded.
     return torch.where(some, fixed * (over - over.detach()) / torch.where(some, slope, 1), 0)
 
 

@@ -71,18 +71,10 @@ def counts(p: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def diagnose(
-    spec: Spec,
-    stats: RowStats,
-    support: Tensor,
-    ess: Tensor,
-    scale: float | Tensor,
-    params: dict[str, float | Tensor],
-    visible: Visibility,
-    weights: Tensor | None = None,
-    solver: dict[str, Tensor] | None = None,
-    effective: Tensor | None = None,
-    negative: Tensor | None = None,
-) -> Diagnostics:
+    spec: Spec, stats: RowStats, support: Tensor, ess: Tensor, scale: float | Tensor, params: dict[str, float | Tensor],
+    visible: Visibility, weights: Tensor | None = None, solver: dict[str, Tensor] | None = None,
+    effective: Tensor | None = None, negative: Tensor | None = None,
+) -> Diagnostics:  # fmt: skip
     """Compute the diagnostics from row statistics [B, H, Tq, 1]; `params` are numbers or [B, H, Tq, 1]. The negative
     mass [B, H, Tq] is computed from the weights unless given."""
     theta = stats.theta

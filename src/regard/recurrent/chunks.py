@@ -28,31 +28,22 @@ ELEMENTS = {"cpu": 2**19}
 """Elements of the pairs and states of a step: what fits a cache; on other devices 2^24."""
 
 
+INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sums, Tensor? squares, float shift, "
+    "bool causal, SymInt offset, bool guarded, bool keep, SymInt chunk"
+)
+"""The inputs of both operators in their schemas: without a tensor as bias it is the number `shift`."""
+
+
 def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: float | Tensor,
-    mask: Tensor | None,
-    sums: Tensor | None,
-    squares: Tensor | None,
-    causal: bool,
-    offset: int,
-    chunk: int = CHUNK,
-    *,
-    keep: bool = True,
-    guarded: bool = False,
-) -> Sums:
+    q: Tensor, k: Tensor, v: Tensor, bias: float | Tensor, mask: Tensor | None, sums: Tensor | None,
+    squares: Tensor | None, causal: bool, offset: int, chunk: int = CHUNK, *, keep: bool = True, guarded: bool = False,
+) -> Sums:  # fmt: skip
     """Compute `Sums`: kernel-selection paper, equations 15-17 and 19 from chunk to chunk, 18 inside.
 
-    Args:
-        q, k: features [B, H, Tq, F - 1], [B, Hkv, Tk, F - 1]; v [B, Hkv, Tk, Dv]; bias a number or [B, H, Tq].
-        mask: boolean [B or 1, Hkv or 1, Tk], or None.
-        sums, squares: the state before; None for zero.
-        keep: whether the state after all keys is wanted; without it, few queries weigh their keys directly.
-        guarded: whether Q is wanted; implied by `squares`.
-
-    O(T) memory, forward and backward; differentiable once, in reverse mode.
+    q and k are features without the bias, `mask` is boolean [B or 1, Hkv or 1, Tk], `sums` and `squares` are the state
+    before. Without `keep` the state after is not returned, and few queries weigh their keys directly; `guarded` asks
+    for Q. O(T) memory, forward and backward; differentiable once, in reverse mode.
     """
     given, shift = (bias, 0.0) if isinstance(bias, Tensor) else (None, float(bias))
     guarded = guarded or squares is not None
@@ -73,31 +64,12 @@ class _Step(NamedTuple):
     n: int = 1
 
 
-def _steps(queries: int, keys: int, causal: bool, offset: int, keep: bool, chunk: int, width: int) -> list[_Step]:
-    """Return the steps of a call, at most `width` chunks in each."""
-
-    def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-        return ((a, min(a + width * chunk, stop)) for a in range(start, stop, width * chunk))
-
-    lead = min(max(-offset, 0), queries) if causal else 0  # queries that see only the state
-    before = min(max(offset, 0), keys) if causal else keys  # keys that every query sees
-    pairs = max(0, min(queries - lead, keys - before))
-    whole = pairs - pairs % chunk
-    steps = [_Step(a, b, 0, 0) for a, b in cut(0, lead)]
-    steps += [_Step(lead, lead, a, b) for a, b in cut(0, before)]
-    steps += [_Step(lead + a, lead + b, before + a, before + b, (b - a) // chunk) for a, b in cut(0, whole)]
-    if whole < pairs:
-        steps.append(_Step(lead + whole, lead + pairs, before + whole, before + pairs))
-    steps += [_Step(a, b, 0, 0) for a, b in cut(lead + pairs, queries)]
-    if keep:
-        steps += [_Step(queries, queries, a, b) for a, b in cut(before + pairs, keys)]
-    return steps
-
-
 class _Work:
-    """The tensors of a call with the heads in groups."""
+    """The inputs of an operator with the heads in groups."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, shift: float) -> None:
+    def __init__(self, *inputs: Any) -> None:
+        q, k, v, bias, mask, self.sums, self.squares, shift, *order = inputs
+        self.causal, self.offset, self.guarded, self.keep, self.chunk = order
         batch, kv_heads, self.keys, width = k.shape
         self.groups, self.ratio, self.queries = batch * kv_heads, q.shape[1] // max(1, kv_heads), q.shape[2]
         self.features, self.values = width + 1, v.shape[3] + 1
@@ -106,10 +78,28 @@ class _Work:
         self.bias: float | Tensor = shift if bias is None else bias.reshape(self.q.shape[:3])
         self.mask = None if mask is None else mask.expand(k.shape[:3]).reshape(self.groups, self.keys)
 
-    def steps(self, causal: bool, offset: int, keep: bool, chunk: int) -> list[_Step]:
-        size = self.groups * (self.ratio * chunk * chunk + self.features * self.values)
-        width = max(1, ELEMENTS.get(self.q.device.type, 2**24) // max(1, size))
-        return _steps(self.queries, self.keys, causal, offset, keep, chunk, width)
+    def steps(self) -> list[_Step]:
+        """Return the steps of the call."""
+        size = self.groups * (self.ratio * self.chunk * self.chunk + self.features * self.values)
+        most = self.chunk * max(1, ELEMENTS.get(self.q.device.type, 2**24) // max(1, size))
+        queries, keys, chunk = self.queries, self.keys, self.chunk
+
+        def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+            return ((a, min(a + most, stop)) for a in range(start, stop, most))
+
+        lead = min(max(-self.offset, 0), queries) if self.causal else 0  # queries that see only the state
+        before = min(max(self.offset, 0), keys) if self.causal else keys  # keys that every query sees
+        pairs = max(0, min(queries - lead, keys - before))
+        whole = pairs - pairs % chunk
+        steps = [_Step(a, b, 0, 0) for a, b in cut(0, lead)]
+        steps += [_Step(lead, lead, a, b) for a, b in cut(0, before)]
+        steps += [_Step(lead + a, lead + b, before + a, before + b, (b - a) // chunk) for a, b in cut(0, whole)]
+        if whole < pairs:
+            steps.append(_Step(lead + whole, lead + pairs, before + whole, before + pairs))
+        steps += [_Step(a, b, 0, 0) for a, b in cut(lead + pairs, queries)]
+        if self.keep:
+            steps += [_Step(queries, queries, a, b) for a, b in cut(before + pairs, keys)]
+        return steps
 
     def step(self, at: _Step) -> tuple[Tensor, Tensor, Tensor]:
         """Return P, K and V of a step; without rows if it has no queries or no keys."""
@@ -134,14 +124,33 @@ class _Work:
         pairs.view(*pairs.shape[:2], self.ratio, pairs.shape[3], pairs.shape[3]).tril_()
         return pairs
 
-    def zeros(self, *sizes: int) -> Tensor:
-        return self.q.new_zeros(self.groups, *sizes)
+    def grouped(self, x: Tensor) -> Tensor:
+        """Return x [B, H, Tq, ...] as [G, R, Tq, ...]."""
+        return x.view(*self.q.shape[:3], *x.shape[3:])
 
     def start(self, given: Tensor | None, columns: int) -> Tensor:
         """Return the given state as [G, F, columns], or zeros."""
-        return (
-            self.zeros(self.features, columns) if given is None else given.reshape(self.groups, self.features, columns)
-        )
+        size = (self.groups, self.features, columns)
+        return self.q.new_zeros(size) if given is None else given.reshape(size)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the sums are not wanted and cost more than all pairs."""
+        few = self.ratio * self.queries * (self.features + self.values) <= self.features * self.values
+        return few and not self.keep and self.sums is None and self.squares is None
+
+    def pairs(self) -> Tensor:
+        """Return w [G, R, Tq, Tk], zero for keys that are not seen."""
+        w = self.q.flatten(1, 2) @ _turned(self.k)
+        w = w.unflatten(1, (self.ratio, -1))
+        w += self.bias[..., None] if isinstance(self.bias, Tensor) else self.bias
+        return self.seen(w)
+
+    def seen(self, w: Tensor) -> Tensor:
+        """Zero the pairs [G, R, Tq, Tk] whose key is not seen, in place."""
+        if self.mask is not None:
+            w.masked_fill_(~self.mask[:, None, None], 0)
+        return w.tril_(min(max(self.offset, -self.queries), self.keys)) if self.causal else w
 
 
 def _running(start: Tensor, parts: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
@@ -161,33 +170,20 @@ def _turned(x: Tensor) -> Tensor:
     return x.transpose(-1, -2)
 
 
-@torch.library.custom_op("regard::linear_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    sums: Tensor | None,
-    squares: Tensor | None,
-    shift: float,
-    causal: bool,
-    offset: int,
-    guarded: bool,
-    keep: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "regard::linear_forward", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     """Return u [B, H, Tq, Dv], Z and Q [B, H, Tq], A [B, Hkv, F, E] and M [B, Hkv, F, F]; unwanted ones are empty."""
-    out = _outputs(q, k, v, guarded, keep)
-    work = _Work(q, k, v, bias, mask, shift)
-    values, mass = _grouped(out[0], work), _grouped(out[1], work)
-    power = _grouped(out[2], work) if guarded else None
-    with torch.no_grad(), full_precision(q.device.type):
-        if _direct(work, sums, squares, causal, keep):
-            _weigh(work, values, mass, power, causal, offset)
+    out, work = _outputs(*inputs), _Work(*inputs)
+    values, mass = work.grouped(out[0]), work.grouped(out[1])
+    power = work.grouped(out[2]) if work.guarded else None
+    with torch.no_grad(), full_precision(values.device.type):
+        if work.direct:
+            _weigh(work, values, mass, power)
             return out
-        a, m = work.start(sums, work.values), work.start(squares, work.features) if guarded else None
-        for at in work.steps(causal, offset, keep, chunk):
+        a, m = work.start(work.sums, work.values), work.start(work.squares, work.features) if work.guarded else None
+        for at in work.steps():
             p, keys, val = work.step(at)
             before, a = _running(a, _turned(keys) @ val)
             found = p @ before
@@ -215,7 +211,9 @@ def _put(out: tuple[Tensor, ...], states: tuple[Tensor | None, ...]) -> None:
             to.copy_(state.view_as(to))
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, guarded: bool, keep: bool) -> tuple[Tensor, ...]:
+@_forward.register_fake
+def _outputs(*inputs: Any) -> tuple[Tensor, ...]:
+    (q, k, v), (guarded, keep, _) = inputs[:3], inputs[-3:]
     features, values = k.shape[3] + 1, v.shape[3] + 1
     return (
         q.new_zeros(*q.shape[:3], v.shape[3]),
@@ -226,73 +224,37 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, guarded: bool, keep: bool) -> tupl
     )
 
 
-@_forward.register_fake
-def _(q, k, v, bias, mask, sums, squares, shift, causal, offset, guarded, keep, chunk):  # type: ignore[no-untyped-def]
-    return _outputs(q, k, v, guarded, keep)
-
-
-def _direct(work: _Work, sums: Tensor | None, squares: Tensor | None, causal: bool, keep: bool) -> bool:
-    """Return whether the sums are not wanted and cost more than all pairs."""
-    few = work.ratio * work.queries * (work.features + work.values) <= work.features * work.values
-    return few and not keep and sums is None and squares is None
-
-
-def _pairs(work: _Work, causal: bool, offset: int) -> Tensor:
-    """Return w [G, R, Tq, Tk], zero for keys that are not seen."""
-    w = work.q.flatten(1, 2) @ _turned(work.k)
-    w = w.unflatten(1, (work.ratio, -1))
-    w += work.bias[..., None] if isinstance(work.bias, Tensor) else work.bias
-    return _seen(work, w, causal, offset)
-
-
-def _seen(work: _Work, w: Tensor, causal: bool, offset: int) -> Tensor:
-    if work.mask is not None:
-        w.masked_fill_(~work.mask[:, None, None], 0)
-    return w.tril_(min(max(offset, -work.queries), work.keys)) if causal else w
-
-
-def _weigh(work: _Work, values: Tensor, mass: Tensor, power: Tensor | None, causal: bool, offset: int) -> None:
+def _weigh(work: _Work, values: Tensor, mass: Tensor, power: Tensor | None) -> None:
     """Compute all pairs at once, for few queries and many keys."""
-    w = _pairs(work, causal, offset)
+    w = work.pairs()
     torch.matmul(w.flatten(1, 2), work.v, out=values.flatten(1, 2))
     torch.sum(w, -1, out=mass)
     if power is not None:
         power.copy_(w.square_().sum(-1))
 
 
-@torch.library.custom_op("regard::linear_backward", mutates_args=())
+@torch.library.custom_op(
+    "regard::linear_backward",
+    mutates_args=(),
+    schema=f"(Tensor g, Tensor? g_mass, Tensor? g_power, Tensor? g_sums, Tensor? g_squares, {INPUTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def _backward(
-    g: Tensor,
-    g_mass: Tensor | None,
-    g_power: Tensor | None,
-    g_sums: Tensor | None,
-    g_squares: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    sums: Tensor | None,
-    squares: Tensor | None,
-    shift: float,
-    causal: bool,
-    offset: int,
-    guarded: bool,
-    keep: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    g: Tensor, g_mass: Tensor | None, g_power: Tensor | None, g_sums: Tensor | None, g_squares: Tensor | None,
+    *inputs: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of q, k, v, bias, sums and squares; empty for missing inputs."""
-    found = _gradients(q, k, v, bias, sums, squares)
-    work = _Work(q, k, v, bias, mask, shift)
-    g_mass, g_power = (None if x is None else _grouped(x, work)[..., None] for x in (g_mass, g_power))
-    back = _Back(work, _grouped(g, work), g_mass, g_power, found)
-    with torch.no_grad(), full_precision(q.device.type):
-        if _direct(work, sums, squares, causal, keep):
-            back.direct(causal, offset)
+    found, work = _gradients(g, g_mass, g_power, g_sums, g_squares, *inputs), _Work(*inputs)
+    g_mass, g_power = (None if x is None else work.grouped(x)[..., None] for x in (g_mass, g_power))
+    back = _Back(work, work.grouped(g), g_mass, g_power, found)
+    with torch.no_grad(), full_precision(g.device.type):
+        if work.direct:
+            back.direct()
             return found
-        steps = work.steps(causal, offset, keep, chunk)
-        squared = g_power is not None
-        back.upwards(steps, work.start(sums, work.values), work.start(squares, work.features) if squared else None)
+        steps, squared = work.steps(), g_power is not None
+        back.upwards(
+            steps, work.start(work.sums, work.values), work.start(work.squares, work.features) if squared else None
+        )
         squared = squared or g_squares is not None
         after = work.start(g_squares, work.features) if squared else None
         a, m = back.downwards(steps, work.start(g_sums, work.values), after)
@@ -300,20 +262,11 @@ def _backward(
     return found
 
 
-def _grouped(x: Tensor, work: _Work) -> Tensor:
-    """Return x [B, H, Tq, ...] as [G, R, Tq, ...]."""
-    return x.view(*work.q.shape[:3], *x.shape[3:])
-
-
-def _gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Return zeros like the inputs, contiguous; empty for None."""
-    like = next(x for x in inputs if x is not None)
-    return tuple(like.new_zeros(0 if x is None else x.shape) for x in inputs)
-
-
 @_backward.register_fake
-def _(g, g_mass, g_power, g_sums, g_squares, q, k, v, bias, mask, sums, squares, *_):  # type: ignore[no-untyped-def]
-    return _gradients(q, k, v, bias, sums, squares)
+def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return zeros like q, k, v, bias, sums and squares, contiguous; empty for None."""
+    q, k, v, bias, _, sums, squares = arguments[5:12]
+    return tuple(q.new_zeros(0 if x is None else x.shape) for x in (q, k, v, bias, sums, squares))
 
 
 class _Back:
@@ -377,16 +330,16 @@ class _Back:
             self._write(slice(at.k0, at.k1), dk.flatten(1, 2)[..., :-1], dv.flatten(1, 2)[..., :-1])
         return a, m
 
-    def direct(self, causal: bool, offset: int) -> None:
+    def direct(self) -> None:
         """Write all gradients from all pairs at once, as in `_weigh`."""
         work = self.work
-        w = _pairs(work, causal, offset)
+        w = work.pairs()
         dw = (self.g.flatten(1, 2) @ _turned(work.v)).unflatten(1, (work.ratio, -1))
         if self.g_mass is not None:
             dw += self.g_mass
         if self.g_power is not None:
             dw += 2 * self.g_power * w
-        dw = _seen(work, dw, causal, offset)
+        dw = work.seen(dw)
         if self.dbias is not None:
             self.dbias.copy_(dw.sum(-1))
         dw, w = dw.flatten(1, 2), w.flatten(1, 2)

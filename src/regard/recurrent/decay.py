@@ -26,17 +26,9 @@ CHUNK = 64
 
 
 def decayed(
-    phi: Tensor,
-    psi: Tensor,
-    val: Tensor,
-    g: Tensor | None,
-    start: Tensor,
-    *,
-    causal: bool = True,
-    strict: bool = False,
-    form: str = "chunked",
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, start: Tensor, *, causal: bool = True,
+    strict: bool = False, form: str = "chunked", chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (phi . A [B, H, Tq, E], the state after all keys [B, Hkv, F, E]); differentiable to any order.
 
     Causal: query i reads the state after key i; strict: before it. Otherwise every query reads the last state, and Tq
@@ -93,14 +85,8 @@ def segments(g: Tensor) -> Tensor:
 
 
 def pairs(q: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """Return w of all pairs, 0 where the key comes after the query.
-
-    Args:
-        q: [..., L, R, F]; k: [..., L, F]; g: [..., L, 1 or F] or None.
-
-    Returns:
-        [..., L R, L]; row i R + r is head r of query i.
-    """
+    """Return w of all pairs [..., L R, L], 0 where the key comes after the query; row i R + r is head r of query i.
+    q is [..., L, R, F], k [..., L, F], g [..., L, 1 or F] or None."""
     length, heads = q.shape[-3], q.shape[-2]
     if g is not None and g.shape[-1] > 1:
         return _split(q, k, g)

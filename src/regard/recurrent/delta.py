@@ -19,52 +19,36 @@ positions of a chunk. State W^T [B, Hkv, D, Dv].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import in_range
-from ..pairwise.visibility import Visibility
-from ..precision import full_precision, row_number
-from .arguments import Form, PerKey, check, cleaned, log_decays, no_pairs, order, per_key
+from .arguments import Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
 from .decay import CHUNK, Chunks, pairs, prefix, read, shifted, suffix
-from .packing import by_document, documents
 from .scan import scan
-from .states import State, require_state, zeros
+from .states import LinearMap
 
 CALL = "delta_rule"
 
 
 @dataclass(frozen=True)
-class DeltaState(State):
+class DeltaState(LinearMap):
     """The state of the delta rule, of fixed size.
 
     Attributes:
         values: W^T [B, Hkv, D, Dv], float32 or float64.
-        poisoned: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
+        non_finite: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.
     """
 
     values: Tensor
-    poisoned: Tensor
+    non_finite: Tensor
 
-    @classmethod
-    def empty(
-        cls,
-        batch: int,
-        kv_heads: int,
-        dim: int,
-        value_dim: int | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> DeltaState:
-        """Return the state W = 0, for keys of `dim` and values of `value_dim` (default `dim`)."""
-        wide = torch.promote_types(dtype, torch.float32)
-        return cls(**zeros(batch, kv_heads, wide, device, values=(dim, dim if value_dim is None else value_dim)))
+    @staticmethod
+    def sizes(dim: int, value_dim: int) -> dict[str, tuple[int, ...] | None]:
+        return {"values": (dim, value_dim)}
 
     def read(self, query: Tensor, *, scale: float | Tensor | None = None) -> Tensor:
         """Return W q [B, H, Tq, Dv] for queries [B, H, Tq, D]; `scale` as in `delta_rule`."""
@@ -121,67 +105,34 @@ def delta_rule(
     Cost per head: "chunked" O(T D (D + Dv + c)) time and O(T (D + Dv + c) + (T / c) D (D + Dv)) memory; "parallel"
     O(T^2 (T + D)) time and O(T^2) memory; "recurrent" O(T D Dv) time.
     """
-    causal = order(CALL, is_causal, exclude_self)
-    mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
-    packed = documents(CALL, segment_ids, query, key)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    (batch, _, queries, dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[3]
-    fade = log_decays(CALL, log_decay, key, dim, dtype)
-    step = per_key(CALL, "beta", beta, key, dtype)
-    factor: float | Tensor = 1.0
-    if scale is not None:
-        in_range(CALL, "scale", scale, low=0.0, strict=True)
-        factor = row_number(CALL, "scale", scale, (batch, query.shape[1], queries), dtype, query.device)
-    if state is not None:
-        sequences = batch if packed is None else packed.count
-        wanted = {"values": (sequences, kv_heads, dim, value_dim)}
-        require_state(CALL, state, DeltaState, wanted, query.new_empty(0, dtype=dtype))
-    how: dict[str, Any] = {"causal": causal, "strict": exclude_self, "form": form, "chunk": chunk_size}
-    learn = partial(_learn, dtype=dtype, **how)
-    inputs = (query, key, value, step, fade, factor)
-    with full_precision(query.device.type):
-        return by_document(packed, learn, inputs, mask, state)
+    call = begin(CALL, query, key, value, attn_mask, form, chunk_size, is_causal, exclude_self, segment_ids)
+    fade = log_decays(CALL, log_decay, key, query.shape[3], call.dtype)
+    step = per_key(CALL, "beta", beta, key, call.dtype)
+    factor = row_scale(call, scale, query)
+    call.require_state(state, DeltaState, key, DeltaState.sizes(key.shape[3], value.shape[3]))
+    out, after = call.run(_learn, (tokens(call, query, key, value, fade, step), step, fade, factor), state)
+    return out.to(query.dtype), after
 
 
 def _learn(
-    inputs: tuple[Tensor, Tensor, Tensor, PerKey, PerKey | None, float | Tensor],
-    mask: Tensor | None,
-    state: DeltaState | None,
-    *,
-    dtype: torch.dtype,
-    causal: bool,
-    strict: bool,
-    **how: Any,
+    inputs: tuple[Tokens, PerKey, PerKey | None, Any], mask: Tensor | None, state: DeltaState | None, call: Call
 ) -> tuple[Tensor, DeltaState]:
     """Compute `delta_rule` of checked inputs; mask [B, 1, T]."""
-    query, key, value, step, fade, factor = inputs
-    queries, (batch, kv_heads, keys, dim) = query.shape[2], key.shape
+    (own, step, fade, factor), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
     if state is None:
-        state = DeltaState.empty(batch, kv_heads, dim, value.shape[3], dtype=dtype, device=query.device)
-    step, fade = step.kept(mask), fade and fade.kept(mask)
-    visible = Visibility(queries, keys, causal, strict, mask=None if mask is None else mask[:, :, None])
+        state = DeltaState.empty(batch, kv_heads, dim, own.value.shape[3], dtype=call.dtype, device=own.key.device)
     held = (state.values.detach() != 0).flatten(2).any(-1)
-    own = cleaned(CALL, query, key, value, dtype, visible, held, state.poisoned, fade, step)
-    q = own.query * (factor[..., None] if isinstance(factor, Tensor) else factor)
-    how |= {"causal": causal, "strict": strict}
-    out, after = corrected(q, own.key, own.value, step.value, fade and fade.value, state.values, **how)
-    out = torch.where(own.poisoned[..., None], torch.nan, out).to(query.dtype)
-    return out, DeltaState(after, state.poisoned | own.spoilt, tokens=state.tokens + keys)
+    rows, non_finite = own.non_finite(call.visible(own, mask), held, state.non_finite)
+    own, step, g = own.masked(mask), step.kept(mask), fade and fade.kept(mask).value
+    out, after = corrected(own.query * factor, own.key, own.value, step.value, g, state.values, **call.how)
+    out = torch.where(rows[..., None], torch.nan, out)
+    return out, DeltaState(after, non_finite, tokens=state.tokens + keys)
 
 
 def corrected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    g: Tensor | None,
-    start: Tensor,
-    *,
-    causal: bool = True,
-    strict: bool = False,
-    form: str = "chunked",
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor, *, causal: bool = True,
+    strict: bool = False, form: str = "chunked", chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (W q [B, H, Tq, E], the state after all keys); g [B, Hkv, T, 1 or F] or None."""
     queries = q.shape[2]
     if not causal:
@@ -219,10 +170,8 @@ def _chunked(
 
 
 def _read_chunk(weights: Tensor, corrections: Tensor, size: int) -> Tensor:
-    """Return weights @ corrections, rows NaN from the first correction on that overflows.
-
-    The weights [.., size R, size] of later tokens are zero, but zero times infinity would reach rows before them.
-    """
+    """Return weights @ corrections, with rows NaN from the first correction that overflows, but no rows before it: the
+    weights of later tokens are zero, and zero times infinity is NaN."""
     lost = ~corrections.detach().isfinite().all(-1, keepdim=True)
     rows = (weights @ corrections.masked_fill(lost, 0)).unflatten(-2, (size, -1))
     seen = lost.int().cummax(-2).values.bool()

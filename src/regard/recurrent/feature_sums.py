@@ -45,10 +45,8 @@ class Sums(NamedTuple):
 def augment(
     q: Tensor, k: Tensor, v: Tensor, bias: float | Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (phi, psi, val) of q [..., Tq, F - 1], k [..., Tk, F - 1], v [..., Tk, Dv] and bias [..., Tq] or a number.
-
-    Keys become zero where the mask, broadcastable to [..., Tk], is False.
-    """
+    """Return (phi, psi, val) of q [..., Tq, F - 1], k [..., Tk, F - 1], v [..., Tk, Dv] and bias [..., Tq] or a number;
+    psi is zero where the mask, broadcastable to [..., Tk], is False."""
     column = bias[..., None] if isinstance(bias, Tensor) else q.new_full((*q.shape[:-1], 1), bias)
     one = k.new_ones(*k.shape[:-1], 1)
     psi = torch.cat([k, one], -1)
@@ -75,10 +73,8 @@ def parallel(
 def recurrent(
     phi: Tensor, psi: Tensor, val: Tensor, sums: Tensor, squares: Tensor | None, causal: bool, offset: int
 ) -> Sums:
-    """Add one key at a time (equations 15, 16, 21, 22): O(F E) memory beside the outputs; twice differentiable.
-
-    In causal order offset is 0 (a query sees its own key) or -1 (it does not).
-    """
+    """Add one key at a time (equations 15, 16, 21, 22): O(F E) memory beside the outputs; twice differentiable. In
+    causal order `offset` is 0 (a query sees its own key) or -1 (it does not)."""
     rows, powers = [], []
 
     def read(at: slice) -> None:

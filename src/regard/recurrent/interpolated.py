@@ -118,11 +118,7 @@ def require_averages(spec: Spec) -> None:
 
 
 def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return the mask as [B, Tk].
-
-    Raises:
-        ArgumentError: it differs from query to query, or does not fit.
-    """
+    """Return the mask as [B, Tk]; raise ArgumentError if it differs from query to query."""
     if isinstance(mask, Tensor) and (mask.dim() not in (1, 2, 4) or (mask.dim() == 4 and mask.shape[1:3] != (1, 1))):
         raise ArgumentError(
             f"{CALL}: attn_mask must be the same for all queries and heads, since the model has one state: give "

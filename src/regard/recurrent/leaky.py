@@ -19,19 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import (
-    ArgumentError,
-    finite,
-    flag,
-    floating,
-    in_range,
-    on_device,
-    optional_whole,
-    segments,
-    shape,
-    tensor,
-    token_mask,
-)
+from .. import checks
+from ..checks import ArgumentError, shape
 from ..one_node import one_node
 from ..pairwise.visibility import runs_of
 from ..precision import clean, full_precision
@@ -49,22 +38,16 @@ class LeakyState(State):
 
     Attributes:
         sums: h after the last token [B, H, D], float32 or float64.
-        poisoned: boolean [B, H], whether a non-finite token was seen; every later row is then NaN.
+        non_finite: boolean [B, H], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.
     """
 
     sums: Tensor
-    poisoned: Tensor
+    non_finite: Tensor
 
     @classmethod
     def empty(
-        cls,
-        batch: int,
-        heads: int,
-        dim: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        cls, batch: int, heads: int, dim: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> LeakyState:
         """Return the state before the first token."""
         return cls(**zeros(batch, heads, torch.promote_types(dtype, torch.float32), device, sums=(dim,)))
@@ -101,14 +84,14 @@ def leaky_average(
     Prefill, chunks and single steps agree. In float32 at least; differentiable to any order in x, rate and state.
     Cost: O(T c D) time and O(T D) memory a head, with a mask or documents O(T c) more.
     """
-    flag(CALL, "average", average)
+    checks.flag(CALL, "average", average)
     _check(x, rate, mask, chunk_size)
-    segments(CALL, segment_ids, x.shape[0], x.shape[2], x.device)
+    checks.segments(CALL, segment_ids, x.shape[0], x.shape[2], x.device)
     batch, heads, tokens, dim = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
     given = rate if isinstance(rate, Tensor) else torch.full((), min(float(rate), 1e30), dtype=dtype, device=x.device)
     rates = given.to(dtype).expand(heads)
-    finite(CALL, "x", x)
+    checks.finite(CALL, "x", x)
     wide = x.to(dtype)
     if state is None:
         state = LeakyState.empty(batch, heads, dim, dtype=dtype, device=x.device)
@@ -116,7 +99,7 @@ def leaky_average(
         require_state(CALL, state, LeakyState, {"sums": (batch, heads, dim)}, wide)
     begins = None  # the first position of every token's document [B or 1, T]
     if segment_ids is not None:
-        on_device(CALL, "segment_ids", segment_ids, x.device)
+        checks.on_device(CALL, "segment_ids", segment_ids, x.device)
         begins = runs_of(segment_ids)[0] if tokens > 1 else None
     with full_precision(x.device.type):
         wide, bad = clean(wide)
@@ -127,13 +110,13 @@ def leaky_average(
             sums = _chunks(wide, rates, mask, begins, state.sums, chunk_size or CHUNK)
         else:
             sums = _step(wide, rates, mask, state.sums)
-        spoilt = _spoilt(bad, state.poisoned, begins)
+        lost = _non_finite(bad, state.non_finite, begins)
         after = sums[:, :, -1].clone() if tokens else state.sums  # a view would keep all of them alive
-        poisoned = spoilt.expand(batch, heads, max(tokens, 1))[..., -1]
+        non_finite = lost.expand(batch, heads, max(tokens, 1))[..., -1]
         if average:
             sums = sums * -torch.expm1(-rates)[:, None, None]
-        out = torch.where(spoilt[..., None], torch.nan, sums).to(x.dtype)
-    return out, LeakyState(after, poisoned, tokens=state.tokens + tokens)
+        out = torch.where(lost[..., None], torch.nan, sums).to(x.dtype)
+    return out, LeakyState(after, non_finite, tokens=state.tokens + tokens)
 
 
 def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tensor:
@@ -145,15 +128,10 @@ def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tenso
     return x + faded[:, :, None]
 
 
-def _spoilt(bad: Tensor | None, poisoned: Tensor, begins: Tensor | None) -> Tensor:
-    """Return the rows [B, H, T or 1] at or after a non-finite token of their document.
-
-    Args:
-        bad: the non-finite tokens [B, H, T].
-        poisoned: whether there was one in an earlier call [B, H].
-        begins: the first position of every token's document [B or 1, T]; None for one document.
-    """
-    earlier = poisoned[..., None]
+def _non_finite(bad: Tensor | None, before: Tensor, begins: Tensor | None) -> Tensor:
+    """Return the rows [B, H, T or 1] at or after a non-finite token `bad` [B, H, T] of their document; `before` [B, H]:
+    whether there was one in an earlier call; `begins` as in `leaky_average`."""
+    earlier = before[..., None]
     if begins is None:
         return earlier if bad is None else earlier | (bad.cumsum(-1) > 0)
     earlier = earlier & (begins == 0)[:, None]
@@ -165,7 +143,7 @@ def _spoilt(bad: Tensor | None, poisoned: Tensor, begins: Tensor | None) -> Tens
 
 @one_node("leaky_chunks", lambda x, *_: x.new_empty(x.shape))
 def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None, start: Tensor, chunk: int) -> Tensor:
-    """Return h of x [B, H, T, D] after `start` [B, H, D]; `begins` as in `_spoilt`."""
+    """Return h of x [B, H, T, D] after `start` [B, H, D]; `begins` as in `leaky_average`."""
     tokens = x.shape[2]
     size = min(chunk, tokens)
     count = -(-tokens // size)
@@ -199,12 +177,12 @@ def _decays(rates: Tensor, real: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, rate: float | Tensor, mask: Tensor | None, chunk: int | None) -> None:
-    tensor(CALL, "x", x, "batch", "heads", "length", "dim")
-    in_range(CALL, "rate", rate, low=0.0, strict=False)
+    checks.tensor(CALL, "x", x, "batch", "heads", "length", "dim")
+    checks.in_range(CALL, "rate", rate, low=0.0, strict=False)
     if isinstance(rate, Tensor):
-        floating(CALL, "rate", rate)
-        on_device(CALL, "rate", rate, x.device, "x")
+        checks.floating(CALL, "rate", rate)
+        checks.on_device(CALL, "rate", rate, x.device, "x")
         if tuple(rate.shape) not in ((), (1,), (x.shape[1],)):
             raise ArgumentError(f"{CALL}: rate has shape {shape(rate)}, expected [{x.shape[1]}], one a head.")
-    token_mask(CALL, "mask", mask, x.shape[0], x.shape[2], like=x, of="x")
-    optional_whole(CALL, "chunk_size", chunk, 1)
+    checks.token_mask(CALL, "mask", mask, x.shape[0], x.shape[2], like=x, of="x")
+    checks.optional_whole(CALL, "chunk_size", chunk, 1)

@@ -16,25 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, finite, in_range, mapping, within
+from ..checks import ArgumentError, in_range, mapping, within
 from ..grammar import Spec, as_spec, presets
 from ..grammar.weighting import GUARD, Plain
 from ..pairwise.local_regression import repeat_heads
-from ..pairwise.visibility import Visibility
-from ..precision import clean, either, full_precision, row_number, transformed
+from ..precision import full_precision, row_number, transformed
 from . import feature_sums as forms
-from .arguments import FAR, Form, PerKey, check, log_decays, no_pairs, order
+from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, tokens
 from .chunks import CHUNK, chunked
 from .decay import decayed
 from .feature_sums import Sums
-from .packing import by_document, documents
-from .states import State, require_state, zeros
+from .states import State, zeros
 
 CALL = "linear_attention"
 
@@ -54,7 +51,7 @@ class LinearState(State):
         keys: sum psi [B, Hkv, F] (equation 14); its last entry counts the keys, with a decay per head or token as
             they have faded.
         squares: sum psi psi^T [B, Hkv, F, F], for normalised signed weights; None elsewhere.
-        poisoned: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
+        non_finite: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.
     """
 
@@ -63,7 +60,7 @@ class LinearState(State):
     values: Tensor
     keys: Tensor
     squares: Tensor | None
-    poisoned: Tensor
+    non_finite: Tensor
 
     @classmethod
     def empty(
@@ -86,23 +83,14 @@ class LinearState(State):
         dtype = torch.promote_types(dtype, torch.float32)
         none = torch.zeros(batch, kv_heads, 0, dim, dtype=dtype, device=device)
         width = spec.similarity.features(none, none)[1].shape[-1] + 1
-        return cls.sized(spec, batch, kv_heads, width, dim if value_dim is None else value_dim, dtype, device)
-
-    @classmethod
-    def sized(
-        cls,
-        spec: Spec,
-        batch: int,
-        kv_heads: int,
-        width: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> LinearState:
-        """Return the empty state for F = `width`, in this dtype."""
-        squares = (width, width) if signed(spec) else None
-        sizes = {"values": (width, value_dim), "keys": (width,), "squares": squares}
+        sizes = cls.sizes(spec, width, dim if value_dim is None else value_dim)
         return cls(**zeros(batch, kv_heads, dtype, device, **sizes))
+
+    @staticmethod
+    def sizes(spec: Spec, width: int, value_dim: int) -> dict[str, tuple[int, ...] | None]:
+        """Return the size per head of every tensor but `non_finite`, for F = `width`."""
+        squares = (width, width) if signed(spec) else None
+        return {"values": (width, value_dim), "keys": (width,), "squares": squares}
 
     def read(
         self,
@@ -193,89 +181,64 @@ def linear_attention(
     which synchronises a GPU, and torch.compile leaves packed calls out of its graphs.
     """
     spec = _require_features(as_spec(spec, CALL))
-    causal = order(CALL, is_causal, exclude_self)
-    mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    scale, bias = _numbers(query, spec, scale, mapping(CALL, "params", params), dtype)
-    packed = documents(CALL, segment_ids, query, key)
+    call = begin(CALL, query, key, value, attn_mask, form, chunk_size, is_causal, exclude_self, segment_ids)
+    scale, bias = _numbers(query, spec, scale, mapping(CALL, "params", params), call.dtype)
     with full_precision(query.device.type):
-        (q, k, v), query_bad, pair_bad = _features(query, key, value, spec, scale, dtype)
-        if state is not None:
-            heads, width = (query.shape[0] if packed is None else packed.count, k.shape[1]), k.shape[3] + 1
-            squares = (*heads, width, width) if signed(spec) else None
-            sizes = {"values": (*heads, width, v.shape[3]), "keys": (*heads, width), "squares": squares}
-            require_state(CALL, state, LinearState, sizes, k)
-        fade = log_decays(CALL, log_decay, key, k.shape[-1], dtype)
+        own = tokens(call, query, key, value)
+        q, k = spec.similarity.features(own.query, own.key)
+        own = own._replace(query=q * (scale[..., None] if isinstance(scale, Tensor) else scale), key=k)
+        call.require_state(state, LinearState, key, LinearState.sizes(spec, k.shape[3] + 1, value.shape[3]))
+        fade = log_decays(CALL, log_decay, key, k.shape[-1], call.dtype)
         if fade is not None:
             _require_fading(spec, fade.value, bias)
-            pair_bad = pair_bad | fade.bad
-        read = partial(_read, spec=spec, causal=causal, strict=exclude_self, form=form, chunk_size=chunk_size)
-        inputs = _Inputs(q, k, v, bias, fade, query_bad, pair_bad)
-        out, after = by_document(packed, read, inputs, mask, state)
-        return out.to(query.dtype), after
-
-
-class _Inputs(NamedTuple):
-    """Features, values and numbers of one call, and which were not finite [B, H, Tq], [B, Hkv, Tk]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: float | Tensor
-    fade: PerKey | None
-    query_bad: Tensor
-    pair_bad: Tensor
+            own = own._replace(bad_key=own.bad_key | fade.bad)
+    out, after = call.run(_read, (own, bias, fade), state, spec=spec)
+    return out.to(query.dtype), after
 
 
 def _read(
-    inputs: _Inputs,
-    mask: Tensor | None,
-    state: LinearState | None,
-    *,
-    spec: Spec,
-    causal: bool,
-    strict: bool,
-    form: str,
-    chunk_size: int | None,
+    inputs: tuple[Tokens, Any, PerKey | None], mask: Tensor | None, state: LinearState | None, call: Call, spec: Spec
 ) -> tuple[Tensor, LinearState]:
-    """Return (output in the computing dtype, the state after all keys); mask [B, 1, Tk]."""
-    q, k, v, bias, fade, query_bad, pair_bad = inputs
+    """Return (output in the computing dtype, the state after all keys) of features; mask [B, 1, Tk]."""
+    (own, bias, fade), (_, k, v, *_) = inputs, inputs[0]
     if state is None:
-        sizes = (k.shape[0], k.shape[1], k.shape[3] + 1, v.shape[3])
-        state = LinearState.sized(spec, *sizes, k.dtype, k.device)
-    visible = Visibility(q.shape[2], k.shape[2], causal, strict, mask=None if mask is None else mask[:, :, None])
-    counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), q.shape[1])
-    poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], q.shape[1]) | (
-        query_bad & (counts > 0)
-    )
-    g = None if fade is None else fade.kept(mask).value
+        sizes = LinearState.sizes(spec, k.shape[3] + 1, v.shape[3])
+        state = LinearState(**zeros(k.shape[0], k.shape[1], k.dtype, k.device, **sizes))
+    visible, held = call.visible(own, mask), state.keys[..., -1].detach()
+    counts = visible.counts(k.device) + repeat_heads(held[..., None], own.query.shape[1])
+    rows, non_finite = own.non_finite(visible, held > 0, state.non_finite)
+    start, squares = torch.cat([state.values, state.keys[..., None]], -1), state.squares
 
     def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
-        return _sum_keys(q, k, v, bias, g, mask, visible, state, form, chunk_size)
+        """Return the sums of this call's keys and the state."""
+        if fade is not None:
+            g = fade.kept(mask).value
+            if g.shape[-1] > 1:  # the bias is zero; its feature counts the keys and does not fade
+                g = torch.nn.functional.pad(g, (0, 1))
+            rows, after = decayed(*forms.augment(q, k, v, bias, mask), g, start, **call.how)
+            return Sums(rows[..., :-1], rows[..., -1], None, after, None)
+        form, order = call.form, (call.causal, -int(call.strict))
+        if form == "chunked" and q.shape[2] == k.shape[2] == 1:
+            form = "recurrent"
+        elif form == "chunked" and transformed():  # `chunked` has no forward derivative
+            form = "parallel"
+        if form == "chunked":
+            return chunked(q, k, v, bias, mask, start, squares, *order, min(call.chunk or CHUNK, FAR))
+        make = forms.parallel if form == "parallel" else forms.recurrent
+        return make(*forms.augment(q, k, v, bias, mask), start, squares, *order)
 
-    out, found = estimate(q, bias, counts, spec, sum_keys)
-    seen_bad = pair_bad if mask is None else pair_bad & mask
+    out, found = estimate(own.query, bias, counts, spec, sum_keys)
     assert found.sums is not None
-    after = LinearState(
-        values=found.sums[..., :-1],
-        keys=found.sums[..., -1],
-        squares=found.squares,
-        poisoned=state.poisoned | seen_bad.any(-1),
-        tokens=state.tokens + k.shape[2],
-    )
-    return torch.where(poisoned[..., None], torch.nan, out), after
+    sums, seen = found.sums, state.tokens + k.shape[2]
+    after = LinearState(sums[..., :-1], sums[..., -1], found.squares, non_finite, tokens=seen)
+    return torch.where(rows[..., None], torch.nan, out), after
 
 
 def estimate(
     q: Tensor, bias: float | Tensor, counts: Tensor, spec: Spec, sum_keys: Callable[..., Sums]
 ) -> tuple[Tensor, Sums]:
-    """Return (output [B, H, Tq, Dv], the sums that it was made of).
-
-    Args:
-        q: features [B, H, Tq, F - 1], scale included; bias a number or [B, H, Tq].
-        counts: how many keys each query sees, broadcastable to [B, H, Tq].
-        sum_keys: (q, bias) -> `Sums`.
-    """
+    """Return (output [B, H, Tq, Dv], the sums that `sum_keys` made for q and bias). q holds features with the scale,
+    bias is a number or [B, H, Tq], `counts` how many keys each query sees."""
     if not signed(spec):
         found = sum_keys(q, bias)
         if not spec.weighting.normalised:
@@ -296,37 +259,6 @@ def estimate(
     return found.values / mass[..., None], found
 
 
-def _sum_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: float | Tensor,
-    g: Tensor | None,
-    mask: Tensor | None,
-    visible: Visibility,
-    state: LinearState,
-    form: str,
-    chunk_size: int | None,
-) -> Sums:
-    """Return the sums of this call's keys and the state; with a decay g [B, Hkv, Tk, 1 or F - 1] the faded ones."""
-    start = torch.cat([state.values, state.keys[..., None]], -1)
-    if g is not None:
-        if g.shape[-1] > 1:  # the bias is zero; its feature counts the keys and does not fade
-            g = torch.nn.functional.pad(g, (0, 1))
-        how: dict[str, Any] = {"causal": visible.causal, "strict": visible.strict, "form": form, "chunk": chunk_size}
-        rows, after = decayed(*forms.augment(q, k, v, bias, mask), g, start, **how)
-        return Sums(rows[..., :-1], rows[..., -1], None, after, None)
-    order = (visible.causal, -int(visible.strict))
-    if form == "chunked" and q.shape[2] == k.shape[2] == 1:
-        form = "recurrent"
-    elif form == "chunked" and transformed():  # `chunked` has no forward derivative
-        form = "parallel"
-    if form == "chunked":
-        return chunked(q, k, v, bias, mask, start, state.squares, *order, min(chunk_size or CHUNK, FAR))
-    make = forms.parallel if form == "parallel" else forms.recurrent
-    return make(*forms.augment(q, k, v, bias, mask), start, state.squares, *order)
-
-
 def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:
     """Raise ArgumentError if the spec cannot have a decay g [B, Hkv, T, 1 or F]."""
     if signed(spec):
@@ -339,25 +271,6 @@ def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:
             f"{CALL}: log_decay: {spec} has a bias, which belongs to no feature; give a log_decay per token "
             f"[B, Hkv, T], or a spec without bias such as linear, cosine or elu."
         )
-
-
-def _features(
-    query: Tensor, key: Tensor, value: Tensor, spec: Spec, scale: float | Tensor, dtype: torch.dtype
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Return features and values in the computing dtype, and which queries [B, H, Tq] and keys [B, Hkv, Tk] are not
-    finite."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        finite(CALL, name, tensor)
-    query, query_bad = clean(query.to(dtype))
-    key, key_bad = clean(key.to(dtype))
-    value, value_bad = clean(value.to(dtype))
-    pair_bad = either(key_bad, value_bad)
-    nothing = lambda x: x.new_zeros(x.shape[:3], dtype=torch.bool)  # noqa: E731
-    query_bad = nothing(query) if query_bad is None else query_bad
-    pair_bad = nothing(key) if pair_bad is None else pair_bad
-    q, k = spec.similarity.features(query, key)
-    q = q * (scale[..., None] if isinstance(scale, Tensor) else scale)
-    return (q, k, value), query_bad, pair_bad
 
 
 def _numbers(

@@ -14,69 +14,44 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import (
-    ArgumentError,
-    broadcastable,
-    choice,
-    flags,
-    floating,
-    in_range,
-    number,
-    on_device,
-    optional_whole,
-    shape,
-)
+from .. import checks
+from ..checks import ArgumentError, shape
 from ..grammar import SolveStatus
 from ..pairwise.local_regression import repeat_heads
-from ..pairwise.visibility import Visibility
-from ..precision import full_precision, row_number, transformed
-from .arguments import FAR, Form, PerKey, check, cleaned, log_decays, no_pairs, order, per_key
+from ..precision import transformed
+from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
 from .decay import CHUNK, decayed, final, read, shifted
 from .mesa_solve import How, Systems, every_gram, method, solved
-from .packing import by_document, documents
-from .states import State, require_state, zeros
+from .states import LinearMap
 
 CALL = "mesa_attention"
 Solver = Literal["auto", "cholesky", "cg"]
 
 
 @dataclass(frozen=True)
-class MesaState(State):
+class MesaState(LinearMap):
     """The state of Mesa attention, of fixed size.
 
     Attributes:
         values: sum gamma beta k v^T [B, Hkv, D, Dv], float32 or float64.
         gram: sum gamma beta k k^T [B, Hkv, D, D].
-        poisoned: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
+        non_finite: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.
     """
 
     values: Tensor
     gram: Tensor
-    poisoned: Tensor
+    non_finite: Tensor
 
-    @classmethod
-    def empty(
-        cls,
-        batch: int,
-        kv_heads: int,
-        dim: int,
-        value_dim: int | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> MesaState:
-        """Return the state before the first token, for keys of `dim` and values of `value_dim` (default `dim`)."""
-        wide = torch.promote_types(dtype, torch.float32)
-        sizes = {"values": (dim, dim if value_dim is None else value_dim), "gram": (dim, dim)}
-        return cls(**zeros(batch, kv_heads, wide, device, **sizes))
+    @staticmethod
+    def sizes(dim: int, value_dim: int) -> dict[str, tuple[int, ...] | None]:
+        return {"values": (dim, value_dim), "gram": (dim, dim)}
 
     def read(self, query: Tensor, *, ridge: float | Tensor, scale: float | Tensor | None = None) -> Tensor:
         """Return the output [B, H, Tq, Dv] of queries [B, H, Tq, D]; `ridge` and `scale` as in `mesa_attention`."""
@@ -155,86 +130,59 @@ def mesa_attention(
     per query, O(T D (D + c)) per step of conjugate gradients; memory O(T (D + c) + D^2 T / c). "parallel" and (for
     gradients) "recurrent" O(T D^2) memory.
     """
-    causal = order(CALL, is_causal, exclude_self)
-    flags(CALL, return_diagnostics=return_diagnostics)
-    mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
-    packed = documents(CALL, segment_ids, query, key)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    how = _how(query, form, chunk_size, solver, tol, max_iter, dtype)
-    ridge = _ridge(ridge, query, dtype)
-    fade = log_decays(CALL, log_decay, key, None, dtype)
-    weight = None if beta is None else per_key(CALL, "beta", beta, key, dtype)
-    if state is not None:
-        heads = (query.shape[0] if packed is None else packed.count, key.shape[1])
-        sizes = {"values": (*heads, key.shape[3], value.shape[3]), "gram": (*heads, key.shape[3], key.shape[3])}
-        require_state(CALL, state, MesaState, sizes, query.new_empty(0, dtype=dtype))
-    inputs = (query, key, value, weight, fade, ridge, _scale(scale, query, dtype))
-    fit = partial(
-        _fit, dtype=dtype, causal=causal, strict=exclude_self, form=form, how=how, residuals=return_diagnostics
-    )
-    with full_precision(query.device.type):
-        (out, found), after = by_document(packed, fit, inputs, mask, state)
-    _warn(found, tol, dtype)
-    return (out, after, _judged(found, tol, dtype)) if return_diagnostics else (out, after)
+    checks.flags(CALL, return_diagnostics=return_diagnostics)
+    call = begin(CALL, query, key, value, attn_mask, form, chunk_size, is_causal, exclude_self, segment_ids)
+    how = _how(query, call, solver, tol, max_iter)
+    ridge = _ridge(ridge, query, call.dtype)
+    fade = log_decays(CALL, log_decay, key, None, call.dtype)
+    weight = None if beta is None else per_key(CALL, "beta", beta, key, call.dtype)
+    call.require_state(state, MesaState, key, MesaState.sizes(key.shape[3], value.shape[3]))
+    own = tokens(call, query, key, value, fade, weight)
+    inputs = (own, weight, fade, ridge, row_scale(call, scale, query))
+    (out, found), after = call.run(_fit, inputs, state, how=how, residuals=return_diagnostics)
+    out = out.to(query.dtype)
+    _warn(found, tol, call.dtype)
+    return (out, after, _judged(found, tol, call.dtype)) if return_diagnostics else (out, after)
 
 
 def _fit(
-    inputs: tuple[Tensor, Tensor, Tensor, PerKey | None, PerKey | None, Tensor, float | Tensor],
-    mask: Tensor | None,
-    state: MesaState | None,
-    *,
-    dtype: torch.dtype,
-    causal: bool,
-    strict: bool,
-    form: str,
-    how: How,
-    residuals: bool,
-) -> tuple[tuple[Tensor, dict[str, Tensor]], MesaState]:
+    inputs: tuple[Tokens, PerKey | None, PerKey | None, Tensor, float | Tensor], mask: Tensor | None,
+    state: MesaState | None, call: Call, how: How, residuals: bool,
+) -> tuple[tuple[Tensor, dict[str, Tensor]], MesaState]:  # fmt: skip
     """Compute `mesa_attention` of checked inputs; mask [B, 1, T]."""
-    query, key, value, weight, fade, ridge, scale = inputs
-    queries, (batch, kv_heads, keys, dim) = query.shape[2], key.shape
+    (own, weight, fade, ridge, scale), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
     if state is None:
-        state = MesaState.empty(batch, kv_heads, dim, value.shape[3], dtype=dtype, device=query.device)
-    weight, fade = weight and weight.kept(mask), fade and fade.kept(mask)
-    visible = Visibility(queries, keys, causal, strict, mask=None if mask is None else mask[:, :, None])
+        state = MesaState.empty(batch, kv_heads, dim, own.value.shape[3], dtype=call.dtype, device=own.key.device)
     held = state.gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1) > 0
-    own = cleaned(CALL, query, key, value, dtype, visible, held, state.poisoned, fade, weight)
-    systems = Systems(own.key, weight and weight.value, fade and fade.value, state.gram, ridge)
-    out, gram, values, found = _predict(
-        own.query * scale, own.value, systems, state.values, visible, form, how, residuals
-    )
-    out = torch.where(own.poisoned[..., None], torch.nan, out).to(query.dtype)
-    found = {name: x[:, :, :queries] for name, x in found.items()}
-    return (out, found), MesaState(values, gram, state.poisoned | own.spoilt, tokens=state.tokens + keys)
+    rows, non_finite = own.non_finite(call.visible(own, mask), held, state.non_finite)
+    own, beta, g = own.masked(mask), weight and weight.kept(mask).value, fade and fade.kept(mask).value
+    systems = Systems(own.key, beta, g, state.gram, ridge)
+    out, gram, values, found = _predict(own.query * scale, own.value, systems, state.values, call, how, residuals)
+    out = torch.where(rows[..., None], torch.nan, out)
+    found = {name: x[:, :, : rows.shape[2]] for name, x in found.items()}
+    return (out, found), MesaState(values, gram, non_finite, tokens=state.tokens + keys)
 
 
 def _predict(
-    q: Tensor,
-    v: Tensor,
-    systems: Systems,
-    values: Tensor,
-    visible: Visibility,
-    form: str,
-    how: How,
-    residuals: bool,
+    q: Tensor, v: Tensor, systems: Systems, values: Tensor, call: Call, how: How, residuals: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Return (output, H and S after all keys, statistics); the last two may have a query too many."""
     queries = q.shape[2]
-    if visible.causal and visible.strict:
+    if call.causal and call.strict:
         systems, q, v = _before(systems, q, v)
     v = v if systems.beta is None else v * systems.beta[..., None]
-    if not visible.causal:
+    if not call.causal:
         gram = final(systems.key, systems.written, systems.g, systems.gram)
         values = final(systems.key, v, systems.g, values)
         t = _all(gram, systems.ridge, q)
         left = (q - (read(t, gram) + systems.ridge * t)).detach() if residuals else None
         return read(t, values), gram, values, _statistics(left, q)
-    if form == "chunked" and not transformed():
+    if call.form == "chunked" and not transformed():
         done = solved(q, systems, how._replace(method=method(how.method, systems)))
         out, values = decayed(done.value, systems.key, v, systems.g, values, chunk=how.chunk)
         found = {"residual": done.residual, "iterations": done.iterations}
         return out[:, :, :queries], done.gram, values, found
-    make = _recurrent if form == "recurrent" else _parallel
+    make = _recurrent if call.form == "recurrent" else _parallel
     t, out, gram, values = make(q, v, systems, values)
     left = (q - systems.times(t, how.chunk)[0]).detach() if residuals else None
     return out[:, :, :queries], gram, values, _statistics(left, q)
@@ -320,32 +268,24 @@ def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> No
         )
 
 
-def _how(
-    query: Tensor,
-    form: str,
-    chunk_size: int | None,
-    solver: Any,
-    tol: float | None,
-    max_iter: int | None,
-    dtype: torch.dtype,
-) -> How:
-    choice(CALL, "solver", solver, get_args(Solver))
-    if solver == "cg" and form != "chunked":
-        raise ArgumentError(f"{CALL}: form={form!r} solves directly; solver='cg' is for form='chunked'.")
-    optional_whole(CALL, "max_iter", max_iter, 1)
-    finest = 1e-13 if dtype == torch.float64 else 1e-6
-    tol = finest if tol is None else number(CALL, "tol", tol, low=0.0, strict=True)
-    return How(solver, min(chunk_size or CHUNK, FAR), tol, min(max_iter or 2 * query.shape[3] + 16, FAR))
+def _how(query: Tensor, call: Call, solver: Any, tol: float | None, max_iter: int | None) -> How:
+    checks.choice(CALL, "solver", solver, get_args(Solver))
+    if solver == "cg" and call.form != "chunked":
+        raise ArgumentError(f"{CALL}: form={call.form!r} solves directly; solver='cg' is for form='chunked'.")
+    checks.optional_whole(CALL, "max_iter", max_iter, 1)
+    finest = 1e-13 if call.dtype == torch.float64 else 1e-6
+    tol = finest if tol is None else checks.number(CALL, "tol", tol, low=0.0, strict=True)
+    return How(solver, min(call.chunk or CHUNK, FAR), tol, min(max_iter or 2 * query.shape[3] + 16, FAR))
 
 
 def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the ridge as [B, H, 1 or Tq, D]."""
-    in_range(CALL, "ridge", ridge, low=0.0, high=torch.finfo(dtype).max, strict=True)
+    checks.in_range(CALL, "ridge", ridge, low=0.0, high=torch.finfo(dtype).max, strict=True)
     batch, heads, queries, dim = query.shape
     if not isinstance(ridge, Tensor):
         return torch.full((1, 1, 1, 1), float(ridge), dtype=dtype, device=query.device).expand(batch, heads, 1, dim)
-    floating(CALL, "ridge", ridge)
-    on_device(CALL, "ridge", ridge, query.device)
+    checks.floating(CALL, "ridge", ridge)
+    checks.on_device(CALL, "ridge", ridge, query.device)
     fits: dict[int, tuple[int, ...]] = {
         0: (), 1: (heads,), 2: (heads, dim), 3: (batch, heads, queries), 4: (batch, heads, queries, dim)
     }  # fmt: skip
@@ -354,16 +294,7 @@ def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
             f"{CALL}: ridge has shape {shape(ridge)}, expected [{heads}] (per head), [{heads}, {dim}] (and dimension), "
             f"[{batch}, {heads}, {queries}] (per token) or one that broadcasts to [{batch}, {heads}, {queries}, {dim}]."
         )
-    broadcastable(CALL, "ridge", ridge, fits[ridge.dim()])
+    checks.broadcastable(CALL, "ridge", ridge, fits[ridge.dim()])
     places = {0: (None,) * 4, 1: (None, slice(None), None, None), 2: (None, slice(None), None), 3: (..., None), 4: ...}
     whole = ridge.to(dtype)[places[ridge.dim()]]
     return whole.expand(batch, heads, whole.shape[2], dim)
-
-
-def _scale(scale: float | Tensor | None, query: Tensor, dtype: torch.dtype) -> float | Tensor:
-    if scale is None:
-        return 1.0
-    in_range(CALL, "scale", scale, low=0.0, strict=True)
-    rows = (query.shape[0], query.shape[1], query.shape[2])
-    factor = row_number(CALL, "scale", scale, rows, dtype, query.device)
-    return factor[..., None] if isinstance(factor, Tensor) else factor

@@ -95,55 +95,42 @@ def solved(b: Tensor, systems: Systems, how: How) -> Solution:
     return Solution(_attach(left, value, *systems.detach(), *how), residual, iterations, gram)
 
 
-@torch.library.custom_op("regard::mesa_solve", mutates_args=())
-def _solve(
-    b: Tensor,
-    key: Tensor,
-    beta: Tensor | None,
-    g: Tensor | None,
-    gram: Tensor,
-    ridge: Tensor,
-    method: str,
-    chunk: int,
-    tol: float,
-    max_iter: int,
-) -> tuple[Tensor, Tensor]:
+SYSTEMS = (
+    "Tensor key, Tensor? beta, Tensor? g, Tensor gram, Tensor ridge, str method, SymInt chunk, float tol, "
+    "SymInt max_iter"
+)
+"""`Systems` and `How` in the schemas of the operators."""
+
+
+@torch.library.custom_op("regard::mesa_solve", mutates_args=(), schema=f"(Tensor b, {SYSTEMS}) -> (Tensor, Tensor)")
+def _solve(b: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return (t, the steps of conjugate gradients [B, H, T], else 0)."""
-    systems = Systems(key, beta, g, gram, ridge.expand(*b.shape[:2], -1, -1))
+    systems, how = Systems(*arguments[:5]), How(*arguments[5:])
+    systems = systems._replace(ridge=systems.ridge.expand(*b.shape[:2], -1, -1))
     iterations = b.new_zeros(b.shape[:3], dtype=torch.int32)
     with torch.no_grad():
-        if method == "direct":
-            return _direct(b, systems, chunk), iterations
-        if method == "dense":
+        if how.method == "direct":
+            return _direct(b, systems, how.chunk), iterations
+        if how.method == "dense":
             return _dense(b, systems), iterations
-        return _conjugate(b, systems, tol, max_iter)
+        return _conjugate(b, systems, how.tol, how.max_iter)
 
 
 @_solve.register_fake
-def _(b, *_):  # type: ignore[no-untyped-def]
+def _(b: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(b, memory_format=torch.contiguous_format), b.new_empty(b.shape[:3], dtype=torch.int32)
 
 
-@torch.library.custom_op("regard::mesa_attach", mutates_args=())
-def _attach(
-    left: Tensor,
-    value: Tensor,
-    key: Tensor,
-    beta: Tensor | None,
-    g: Tensor | None,
-    gram: Tensor,
-    ridge: Tensor,
-    method: str,
-    chunk: int,
-    tol: float,
-    max_iter: int,
-) -> Tensor:
+@torch.library.custom_op(
+    "regard::mesa_attach", mutates_args=(), schema=f"(Tensor left, Tensor value, {SYSTEMS}) -> Tensor"
+)
+def _attach(left: Tensor, value: Tensor, *_: Any) -> Tensor:
     """Return `value` with the derivative of value + A^-1 left."""
     return value.clone()
 
 
 @_attach.register_fake
-def _(left, value, *_):  # type: ignore[no-untyped-def]
+def _(left: Tensor, value: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(value)
 
 
@@ -171,7 +158,7 @@ _solve.register_autograd(_refuse)
 
 
 def _direct(b: Tensor, systems: Systems, chunk: int) -> Tensor:
-    """Solve by Woodbury's identity with nested factors; memory Theta(T D + c D + D^2) a head."""
+    """Solve by Woodbury's identity with nested factors; memory Theta(T D + c D + D^2) per head."""
     key = systems.key if systems.beta is None else systems.key * systems.beta.sqrt()[..., None]
     gram, heads = systems.gram, b.shape[1]
     ridge = systems.ridge[:, :, 0]
@@ -226,7 +213,7 @@ def _cholesky(matrix: Tensor) -> Tensor:
 
 
 def _dense(b: Tensor, systems: Systems) -> Tensor:
-    """Solve `BLOCK` queries at a time; memory Theta(T D + BLOCK D^2) a head."""
+    """Solve `BLOCK` queries at a time; memory Theta(T D + BLOCK D^2) per head."""
     key, written, gram, found = systems.key, systems.written, systems.gram, [b[:, :, :0]]
     for first in range(0, b.shape[2], BLOCK):
         at = slice(first, first + BLOCK)
@@ -296,7 +283,6 @@ class _Span:
         self.key, self.written = repeat_heads(k, heads), repeat_heads(written, heads)
         ridge = systems.ridge
         self.ridge = ridge[:, :, None] if ridge.shape[2] == 1 else self.chunks.cut(ridge)
-
         self.inverse = self._middle()
 
     def _middle(self) -> Tensor:

@@ -24,13 +24,8 @@ R = TypeVar("R")
 
 
 class _Bucket(NamedTuple):
-    """Documents of similar lengths.
-
-    Attributes:
-        documents, rows: their numbers and the rows that hold them, int64 [n].
-        source: the index of each position in the flattened rows, int64 [n, L]; padding repeats the last position.
-        real: boolean [n, L], False for padding.
-    """
+    """Documents of similar lengths: their numbers and rows [n], the index of each position in the flattened rows
+    [n, L] (padding repeats the last position), and `real` [n, L], False for padding."""
 
     documents: Tensor
     rows: Tensor
@@ -108,12 +103,8 @@ def by_document(
 ) -> tuple[Any, Any]:
     """Return (the output of `call` in the order of the packed rows, the states of all documents).
 
-    Args:
-        packed: None if every row is one sequence.
-        call: (inputs, mask, state) -> (rows, state or None), rows a tree of tensors [n, H, L, ...].
-        inputs: a tree of tensors [B, H, T or 1, ...], numbers and None.
-        mask: boolean [B or 1, H or 1, T], True where a position is real, or None.
-        state: one entry per document, or None.
+    `call` takes inputs (a tree of tensors [B, H, T or 1, ...], numbers and None), a mask [B or 1, H or 1, T] or None,
+    and a state with one entry per document or None. It returns a tree of tensors [n, H, L, ...] and a state or None.
     """
     if packed is None or packed.whole:
         return call(inputs, mask, state)
@@ -122,11 +113,7 @@ def by_document(
 
 
 def documents(call: str, segment_ids: Any, query: Tensor, key: Tensor) -> Documents | None:
-    """Return the documents of a call, or None without ids.
-
-    Raises:
-        ArgumentError: the ids are not integers [B or 1, T], or Tq and Tk differ.
-    """
+    """Return the documents of a call after checking the ids, or None without ids."""
     return None if segment_ids is None else _outside(_documents)(call, segment_ids, query, key)
 
 

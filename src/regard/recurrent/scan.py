@@ -19,13 +19,8 @@ from ..precision import transformed
 
 
 def scan(a: Tensor, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the state before each chunk [..., n, F, E], the state after all [..., F, E]).
-
-    Args:
-        a: [..., n, F or 1] or [..., n, F, F]; x: [..., n, F, E]; start: [..., F, E].
-
-    Theta(n F E) memory; differentiable to any order.
-    """
+    """Return (the state before each chunk [..., n, F, E], the state after all [..., F, E]), for a [..., n, F or 1] or
+    [..., n, F, F]; Theta(n F E) memory."""
     leading = x.shape[:-3]
     flat = (a.reshape(-1, *a.shape[len(leading) :]), x.reshape(-1, *x.shape[-3:]), start.reshape(-1, *x.shape[-2:]))
     before, after = _loop(*flat) if transformed() else _scan(*flat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
@@ -96,15 +97,40 @@ class State:
         return cls(**own, tokens=int(tensors["tokens"]))
 
 
+@dataclass(frozen=True)
+class LinearMap(State, ABC):
+    """A state whose sizes follow from those of a key and a value."""
+
+    @staticmethod
+    @abstractmethod
+    def sizes(dim: int, value_dim: int) -> dict[str, tuple[int, ...] | None]:
+        """Return the size per head of every tensor but `non_finite`."""
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        kv_heads: int,
+        dim: int,
+        value_dim: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Any:
+        """Return the state before the first token, for keys of `dim` and values of `value_dim` (default `dim`)."""
+        sizes = cls.sizes(dim, dim if value_dim is None else value_dim)
+        return cls(**zeros(batch, kv_heads, torch.promote_types(dtype, torch.float32), device, **sizes))
+
+
 def zeros(
     batch: int, heads: int, dtype: torch.dtype, device: torch.device | str, **sizes: tuple[int, ...] | None
 ) -> dict[str, Any]:
-    """Return the fields of an empty state: zeros [batch, heads, *size] for each size, None for None, and `poisoned`."""
+    """Return the fields of an empty state: zeros [batch, heads, *size], None for None, and `non_finite`."""
     fields = {
         name: None if size is None else torch.zeros(batch, heads, *size, dtype=dtype, device=device)
         for name, size in sizes.items()
     }
-    return {**fields, "poisoned": torch.zeros(batch, heads, dtype=torch.bool, device=device)}
+    return {**fields, "non_finite": torch.zeros(batch, heads, dtype=torch.bool, device=device)}
 
 
 def joined(states: Sequence[S], order: Tensor) -> S:
@@ -117,16 +143,12 @@ def joined(states: Sequence[S], order: Tensor) -> S:
 def require_state(
     call: str, state: object, kind: type[State], sizes: Mapping[str, tuple[int, ...] | None], like: Tensor
 ) -> None:
-    """Raise ArgumentError unless `state` is a `kind` whose tensors fit.
-
-    Args:
-        sizes: the shape of each tensor, or None for a tensor that must be missing.
-        like: a tensor with the dtype and device that the state must have.
-    """
+    """Raise ArgumentError unless `state` is a `kind` with tensors of these sizes (None: missing), and of the dtype and
+    device of `like`."""
     if not isinstance(state, kind):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")
-    if hasattr(state, "poisoned"):
-        sizes = {**sizes, "poisoned": next(size for size in sizes.values() if size is not None)[:2]}
+    if hasattr(state, "non_finite"):
+        sizes = {**sizes, "non_finite": next(size for size in sizes.values() if size is not None)[:2]}
     for name, size in sizes.items():
         held = getattr(state, name)
         if not isinstance(held, Tensor if size is not None else type(None)):
@@ -142,7 +164,7 @@ def require_state(
                 f"{call}: state holds {name} {shape(held)}, but these tensors need [{', '.join(map(str, size))}]; give "
                 f"each layer its own state."
             )
-        dtype = torch.bool if name == "poisoned" else like.dtype
+        dtype = torch.bool if name == "non_finite" else like.dtype
         if held.dtype != dtype or held.device != like.device:
             raise ArgumentError(
                 f"{call}: {name} of the state is {held.dtype} on {held.device}, but these tensors are computed in "

@@ -166,25 +166,13 @@ def unit_steps(key: Tensor, beta: float) -> Tensor:
 
 
 def predict_from(
-    trend: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    offset: int,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = True,
-    exclude_self: bool = False,
-    segment_ids: Tensor | None = None,
-) -> Tensor:
-    """Return W_i q_i for queries at key positions i + offset; the keys before them are read into a state first.
+    trend: Any, query: Tensor, key: Tensor, value: Tensor, *, offset: int, attn_mask: Tensor | None = None,
+    is_causal: bool = True, exclude_self: bool = False, segment_ids: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return W_i q_i for queries at key positions i + offset, after reading the keys before them into a state.
 
-    Args:
-        offset: may be negative (queries that see nothing yet give 0) or beyond the keys.
-        attn_mask: boolean [B, Tk], or None.
-        segment_ids: integers [B or 1, Tk], with offset 0 and Tq = Tk alone, or None.
-
-    Cost: that of the trend for max(Tq, Tk) tokens.
+    A negative offset gives queries that see nothing yet (0). `attn_mask` is boolean [B, Tk]; `segment_ids` [B or 1, Tk]
+    need offset 0 and Tq = Tk.
     """
     rows, keys = query.shape[2], key.shape[2]
     if segment_ids is not None:

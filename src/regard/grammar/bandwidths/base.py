@@ -1,9 +1,10 @@
-"""The protocol of thresholding rules, and their defaults."""
+"""The base class of thresholding rules."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,34 +17,24 @@ from ..weighting import RowStats, Weighting, distance
 bandwidths: Registry[Any] = Registry("bandwidth rule", "regard.bandwidths")
 
 
-@runtime_checkable
-class Bandwidth(Protocol):
-    """A thresholding rule as an axis of a spec."""
+class RuleBase(ABC):
+    """Where the threshold of a row lies and how it moves with the scores.
+
+    A rule defines `weighting`, `bounded` and `locate`. The defaults are those of a rule without parameters, whose
+    threshold does not move and alone decides which keys have weight. An object with a name, `weighting` and `resolve`
+    is enough for a rule that has a weighting of its own.
+    """
 
     name: ClassVar[str]
+    shift_invariant: ClassVar[bool] = True
 
+    @abstractmethod
     def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
         """Return the weighting of this rule and `kernel`.
 
         Raises:
             ArgumentError: the combination has no meaning; the message says why and what to use instead.
         """
-
-    def resolve(
-        self, kernel: Any, similarity: Any, scale: Number | None, params: Params, dim: int
-    ) -> tuple[Number, dict[str, Number]]:
-        """Return the scale of the scores and the parameters of the weighting, from the arguments of a call."""
-
-
-class RuleBase:
-    """Where the threshold of a row lies and how it moves with the scores.
-
-    A rule defines `weighting`, `bounded` and `locate`. The defaults are those of a rule without parameters, whose
-    threshold does not move and alone decides which keys have weight.
-    """
-
-    name: ClassVar[str]
-    shift_invariant: ClassVar[bool] = True
 
     def own_params(self) -> Mapping[str, ParamInfo]:
         """Return the learnable parameters of the rule."""
@@ -57,9 +48,9 @@ class RuleBase:
         """Return the parameters under the kernel's names (adaptive: r from alpha)."""
         return params
 
+    @abstractmethod
     def bounded(self, kernel: Any) -> bool:
         """Return whether weights are zero below the threshold."""
-        raise NotImplementedError
 
     def may_miss(self, kernel: Any) -> bool:
         """Return whether a row with visible keys can have no key above the threshold (`fallback_weights`)."""
@@ -69,10 +60,10 @@ class RuleBase:
         """Return the number of positions per row that `locate` returns as `index`."""
         return 0
 
+    @abstractmethod
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
         """Return `theta` and `reach`, and if they apply `top` (instead of the largest score), `fallback`, `status`,
         `index`. The argument `top` has no gradient."""
-        raise NotImplementedError
 
     def distance(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> tuple[Tensor, Tensor]:
         """Return (distance to `stats.top`, reach), the arguments of `Kernel.relative`."""
@@ -111,6 +102,7 @@ class RuleBase:
     def resolve(
         self, kernel: Any, similarity: Any, scale: Number | None, params: Params, dim: int
     ) -> tuple[Number, dict[str, Number]]:
+        """Return the scale of the scores and the parameters of the weighting, from the arguments of a call."""
         return (similarity.default_scale(dim) if scale is None else scale), dict(params)
 
 

@@ -10,19 +10,8 @@ from .polynomial import NAMED_POWERS, Polynomial
 from .uniform import Uniform
 
 __all__ = [
-    "NAMED_POWERS",
-    "ClippedGeometric",
-    "Gaussian",
-    "Geometric",
-    "Kernel",
-    "Linear",
-    "Number",
-    "ParamInfo",
-    "Params",
-    "Polynomial",
-    "Uniform",
-    "kernels",
-    "least_reach",
-]
+    "NAMED_POWERS", "ClippedGeometric", "Gaussian", "Geometric", "Kernel", "Linear", "Number", "ParamInfo",
+    "Params", "Polynomial", "Uniform", "kernels", "least_reach",
+]  # fmt: skip
 
 import_all(__name__)

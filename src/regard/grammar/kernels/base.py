@@ -70,7 +70,13 @@ def least_reach(dtype: torch.dtype) -> float:
     return info.tiny / info.eps
 
 
-class RankedKernel:
+class _WithoutParameters:
+    @property
+    def params(self) -> Mapping[str, ParamInfo]:
+        return {}
+
+
+class RankedKernel(_WithoutParameters):
     """Kernels that are a function of the distance to the largest score."""
 
     ranked: ClassVar[bool] = True
@@ -79,12 +85,8 @@ class RankedKernel:
     own_slope: ClassVar[bool] = False
     """Whether the kernel is its own derivative."""
 
-    @property
-    def params(self) -> Mapping[str, ParamInfo]:
-        return {}
 
-
-class PointwiseKernel:
+class PointwiseKernel(_WithoutParameters):
     """Kernels of the score itself, which only the fixed rule can use."""
 
     ranked: ClassVar[bool] = False
@@ -92,7 +94,3 @@ class PointwiseKernel:
     compact: ClassVar[bool] = False
     vanishes: ClassVar[bool] = False
     bandwidth: ClassVar[str] = "fixed"
-
-    @property
-    def params(self) -> Mapping[str, ParamInfo]:
-        return {}

@@ -40,9 +40,7 @@ def direct_solution(
     none = torch.zeros_like(size)
     residual = torch.where(size > 0, left / torch.where(size > 0, size, 1), 0)
     return Solved(
-        value,
-        status.int(),
-        {"iterations": none, "residual": residual, "jitter": none if jitter is None else jitter},
+        value, status.int(), {"iterations": none, "residual": residual, "jitter": none if jitter is None else jitter}
     )
 
 

@@ -56,7 +56,7 @@ class ContextualState(State):
     """State of a contextual memory.
 
     Attributes:
-        sums, poisoned: of the leaky average, as in `LeakyState`.
+        sums, non_finite: of the leaky average, as in `LeakyState`.
         key: [B, H, D], key of the last real token, whose value waits for the next token.
         value: [B, H, D], the projection of that token.
         keys, values: [B, H, N - 1, D], the pairs that the tokens after the first completed.
@@ -64,7 +64,7 @@ class ContextualState(State):
     """
 
     sums: Tensor
-    poisoned: Tensor
+    non_finite: Tensor
     key: Tensor
     value: Tensor
     keys: Tensor
@@ -73,7 +73,7 @@ class ContextualState(State):
     @property
     def leaky(self) -> LeakyState:
         """Return the state of the leaky average."""
-        return LeakyState(self.sums, self.poisoned, tokens=self.tokens)
+        return LeakyState(self.sums, self.non_finite, tokens=self.tokens)
 
     def reset(self) -> ContextualState:
         """Return the state before the first token."""
@@ -295,7 +295,7 @@ class ContextualMemory(nn.Module):
         out, weights = self._attend(keys, pair_keys, values, visible, output_attentions, segment_ids)
         after = None
         if remember:
-            tensors = (leaky.sums, leaky.poisoned, last_key, last, pair_keys, values)
+            tensors = (leaky.sums, leaky.non_finite, last_key, last, pair_keys, values)
             after = ContextualState(*tensors, tokens=leaky.tokens)
         return self.hook_out(self.out_proj(out.transpose(1, 2).flatten(2))), after, weights
 

@@ -60,11 +60,8 @@ class Rows(Protocol):
     def derive(
         self, block: Block, z: Tensor, g: Tensor, kept: Kept, params: Params, share: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return (weights, dL/dz, dL/dparameter [n, q] by the call's names), given g = dL/dweights.
-
-        `share` [n, q, 1] is the derivative by the logarithm of the total kernel weight if that is used, and `p` the
-        weights if `again` was called.
-        """
+        """Return (weights, dL/dz, dL/dparameter [n, q] by the call's names), for g = dL/dweights. `share` [n, q, 1] is
+        the derivative by the logarithm of the total kernel weight if that is used, p the result of `again`."""
 
     def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:
         """Return the weights, computed again; z changes only at masked keys."""
@@ -221,3 +218,27 @@ def refuse(ctx: Any, *_: Any) -> None:
     raise ArgumentError(
         "attention: fast implementations are differentiable once; for second derivatives use impl='reference'."
     )
+
+
+def register_derivative(forward: Any, backward: Any, count: int, kept: Callable[[Any], Any]) -> None:
+    """Make `backward` the derivative of the first of `forward`'s outputs by its first `count` arguments, which may be
+    None. Other outputs have no derivative; those that `kept` returns are saved for it. After the `count` tensors come
+    numbers that both take, `counted`, and the call as `described`."""
+    call = -DESCRIBED.count(",") - 1
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        mask, moved, runs, *ctx.call = inputs[call:]
+        ctx.numbers, ctx.others = inputs[count : call - 1], len(inputs) - count
+        ctx.save_for_backward(mask, moved, runs, *inputs[:count], *kept(output))
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * (count + ctx.others)
+        mask, moved, runs, *saved = ctx.saved_tensors
+        found = backward(grad.contiguous(), *saved, *ctx.numbers, mask, moved, runs, *ctx.call)
+        return *(d if x is not None else None for x, d in zip(saved, found, strict=False)), *(None,) * ctx.others
+
+    forward.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(refuse)

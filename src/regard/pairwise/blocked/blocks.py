@@ -240,10 +240,7 @@ class Block:
 
 
 def new_marks(q: Tensor, k: Tensor) -> Tensor:
-    """Return marks without a marked key: bool [B, H, ceil(Tq / ROWS) + 1, ceil(Tk / COLUMNS) + 1].
-
-    The added row and column avoid axes of length one, on which contiguity depends: a traced graph would be valid for
-    up to 128 queries only.
-    """
+    """Return marks without a marked key: bool [B, H, ceil(Tq / ROWS) + 1, ceil(Tk / COLUMNS) + 1]. Without the added
+    row and column, a traced graph would be valid for up to 128 queries only: contiguity depends on axes of length 1."""
     rows, columns = (q.shape[2] + ROWS - 1) // ROWS + 1, (k.shape[2] + COLUMNS - 1) // COLUMNS + 1
     return q.new_zeros(*q.shape[:2], rows, columns, dtype=torch.bool)

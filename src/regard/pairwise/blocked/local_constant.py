@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from ...precision import full_precision
-from .block_rows import DESCRIBED, FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_of, work_from
+from .block_rows import (
+    DESCRIBED,
+    FLAGS,
+    FLOATS,
+    Rows,
+    flat,
+    flat_params,
+    placed,
+    register_derivative,
+    rows_of,
+    work_from,
+)
 from .blocks import Work, new_marks
 
 
@@ -76,22 +87,15 @@ def _(q, k, v, given, counted, mask, moved, runs, solver, spec, *_):  # type: ig
     f"Tensor active, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
+    """Return the gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
-        q, k, v, given, *statistics = arguments[:8]
+        (q, k, v, given, *statistics), call = arguments[:8], arguments[8:]
         *kept, active = map(flat, statistics)
-        return _backward_blocks(work_from(q, k, *arguments[8:]), grad, q, k, v, given, kept, active)
+        return _backward_blocks(work_from(q, k, *call), grad, q, k, v, given, kept, active)
 
 
 def _backward_blocks(
-    work: Work,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Tensor | None,
-    kept: list[Tensor],
-    active: Tensor,
+    work: Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, kept: list[Tensor], active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = work.rows
     turned = (x.new_zeros(x.transpose(-1, -2).shape) for x in (k, v))
@@ -121,20 +125,4 @@ def _(grad, q, k, v, given, *_):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty(count, *q.shape[:3])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, given, _, mask, moved, runs, *ctx.call = inputs
-    ctx.save_for_backward(mask, moved, runs, q, k, v, given, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 16
-    mask, moved, runs, *saved = ctx.saved_tensors
-    dq, dk, dv, dgiven = backward(grad.contiguous(), *saved, mask, moved, runs, *ctx.call)
-    return dq, dk, dv, dgiven if saved[3] is not None else None, *(None,) * 12
-
-
-forward.register_autograd(_differentiate, setup_context=_save)
-backward.register_autograd(refuse)
+register_derivative(forward, backward, 4, lambda output: output[1:])

@@ -32,20 +32,8 @@ from ...grammar.systems import Solved, unit
 from ...precision import full_precision
 from ..diagnostics import negative_part
 from ..local_regression import relative
-from .block_rows import (
-    DESCRIBED,
-    FLAGS,
-    FLOATS,
-    Kept,
-    Rows,
-    flat,
-    flat_params,
-    placed,
-    refuse,
-    rows_of,
-    unpack,
-    work_from,
-)
+from . import block_rows
+from .block_rows import FLAGS, Kept, Rows, flat, flat_params, placed, register_derivative, rows_of, unpack, work_from
 from .blocks import COLUMNS, Block, Work
 from .few_rows import ROWS, FewRows
 from .weighted_rows import WeightedRows
@@ -138,7 +126,8 @@ TENSORS = "Tensor q, Tensor k, Tensor v, Tensor x, Tensor y, Tensor? ridge, Tens
 @torch.library.custom_op(
     "regard::local_linear_forward",
     mutates_args=(),
-    schema=f"({TENSORS}, float number, bool counted, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({TENSORS}, float number, bool counted, {block_rows.DESCRIBED}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (output [B, H, Tq, Dv], t [B, H, Tq, D], STATISTICS and the negative mass [B, H, Tq, 4], floats, flags
@@ -166,7 +155,7 @@ def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tenso
         q.new_zeros(*shape, v.shape[-1]),
         q.new_zeros(*shape, x.shape[-1]),
         q.new_zeros(*shape, len(STATISTICS) + 1),
-        q.new_zeros(*shape, FLOATS),
+        q.new_zeros(*shape, block_rows.FLOATS),
         q.new_zeros(*shape, FLAGS + 1, dtype=torch.int32),
         q.new_zeros(*shape, rows.indices, dtype=torch.int64),
     )
@@ -221,7 +210,7 @@ def _(q, k, v, x, y, ridge, probe, given, number, counted, mask, moved, runs, so
     "regard::local_linear_backward",
     mutates_args=(),
     schema=f"(Tensor grad, {TENSORS}, Tensor slope, Tensor floats, Tensor flags, Tensor index, float number, "
-    f"{DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{block_rows.DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
@@ -254,15 +243,9 @@ def _gradients(
 
 
 def _backward_blocks(
-    work: Work,
-    model: Model,
-    tensors: Tensors,
-    grad: Tensor,
-    slope: Tensor,
-    kept: Kept,
-    found: tuple[Tensor, ...],
+    work: Work, model: Model, tensors: Tensors, grad: Tensor, slope: Tensor, kept: Kept, found: tuple[Tensor, ...],
     turned: list[Tensor],
-) -> None:
+) -> None:  # fmt: skip
     dq, dx, dridge, dprobe = (flat(z) for z in found[:4])
     dgiven, (dk, dv, dy) = found[4].flatten(1, 2), turned
     rows, failed = model.rows, False
@@ -309,13 +292,9 @@ def _backward_blocks(
 
 
 def _weight_gradient(
-    block: Block,
-    model: Model,
-    system: WeightedRows,
-    solved: tuple[Tensor, Tensor],
-    pairs: tuple[Tensor, Tensor],
+    block: Block, model: Model, system: WeightedRows, solved: tuple[Tensor, Tensor], pairs: tuple[Tensor, Tensor],
     dy: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return dL/dp [n, q, w] up to a constant per row, and add dL/dy to `dy`. `solved` holds t and u; `pairs` holds a
     and gamma - gammabar, which are overwritten."""
     (t, u), (a, gamma), p = solved, pairs, system.p
@@ -342,22 +321,4 @@ def _(grad, q, k, v, x, y, ridge, probe, given, *_):  # type: ignore[no-untyped-
     return dq, new(k), new(v), dx, new(y), dridge, dprobe, dgiven
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (ctx.number, _, mask, moved, runs, *ctx.call) = inputs[:8], inputs[8:]
-    _, slope, _, *kept = output
-    ctx.save_for_backward(mask, moved, runs, *tensors, slope, *kept)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 21
-    mask, moved, runs, *saved = ctx.saved_tensors
-    *found, dridge, dprobe, dgiven = backward(grad.contiguous(), *saved, ctx.number, mask, moved, runs, *ctx.call)
-    optional = [z if s is not None else None for z, s in zip((dridge, dprobe, dgiven), saved[5:8], strict=True)]
-    return *found, *optional, *(None,) * 13
-
-
-forward.register_autograd(_differentiate, setup_context=_save)
-backward.register_autograd(refuse)
+register_derivative(forward, backward, 8, lambda output: (output[1], *output[3:]))

@@ -41,15 +41,9 @@ class WeightedRows:
     """
 
     def __init__(
-        self,
-        p: Tensor,
-        y: Tensor,
-        common: Tensor,
-        ridge: float | Tensor,
-        probe: Tensor | None = None,
-        fewest: int = 0,
-        sparse: bool = False,
-    ) -> None:
+        self, p: Tensor, y: Tensor, common: Tensor, ridge: float | Tensor, probe: Tensor | None = None,
+        fewest: int = 0, sparse: bool = False,
+    ) -> None:  # fmt: skip
         self.p, self.ridge, self.probe = p, ridge, probe
         self.fewest, self.sparse, self.counted = fewest, sparse, True
         self.raised: Tensor | None = None
@@ -97,15 +91,14 @@ class WeightedRows:
             value[rows], left[rows] = found.value, ~found.sound
             if found.residual is not None:
                 residual[rows] = found.residual
-            corrections[rows] = corrections.new_zeros(rows.shape[0], w).scatter_add_(
-                1, index, found.corrections
-            )  # padding adds 0
+            own = corrections.new_zeros(rows.shape[0], w)
+            corrections[rows] = own.scatter_add_(1, index, found.corrections)  # padding adds 0
         for rows in live_rows.parts(left.nonzero()[:, 0], w * dim):
             away = self._keys((rows // q)[:, None] * w + torch.arange(w, device=rows.device)) - means[rows, None]
-            found_here = live_rows.alone(p[rows], away, flat[rows], self._ridge_of(rows))
-            value[rows], status[rows] = found_here.value, found_here.status
-            residual[rows], jitter[rows] = (found_here.statistics[name] for name in ("residual", "jitter"))
-            corrections[rows] = (away @ found_here.value[..., None])[..., 0] * p[rows]
+            alone = live_rows.alone(p[rows], away, flat[rows], self._ridge_of(rows))
+            value[rows], status[rows] = alone.value, alone.status
+            residual[rows], jitter[rows] = (alone.statistics[name] for name in ("residual", "jitter"))
+            corrections[rows] = (away @ alone.value[..., None])[..., 0] * p[rows]
         solution = value.view_as(right)
         self._last = (solution, corrections.view(n, q, w))
         statistics = {"iterations": torch.zeros_like(residual), "residual": residual, "jitter": jitter}
@@ -169,11 +162,9 @@ class WeightedRows:
         return first.flatten(), second.flatten()
 
     def cross(self, t: Tensor, u: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """Return the derivatives through the diagonal blocks of the covariance by p and by y, given dL/dC = -u t^T.
-
-        With the slopes e and f of t and u in the coordinates of a block b, these are sum_b e_b f_b [n, q, w] and
-        sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D].
-        """
+        """Return the derivatives through the diagonal blocks of the covariance, for dL/dC = -u t^T: by p sum_b e_b f_b
+        [n, q, w], and by y sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D], with the slopes e and f of t and u in block
+        b."""
         first, second = self._pairs(blocks)
         size = t.shape[-1] // blocks
         both = t[..., first] * u[..., second] + t[..., second] * u[..., first]  # [n, q, g s s], symmetric in a block

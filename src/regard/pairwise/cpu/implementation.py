@@ -115,9 +115,8 @@ class NumbaRows:
         if not isinstance(kernel, Polynomial):
             return self._code("own" if hasattr(kernel, "numba_relative") else kernel.name)
         r = self.spec.bandwidth.kernel_params(params).get("r", kernel.r)
-        return self._code(
-            {1.0: "power1", 2.0: "power2", 3.0: "power3"}.get(r if isinstance(r, float) else 0.0, "power")
-        )
+        whole = {1.0: "power1", 2.0: "power2", 3.0: "power3"}
+        return self._code(whole.get(r if isinstance(r, float) else 0.0, "power"))
 
     def _numbers(self, like: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """Return (r, margin or bias) of every row [R], in the dtype of `like` [R, w]."""
@@ -131,20 +130,12 @@ class NumbaRows:
         return _column(power, like), _column(number, like)
 
     def solve(
-        self,
-        z: Tensor,
-        p: Tensor,
-        bounds: tuple[Tensor, Tensor],
-        params: Params,
-        counted: bool,
-        start: int,
+        self, z: Tensor, p: Tensor, bounds: tuple[Tensor, Tensor], params: Params, counted: bool, start: int,
         marks: Tensor,
-    ) -> Kept:
+    ) -> Kept:  # fmt: skip
         """Write the weights of the scores z [R, w] into p, which may be z. Return the statistics, with index [R, 3].
-
-        Row i sees columns [bounds[0][i], bounds[1][i]). Keys with weight, or that determine a threshold, are marked in
-        marks [n, blocks of keys]; column 0 is key `start`.
-        """
+        Row i sees columns [bounds[0][i], bounds[1][i]). Mark keys with weight, or that determine a threshold, in marks
+        [n, blocks of keys]; column 0 is key `start`."""
         rows, rule = self._loops, self.spec.bandwidth
         found = z.new_empty(z.shape[0], FLOATS), z.new_empty(z.shape[0], FLAGS, dtype=torch.int32)
         index = z.new_empty(z.shape[0], 3, dtype=torch.int64)
@@ -159,16 +150,9 @@ class NumbaRows:
         return *found, index
 
     def differentiate(
-        self,
-        z: Tensor,
-        g: Tensor,
-        p: Tensor,
-        dz: Tensor,
-        bounds: tuple[Tensor, Tensor],
-        kept: Kept,
-        params: Params,
+        self, z: Tensor, g: Tensor, p: Tensor, dz: Tensor, bounds: tuple[Tensor, Tensor], kept: Kept, params: Params,
         names: list[str],
-    ) -> list[Tensor]:
+    ) -> list[Tensor]:  # fmt: skip
         """Write the weights into p [R, w] (unless p is [R, 0]) and dL/dz into dz; p may be z, and dz may be g.
         Return dL/dparameter [R] by `names`."""
         rows = self._loops
@@ -177,9 +161,7 @@ class NumbaRows:
         with _entry(rows.backward, rows.backward_part, z) as backward:
             backward(
                 *_arrays(z, _bits(z), g, p, dz, *bounds), self._kernel(params), self._code(self.spec.bandwidth.name),
-                *_arrays(self._numbers(z, params)[0]), self._fallback, learned,
-                p is z,
-                *_arrays(*kept, grads),
+                *_arrays(self._numbers(z, params)[0]), self._fallback, learned, p is z, *_arrays(*kept, grads),
             )  # fmt: skip
         return [grads[:, 0 if name in ("alpha", "r") else 1] for name in names]
 

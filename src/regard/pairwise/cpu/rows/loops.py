@@ -41,30 +41,21 @@ def _inverse(x: Any, reach: Any) -> Any:
     return x.dtype.type(1) / max(reach, x.dtype.type(np.finfo(x.dtype).tiny))
 
 
-@jit
-def _weigh1(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach)
-    for j in range(x.shape[0]):
-        u = (reach - (top - x[j])) * inverse
-        w[j] = u * share if u > zero else zero
+def _weigh(power: int) -> Any:
+    """Return the loop that writes share u^power to w, u = 1 - d / reach."""
+
+    @jit
+    def loop(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
+        zero, inverse = x.dtype.type(0), _inverse(x, reach)
+        for j in range(x.shape[0]):
+            u = (reach - (top - x[j])) * inverse
+            u = u if u > zero else zero
+            w[j] = (u if power == 1 else u * u if power == 2 else u * u * u) * share
+
+    return loop
 
 
-@jit
-def _weigh2(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach)
-    for j in range(x.shape[0]):
-        u = (reach - (top - x[j])) * inverse
-        u = u if u > zero else zero
-        w[j] = u * u * share
-
-
-@jit
-def _weigh3(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach)
-    for j in range(x.shape[0]):
-        u = (reach - (top - x[j])) * inverse
-        u = u if u > zero else zero
-        w[j] = u * u * u * share
+_weigh1, _weigh2, _weigh3 = _weigh(1), _weigh(2), _weigh(3)
 
 
 @jit
@@ -95,34 +86,23 @@ def sum_up(w: Any) -> Any:
     return total
 
 
-@jit
-def _slope1(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> None:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach)
-    steep = share * inverse
-    for j in range(x.shape[0]):
-        u = (reach - (top - x[j])) * inverse
-        w[j] = u * share if u > zero else zero
-        s[j] = steep * ((g[j] - base) - rho) if u > zero else zero
+def _slope(power: int) -> Any:
+    """Return the loop that writes the weights of `_weigh` to w, and their derivatives times g - base - rho to s."""
+
+    @jit
+    def loop(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> None:
+        zero, inverse = x.dtype.type(0), _inverse(x, reach)
+        steep = (share if power == 1 else share + share if power == 2 else share + share + share) * inverse
+        for j in range(x.shape[0]):
+            u = (reach - (top - x[j])) * inverse
+            w[j] = (u if power == 1 else u * u if power == 2 else u * u * u) * share if u > zero else zero
+            slope = steep if power == 1 else steep * u if power == 2 else steep * u * u
+            s[j] = slope * ((g[j] - base) - rho) if u > zero else zero
+
+    return loop
 
 
-@jit
-def _slope2(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> None:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach)
-    steep = (share + share) * inverse
-    for j in range(x.shape[0]):
-        u = (reach - (top - x[j])) * inverse
-        w[j] = u * u * share if u > zero else zero
-        s[j] = steep * u * ((g[j] - base) - rho) if u > zero else zero
-
-
-@jit
-def _slope3(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> None:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach)
-    steep = (share + share + share) * inverse
-    for j in range(x.shape[0]):
-        u = (reach - (top - x[j])) * inverse
-        w[j] = u * u * u * share if u > zero else zero
-        s[j] = steep * u * u * ((g[j] - base) - rho) if u > zero else zero
+_slope1, _slope2, _slope3 = _slope(1), _slope(2), _slope(3)
 
 
 @jit
@@ -158,29 +138,25 @@ def _dots1(u: Any, g: Any, base: Any) -> Any:
     return inside, slope_g, weight_g
 
 
-@sums
-def _dots2(u: Any, g: Any, base: Any) -> Any:
-    zero = u.dtype.type(0)
-    slope, slope_g, weight_g = zero, zero, zero
-    for j in range(u.shape[0]):
-        ug = u[j] * (g[j] - base) if u[j] > zero else zero
-        slope += u[j]
-        slope_g += ug
-        weight_g += u[j] * ug if u[j] > zero else zero
-    return slope, slope_g, weight_g
+def _dots(power: int) -> Any:
+    """Return the loop that sums u^(power - 1), that times g - base, and u^power (g - base)."""
+
+    @sums
+    def loop(u: Any, g: Any, base: Any) -> Any:
+        zero = u.dtype.type(0)
+        slope, slope_g, weight_g = zero, zero, zero
+        for j in range(u.shape[0]):
+            lower = u[j] if power == 2 else u[j] * u[j]
+            ug = lower * (g[j] - base) if u[j] > zero else zero
+            slope += lower
+            slope_g += ug
+            weight_g += u[j] * ug if u[j] > zero else zero
+        return slope, slope_g, weight_g
+
+    return loop
 
 
-@sums
-def _dots3(u: Any, g: Any, base: Any) -> Any:
-    zero = u.dtype.type(0)
-    slope, slope_g, weight_g = zero, zero, zero
-    for j in range(u.shape[0]):
-        u2 = u[j] * u[j]
-        ug = u2 * (g[j] - base) if u[j] > zero else zero
-        slope += u2
-        slope_g += ug
-        weight_g += u[j] * ug if u[j] > zero else zero
-    return slope, slope_g, weight_g
+_dots2, _dots3 = _dots(2), _dots(3)
 
 
 @jit

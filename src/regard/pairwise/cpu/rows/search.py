@@ -96,7 +96,7 @@ def _sums1(d: Any, b: Any) -> Any:
         a = b - d[j]
         upper += a if a > zero else zero
         inside += np.int32(a > zero)
-    return upper, inside
+    return upper, d.dtype.type(inside)
 
 
 @sums
@@ -141,26 +141,18 @@ def _sums(d: Any, kernel: int, r: Any, b: Any) -> Any:
     """Return (sum a^r, sum a^(r-1)) over the support, a = [b - d/r]_+."""
     upper, lower = 0.0, 0.0
     inverse = d.dtype.type(1) / r
-    if kernel == POWER1:
-        for start in range(0, d.shape[0], SPAN):
-            up, inside = _sums1(d[start : start + SPAN], b)
-            upper += up
-            lower += inside
-    elif kernel == POWER2:
-        for start in range(0, d.shape[0], SPAN):
-            up, low = _sums2(d[start : start + SPAN], b, inverse)
-            upper += up
-            lower += low
-    elif kernel == POWER3:
-        for start in range(0, d.shape[0], SPAN):
-            up, low = _sums3(d[start : start + SPAN], b, inverse)
-            upper += up
-            lower += low
-    else:
-        for start in range(0, d.shape[0], SPAN):
-            up, low = _sums_any(d[start : start + SPAN], b, r)
-            upper += up
-            lower += low
+    for start in range(0, d.shape[0], SPAN):
+        part = d[start : start + SPAN]
+        if kernel == POWER1:
+            found = _sums1(part, b)
+        elif kernel == POWER2:
+            found = _sums2(part, b, inverse)
+        elif kernel == POWER3:
+            found = _sums3(part, b, inverse)
+        else:
+            found = _sums_any(part, b, r)
+        upper += found[0]
+        lower += found[1]
     return upper, lower
 
 
