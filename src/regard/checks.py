@@ -48,10 +48,8 @@ def require(condition: bool, call: str, message: str) -> None:
 
 
 def within(call: str, argument: str | None, make: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Return make(*args, **kwargs); an `ArgumentError` that it raises names `call`, and `argument` if one is given.
-
-    Without `argument`, the name of `call` replaces that of the inner call, whose arguments have the same names.
-    """
+    """Return make(*args, **kwargs). An `ArgumentError` that it raises names `call` and `argument`, or without
+    `argument` `call` in place of the inner call, whose arguments have the same names."""
     try:
         return make(*args, **kwargs)
     except ArgumentError as error:
@@ -168,9 +166,8 @@ def tensor(
 
 def is_integer(value: Any) -> bool:
     """Return whether `value` is a tensor of whole numbers."""
-    return isinstance(value, Tensor) and not (
-        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
-    )
+    other = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+    return not (other or value.dtype == torch.bool)
 
 
 def integers(call: str, name: str, value: Any, *axes: int | str) -> Tensor:
@@ -198,12 +195,10 @@ def segments(call: str, ids: Any, batch: int, tokens: int, device: torch.device)
             raise ArgumentError(f"{call}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {tokens}].")
 
 
-def _has_axes(call: str, name: str, value: Tensor, axes: tuple[int | str, ...], why: str) -> None:
-    fits = len(axes) == value.dim() and all(
-        isinstance(a, str) or a == n for a, n in zip(axes, value.shape, strict=True)
-    )
+def _has_axes(call: str, name: str, x: Tensor, axes: tuple[int | str, ...], why: str) -> None:
+    fits = len(axes) == x.dim() and all(a == n or isinstance(a, str) for a, n in zip(axes, x.shape, strict=True))
     if axes and not fits:
-        raise ArgumentError(f"{call}: {name} has shape {shape(value)}, expected {sizes(axes)}{why}.")
+        raise ArgumentError(f"{call}: {name} has shape {shape(x)}, expected {sizes(axes)}{why}.")
 
 
 def floating(call: str, name: str, tensor: object) -> None:
@@ -229,14 +224,9 @@ def boolean_mask(call: str, name: str, mask: object) -> None:
 
 def broadcastable(call: str, name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
     """Check that `tensor` broadcasts to `target` without enlarging it."""
-    ok = tensor.dim() <= len(target) and all(
-        a in (1, b) for a, b in zip(reversed(tensor.shape), reversed(target), strict=False)
-    )
-    if not ok:
-        raise ArgumentError(
-            f"{call}: {name} has shape {shape(tensor)}, which does not broadcast to "
-            f"[{', '.join(str(n) for n in target)}]."
-        )
+    last = zip(reversed(tensor.shape), reversed(target), strict=False)
+    if tensor.dim() > len(target) or any(a not in (1, b) for a, b in last):
+        raise ArgumentError(f"{call}: {name} has shape {shape(tensor)}, which does not broadcast to {sizes(target)}.")
 
 
 def on_device(call: str, name: str, tensor: Tensor, device: torch.device, of: str = "the rest") -> None:

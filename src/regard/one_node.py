@@ -66,20 +66,16 @@ def _derivative(function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.enable_grad():
             inputs = [next(saved) if other is None else other[0] for other in ctx.others]
             if not again:
-                inputs = [_leaf(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+                real = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs]
+                inputs = [x.detach().requires_grad_() if leaf else x for x, leaf in zip(inputs, real, strict=True)]
             found = function(*inputs)
             outputs = (found,) if isinstance(found, Tensor) else found
             moved = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
-            slopes = torch.autograd.grad(
-                outputs, [inputs[i] for i in moved], grads, create_graph=again, allow_unused=True
-            )
+            leaves = [inputs[i] for i in moved]
+            slopes = torch.autograd.grad(outputs, leaves, grads, create_graph=again, allow_unused=True)
         every: list[Tensor | None] = [None] * len(inputs)
         for i, slope in zip(moved, slopes, strict=True):
             every[i] = slope
         return tuple(every)
 
     return backward
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_()

@@ -31,11 +31,8 @@ def transformed() -> bool:
 
 
 def clean(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Zero the non-finite vectors of x and return their mask; return (x, None) if a check on the CPU finds none.
-
-    The check never synchronises a device and is not part of a graph. Entries whose products could overflow count as
-    non-finite: zero times infinity would turn masked content into NaN.
-    """
+    """Zero the non-finite vectors of x and return their mask; return (x, None) if a check on the CPU, which is not part
+    of a graph, finds none. Entries whose products could overflow count as non-finite: zero times infinity is NaN."""
     if all_clean(x):
         return x.contiguous(), None  # the layout of the copy below, for equal bits
     bad = ~(x.detach().abs().amax(-1) <= _limit(x.dtype))

@@ -61,11 +61,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """Return the object of that name.
-
-        Raises:
-            ArgumentError: unknown name; the message suggests the closest ones.
-        """
+        """Return the object of that name; raise ArgumentError, which suggests the closest ones, if it is unknown."""
         self.load()
         if not isinstance(name, str):
             raise ArgumentError(f"a {self.kind} is chosen by name, got {shown(name)} ({type(name).__name__}).")
@@ -79,11 +75,7 @@ class Registry(Generic[T]):
         return within(call, argument, self.get, name)
 
     def canonical(self, name: str) -> str:
-        """Return the name for a name or an alias.
-
-        Raises:
-            ArgumentError: unknown name.
-        """
+        """Return the name for a name or an alias; raise ArgumentError if it is unknown."""
         self.get(name)
         return self._aliases.get(name, name)
 

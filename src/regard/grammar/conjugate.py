@@ -5,8 +5,6 @@ Legend: [..., q] rows; D coordinates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ def conjugate_gradients(
     """Solve A t = `right` [..., q, D] in at most `limit` steps per row. A row ends at a true residual |right - A t| <=
     tol |right|, or at the rounding error 2 eps (s |t| + |right|), s the size of the terms that A sums."""
     inverse = _inverse(system) if precondition else None
-    rows = _Rows.begin(right, tol)
+    rows = _Rows(right, tol)
     for _ in range(restarts + 1):
         rows.divide(inverse)
         rows.active &= rows.count < limit
@@ -47,7 +45,6 @@ def _inverse(system: System) -> Tensor | None:
     return torch.where(sound, torch.cholesky_inverse(torch.where(sound, factor, eye)), eye)
 
 
-@dataclass
 class _Rows:
     """State of the iteration: vectors [..., D] and numbers [..., 1] per row. Rows that ended no longer change.
 
@@ -55,22 +52,11 @@ class _Rows:
     rr; `count` of steps.
     """
 
-    right: Tensor
-    x: Tensor
-    r: Tensor
-    d: Tensor
-    size: Tensor
-    goal: Tensor
-    rr: Tensor
-    rz: Tensor
-    count: Tensor
-    active: Tensor
-
-    @classmethod
-    def begin(cls, right: Tensor, tol: float) -> _Rows:
-        rr = _dot(right, right)
-        zero, none = torch.zeros_like(right), torch.zeros_like(rr)
-        return cls(right, zero, right.clone(), right.clone(), rr.sqrt(), tol**2 * rr, rr, rr, none, rr > 0)
+    def __init__(self, right: Tensor, tol: float) -> None:
+        self.right, self.x, self.r, self.d = right, torch.zeros_like(right), right.clone(), right.clone()
+        self.rr = self.rz = _dot(right, right)
+        self.size, self.goal = self.rr.sqrt(), tol**2 * self.rr
+        self.count, self.active = torch.zeros_like(self.rr), self.rr > 0
 
     def divide(self, inverse: Tensor | None) -> None:
         """Set the direction to the preconditioned residual."""

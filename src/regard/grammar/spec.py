@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
-from ..checks import ArgumentError, in_range, number, refuse, shown, suggestion, within
+from ..checks import ArgumentError, in_range, number, one_of, refuse, require, shown, suggestion, within
 from ..registry import Registry
 from .bandwidths import bandwidths
 from .kernels import NAMED_POWERS, Number, ParamInfo, Params, Polynomial, kernels
@@ -29,6 +29,7 @@ from .weighting import Weighting
 
 DEGREES = (0, 1)
 RIDGE_MODES = ("relative", "absolute")
+LINEAR_ONLY = "belongs to the local linear model; give degree=1 or leave it out."
 LOCAL_LINEAR = ("ridge", "probe")
 """Parameters of the local linear model. They may have one value per coordinate: [B, H, Tq, D]."""
 
@@ -74,11 +75,8 @@ class Spec:
         if isinstance(self.degree, bool) or not isinstance(self.degree, int) or self.degree not in DEGREES:
             raise refuse("Spec", "degree", self.degree, "0 (constant) or 1 (linear)")
         if self.degree == 0:
-            for name in ("ridge", "solver"):
-                if getattr(self, name) is not None:
-                    raise ArgumentError(
-                        f"Spec: {name} belongs to the local linear model; give degree=1 or leave it out."
-                    )
+            for name, value in (("ridge", self.ridge), ("solver", self.solver)):
+                require(value is None, "Spec", f"{name} {LINEAR_ONLY}")
         else:
             put("ridge", number("Spec", "ridge", 0.1 if self.ridge is None else self.ridge, low=0.0))
             axis("solver", "auto" if self.solver is None else self.solver)
@@ -106,12 +104,9 @@ class Spec:
             )
 
     def _check_ridge_mode(self) -> None:
-        if not isinstance(self.ridge_mode, str) or self.ridge_mode not in RIDGE_MODES:
-            raise refuse("Spec", "ridge_mode", self.ridge_mode, "'relative' or 'absolute'")
-        if self.ridge_mode == "relative":
+        if one_of("Spec", "ridge_mode", self.ridge_mode, RIDGE_MODES) == "relative":
             return
-        if self.degree == 0:
-            raise ArgumentError("Spec: ridge_mode belongs to the local linear model; give degree=1 or leave it out.")
+        require(self.degree == 1, "Spec", f"ridge_mode {LINEAR_ONLY}")
         has_mass = self.kernel.name == "gaussian" or self.bandwidth.name in ("fixed", "anchored")
         smooth = getattr(self.bandwidth, "gradient", "hard") != "hard"  # these weights are not kernel values
         if smooth or not (self.kernel.ranked and has_mass):
@@ -161,10 +156,8 @@ class Spec:
         ArgumentError for a scale that the spec does not accept, or an unknown name in `params`."""
         for name, value in params.items():
             if name not in self.params:
-                known = ", ".join(self.params) or "none"
-                raise ArgumentError(
-                    f"attention: params: unknown parameter {shown(name)} for {self}; it takes: {known}."
-                )
+                text = f"unknown parameter {shown(name)} for {self}; it takes: {', '.join(self.params) or 'none'}."
+                raise ArgumentError(f"attention: params: {text}")
             info = self.params[name]
             in_range("attention", f"params[{name!r}]", value, low=info.low, strict=info.strict)
         if scale is not None and not self.takes_scale:
@@ -368,9 +361,8 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
             whole = "*".join(presets_registry.get(name).parts())
             raise ArgumentError(f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}.")
         if name in bandwidths or name in similarities:
-            raise ArgumentError(
-                f"Spec.parse: {text!r} begins with {name!r}; a spec begins with its kernel: gaussian*{text}."
-            )
+            text = f"{text!r} begins with {name!r}; a spec begins with its kernel: gaussian*{text}."
+            raise ArgumentError(f"Spec.parse: {text}")
         what = "spec" if len(terms) == 1 else "kernel"
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
     made: dict[str, Any] = {"kernel": instance_of(kernels, name, **arguments)}
@@ -429,30 +421,26 @@ def as_spec(spec: Spec | str, call: str = "Spec", argument: str = "spec") -> Spe
     raise ArgumentError(f"{call}: {argument}: expected a Spec or its text, got {shown(spec)} ({type(spec).__name__}).")
 
 
-def _add_presets() -> None:
-    texts = {
-        "softmax": "gaussian*fixed",
-        "sparsemax": "epanechnikov*adaptive",
-        "biweight": "biweight*adaptive",
-        "triweight": "triweight*adaptive",
-        "relumax": "epanechnikov*anchored(margin=1)",
-        "normrelu": "epanechnikov*fixed",
-        "topk-softmax": "gaussian*nearest(k=32)",
-        "topk-uniform": "uniform*nearest(k=32)",
-        "exponential": "gaussian*fixed",
-        "linear": "linear*fixed",
-        "cosine": "linear*fixed*cosine",
-        "shift-cosine": "linear*fixed(bias=1)*cosine",
-        "geometric": "geometric*fixed*cosine",
-        "clipped-geometric": "clipped-geometric*fixed",
-        "rbf": "gaussian*fixed*euclidean",
-        "relu": "linear*fixed(bias=1e-4)*relu",
-        "relu2": "linear*fixed(bias=1e-4)*relu2",
-        "elu": "linear*fixed*elu",
-        "local-linear": "gaussian*fixed*linear(ridge=0.1)",
-    }
-    for name, text in texts.items():
-        presets_registry.register(name)(_compose(Reader(text).terms(), text))
-
-
-_add_presets()
+_TEXTS = {
+    "softmax": "gaussian*fixed",
+    "sparsemax": "epanechnikov*adaptive",
+    "biweight": "biweight*adaptive",
+    "triweight": "triweight*adaptive",
+    "relumax": "epanechnikov*anchored(margin=1)",
+    "normrelu": "epanechnikov*fixed",
+    "topk-softmax": "gaussian*nearest(k=32)",
+    "topk-uniform": "uniform*nearest(k=32)",
+    "exponential": "gaussian*fixed",
+    "linear": "linear*fixed",
+    "cosine": "linear*fixed*cosine",
+    "shift-cosine": "linear*fixed(bias=1)*cosine",
+    "geometric": "geometric*fixed*cosine",
+    "clipped-geometric": "clipped-geometric*fixed",
+    "rbf": "gaussian*fixed*euclidean",
+    "relu": "linear*fixed(bias=1e-4)*relu",
+    "relu2": "linear*fixed(bias=1e-4)*relu2",
+    "elu": "linear*fixed*elu",
+    "local-linear": "gaussian*fixed*linear(ridge=0.1)",
+}
+for _name_of, _text in _TEXTS.items():
+    presets_registry.register(_name_of)(_compose(Reader(_text).terms(), _text))

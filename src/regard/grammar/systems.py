@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,8 +68,7 @@ class System(Protocol):
         """Return the size [..., 1] of the terms of C + ridge, which bounds the rounding error of a product."""
 
     def near(self) -> Tensor | None:
-        """Return one matrix [n, D, D] close to those of all rows, from keys that every row sees; None if there is none.
-        Used as preconditioner."""
+        """Return a preconditioner [n, D, D] made from the keys that every row sees, or None."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ class Dense:
     matrices: Tensor
     ridge: float | Tensor = 1.0
     probe: Tensor | None = None
+    fewest: ClassVar[None] = None
+    sparse: ClassVar[bool] = False
 
     def apply(self, x: Tensor) -> Tensor:
         return (self.matrices @ x[..., None])[..., 0]
@@ -96,14 +97,6 @@ class Dense:
 
     def near(self) -> None:
         return None
-
-    @property
-    def fewest(self) -> None:
-        return None
-
-    @property
-    def sparse(self) -> bool:
-        return False
 
     def by_row(self, right: Tensor) -> Solved:
         raise ArgumentError("Dense: by_row needs the weights of the keys, not matrices; use cholesky or cg.")

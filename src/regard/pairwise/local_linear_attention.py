@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, floating, in_range, mapping, refuse, shown, within
+from ..checks import floating, in_range, mapping, one_of, require, shown, within
 from ..grammar import Spec, as_spec
 from ..grammar.solvers import Auto, ConjugateGradient, Solver
 from ..grammar.spec import RIDGE_MODES, axis_object
@@ -74,17 +74,14 @@ def local_linear_attention(
             ridge = torch.full((), ridge, dtype=torch.float64, device=query.device)  # one graph for all numbers
         else:
             number = float(ridge)
-    if not isinstance(ridge_mode, str) or ridge_mode not in RIDGE_MODES:
-        raise refuse(CALL, "ridge_mode", ridge_mode, "'relative' or 'absolute'")
+    one_of(CALL, "ridge_mode", ridge_mode, RIDGE_MODES)
     local = _MADE[_make(spec, number, solver, ridge_mode, max_iter, tol)]
     given = mapping(CALL, "params", params)
     if isinstance(ridge, Tensor):
         given["ridge"] = ridge
     if probe is not None:
-        if local.solver.name != "learned":
-            raise ArgumentError(
-                f"{CALL}: a probe was given, which only solver='learned' takes, not {local.solver.name!r}."
-            )
+        solver = local.solver.name
+        require(solver == "learned", CALL, f"a probe was given, which only solver='learned' takes, not {solver!r}.")
         given["probe"] = probe
     return within(CALL, None, attention, query, key, value, local, params=given, **arguments)
 
@@ -124,9 +121,7 @@ def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> An
         return made
     if isinstance(made, Auto):
         made = ConjugateGradient()
-    if not isinstance(made, ConjugateGradient):
-        raise ArgumentError(
-            f"{CALL}: max_iter and tol belong to conjugate gradients; use solver='cg', not {shown(solver)}."
-        )
+    text = f"max_iter and tol belong to conjugate gradients; use solver='cg', not {shown(solver)}."
+    require(isinstance(made, ConjugateGradient), CALL, text)
     numbers = {name: value for name, value in (("max_iter", max_iter), ("tol", tol)) if value is not None}
     return within(CALL, None, replace, made, **numbers)

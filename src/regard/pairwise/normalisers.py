@@ -19,20 +19,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..checks import (
-    ArgumentError,
-    boolean_mask,
-    broadcastable,
-    choice,
-    debugging,
-    finite,
-    floating,
-    in_range,
-    on_device,
-    shape,
-    shown,
-    whole,
-)
+from .. import checks
+from ..checks import ArgumentError, choice, in_range, shape
 from ..grammar import Spec
 from ..grammar.bandwidths.fixed import Empty
 from ..grammar.bandwidths.nearest import Gradient
@@ -161,7 +149,7 @@ def _number(
 
 def _nearest(call: str, k: Any, gradient: str) -> str:
     """Return the rule nearest as text."""
-    k = min(whole(call, "k", k, 1), MANY)
+    k = min(checks.whole(call, "k", k, 1), MANY)
     return f"nearest(k={k},gradient={choice(call, 'gradient', gradient, get_args(Gradient))})"
 
 
@@ -170,17 +158,17 @@ def _normalise(
 ) -> Tensor:
     spec = Spec.parse(text)
     choice(call, "impl", impl, IMPLS)
-    floating(call, "scores", scores)
+    checks.floating(call, "scores", scores)
     if scores.dim() == 0:
         raise ArgumentError(f"{call}: scores is a scalar, expected at least one axis.")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
-        raise ArgumentError(f"{call}: dim is {shown(dim)}, but scores has shape {shape(scores)}.")
-    if debugging():
-        finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf masks a score
+        raise ArgumentError(f"{call}: dim is {checks.shown(dim)}, but scores has shape {shape(scores)}.")
+    if checks.debugging():
+        checks.finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf masks a score
     if mask is not None:
-        boolean_mask(call, "mask", mask)
-        broadcastable(call, "mask", mask, tuple(scores.shape))
-        on_device(call, "mask", mask, scores.device)
+        checks.boolean_mask(call, "mask", mask)
+        checks.broadcastable(call, "mask", mask, tuple(scores.shape))
+        checks.on_device(call, "mask", mask, scores.device)
         scores = torch.where(mask, scores, -torch.inf)
     if scores.numel() == 0:
         return scores.clone()
@@ -207,9 +195,9 @@ def _weights(call: str, spec: Spec, z: Tensor, rows: dict[str, Tensor], impl: st
 
 def _rows(call: str, name: str, value: Tensor, scores: Tensor, dim: int) -> Tensor:
     """Return a row parameter [..., 1] with `dim` moved last."""
-    floating(call, name, value)
-    broadcastable(call, name, value, tuple(scores.shape))
-    on_device(call, name, value, scores.device)
+    checks.floating(call, name, value)
+    checks.broadcastable(call, name, value, tuple(scores.shape))
+    checks.on_device(call, name, value, scores.device)
     value = value.reshape((1,) * (scores.dim() - value.dim()) + tuple(value.shape))
     if value.shape[dim] != 1:
         raise ArgumentError(

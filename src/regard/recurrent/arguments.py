@@ -94,9 +94,8 @@ def _check_tensors(call: str, query: Tensor, key: Tensor, value: Tensor, causal:
         "there are no features": dim > 0 and value.shape[3] > 0,
         "key and value differ in heads or length": key.shape[1:3] == value.shape[1:3],
         "the number of query heads must be a multiple of the number of key heads": shared,
-        "causal order needs a key for every query; to read a state without keys, pass is_causal=False": (
-            not causal or queries == keys
-        ),
+        "causal order needs a key for every query (pass is_causal=False to read a state)": not causal
+        or queries == keys,
     }.items():
         if not fits:
             raise ArgumentError(f"{call}: {what}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")

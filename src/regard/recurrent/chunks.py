@@ -171,7 +171,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
-    "regard::linear_forward", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "regard::linear_forward", mutates_args=(), schema=f"({INPUTS}) -> ({', '.join(['Tensor'] * 5)})"
 )
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     """Return u [B, H, Tq, Dv], Z and Q [B, H, Tq], A [B, Hkv, F, E] and M [B, Hkv, F, F]; unwanted ones are empty."""
@@ -252,9 +252,8 @@ def _backward(
             back.direct()
             return found
         steps, squared = work.steps(), g_power is not None
-        back.upwards(
-            steps, work.start(work.sums, work.values), work.start(work.squares, work.features) if squared else None
-        )
+        before = work.start(work.squares, work.features) if squared else None
+        back.upwards(steps, work.start(work.sums, work.values), before)
         squared = squared or g_squares is not None
         after = work.start(g_squares, work.features) if squared else None
         a, m = back.downwards(steps, work.start(g_sums, work.values), after)
@@ -272,9 +271,7 @@ def _gradients(*arguments: Any) -> tuple[Tensor, ...]:
 class _Back:
     """The backward pass: gradients of u [G, R, Tq, Dv], of Z and Q [G, R, Tq, 1] or None, and the outputs."""
 
-    def __init__(
-        self, work: _Work, g: Tensor, g_mass: Tensor | None, g_power: Tensor | None, out: tuple[Tensor, ...]
-    ) -> None:
+    def __init__(self, work: _Work, g: Tensor, g_mass: Any, g_power: Any, out: tuple[Tensor, ...]) -> None:
         self.work, self.g, self.g_mass, self.g_power = work, g, g_mass, g_power
         self.dq, self.dk, self.dv = out[0].view_as(work.q), out[1].view_as(work.k), out[2].view_as(work.v)
         self.dbias = out[3].view(work.q.shape[:3]) if out[3].numel() else None

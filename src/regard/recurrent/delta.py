@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from .arguments import Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
 from .decay import CHUNK, Chunks, pairs, prefix, read, shifted, suffix
 from .scan import scan
-from .states import LinearMap
+from .states import LinearMap, Sizes
 
 CALL = "delta_rule"
 
@@ -47,7 +47,7 @@ class DeltaState(LinearMap):
     non_finite: Tensor
 
     @staticmethod
-    def sizes(dim: int, value_dim: int) -> dict[str, tuple[int, ...] | None]:
+    def sizes(dim: int, value_dim: int) -> Sizes:
         return {"values": (dim, value_dim)}
 
     def read(self, query: Tensor, *, scale: float | Tensor | None = None) -> Tensor:

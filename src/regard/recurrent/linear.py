@@ -31,7 +31,7 @@ from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pa
 from .chunks import CHUNK, chunked
 from .decay import decayed
 from .feature_sums import Sums
-from .states import State, zeros
+from .states import Sizes, State, zeros
 
 CALL = "linear_attention"
 
@@ -87,7 +87,7 @@ class LinearState(State):
         return cls(**zeros(batch, kv_heads, dtype, device, **sizes))
 
     @staticmethod
-    def sizes(spec: Spec, width: int, value_dim: int) -> dict[str, tuple[int, ...] | None]:
+    def sizes(spec: Spec, width: int, value_dim: int) -> Sizes:
         """Return the size per head of every tensor but `non_finite`, for F = `width`."""
         squares = (width, width) if signed(spec) else None
         return {"values": (width, value_dim), "keys": (width,), "squares": squares}

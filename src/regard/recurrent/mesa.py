@@ -28,7 +28,7 @@ from ..precision import transformed
 from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
 from .decay import CHUNK, decayed, final, read, shifted
 from .mesa_solve import How, Systems, every_gram, method, solved
-from .states import LinearMap
+from .states import LinearMap, Sizes
 
 CALL = "mesa_attention"
 Solver = Literal["auto", "cholesky", "cg"]
@@ -50,7 +50,7 @@ class MesaState(LinearMap):
     non_finite: Tensor
 
     @staticmethod
-    def sizes(dim: int, value_dim: int) -> dict[str, tuple[int, ...] | None]:
+    def sizes(dim: int, value_dim: int) -> Sizes:
         return {"values": (dim, value_dim), "gram": (dim, dim)}
 
     def read(self, query: Tensor, *, ridge: float | Tensor, scale: float | Tensor | None = None) -> Tensor:

@@ -126,11 +126,8 @@ def _documents(call: str, ids: Any, query: Tensor, key: Tensor) -> Documents:
     (batch, _, queries, _), keys = query.shape, key.shape[2]
     segments(call, ids, batch, keys, query.device)
     if queries != keys:
-        raise ArgumentError(
-            f"{call}: segment_ids belong to queries and keys alike, but there are {queries} queries and {keys} keys."
-        )
+        text = f"segment_ids belong to queries and keys alike, but there are {queries} queries and {keys} keys."
+        raise ArgumentError(f"{call}: {text}")
     if ids.is_meta:
-        raise ArgumentError(
-            f"{call}: segment_ids is on the meta device; the shape of the state depends on the ids themselves."
-        )
+        raise ArgumentError(f"{call}: segment_ids is on the meta device; the shape of the state depends on the ids.")
     return Documents(ids.to(torch.int64).expand(batch, keys))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from ..checks import ArgumentError, require, shape, whole
 
 S = TypeVar("S", bound="State")
+Size: TypeAlias = "tuple[int, ...] | None"
+Sizes: TypeAlias = "dict[str, Size]"
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class LinearMap(State, ABC):
 
     @staticmethod
     @abstractmethod
-    def sizes(dim: int, value_dim: int) -> dict[str, tuple[int, ...] | None]:
+    def sizes(dim: int, value_dim: int) -> Sizes:
         """Return the size per head of every tensor but `non_finite`."""
 
     @classmethod
@@ -122,9 +124,7 @@ class LinearMap(State, ABC):
         return cls(**zeros(batch, kv_heads, torch.promote_types(dtype, torch.float32), device, **sizes))
 
 
-def zeros(
-    batch: int, heads: int, dtype: torch.dtype, device: torch.device | str, **sizes: tuple[int, ...] | None
-) -> dict[str, Any]:
+def zeros(batch: int, heads: int, dtype: torch.dtype, device: Any, **sizes: Size) -> dict[str, Any]:
     """Return the fields of an empty state: zeros [batch, heads, *size], None for None, and `non_finite`."""
     fields = {
         name: None if size is None else torch.zeros(batch, heads, *size, dtype=dtype, device=device)
@@ -140,9 +140,7 @@ def joined(states: Sequence[S], order: Tensor) -> S:
     return replace(states[0], **tensors, tokens=max(state.tokens for state in states))
 
 
-def require_state(
-    call: str, state: object, kind: type[State], sizes: Mapping[str, tuple[int, ...] | None], like: Tensor
-) -> None:
+def require_state(call: str, state: object, kind: type[State], sizes: Mapping[str, Size], like: Tensor) -> None:
     """Raise ArgumentError unless `state` is a `kind` with tensors of these sizes (None: missing), and of the dtype and
     device of `like`."""
     if not isinstance(state, kind):

@@ -31,17 +31,14 @@ class Solver(Protocol):
 
 
 @torch.no_grad()
-def direct_solution(
-    matrix: Tensor, right: Tensor, value: Tensor, status: Tensor, jitter: Tensor | None = None
-) -> Solved:
+def direct_solution(matrix: Tensor, right: Tensor, value: Tensor, status: Tensor, jitter: Any = None) -> Solved:
     """Return the direct solution `value` of `matrix` x = `right` with its residual |b - A x| / |b|."""
     size = torch.linalg.vector_norm(right, dim=-1)
     left = torch.linalg.vector_norm(right - (matrix @ value[..., None])[..., 0], dim=-1)
     none = torch.zeros_like(size)
     residual = torch.where(size > 0, left / torch.where(size > 0, size, 1), 0)
-    return Solved(
-        value, status.int(), {"iterations": none, "residual": residual, "jitter": none if jitter is None else jitter}
-    )
+    jitter = none if jitter is None else jitter
+    return Solved(value, status.int(), {"iterations": none, "residual": residual, "jitter": jitter})
 
 
 def has_ridge(ridge: float | Tensor, like: Tensor) -> Tensor:

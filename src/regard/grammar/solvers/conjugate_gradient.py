@@ -54,7 +54,6 @@ class ConjugateGradient:
         limit = 4 * right.shape[-1] if self.max_iter is None else self.max_iter
         if right.is_meta:  # no residual to read
             none = torch.zeros_like(right[..., 0])
-            return Solved(
-                torch.zeros_like(right), none.int(), dict.fromkeys(("iterations", "residual", "jitter"), none)
-            )
+            statistics = dict.fromkeys(("iterations", "residual", "jitter"), none)
+            return Solved(torch.zeros_like(right), none.int(), statistics)
         return conjugate_gradients(system, right, tol, limit, self.precondition, self.RESTARTS)

@@ -24,8 +24,6 @@ class Learned:
 
     def solve(self, system: System, right: Tensor) -> Solved:
         if system.probe is None:
-            raise ArgumentError(
-                "learned: no probe was given; pass params={'probe': r} with r [B, H, Tq, D], or choose another solver."
-            )
+            raise ArgumentError("learned: no probe was given; pass params={'probe': r} with r [B, H, Tq, D].")
         none = torch.zeros(right.shape[:-1], dtype=right.dtype, device=right.device)
         return Solved(-system.probe, none.int(), {"iterations": none, "residual": none, "jitter": none})

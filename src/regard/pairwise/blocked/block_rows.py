@@ -215,9 +215,7 @@ def placed(block: Block, kept: tuple[Tensor, ...]) -> Kept:
 
 
 def refuse(ctx: Any, *_: Any) -> None:
-    raise ArgumentError(
-        "attention: fast implementations are differentiable once; for second derivatives use impl='reference'."
-    )
+    raise ArgumentError("attention: fast forms are differentiable once; for second derivatives use impl='reference'.")
 
 
 def register_derivative(forward: Any, backward: Any, count: int, kept: Callable[[Any], Any]) -> None:

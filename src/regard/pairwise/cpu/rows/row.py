@@ -10,22 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .base import (
-    ADAPTIVE,
-    ANCHORED,
-    FALLBACK_NEAREST,
-    FALLBACK_UNIFORM,
-    FIXED,
-    GAUSSIAN,
-    MARK,
-    NEAREST,
-    POWER,
-    SPAN,
-    TILE,
-    UNIFORM,
-    jit,
-    sums,
-)
+from . import base as codes
+from .base import SPAN, TILE, jit, sums
 from .loops import moments, sum_up, weigh, weigh_and_slope
 from .search import chosen, find_first, find_gap, find_nearest, find_peak, find_tops, next_run
 
@@ -36,7 +22,7 @@ LARGE = 1e30
 @jit
 def vanishes(kernel: int) -> bool:
     """Return whether the kernel is continuous at the threshold."""
-    return kernel != UNIFORM and kernel != GAUSSIAN
+    return kernel != codes.UNIFORM and kernel != codes.GAUSSIAN
 
 
 @jit
@@ -45,12 +31,12 @@ def _fill_fallback(x: Any, p: Any, rule: int, fallback: int, theta: Any, found: 
     zero, one = x.dtype.type(0), x.dtype.type(1)
     share = one / x.dtype.type(max(found[2], 1))
     for j in range(p.shape[0]):
-        if rule == NEAREST:
+        if rule == codes.NEAREST:
             inside = chosen(x[j], j, theta, found[0])
-        elif fallback == FALLBACK_UNIFORM:
+        elif fallback == codes.FALLBACK_UNIFORM:
             inside = x[j] > -np.inf
         else:
-            inside = fallback == FALLBACK_NEAREST and j == found[0]
+            inside = fallback == codes.FALLBACK_NEAREST and j == found[0]
         p[j] = share if inside else zero
 
 
@@ -58,7 +44,7 @@ def _fill_fallback(x: Any, p: Any, rule: int, fallback: int, theta: Any, found: 
 def _note_fallback(x: Any, fallback: int, top: Any, found: Any) -> None:
     """Store what `_fill_fallback` needs under the fixed rule: the number of visible keys, or the best of them."""
     found[0], found[2] = find_first(x, top, -1), 1
-    if fallback == FALLBACK_UNIFORM:
+    if fallback == codes.FALLBACK_UNIFORM:
         found[2] = 0
         for j in range(x.shape[0]):
             found[2] += x[j] > -np.inf
@@ -102,7 +88,7 @@ def _fill(
 @jit
 def _invalid(rule: int, r: Any, number: Any) -> bool:
     """Return whether a row's parameters are out of range or NaN."""
-    return not (r > 0 and r < np.inf) or not (number > 0 or (rule != ANCHORED and number == number))
+    return not (r > 0 and r < np.inf) or not (number > 0 or (rule != codes.ANCHORED and number == number))
 
 
 @jit
@@ -130,18 +116,18 @@ def forward_row(
         return
     cut, mass = -1, kind(0)
     number = min(max(number, kind(-LARGE)), kind(LARGE))
-    if rule == ADAPTIVE:
+    if rule == codes.ADAPTIVE:
         b, total = find_peak(x, kernel, r, tops, top, kept, flags)
         reach = r * b
         if r < 1:
             top, reach = find_gap(x, r, top, b, kept, flags)
         theta = top - reach
-        if kernel != POWER:  # which rounds sum and weights differently for large r
+        if kernel != codes.POWER:  # which rounds sum and weights differently for large r
             mass = kind(total / np.float64(b) ** np.float64(r))
-    elif rule == ANCHORED:
+    elif rule == codes.ANCHORED:
         reach = number
         theta = top - number
-    elif rule == FIXED:
+    elif rule == codes.FIXED:
         reach = top + number
         theta = -number
     else:
@@ -149,10 +135,10 @@ def forward_row(
         cut = -1 if vanishes(kernel) else found[0]
     floats[0], floats[1] = top, theta
     info = np.finfo(x.dtype)
-    least = info.tiny / info.eps if rule in (FIXED, NEAREST) else 0  # `kernels.least_reach`
+    least = info.tiny / info.eps if rule in (codes.FIXED, codes.NEAREST) else 0  # `kernels.least_reach`
     if not (reach > 0 and reach >= least):
         flags[1] = 1
-        if rule == FIXED:
+        if rule == codes.FIXED:
             _note_fallback(x, fallback, top, found)
         _fill_fallback(x, p, rule, fallback, theta, found)
         return
@@ -180,8 +166,8 @@ def mark(p: Any, start: int, pivot: int, active: Any) -> None:
     """Mark the blocks of columns that contain weight, or the key that determines the threshold."""
     first = 0
     while first < p.shape[0]:
-        block = (start + first) // MARK
-        end = min(p.shape[0], (block + 1) * MARK - start)
+        block = (start + first) // codes.MARK
+        end = min(p.shape[0], (block + 1) * codes.MARK - start)
         if active[block] == 0:
             total = p.dtype.type(0)
             for j in range(first, end):
@@ -190,7 +176,7 @@ def mark(p: Any, start: int, pivot: int, active: Any) -> None:
                 active[block] = 1
         first = end
     if pivot >= 0:
-        active[(start + pivot) // MARK] = 1
+        active[(start + pivot) // codes.MARK] = 1
 
 
 @jit
@@ -213,7 +199,7 @@ def _power_grad(x: Any, g: Any, rule: int, r: Any, top: Any, reach: Any, share: 
         if d < reach:
             log_u = np.float64(math.log1p(-d / reach))
             drift = math.exp(power * log_u) * np.float64(share) * np.float64((g[j] - base) - rho)
-            if rule == ADAPTIVE:
+            if rule == codes.ADAPTIVE:
                 total -= power * power * _log_slope(log_u + shift, power) * drift
             else:
                 total += log_u * drift
@@ -304,24 +290,24 @@ def backward_row(
         _fill_fallback(x, p, rule, fallback, theta, found)
         dz[:] = 0
         return
-    cut = found[0] if rule == NEAREST and not vanishes(kernel) else -1
+    cut = found[0] if rule == codes.NEAREST and not vanishes(kernel) else -1
     edge = reach if cut < 0 else kind(np.inf)
     base = kind(0)
-    if rule == ADAPTIVE:  # G - rho must be exact at the key whose slope may be much larger than all others
+    if rule == codes.ADAPTIVE:  # G - rho must be exact at the key whose slope may be much larger than all others
         base = g[max(0, find_first(x, top, -1))]
     slope, slope_g, weight_g = _row_moments(x, g, w, live, kernel, r, top, edge, theta, cut, base)
     share = kind(1) / mass
     rho = kind(weight_g / mass)
-    if rule == ADAPTIVE:
+    if rule == codes.ADAPTIVE:
         rho = kind(slope_g / slope) if slope > 0 else kind(0)
     total = kind((slope_g - rho * slope) * share)
     grads[1] = total
     if learned:
         grads[0] = _power_grad(x, g, rule, r, top, reach, share, rho, base)
     best, moved = top, kind(0)
-    if rule == ANCHORED and vanishes(kernel):
+    if rule == codes.ANCHORED and vanishes(kernel):
         best, ties = _best(x, bits, top, tops, top_bits)
         moved = total / kind(ties)
     _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, moved, place, w, s, base)
-    if rule == NEAREST and vanishes(kernel):
+    if rule == codes.NEAREST and vanishes(kernel):
         dz[found[1]] -= total
