@@ -238,8 +238,7 @@ def on_device(call: str, name: str, tensor: Tensor, device: torch.device, of: st
 def in_range(
     call: str, name: str, value: object, low: float | None = None, high: float | None = None, *, strict: bool
 ) -> None:
-    """Check that a number lies between `low` and `high`, without the bounds if `strict`; tensors only under
-    `debug()`."""
+    """Check that a number lies between `low` and `high` (excluded if `strict`); tensors only under `debug()`."""
     if isinstance(value, Tensor):
         if not debugging():
             return

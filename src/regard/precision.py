@@ -23,8 +23,7 @@ def autocast(device: str) -> bool:
 
 
 def transformed() -> bool:
-    """Return whether forward mode or a torch.func transform is active, under which our operators would return zero
-    tangents."""
+    """Return whether forward mode or a torch.func transform is active, for which operators have zero tangents."""
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None

@@ -98,17 +98,14 @@ def _make(
     key = (base, ridge, repr(chosen), repr(ridge_mode))
     place = _PLACES.get(key)
     if place is None:
-        made = within(CALL, "spec", _local, base, ridge, chosen, ridge_mode)
+        options = {"degree": 1, "ridge": ridge, "solver": chosen, "ridge_mode": ridge_mode}
+        made = within(CALL, "spec", replace, base, **options)
         if len(_PLACES) >= 1024:  # bounds the memory when a number changes at every call
             _PLACES.clear()
             _MADE.clear()
         place = _PLACES[key] = len(_PLACES)
         _MADE[place] = made
     return place
-
-
-def _local(spec: Spec, ridge: float, solver: Any, ridge_mode: str) -> Spec:
-    return replace(spec, degree=1, ridge=ridge, solver=solver, ridge_mode=ridge_mode)
 
 
 _make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, under compilation

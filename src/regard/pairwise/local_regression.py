@@ -61,15 +61,8 @@ def constant(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, weighting: We
 
 
 class Local(NamedTuple):
-    """Extra inputs of the local linear model.
-
-    Attributes:
-        x, y: coordinates of queries and keys.
-        ridge: a number or [B, H, Tq, 1 or D].
-        absolute: whether the ridge is absolute, not relative to the total kernel weight.
-        solver: a `regard.grammar.Solver`.
-        probe: -t [B, H, Tq, D] for the solver `Learned`.
-    """
+    """Extra inputs of the local linear model: coordinates x and y of queries and keys, a ridge (a number or
+    [B, H, Tq, 1 or D]; `absolute` or relative to the total kernel weight), and -t as `probe` for `Learned`."""
 
     x: Tensor
     y: Tensor
@@ -81,8 +74,6 @@ class Local(NamedTuple):
 
 LEAST, MOST = -80.0, 80.0
 """Limits of the logarithm of 1 / total kernel weight, which keep a relative ridge finite."""
-
-
 LARGEST = 1e36
 """Largest ridge: sums of it over coordinates are finite in float32."""
 

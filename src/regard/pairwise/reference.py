@@ -58,17 +58,9 @@ class Reference:
         else:
             assert inputs.x is not None
             assert inputs.y is not None
-            found = local.linear(
-                *args,
-                local.Local(
-                    inputs.x,
-                    repeat_heads(inputs.y, heads),
-                    inputs.ridge,
-                    spec.ridge_mode == "absolute",
-                    spec.solver,
-                    inputs.probe,
-                ),
-            )
+            y, absolute = repeat_heads(inputs.y, heads), spec.ridge_mode == "absolute"
+            more = local.Local(inputs.x, y, inputs.ridge, absolute, spec.solver, inputs.probe)
+            found = local.linear(*args, more)
         if not inputs.diagnostics:
             return found.output, None
         stats, p = found.stats.map(Tensor.detach), found.weights

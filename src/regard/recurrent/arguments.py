@@ -192,8 +192,7 @@ def row_scale(call: Call, scale: float | Tensor | None, query: Tensor) -> float 
 
 
 class Tokens(NamedTuple):
-    """Inputs in the computing dtype with zeros for non-finite vectors, and which queries [B, H, Tq] (or None) and keys
-    [B, Hkv, Tk] had those."""
+    """Inputs with zeros for non-finite vectors; which queries [B, H, Tq] (or None) and keys [B, Hkv, Tk] had any."""
 
     query: Tensor
     key: Tensor

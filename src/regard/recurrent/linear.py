@@ -74,11 +74,8 @@ class LinearState(State):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> LinearState:
-        """Return the state before the first token, for keys of `dim` and values of `value_dim` (default `dim`).
-
-        Raises:
-            ArgumentError: a spec without finite features.
-        """
+        """Return the state before the first token, for keys of `dim` and values of `value_dim` (default `dim`); raise
+        ArgumentError for a spec without finite features."""
         spec = _require_features(as_spec(spec))
         dtype = torch.promote_types(dtype, torch.float32)
         none = torch.zeros(batch, kv_heads, 0, dim, dtype=dtype, device=device)
@@ -100,12 +97,8 @@ class LinearState(State):
         scale: float | Tensor | None = None,
         params: Mapping[str, float | Tensor] | None = None,
     ) -> Tensor:
-        """Return the output [B, H, Tq, Dv] of queries [B, H, Tq, D], in their dtype.
-
-        Args:
-            spec: the spec that wrote the state.
-            scale, params: as in `linear_attention`.
-        """
+        """Return the output [B, H, Tq, Dv] of queries [B, H, Tq, D], in their dtype; `spec` is the one that wrote the
+        state, `scale` and `params` are those of `linear_attention`."""
         nothing = no_pairs(CALL, query, self.keys.shape[1], self.values.shape[3])
         how: dict[str, Any] = {"form": "parallel", "is_causal": False, "scale": scale, "params": params}
         return linear_attention(query, *nothing, spec, state=self, **how)[0]

@@ -141,8 +141,7 @@ def joined(states: Sequence[S], order: Tensor) -> S:
 
 
 def require_state(call: str, state: object, kind: type[State], sizes: Mapping[str, Size], like: Tensor) -> None:
-    """Raise ArgumentError unless `state` is a `kind` with tensors of these sizes (None: missing), and of the dtype and
-    device of `like`."""
+    """Raise ArgumentError unless `state` is a `kind` with tensors like `like` of these sizes (None: missing)."""
     if not isinstance(state, kind):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")
     if hasattr(state, "non_finite"):

@@ -32,15 +32,13 @@ class Adaptive(RuleBase):
 
     def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
         if kernel.ranked and "r" not in kernel.params:
-            raise ArgumentError(
-                f"{kernel.name}*adaptive: "
-                + {
-                    "gaussian": "the Gaussian is the limit alpha -> 1 (r -> infinity), where the adaptive bandwidth "
-                    "is infinite and the weights are softmax; use gaussian*fixed.",
-                    "uniform": "the sum of a 0/1 kernel jumps, so that no threshold makes it one; use "
-                    "uniform*nearest or uniform*anchored.",
-                }.get(kernel.name, "the kernel has no power r to make its weights sum to one.")
-            )
+            why = {
+                "gaussian": "the Gaussian is the limit alpha -> 1 (r -> infinity), where the adaptive bandwidth is "
+                "infinite and the weights are softmax; use gaussian*fixed.",
+                "uniform": "the sum of a 0/1 kernel jumps, so that no threshold makes it one; use uniform*nearest or "
+                "uniform*anchored.",
+            }.get(kernel.name, "the kernel has no power r to make its weights sum to one.")
+            raise ArgumentError(f"{kernel.name}*adaptive: {why}")
         require_ranked(self.name, kernel, normalise)
         return Ratio(kernel, self)
 

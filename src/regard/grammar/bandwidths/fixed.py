@@ -111,12 +111,8 @@ class Fixed(RuleBase):
         index = (scores != -torch.inf).sum(-1, keepdim=True)
         if self.empty == "nearest":
             index = scores.argmax(-1, keepdim=True)
-        return {
-            "theta": 0 * top - bias,
-            "reach": reach,
-            "fallback": reach.detach() < least_reach(z.dtype),
-            "index": index,
-        }
+        fallback = reach.detach() < least_reach(z.dtype)
+        return {"theta": 0 * top - bias, "reach": reach, "fallback": fallback, "index": index}
 
     def fallback_weights(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
         assert stats.index is not None

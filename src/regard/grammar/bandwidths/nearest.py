@@ -79,12 +79,8 @@ class Nearest(RuleBase):
         edge, below = z.gather(-1, pivot), (~more).to(z.dtype)
         reach = (top - edge) + below
         index = torch.cat([cut, pivot, kept], -1)
-        return {
-            "theta": edge - below,
-            "reach": reach,
-            "fallback": reach.detach() < least_reach(z.dtype),
-            "index": index,
-        }
+        fallback = reach.detach() < least_reach(z.dtype)
+        return {"theta": edge - below, "reach": reach, "fallback": fallback, "index": index}
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
         if kernel.vanishes:
@@ -105,8 +101,7 @@ class Nearest(RuleBase):
 
 
 def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (the min(k+1, n) best scores, the k-th, the index of the last kept key that ties with it, the number of
-    kept keys)."""
+    """Return (the min(k+1, n) best scores, the k-th, the index of its last kept tie, the number of kept keys)."""
     k = min(k, scores.shape[-1])  # a larger k may exceed int64
     best = scores.topk(min(k + 1, scores.shape[-1]), dim=-1).values
     kept = (scores != -torch.inf).sum(-1, keepdim=True).clamp(max=k)

@@ -1,10 +1,9 @@
-"""Kernels: weight as a function of the score. One file per kernel; every file of this folder is imported."""
+"""Kernels: weight as a function of the score. One file per kernel or family; every file of this folder is imported."""
 
 from ...registry import import_all
 from .base import Kernel, Number, ParamInfo, Params, kernels, least_reach
-from .clipped_geometric import ClippedGeometric
 from .gaussian import Gaussian
-from .geometric import Geometric
+from .geometric import ClippedGeometric, Geometric
 from .linear import Linear
 from .polynomial import NAMED_POWERS, Polynomial
 from .uniform import Uniform

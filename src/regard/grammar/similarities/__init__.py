@@ -1,13 +1,11 @@
-"""Similarities of queries and keys. One file per similarity; every file of this folder is imported."""
+"""Similarities of queries and keys. One file per similarity or family; every file of this folder is imported."""
 
 from ...registry import import_all
 from .base import Similarity, similarities
 from .cosine import Cosine
 from .dot import Dot
-from .elu import ELU
 from .euclidean import Euclidean
-from .relu import ReLU
-from .relu2 import ReLU2
+from .feature_maps import ELU, ReLU, ReLU2
 
 __all__ = ["ELU", "Cosine", "Dot", "Euclidean", "ReLU", "ReLU2", "Similarity", "similarities"]
 

@@ -112,16 +112,9 @@ class TorchRows:
 
 def unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
     """Return the kept statistics as `RowStats` [..., 1]."""
-    return RowStats(
-        top=floats[..., 0:1],
-        theta=floats[..., 1:2],
-        reach=floats[..., 2:3],
-        mass=floats[..., 3:4],
-        empty=flags[..., 0:1] != 0,
-        fallback=flags[..., 1:2] != 0,
-        status=flags[..., 2:3],
-        index=index if index.shape[-1] else None,
-    )
+    top, theta, reach, mass = (floats[..., i : i + 1] for i in range(4))
+    empty, fallback, status = flags[..., 0:1] != 0, flags[..., 1:2] != 0, flags[..., 2:3]
+    return RowStats(top, theta, reach, mass, empty, fallback, status, index if index.shape[-1] else None)
 
 
 SOLVERS: dict[str, Callable[[Spec], Rows]] = {"blocked": lambda spec: TorchRows(spec.weighting)}
@@ -206,8 +199,7 @@ def flat_params(given: Tensor | None) -> Tensor | None:
 
 
 def placed(block: Block, kept: tuple[Tensor, ...]) -> Kept:
-    """Return the statistics with positions relative to the block's columns; entries of an index after the second are
-    counts."""
+    """Return the statistics with the positions of an index (its first two entries) relative to the block's columns."""
     floats, flags, index = kept
     if block.kept is not None:
         index = torch.cat([block.place(index[..., :2].contiguous()), index[..., 2:]], -1)

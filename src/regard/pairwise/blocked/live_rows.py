@@ -11,7 +11,7 @@ Legend: R rows of at most s keys; otherwise as in `weighted_rows`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,12 +27,8 @@ NUMBERS = 2**21
 """Maximum number of gathered coordinates in memory."""
 
 
-class Live(NamedTuple):
-    """Rows [R] (of n x q) with their weighted keys: positions [R, s] and weights [R, s], padded with 0."""
-
-    rows: Tensor
-    index: Tensor
-    weights: Tensor
+Live: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Rows [R] (of n x q) with their weighted keys: positions [R, s] and weights [R, s], padded with 0."""
 
 
 def groups(p: Tensor, dim: int) -> Iterator[Live]:
@@ -66,7 +62,7 @@ def _gathered(p: Tensor, alive: Tensor, count: Tensor, rows: Tensor, size: int) 
     weights = p.new_zeros(rows.shape[0], size)
     index[row, rank] = column
     weights[row, rank] = p[rows[row], column]
-    return Live(rows, index, weights)
+    return rows, index, weights
 
 
 class Through(NamedTuple):
@@ -82,8 +78,7 @@ def solve(
     weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: Tensor | None = None, checked: bool = True
 ) -> Through:
     """Solve rows with weights [R, s], y_j - m_i [R, s, D], right sides [R, D] and ridge [R, 1 or D]. For right sides
-    sum_j p_ij source_ij (y_j - m_i), `source` [R, s] avoids a difference of terms as long as 1 / ridge.
-    """
+    sum_j p_ij source_ij (y_j - m_i), `source` [R, s] avoids a difference of terms as long as 1 / ridge."""
     root, share = weights.sqrt(), ridge.rsqrt()
     z = away * root[..., None] * share[:, None]
     gram = z @ z.transpose(-1, -2)

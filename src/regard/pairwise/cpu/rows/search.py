@@ -288,8 +288,7 @@ def _pivot_weight(z: Any, r: float, pivot: float) -> Any:
 
 @jit
 def find_gap(x: Any, r: Any, top: Any, b: Any, kept: Any, flags: Any) -> Any:
-    """Return (pivot, gap): the lowest score with weight, and how far the threshold lies below it; b is the peak of
-    `find_peak`."""
+    """Return (the lowest score with weight, how far the threshold lies below it) for the peak b of `find_peak`."""
     kind, info, power = x.dtype.type, np.finfo(x.dtype), np.float64(r)
     theta = np.float64(top) - power * np.float64(b)
     slack = 64 * info.eps * (abs(np.float64(top)) + power)

@@ -1,4 +1,4 @@
-"""The dot product of elu(x) + 1."""
+"""Dot products of non-negative feature maps."""
 
 from __future__ import annotations
 
@@ -28,3 +28,26 @@ class ELU(FeatureMap):
     def _map(x: Tensor) -> Tensor:
         """Return elu(x) + 1 as exp(x) for x <= 0, where the sum would lose all digits."""
         return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))
+
+
+@similarities.register("relu")
+@dataclass(frozen=True)
+class ReLU(FeatureMap):
+    """s = relu(q) . relu(k). Kernel-selection paper, Table 1."""
+
+    name: ClassVar[str] = "relu"
+
+    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query.relu(), key.relu()
+
+
+@similarities.register("relu2")
+@dataclass(frozen=True)
+class ReLU2(FeatureMap):
+    """s = relu(q)^2 . relu(k)^2. Kernel-selection paper, Table 1."""
+
+    name: ClassVar[str] = "relu2"
+    grows: ClassVar[bool] = True
+
+    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query.relu().square(), key.relu().square()
