@@ -150,13 +150,8 @@ def mapping(call: str, name: str, value: Any) -> dict[str, Any]:
 def tensor(
     call: str, name: str, value: Any, *axes: int | str, like: Tensor | None = None, of: str = "query", why: str = ""
 ) -> Tensor:
-    """Return `value` after checking that it is a floating-point tensor.
-
-    Args:
-        axes: the size of each axis, or its name if the size is free; no axes: any shape.
-        like, of: a tensor whose device it must share, and the name of that tensor.
-        why: end of the message about a shape.
-    """
+    """Return `value` after checking that it is a floating-point tensor, on the device of `like`, which is called `of`.
+    `axes` are sizes, or names where the size is free (none: any shape); `why` ends the message about a shape."""
     floating(call, name, value)
     _has_axes(call, name, value, axes, why)
     if like is not None:

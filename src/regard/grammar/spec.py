@@ -95,7 +95,8 @@ class Spec:
             put("normalise", self._normalised_by_default())
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
         put("_weighting", weighting)  # built once; raises for combinations without a meaning
-        put("_json", self._write_json())
+        axes = {f.name: getattr(self, f.name) for f in fields(self)}
+        put("_json", json.dumps({k: v if k in PLAIN_FIELDS else _to_dict(v) for k, v in axes.items()}))
         if self.degree == 1 and not (weighting.nonnegative and weighting.normalised):
             able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
             raise ArgumentError(
@@ -204,10 +205,6 @@ class Spec:
     def to_json(self) -> str:
         """Return a JSON object, which `from_json` reads."""
         return self._json  # type: ignore[attr-defined]
-
-    def _write_json(self) -> str:
-        axes = {f.name: getattr(self, f.name) for f in fields(self)}
-        return json.dumps({k: v if k in PLAIN_FIELDS else _to_dict(v) for k, v in axes.items()})
 
     @classmethod
     def from_json(cls, text: str) -> Spec:

@@ -269,15 +269,8 @@ class Plain:
 
     def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
         top, empty = row_top(z)
-        stats = RowStats(
-            top=top,
-            theta=torch.full_like(top, -torch.inf),
-            reach=torch.ones_like(top),
-            mass=torch.ones_like(top),
-            empty=empty,
-            fallback=torch.zeros_like(empty),
-            status=torch.zeros_like(empty, dtype=torch.int32),
-        )
+        one, none = torch.ones_like(top), torch.zeros_like(empty)
+        stats = RowStats(top, torch.full_like(top, -torch.inf), one, one, empty, none, none.int())
         if self.kernel.compact:
             stats = replace(stats, theta=0 * top - params.get("bias", self.bias))
         if not self.normalised:
@@ -314,14 +307,17 @@ class Plain:
         """Return the rows whose sum is so small that gradients divided by it would overflow; their gradient is 0."""
         return stats.mass.detach().abs() < least_reach(stats.mass.dtype)
 
-    def _values(self, z: Tensor, params: Params) -> Tensor:
+    def _shifted(self, z: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Return (which scores are hidden, scores plus bias, with 0 for the hidden ones)."""
         hidden = z == -torch.inf
-        a = torch.where(hidden, 0, z) + params.get("bias", self.bias)
+        return hidden, torch.where(hidden, 0, z) + params.get("bias", self.bias)
+
+    def _values(self, z: Tensor, params: Params) -> Tensor:
+        hidden, a = self._shifted(z, params)
         return torch.where(hidden, 0, self.kernel.value(a, params))
 
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
-        hidden = z == -torch.inf
-        a = torch.where(hidden, 0, z) + params.get("bias", self.bias)
+        hidden, a = self._shifted(z, params)
         slope = torch.where(hidden | self._small(stats), 0, self.kernel.slope(a, params)) / stats.mass
         return slope, p if self.normalised else torch.zeros_like(p)
 
@@ -338,7 +334,7 @@ class Plain:
     ) -> dict[str, Tensor]:
         grads = {"bias": self.finish(dz, rho, z, p, stats, params).sum(-1, keepdim=True)}
         if "r" in self.kernel.params:
-            a = torch.where(z == -torch.inf, 0, z) + params.get("bias", self.bias)
+            a = self._shifted(z, params)[1]
             log = torch.where(a > 0, torch.where(a > 0, a, 1).log(), 0)
             grads["r"] = (p * log * (g - rho)).sum(-1, keepdim=True)
         return grads

@@ -93,17 +93,7 @@ def diagnose(
     elif negative is None and spec.weighting.nonnegative:
         negative = torch.zeros_like(theta[..., 0])
     seen = visible.counts(theta.device)[..., None].clamp(min=1)
-    return Diagnostics(
-        tau=blank(tau),
-        bandwidth=blank(edge),
-        support=blank(support),
-        effective_sample_size=blank(ess),
-        density=blank(support / seen),
-        empty=stats.empty[..., 0],
-        fallback=stats.fallback[..., 0],
-        status=stats.status[..., 0],
-        weights=weights,
-        solver=solver,
-        effective_weights=effective,
-        negative_mass=negative,
-    )
+    tau, edge, support, ess, density = map(blank, (tau, edge, support, ess, support / seen))
+    empty, fallback, status = (x[..., 0] for x in (stats.empty, stats.fallback, stats.status))
+    rows = (tau, edge, support, ess, density, empty, fallback, status)
+    return Diagnostics(*rows, weights, solver, effective, negative)

@@ -27,7 +27,7 @@ from ..pairwise.local_regression import repeat_heads
 from ..precision import transformed
 from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
 from .decay import CHUNK, decayed, final, read, shifted
-from .mesa_solve import How, Systems, every_gram, method, solved
+from .mesa_solve import How, Systems, every_gram, method, solved, statistics
 from .states import LinearMap, Sizes
 
 CALL = "mesa_attention"
@@ -175,17 +175,16 @@ def _predict(
         gram = final(systems.key, systems.written, systems.g, systems.gram)
         values = final(systems.key, v, systems.g, values)
         t = _all(gram, systems.ridge, q)
-        left = (q - (read(t, gram) + systems.ridge * t)).detach() if residuals else None
-        return read(t, values), gram, values, _statistics(left, q)
+        found = statistics(q - (read(t, gram) + systems.ridge * t), q) if residuals else {}
+        return read(t, values), gram, values, found
     if call.form == "chunked" and not transformed():
-        done = solved(q, systems, how._replace(method=method(how.method, systems)))
-        out, values = decayed(done.value, systems.key, v, systems.g, values, chunk=how.chunk)
-        found = {"residual": done.residual, "iterations": done.iterations}
-        return out[:, :, :queries], done.gram, values, found
+        t, gram, found = solved(q, systems, how._replace(method=method(how.method, systems)))
+        out, values = decayed(t, systems.key, v, systems.g, values, chunk=how.chunk)
+        return out[:, :, :queries], gram, values, found
     make = _recurrent if call.form == "recurrent" else _parallel
     t, out, gram, values = make(q, v, systems, values)
-    left = (q - systems.times(t, how.chunk)[0]).detach() if residuals else None
-    return out[:, :, :queries], gram, values, _statistics(left, q)
+    found = statistics(q - systems.times(t, how.chunk)[0], q) if residuals else {}
+    return out[:, :, :queries], gram, values, found
 
 
 def _before(systems: Systems, q: Tensor, v: Tensor) -> tuple[Systems, Tensor, Tensor]:
@@ -229,15 +228,6 @@ def _recurrent(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[
         solutions.append(t)
         rows.append(read(t, values))
     return torch.cat(solutions, 2), torch.cat(rows, 2), gram, values
-
-
-def _statistics(left: Tensor | None, q: Tensor) -> dict[str, Tensor]:
-    """Return the statistics of a direct solve with b - A t = `left` [B, H, T, D]; none for None."""
-    if left is None:
-        return {}
-    size = q.detach().norm(dim=-1)
-    residual = left.norm(dim=-1) / torch.where(size > 0, size, 1)
-    return {"residual": residual, "iterations": torch.zeros_like(residual, dtype=torch.int32)}
 
 
 def _limit(tol: float | None, dtype: torch.dtype) -> float:

@@ -69,15 +69,6 @@ class How(NamedTuple):
     max_iter: int
 
 
-class Solution(NamedTuple):
-    """t, |b - A t| / |b|, the steps taken [B, H, T], and H after all keys."""
-
-    value: Tensor
-    residual: Tensor
-    iterations: Tensor
-    gram: Tensor
-
-
 def method(solver: str, systems: Systems) -> str:
     """Return the method of a solver for these systems."""
     if solver == "cg":
@@ -85,14 +76,21 @@ def method(solver: str, systems: Systems) -> str:
     return "direct" if systems.g is None and systems.ridge.shape[2] == 1 else "dense"
 
 
-def solved(b: Tensor, systems: Systems, how: How) -> Solution:
-    """Return A_i^-1 b_i, differentiable once by one more solve: with u = A^-1 dt, db = u and dA = -u t^T."""
+def solved(b: Tensor, systems: Systems, how: How) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return (A_i^-1 b_i, H after all keys, statistics [B, H, T]), differentiable once by one more solve: with u = A^-1
+    dt, db = u and dA = -u t^T."""
     value, iterations = _solve(b.detach(), *systems.detach(), *how)
     product, gram = systems.times(value, how.chunk)
     left = b - product  # nearly zero; its derivative is that of b - A t at constant t
+    return _attach(left, value, *systems.detach(), *how), gram, statistics(left, b, iterations)
+
+
+def statistics(left: Tensor, b: Tensor, iterations: Tensor | None = None) -> dict[str, Tensor]:
+    """Return "residual", |b - A t| / |b| with b - A t = `left`, and "iterations", by default 0."""
     size = b.detach().norm(dim=-1)
     residual = left.detach().norm(dim=-1) / torch.where(size > 0, size, 1)
-    return Solution(_attach(left, value, *systems.detach(), *how), residual, iterations, gram)
+    none = torch.zeros_like(residual, dtype=torch.int32) if iterations is None else iterations
+    return {"residual": residual, "iterations": none}
 
 
 SYSTEMS = (

@@ -89,15 +89,14 @@ def _(q, k, v, given, counted, mask, moved, runs, solver, spec, *_):  # type: ig
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
-        (q, k, v, given, *statistics), call = arguments[:8], arguments[8:]
-        *kept, active = map(flat, statistics)
-        return _backward_blocks(work_from(q, k, *call), grad, q, k, v, given, kept, active)
+        return _backward_blocks(work_from(*arguments[:2], *arguments[8:]), grad, *arguments[:8])
 
 
 def _backward_blocks(
-    work: Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, kept: list[Tensor], active: Tensor
+    work: Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, *statistics: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = work.rows
+    *kept, active = map(flat, statistics)
     turned = (x.new_zeros(x.transpose(-1, -2).shape) for x in (k, v))
     found = q.new_zeros(q.shape), *turned, q.new_zeros(len(work.names), *q.shape[:3])
     dq, dk, dv = map(flat, found[:3])

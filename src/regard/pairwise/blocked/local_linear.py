@@ -140,29 +140,8 @@ def run(work: Work, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     """Compute `forward` for a call given as `Work`."""
     *given, number, counted = arguments
     found = _outputs(given[0], given[2], given[3], work.rows)
-    _forward_blocks(work, Model(work.spec, work.rows, number), _flattened(*given), counted, [flat(z) for z in found])
-    return found
-
-
-def _flattened(*given: Tensor | None) -> Tensors:
-    *tensors, params = given
-    return Tensors(*(None if z is None else flat(z) for z in tensors), flat_params(params))  # type: ignore[call-arg]
-
-
-def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape = q.shape[:3]
-    return (
-        q.new_zeros(*shape, v.shape[-1]),
-        q.new_zeros(*shape, x.shape[-1]),
-        q.new_zeros(*shape, len(STATISTICS) + 1),
-        q.new_zeros(*shape, block_rows.FLOATS),
-        q.new_zeros(*shape, FLAGS + 1, dtype=torch.int32),
-        q.new_zeros(*shape, rows.indices, dtype=torch.int64),
-    )
-
-
-def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, found: list[Tensor]) -> None:
-    out, slope, statistics, floats, flags, index = found
+    model, tensors = Model(work.spec, work.rows, number), _flattened(*given)
+    out, slope, statistics, floats, flags, index = (flat(z) for z in found)
     flags[..., 0] = 1  # rows of blocks that see no key are skipped
     rows, failed = model.rows, False
     for block in work.blocks(model.elements):
@@ -184,6 +163,24 @@ def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, f
         block.rows(out).copy_(weights @ block.columns(tensors.v))
     if failed:
         _warn("forward", model.spec)
+    return found
+
+
+def _flattened(*given: Tensor | None) -> Tensors:
+    *tensors, params = given
+    return Tensors(*(None if z is None else flat(z) for z in tensors), flat_params(params))  # type: ignore[call-arg]
+
+
+def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = q.shape[:3]
+    return (
+        q.new_zeros(*shape, v.shape[-1]),
+        q.new_zeros(*shape, x.shape[-1]),
+        q.new_zeros(*shape, len(STATISTICS) + 1),
+        q.new_zeros(*shape, block_rows.FLOATS),
+        q.new_zeros(*shape, FLAGS + 1, dtype=torch.int32),
+        q.new_zeros(*shape, rows.indices, dtype=torch.int64),
+    )
 
 
 def _unconverged(status: Tensor) -> bool:

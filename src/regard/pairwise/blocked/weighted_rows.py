@@ -21,23 +21,12 @@ FEW = 2**20
 
 
 class WeightedRows:
-    """The systems of one block.
+    """The systems of one block, for weights p [n, q, w], whose rows sum to 1 or 0, and coordinates y [n, w, D].
 
-    Args:
-        p: weights [n, q, w]; every row sums to 1 or 0.
-        y: coordinates of the keys [n, w, D].
-        common: boolean [n, w], the keys that every row sees. Their mean becomes the origin.
-        ridge: a number, or [n, q, 1 or D].
-        probe: [n, q, D] or None.
-        fewest: fewest keys that positions allow a non-empty row to see.
-        sparse: whether weights can be zero, so that rows may have few keys.
-
-    Attributes:
-        origin: [n, 1, D].
-        y: relative to the origin, as is `mean` = p y [n, q, D].
-        source: [n, q, w] if the right sides are sum_j p_ij source_ij y_j with sum_j p_ij source_ij = 0, else None.
-        counted: whether residuals are wanted.
-        raised: where `raise_ridge` changed the ridge, or None.
+    `common` [n, w] are the keys that every row sees; their mean becomes the `origin` [n, 1, D] of y and `mean` = p y.
+    `ridge` is a number or [n, q, 1 or D], `probe` [n, q, D] or None. Positions allow a non-empty row at least `fewest`
+    keys, and weights can be zero if `sparse`. The caller sets `counted`, whether residuals are wanted, and `source`
+    [n, q, w] for right sides sum_j p_ij source_ij y_j with sum_j p_ij source_ij = 0. `raised`: where `raise_ridge` did.
     """
 
     def __init__(

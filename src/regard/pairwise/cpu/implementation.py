@@ -275,26 +275,16 @@ class Cpu(Blocked):
 def _normalise(z: Tensor, given: Tensor | None, spec: str, names: list[str]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (weights [R, w], floats [R, FLOATS], flags [R, FLAGS], index [R, n]) of scores z [R, w]; given [P, R]."""
     rows: Any = rows_of("cpu", spec)
-    found = _normalise_outputs(z, rows)
-    floats, flags, index = rows.solve(
-        z.detach(), found[0], _whole(z), _named(names, given), False, 0, z.new_empty(1, 0, dtype=torch.bool)
-    )
-    return found[0], floats, flags, index[:, : rows.indices].contiguous()
-
-
-def _normalise_outputs(z: Tensor, rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = z.shape[0]
-    return (
-        torch.empty_like(z),
-        z.new_empty(size, FLOATS),
-        z.new_empty(size, FLAGS, dtype=torch.int32),
-        z.new_empty(size, rows.indices, dtype=torch.int64),
-    )
+    p, unmarked = torch.empty_like(z), z.new_empty(1, 0, dtype=torch.bool)
+    floats, flags, index = rows.solve(z.detach(), p, _whole(z), _named(names, given), False, 0, unmarked)
+    return p, floats, flags, index[:, : rows.indices].contiguous()
 
 
 @_normalise.register_fake
 def _(z, given, spec, names):  # type: ignore[no-untyped-def]
-    return _normalise_outputs(z, rows_of("cpu", spec))
+    size, indices = z.shape[0], rows_of("cpu", spec).indices
+    flags = z.new_empty(size, FLAGS, dtype=torch.int32)
+    return torch.empty_like(z), z.new_empty(size, FLOATS), flags, z.new_empty(size, indices, dtype=torch.int64)
 
 
 @torch.library.custom_op(

@@ -33,12 +33,8 @@ __all__ = ["backward", "backward_part", "base", "forward", "forward_part", "with
 
 
 def with_kernel(function: Callable[[Any, Any], Any]) -> Any:
-    """Return this package loaded once more, under a name of its own, with `function` as the kernel `OWN`.
-
-    Args:
-        function: (d, reach) -> (K(reach - d) / K(reach), K'(reach - d) / K(reach)) of one key, in code that numba
-            compiles.
-    """
+    """Return this package loaded once more, under a name of its own, with `function` as the kernel `OWN`: (d, reach) ->
+    (K(reach - d) / K(reach), K'(reach - d) / K(reach)) of one key, in code that numba compiles."""
     name = f"{__name__}_{re.sub(r'[^a-zA-Z0-9]', '_', f'{function.__module__}.{function.__qualname__}')}"
     own = ModuleType(f"{name}.own")
     source = Path(inspect.getfile(function))
