@@ -118,22 +118,19 @@ def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
 
 
 @triton.jit
-def opened(
-    q_ptr, k_ptr, v_ptr, factor_ptr, visible, marks_ptr, scale, sizes, q_steps, k_steps, v_steps, visible_steps,
-    FORM: tl.constexpr,
-):  # fmt: skip
+def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM: tl.constexpr):
     """Return what all forward kernels begin with: (place, which rows exist, their numbers, sight, scales, q, k, v,
-    marks of rows, key blocks). `visible` points to the ranges' ends and the mask; steps are of batch, head and row."""
-    heads, group, queries, keys = sizes
+    marks of rows, key blocks). A matrix is (pointer, strides of batch, head and row), a factor (pointer, number);
+    `visible` holds the ranges' ends, the mask, and their strides."""
     place = place_of(queries, heads, FORM)
     rows, real, flat = own_rows(place, queries, FORM)
-    sight = sight_of(
-        visible[0], visible[1], visible[2], place, rows, visible_steps[0], visible_steps[1], visible_steps[2]
-    )
-    scales = factors(factor_ptr, flat, scale, FORM)
-    q = load_rows(q_ptr + place[2] * q_steps[0] + place[3] * q_steps[1], rows, q_steps[2], FORM.dim, FORM.wide)
-    k = k_ptr + place[2] * k_steps[0] + place[3] // group * k_steps[1], k_steps[2], keys
-    v = v_ptr + place[2] * v_steps[0] + place[3] // group * v_steps[1], v_steps[2], keys
+    low, high, mask, range_batch, mask_batch, mask_head = visible
+    sight = sight_of(low, high, mask, place, rows, range_batch, mask_batch, mask_head)
+    scales = factors(factor[0], flat, factor[1], FORM)
+    q, k, v = matrices
+    q = load_rows(q[0] + place[2] * q[1] + place[3] * q[2], rows, q[3], FORM.dim, FORM.wide)
+    k = k[0] + place[2] * k[1] + place[3] // group * k[2], k[3], keys
+    v = v[0] + place[2] * v[1] + place[3] // group * v[2], v[3], keys
     marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
     return place, real, flat, sight, scales, q, k, v, marked, key_blocks(sight, FORM)
 

@@ -186,17 +186,14 @@ def settle(q, k, run, sight, scales, marks, counts, marked, state, tolerance, FO
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_search_kernel(
-    q_ptr, k_ptr, factor_ptr, given_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
-    scale, number, tolerance, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row,
-    range_batch, mask_batch, mask_head, FORM: tl.constexpr,
-):  # fmt: skip
+    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+):
     """Store top, theta, reach and status of the rows, and marks: 1 if a block can have weight."""
     place, real, flat, sight, scales, q, k, _v, marked, run = opened(
-        q_ptr, k_ptr, k_ptr, factor_ptr, (low_ptr, high_ptr, mask_ptr), marks_ptr, scale, (heads, group, queries, keys),
-        (q_batch, q_head, q_row), (k_batch, k_head, k_row), (k_batch, k_head, k_row),
-        (range_batch, mask_batch, mask_head), FORM,
-    )  # fmt: skip
-    within = row_number(given_ptr, flat, number, FORM.given, FORM)
+        matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
+    )
+    floats_ptr, flags_ptr = found[1], found[2]
+    within = row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == ADAPTIVE:
         within = within * 0 + FORM.r
     best, tops = look(q, k, run, sight, scales, within, marked, real, FORM)
@@ -214,7 +211,7 @@ def compact_search_kernel(
         peak = tl.maximum(first_peak(tops, best, scales[1], FORM.r), least)
         solved = real & (empty == 0)
         state = top, peak, least, solved & (least < 1)  # from 1 on rounding sets the peak
-        peak, active = settle(q, k, run, sight, scales, marks, counts, (marked, solved), state, tolerance, FORM)
+        peak, active = settle(q, k, run, sight, scales, marks, counts, (marked, solved), state, tol, FORM)
         tl.store(floats_ptr + flat * 6 + 1, top - FORM.r * peak, mask=solved)
         tl.store(floats_ptr + flat * 6 + 2, FORM.r * peak, mask=solved)
         tl.store(flags_ptr + flat * 3 + 2, active.to(tl.int32), mask=solved)
@@ -245,18 +242,15 @@ def store_ties(index_ptr, flat, ties, real):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_weigh_kernel(
-    q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
-    out_ptr, index_ptr, tilt_ptr, scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head,
-    k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head, FORM: tl.constexpr,
-):  # fmt: skip
+    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+):
     """Store output and mass of the rows, and for a backward pass tilt, or index and the marks of blocks with weight."""
     TILT: tl.constexpr = FORM.keep and FORM.rule == ADAPTIVE
     TIES: tl.constexpr = FORM.keep and FORM.rule == ANCHORED
     place, real, flat, sight, scales, q, k, v, marked, run = opened(
-        q_ptr, k_ptr, v_ptr, factor_ptr, (low_ptr, high_ptr, mask_ptr), marks_ptr, scale, (heads, group, queries, keys),
-        (q_batch, q_head, q_row), (k_batch, k_head, k_row), (v_batch, v_head, v_row),
-        (range_batch, mask_batch, mask_head), FORM,
-    )  # fmt: skip
+        matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
+    )
+    out_ptr, floats_ptr, index_ptr, tilt_ptr = found[0], found[1], found[3], found[4]
     factor, by = scales
     marks = lists_of(marks_ptr, list_ptr, place, queries, keys, FORM)
     counts = collect(marks, run, 1, FORM)
