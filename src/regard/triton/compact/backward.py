@@ -13,11 +13,10 @@ from torch import Tensor
 from ..runtime.launch import launch
 from ..runtime.span import Span, batch_stride
 from ..runtime.support import interpreted
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Tiles, TileTable, padded
 from .backward_kernels import Form, compact_dkv_kernel, compact_dq_kernel
 from .lists import Lists, lists_of
 from .math import ANCHORED, SOFTMAX
-from .rows import padded
 
 _WIDE = [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)]
 DQ = TileTable.by_width(

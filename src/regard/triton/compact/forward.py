@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..runtime.launch import launch
 from ..runtime.span import Span
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Tiles, TileTable, padded
 from . import rules as compact
-from .rows import Form, padded
+from .rows import Form
 from .search import compact_search_kernel, compact_weigh_kernel
 from .stream import compact_stand_in_kernel, compact_stream_kernel
 

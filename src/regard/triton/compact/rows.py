@@ -45,11 +45,6 @@ class Form(NamedTuple):
     far: bool = False
 
 
-def padded(dim: int) -> tuple[int, int]:
-    """Return a number of columns and the power of two that holds them in a kernel."""
-    return dim, max(16, 1 << (dim - 1).bit_length())
-
-
 # Rows -----------------------------------------------------------------------------------------------------------
 
 

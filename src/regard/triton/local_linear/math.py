@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..runtime.blocks import FAR, load_block, load_span, row_scale, seen
 from ..runtime.span import Span
-from ..runtime.tiles import Tiles
+from ..runtime.tiles import Tiles, padded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)
@@ -234,11 +234,6 @@ def sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM: tl.constexpr):
 # On the host --------------------------------------------------------------------------------------------------
 
 
-def block_width(width: int) -> int:
-    """Return the columns that hold so many features."""
-    return max(16, triton.next_power_of_2(width))
-
-
 def matrix_of(x: Tensor) -> tuple[Tensor, int, int, int]:
     """Return a matrix [B, H, T, D] as kernels take it."""
     return x, *x.stride()[:3]
@@ -268,9 +263,8 @@ class Rows:
         self.shape, self.dtype, width, value = x.shape[:3], y.dtype, x.shape[-1], v.shape[-1]
         self.sizes = x.shape[1], x.shape[1] // max(1, y.shape[1]), x.shape[2], y.shape[2]
         self.width = max(width, value)
-        widths = width, block_width(width), value, block_width(value)
         masked, split = span.mask is not None, y.dtype == torch.bfloat16
-        self.form = Form(*widths, isinstance(factor, Tensor), masked, split)
+        self.form = Form(*padded(width), *padded(value), isinstance(factor, Tensor), masked, split)
         self.matrices, self.visible = tuple(map(matrix_of, (x, y, v))), span.pointers
 
     def fitted(self, tiles: Tiles, **more: Any) -> Form:

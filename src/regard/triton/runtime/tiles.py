@@ -38,6 +38,11 @@ class Tiles:
 Row = tuple[int, int, int, int]
 
 
+def padded(dim: int) -> tuple[int, int]:
+    """Return a number of columns and the power of two that holds them in a kernel."""
+    return dim, max(16, 1 << (dim - 1).bit_length())
+
+
 class TileTable:
     """The tiles of one kernel.
 
