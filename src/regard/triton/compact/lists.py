@@ -135,17 +135,9 @@ def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
 
 
 def lists_of(
-    live: Tensor,
-    low: Tensor,
-    high: Tensor,
-    masked: bool,
-    owners: int,
-    sizes: tuple[int, int],
-    listed: int,
-    axis: int,
-    group: int,
-    flags: Tensor | None = None,
-) -> Lists:
+    live: Tensor, low: Tensor, high: Tensor, masked: bool, owners: int, sizes: tuple[int, int], listed: int,
+    axis: int, group: int, flags: Tensor | None = None,
+) -> Lists:  # fmt: skip
     """Make the lists past groups of `listed` owners, a multiple of the granule.
 
     Args:

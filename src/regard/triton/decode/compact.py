@@ -63,15 +63,9 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: float | Tensor,
-    rule: Rule,
-    given: Tensor | None,
-    visible: Visibility,
+    q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, rule: Rule, given: Tensor | None, visible: Visibility,
     raw: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the attention of few queries, [B, H, Tq, Dv] in the dtype of the values.
 
     Args:

@@ -83,18 +83,9 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: float | Tensor,
-    ridge: float | Tensor,
-    probe: Tensor | None,
-    visible: Visibility,
-    how: int = 3,
-    tol: float = TOLERANCE,
-    limit: int = 4 * WIDEST,
-    raw: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, ridge: float | Tensor, probe: Tensor | None,
+    visible: Visibility, how: int = 3, tol: float = TOLERANCE, limit: int = 4 * WIDEST, raw: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the local linear attention of few queries, [B, H, Tq, Dv].
 
     Args:

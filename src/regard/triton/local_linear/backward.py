@@ -89,16 +89,9 @@ class _Call(Rows):
     """One backward pass as kernels read it."""
 
     def __init__(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        factor: float | Tensor,
-        solved: bool,
-        span: Span,
+        self, grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, solved: bool, span: Span,
         kept: Kept,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(x, y, v, factor, span)
         self.kept, self.matrices = kept, (matrix_of(rows_together(grad.to(v.dtype), FARTHEST)), *self.matrices)
         self.own_factor = number_or_rows(factor, kept.lse)

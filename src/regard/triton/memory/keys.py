@@ -165,16 +165,9 @@ def marginal_of(
 
 
 def moved_keys(
-    keys: Tensor,
-    query: Tensor,
-    scores: Tensor,
-    halves: Tensor,
-    counted: Tensor | None,
-    slope: Tensor | None,
-    rate: float,
-    *,
-    distance: bool,
-) -> Tensor:
+    keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, slope: Tensor | None,
+    rate: float, *, distance: bool,
+) -> Tensor:  # fmt: skip
     """Return sub-keys after a step that increases the entropy or, without a slope, sums of queries. One launch.
 
     Args:

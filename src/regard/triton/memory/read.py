@@ -189,12 +189,8 @@ def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def picked_rows(
-    table: Tensor,
-    slots: Tensor,
-    weights: Tensor | None,
-    other: Tensor | None = None,
-    good: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None = None, good: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return weighted sums of rows, and products with rows, float32. One launch; reads P K Dv numbers of the table.
 
     Args:
@@ -254,15 +250,9 @@ def mixed_rows(
 
 
 def pulled_rows(
-    table: Tensor,
-    slots: Tensor,
-    good: Tensor | None,
-    by_sum: Tensor | None,
-    by_mix: Tensor,
-    sums: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    table: Tensor, slots: Tensor, good: Tensor | None, by_sum: Tensor | None, by_mix: Tensor, sums: Tensor,
+    value: Tensor, gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Differentiate `mixed_rows`. One launch; reads P K Dv numbers of the table.
 
     Args:

@@ -43,12 +43,8 @@ def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor])
 
 
 def rewritten(
-    store: Any,
-    how: SlotMemory,
-    keys: Tensor,
-    tokens: dict[str, Tensor],
-    following: dict[str, Tensor] | None,
-) -> tuple[Tensor, Any] | None:
+    store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor], following: dict[str, Tensor] | None,
+) -> tuple[Tensor, Any] | None:  # fmt: skip
     """Do `Rounds.rewritten` by kernels, or return None if they cannot."""
     rule, moved = how.rule, how.rule.key_update != "none"
     known = (
@@ -155,14 +151,9 @@ class _Errors(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        read: Tensor,
-        value: Tensor,
-        following: Tensor | None,
-        good: Tensor | None,
-        good_next: Tensor | None,
-        look_ahead: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, read: Tensor, value: Tensor, following: Tensor | None, good: Tensor | None,
+        good_next: Tensor | None, look_ahead: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         errors, written, place = errors_of(read, value, following, good, good_next, look_ahead)
         ctx.save_for_backward(written, place)
         ctx.mark_non_differentiable(written, place)
@@ -192,15 +183,9 @@ class _Shares(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        weights: Tensor,
-        gate: Tensor | None,
-        slots: Tensor,
-        counted: Tensor | None,
-        written: Tensor,
-        rule: str,
-        rate: float,
-    ) -> Tensor:
+        ctx: Any, weights: Tensor, gate: Tensor | None, slots: Tensor, counted: Tensor | None, written: Tensor,
+        rule: str, rate: float,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(weights, gate, slots, counted, written)
         ctx.rule, ctx.rate = rule, rate
         return shares_of(weights, slots, gate, counted, written, rule, rate)
@@ -250,15 +235,9 @@ class _Keys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        keys: Tensor,
-        query: Tensor,
-        scores: Tensor,
-        halves: Tensor,
-        counted: Tensor | None,
-        rate: float,
+        ctx: Any, keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, rate: float,
         distance: bool,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         mean, slope = marginal_of(scores, halves, counted, len(keys), keys.shape[-2])
         ctx.save_for_backward(keys, query, scores, halves, counted, mean, slope)
         ctx.rate, ctx.distance = rate, distance

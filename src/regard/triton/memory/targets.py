@@ -118,13 +118,9 @@ def _shares(
 
 
 def errors_of(
-    read: Tensor,
-    value: Tensor,
-    following: Tensor | None,
-    good: Tensor | None,
-    good_next: Tensor | None,
+    read: Tensor, value: Tensor, following: Tensor | None, good: Tensor | None, good_next: Tensor | None,
     look_ahead: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the errors of the tokens of a chunk. One launch.
 
     Args:
@@ -159,14 +155,9 @@ def errors_of(
 
 
 def shares_of(
-    weights: Tensor,
-    slots: Tensor,
-    gate: Tensor | None,
-    counted: Tensor | None,
-    written: Tensor,
-    rule: str,
+    weights: Tensor, slots: Tensor, gate: Tensor | None, counted: Tensor | None, written: Tensor, rule: str,
     rate: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return rate g_t w_tj step_t, float32 [M, P, H, k].
 
     Args:

@@ -168,15 +168,9 @@ def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> Order:
 
 
 def written(
-    table: Tensor,
-    slots: Tensor,
-    entries: Tensor,
-    shares: Tensor,
-    errors: Tensor,
-    log: Tensor | None = None,
-    *,
+    table: Tensor, slots: Tensor, entries: Tensor, shares: Tensor, errors: Tensor, log: Tensor | None = None, *,
     add: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write rows of `table` in place.
 
     Args:
