@@ -35,7 +35,7 @@ class _Call:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
-        found: tuple[Tensor, ...], marks: Tensor, form: Form, granule: tuple[int, int],
+        found: tuple[Tensor, ...], marks: Tensor, form: Form, mask_tile: tuple[int, int],
     ) -> None:  # fmt: skip
         nothing = torch.empty(1, device=q.device)  # a pointer that no kernel reads
         scale = (factor, 1.0) if isinstance(factor, Tensor) else (nothing, max(factor, SMALLEST))
@@ -43,7 +43,7 @@ class _Call:
         matrices = tuple((x, *x.stride()[:3]) for x in (q, k, v))
         self.read = matrices, scale, number, (*span.pointers, *span.steps), found, marks
         self.sizes = q.shape[1], q.shape[1] // max(1, k.shape[1]), q.shape[2], k.shape[2]
-        self.batch, self.dtype, self.granule, self.form = q.shape[0], q.dtype, granule, form
+        self.batch, self.dtype, self.mask_tile, self.form = q.shape[0], q.dtype, mask_tile, form
         self.farthest = max(k.stride(2), v.stride(2))
 
     def start(self, kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
@@ -51,7 +51,7 @@ class _Call:
         form, device = self.form._replace(**changed), self.read[5].device
 
         def run(tiles: Tiles) -> None:
-            tiles = tiles.fitted(*self.granule)
+            tiles = tiles.fitted(*self.mask_tile)
             heads, _, queries, keys = self.sizes
             programs = self.batch * heads * triton.cdiv(queries, tiles.rows)
             lists = programs * triton.cdiv(keys, tiles.keys) if kernel in LISTING else 1
@@ -59,7 +59,7 @@ class _Call:
             launch(
                 kernel, (programs,), *self.read, torch.empty(lists, dtype=torch.int32, device=device),
                 TOLERANCE[self.dtype], *self.sizes, tiles=tiles,
-                FORM=form._replace(rows=tiles.rows, keys=tiles.keys, granule=self.granule[0], far=far),
+                FORM=form._replace(rows=tiles.rows, keys=tiles.keys, mask_tile=self.mask_tile[0], far=far),
             )  # fmt: skip
 
         run(tables[self.dtype.itemsize].pick(max(form.dim, form.value_dim), self.dtype, run, form))
@@ -67,7 +67,7 @@ class _Call:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
-    found: tuple[Tensor, ...], rule: tuple[int, int, int], granule: tuple[int, int], flags: tuple[bool, bool],
+    found: tuple[Tensor, ...], rule: tuple[int, int, int], mask_tile: tuple[int, int], flags: tuple[bool, bool],
 ) -> None:  # fmt: skip
     """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`.
 
@@ -76,11 +76,11 @@ def forward(
     (code, _, stand), keep, live = rule, flags[0], found[5]
     searched = code not in (compact.SOFTMAX, compact.FIXED)
     if searched and not keep:
-        blocks = triton.cdiv(q.shape[2], granule[0]), triton.cdiv(k.shape[2], granule[1])
+        blocks = triton.cdiv(q.shape[2], mask_tile[0]), triton.cdiv(k.shape[2], mask_tile[1])
         live = torch.zeros(*q.shape[:2], *blocks, dtype=torch.uint8, device=q.device)
     tensors = isinstance(factor, Tensor), isinstance(given, Tensor), span.mask is not None
     form = Form(*rule, *padded(q.shape[3]), *padded(v.shape[3]), *tensors, *flags)
-    call = _Call(q, k, v, factor, given, span, found[:5], live, form, granule)
+    call = _Call(q, k, v, factor, given, span, found[:5], live, form, mask_tile)
     if searched:
         nothing: dict[str, Any] = {"value_dim": 0, "value_wide": 0, "keep": False, "counted": False}
         call.start(compact_search_kernel, compact.SEARCH, stand=0, **nothing)

@@ -19,7 +19,7 @@ from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.operators import differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
-from .rules import ADAPTIVE, ANCHORED, FIXED, GRANULE, SOFTMAX, STANDS, Rule, granule_of, rule_of
+from .rules import ADAPTIVE, ANCHORED, FIXED, MASK_TILE, SOFTMAX, STANDS, Rule, mask_tile_of, rule_of
 
 
 def supports(problem: Problem) -> str | None:
@@ -41,7 +41,7 @@ def cost(problem: Problem) -> Cost:
     passes = {ADAPTIVE: 2 + STEPS, ANCHORED: 2}.get(code, 1)
     rows = problem.batch * problem.heads * problem.queries
     saved = 4 * rows * (FLOATS + FLAGS + problem.value_dim)
-    lists = 5 * pairs // GRANULE**2 if code in (ADAPTIVE, ANCHORED) else 0
+    lists = 5 * pairs // MASK_TILE**2 if code in (ADAPTIVE, ANCHORED) else 0
     return Cost(2 * pairs * (passes * problem.dim + problem.value_dim) // share, saved + lists)
 
 
@@ -55,8 +55,8 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     given, number = tensor_or_number(inputs.params.get(rule.row), rule.number)
     leaves = (q, k, v, factor, given)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    granule = granule_of(max(q.shape[3], v.shape[3]), q.dtype)
-    numbers = (scale, number, rule.code, rule.r, rule.stand, *granule)
+    mask_tile = mask_tile_of(max(q.shape[3], v.shape[3]), q.dtype)
+    numbers = (scale, number, rule.code, rule.r, rule.stand, *mask_tile)
     out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)
     if not inputs.diagnostics:
         return out, None
@@ -69,15 +69,12 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Return everything that a call computes.
+    """Return everything that a call computes: out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq,
+    FLAGS]; index int32 [B, H, Tq, n]; tilt float32 [B, H, Tq, Dv]; live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk /
+    live_keys)].
 
     `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
-    for a backward pass, and only with `counted` are support and effective sample size computed.
-
-    Returns:
-        out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq, FLAGS]; index int32 [B, H, Tq, n];
-        tilt float32 [B, H, Tq, Dv]; live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk / live_keys)].
-    """
+    for a backward pass, and only with `counted` are support and effective sample size computed."""
     from . import forward as compact_forward
 
     span, (scale, number, rule, r, stand, live_rows, live_keys, keep, counted) = Span(*rest[:5]), rest[5:]

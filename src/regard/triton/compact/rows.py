@@ -23,7 +23,7 @@ class Form(NamedTuple):
         dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
         factors, given, masked: whether each row has its own factor and number, and whether there is a mask.
         keep, counted: whether a backward pass follows, and whether weights are counted.
-        rows, keys, granule: rows of a program, keys of a block, and rows that share a mark.
+        rows, keys, mask_tile: rows of a program, keys of a block, and rows that share a mark.
         far: whether a block of keys may span 2^31 numbers.
     """
 
@@ -41,7 +41,7 @@ class Form(NamedTuple):
     counted: bool
     rows: int = 0
     keys: int = 0
-    granule: int = 0
+    mask_tile: int = 0
     far: bool = False
 
 
@@ -197,15 +197,15 @@ def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexp
 @triton.jit
 def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
     """Return where the first mark of a program lies. A row of marks has one for each key block."""
-    line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.granule) + place[1] * (FORM.rows // FORM.granule)
+    line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.mask_tile) + place[1] * (FORM.rows // FORM.mask_tile)
     return marks_ptr + line * tl.cdiv(keys, FORM.keys)
 
 
 @triton.jit
 def row_marks(marks_at, keys, FORM: tl.constexpr):
     """Return where the marks of each row [R] begin."""
-    granule = tl.arange(0, FORM.rows) // FORM.granule
-    return marks_at + granule.to(tl.int64) * tl.cdiv(keys, FORM.keys)
+    mask_tile = tl.arange(0, FORM.rows) // FORM.mask_tile
+    return marks_at + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.keys)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ blocks that come near enough to it; each later pass visits the marked blocks and
 fewer keys have a lower threshold, so that the peak descends monotonically, and most of the descent needs no further
 pass. A converged row is not changed while others of its block continue.
 
-Legend: R = ROWS queries of a program, K = KEYS keys of a block; e excess; marks: uint8 [granules of rows, key blocks]
+Legend: R = ROWS queries of a program, K = KEYS keys of a block; e excess; marks: uint8 [mask tiles of rows, key blocks]
 of one head, each the number of the pass that made it.
 """
 
@@ -43,19 +43,19 @@ BEYOND = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def lists_of(marks_ptr, list_ptr, place, queries, keys, FORM: tl.constexpr):
-    """Return (first mark, list of key blocks, number of key blocks, number of row granules) of a program."""
-    GRANULES: tl.constexpr = FORM.rows // FORM.granule
+    """Return (first mark, list of key blocks, number of key blocks, number of mask tiles of rows) of a program."""
+    MASK_TILES: tl.constexpr = FORM.rows // FORM.mask_tile
     blocks = tl.cdiv(keys, FORM.keys)
     list_at = list_ptr + (place[0].to(tl.int64) * tl.cdiv(queries, FORM.rows) + place[1]) * blocks
     marks_at = marks_of(marks_ptr, place, queries, keys, FORM)
-    return marks_at, list_at, blocks, tl.minimum(tl.cdiv(queries, FORM.granule) - place[1] * GRANULES, GRANULES)
+    return marks_at, list_at, blocks, tl.minimum(tl.cdiv(queries, FORM.mask_tile) - place[1] * MASK_TILES, MASK_TILES)
 
 
 @triton.jit
 def collect(marks, run, mark, FORM: tl.constexpr):
     """List the blocks with this mark and return (how many lie in [full, partial), at the front of the list; how many
     outside, at its back)."""
-    marks_at, list_at, blocks, granules = marks
+    marks_at, list_at, blocks, mask_tiles = marks
     first, full, partial, last = run
     tl.debug_barrier()  # wait for marks of other threads
     inner = 0
@@ -63,8 +63,8 @@ def collect(marks, run, mark, FORM: tl.constexpr):
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
         hit = tl.load(marks_at + block, mask=block < last, other=0) == mark
-        for i in tl.static_range(1, FORM.rows // FORM.granule):
-            inside = block < tl.where(granules > i, last, first)
+        for i in tl.static_range(1, FORM.rows // FORM.mask_tile):
+            inside = block < tl.where(mask_tiles > i, last, first)
             hit = hit | (tl.load(marks_at + i * blocks.to(tl.int64) + block, mask=inside, other=0) == mark)
         whole = (block >= full) & (block < partial)
         a = (hit & whole).to(tl.int32)
@@ -86,14 +86,14 @@ def listed(marks, t, EDGE: tl.constexpr):
 @triton.jit
 def leave(marks, run, mark, FORM: tl.constexpr):
     """Set marks equal to `mark` to 1 and all others to 0."""
-    marks_at, _, blocks, granules = marks
+    marks_at, _, blocks, mask_tiles = marks
     first, _, _, last = run
     tl.debug_barrier()
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        for i in tl.static_range(FORM.rows // FORM.granule):
+        for i in tl.static_range(FORM.rows // FORM.mask_tile):
             at = marks_at + i * blocks.to(tl.int64) + block
-            inside = block < tl.where(granules > i, last, first)
+            inside = block < tl.where(mask_tiles > i, last, first)
             tl.store(at, (tl.load(at, mask=inside, other=0) == mark).to(tl.uint8), mask=inside)
 
 

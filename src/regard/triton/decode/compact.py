@@ -66,15 +66,9 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, rule: Rule, given: Tensor | None, visible: Visibility,
     raw: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the attention of few queries, [B, H, Tq, Dv] in the dtype of the values.
-
-    Args:
-        q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
-        factor: factor of the products, a number or [B, H, Tq].
-        given: the rule's number for every row [B, H, Tq], or None.
-        raw: whether vectors may be non-finite (or beyond 2^56) anywhere: rows that see one become NaN. Otherwise
-            only vectors that no row sees may be non-finite.
-    """
+    """Return the attention of few queries, [B, H, Tq, Dv] in the dtype of the values. `factor` is a number or [B, H,
+    Tq], `given` the rule's number for every row [B, H, Tq], or None. If `raw`, vectors may be non-finite (or beyond
+    2^56) anywhere, and rows that see one become NaN; otherwise only vectors that no row sees may be non-finite."""
     ranges = ranges_of(visible, q.device)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
     given = None if given is None else row_tensor(given, q)

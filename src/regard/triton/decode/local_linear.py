@@ -90,17 +90,14 @@ def decode(
 
     Args:
         q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
-        factor: factor of the products, a number or [B, H, Tq].
-        ridge: a number, or [B, H, Tq, 1 or D].
+        factor, ridge: a number, or [B, H, Tq] and [B, H, Tq, 1 or D].
         probe: [B, H, Tq, D], -t if it is given, else None.
         how: 1 for conjugate gradients, 2 for elimination, 3 for both in turn; ignored with a probe.
         tol, limit: tolerance and most steps of conjugate gradients.
-        raw: whether vectors may be non-finite (or beyond 2^56) anywhere: rows that see one become NaN. Otherwise
-            only vectors that no row sees may be non-finite.
+        raw: as in `compact.decode`.
 
     Raises:
-        ArgumentError: neither a probe nor a way to solve.
-    """
+        ArgumentError: neither a probe nor a way to solve."""
     if probe is None and how == 0:
         raise ArgumentError("local_linear_decode: the learned solver needs params={'probe': r}, r [B, H, Tq, D].")
     ranges = ranges_of(visible, q.device)

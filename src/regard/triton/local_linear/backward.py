@@ -112,17 +112,12 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, ridge: float | Tensor | None, span: Span,
     kept: Kept, rule: Rule | None,
 ) -> Gradients:  # fmt: skip
-    """Compute the gradients of one call, with deterministic kernels.
+    """Compute the gradients of one call from dL/do [B, H, Tq, Dv], with deterministic kernels. Scores are factor * x .
+    y with a number or float32 [B, H, Tq]. The ridge, a number or float32 [B, H, Tq, 1 or D] relative to the kernel
+    weight, and the rule of the solver are None if t was given.
 
-    Args:
-        grad: dL/do [B, H, Tq, Dv].
-        factor: z = factor * x . y, a number or float32 [B, H, Tq].
-        ridge: relative to the kernel weight, a number or float32 [B, H, Tq, 1 or D]; None where t was given.
-        rule: how systems are solved, None where t was given.
-
-    Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 8 for dy and dv; of bfloat16
-    4, 5 and 10.
-    """
+    Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 8 for dy and dv; in bfloat16
+    4, 5 and 10."""
     if not kept.lse.numel():
         optional = (z if isinstance(z, Tensor) else None for z in (factor, ridge, kept.t if ridge is None else None))
         return Gradients(*(None if z is None else z.new_zeros(z.shape) for z in (x, y, v, *optional)))

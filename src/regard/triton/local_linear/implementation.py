@@ -134,14 +134,10 @@ def _diagnose(inputs: Inputs, kept: list[Tensor]) -> Diagnostics:
 def _forward(
     x: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, ridge: Tensor | None, probe: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Return everything that a call computes.
-
-    `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace `scale` and `number`; with `given`, t = -probe.
-
-    Returns:
-        out [B, H, Tq, Dv]; t [B, H, Tq, D]; lse [B, H, Tq]; means of keys [B, H, Tq, D] and of values [B, H, Tq, Dv];
-        steps and residual [B, H, Tq, 2]; `SolveStatus` [B, H, Tq]; counts of weights [B, H, Tq, 4].
-    """
+    """Return everything that a call computes: out [B, H, Tq, Dv]; t [B, H, Tq, D]; lse [B, H, Tq]; means of keys [B, H,
+    Tq, D] and of values [B, H, Tq, Dv]; steps and residual [B, H, Tq, 2]; `SolveStatus` [B, H, Tq]; counts of weights
+    [B, H, Tq, 4]. `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace `scale` and `number`; with `given`, t =
+    -probe."""
     from .forward import moments, output
     from .math import Rows
     from .solve import Rule, solve

@@ -153,19 +153,11 @@ def _solve(
 def solve(
     right: Tensor, call: Rows, ridge: float | Tensor, lse: Tensor, mean: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve (C_i + ridge_i) t_i = right_i for every query.
+    """Solve (C_i + ridge_i) t_i = right_i for every query. Return t [B, H, Tq, D], float32; (steps, relative residual)
+    [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. `right` and the means of keys [B, H, Tq, D], the ridge [B, H, Tq, 1
+    or D] if it is a tensor, and `lse` [B, H, Tq] (in base 2, inf for a row without a key) are float32.
 
-    Args:
-        right: [B, H, Tq, D], float32, contiguous.
-        ridge: a number or float32 [B, H, Tq, 1 or D].
-        lse: [B, H, Tq], float32: log-sum-exp of the scores in base 2, inf for a row without a key.
-        mean: means of the keys [B, H, Tq, D], float32, contiguous.
-
-    Returns:
-        t [B, H, Tq, D], float32; (steps, relative residual) [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32.
-
-    Cost: 8 D a pair and step with keys in bfloat16, 6 D in float32; true residuals take at least one more step.
-    """
+    Cost: 8 D a pair and step with keys in bfloat16, 6 D in float32; true residuals take at least one more step."""
     found = torch.empty_like(right), call.new(2), lse.new_empty(lse.shape, dtype=torch.int32)
     tiles, alone = TILES.pick(right.shape[-1], call.dtype), DIRECT.pick(right.shape[-1], call.dtype)
     few = alone.keys if rule.direct else 0
