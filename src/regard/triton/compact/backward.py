@@ -14,9 +14,10 @@ from ..runtime.launch import launch
 from ..runtime.span import Span, batch_stride
 from ..runtime.support import interpreted
 from ..runtime.tiles import Tiles, TileTable, padded
-from .backward_kernels import Form, compact_dkv_kernel, compact_dq_kernel
+from .backward_kernels import compact_dkv_kernel, compact_dq_kernel
 from .lists import Lists, lists_of
 from .math import ANCHORED, SOFTMAX
+from .rows import Form
 
 _WIDE = [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)]
 DQ = TileTable.by_width(
@@ -123,7 +124,7 @@ def backward(
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
     every = (grad, q, k, v, tilt)
     widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
-    form = Form(*rule, *widths, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
+    form = Form(*rule, *widths, factors, wanted, masked, precision=precision, steps=steps)
     matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
     by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
     call = _Call(floats, flags, index, by, matrices, span, live, mask_tile, sizes, form)

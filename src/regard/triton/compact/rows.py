@@ -16,7 +16,7 @@ from ..runtime.blocks import load, load_rows, places_of, seen
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for.
+    """What a kernel is compiled for. What it does not read keeps its default.
 
     Attributes:
         rule, r, stand: code of the rule, power of the kernel, code of the fallback weights.
@@ -25,6 +25,10 @@ class Form(NamedTuple):
         keep, counted: whether a backward pass follows, and whether weights are counted.
         rows, keys, mask_tile: rows of a program, keys of a block, and rows that share a mark.
         far: whether a block of keys may span 2^31 numbers.
+        own, tile, listed, split, group: in a backward pass, rows of a program's own block and of the streamed blocks;
+            owners of a list, 0 of a range; blocks of a listed number; heads that stream past an own block.
+        precision, steps: precision of products; row strides of grad, q, k, v, tilt, which as constants take no
+            registers.
     """
 
     rule: int
@@ -37,12 +41,19 @@ class Form(NamedTuple):
     factors: bool
     given: bool
     masked: bool
-    keep: bool
-    counted: bool
+    keep: bool = False
+    counted: bool = False
     rows: int = 0
     keys: int = 0
     mask_tile: int = 0
     far: bool = False
+    own: int = 0
+    tile: int = 0
+    listed: int = 0
+    split: int = 1
+    group: int = 1
+    precision: str = "ieee"
+    steps: tuple[int, ...] = ()
 
 
 # Rows -----------------------------------------------------------------------------------------------------------

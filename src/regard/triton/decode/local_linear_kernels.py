@@ -232,6 +232,16 @@ def load_vectors(x, own, held, D: tl.constexpr, WIDTH: tl.constexpr):
     return load(x + own[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
 
 
+@triton.jit
+def _tile(k, v, n, sight, FORM: tl.constexpr):
+    """Return keys and values of a tile, which pairs are visible, and which keys are non-finite."""
+    seen = seen_keys(n * FORM.keys, sight, FORM.masked, FORM)
+    some = tl.max(seen.to(tl.int32), 0) != 0
+    keys = load_keys(k, n * FORM.keys, some, FORM)
+    lost = broken(keys)
+    return keys, load_values(v, n * FORM.keys, some, FORM), seen, lost
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def tilted_kernel(
     matrices, factor, span, slope, mean, state, part, heads, group, queries, stride_low, stride_mb, stride_mh,
@@ -251,12 +261,7 @@ def tilted_kernel(
     wrong = broken(a)
     total = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
     for n in range(tiles[1], tiles[2]):
-        j = (tiles[0] + n) * FORM.keys
-        seen = seen_keys(j, sight, FORM.masked, FORM)
-        some = tl.max(seen.to(tl.int32), 0) != 0
-        keys = load_keys(k, j, some, FORM)
-        lost = broken(keys)
-        values = load_values(v, j, some, FORM)
+        keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
         p = tl.exp2(products(a, keys, FORM.rows) * by[:, None] - lse[:, None])
         e, multiplied = fine_products(t, keys, FORM.rows)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)
@@ -292,12 +297,7 @@ def probed_kernel(
         tl.zeros((FORM.rows, FORM.value_wide), tl.float32),
     )
     for n in range(tiles[1], tiles[2]):
-        j = (tiles[0] + n) * FORM.keys
-        seen = seen_keys(j, sight, FORM.masked, FORM)
-        some = tl.max(seen.to(tl.int32), 0) != 0
-        keys = load_keys(k, j, some, FORM)
-        lost = broken(keys)
-        values = load_values(v, j, some, FORM)
+        keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
         score = tl.where(seen, products(a, keys, FORM.rows) * by[:, None], float("-inf"))
         s, _used = fine_products(t, keys, FORM.rows)
         new = tl.maximum(top, tl.max(score, 1))

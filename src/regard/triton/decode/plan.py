@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...pairwise.visibility import Visibility
-from ..runtime.span import batch_stride, mask_steps
+from ..runtime.span import batch_stride, ends_of, mask_steps
 from ..runtime.tiles import Tiles, padded
 
 if TYPE_CHECKING:
@@ -56,16 +56,13 @@ class Ranges(NamedTuple):
 
 def ranges_of(visible: Visibility, device: torch.device) -> Ranges:
     """Return the ranges of a call whose mask, if any, is over keys."""
-    low, high = (x.to(torch.int32).contiguous() for x in visible.bounds(0, visible.queries, device))
-    mask = visible.mask
-    if mask is not None:
-        mask = mask[..., 0, :].expand(*mask.shape[:2], visible.keys).to(torch.uint8).contiguous()
+    low, high, mask = ends_of(visible, device)
     first, last = visible.span(0, visible.queries)
     most = last - first
     if visible.window is not None:
         width = visible.window if visible.causal else 2 * visible.window - 1
         most = min(most, width + visible.queries - 1)
-    return Ranges(low, high, mask, max(most, 1))
+    return Ranges(low.to(torch.int32), high.to(torch.int32), mask, max(most, 1))
 
 
 def rows_of(count: int, dtype: torch.dtype) -> int:

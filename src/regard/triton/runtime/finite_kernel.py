@@ -7,9 +7,6 @@ import triton.language as tl
 
 from .blocks import LENGTHS
 
-next_power_of_2 = triton.next_power_of_2
-
-
 LIMIT = tl.constexpr((127 + 56) << 23)
 """The bits of 2^56 in float32, the limit of `precision.clean`."""
 
