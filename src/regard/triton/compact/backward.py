@@ -55,8 +55,7 @@ class _Call(NamedTuple):
     form: Form
 
     def by_queries(self, tiles: Tiles, table: Tensor, outs: tuple[Tensor, ...]) -> Tensor:
-        """Fill `table` and outs (dq, dfactor, dgiven). Return which blocks of queries have a row with tied best keys,
-        uint8 [B x H, blocks], the same number for every mask tile."""
+        """Fill `table` and outs. Return which blocks have a row with tied best keys, uint8 [B x H, blocks]."""
         queries = self.sizes[2]
         own = tiles.rows if self.soft else min(tiles.rows, self.mask_tile[0])
         heads, blocks = self.sizes[4] // max(1, queries), -(-queries // own)

@@ -137,8 +137,7 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
 
 @triton.jit
 def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
-    """Return the mean of the keys that tie for the best score of each row. Several keys, which are rare, are searched
-    for."""
+    """Return the mean of the keys that tie for the best score of each row; several keys are rare."""
     first, last, count, top, near = tops
     places = kv[0] + first.to(tl.int64)[:, None] * FORM.steps[2] + tl.arange(0, FORM.wide)[None, :]
     total = load(places, first >= 0, FORM.dim, FORM.wide, True).to(tl.float32)

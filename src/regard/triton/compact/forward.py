@@ -69,10 +69,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
     found: tuple[Tensor, ...], rule: tuple[int, int, int], mask_tile: tuple[int, int], flags: tuple[bool, bool],
 ) -> None:  # fmt: skip
-    """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`.
-
-    Memory besides: 4 bytes a block of pairs if the rule needs a search, and one more without a backward pass.
-    """
+    """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`. Memory besides: 4 bytes a
+    block of pairs if the rule needs a search, and one more without a backward pass."""
     (code, _, stand), keep, live = rule, flags[0], found[5]
     searched = code not in (compact.SOFTMAX, compact.FIXED)
     if searched and not keep:

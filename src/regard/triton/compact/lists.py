@@ -37,8 +37,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def ranges(low, high, start, size, total, TILE: tl.constexpr):
-    """Return (first block, first that all owners see whole, end of those, end of all) of the blocks of TILE that stream
-    past owners [start, start + size)."""
+    """Return (first, first that all owners see whole, end of those, end) of the blocks past size owners."""
     final = tl.minimum(start + size, total) - 1
     first = tl.load(low + start) // TILE
     finish = tl.maximum(first, tl.cdiv(tl.load(high + final), TILE))

@@ -61,8 +61,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def place_of(queries, heads, FORM: tl.constexpr):
-    """Return (head among all, block of rows, batch, head) of a program. Last rows begin first: in causal order they see
-    most."""
+    """Return (head among all, block of rows, batch, head) of a program; last rows, which see most, first."""
     row_blocks = tl.cdiv(queries, FORM.rows)
     head = tl.program_id(0) // row_blocks
     row_block = row_blocks - 1 - tl.program_id(0) % row_blocks
@@ -71,8 +70,7 @@ def place_of(queries, heads, FORM: tl.constexpr):
 
 @triton.jit
 def own_rows(place, queries, FORM: tl.constexpr):
-    """Return (row numbers, which rows exist, their numbers among all heads). Rows beyond the last repeat it and are not
-    stored."""
+    """Return (rows, which exist, their numbers among all heads); rows past the last repeat it, not stored."""
     row = place[1] * FORM.rows + tl.arange(0, FORM.rows)
     rows = tl.minimum(row, queries - 1)
     return rows, row < queries, place[0].to(tl.int64) * queries + rows
@@ -95,8 +93,7 @@ def row_number(ptr, flat, number, GIVEN: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def factors(ptr, flat, scale, FORM: tl.constexpr):
-    """Return (factor in `key_scores`, factor that then makes scores) [R]. A number is applied after the maximum, since
-    it is positive."""
+    """Return (factor in `key_scores`, factor that then makes scores) [R]; a number is applied last."""
     given = row_number(ptr, flat, scale, FORM.factors, FORM)
     return given, tl.full((FORM.rows,), 1.0, tl.float32) if FORM.factors else given
 

@@ -67,8 +67,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
-    """Return the rule of a spec with these numbers, or the reason why the kernels do not know it. Names in `tensors`
-    are given as tensors."""
+    """Return the rule of a spec, or why the kernels do not know it; names in `tensors` are tensors."""
     kernel, rule, numbers = spec.kernel, spec.bandwidth, numbers or {}
     if type(spec.weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed):
         return f"knows normalised kernels under the rules adaptive, anchored and fixed; this is {spec}"

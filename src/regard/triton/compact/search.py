@@ -53,8 +53,7 @@ def lists_of(marks_ptr, list_ptr, place, queries, keys, FORM: tl.constexpr):
 
 @triton.jit
 def collect(marks, run, mark, FORM: tl.constexpr):
-    """List the blocks with this mark and return (how many lie in [full, partial), at the front of the list; how many
-    outside, at its back)."""
+    """List blocks with this mark; return how many lie in [full, partial) (front) and outside (back)."""
     marks_at, list_at, blocks, mask_tiles = marks
     first, full, partial, last = run
     tl.debug_barrier()  # wait for marks of other threads

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, root
 from ..runtime.blocks import FAR, LENGTHS
-from ..runtime.finite_kernel import broken
+from ..runtime.finite_kernel import non_finite
 from .math import (
     add_weighted,
     extent,
@@ -47,14 +47,14 @@ def scores_kernel(
         matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
     )
     _, held, own = rows
-    wrong = broken(a)
+    wrong = non_finite(a)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.keys
         real = j + tl.arange(0, FORM.keys) < sight[7]
         keys = load_keys(k, j, real, FORM)
-        lost = broken(keys)
+        lost = non_finite(keys)
         if FORM.raw:  # loaded before arithmetic waits for the keys
-            lost |= broken(load_values(v, j, real, FORM))
+            lost |= non_finite(load_values(v, j, real, FORM))
         score = products(a, keys, FORM.rows) * by[:, None]
         seen = seen_keys(j, sight, FORM.masked, FORM)
         score = tl.where(seen, score, float("-inf"))
@@ -92,8 +92,7 @@ def nearest_key(z, tops, top, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def gather_near(z, tops, near, top, reach, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
-    """Store distances top - z below `reach` in `near`, in the order of the keys, and return how many. Tiles out of
-    reach are not read."""
+    """Store distances top - z below `reach` in `near`, in the order of the keys, and return how many."""
     count = 0
     for n in range(0, tiles * KEYS, CHUNK):
         at = n + tl.arange(0, CHUNK)
@@ -277,13 +276,13 @@ def online_kernel(
     )
     _, held, own = rows
     by *= LOG2E
-    wrong = broken(a)
+    wrong = non_finite(a)
     top = tl.full((FORM.rows,), float("-inf"), tl.float32)
     mass, total = tl.zeros((FORM.rows,), tl.float32), tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.keys
         keys = load_keys(k, j, j + tl.arange(0, FORM.keys) < sight[7], FORM)
-        lost = broken(keys)
+        lost = non_finite(keys)
         score = products(a, keys, FORM.rows) * by[:, None]
         seen = seen_keys(j, sight, FORM.masked, FORM)
         score = tl.where(seen, score, float("-inf"))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..compact.math import LOG2E
 from ..runtime.blocks import LENGTHS, load
-from ..runtime.finite_kernel import broken
+from ..runtime.finite_kernel import non_finite
 from .math import (
     add_weighted,
     fine_products,
@@ -238,7 +238,7 @@ def _tile(k, v, n, sight, FORM: tl.constexpr):
     seen = seen_keys(n * FORM.keys, sight, FORM.masked, FORM)
     some = tl.max(seen.to(tl.int32), 0) != 0
     keys = load_keys(k, n * FORM.keys, some, FORM)
-    lost = broken(keys)
+    lost = non_finite(keys)
     return keys, load_values(v, n * FORM.keys, some, FORM), seen, lost
 
 
@@ -258,7 +258,7 @@ def tilted_kernel(
     mass = tl.load(state + own * 2 + 1, mask=held, other=1.0)
     lse = tl.load(state + own * 2, mask=held, other=0.0) + tl.log2(tl.where(mass > 0, mass, 1.0))
     lse = tl.where(mass > 0, lse, 0.0)
-    wrong = broken(a)
+    wrong = non_finite(a)
     total = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
     for n in range(tiles[1], tiles[2]):
         keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
@@ -285,7 +285,7 @@ def probed_kernel(
     by *= LOG2E
     t = -load_vectors(probe, own, held, FORM.dim, FORM.wide)
     DV: tl.constexpr = FORM.value_dim
-    columns, wrong = tl.arange(0, FORM.value_wide), broken(a)
+    columns, wrong = tl.arange(0, FORM.value_wide), non_finite(a)
     top = tl.full((FORM.rows,), float("-inf"), tl.float32)
     mass, tilt, level_s = (
         tl.zeros((FORM.rows,), tl.float32),
@@ -325,8 +325,7 @@ def probed_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def merge_probed_kernel(part, state, out, splits, total_rows, DV: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge one row of the output from its splits. The common s is the mean of the slopes, so that the term subtracted
-    at the end is nearly 0."""
+    """Merge one row of the output from its splits, with the mean of the slopes as the common s."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     top = float("-inf")

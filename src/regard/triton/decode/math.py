@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.blocks import FAR, load, load_span, places_of, row_scale, seen
-from ..runtime.finite_kernel import broken
+from ..runtime.finite_kernel import non_finite
 
 
 class Form(NamedTuple):
@@ -109,8 +109,7 @@ def load_queries(q, batch, first_head, rows, held, queries, FORM: tl.constexpr):
 
 @triton.jit
 def opened(matrices, factor, span, steps, heads, group, queries, FORM: tl.constexpr):
-    """Return (rows, tiles, sight) of `part_of`, the queries, their factors, and (pointer, stride) of keys and values of
-    the head."""
+    """Return (rows, tiles, sight) of `part_of`, queries, factors, and (pointer, stride) of keys and values."""
     batch, head, own, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
     q, k, v = matrices
     a = load_queries(q, batch, head * group, own[0], own[1], queries, FORM)
@@ -186,7 +185,7 @@ def guarded(w, lost, values, seen, wrong, FORM: tl.constexpr):
     """Return (w [ROWS, KEYS] with NaN where a row that is `wrong` [ROWS] sees a key, or any row sees a `lost` key
     [KEYS] or a non-finite value; the values). Unless all rows see the same keys, non-finite values become 0, since rows
     that do not see them multiply them with 0."""
-    bad = broken(values)
+    bad = non_finite(values)
     if FORM.most > 1 or FORM.masked == 2:
         values = tl.where(bad[:, None], 0.0, values)
     return tl.where(seen & (wrong[:, None] | (lost | bad)[None, :]), float("nan"), w), values

@@ -30,13 +30,8 @@ WAVES = 4
 
 
 class Ranges(NamedTuple):
-    """Which keys each query sees.
-
-    Attributes:
-        low, high: int32 [B or 1, Tq]; query i sees keys [low_i, high_i) that `mask` lets be seen.
-        mask: uint8 [B or 1, H or 1, Tk], 1 where a key may be seen, or None.
-        most: how many keys all queries of a sequence together can see, from the first to the last.
-    """
+    """Which keys each query sees: low, high int32 [B or 1, Tq]; mask uint8 [B or 1, H or 1, Tk], 1 where a key may be
+    seen, or None; and how many keys all queries of a sequence together can see, from the first to the last."""
 
     low: Tensor
     high: Tensor
@@ -71,8 +66,7 @@ def rows_of(count: int, dtype: torch.dtype) -> int:
 
 
 def splits_of(device: torch.device, programs: int, tiles: int, rows: int, least: int = LEAST) -> int:
-    """Return among how many programs the keys of each of `programs` are split: enough to fill the device, each with at
-    least `least` tiles."""
+    """Return how many programs share the keys of one, to fill the device with at least `least` tiles each."""
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
     wanted = -(-WAVES * count // max(programs, 1))
     return max(1, min(wanted, tiles // max(least, rows // 4), 65535))

@@ -148,8 +148,7 @@ def _right_sides(call: _Call) -> tuple[Tensor, Tensor]:
 def _operands(
     call: _Call, ridge: float | Tensor | None, u: Tensor | None, means: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-    """Return what the kernels read of rows (t, -u and their rests as multiplied [B, H, Tq, 2 to 4, D], numbers [B, H,
-    Tq, 8]), and dridge."""
+    """Return (operands [B, H, Tq, 2 to 4, D] and numbers [B, H, Tq, 8] of rows, dridge)."""
     lse, width = call.kept.lse, ridge_width(ridge)
     dridge = call.new(width) if width else None
     read = call.x.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)

@@ -24,8 +24,7 @@ gammabar - m . u of u's first term; 8 lie in one sector of memory."""
 
 @triton.jit
 def _place(blocks, heads, group):
-    """Return (block, head among all [B, heads], batch, head, key head) of a program. Programs of a head are
-    consecutive, so that its keys stay in the cache."""
+    """Return (block, head among all, batch, head, key head); programs of a head are consecutive."""
     nth = (tl.program_id(0) // blocks).to(tl.int64)
     return tl.program_id(0) % blocks, nth, nth // heads, nth % heads, nth % heads // group
 
@@ -203,8 +202,7 @@ def local_linear_query_kernel(
     outs, matrices, kept, u, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
     heads, group, queries, keys, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store dx and the gradients of factors or of a given t of one block of queries, and their c, with t and u in one
-    term each."""
+    """Store dx, gradients of factors or of a given t, and c of a block of queries, from one term each."""
     sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -298,8 +296,7 @@ def local_linear_key_kernel(
     outs, matrices, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
     heads, group, queries, keys, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store dk and dv of one block of keys. A program visits all query heads of its key head in turn, so that no two
-    programs add to one number."""
+    """Store dk and dv of one block of keys, over all query heads of its key head in turn."""
     sizes = heads, group, queries, keys
     block, nth, batch, key_head, _ = _place(tl.cdiv(keys, FORM.own), heads // group, 1)
     begin = block * FORM.own

@@ -47,8 +47,7 @@ def _inverse(matrix, KEYS: tl.constexpr):
 
 @triton.jit
 def _away(k_ptr, k_row, at, there, p, root, d):
-    """Return feature d of the a_j [KEYS] in float64, centred at the mean of these very weights, so that rounding does
-    not leave the span of the keys."""
+    """Return feature d of the a_j [KEYS] in float64, centred at the mean of these very weights."""
     k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32).to(tl.float64)
     return root * (k - tl.sum(p * k, 0))
 

@@ -183,8 +183,7 @@ def _output(
     slope, terms_ptr, numbers, matrices, kept, factor, span, outs, heads, group, queries, keys,
     span_batch, mask_batch, mask_head, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store the output of a block of rows. `slope` holds t if it was solved for, else -t; `terms_ptr` and `numbers` are
-    scratch."""
+    """Store the output of a block of rows. `slope` holds t, or -t if it was given; two are scratch."""
     SIDES: tl.constexpr = 1 if FORM.masked else 2  # with a mask no tile is full
     head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
     tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)

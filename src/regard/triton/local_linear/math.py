@@ -240,8 +240,7 @@ def matrix_of(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def number_or_rows(x: float | Tensor, unread: Tensor) -> tuple[Tensor, float]:
-    """Return a number, or a float32 tensor of rows, as kernels take it: (pointer, number), with a pointer that is not
-    read if there is none."""
+    """Return (pointer, number) of a number, with a pointer that is not read, or of a tensor of rows."""
     return (x.contiguous(), 0.0) if isinstance(x, Tensor) else (unread, float(x))
 
 
@@ -251,12 +250,8 @@ def ridge_width(ridge: float | Tensor | None) -> int:
 
 
 class Rows:
-    """What all launches of one call share: x, y, factor and visible keys as kernels read them.
-
-    Args:
-        x, y, v: queries [B, H, Tq, D], keys [B, Hkv, Tk, D] and values [B, Hkv, Tk, Dv].
-        factor: factor of the scores, a number or float32 [B, H, Tq].
-    """
+    """What all launches of one call share: queries x [B, H, Tq, D], keys y [B, Hkv, Tk, D], values v [B, Hkv, Tk, Dv],
+    the factor of the scores, a number or float32 [B, H, Tq], and what each query sees."""
 
     def __init__(self, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, span: Span) -> None:
         self.x, self.y, self.v, self.factor, self.span = x, y, v, factor, span

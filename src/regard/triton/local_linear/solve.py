@@ -112,8 +112,7 @@ def _solve(
     heads, group, queries, keys, span_batch, mask_batch, mask_head,
     GROUP: tl.constexpr, CHIP: tl.constexpr, HELD: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Solve a block of rows. HELD serves blocks of GROUP rows whose keys, at most 4 CHIP, stay on the chip; else the
-    others."""
+    """Solve a block. HELD: those of GROUP rows whose keys, at most 4 CHIP, stay on the chip; else the others."""
     head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
     tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
     ranges = span[0] + batch * span_batch, span[1] + batch * span_batch

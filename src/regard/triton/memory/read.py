@@ -33,8 +33,7 @@ def _join(
     scores, halves, slots, weights, n,
     H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Find the slots of one token. Among sorted halves only pairs with (a + 1)(b + 1) <= k can be among the k best
-    sums."""
+    """Find the slots of one token among pairs with (a + 1)(b + 1) <= k of sorted halves."""
     token = tl.program_id(0).to(tl.int64)
     head, pair, place = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)
     a, b = pair // KP, pair % KP

@@ -82,8 +82,7 @@ def _at(numbers: Tensor, halves: Tensor) -> Tensor:
 
 
 def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K the rows `halves` of table [M, H, 2, n,
-    d]."""
+    """Return sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K rows `halves` of table."""
     one = len(table) == 1
     index, back = by_set(halves, one)
     own, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
@@ -221,8 +220,7 @@ class _Shares(torch.autograd.Function):
 
 
 def _together(weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Return, for every entry [M, P, K], the weight that all heads give its slot, and the number of entries of that
-    slot."""
+    """Return for every entry the weight that all heads give its slot, and the entries of that slot."""
     if slots.shape[-2] == 1:
         return weights, 1.0
     slots = slots.flatten(-2)
@@ -274,8 +272,7 @@ def _share(counted: Tensor | None, halves: Tensor, memories: int) -> Tensor:
 
 
 def _entropy_pull(ctx: Any, p: Tensor, a: Tensor, centred: Tensor, x: Tensor, share: Tensor) -> Tensor:
-    """Return dL/dscores through u_tj = p_tj (a_tj - sum_l p_tl a_tl) share, given x = share dL/du: through p, and
-    through the slopes a of p-."""
+    """Return dL/dscores through u = p (a - sum p a) share: through p, and through the slopes a of p-."""
     keys, _, _, halves, _, mean, _ = ctx.saved_tensors
     inner = (x * p).sum(-1, keepdim=True)
     by_p = x * centred - inner * a

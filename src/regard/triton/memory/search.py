@@ -74,8 +74,7 @@ def _packed(measure, index):
 def _rough(
     q_row, keys, start, n, d, most, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
-    """Return (scores [R, KT] of the keys from `start` on, larger being nearer, up to rounding; the largest |K|^2 so
-    far)."""
+    """Return scores [R, KT] of keys from `start` on, up to rounding, and the largest |K|^2 so far."""
     at, own = tl.arange(0, DT), start + tl.arange(0, KT)
     dots, squares = tl.zeros((R, KT), tl.float32), tl.zeros((KT,), tl.float32)
     for j in range(0, d, DT):

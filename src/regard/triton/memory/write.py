@@ -135,8 +135,8 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, D
 
 
 def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
-    """Sort the entries of slots int64 [M, P, K], with tokens that are not `counted` (bool [M, P]; None: all are) last.
-    Cost: one launch up to `COUNTED` entries of a table, else a stable sort."""
+    """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last. Cost: one
+    launch up to `COUNTED` entries of a table, else a stable sort."""
     memories, tokens, k = slots.shape
     total = tokens * k
     if total > COUNTED:

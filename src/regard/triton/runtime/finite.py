@@ -51,8 +51,7 @@ _clean = operator(
 
 
 def clean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x [..., D] with zeros for vectors that are not finite or hold numbers beyond 2^56, which those are
-    [...])."""
+    """Return x [..., D] with zeros for vectors with numbers not finite or beyond 2^56, and which [...]."""
     good, bad = _clean(x)
     return good, bad
 

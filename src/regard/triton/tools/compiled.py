@@ -96,8 +96,7 @@ _KNOWN: dict[str, Resources] = {}
 
 
 def _measured(compiled: Any, arch: int) -> Resources:
-    """Return the resources of a compiled kernel. Shared memory is Triton's figure: cuobjdump's leaves out what is
-    requested at launch."""
+    """Return the resources of a compiled kernel; shared memory is Triton's figure, which counts all."""
     if compiled.hash not in _KNOWN:
         name, metadata = compiled.metadata.name, compiled.metadata
         registers, local = _usage(compiled.asm["cubin"])
