@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import launch
-from ..runtime.operators import rows_together
+from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
 from .backward_kernels import (
@@ -35,7 +35,6 @@ from .backward_kernels import (
     local_linear_query_kernel,
     local_linear_right_kernel,
 )
-from .implementation import FARTHEST
 from .math import Rows, matrix_of, number_or_rows, ridge_width
 from .solve import Rule, solve
 

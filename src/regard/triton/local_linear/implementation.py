@@ -22,15 +22,13 @@ from ...grammar.solvers import Auto, ConjugateGradient, Learned
 from ...grammar.weighting import Ratio
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
-from ..runtime.operators import differentiable, operator, rows_together, tensor_or_number
+from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative residual if the solver has none: below the rounding error of the output."""
 CARRIED = 2e-4
 """Below this tolerance true residuals are computed for bfloat16 keys: those that steps carry along are too inexact."""
-FARTHEST = 2**31 // 256
-"""Rows with larger strides are copied, so that 256 rows of a tile have 32-bit offsets."""
 STEPS = 10
 """Assumed steps of conjugate gradients, for cost estimates."""
 

@@ -74,19 +74,25 @@ def _order(
     tl.store(count + to + mine, same, mask=inside)
 
 
+@triton.jit
+def _entry(slots, total, rows):
+    """Return (table, place of a program's entry, its slot, whether it is the first of that slot)."""
+    memory, first = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    slots += memory * total
+    key = tl.load(slots + first)
+    return memory, first, key, (key < rows) & (key != tl.load(slots + first - 1, mask=first > 0, other=-1))
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _write(
     table, log, slots, entries, shares, errors, total, tokens, rows,
     K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Write the row of one slot if this entry is its first: as above, or with ADD V_i <- V_i + sum of share e."""
-    memory = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0)
+    memory, first, key, leads = _entry(slots, total, rows)
     slots += memory * total
     entries += memory * total
-    key = tl.load(slots + first)
-    before = tl.load(slots + first - 1, mask=first > 0, other=-1)
-    if (key < rows) & (key != before):
+    if leads:
         column = tl.program_id(2) * DT + tl.arange(0, DT)
         inside = column < D
         moved = tl.zeros((DT,), tl.float32)
@@ -118,12 +124,8 @@ def _write(
 @triton.jit(do_not_specialize=LENGTHS)
 def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, DT: tl.constexpr):
     """Swap the row of one slot with the log if this entry is its first; KEEP: leave the log as it is."""
-    memory = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0)
-    slots += memory * total
-    key = tl.load(slots + first)
-    before = tl.load(slots + first - 1, mask=first > 0, other=-1)
-    if (key < rows) & (key != before):
+    memory, first, key, leads = _entry(slots, total, rows)
+    if leads:
         column = tl.program_id(2) * DT + tl.arange(0, DT)
         inside = column < D
         one = table + (memory * rows + key) * D + column

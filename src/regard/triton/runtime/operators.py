@@ -12,6 +12,9 @@ from ...pairwise.blocked.block_rows import refuse
 
 Keep = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[tuple[Tensor | None, ...], tuple[Any, ...]]]
 
+FARTHEST = 2**31 // 256
+"""Rows with larger strides are copied, so that 256 rows of a tile have 32-bit offsets."""
+
 
 def rows_together(x: Tensor, farthest: int | None = None) -> Tensor:
     """Return x with a contiguous last axis, as kernels load it, copied also if rows are `farthest` numbers apart."""
