@@ -173,7 +173,7 @@ def test_marks_of_blocks_fit_the_tiles_of_all_kernels_of_compact_attention(size:
     """A search goes by the width of the keys, what reads values by the wider of both."""
     dtype, widest = {2: torch.bfloat16, 4: torch.float32}[size], max(dim, width)
     stream = compact.STREAM[size].pick(widest, dtype)
-    marked = min(compact.GRANULE, stream.rows)
+    marked = min(compact.MASK_TILE, stream.rows)
     for tiles in (
         compact.SEARCH[size].pick(dim, dtype),
         *(table[size].pick(widest, dtype) for table in (compact.WEIGH, compact.WEIGH_KEPT)),

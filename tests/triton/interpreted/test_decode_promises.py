@@ -11,6 +11,7 @@ import torch
 from dense_oracles import RULES, attend, local_linear, near, seen_pairs, with_probe
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 import regard
 from regard.triton.decode import compact
@@ -151,7 +152,7 @@ def traffic(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[str]]
     given: list[str] = []
 
     def launched(kernel: Any, grid: Any, args: tuple[Any, ...], options: Any) -> None:
-        places = [x.data_ptr() for x in args if isinstance(x, Tensor)]
+        places = [x.data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)]
         met = [word for word, x in (("keys", k), ("values", v)) if x.data_ptr() in places]
         given.extend([f"{kernel.fn.__name__}: {' '.join(met)}"] if met else [])
 

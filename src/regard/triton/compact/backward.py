@@ -13,11 +13,11 @@ from torch import Tensor
 from ..runtime.launch import launch
 from ..runtime.span import Span, batch_stride
 from ..runtime.support import interpreted
-from ..runtime.tiles import Tiles, TileTable
-from .backward_kernels import Form, compact_dkv_kernel, compact_dq_kernel
+from ..runtime.tiles import Tiles, TileTable, padded
+from .backward_kernels import compact_dkv_kernel, compact_dq_kernel
 from .lists import Lists, lists_of
 from .math import ANCHORED, SOFTMAX
-from .rows import padded
+from .rows import Form
 
 _WIDE = [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)]
 DQ = TileTable.by_width(
@@ -50,17 +50,16 @@ class _Call(NamedTuple):
     matrices: tuple[tuple[Tensor, int, int], ...]  # grad, q, k, v, tilt
     span: Span
     live: Tensor
-    granule: tuple[int, int]
+    mask_tile: tuple[int, int]
     sizes: tuple[int, int, int, int, int]  # H, H / Hkv, Tq, Tk, all rows
     form: Form
 
     def by_queries(self, tiles: Tiles, table: Tensor, outs: tuple[Tensor, ...]) -> Tensor:
-        """Fill `table` and outs (dq, dfactor, dgiven). Return which blocks of queries have a row with tied best keys,
-        uint8 [B x H, blocks], the same number for every granule."""
+        """Fill `table` and outs. Return which blocks have a row with tied best keys, uint8 [B x H, blocks]."""
         queries = self.sizes[2]
-        own = tiles.rows if self.soft else min(tiles.rows, self.granule[0])
+        own = tiles.rows if self.soft else min(tiles.rows, self.mask_tile[0])
         heads, blocks = self.sizes[4] // max(1, queries), -(-queries // own)
-        padded = blocks if self.soft else -(-queries // self.granule[0]) * (self.granule[0] // own)
+        padded = blocks if self.soft else -(-queries // self.mask_tile[0]) * (self.mask_tile[0] // own)
         ties = torch.zeros(heads, padded, dtype=torch.uint8, device=table.device)
         lists, form = self._lists(2, own, _streamed(tiles.keys), 1)
         launch(
@@ -89,40 +88,33 @@ class _Call(NamedTuple):
         """Return what streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
         if self.soft:
             return Lists(None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1, group=group)
-        own_granule, granule = self.granule if axis == 2 else self.granule[::-1]
-        listed, tile = max(own, own_granule), min(tile, granule)
+        own_tile, mask_tile = self.mask_tile if axis == 2 else self.mask_tile[::-1]
+        listed, tile = max(own, own_tile), min(tile, mask_tile)
         ends, owners = (self.span[:2] if axis == 2 else self.span[2:4]), self.sizes[axis]
-        sizes, flags = (own_granule, granule), ties if self.form.rule == ANCHORED.value else None
+        sizes, flags = (own_tile, mask_tile), ties if self.form.rule == ANCHORED.value else None
         lists = lists_of(self.live, *ends, self.form.masked, owners, sizes, listed, axis, group, flags)
-        return lists, self.form._replace(own=own, tile=tile, listed=listed, split=granule // tile, group=group)
+        return lists, self.form._replace(own=own, tile=tile, listed=listed, split=mask_tile // tile, group=group)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, span: Span, kept: tuple[Tensor, ...],
-    granule: tuple[int, int], rule: tuple[int, int, int], wanted: bool,
+    mask_tile: tuple[int, int], rule: tuple[int, int, int], wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of one call.
+    """Compute (dq, dk, dv, dfactor, dgiven) of one call; the last two are float32 [B, H, Tq], or [0] for numbers.
 
     Args:
-        grad: [B, H, Tq, Dv], dL/do.
-        q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv].
+        grad, q, k, v: dL/do [B, H, Tq, Dv], [B, H, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv].
         factor: factor of the dot products, a number or float32 [B, H, Tq].
-        span: what each query sees.
-        kept: floats float32 [B, H, Tq, 6] and flags int32 [B, H, Tq, 3], the row statistics of `block_rows`;
-            index int32 [B, H, Tq, n]: if anchored, the first key with the best score, the last, and how many there are;
-            if fixed, for rows without a key in the bandwidth, how many they see or which is nearest;
-            tilt [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive sum_j A_j v_j / sum_j A_j;
-            live uint8 [B, H, query blocks, key blocks], whether any pair has weight; not read for softmax.
-        granule: queries and keys of these blocks, powers of two.
+        kept: row statistics floats and flags of `block_rows`; index int32 [B, H, Tq, n]: if anchored, the first key
+            with the best score, the last, and how many there are; if fixed, for rows without a near enough key, how
+            many they see or which is nearest; tilt [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive
+            sum_j A_j v_j / sum_j A_j; live uint8 [B, H, query blocks, key blocks], whether any pair has weight.
+        mask_tile: queries and keys of these blocks, powers of two.
         rule: code of the rule, power of the kernel, and code of the fallback weights.
         wanted: whether the rule's number is a tensor.
 
-    Returns:
-        dq, dk, dv like q, k, v; dfactor and dgiven float32 [B, H, Tq], or [0] if they are numbers.
-
-    Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32
-    [4, B, H, Tq] and two bytes a pair of blocks.
-    """
+    Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [4,
+    B, H, Tq] and two bytes a pair of blocks."""
     floats, flags, index, tilt, live = kept
     grad, q, k, v, tilt = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, tilt))
     (batch, heads, queries, dim), (key_heads, keys, value_dim) = q.shape, v.shape[1:]
@@ -131,10 +123,10 @@ def backward(
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
     every = (grad, q, k, v, tilt)
     widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
-    form = Form(*rule, *widths, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
+    form = Form(*rule, *widths, factors, wanted, masked, precision=precision, steps=steps)
     matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
     by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
-    call = _Call(floats, flags, index, by, matrices, span, live, granule, sizes, form)
+    call = _Call(floats, flags, index, by, matrices, span, live, mask_tile, sizes, form)
 
     own = {"device": q.device, "dtype": torch.float32}
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

@@ -14,8 +14,6 @@ Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimension
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -33,39 +31,6 @@ LENGTHS = [
 ]  # fmt: skip
 """Parameters that the kernels are not specialised for. The numbers of queries and keys are not among them: to know that
 they are multiples of 16 saves registers, which are short at 128 features."""
-
-
-class Form(NamedTuple):
-    """What a kernel is compiled for.
-
-    Attributes:
-        rule, r, stand: code of the rule, power of the kernel, code of the fallback weights.
-        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
-        own, tile: rows of a program's own block and of the streamed blocks.
-        listed, split: owners of a list, 0 of a range; blocks of a listed number.
-        group: heads that stream past an own block.
-        factors, masked, wanted: whether rows have factors, there is a mask, and row numbers need gradients.
-        precision: precision of products.
-        steps: row strides of grad, q, k, v, tilt; as constants they take no registers.
-    """
-
-    rule: int
-    r: int
-    stand: int
-    dim: int
-    wide: int
-    value_dim: int
-    value_wide: int
-    own: int
-    tile: int
-    listed: int
-    split: int
-    group: int
-    factors: bool
-    masked: bool
-    wanted: bool
-    precision: str
-    steps: tuple[int, int, int, int, int]
 
 
 @triton.jit
@@ -165,24 +130,30 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
     _, slope = _weights(dot, factor, theta[:, None], g[:, None], shown, PART, FORM)
     dz = slope * (tl.dot(grad, tl.trans(v), input_precision=FORM.precision) - rho[:, None])
     moved = state[1]
-    if FORM.wanted or FORM.rule == ANCHORED:
+    if FORM.given or FORM.rule == ANCHORED:
         moved += tl.sum(dz, 1)
     return tl.dot(dz.to(k.dtype), k, state[0], input_precision=FORM.precision), moved
 
 
 @triton.jit
+def _any_block(plan, t, FORM: tl.constexpr):
+    """Return (number, head of the group) of the t-th block, first of those without mask."""
+    if t < plan[1]:
+        block, head = block_of(plan, t, False, FORM)
+    else:
+        block, head = block_of(plan, t - plan[1], True, FORM)
+    return block, head
+
+
+@triton.jit
 def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
-    """Return the mean of the keys that tie for the best score of each row. Several keys, which are rare, are searched
-    for."""
+    """Return the mean of the keys that tie for the best score of each row; several keys are rare."""
     first, last, count, top, near = tops
     places = kv[0] + first.to(tl.int64)[:, None] * FORM.steps[2] + tl.arange(0, FORM.wide)[None, :]
     total = load(places, first >= 0, FORM.dim, FORM.wide, True).to(tl.float32)
     if tl.max(count, 0) > 1:
         for t in range(plan[1] + plan[2]):
-            if t < plan[1]:
-                start = block_of(plan, t, False, FORM)[0] * FORM.tile
-            else:
-                start = block_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
+            start = _any_block(plan, t, FORM)[0] * FORM.tile
             k = _tile(kv[0], start, keys, K, FORM.tile, True, FORM)
             z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
             key = start + tl.arange(0, FORM.tile)
@@ -255,7 +226,7 @@ def compact_dq_kernel(
     table, ties = _tables_of(table, nth, queries, FORM), ties + nth * padded + block
     _leave_rows(table, ties, left, index + nth * queries, row, inside, queries, FORM)
     slope = FORM.r * g
-    if FORM.wanted:
+    if FORM.given:
         tl.store(outs[2] + line, moved * slope, mask=inside)
     if FORM.factors:
         dfactor = tl.sum(dq * q.to(tl.float32), 1) * slope
@@ -273,10 +244,7 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
     queries, keys = sizes
     table, index, floats, factor = tables
     for t in range(plan[1] + plan[2]):
-        if t < plan[1]:
-            block, head = block_of(plan, t, False, FORM)
-        else:
-            block, head = block_of(plan, t - plan[1], True, FORM)
+        block, head = _any_block(plan, t, FORM)
         start, at = block * FORM.tile, tl.cast(head, tl.int64) * queries
         row = start + tl.arange(0, FORM.tile)
         first_best, last_best, count, top, near = _tops(floats + at * 6, index + at * 3, row, row < queries)

@@ -6,7 +6,7 @@ and for the blocks with weight, and then the output from those blocks (`search`)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ..runtime.launch import launch
 from ..runtime.span import Span
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Tiles, TileTable, padded
 from . import rules as compact
-from .rows import Form, padded
+from .rows import Form
 from .search import compact_search_kernel, compact_weigh_kernel
 from .stream import compact_stand_in_kernel, compact_stream_kernel
 
+LISTING = (compact_search_kernel, compact_weigh_kernel)
+"""Kernels that list key blocks, one list for each program."""
 TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-12}
 """Relative size of the last step of a threshold; the remaining error is about its square."""
 
@@ -29,107 +31,59 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class _Call:
-    """What the launches of one call share."""
+    """What the launches of one call share. All forward kernels take the same arguments."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
-        rule: tuple[int, int, int], flags: tuple[bool, bool], granule: tuple[int, int],
+        found: tuple[Tensor, ...], marks: Tensor, form: Form, mask_tile: tuple[int, int],
     ) -> None:  # fmt: skip
-        self.batch, self.heads, self.queries, dim = q.shape
-        self.keys, width = k.shape[2], v.shape[3]
-        self.dtype, self.granule = q.dtype, granule
         nothing = torch.empty(1, device=q.device)  # a pointer that no kernel reads
-        self.q, self.k, self.v = q, k, v
-        self.factor, self.given = (x if isinstance(x, Tensor) else nothing for x in (factor, given))
-        self.scale = 1.0 if isinstance(factor, Tensor) else max(factor, SMALLEST)
-        self.number = 0.0 if isinstance(given, Tensor) else given
-        self.ranges, self.range_steps = span.pointers, span.steps
-        self.sizes = self.heads, self.heads // max(1, k.shape[1]), self.queries, self.keys
-        self.q_steps, self.k_steps, self.v_steps = (x.stride()[:3] for x in (q, k, v))
-        tensors = isinstance(factor, Tensor), isinstance(given, Tensor), span.mask is not None
-        self.form = Form(*rule, *padded(dim), *padded(width), *tensors, *flags)
+        scale = (factor, 1.0) if isinstance(factor, Tensor) else (nothing, max(factor, SMALLEST))
+        number = (given, 0.0) if isinstance(given, Tensor) else (nothing, given)
+        matrices = tuple((x, *x.stride()[:3]) for x in (q, k, v))
+        self.read = matrices, scale, number, (*span.pointers, *span.steps), found, marks
+        self.sizes = q.shape[1], q.shape[1] // max(1, k.shape[1]), q.shape[2], k.shape[2]
+        self.batch, self.dtype, self.mask_tile, self.form = q.shape[0], q.dtype, mask_tile, form
+        self.farthest = max(k.stride(2), v.stride(2))
 
-    def start(self, tables: dict[int, TileTable], form: Form, run: Callable[[Tiles, Form], None]) -> None:
-        """Run with tiles that fit the marks of blocks, and with the completed form."""
+    def start(self, kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
+        """Run with tiles that fit the marks of blocks; what a kernel does not read is `changed` to one value."""
+        form, device = self.form._replace(**changed), self.read[5].device
 
-        def fitted(tiles: Tiles) -> None:
-            tiles = tiles.fitted(*self.granule)
-            far = max(self.k_steps[2], self.v_steps[2]) * tiles.keys >= 2**31
-            run(tiles, form._replace(rows=tiles.rows, keys=tiles.keys, granule=self.granule[0], far=far))
+        def run(tiles: Tiles) -> None:
+            tiles = tiles.fitted(*self.mask_tile)
+            heads, _, queries, keys = self.sizes
+            programs = self.batch * heads * triton.cdiv(queries, tiles.rows)
+            lists = programs * triton.cdiv(keys, tiles.keys) if kernel in LISTING else 1
+            far = self.farthest * tiles.keys >= 2**31
+            launch(
+                kernel, (programs,), *self.read, torch.empty(lists, dtype=torch.int32, device=device),
+                TOLERANCE[self.dtype], *self.sizes, tiles=tiles,
+                FORM=form._replace(rows=tiles.rows, keys=tiles.keys, mask_tile=self.mask_tile[0], far=far),
+            )  # fmt: skip
 
-        fitted(tables[self.dtype.itemsize].pick(max(form.dim, form.value_dim), self.dtype, fitted, form))
-
-    def grid(self, tiles: Tiles) -> tuple[int]:
-        return (self.batch * self.heads * triton.cdiv(self.queries, tiles.rows),)
-
-    def lists(self, tiles: Tiles) -> Tensor:
-        """Return room for a list of key blocks for each program."""
-        blocks = triton.cdiv(self.keys, tiles.keys)
-        return torch.empty(*self.grid(tiles), blocks, dtype=torch.int32, device=self.q.device)
+        run(tables[self.dtype.itemsize].pick(max(form.dim, form.value_dim), self.dtype, run, form))
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
-    found: tuple[Tensor, ...], rule: tuple[int, int, int], granule: tuple[int, int], flags: tuple[bool, bool],
+    found: tuple[Tensor, ...], rule: tuple[int, int, int], mask_tile: tuple[int, int], flags: tuple[bool, bool],
 ) -> None:  # fmt: skip
-    """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`.
-
-    Memory besides: 4 bytes a block of pairs if the rule needs a search, and one more without a backward pass.
-    """
-    call = _Call(q, k, v, factor, given, span, rule, flags, granule)
-    (code, _, stand), (out, floats, status, index, tilt, live) = rule, found
-    if code in (compact.SOFTMAX, compact.FIXED):
-        _stream(call, out, floats, status, live)
-        if code == compact.FIXED and stand != compact.STANDS["zero"]:
-            _stand_in(call, out, floats, status, index, live)
+    """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`. Memory besides: 4 bytes a
+    block of pairs if the rule needs a search, and one more without a backward pass."""
+    (code, _, stand), keep, live = rule, flags[0], found[5]
+    searched = code not in (compact.SOFTMAX, compact.FIXED)
+    if searched and not keep:
+        blocks = triton.cdiv(q.shape[2], mask_tile[0]), triton.cdiv(k.shape[2], mask_tile[1])
+        live = torch.zeros(*q.shape[:2], *blocks, dtype=torch.uint8, device=q.device)
+    tensors = isinstance(factor, Tensor), isinstance(given, Tensor), span.mask is not None
+    form = Form(*rule, *padded(q.shape[3]), *padded(v.shape[3]), *tensors, *flags)
+    call = _Call(q, k, v, factor, given, span, found[:5], live, form, mask_tile)
+    if searched:
+        nothing: dict[str, Any] = {"value_dim": 0, "value_wide": 0, "keep": False, "counted": False}
+        call.start(compact_search_kernel, compact.SEARCH, stand=0, **nothing)
+        call.start(compact_weigh_kernel, compact.WEIGH_KEPT if keep else compact.WEIGH, stand=0, given=False)
         return
-    blocks = triton.cdiv(call.queries, granule[0]), triton.cdiv(call.keys, granule[1])
-    marks = live if flags[0] else torch.zeros(call.batch, call.heads, *blocks, dtype=torch.uint8, device=q.device)
-    _search(call, floats, status, marks)
-    _weigh(call, (floats, status, marks), out, index, tilt)
-
-
-def _stream(call: _Call, *found: Tensor) -> None:
-    def run(tiles: Tiles, form: Form) -> None:
-        launch(
-            compact_stream_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, call.given, *call.ranges,
-            *found, call.scale, call.number, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps,
-            *call.range_steps, tiles=tiles, FORM=form,
-        )  # fmt: skip
-
-    call.start(compact.STREAM, call.form._replace(stand=0), run)
-
-
-def _stand_in(call: _Call, *found: Tensor) -> None:
-    def run(tiles: Tiles, form: Form) -> None:
-        launch(
-            compact_stand_in_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, *found,
-            call.scale, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
-            tiles=tiles, FORM=form,
-        )  # fmt: skip
-
-    call.start(compact.STAND_IN, call.form._replace(r=0, given=False), run)
-
-
-def _search(call: _Call, *found: Tensor) -> None:
-    def run(tiles: Tiles, form: Form) -> None:
-        launch(
-            compact_search_kernel, call.grid(tiles), call.q, call.k, call.factor, call.given, *call.ranges, *found,
-            call.lists(tiles), call.scale, call.number, TOLERANCE[call.dtype], *call.sizes, *call.q_steps,
-            *call.k_steps, *call.range_steps, tiles=tiles, FORM=form,
-        )  # fmt: skip
-
-    form = call.form._replace(stand=0, value_dim=0, value_wide=0, keep=False, counted=False)
-    call.start(compact.SEARCH, form, run)
-
-
-def _weigh(call: _Call, statistics: tuple[Tensor, ...], *found: Tensor) -> None:
-    def run(tiles: Tiles, form: Form) -> None:
-        launch(
-            compact_weigh_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, *statistics,
-            call.lists(tiles), *found, call.scale, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps,
-            *call.range_steps, tiles=tiles, FORM=form,
-        )  # fmt: skip
-
-    table = compact.WEIGH_KEPT if call.form.keep else compact.WEIGH
-    call.start(table, call.form._replace(stand=0, given=False), run)
+    call.start(compact_stream_kernel, compact.STREAM, stand=0)
+    if code == compact.FIXED and stand != compact.STANDS["zero"]:
+        call.start(compact_stand_in_kernel, compact.STAND_IN, r=0, given=False)

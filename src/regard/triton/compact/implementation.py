@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...pairwise.blocked.block_rows import FLAGS, FLOATS, refuse, unpack
+from ...pairwise.blocked.block_rows import FLAGS, FLOATS, unpack
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
+from ..runtime.operators import differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
-from .rules import ADAPTIVE, ANCHORED, FIXED, GRANULE, SOFTMAX, STANDS, Rule, granule_of, rule_of
+from .rules import ADAPTIVE, ANCHORED, FIXED, MASK_TILE, SOFTMAX, STANDS, Rule, mask_tile_of, rule_of
 
 
 def supports(problem: Problem) -> str | None:
@@ -40,7 +41,7 @@ def cost(problem: Problem) -> Cost:
     passes = {ADAPTIVE: 2 + STEPS, ANCHORED: 2}.get(code, 1)
     rows = problem.batch * problem.heads * problem.queries
     saved = 4 * rows * (FLOATS + FLAGS + problem.value_dim)
-    lists = 5 * pairs // GRANULE**2 if code in (ADAPTIVE, ANCHORED) else 0
+    lists = 5 * pairs // MASK_TILE**2 if code in (ADAPTIVE, ANCHORED) else 0
     return Cost(2 * pairs * (passes * problem.dim + problem.value_dim) // share, saved + lists)
 
 
@@ -48,14 +49,14 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     """Return the output [B, H, Tq, Dv] in the dtype of the values, and diagnostics if asked for."""
     rule = rule_of(inputs.spec, inputs.params)
     assert isinstance(rule, Rule), rule  # `supports` has refused all else
-    q, k, v = (_rows_together(x) for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (rows_together(x) for x in (inputs.q, inputs.k, inputs.v))
     span = Span.of(inputs.visible, q.device)
-    factor, scale = _tensor_or_number(inputs.factor, 1.0)
-    given, number = _tensor_or_number(inputs.params.get(rule.row), rule.number)
+    factor, scale = tensor_or_number(inputs.factor)
+    given, number = tensor_or_number(inputs.params.get(rule.row), rule.number)
     leaves = (q, k, v, factor, given)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    granule = granule_of(max(q.shape[3], v.shape[3]), q.dtype)
-    numbers = (scale, number, rule.code, rule.r, rule.stand, *granule)
+    mask_tile = mask_tile_of(max(q.shape[3], v.shape[3]), q.dtype)
+    numbers = (scale, number, rule.code, rule.r, rule.stand, *mask_tile)
     out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)
     if not inputs.diagnostics:
         return out, None
@@ -65,30 +66,15 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     return out, diagnose(inputs.spec, stats, *seen)
 
 
-def _rows_together(x: Tensor) -> Tensor:
-    """Return x with contiguous features, as kernels load them."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _tensor_or_number(x: Any, default: float) -> tuple[Tensor | None, float]:
-    """Return one number for each row [B, H, Tq], float32 and contiguous, or None and one number for all."""
-    if isinstance(x, Tensor):
-        return x.to(torch.float32).contiguous(), default
-    return None, default if x is None else float(x)
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Return everything that a call computes.
+    """Return everything that a call computes: out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq,
+    FLAGS]; index int32 [B, H, Tq, n]; tilt float32 [B, H, Tq, Dv]; live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk /
+    live_keys)].
 
     `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
-    for a backward pass, and only with `counted` are support and effective sample size computed.
-
-    Returns:
-        out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq, FLAGS]; index int32 [B, H, Tq, n];
-        tilt float32 [B, H, Tq, Dv]; live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk / live_keys)].
-    """
+    for a backward pass, and only with `counted` are support and effective sample size computed."""
     from . import forward as compact_forward
 
     span, (scale, number, rule, r, stand, live_rows, live_keys, keep, counted) = Span(*rest[:5]), rest[5:]
@@ -118,18 +104,13 @@ def _outputs(
 
 _SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
 _RULE = "SymInt rule, SymInt r, SymInt stand, SymInt live_rows, SymInt live_keys"
-forward = torch.library.custom_op(
-    "regard::triton_compact_forward",
+forward = operator(
+    "compact_forward",
     _forward,
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, float scale, float number, "
+    f"(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, float scale, float number, "
     f"{_RULE}, bool keep, bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda q, k, v, *rest: _outputs(q, k, v, rest[9], *rest[11:15]),
 )
-
-
-@forward.register_fake
-def _(q, k, v, factor, given, low, high, first, last, mask, scale, number, rule, r, stand, *rest):
-    return _outputs(q, k, v, rule, stand, *rest[:3])
 
 
 def _backward(
@@ -145,41 +126,26 @@ def _backward(
     )
 
 
-backward = torch.library.custom_op(
-    "regard::triton_compact_backward",
-    _backward,
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, Tensor floats, "
-    f"Tensor flags, Tensor index, Tensor tilt, Tensor live, float scale, {_RULE}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@backward.register_fake
-def _(grad, q, k, v, factor, given, *rest):
+def _fake_gradients(grad, q, k, v, factor, given, *rest):
     rows = [(0,) if x is None else q.shape[:3] for x in (factor, given)]
     return (*map(torch.empty_like, (q, k, v)), *(q.new_empty(shape, dtype=torch.float32) for shape in rows))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+backward = operator(
+    "compact_backward",
+    _backward,
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, Tensor floats, "
+    f"Tensor flags, Tensor index, Tensor tilt, Tensor live, float scale, {_RULE}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_gradients,
+)
+
+
+def _keep(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     out, *kept = output
-    rule = inputs[12]
-    if rule != ADAPTIVE:
+    if inputs[12] != ADAPTIVE:
         kept[3] = out  # weights of the derivative of the sum of weights
-    ctx.save_for_backward(*inputs[:10], *kept)
-    ctx.numbers = inputs[10], *inputs[12:17]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+    return (*inputs[:10], *kept), (inputs[10], *inputs[12:17])
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 19
-    saved = ctx.saved_tensors
-    dq, dk, dv, dfactor, dgiven = backward(grad, *saved, *ctx.numbers)
-    dfactor, dgiven = (None if x is None else dx for x, dx in zip(saved[3:5], (dfactor, dgiven), strict=True))
-    return dq, dk, dv, dfactor, dgiven, *(None,) * 14
-
-
-forward.register_autograd(_differentiate, setup_context=_save)
-backward.register_autograd(refuse)
+differentiable(forward, backward, lambda *given: backward(*given), _keep)

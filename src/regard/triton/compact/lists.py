@@ -4,7 +4,7 @@ For softmax these are all visible blocks, by a range; for compact weightings the
 owners see whole come first and need no mask. Past keys stream the queries of all heads that use them: entry n of a list
 is block n // GROUP of head n % GROUP.
 
-Legend: owners are the queries (keys) of a program; granules are the marked blocks.
+Legend: owners are the queries (keys) of a program; mask tiles are the marked blocks of pairs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,9 @@ CHUNK = 256
 
 
 class Lists(NamedTuple):
-    """Lists of live blocks.
-
-    Attributes:
-        listed: int16 (int32 of many blocks) [B x owners' heads x rows x length]; None of softmax, as `counts`.
-        counts: int32 [B x owners' heads x rows x 3]: how many need no mask, at the front of a list, how many do, at its
-            end, and how many are flagged.
-        rows: number of lists of a head.
-        length: most entries of a list.
-    """
+    """Lists of live blocks: `rows` lists of a head with at most `length` entries. `listed` int16 (int32 of many blocks)
+    holds [B x owners' heads x rows x length]; `counts` int32 [... x rows x 3] how many need no mask, at the front of a
+    list, how many do, at its end, and how many are flagged. Both are None for softmax."""
 
     listed: Tensor | None
     counts: Tensor | None
@@ -43,8 +37,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def ranges(low, high, start, size, total, TILE: tl.constexpr):
-    """Return (first block, first that all owners see whole, end of those, end of all) of the blocks of TILE that stream
-    past owners [start, start + size)."""
+    """Return (first, first that all owners see whole, end of those, end) of the blocks past size owners."""
     final = tl.minimum(start + size, total) - 1
     first = tl.load(low + start) // TILE
     finish = tl.maximum(first, tl.cdiv(tl.load(high + final), TILE))
@@ -53,15 +46,15 @@ def ranges(low, high, start, size, total, TILE: tl.constexpr):
     return first, whole, ended, finish
 
 
-@triton.jit(do_not_specialize=["span_step", "heads", "owners", "granules", "blocks", "along", "across"])
+@triton.jit(do_not_specialize=["span_step", "heads", "owners", "mask_tiles", "blocks", "along", "across"])
 def compact_lists_kernel(
-    live, listed, counts, flags, low, high, span_step, heads, owners, granules, blocks, along, across,
+    live, listed, counts, flags, low, high, span_step, heads, owners, mask_tiles, blocks, along, across,
     GROUP: tl.constexpr, MERGED: tl.constexpr, OWNER: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
     FLAGS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Make the list past MERGED granules of OWNER owners each. `along` and `across` are steps from one owner's mark and
-    from one streamed block's mark to the next; FLAGS flags of each block are counted."""
-    rows = tl.cdiv(granules, MERGED)
+    """Make the list for MERGED mask tiles of OWNER owners each. `along` and `across` are steps from one owner's mark
+    and from one streamed block's mark to the next; FLAGS flags of each block are counted."""
+    rows = tl.cdiv(mask_tiles, MERGED)
     row = tl.program_id(0) % rows
     head = (tl.program_id(0) // rows).to(tl.int64)
     own = head * rows + row
@@ -73,12 +66,12 @@ def compact_lists_kernel(
     whole, part, flagged = 0, 0, 0
     for n in range(tl.cdiv(blocks, CHUNK) * GROUP):
         block = n // GROUP * CHUNK + tl.arange(0, CHUNK)
-        marks = live + (head * GROUP + n % GROUP) * granules * blocks
+        marks = live + (head * GROUP + n % GROUP) * mask_tiles * blocks
         marked = tl.zeros((CHUNK,), tl.int32)
         for i in tl.static_range(MERGED):
-            granule = row * MERGED + i
-            real = block < tl.where(granule < granules, blocks, 0)
-            marked |= tl.load(marks + granule * along + block * across, mask=real, other=0).to(tl.int32)
+            mask_tile = row * MERGED + i
+            real = block < tl.where(mask_tile < mask_tiles, blocks, 0)
+            marked |= tl.load(marks + mask_tile * along + block * across, mask=real, other=0).to(tl.int32)
         full = (marked != 0) & (block >= whole_from) & (block < whole_to)
         rest = (marked != 0) & ((block < whole_from) | (block >= whole_to))
         number = block * GROUP + n % GROUP
@@ -97,7 +90,7 @@ def compact_lists_kernel(
 @triton.jit
 def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
     """Return what streams past owners [start, start + FORM.own): (list, blocks without mask, blocks with one, flagged
-    ones, and what `block_of` needs). Lists hold granules of FORM.split blocks for FORM.listed owners; 0 owners have a
+    ones, and what `block_of` needs). Lists hold mask_tiles of FORM.split blocks for FORM.listed owners; 0 owners have a
     range instead of a list."""
     listed, counts, rows, length = lists
     if FORM.listed == 0:
@@ -135,40 +128,23 @@ def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
 
 
 def lists_of(
-    live: Tensor,
-    low: Tensor,
-    high: Tensor,
-    masked: bool,
-    owners: int,
-    sizes: tuple[int, int],
-    listed: int,
-    axis: int,
-    group: int,
-    flags: Tensor | None = None,
-) -> Lists:
-    """Make the lists past groups of `listed` owners, a multiple of the granule.
-
-    Args:
-        live: uint8 [B, H, queries' granules, keys' granules], contiguous.
-        low, high: int32 [B or 1, owners]; what each owner sees.
-        masked: whether every block needs a mask.
-        owners: number of owners.
-        sizes: size of a granule, in owners and in what streams past.
-        axis: axis of `live` of the owners, 2 or 3.
-        group: number of heads of `live` that share an owner.
-        flags: uint8 [B x H, streamed granules x n]; those of marked blocks are counted.
-
-    Cost: two bytes a pair of blocks; nothing waits for the device.
-    """
-    batch, heads, granules, blocks = live.shape if axis == 2 else live.transpose(2, 3).shape
+    live: Tensor, low: Tensor, high: Tensor, masked: bool, owners: int, sizes: tuple[int, int], listed: int,
+    axis: int, group: int, flags: Tensor | None = None,
+) -> Lists:  # fmt: skip
+    """Make the lists for groups of `listed` of the `owners`, a multiple of the mask tile. `live` uint8 [B, H, queries'
+    tiles, keys' tiles] is contiguous; `axis`, 2 or 3, is that of the owners, and `group` of its heads share an owner.
+    `low` and `high` int32 [B or 1, owners] say what each owner sees, `masked` whether every block needs a mask; `sizes`
+    are those of a mask tile, in owners and in what streams past. `flags` uint8 [B x H, streamed tiles x n] of marked
+    blocks are counted. Cost: two bytes a pair of blocks; nothing waits for the device."""
+    batch, heads, mask_tiles, blocks = live.shape if axis == 2 else live.transpose(2, 3).shape
     heads, merged = heads // group, listed // sizes[0]
-    rows, length = -(-granules // merged), blocks * group
+    rows, length = -(-mask_tiles // merged), blocks * group
     kind = torch.int16 if length < 2**15 else torch.int32
     numbers = torch.empty(batch * heads * rows * length, dtype=kind, device=live.device)
     counts = torch.empty(batch * heads * rows * 3, dtype=torch.int32, device=live.device)
     flagged = 0 if flags is None else flags.shape[1] // max(1, blocks)
     own = (live, numbers, counts, counts if flags is None else flags, low, high, batch_stride(low))
-    args = (*own, heads, owners, granules, blocks, live.stride(axis), live.stride(5 - axis))
+    args = (*own, heads, owners, mask_tiles, blocks, live.stride(axis), live.stride(5 - axis))
     launch(
         compact_lists_kernel, (batch * heads * rows,), *args, tiles=Tiles(warps=1, stages=1), GROUP=group,
         MERGED=merged, OWNER=sizes[0], TILE=sizes[1], MASKED=masked, FLAGS=flagged, CHUNK=CHUNK,

@@ -16,15 +16,19 @@ from ..runtime.blocks import load, load_rows, places_of, seen
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for.
+    """What a kernel is compiled for. What it does not read keeps its default.
 
     Attributes:
         rule, r, stand: code of the rule, power of the kernel, code of the fallback weights.
         dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
         factors, given, masked: whether each row has its own factor and number, and whether there is a mask.
         keep, counted: whether a backward pass follows, and whether weights are counted.
-        rows, keys, granule: rows of a program, keys of a block, and rows that share a mark.
+        rows, keys, mask_tile: rows of a program, keys of a block, and rows that share a mark.
         far: whether a block of keys may span 2^31 numbers.
+        own, tile, listed, split, group: in a backward pass, rows of a program's own block and of the streamed blocks;
+            owners of a list, 0 of a range; blocks of a listed number; heads that stream past an own block.
+        precision, steps: precision of products; row strides of grad, q, k, v, tilt, which as constants take no
+            registers.
     """
 
     rule: int
@@ -37,17 +41,19 @@ class Form(NamedTuple):
     factors: bool
     given: bool
     masked: bool
-    keep: bool
-    counted: bool
+    keep: bool = False
+    counted: bool = False
     rows: int = 0
     keys: int = 0
-    granule: int = 0
+    mask_tile: int = 0
     far: bool = False
-
-
-def padded(dim: int) -> tuple[int, int]:
-    """Return a number of columns and the power of two that holds them in a kernel."""
-    return dim, max(16, 1 << (dim - 1).bit_length())
+    own: int = 0
+    tile: int = 0
+    listed: int = 0
+    split: int = 1
+    group: int = 1
+    precision: str = "ieee"
+    steps: tuple[int, ...] = ()
 
 
 # Rows -----------------------------------------------------------------------------------------------------------
@@ -55,8 +61,7 @@ def padded(dim: int) -> tuple[int, int]:
 
 @triton.jit
 def place_of(queries, heads, FORM: tl.constexpr):
-    """Return (head among all, block of rows, batch, head) of a program. Last rows begin first: in causal order they see
-    most."""
+    """Return (head among all, block of rows, batch, head) of a program; last rows, which see most, first."""
     row_blocks = tl.cdiv(queries, FORM.rows)
     head = tl.program_id(0) // row_blocks
     row_block = row_blocks - 1 - tl.program_id(0) % row_blocks
@@ -65,8 +70,7 @@ def place_of(queries, heads, FORM: tl.constexpr):
 
 @triton.jit
 def own_rows(place, queries, FORM: tl.constexpr):
-    """Return (row numbers, which rows exist, their numbers among all heads). Rows beyond the last repeat it and are not
-    stored."""
+    """Return (rows, which exist, their numbers among all heads); rows past the last repeat it, not stored."""
     row = place[1] * FORM.rows + tl.arange(0, FORM.rows)
     rows = tl.minimum(row, queries - 1)
     return rows, row < queries, place[0].to(tl.int64) * queries + rows
@@ -89,8 +93,7 @@ def row_number(ptr, flat, number, GIVEN: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def factors(ptr, flat, scale, FORM: tl.constexpr):
-    """Return (factor in `key_scores`, factor that then makes scores) [R]. A number is applied after the maximum, since
-    it is positive."""
+    """Return (factor in `key_scores`, factor that then makes scores) [R]; a number is applied last."""
     given = row_number(ptr, flat, scale, FORM.factors, FORM)
     return given, tl.full((FORM.rows,), 1.0, tl.float32) if FORM.factors else given
 
@@ -118,22 +121,19 @@ def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
 
 
 @triton.jit
-def opened(
-    q_ptr, k_ptr, v_ptr, factor_ptr, visible, marks_ptr, scale, sizes, q_steps, k_steps, v_steps, visible_steps,
-    FORM: tl.constexpr,
-):  # fmt: skip
+def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM: tl.constexpr):
     """Return what all forward kernels begin with: (place, which rows exist, their numbers, sight, scales, q, k, v,
-    marks of rows, key blocks). `visible` points to the ranges' ends and the mask; steps are of batch, head and row."""
-    heads, group, queries, keys = sizes
+    marks of rows, key blocks). A matrix is (pointer, strides of batch, head and row), a factor (pointer, number);
+    `visible` holds the ranges' ends, the mask, and their strides."""
     place = place_of(queries, heads, FORM)
     rows, real, flat = own_rows(place, queries, FORM)
-    sight = sight_of(
-        visible[0], visible[1], visible[2], place, rows, visible_steps[0], visible_steps[1], visible_steps[2]
-    )
-    scales = factors(factor_ptr, flat, scale, FORM)
-    q = load_rows(q_ptr + place[2] * q_steps[0] + place[3] * q_steps[1], rows, q_steps[2], FORM.dim, FORM.wide)
-    k = k_ptr + place[2] * k_steps[0] + place[3] // group * k_steps[1], k_steps[2], keys
-    v = v_ptr + place[2] * v_steps[0] + place[3] // group * v_steps[1], v_steps[2], keys
+    low, high, mask, range_batch, mask_batch, mask_head = visible
+    sight = sight_of(low, high, mask, place, rows, range_batch, mask_batch, mask_head)
+    scales = factors(factor[0], flat, factor[1], FORM)
+    q, k, v = matrices
+    q = load_rows(q[0] + place[2] * q[1] + place[3] * q[2], rows, q[3], FORM.dim, FORM.wide)
+    k = k[0] + place[2] * k[1] + place[3] // group * k[2], k[3], keys
+    v = v[0] + place[2] * v[1] + place[3] // group * v[2], v[3], keys
     marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
     return place, real, flat, sight, scales, q, k, v, marked, key_blocks(sight, FORM)
 
@@ -205,15 +205,15 @@ def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexp
 @triton.jit
 def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
     """Return where the first mark of a program lies. A row of marks has one for each key block."""
-    line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.granule) + place[1] * (FORM.rows // FORM.granule)
+    line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.mask_tile) + place[1] * (FORM.rows // FORM.mask_tile)
     return marks_ptr + line * tl.cdiv(keys, FORM.keys)
 
 
 @triton.jit
 def row_marks(marks_at, keys, FORM: tl.constexpr):
     """Return where the marks of each row [R] begin."""
-    granule = tl.arange(0, FORM.rows) // FORM.granule
-    return marks_at + granule.to(tl.int64) * tl.cdiv(keys, FORM.keys)
+    mask_tile = tl.arange(0, FORM.rows) // FORM.mask_tile
+    return marks_at + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.keys)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from ..runtime.tiles import Row, TileTable
 SOFTMAX, ADAPTIVE, ANCHORED, FIXED = range(4)  # as in `math`, which is not imported before a kernel runs
 STANDS = {"uniform": 0, "zero": 1, "nearest": 2}
 POWERS = (1.0, 2.0, 3.0)
-GRANULE = 64
+MASK_TILE = 64
 """Most rows of a block of pairs that is skipped if it has no weight; fewer if tiles are smaller."""
 
 
@@ -41,11 +41,11 @@ WEIGH_KEPT = _tables("compact_weigh_kept", [(128, 64, 8, 3), (64, 64, 8, 2), (64
 """WEIGH for a backward pass, whose further outputs take registers."""
 
 
-def granule_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
+def mask_tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return rows and keys of a marked block of pairs, fixed for all kernels of a call and its backward pass: those of
-    the shipped STREAM, at most GRANULE rows. `width` is the larger of D and Dv."""
+    the shipped STREAM, at most MASK_TILE rows. `width` is the larger of D and Dv."""
     tiles = STREAM[dtype.itemsize].pick(width, dtype)
-    return min(GRANULE, tiles.rows), tiles.keys
+    return min(MASK_TILE, tiles.rows), tiles.keys
 
 
 class Rule(NamedTuple):
@@ -67,8 +67,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
-    """Return the rule of a spec with these numbers, or the reason why the kernels do not know it. Names in `tensors`
-    are given as tensors."""
+    """Return the rule of a spec, or why the kernels do not know it; names in `tensors` are tensors."""
     kernel, rule, numbers = spec.kernel, spec.bandwidth, numbers or {}
     if type(spec.weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed):
         return f"knows normalised kernels under the rules adaptive, anchored and fixed; this is {spec}"

@@ -7,7 +7,7 @@ blocks that come near enough to it; each later pass visits the marked blocks and
 fewer keys have a lower threshold, so that the peak descends monotonically, and most of the descent needs no further
 pass. A converged row is not changed while others of its block continue.
 
-Legend: R = ROWS queries of a program, K = KEYS keys of a block; e excess; marks: uint8 [granules of rows, key blocks]
+Legend: R = ROWS queries of a program, K = KEYS keys of a block; e excess; marks: uint8 [mask tiles of rows, key blocks]
 of one head, each the number of the pass that made it.
 """
 
@@ -43,19 +43,18 @@ BEYOND = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def lists_of(marks_ptr, list_ptr, place, queries, keys, FORM: tl.constexpr):
-    """Return (first mark, list of key blocks, number of key blocks, number of row granules) of a program."""
-    GRANULES: tl.constexpr = FORM.rows // FORM.granule
+    """Return (first mark, list of key blocks, number of key blocks, number of mask tiles of rows) of a program."""
+    MASK_TILES: tl.constexpr = FORM.rows // FORM.mask_tile
     blocks = tl.cdiv(keys, FORM.keys)
     list_at = list_ptr + (place[0].to(tl.int64) * tl.cdiv(queries, FORM.rows) + place[1]) * blocks
     marks_at = marks_of(marks_ptr, place, queries, keys, FORM)
-    return marks_at, list_at, blocks, tl.minimum(tl.cdiv(queries, FORM.granule) - place[1] * GRANULES, GRANULES)
+    return marks_at, list_at, blocks, tl.minimum(tl.cdiv(queries, FORM.mask_tile) - place[1] * MASK_TILES, MASK_TILES)
 
 
 @triton.jit
 def collect(marks, run, mark, FORM: tl.constexpr):
-    """List the blocks with this mark and return (how many lie in [full, partial), at the front of the list; how many
-    outside, at its back)."""
-    marks_at, list_at, blocks, granules = marks
+    """List blocks with this mark; return how many lie in [full, partial) (front) and outside (back)."""
+    marks_at, list_at, blocks, mask_tiles = marks
     first, full, partial, last = run
     tl.debug_barrier()  # wait for marks of other threads
     inner = 0
@@ -63,8 +62,8 @@ def collect(marks, run, mark, FORM: tl.constexpr):
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
         hit = tl.load(marks_at + block, mask=block < last, other=0) == mark
-        for i in tl.static_range(1, FORM.rows // FORM.granule):
-            inside = block < tl.where(granules > i, last, first)
+        for i in tl.static_range(1, FORM.rows // FORM.mask_tile):
+            inside = block < tl.where(mask_tiles > i, last, first)
             hit = hit | (tl.load(marks_at + i * blocks.to(tl.int64) + block, mask=inside, other=0) == mark)
         whole = (block >= full) & (block < partial)
         a = (hit & whole).to(tl.int32)
@@ -86,14 +85,14 @@ def listed(marks, t, EDGE: tl.constexpr):
 @triton.jit
 def leave(marks, run, mark, FORM: tl.constexpr):
     """Set marks equal to `mark` to 1 and all others to 0."""
-    marks_at, _, blocks, granules = marks
+    marks_at, _, blocks, mask_tiles = marks
     first, _, _, last = run
     tl.debug_barrier()
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        for i in tl.static_range(FORM.rows // FORM.granule):
+        for i in tl.static_range(FORM.rows // FORM.mask_tile):
             at = marks_at + i * blocks.to(tl.int64) + block
-            inside = block < tl.where(granules > i, last, first)
+            inside = block < tl.where(mask_tiles > i, last, first)
             tl.store(at, (tl.load(at, mask=inside, other=0) == mark).to(tl.uint8), mask=inside)
 
 
@@ -186,17 +185,14 @@ def settle(q, k, run, sight, scales, marks, counts, marked, state, tolerance, FO
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_search_kernel(
-    q_ptr, k_ptr, factor_ptr, given_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
-    scale, number, tolerance, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row,
-    range_batch, mask_batch, mask_head, FORM: tl.constexpr,
-):  # fmt: skip
+    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+):
     """Store top, theta, reach and status of the rows, and marks: 1 if a block can have weight."""
     place, real, flat, sight, scales, q, k, _v, marked, run = opened(
-        q_ptr, k_ptr, k_ptr, factor_ptr, (low_ptr, high_ptr, mask_ptr), marks_ptr, scale, (heads, group, queries, keys),
-        (q_batch, q_head, q_row), (k_batch, k_head, k_row), (k_batch, k_head, k_row),
-        (range_batch, mask_batch, mask_head), FORM,
-    )  # fmt: skip
-    within = row_number(given_ptr, flat, number, FORM.given, FORM)
+        matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
+    )
+    floats_ptr, flags_ptr = found[1], found[2]
+    within = row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == ADAPTIVE:
         within = within * 0 + FORM.r
     best, tops = look(q, k, run, sight, scales, within, marked, real, FORM)
@@ -214,7 +210,7 @@ def compact_search_kernel(
         peak = tl.maximum(first_peak(tops, best, scales[1], FORM.r), least)
         solved = real & (empty == 0)
         state = top, peak, least, solved & (least < 1)  # from 1 on rounding sets the peak
-        peak, active = settle(q, k, run, sight, scales, marks, counts, (marked, solved), state, tolerance, FORM)
+        peak, active = settle(q, k, run, sight, scales, marks, counts, (marked, solved), state, tol, FORM)
         tl.store(floats_ptr + flat * 6 + 1, top - FORM.r * peak, mask=solved)
         tl.store(floats_ptr + flat * 6 + 2, FORM.r * peak, mask=solved)
         tl.store(flags_ptr + flat * 3 + 2, active.to(tl.int32), mask=solved)
@@ -245,18 +241,15 @@ def store_ties(index_ptr, flat, ties, real):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_weigh_kernel(
-    q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
-    out_ptr, index_ptr, tilt_ptr, scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head,
-    k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head, FORM: tl.constexpr,
-):  # fmt: skip
+    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+):
     """Store output and mass of the rows, and for a backward pass tilt, or index and the marks of blocks with weight."""
     TILT: tl.constexpr = FORM.keep and FORM.rule == ADAPTIVE
     TIES: tl.constexpr = FORM.keep and FORM.rule == ANCHORED
     place, real, flat, sight, scales, q, k, v, marked, run = opened(
-        q_ptr, k_ptr, v_ptr, factor_ptr, (low_ptr, high_ptr, mask_ptr), marks_ptr, scale, (heads, group, queries, keys),
-        (q_batch, q_head, q_row), (k_batch, k_head, k_row), (v_batch, v_head, v_row),
-        (range_batch, mask_batch, mask_head), FORM,
-    )  # fmt: skip
+        matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
+    )
+    out_ptr, floats_ptr, index_ptr, tilt_ptr = found[0], found[1], found[3], found[4]
     factor, by = scales
     marks = lists_of(marks_ptr, list_ptr, place, queries, keys, FORM)
     counts = collect(marks, run, 1, FORM)

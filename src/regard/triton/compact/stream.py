@@ -66,20 +66,16 @@ def count_weights(q, k, run, sight, best, scales, bias, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stream_kernel(
-    q_ptr, k_ptr, v_ptr, factor_ptr, given_ptr, low_ptr, high_ptr, mask_ptr,
-    out_ptr, floats_ptr, flags_ptr, marks_ptr, scale, number, heads, group, queries, keys,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head,
-    FORM: tl.constexpr,
-):  # fmt: skip
+    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+):
     """Store the output and statistics of rows and, for the backward pass of a fixed threshold, marks of key blocks with
     weight. Rows without a near enough key are flagged and get 0."""
+    out_ptr, floats_ptr, flags_ptr = found[0], found[1], found[2]
     _place, real, flat, sight, scales, q, k, v, marked, run = opened(
-        q_ptr, k_ptr, v_ptr, factor_ptr, (low_ptr, high_ptr, mask_ptr), marks_ptr, scale, (heads, group, queries, keys),
-        (q_batch, q_head, q_row), (k_batch, k_head, k_row), (v_batch, v_head, v_row),
-        (range_batch, mask_batch, mask_head), FORM,
-    )  # fmt: skip
+        matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
+    )
     factor, by = scales
-    bias = row_number(given_ptr, flat, number, FORM.given, FORM)
+    bias = row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == SOFTMAX:
         by = by * LOG2E
 
@@ -154,12 +150,11 @@ def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stand_in_kernel(
-    q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, out_ptr, floats_ptr, flags_ptr, index_ptr, marks_ptr,
-    scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    range_batch, mask_batch, mask_head, FORM: tl.constexpr,
-):  # fmt: skip
+    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+):
     """Store the fallback output of flagged rows: the mean of the values they see, or the value of the best key. For a
     backward pass, also store how many they see or which key is best, and mark those blocks."""
+    out_ptr, floats_ptr, flags_ptr, index_ptr = found[0], found[1], found[2], found[3]
     place = place_of(queries, heads, FORM)
     _rows, real, flat = own_rows(place, queries, FORM)
     lost = real & (tl.load(flags_ptr + flat * 3 + 1) != 0)
@@ -167,16 +162,14 @@ def compact_stand_in_kernel(
         tl.store(index_ptr + flat, tl.full((FORM.rows,), -1, tl.int32), mask=real)
     if tl.max(lost.to(tl.int32), 0) > 0:
         _, _, _, sight, scales, q, k, v, marked, run = opened(
-            q_ptr, k_ptr, v_ptr, factor_ptr, (low_ptr, high_ptr, mask_ptr), marks_ptr, scale,
-            (heads, group, queries, keys), (q_batch, q_head, q_row), (k_batch, k_head, k_row), (v_batch, v_head, v_row),
-            (range_batch, mask_batch, mask_head), FORM,
-        )  # fmt: skip
+            matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
+        )
         if FORM.stand == UNIFORM:
             acc, stand_in = alike(v, run, sight, lost, marked, FORM)
             count = tl.maximum(stand_in, 1).to(tl.float32)
         else:
             stand_in = nearest(q, k, run, sight, scales, FORM)
-            acc = load_rows(v[0], stand_in, v_row, FORM.value_dim, FORM.value_wide).to(tl.float32)
+            acc = load_rows(v[0], stand_in, v[1], FORM.value_dim, FORM.value_wide).to(tl.float32)
             count = tl.full((FORM.rows,), 1.0, tl.float32)
             if FORM.keep:
                 tl.store(marked + stand_in // FORM.keys, 1, mask=lost)

@@ -14,9 +14,20 @@ import triton
 import triton.language as tl
 
 from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, root
-from ..runtime.blocks import FAR, LENGTHS, row_scale
-from ..runtime.finite_kernel import broken
-from .math import add_weighted, extent, guarded, load_queries, load_tile, part_of, products, seen_keys, store_part
+from ..runtime.blocks import FAR, LENGTHS
+from ..runtime.finite_kernel import non_finite
+from .math import (
+    add_weighted,
+    extent,
+    guarded,
+    load_keys,
+    load_values,
+    opened,
+    part_of,
+    products,
+    seen_keys,
+    store_part,
+)
 
 STEPS = tl.constexpr(24)
 """Most steps of Newton's method."""
@@ -28,37 +39,28 @@ EPS = tl.constexpr(2.0**-23)
 
 @triton.jit(do_not_specialize=LENGTHS)
 def scores_kernel(
-    q, k, v, factor, low, high, mask, z, tops, heads, group, queries, room, scale,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_low, stride_mb, stride_mh,
-    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
-):  # fmt: skip
+    matrices, factor, span, z, tops, heads, group, queries, room, stride_low, stride_mb, stride_mh, FORM: tl.constexpr
+):
     """Store scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room].
-    RAW: look at values, too; what is not finite has the score inf, so that its row has no weights."""
-    count = group * queries
-    batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
-        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    FORM.raw: look at values, too; what is not finite has the score inf, so that its row has no weights."""
+    rows, tiles, sight, a, by, k, v = opened(
+        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
     )
-    place = batch * stride_mb + head * group * stride_mh
-    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
-    by = row_scale(factor, scale, own, held, GIVEN)
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
-    wrong = broken(a)
-    for n in range(first, last):
-        j = (origin + n) * KEYS
-        real = j + tl.arange(0, KEYS) < stop
-        keys = load_tile(k, j, real, stride_kt, D, WIDTH, KEYS)
-        lost = broken(keys)
-        if RAW:  # loaded before arithmetic waits for the keys
-            lost |= broken(load_tile(v, j, real, stride_vt, DV, WIDTH_V, KEYS))
-        score = products(a, keys, ROWS) * by[:, None]
-        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
+    _, held, own = rows
+    wrong = non_finite(a)
+    for n in range(tiles[1], tiles[2]):
+        j = (tiles[0] + n) * FORM.keys
+        real = j + tl.arange(0, FORM.keys) < sight[7]
+        keys = load_keys(k, j, real, FORM)
+        lost = non_finite(keys)
+        if FORM.raw:  # loaded before arithmetic waits for the keys
+            lost |= non_finite(load_values(v, j, real, FORM))
+        score = products(a, keys, FORM.rows) * by[:, None]
+        seen = seen_keys(j, sight, FORM.masked, FORM)
         score = tl.where(seen, score, float("-inf"))
-        if RAW:
+        if FORM.raw:
             score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
-        into = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+        into = z + (own * room + n)[:, None] * FORM.keys + tl.arange(0, FORM.keys)[None, :]
         tl.store(into, score, mask=held[:, None])
         tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
 
@@ -90,8 +92,7 @@ def nearest_key(z, tops, top, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def gather_near(z, tops, near, top, reach, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
-    """Store distances top - z below `reach` in `near`, in the order of the keys, and return how many. Tiles out of
-    reach are not read."""
+    """Store distances top - z below `reach` in `near`, in the order of the keys, and return how many."""
     count = 0
     for n in range(0, tiles * KEYS, CHUNK):
         at = n + tl.arange(0, CHUNK)
@@ -144,10 +145,9 @@ def total_weight(near, count, reach, R: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def threshold_kernel(
-    z, tops, near, given, low, high, mask, found, best, heads, group, queries, room, number,
-    stride_low, stride_mb, stride_mh,
-    KEYS: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr,
-    EMPTY: tl.constexpr, PARAMETER: tl.constexpr, MASKED: tl.constexpr,
+    z, tops, near, given, span, found, best, heads, group, queries, room, number, stride_low, stride_mb, stride_mh,
+    CHUNK: tl.constexpr, PARAMETER: tl.constexpr, R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Store of one row found [N, count, 3] = (best score, how far below it weights end, their sum) and best [N, count,
     2] = (how many keys are visible, the nearest). The reach is 0 in rows that take fallback weights. `near`, shaped
@@ -156,8 +156,10 @@ def threshold_kernel(
     count = group * queries
     at, r = row // count, (row % count).to(tl.int32)
     batch, head = at // heads, at % heads
-    origin, tiles, _ = extent(low + batch * stride_low, high + batch * stride_low, queries, KEYS, MOST)
-    own, to = tl.load(low + batch * stride_low + r % queries), tl.load(high + batch * stride_low + r % queries)
+    KEYS: tl.constexpr = FORM.keys
+    low, high = span[0] + batch * stride_low, span[1] + batch * stride_low
+    origin, tiles, _ = extent(low, high, queries, KEYS, FORM.most)
+    own, to = tl.load(low + r % queries), tl.load(high + r % queries)
     z, near, tops = z + row * room * KEYS, near + row * room * KEYS, tops + row * room
     largest = tl.full((CHUNK,), float("-inf"), tl.float32)
     for n in range(0, tiles, CHUNK):
@@ -167,7 +169,7 @@ def threshold_kernel(
     none, visible = top == float("-inf"), 0
     if RULE == FIXED:
         place = batch * stride_mb + (head * group + r // queries) * stride_mh
-        visible = visible_count(own, to, mask, place, MASKED, CHUNK)
+        visible = visible_count(own, to, span[2], place, FORM.masked, CHUNK)
     value = tl.load(given + row) if PARAMETER else number
     if RULE == ADAPTIVE:
         reach = value * 0.0 + R  # the peak is at most one
@@ -199,27 +201,24 @@ def threshold_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def output_kernel(
-    v, z, tops, low, high, mask, found, best, part, heads, group, queries, room,
-    stride_b, stride_h, stride_t, stride_low, stride_mb, stride_mh, stride_part,
-    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr,
-    R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, MASKED: tl.constexpr,
+    v, z, tops, span, found, best, part, heads, group, queries, room, stride_low, stride_mb, stride_mh, stride_part,
+    R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split.
     Only values with weight in some row of the tile are read. A row whose best score is inf is NaN."""
-    count = group * queries
-    batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
-        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
-    )
-    place = batch * stride_mb + head * group * stride_mh
+    KEYS: tl.constexpr = FORM.keys
+    batch, head, rows, tiles, sight = part_of(span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM)
+    start, to = sight[0], sight[1]
+    _, held, own = rows
     top = tl.load(found + own * 3, mask=held, other=0.0)
     reach = tl.load(found + own * 3 + 1, mask=held, other=1.0)
     mass = tl.load(found + own * 3 + 2, mask=held, other=1.0)
     lost = reach == 0
     visible, nearest = tl.load(best + own * 2, mask=held, other=1), tl.load(best + own * 2 + 1, mask=held, other=-1)
-    v += batch * stride_b + head * stride_h
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for n in range(first, last):
-        j = (origin + n) * KEYS
+    v = v[0] + batch * v[1] + head * v[2], v[3]
+    total = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    for n in range(tiles[1], tiles[2]):
+        j = (tiles[0] + n) * KEYS
         near = held & (top - tl.load(tops + own * room + n, mask=held, other=float("-inf")) < reach)
         stands = near
         if RULE == FIXED:
@@ -235,15 +234,16 @@ def output_kernel(
             p = tl.where(near[:, None], p, 0.0)
             if RULE == FIXED:
                 if EMPTY == UNIFORM:
-                    seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
+                    seen = seen_keys(j, sight, FORM.masked, FORM)
                     p = tl.where(lost[:, None] & seen, 1 / tl.maximum(visible, 1).to(tl.float32)[:, None], p)
                 elif EMPTY == NEAREST:
                     p = tl.where(
                         (lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None]), 1.0, p
                     )
-            values = load_tile(v, j, tl.max(p, 0) > 0, stride_t, DV, WIDTH, KEYS)
-            total = add_weighted(total, p, values, ROWS)
-    store_part(part, stride_part, own, held, tl.where((top == float("inf"))[:, None], float("nan"), total), DV, WIDTH)
+            values = load_values(v, j, tl.max(p, 0) > 0, FORM)
+            total = add_weighted(total, p, values, FORM.rows)
+    total = tl.where((top == float("inf"))[:, None], float("nan"), total)
+    store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -266,43 +266,36 @@ def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.const
 
 @triton.jit(do_not_specialize=LENGTHS)
 def online_kernel(
-    q, k, v, factor, low, high, mask, part, state, heads, group, queries, scale,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_low, stride_mb, stride_mh, stride_part, stride_state,
-    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
+    matrices, factor, span, part, state, heads, group, queries, stride_low, stride_mb, stride_mh, stride_part,
+    stride_state, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax over a program's tiles: part [splits, N, count, DV], not divided by the mass, and state [splits,
-    N, count, 2] = (m in base 2, sum w). RAW: sums are NaN in rows that see a non-finite number."""
-    count = group * queries
-    batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
-        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    N, count, 2] = (m in base 2, sum w). FORM.raw: sums are NaN in rows that see a non-finite number."""
+    rows, tiles, sight, a, by, k, v = opened(
+        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
     )
-    place = batch * stride_mb + head * group * stride_mh
-    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
-    by = row_scale(factor, scale, own, held, GIVEN) * LOG2E
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
-    wrong = broken(a)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    mass, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH_V), tl.float32)
-    for n in range(first, last):
-        j = (origin + n) * KEYS
-        keys = load_tile(k, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS)
-        lost = broken(keys)
-        score = products(a, keys, ROWS) * by[:, None]
-        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
+    _, held, own = rows
+    by *= LOG2E
+    wrong = non_finite(a)
+    top = tl.full((FORM.rows,), float("-inf"), tl.float32)
+    mass, total = tl.zeros((FORM.rows,), tl.float32), tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    for n in range(tiles[1], tiles[2]):
+        j = (tiles[0] + n) * FORM.keys
+        keys = load_keys(k, j, j + tl.arange(0, FORM.keys) < sight[7], FORM)
+        lost = non_finite(keys)
+        score = products(a, keys, FORM.rows) * by[:, None]
+        seen = seen_keys(j, sight, FORM.masked, FORM)
         score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
         w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
-        values = load_tile(v, j, tl.max(seen.to(tl.int32), 0) != 0, stride_vt, DV, WIDTH_V, KEYS)
-        if RAW:
-            w, values = guarded(w, lost, values, seen, wrong, MOST == 1 and MASKED != 2)
-        total = add_weighted(total * fade[:, None], w, values, ROWS)
+        values = load_values(v, j, tl.max(seen.to(tl.int32), 0) != 0, FORM)
+        if FORM.raw:
+            w, values = guarded(w, lost, values, seen, wrong, FORM)
+        total = add_weighted(total * fade[:, None], w, values, FORM.rows)
         mass = mass * fade + tl.sum(w, 1)
         top = new
-    store_part(part, stride_part, own, held, total, DV, WIDTH_V)
+    store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
     state += tl.program_id(1).to(tl.int64) * stride_state + own * 2
     tl.store(state, top, mask=held)
     tl.store(state + 1, mass, mask=held)

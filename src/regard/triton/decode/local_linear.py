@@ -29,9 +29,10 @@ from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ...pairwise.visibility import Visibility
 from ..runtime.launch import launch
+from ..runtime.operators import operator, rows_together
 from ..runtime.tiles import Tiles, TileTable
-from .compact import Shape, add_splits, room_for, width_of
-from .plan import Ranges, masked, ranges_of, row_tensor, splits_of, strides
+from .compact import MERGE, add_splits
+from .plan import Call, Ranges, ranges_of, row_tensor
 
 WIDEST = 128
 """Most features of a key if a system is solved: its matrix stays in the registers of one program."""
@@ -82,47 +83,29 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: float | Tensor,
-    ridge: float | Tensor,
-    probe: Tensor | None,
-    visible: Visibility,
-    how: int = 3,
-    tol: float = TOLERANCE,
-    limit: int = 4 * WIDEST,
-    raw: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, ridge: float | Tensor, probe: Tensor | None,
+    visible: Visibility, how: int = 3, tol: float = TOLERANCE, limit: int = 4 * WIDEST, raw: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the local linear attention of few queries, [B, H, Tq, Dv].
 
     Args:
         q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
-        factor: factor of the products, a number or [B, H, Tq].
-        ridge: a number, or [B, H, Tq, 1 or D].
+        factor, ridge: a number, or [B, H, Tq] and [B, H, Tq, 1 or D].
         probe: [B, H, Tq, D], -t if it is given, else None.
         how: 1 for conjugate gradients, 2 for elimination, 3 for both in turn; ignored with a probe.
         tol, limit: tolerance and most steps of conjugate gradients.
-        raw: whether vectors may be non-finite (or beyond 2^56) anywhere: rows that see one become NaN. Otherwise
-            only vectors that no row sees may be non-finite.
+        raw: as in `compact.decode`.
 
     Raises:
-        ArgumentError: neither a probe nor a way to solve.
-    """
+        ArgumentError: neither a probe nor a way to solve."""
     if probe is None and how == 0:
         raise ArgumentError("local_linear_decode: the learned solver needs params={'probe': r}, r [B, H, Tq, D].")
     ranges = ranges_of(visible, q.device)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
-    number, own = (0.0, _vectors(ridge, q)) if isinstance(ridge, Tensor) else (float(ridge), None)
-    probe = None if probe is None else _vectors(probe, q)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    numbers = (scale, number, how, tol, limit, ranges.most, raw)
-    return _decode(q, k, v, by, own, probe, ranges.low, ranges.high, ranges.mask, *numbers)
-
-
-def _vectors(x: Tensor, q: Tensor) -> Tensor:
-    """Return vectors of rows as float32 [B, H, Tq, n], contiguous."""
-    return x.to(torch.float32).expand(*q.shape[:3], x.shape[-1]).contiguous()
+    number, own = (0.0, row_tensor(ridge, q)) if isinstance(ridge, Tensor) else (float(ridge), None)
+    probe = None if probe is None else row_tensor(probe, q)
+    q, k, v = (rows_together(x) for x in (q, k, v))
+    return _decode(q, k, v, by, own, probe, *ranges[:3], scale, number, how, tol, limit, ranges.most, raw)
 
 
 def _run(
@@ -132,124 +115,94 @@ def _run(
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_()
-    call = _Call(q, k, v, factor, scale, Ranges(low, high, mask, most))
+    call = Call(q, k, v, factor, scale, Ranges(low, high, mask, most), raw)
     if probe is not None:
-        call.probed(probe, out, raw)
+        _probed(call, probe, out)
     else:
-        mean, state, spread = call.moments()
-        slope = call.solved(spread, mean, ridge, number, how, tol, limit)
-        call.tilted(slope, mean, state, out, raw)
+        mean, state, spread = _moments(call)
+        slope = _solved(call, spread, mean, ridge, number, how, tol, limit)
+        _tilted(call, slope, mean, state, out)
     return out
 
 
-_decode = torch.library.custom_op(
-    "regard::triton_local_linear_decode",
+_decode = operator(
+    "local_linear_decode",
     _run,
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, Tensor low, Tensor high, "
+    "(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, Tensor low, Tensor high, "
     "Tensor? mask, float scale, float number, SymInt how, float tol, SymInt limit, SymInt most, bool raw) -> Tensor",
+    lambda q, k, v, *_: v.new_empty(*q.shape[:3], v.shape[-1]),
 )
 
 
-@_decode.register_fake
-def _(q, k, v, *rest):
-    return v.new_empty(*q.shape[:3], v.shape[-1])
+def _moments(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (mean [N, D], (m, sum w) [N, 2], covariance [N, D, D]) of the weighted keys of every row."""
+    from .local_linear_kernels import merge_moments_kernel, moments_kernel
+
+    dim, total = call.form.dim, call.rows.numel()
+    tiles = MOMENTS.pick(dim, call.k.dtype)
+    if call.form.masked:  # the matrix leaves few registers
+        tiles = replace(tiles, keys=max(16, tiles.keys // 2))
+    least = max(1, max(FULL, 4 * call.group) * dim // tiles.keys)
+    form, grid, _ = call.shared(tiles, one=True, least=least)
+    splits = grid[1]
+    moment, mean, state = call.new(splits, total, dim, dim), call.new(splits, total, dim), call.new(splits, total, 2)
+    matrices = (*call.matrices[:2], call.matrices[1])  # values are not read
+    launch(
+        moments_kernel, grid, matrices, call.factor, call.span, moment, mean, state, *call.sizes,
+        *call.ranges.strides, total, tiles=tiles, FORM=form._replace(value_dim=0, value_wide=0, raw=False),
+    )  # fmt: skip
+    if splits == 1:
+        return mean[0], state[0], moment[0]
+    spread, centre, whole = call.new(total, dim, dim), call.new(total, dim), call.new(total, 2)
+    launch(
+        merge_moments_kernel, (total, -(-dim // 16)), moment, mean, state, spread, centre, whole, splits, total,
+        tiles=MERGE, D=dim, WIDTH=form.wide, PANEL=16,
+    )  # fmt: skip
+    return centre, whole, spread
 
 
-class _Call:
-    """What the kernels of one call share, and their launches."""
+def _solved(
+    call: Call, spread: Tensor, mean: Tensor, ridge: Tensor | None, number: float, how: int, tol: float, limit: int
+) -> Tensor:
+    """Return t [N, D]."""
+    from .local_linear_kernels import solve_kernel
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, scale: float, ranges: Ranges) -> None:
-        self.q, self.k, self.v, self.factor, self.scale, self.ranges = q, k, v, factor, scale, ranges
-        self.rows, self.dim = q.shape[:3], q.shape[-1]
-        self.flags = {"GIVEN": factor is not None, "MASKED": masked(ranges)}
+    slope, form = torch.empty_like(mean), type(call.form)(*call.form[:2])
+    launch(
+        solve_kernel, (call.rows.numel(),), call.matrices[0], spread, mean, ridge, slope, *call.sizes, number, tol,
+        limit, tiles=SOLVE.pick(form.dim, torch.float32), RIDGE=0 if ridge is None else ridge.shape[-1],
+        GRADIENTS=how in (1, 3), DIRECT=how in (2, 3), FORM=form,
+    )  # fmt: skip
+    return slope
 
-    def _shape(self, one: bool = False) -> Shape:
-        return Shape.of(self.q, self.k, one)
 
-    def _new(self, *shape: int) -> Tensor:
-        return self.q.new_empty(*shape, dtype=torch.float32)
+def _tilted(call: Call, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor) -> None:
+    """Compute the output of solved rows."""
+    from .local_linear_kernels import tilted_kernel
 
-    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (mean [N, D], (m, sum w) [N, 2], covariance [N, D, D]) of the weighted keys of every row."""
-        from .local_linear_kernels import merge_moments_kernel, moments_kernel
+    tiles = TABLE.pick(max(call.form.dim, call.form.value_dim), call.k.dtype)
+    form, grid, _ = call.shared(tiles)
+    part = out[None] if grid[1] == 1 else call.new(grid[1], *out.shape)
+    launch(
+        tilted_kernel, grid, call.matrices, call.factor, call.span, slope, mean, state, part, *call.sizes,
+        *call.ranges.strides, part.stride(0), tiles=tiles, FORM=form,
+    )  # fmt: skip
+    add_splits(part, out)
 
-        q, k, ranges, shape = self.q, self.k, self.ranges, self._shape(one=True)
-        tiles = MOMENTS.pick(self.dim, k.dtype)
-        if self.flags["MASKED"]:  # the matrix leaves few registers
-            tiles = replace(tiles, keys=max(16, tiles.keys // 2))
-        total, least = self.rows.numel(), max(1, max(FULL, 4 * shape.group) * self.dim // tiles.keys)
-        splits = splits_of(q.device, shape.programs, room_for(ranges.most, tiles.keys), 1, least)
-        moment, mean = self._new(splits, total, self.dim, self.dim), self._new(splits, total, self.dim)
-        state = self._new(splits, total, 2)
-        widths = {"D": self.dim, "WIDTH": width_of(q)}
-        launch(
-            moments_kernel, (shape.programs, splits), q, k, self.factor, *ranges.tensors, moment, mean, state,
-            *shape.sizes, self.scale, *strides(q), *strides(k), *ranges.strides, total,
-            tiles=tiles, **widths, KEYS=tiles.keys, MOST=shape.most, **self.flags,
-        )  # fmt: skip
-        if splits == 1:
-            return mean[0], state[0], moment[0]
-        spread, centre, whole = self._new(*moment.shape[1:]), self._new(*mean.shape[1:]), self._new(total, 2)
-        launch(
-            merge_moments_kernel, (total, -(-self.dim // 16)), moment, mean, state, spread, centre, whole, splits,
-            total,
-            tiles=Tiles(warps=4, stages=1), **widths, PANEL=16,
-        )  # fmt: skip
-        return centre, whole, spread
 
-    def solved(
-        self, spread: Tensor, mean: Tensor, ridge: Tensor | None, number: float, how: int, tol: float, limit: int
-    ) -> Tensor:
-        """Return t [N, D]."""
-        from .local_linear_kernels import solve_kernel
+def _probed(call: Call, probe: Tensor, out: Tensor) -> None:
+    """Compute the output of rows whose t is given."""
+    from .local_linear_kernels import merge_probed_kernel, probed_kernel
 
-        slope, shape = torch.empty_like(mean), self._shape(one=True)
-        launch(
-            solve_kernel, (shape.programs,), self.q, spread, mean, ridge, slope, *shape.sizes, number, tol, limit,
-            *strides(self.q),
-            tiles=SOLVE.pick(self.dim, torch.float32), D=self.dim, WIDTH=width_of(self.q),
-            RIDGE=0 if ridge is None else ridge.shape[-1], GRADIENTS=how in (1, 3), DIRECT=how in (2, 3),
-        )  # fmt: skip
-        return slope
-
-    def _pass(self) -> tuple[Tiles, Shape, int, dict[str, int]]:
-        """Return tiles, sizes, splits and widths of a pass over keys and values."""
-        tiles = TABLE.pick(max(self.dim, self.v.shape[-1]), self.k.dtype)
-        shape = self._shape()
-        splits = splits_of(self.q.device, shape.programs, room_for(self.ranges.most, tiles.keys), shape.rows)
-        widths = {"D": self.dim, "WIDTH": width_of(self.q), "DV": self.v.shape[-1], "WIDTH_V": width_of(self.v)}
-        return tiles, shape, splits, {**widths, "ROWS": shape.rows, "KEYS": tiles.keys, "MOST": shape.most}
-
-    def _strides(self) -> tuple[int, ...]:
-        return (*strides(self.q), *strides(self.k), *strides(self.v), *self.ranges.strides)
-
-    def tilted(self, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor, raw: bool) -> None:
-        """Compute the output of solved rows."""
-        from .local_linear_kernels import tilted_kernel
-
-        tiles, shape, splits, widths = self._pass()
-        part = out[None] if splits == 1 else self._new(splits, *out.shape)
-        launch(
-            tilted_kernel, (shape.programs, splits), self.q, self.k, self.v, self.factor, *self.ranges.tensors, slope,
-            mean, state, part, *shape.sizes, self.scale, *self._strides(), part.stride(0),
-            tiles=tiles, **widths, **self.flags, RAW=raw,
-        )  # fmt: skip
-        add_splits(part, out)
-
-    def probed(self, probe: Tensor, out: Tensor, raw: bool) -> None:
-        """Compute the output of rows whose t is given."""
-        from .local_linear_kernels import merge_probed_kernel, probed_kernel
-
-        tiles, shape, splits, widths = self._pass()
-        total = self.rows.numel()
-        part, state = self._new(splits, total, 2, out.shape[-1]), self._new(splits, total, 4)
-        launch(
-            probed_kernel, (shape.programs, splits), self.q, self.k, self.v, self.factor, *self.ranges.tensors, probe,
-            part, state, *shape.sizes, self.scale, *self._strides(), total,
-            tiles=tiles, **widths, **self.flags, RAW=raw,
-        )  # fmt: skip
-        launch(
-            merge_probed_kernel, (total,), part, state, out, splits, total,
-            tiles=Tiles(warps=4, stages=1), DV=out.shape[-1], WIDTH=width_of(out),
-        )  # fmt: skip
+    tiles = TABLE.pick(max(call.form.dim, call.form.value_dim), call.k.dtype)
+    form, grid, _ = call.shared(tiles)
+    total, splits = call.rows.numel(), grid[1]
+    part, state = call.new(splits, total, 2, form.value_dim), call.new(splits, total, 4)
+    launch(
+        probed_kernel, grid, call.matrices, call.factor, call.span, probe, part, state, *call.sizes,
+        *call.ranges.strides, total, tiles=tiles, FORM=form,
+    )  # fmt: skip
+    launch(
+        merge_probed_kernel, (total,), part, state, out, splits, total,
+        tiles=MERGE, DV=form.value_dim, WIDTH=form.value_wide,
+    )  # fmt: skip

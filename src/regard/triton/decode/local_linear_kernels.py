@@ -15,15 +15,16 @@ import triton
 import triton.language as tl
 
 from ..compact.math import LOG2E
-from ..runtime.blocks import LENGTHS, load, row_scale
-from ..runtime.finite_kernel import broken
+from ..runtime.blocks import LENGTHS, load
+from ..runtime.finite_kernel import non_finite
 from .math import (
     add_weighted,
     fine_products,
     guarded,
+    load_keys,
     load_queries,
-    load_tile,
-    part_of,
+    load_values,
+    opened,
     place_of,
     products,
     seen_keys,
@@ -38,31 +39,30 @@ RESTARTS = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=LENGTHS)
 def moments_kernel(
-    q, k, factor, low, high, mask, moment, mean, state, heads, group, queries, scale,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_low, stride_mb, stride_mh, total_rows,
-    D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr,
-    MASKED: tl.constexpr,
+    matrices, factor, span, moment, mean, state, heads, group, queries, stride_low, stride_mb, stride_mh, total_rows,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Store for one row and a program's tiles covariance [splits, N, D, D] and mean [splits, N, D] of the weighted
     keys, and state [splits, N, 2] = (m, sum w). Keys are shifted by the mean o of the first visible ones, which changes
     no result: sum w (k - o)(k - o)' = sum a k' - (sum a) o' with a = w (k - o) as multiplied, in two terms."""
-    count = group * queries
-    batch, head, rows, there, row, start, to, origin, first, last, _ = part_of(
-        low, high, heads, group, queries, stride_low, 1, KEYS, MOST
+    D: tl.constexpr = FORM.dim
+    WIDTH: tl.constexpr = FORM.wide
+    ONE: tl.constexpr = min(FORM.masked, 1)  # one row has one mask
+    rows, tiles, sight, a, by, k, _v = opened(
+        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
     )
-    place = batch * stride_mb + (head * group + tl.max(rows, 0) // queries).to(tl.int64) * stride_mh
-    ONE: tl.constexpr = min(MASKED, 1)  # one row has one mask
-    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
-    by = tl.max(row_scale(factor, scale, row, there, GIVEN), 0) * LOG2E
-    k += batch * stride_kb + head * stride_kh
+    mask = sight[2]
+    if ONE:
+        mask += (tl.max(rows[0], 0) // queries).to(tl.int64) * stride_mh
+    sight = sight[0], sight[1], mask
+    by = tl.max(by, 0) * LOG2E
     top, mass = float("-inf"), 0.0
     centre, first_sum = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
     second, used = tl.zeros((WIDTH, WIDTH), tl.float32), tl.zeros((WIDTH,), tl.float32)
-    for n in range(first, last):
-        j = (origin + n) * KEYS
-        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, ONE)
-        held = tl.reshape(seen, (KEYS,))
-        keys = load_tile(k, j, held, stride_kt, D, WIDTH, KEYS)
+    for n in range(tiles[1], tiles[2]):
+        j = (tiles[0] + n) * FORM.keys
+        held = tl.reshape(seen_keys(j, sight, ONE, FORM), (FORM.keys,))
+        keys = load_keys(k, j, held, FORM)
         exact = keys.to(tl.float32)
         score = tl.where(held, tl.sum(a.to(tl.float32) * exact, 1) * by, float("-inf"))
         new = tl.maximum(top, tl.max(score, 0))
@@ -186,13 +186,14 @@ def eliminated(matrix, b, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def solve_kernel(
-    q, spread, mean, ridge, slope, heads, group, queries, number, tol, limit, stride_b, stride_h, stride_t,
-    D: tl.constexpr, WIDTH: tl.constexpr, RIDGE: tl.constexpr, GRADIENTS: tl.constexpr, DIRECT: tl.constexpr,
+    q, spread, mean, ridge, slope, heads, group, queries, number, tol, limit,
+    RIDGE: tl.constexpr, GRADIENTS: tl.constexpr, DIRECT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store t [N, D] of one row: (spread + ridge) t = q - mean. RIDGE: numbers a row, 0 for one `number`. GRADIENTS:
     try conjugate gradients; DIRECT: use elimination instead, or if they do not converge."""
-    count = group * queries
-    _, batch, head, rows = place_of(heads, count, 1)
+    D: tl.constexpr = FORM.dim
+    WIDTH: tl.constexpr = FORM.wide
+    _, batch, head, rows = place_of(heads, group * queries, 1)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     inside = (i < D)[:, None] & (i < D)[None, :]
@@ -207,7 +208,7 @@ def solve_kernel(
         added = tl.load(ridge + row * D + i, mask=i < D, other=0.0)
     added = tl.where(i < D, added, 1.0)
     matrix += tl.where(i[:, None] == i[None, :], added[None, :], 0.0)
-    x = load_queries(q + batch * stride_b, head * group, rows, count, queries, stride_h, stride_t, D, WIDTH)
+    x = load_queries(q, batch, head * group, rows, rows < group * queries, queries, FORM)
     b = tl.sum(x.to(tl.float32), 0) - tl.load(mean + row * D + i, mask=i < D, other=0.0)
     unit = tl.sum(tl.where(i[:, None] == i[None, :], matrix, 0.0), 1)
     unit = tl.where(unit > 0, 1 / tl.sqrt(tl.where(unit > 0, unit, 1.0)), 1.0)
@@ -231,80 +232,74 @@ def load_vectors(x, own, held, D: tl.constexpr, WIDTH: tl.constexpr):
     return load(x + own[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
 
 
+@triton.jit
+def _tile(k, v, n, sight, FORM: tl.constexpr):
+    """Return keys and values of a tile, which pairs are visible, and which keys are non-finite."""
+    seen = seen_keys(n * FORM.keys, sight, FORM.masked, FORM)
+    some = tl.max(seen.to(tl.int32), 0) != 0
+    keys = load_keys(k, n * FORM.keys, some, FORM)
+    lost = non_finite(keys)
+    return keys, load_values(v, n * FORM.keys, some, FORM), seen, lost
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def tilted_kernel(
-    q, k, v, factor, low, high, mask, slope, mean, state, part, heads, group, queries, scale,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_low, stride_mb, stride_mh, stride_part,
-    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
+    matrices, factor, span, slope, mean, state, part, heads, group, queries, stride_low, stride_mb, stride_mh,
+    stride_part, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. The product of the mean is
-    taken with t as it was multiplied. RAW: NaN in rows that see a non-finite number."""
-    count = group * queries
-    batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
-        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    taken with t as it was multiplied. FORM.raw: NaN in rows that see a non-finite number."""
+    rows, tiles, sight, a, by, k, v = opened(
+        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
     )
-    place = batch * stride_mb + head * group * stride_mh
-    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
-    by = row_scale(factor, scale, own, held, GIVEN) * LOG2E
-    t, middle = load_vectors(slope, own, held, D, WIDTH), load_vectors(mean, own, held, D, WIDTH)
+    _, held, own = rows
+    by *= LOG2E
+    t, middle = load_vectors(slope, own, held, FORM.dim, FORM.wide), load_vectors(mean, own, held, FORM.dim, FORM.wide)
     mass = tl.load(state + own * 2 + 1, mask=held, other=1.0)
     lse = tl.load(state + own * 2, mask=held, other=0.0) + tl.log2(tl.where(mass > 0, mass, 1.0))
     lse = tl.where(mass > 0, lse, 0.0)
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
-    wrong = broken(a)
-    total = tl.zeros((ROWS, WIDTH_V), tl.float32)
-    for n in range(first, last):
-        j = (origin + n) * KEYS
-        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
-        some = tl.max(seen.to(tl.int32), 0) != 0
-        keys = load_tile(k, j, some, stride_kt, D, WIDTH, KEYS)
-        lost = broken(keys)
-        values = load_tile(v, j, some, stride_vt, DV, WIDTH_V, KEYS)
-        p = tl.exp2(products(a, keys, ROWS) * by[:, None] - lse[:, None])
-        e, multiplied = fine_products(t, keys, ROWS)
+    wrong = non_finite(a)
+    total = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    for n in range(tiles[1], tiles[2]):
+        keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
+        p = tl.exp2(products(a, keys, FORM.rows) * by[:, None] - lse[:, None])
+        e, multiplied = fine_products(t, keys, FORM.rows)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)
-        if RAW:
-            w, values = guarded(w, lost, values, seen, wrong, MOST == 1 and MASKED != 2)
-        total = add_weighted(total, w, values, ROWS)
-    store_part(part, stride_part, own, held, total, DV, WIDTH_V)
+        if FORM.raw:
+            w, values = guarded(w, lost, values, seen, wrong, FORM)
+        total = add_weighted(total, w, values, FORM.rows)
+    store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def probed_kernel(
-    q, k, v, factor, low, high, mask, probe, part, state, heads, group, queries, scale,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_low, stride_mb, stride_mh, total_rows,
-    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
+    matrices, factor, span, probe, part, state, heads, group, queries, stride_low, stride_mb, stride_mh, total_rows,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Store over a program's tiles, for t = -probe: part [splits, N, 2, DV] = (sum w v, sum w (s_j - s) v) and state
-    [splits, N, 4] = (m, sum w, sum w (s_j - s), s). RAW: all NaN in rows that see a non-finite number."""
-    count = group * queries
-    batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
-        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    [splits, N, 4] = (m, sum w, sum w (s_j - s), s). FORM.raw: all NaN in rows that see a non-finite number."""
+    rows, tiles, sight, a, by, k, v = opened(
+        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
     )
-    place = batch * stride_mb + head * group * stride_mh
-    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
-    by = row_scale(factor, scale, own, held, GIVEN) * LOG2E
-    t = -load_vectors(probe, own, held, D, WIDTH)
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
-    columns, wrong = tl.arange(0, WIDTH_V), broken(a)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    mass, tilt, level_s = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    plain, tilted = tl.zeros((ROWS, WIDTH_V), tl.float32), tl.zeros((ROWS, WIDTH_V), tl.float32)
-    for n in range(first, last):
-        j = (origin + n) * KEYS
-        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
-        some = tl.max(seen.to(tl.int32), 0) != 0
-        keys = load_tile(k, j, some, stride_kt, D, WIDTH, KEYS)
-        lost = broken(keys)
-        values = load_tile(v, j, some, stride_vt, DV, WIDTH_V, KEYS)
-        score = tl.where(seen, products(a, keys, ROWS) * by[:, None], float("-inf"))
-        s, _used = fine_products(t, keys, ROWS)
+    _, held, own = rows
+    by *= LOG2E
+    t = -load_vectors(probe, own, held, FORM.dim, FORM.wide)
+    DV: tl.constexpr = FORM.value_dim
+    columns, wrong = tl.arange(0, FORM.value_wide), non_finite(a)
+    top = tl.full((FORM.rows,), float("-inf"), tl.float32)
+    mass, tilt, level_s = (
+        tl.zeros((FORM.rows,), tl.float32),
+        tl.zeros((FORM.rows,), tl.float32),
+        tl.zeros((FORM.rows,), tl.float32),
+    )
+    plain, tilted = (
+        tl.zeros((FORM.rows, FORM.value_wide), tl.float32),
+        tl.zeros((FORM.rows, FORM.value_wide), tl.float32),
+    )
+    for n in range(tiles[1], tiles[2]):
+        keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
+        score = tl.where(seen, products(a, keys, FORM.rows) * by[:, None], float("-inf"))
+        s, _used = fine_products(t, keys, FORM.rows)
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
         w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
@@ -312,10 +307,10 @@ def probed_kernel(
         near = tl.sum(tl.where(seen, s, 0.0), 1) / tl.maximum(number, 1.0)
         level_s = tl.where(mass > 0, level_s, near)
         ws = w * tl.where(seen, s - level_s[:, None], 0.0)
-        if RAW:
-            w, values = guarded(w, lost, values, seen, wrong, MOST == 1 and MASKED != 2)
-        plain = add_weighted(plain * fade[:, None], w, values, ROWS)
-        tilted = add_weighted(tilted * fade[:, None], ws, values, ROWS)
+        if FORM.raw:
+            w, values = guarded(w, lost, values, seen, wrong, FORM)
+        plain = add_weighted(plain * fade[:, None], w, values, FORM.rows)
+        tilted = add_weighted(tilted * fade[:, None], ws, values, FORM.rows)
         mass, tilt = mass * fade + tl.sum(w, 1), tilt * fade + tl.sum(ws, 1)
         top = new
     split = tl.program_id(1).to(tl.int64) * total_rows + own
@@ -330,8 +325,7 @@ def probed_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def merge_probed_kernel(part, state, out, splits, total_rows, DV: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge one row of the output from its splits. The common s is the mean of the slopes, so that the term subtracted
-    at the end is nearly 0."""
+    """Merge one row of the output from its splits, with the mean of the slopes as the common s."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     top = float("-inf")

@@ -4,19 +4,44 @@ heads of that head, so that keys and values are read once for all of them. Progr
 In float32, which tensor cores do not multiply, a program has one row; keys that neighbouring programs read are then in
 the shared cache.
 
-Legend: ROWS rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS keys of a tile; D features in
-WIDTH columns, the next power of two.
+Legend: ROWS = FORM.rows rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS = FORM.keys keys of
+a tile; D features in WIDTH = FORM.wide columns. A matrix is (pointer, strides of sequence, head and position), a factor
+(pointer, number).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import FAR, load, load_span, places_of, seen
-from ..runtime.finite_kernel import broken
+from ..runtime.blocks import FAR, load, load_span, places_of, row_scale, seen
+from ..runtime.finite_kernel import non_finite
 
-next_power_of_2 = triton.next_power_of_2
+
+class Form(NamedTuple):
+    """What a kernel is compiled for. What it does not read keeps its default.
+
+    Attributes:
+        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
+        rows, keys: rows and keys of a tile.
+        most: power of two that holds the queries.
+        factors: whether each row has its own factor.
+        masked: 0 without a mask, 1 if all heads share one, else 2.
+        raw: whether vectors may be non-finite.
+    """
+
+    dim: int = 0
+    wide: int = 0
+    value_dim: int = 0
+    value_wide: int = 0
+    rows: int = 1
+    keys: int = 0
+    most: int = 1
+    factors: bool = False
+    masked: int = 0
+    raw: bool = False
 
 
 @triton.jit
@@ -47,25 +72,23 @@ def share(part, parts, tiles):
 
 
 @triton.jit
-def row_ranges(low, high, rows, count, queries):
-    """Return [low, high) of each row, empty beyond the last. Rows are ordered by head, then by query."""
-    return load_span(low, high, rows % queries, rows < count)
-
-
-@triton.jit
-def part_of(
-    low, high, heads, group, queries, stride, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr
-):  # fmt: skip
-    """Return what program (i, part) works on: (sequence, key head, rows [ROWS], which exist, their numbers among all,
-    the keys [start, to) that each sees, the first visible tile, the tiles [first, last) of the part counted from it,
-    the key after the last visible one)."""
+def part_of(span, steps, heads, group, queries, FORM: tl.constexpr):
+    """Return what program (i, part) works on: sequence, key head, (rows [ROWS], which exist, their numbers among all),
+    (the first visible tile, the tiles [first, last) of the part counted from it), and what `seen_keys` reads: the keys
+    [start, to) that each row sees, the mask of the first head, the rows, and the key after the last visible one. Rows
+    are ordered by head, then by query. `steps`: strides of the ranges, and of the mask by sequence and head."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, ROWS)
-    low, high = low + batch * stride, high + batch * stride
-    origin, tiles, stop = extent(low, high, queries, KEYS, MOST)
-    start, to = row_ranges(low, high, rows, count, queries)
+    at, batch, head, rows = place_of(heads, count, FORM.rows)
+    low, high = span[0] + batch * steps[0], span[1] + batch * steps[0]
+    origin, tiles, stop = extent(low, high, queries, FORM.keys, FORM.most)
+    start, to = load_span(low, high, rows % queries, rows < count)
     first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
-    return batch, head, rows, rows < count, at * count + rows, start, to, origin, first, last, stop
+    mask = span[2]
+    if FORM.masked:
+        mask = span[2] + batch * steps[1] + head * group * steps[2]
+    held = rows < count
+    sight = start, to, mask, rows, held, queries, steps[2], stop
+    return batch, head, (rows, held, at * count + rows), (origin, first, last), sight
 
 
 @triton.jit
@@ -77,17 +100,37 @@ def store_part(part, stride, own, held, x, DIM: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def load_queries(q, first_head, rows, count, queries, stride_h, stride_t, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the queries [ROWS, WIDTH] of the heads from `first_head` on, 0 outside."""
-    at = (first_head + rows // queries).to(tl.int64) * stride_h + (rows % queries).to(tl.int64) * stride_t
-    return load(q + at[:, None] + tl.arange(0, WIDTH)[None, :], rows < count, D, WIDTH, True)
+def load_queries(q, batch, first_head, rows, held, queries, FORM: tl.constexpr):
+    """Load the queries [ROWS, WIDTH] of the heads from `first_head` on, 0 if not `held`."""
+    at = (first_head + rows // queries).to(tl.int64) * q[2] + (rows % queries).to(tl.int64) * q[3]
+    places = q[0] + batch * q[1] + at[:, None] + tl.arange(0, FORM.wide)[None, :]
+    return load(places, held, FORM.dim, FORM.wide, True)
 
 
 @triton.jit
-def load_tile(x, first, held, stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
-    """Load rows [KEYS, WIDTH] from number `first` on. Rows that are not `held` [KEYS] are 0 and not read. A tile of a
-    cache laid out by tokens may span more than 2^31 numbers."""
-    return load(places_of(x, first, stride, KEYS, WIDTH, True), held, D, WIDTH, True)
+def opened(matrices, factor, span, steps, heads, group, queries, FORM: tl.constexpr):
+    """Return (rows, tiles, sight) of `part_of`, queries, factors, and (pointer, stride) of keys and values."""
+    batch, head, own, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
+    q, k, v = matrices
+    a = load_queries(q, batch, head * group, own[0], own[1], queries, FORM)
+    by = row_scale(factor[0], factor[1], own[2], own[1], FORM.factors)
+    k = k[0] + batch * k[1] + head * k[2], k[3]
+    v = v[0] + batch * v[1] + head * v[2], v[3]
+    return own, tiles, sight, a, by, k, v
+
+
+@triton.jit
+def load_keys(k, first, held, FORM: tl.constexpr):
+    """Load a tile of keys [KEYS, WIDTH] from number `first` on. Rows that are not `held` [KEYS] are 0 and not read. A
+    tile of a cache laid out by tokens may span more than 2^31 numbers."""
+    return load(places_of(k[0], first, k[1], FORM.keys, FORM.wide, True), held, FORM.dim, FORM.wide, True)
+
+
+@triton.jit
+def load_values(v, first, held, FORM: tl.constexpr):
+    """Load a tile of values as `load_keys` does."""
+    places = places_of(v[0], first, v[1], FORM.keys, FORM.value_wide, True)
+    return load(places, held, FORM.value_dim, FORM.value_wide, True)
 
 
 @triton.jit
@@ -124,26 +167,25 @@ def add_weighted(total, p, v, ROWS: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(first, low, high, mask, place, rows, count, queries, stride_h, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """Return which keys from `first` on each row sees [ROWS, KEYS]; `place` is the mask of the first head. MASKED: 0
-    without a mask, 1 if all heads share one, else 2."""
-    at = first + tl.arange(0, KEYS)
-    found = seen(at, low, high, mask, 0, False)
+def seen_keys(first, sight, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """Return which keys from `first` on each row sees [ROWS, KEYS]."""
+    at = first + tl.arange(0, FORM.keys)
+    found = seen(at, sight[0], sight[1], sight[2], 0, False)
     if MASKED == 1:
         inside = tl.max(found.to(tl.int32), 0) != 0
-        found &= (tl.load(mask + place + at, mask=inside, other=0) != 0)[None, :]
+        found &= (tl.load(sight[2] + at, mask=inside, other=0) != 0)[None, :]
     elif MASKED == 2:
-        own = place + (rows // queries).to(tl.int64) * stride_h
-        found &= tl.load(mask + own[:, None] + at[None, :], mask=found & (rows < count)[:, None], other=0) != 0
+        own = (sight[3] // sight[5]).to(tl.int64) * sight[6]
+        found &= tl.load(sight[2] + own[:, None] + at[None, :], mask=found & sight[4][:, None], other=0) != 0
     return found
 
 
 @triton.jit
-def guarded(w, lost, values, seen, wrong, ALIKE: tl.constexpr):
+def guarded(w, lost, values, seen, wrong, FORM: tl.constexpr):
     """Return (w [ROWS, KEYS] with NaN where a row that is `wrong` [ROWS] sees a key, or any row sees a `lost` key
-    [KEYS] or a non-finite value; the values). Unless all rows see ALIKE, non-finite values become 0, since rows that do
-    not see them multiply them with 0."""
-    bad = broken(values)
-    if not ALIKE:
+    [KEYS] or a non-finite value; the values). Unless all rows see the same keys, non-finite values become 0, since rows
+    that do not see them multiply them with 0."""
+    bad = non_finite(values)
+    if FORM.most > 1 or FORM.masked == 2:
         values = tl.where(bad[:, None], 0.0, values)
     return tl.where(seen & (wrong[:, None] | (lost | bad)[None, :]), float("nan"), w), values

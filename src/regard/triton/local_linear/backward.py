@@ -19,17 +19,24 @@ v [B, Hkv, Tk, Dv].
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..runtime.launch import launch
+from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
-
-if TYPE_CHECKING:
-    from .solve import Rule
+from .backward_kernels import (
+    NUMBERS,
+    local_linear_key_kernel,
+    local_linear_operands_kernel,
+    local_linear_query_kernel,
+    local_linear_right_kernel,
+)
+from .math import Rows, matrix_of, number_or_rows, ridge_width
+from .solve import Rule, solve
 
 RIGHT = TileTable.by_width(
     "local_linear_backward_right",
@@ -52,10 +59,6 @@ BY_KEYS = TileTable.by_width(
 )
 """wgmma needs 64 rows a warp group on the program's own axis: 4 warps for 64, 8 for 128. With 64 features and two
 accumulators, registers hold 32 streamed rows, and 16 in float32."""
-
-
-MOST_ROWS = 256
-"""Most rows of a tile."""
 
 
 class Kept(NamedTuple):
@@ -81,100 +84,48 @@ class Gradients(NamedTuple):
     dprobe: Tensor | None
 
 
-class _Call:
-    """One backward pass as kernels read it: matrices with their steps, and the form of all kernels."""
+class _Call(Rows):
+    """One backward pass as kernels read it."""
 
     def __init__(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        factor: float | Tensor,
-        ridge: float | Tensor | None,
-        span: Span,
+        self, grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, solved: bool, span: Span,
         kept: Kept,
-    ) -> None:
-        from .backward_kernels import Form
-        from .math import block_width, number_or_rows
-
-        self.x, self.y, self.v, self.kept, self.span = x, y, v, kept, span
-        self.matrices = tuple(_matrix(z) for z in (grad.to(v.dtype), x, y, v))
-        self.factor = number_or_rows(factor, kept.lse)
-        self.mask = span.pointers[2]
-        self.heads, self.queries, self.keys = x.shape[1], x.shape[2], y.shape[2]
-        self.sizes = (self.heads, self.heads // y.shape[1], self.queries, self.keys)
-        wide, value_wide = block_width(x.shape[-1]), block_width(v.shape[-1])
-        self.width = max(wide, value_wide)
-        self.form = Form(
-            dim=x.shape[-1],
-            value_dim=v.shape[-1],
-            wide=wide,
-            value_wide=value_wide,
-            own=0,
-            tile=0,
-            factors=isinstance(factor, Tensor),
-            masked=0 if span.mask is None else 1 if span.mask.shape[1] == 1 or self.sizes[1] == 1 else 2,
-            ridge=0,
-            solved=ridge is not None,
-            operands=2 if x.dtype == torch.float32 else 3 if ridge is None else 4,
-            precision="ieee",
-        )
-
-    def new(self, *shape: int) -> Tensor:
-        """Return an uninitialised float32 [B, H, Tq, ...]."""
-        return self.kept.lse.new_empty(*self.x.shape[:3], *shape)
+    ) -> None:  # fmt: skip
+        super().__init__(x, y, v, factor, span)
+        self.kept, self.matrices = kept, (matrix_of(rows_together(grad.to(v.dtype), FARTHEST)), *self.matrices)
+        self.own_factor = number_or_rows(factor, kept.lse)
+        masked = 0 if span.mask is None else 1 if span.mask.shape[1] == 1 or self.sizes[1] == 1 else 2
+        operands = 2 if x.dtype == torch.float32 else 4 if solved else 3
+        self.form = self.form._replace(masked=masked, solved=solved, operands=operands)
 
     def by_rows(self) -> tuple[Any, ...]:
         """Return what both kernels by rows take of the call."""
-        span = self.span.low, self.span.high
-        return self.factor, span, self.mask, *self.span.steps, *self.sizes
+        return self.own_factor, self.visible[:2], self.visible[2], *self.span.steps, *self.sizes
 
     def row_blocks(self, tiles: Tiles) -> tuple[int]:
-        return (self.x.shape[0] * self.heads * -(-self.queries // tiles.rows),)
-
-
-def _matrix(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return a [B, H, T, width] with contiguous rows, and its steps. Rows that lie very far apart are copied, since
-    offsets within a tile are int32."""
-    together = x.stride(-1) == 1 or x.shape[-1] == 1
-    x = x if together and x.stride(-2) * MOST_ROWS < 2**31 else x.contiguous()
-    return x, *x.stride()[:3]
+        blocks, heads = self.grid(tiles.rows)
+        return (blocks * heads,)
 
 
 def backward(
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    factor: float | Tensor,
-    ridge: float | Tensor | None,
-    span: Span,
-    kept: Kept,
-    rule: Rule | None,
-) -> Gradients:
-    """Compute the gradients of one call, with deterministic kernels.
+    grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, ridge: float | Tensor | None, span: Span,
+    kept: Kept, rule: Rule | None,
+) -> Gradients:  # fmt: skip
+    """Compute the gradients of one call from dL/do [B, H, Tq, Dv], with deterministic kernels. Scores are factor * x .
+    y with a number or float32 [B, H, Tq]. The ridge, a number or float32 [B, H, Tq, 1 or D] relative to the kernel
+    weight, and the rule of the solver are None if t was given.
 
-    Args:
-        grad: dL/do [B, H, Tq, Dv].
-        factor: z = factor * x . y, a number or float32 [B, H, Tq].
-        ridge: relative to the kernel weight, a number or float32 [B, H, Tq, 1 or D]; None where t was given.
-        rule: how systems are solved, None where t was given.
-
-    Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 8 for dy and dv; of bfloat16
-    4, 5 and 10.
-    """
+    Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 8 for dy and dv; in bfloat16
+    4, 5 and 10."""
     if not kept.lse.numel():
         optional = (z if isinstance(z, Tensor) else None for z in (factor, ridge, kept.t if ridge is None else None))
         return Gradients(*(None if z is None else z.new_zeros(z.shape) for z in (x, y, v, *optional)))
-    call = _Call(grad, x, y, v, factor, ridge, span, kept)
+    call = _Call(grad, x, y, v, factor, ridge is not None, span, kept)
     u = means = None
     if ridge is not None:
-        from .solve import solve
-
         assert rule is not None
         right, means = _right_sides(call)
-        u = solve(right, x, y, factor, ridge, kept.lse, kept.kbar, span, rule)[0]
+        u = solve(right, Rows(x, y, v, factor, span), ridge, kept.lse, kept.kbar, rule)[0]
     read, dridge = _operands(call, ridge, u, means)
     dx, dfactor, dprobe = _by_rows(call, read, u)
     dy, dv = _by_keys(call, read)
@@ -183,79 +134,61 @@ def backward(
 
 def _right_sides(call: _Call) -> tuple[Tensor, Tensor]:
     """Return (sum_j p_ij (gamma_ij - gammabar_i) y_j [B, H, Tq, D], gammabar [B, H, Tq])."""
-    from .backward_kernels import local_linear_right_kernel
-
-    outs = call.new(call.x.shape[-1]), call.new()
+    outs = call.new(call.form.dim), call.new()
 
     def run(tiles: Tiles) -> None:
-        form = call.form._replace(own=tiles.rows, tile=tiles.keys)
         args = (outs, call.matrices, call.kept[1:], *call.by_rows())
-        launch(local_linear_right_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=form)
+        launch(local_linear_right_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=call.fitted(tiles))
 
-    run(RIGHT.pick(call.width, call.x.dtype, run))
+    run(RIGHT.pick(call.width, call.dtype, run))
     return outs
-
-
-class _Read(NamedTuple):
-    """What the kernels read of rows: t, -u and their rests as multiplied [B, H, Tq, 2 to 4, D], and numbers [B, H, Tq,
-    8]."""
-
-    operands: Tensor
-    table: Tensor
 
 
 def _operands(
     call: _Call, ridge: float | Tensor | None, u: Tensor | None, means: Tensor | None
-) -> tuple[_Read, Tensor | None]:
-    """Return (what is read of rows, dridge)."""
-    from .backward_kernels import local_linear_operands_kernel
-    from .math import number_or_rows
-
-    lse, width = call.kept.lse, ridge.shape[-1] if isinstance(ridge, Tensor) else 0
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """Return (operands [B, H, Tq, 2 to 4, D] and numbers [B, H, Tq, 8] of rows, dridge)."""
+    lse, width = call.kept.lse, ridge_width(ridge)
     dridge = call.new(width) if width else None
-    operands = call.x.new_empty(*call.x.shape[:3], call.form.operands, call.x.shape[-1])
-    read = _Read(operands, call.new(8))
+    read = call.x.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)
     slopes, means = (call.kept.t, lse if u is None else u), lse if means is None else means
     number = number_or_rows(0.0 if ridge is None else ridge, lse)
     tiles = OPERANDS.pick(call.width, torch.float32)
-    args = (call.matrices[0], call.kept[1:], slopes, means, number, lse if dridge is None else dridge, call.factor)
-    form = call.form._replace(own=tiles.rows, ridge=width)
-    sizes = call.heads, call.queries
-    launch(local_linear_operands_kernel, call.row_blocks(tiles), *args, *read, *sizes, tiles=tiles, FORM=form)
+    launch(
+        local_linear_operands_kernel, call.row_blocks(tiles), call.matrices[0], call.kept[1:], slopes, means, number,
+        lse if dridge is None else dridge, call.own_factor, *read, call.sizes[0], call.sizes[2],
+        tiles=tiles, FORM=call.form._replace(own=tiles.rows, ridge=width),
+    )  # fmt: skip
     return read, dridge
 
 
-def _by_rows(call: _Call, read: _Read, u: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _by_rows(call: _Call, read: tuple[Tensor, Tensor], u: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (dx, dfactor, dprobe)."""
-    from .backward_kernels import local_linear_query_kernel
-
     lse = call.kept.lse
     dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     dfactor = call.new() if call.form.factors else None
-    dprobe = None if call.form.solved else call.new(call.x.shape[-1])
+    dprobe = None if call.form.solved else call.new(call.form.dim)
     outs = tuple(lse if z is None else z for z in (dx, dfactor, dprobe))
 
     def run(tiles: Tiles) -> None:
-        form = call.form._replace(own=tiles.rows, tile=tiles.keys)
         args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *read, *call.by_rows())
-        launch(local_linear_query_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=form)
+        launch(local_linear_query_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=call.fitted(tiles))
 
-    run(BY_ROWS.pick(call.width, call.x.dtype, run, (call.form.solved,)))
+    run(BY_ROWS.pick(call.width, call.dtype, run, (call.form.solved,)))
     return dx, dfactor, dprobe
 
 
-def _by_keys(call: _Call, read: _Read) -> tuple[Tensor, Tensor]:
-    from .backward_kernels import local_linear_key_kernel
-
+def _by_keys(call: _Call, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.y, call.v))
-    span = call.span.first, call.span.last
+    span = call.span
 
     def run(tiles: Tiles) -> None:
-        form = call.form._replace(own=tiles.keys, tile=tiles.rows)
-        grid = (dy.shape[0] * dy.shape[1] * -(-call.keys // tiles.keys),)
-        steps = batch_stride(call.span.first), *call.span.mask_steps
-        args = ((dy, dv), call.matrices, *read, call.factor[1], span, call.mask, *steps, *call.sizes)
-        launch(local_linear_key_kernel, grid, *args, tiles=tiles, FORM=form)
+        grid = (dy.shape[0] * dy.shape[1] * -(-call.sizes[3] // tiles.keys),)
+        launch(
+            local_linear_key_kernel, grid, (dy, dv), call.matrices, *read, call.own_factor[1], (span.first, span.last),
+            call.visible[2], batch_stride(span.first), *span.mask_steps, *call.sizes,
+            tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
+        )  # fmt: skip
 
-    run(BY_KEYS.pick(call.width, call.x.dtype, run, (call.form.solved,)))
+    run(BY_KEYS.pick(call.width, call.dtype, run, (call.form.solved,)))
     return dy, dv

@@ -9,13 +9,11 @@ head and row), within a head (base, step).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from ..runtime.blocks import LENGTHS, load_block, load_span, seen, store_block
-from .math import LOG2E, edge_tile, plan, row_factor, row_ridge, times
+from .math import LOG2E, edge_tile, of_head, own_rows, plan, row_factor, row_ridge, tile_at, tile_count, times
 
 GIVEN, SOLUTION, REST, LAST = (tl.constexpr(i) for i in range(4))
 """Operands of a row: t rounded, -u rounded, and the rounding errors of both."""
@@ -24,44 +22,9 @@ LIFT, DROP, MEAN, FIRST, LSE, SCALE, FALL, NUMBERS = (tl.constexpr(i) for i in (
 gammabar - m . u of u's first term; 8 lie in one sector of memory."""
 
 
-class Form(NamedTuple):
-    """What a kernel is compiled for.
-
-    Attributes:
-        dim, value_dim, wide, value_wide: D, Dv, and the powers of two that hold them.
-        own, tile: rows of a program's own block, and of the streamed blocks.
-        factors: whether each row has its own factor.
-        masked: 0 without a mask over keys, 1 if the heads of a key head share one, else 2.
-        ridge: 0 for a number, else how many a row has, 1 or D.
-        solved: whether t was solved for, so that there is u.
-        operands: D-wide operands of a row: 2, or with rounding errors 4 (3 if t was given).
-        precision: precision of products.
-    """
-
-    dim: int
-    value_dim: int
-    wide: int
-    value_wide: int
-    own: int
-    tile: int
-    factors: bool
-    masked: int
-    ridge: int
-    solved: bool
-    operands: int
-    precision: str
-
-
-@triton.jit
-def _of_head(matrix, batch, head):
-    """Return the matrix of one head."""
-    return matrix[0] + batch * matrix[1] + head * matrix[2], matrix[3]
-
-
 @triton.jit
 def _place(blocks, heads, group):
-    """Return (block, head among all [B, heads], batch, head, key head) of a program. Programs of a head are
-    consecutive, so that its keys stay in the cache."""
+    """Return (block, head among all, batch, head, key head); programs of a head are consecutive."""
     nth = (tl.program_id(0) // blocks).to(tl.int64)
     return tl.program_id(0) % blocks, nth, nth // heads, nth % heads, nth % heads // group
 
@@ -72,7 +35,7 @@ def _rows_of(matrices, kept, factor, span, mask, steps, sizes, block, FORM: tl.c
     heads, group, queries, keys = sizes
     _, nth, batch, head, key_head = _place(tl.cdiv(queries, FORM.own), heads, group)
     first = block * FORM.own
-    grad_at, x_at = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head)
+    grad_at, x_at = of_head(matrices[0], batch, head), of_head(matrices[1], batch, head)
     g = load_block(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide)
     x = load_block(x_at[0], first, x_at[1], queries, FORM.own, FORM.dim, FORM.wide)
     rows = first + tl.arange(0, FORM.own)
@@ -80,19 +43,13 @@ def _rows_of(matrices, kept, factor, span, mask, steps, sizes, block, FORM: tl.c
     c = row_factor(factor[0] + nth * queries, factor[1], rows, queries, FORM.factors)
     low, high = load_span(span[0] + batch * steps[0], span[1] + batch * steps[0], rows, rows < queries)
     hidden = mask + batch * steps[1] + head * steps[2]
-    kv = _of_head(matrices[2], batch, key_head), _of_head(matrices[3], batch, key_head), hidden, keys
+    kv = of_head(matrices[2], batch, key_head), of_head(matrices[3], batch, key_head), hidden, keys
     return nth, first, x, g, (c, lse, low, high), kv
 
 
 @triton.jit
-def _own_rows(pointer, nth, first, queries, FORM: tl.constexpr):
-    """Load this block's rows of a contiguous [B, H, Tq, D]."""
-    return load_block(pointer + nth * queries * FORM.dim, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
-
-
-@triton.jit
 def _put_rows(pointer, value, nth, first, queries, FORM: tl.constexpr):
-    """Store what `_own_rows` loads."""
+    """Store this block's rows of a contiguous [B, H, Tq, D]."""
     store_block(pointer + nth * queries * FORM.dim, value, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
@@ -140,16 +97,13 @@ def local_linear_right_kernel(
     mean = kept[2] + nth * queries * FORM.value_dim
     mean = load_block(mean, begin, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     mean = tl.sum(g.to(tl.float32) * mean, 1)
-    start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
+    tiles = plan(rows[2], rows[3], FORM.tile, FORM.masked)
     none = tl.full((FORM.own,), 0.0, tl.float32)
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), none, none
-    for n in range(tiles - full):
-        first = start + edge_tile(n, left, full) * FORM.tile
-        state = _right_step(state, x, g, mean, rows, kv, first, True, FORM)
-    if not FORM.masked:
-        for n in range(left, left + full):
-            state = _right_step(state, x, g, mean, rows, kv, start + n * FORM.tile, False, FORM)
-    found = state[0] - state[1][:, None] * _own_rows(kept[1], nth, begin, queries, FORM)
+    for side in tl.static_range(1 if FORM.masked else 2):  # with a mask no tile is full
+        for n in range(tile_count(tiles, side == 0)):
+            state = _right_step(state, x, g, mean, rows, kv, tile_at(n, tiles, side == 0, FORM), side == 0, FORM)
+    found = state[0] - state[1][:, None] * own_rows(kept[1] + nth * queries * FORM.dim, begin, queries, FORM)
     _put_rows(outs[0], found, nth, begin, queries, FORM)
     row = begin + tl.arange(0, FORM.own)
     tl.store(outs[1] + nth * queries + row, mean + state[2], mask=row < queries)
@@ -169,9 +123,7 @@ def _put_operand(operands, WHICH: tl.constexpr, value, mean, nth, first, queries
 def _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM: tl.constexpr):
     """Return sum_d ridge_d t_d u_d, and store dL/dridge if the ridge is a tensor."""
     both = t * u
-    own = row_ridge(
-        ridge[0] + nth * queries * FORM.ridge, ridge[1], first, queries, FORM.own, FORM.dim, FORM.wide, FORM.ridge
-    )
+    own = row_ridge((ridge[0] + nth * queries * FORM.ridge, ridge[1]), first, queries, FORM.own, FORM)
     if FORM.ridge == 1:
         rows = first + tl.arange(0, FORM.own)
         tl.store(dridge + nth * queries + rows, -tl.sum(both, 1), mask=rows < queries)
@@ -194,19 +146,19 @@ def local_linear_operands_kernel(
     if FORM.solved:
         drop = tl.load(means + nth * queries + row, mask=inside, other=0.0)
     else:
-        grad_at = _of_head(grad, batch, head)
+        grad_at = of_head(grad, batch, head)
         g = load_block(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide)
         vbar = kept[2] + nth * queries * FORM.value_dim
         vbar = load_block(vbar, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
         drop = tl.sum(g.to(tl.float32) * vbar, 1)
-    mean = _own_rows(kept[1], nth, first, queries, FORM)
-    t = _own_rows(slopes[0], nth, first, queries, FORM)
+    mean = own_rows(kept[1] + nth * queries * FORM.dim, first, queries, FORM)
+    t = own_rows(slopes[0] + nth * queries * FORM.dim, first, queries, FORM)
     used, lift = _put_operand(operands, GIVEN, t, mean, nth, first, queries, FORM)
     tl.store(line + FIRST, 1 - lift, mask=inside)
     if FORM.operands > 2:
         lift += _put_operand(operands, REST, t - used, mean, nth, first, queries, FORM)[1]
     if FORM.solved:
-        u = _own_rows(slopes[1], nth, first, queries, FORM)
+        u = own_rows(slopes[1] + nth * queries * FORM.dim, first, queries, FORM)
         share = _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM)
         used, own = _put_operand(operands, SOLUTION, -u, mean, nth, first, queries, FORM)
         drop += own
@@ -247,8 +199,7 @@ def local_linear_query_kernel(
     outs, matrices, kept, u, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
     heads, group, queries, keys, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store dx and the gradients of factors or of a given t of one block of queries, and their c, with t and u in one
-    term each."""
+    """Store dx, gradients of factors or of a given t, and c of a block of queries, from one term each."""
     sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -262,20 +213,17 @@ def local_linear_query_kernel(
     lift = tl.load(line + FIRST, mask=inside, other=0.0)
     drop = tl.load(line + (FALL if FORM.solved else DROP), mask=inside, other=0.0)
     guess = tl.load(line + MEAN, mask=inside, other=0.0)
-    start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
+    tiles = plan(rows[2], rows[3], FORM.tile, FORM.masked)
     sums, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     state = sums, none, none, none, none
     if not FORM.solved:
         state = sums, none, none, sums, none
-    for n in range(tiles - full):
-        first = start + edge_tile(n, left, full) * FORM.tile
-        state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, True, FORM)
-    if not FORM.masked:
-        for n in range(left, left + full):
-            first = start + n * FORM.tile
-            state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, False, FORM)
+    for side in tl.static_range(1 if FORM.masked else 2):
+        for n in range(tile_count(tiles, side == 0)):
+            first = tile_at(n, tiles, side == 0, FORM)
+            state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, side == 0, FORM)
     tl.store(line + MEAN, guess + state[2], mask=inside)
-    mean = _own_rows(kept[1], nth, begin, queries, FORM)
+    mean = own_rows(kept[1] + nth * queries * FORM.dim, begin, queries, FORM)
     if not FORM.solved:
         _put_rows(outs[2], state[4][:, None] * mean - state[3], nth, begin, queries, FORM)
     sums = state[0] - state[1][:, None] * mean
@@ -283,7 +231,7 @@ def local_linear_query_kernel(
         tl.store(outs[1] + nth * queries + row, tl.sum(x.to(tl.float32) * sums, 1), mask=inside)
     sums *= (rows[0] / LOG2E)[:, None]
     if FORM.solved:
-        sums += _own_rows(u, nth, begin, queries, FORM)
+        sums += own_rows(u + nth * queries * FORM.dim, begin, queries, FORM)
     _put_rows(outs[0], sums, nth, begin, queries, FORM)
 
 
@@ -342,12 +290,11 @@ def local_linear_key_kernel(
     outs, matrices, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
     heads, group, queries, keys, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store dk and dv of one block of keys. A program visits all query heads of its key head in turn, so that no two
-    programs add to one number."""
+    """Store dk and dv of one block of keys, over all query heads of its key head in turn."""
     sizes = heads, group, queries, keys
     block, nth, batch, key_head, _ = _place(tl.cdiv(keys, FORM.own), heads // group, 1)
     begin = block * FORM.own
-    k_at, v_at = _of_head(matrices[2], batch, key_head), _of_head(matrices[3], batch, key_head)
+    k_at, v_at = of_head(matrices[2], batch, key_head), of_head(matrices[3], batch, key_head)
     k = load_block(k_at[0], begin, k_at[1], keys, FORM.own, FORM.dim, FORM.wide)
     v = load_block(v_at[0], begin, v_at[1], keys, FORM.own, FORM.value_dim, FORM.value_wide)
     key = begin + tl.arange(0, FORM.own)
@@ -357,7 +304,7 @@ def local_linear_key_kernel(
     there = high > low  # full tiles also give weights to keys that nobody sees
     if FORM.masked == 1:
         there &= tl.load(mask + batch * mask_batch + head * mask_head + key, mask=key < keys, other=0) != 0
-    x_at, grad_at = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head)
+    x_at, grad_at = of_head(matrices[1], batch, head), of_head(matrices[0], batch, head)
     base = (batch * heads + head) * queries
     read = (
         (x_at[0], matrices[1][2], x_at[1]), (grad_at[0], matrices[0][2], grad_at[1]),

@@ -8,7 +8,7 @@ online maximum. `output` takes another, with the solutions t and e_ij = (k_j - m
 vmean is subtracted with the weights as they were multiplied, so that the effective weights p (1 + e) sum to one
 whatever was rounded.
 
-Legend: as in `math`; Dv features of a value in blocks of VBLOCK.
+Legend: as in `math`; V = FORM.value_wide columns that hold the Dv features of a value.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from torch import Tensor
 
 from ..runtime.blocks import LENGTHS, load_block, seen, store_block
 from ..runtime.launch import launch
-from ..runtime.span import Span
 from ..runtime.tiles import TileTable
 from .math import (
     LOG2E,
-    block_width,
+    Rows,
+    matrix_of,
     norm_scale,
     number_or_rows,
+    of_head,
     opened,
+    own_rows,
     plan,
     product,
     row_factor,
@@ -56,6 +58,17 @@ COUNTS = 4
 
 
 @triton.jit
+def _key_tile(n, tiles, kv, sight, keys, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """Return (keys [K, W], values [K, V], which pairs are visible) of the n-th tile; with EDGE some may be hidden."""
+    first, visible = tile_at(n, tiles, EDGE, FORM), sight[0]
+    k = load_block(kv[0][0], first, kv[0][1], keys, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    v = load_block(kv[1][0], first, kv[1][1], keys, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
+    if EDGE:
+        visible = seen(first + tl.arange(0, FORM.tile), sight[0], sight[1], sight[2], keys, FORM.masked)
+    return k, v, visible
+
+
+@triton.jit
 def _moment_tile(q, c, k, v, visible, top, mass, total, vmass, vtotal, SPLIT: tl.constexpr, EDGE: tl.constexpr):
     """Add one tile to the online sums: the largest score in base 2, and the sums of 2^(z - top), of these times k, and
     of these, rounded once, times v."""
@@ -73,47 +86,39 @@ def _moment_tile(q, c, k, v, visible, top, mass, total, vmass, vtotal, SPLIT: tl
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _moments(
-    q_ptr, k_ptr, v_ptr, factor_ptr, factor, low_ptr, high_ptr, mask_ptr, lse_ptr, mean_ptr, vmean_ptr, right_ptr,
-    heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    span_batch, mask_batch, mask_head,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, VWIDTH: tl.constexpr,
-    VBLOCK: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SOLVED: tl.constexpr,
-):  # fmt: skip
-    """Store lse and the means of a block of rows and, if SOLVED, the right sides q - mean."""
-    SIDES: tl.constexpr = 1 if MASKED else 2  # with a mask no tile is full
-    head, batch, own, first, rows, low, high, mask_ptr = opened(
-        low_ptr, high_ptr, mask_ptr, heads, queries, span_batch, mask_batch, mask_head, ROWS
-    )
-    start, tiles, left, full = plan(low, high, KEYS, MASKED)
+    matrices, factor, span, outs, heads, group, queries, keys, span_batch, mask_batch, mask_head, FORM: tl.constexpr
+):
+    """Store lse and the means of a block of rows and, if t is solved for, the right sides q - mean."""
+    SIDES: tl.constexpr = 1 if FORM.masked else 2  # with a mask no tile is full
+    head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
+    tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
     at = head * queries
-    k_ptr += batch * k_batch + (own // group) * k_head
-    v_ptr += batch * v_batch + (own // group) * v_head
-    q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
-    c = row_factor(factor_ptr + at, factor, rows, queries, GIVEN)
-    top = tl.zeros((ROWS,), tl.float32) + float("-inf")
-    mass, vmass = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    total, vtotal = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, VBLOCK), tl.float32)
+    kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
+    q_at, q_row = of_head(matrices[0], batch, own)
+    q = load_block(q_at, first, q_row, queries, FORM.own, FORM.dim, FORM.wide)
+    c = row_factor(factor[0] + at, factor[1], rows, queries, FORM.factors)
+    top = tl.zeros((FORM.own,), tl.float32) + float("-inf")
+    mass, vmass = tl.zeros((FORM.own,), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    total, vtotal = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own, FORM.value_wide), tl.float32)
     for side in tl.static_range(SIDES):
-        for n in range(tile_count(tiles, full, side == 0)):
-            here, visible = tile_at(n, start, left, full, KEYS, side == 0), low
-            k = load_block(k_ptr, here, k_row, keys, KEYS, WIDTH, BLOCK, side == 0)
-            v = load_block(v_ptr, here, v_row, keys, KEYS, VWIDTH, VBLOCK, side == 0)
-            if side == 0:
-                visible = seen(here + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED)
+        for n in range(tile_count(tiles, side == 0)):
+            k, v, visible = _key_tile(n, tiles, kv, sight, keys, side == 0, FORM)
             top, mass, total, vmass, vtotal = _moment_tile(
-                q, c, k, v, visible, top, mass, total, vmass, vtotal, SPLIT, side == 0
+                q, c, k, v, visible, top, mass, total, vmass, vtotal, FORM.split, side == 0
             )
-    some = (top > float("-inf")) & (high > low)
+    lse_ptr, mean_ptr, vmean_ptr, right_ptr = outs
+    some = (top > float("-inf")) & (sight[1] > sight[0])
     mean = tl.where(some[:, None], total / tl.where(some, mass, 1.0)[:, None], 0.0)
     lse = tl.where(some, top + tl.log2(tl.where(some, mass, 1.0)), float("inf"))
     tl.store(lse_ptr + at + rows, lse, mask=rows < queries)
-    store_block(mean_ptr + at * WIDTH, mean, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
+    store_block(mean_ptr + at * FORM.dim, mean, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
     vmean = tl.where(some[:, None], vtotal / tl.where(some, vmass, 1.0)[:, None], 0.0)
-    store_block(vmean_ptr + at * VWIDTH, vmean, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
-    if SOLVED:
-        q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
+    vmean_ptr += at * FORM.value_dim
+    store_block(vmean_ptr, vmean, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    if FORM.solved:
+        q = load_block(q_at, first, q_row, queries, FORM.own, FORM.dim, FORM.wide)
         right = tl.where(some[:, None], q.to(tl.float32) - mean, 0.0)
-        store_block(right_ptr + at * WIDTH, right, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
+        store_block(right_ptr + at * FORM.dim, right, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
@@ -142,25 +147,23 @@ def _output_tile(
 
 
 @triton.jit
-def _slopes(
-    t_ptr, mean_ptr, terms, rest, away_ptr, unit_ptr, first, t_row, queries,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, SIGN: tl.constexpr,
-):  # fmt: skip
+def _slopes(t_at, mean_ptr, terms, rest, away_ptr, unit_ptr, first, queries, FORM: tl.constexpr):
     """Store t in its own unit, in the terms that are multiplied, and mean . t of these; a few rows at a time, since
     float32 tiles would take the registers of the sums."""
-    for part in range(0, ROWS, PART):
+    for part in range(0, FORM.own, PART):
         here = first + part
-        t = SIGN * load_block(t_ptr, here, t_row, queries, PART, WIDTH, BLOCK)
-        mean = load_block(mean_ptr, here, WIDTH, queries, PART, WIDTH, BLOCK)
+        SIGN: tl.constexpr = 1 if FORM.solved else -1
+        t = SIGN * load_block(t_at[0], here, t_at[1], queries, PART, FORM.dim, FORM.wide)
+        mean = load_block(mean_ptr, here, FORM.dim, queries, PART, FORM.dim, FORM.wide)
         unit = norm_scale(t)
         t = t / unit[:, None]
         hi = t.to(terms.dtype.element_ty)
         away = tl.sum(mean * hi.to(tl.float32), 1)
-        store_block(terms, hi, here, WIDTH, queries, PART, WIDTH, BLOCK)
-        if SPLIT:
+        store_block(terms, hi, here, FORM.dim, queries, PART, FORM.dim, FORM.wide)
+        if FORM.split:
             lo = (t - hi.to(tl.float32)).to(terms.dtype.element_ty)
             away += tl.sum(mean * lo.to(tl.float32), 1)
-            store_block(rest, lo, here, WIDTH, queries, PART, WIDTH, BLOCK)
+            store_block(rest, lo, here, FORM.dim, queries, PART, FORM.dim, FORM.wide)
         rows = here + tl.arange(0, PART)
         tl.store(away_ptr + rows, away, mask=rows < queries)
         tl.store(unit_ptr + rows, unit, mask=rows < queries)
@@ -177,56 +180,45 @@ def _store_counts(at, top, support, square, negative, there):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _output(
-    t_ptr, terms_ptr, slopes_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, mean_ptr, factor_ptr, factor, low_ptr, high_ptr,
-    mask_ptr, out_ptr, vmean_ptr, counts_ptr, heads, group, queries, keys, t_batch, t_head, t_row,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, span_batch, mask_batch, mask_head,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, VWIDTH: tl.constexpr,
-    VBLOCK: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SIGN: tl.constexpr,
-    COUNTED: tl.constexpr,
+    slope, terms_ptr, numbers, matrices, kept, factor, span, outs, heads, group, queries, keys,
+    span_batch, mask_batch, mask_head, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store the output of a block of rows for t = SIGN times what lies at `t_ptr`."""
-    SIDES: tl.constexpr = 1 if MASKED else 2  # with a mask no tile is full
-    head, batch, own, first, rows, low, high, mask_ptr = opened(
-        low_ptr, high_ptr, mask_ptr, heads, queries, span_batch, mask_batch, mask_head, ROWS
-    )
-    start, tiles, left, full = plan(low, high, KEYS, MASKED)
+    """Store the output of a block of rows. `slope` holds t, or -t if it was given; two are scratch."""
+    SIDES: tl.constexpr = 1 if FORM.masked else 2  # with a mask no tile is full
+    head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
+    tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
     at = head * queries
-    k_ptr += batch * k_batch + (own // group) * k_head
-    v_ptr += batch * v_batch + (own // group) * v_head
-    q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
-    c = row_factor(factor_ptr + at, factor, rows, queries, GIVEN)
-    lse = tl.load(lse_ptr + at + rows, mask=rows < queries, other=float("inf"))
+    kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
+    q_at, q_row = of_head(matrices[0], batch, own)
+    q = load_block(q_at, first, q_row, queries, FORM.own, FORM.dim, FORM.wide)
+    c = row_factor(factor[0] + at, factor[1], rows, queries, FORM.factors)
+    lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
     plane = tl.num_programs(1).to(tl.int64) * queries
-    terms, rest_ptr = terms_ptr + at * WIDTH, terms_ptr + (plane + at) * WIDTH
-    slopes_ptr += at
-    _slopes(
-        t_ptr + batch * t_batch + own * t_head, mean_ptr + at * WIDTH, terms, rest_ptr, slopes_ptr, slopes_ptr + plane,
-        first, t_row, queries, ROWS, WIDTH, BLOCK, SPLIT, SIGN,
-    )  # fmt: skip
+    terms, rest_ptr = terms_ptr + at * FORM.dim, terms_ptr + (plane + at) * FORM.dim
+    numbers += at
+    mean_ptr, vmean_ptr = kept[1] + at * FORM.dim, kept[2] + at * FORM.value_dim
+    _slopes(of_head(slope, batch, own), mean_ptr, terms, rest_ptr, numbers, numbers + plane, first, queries, FORM)
     tl.debug_barrier()
-    hi = load_block(terms, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
-    lo = load_block(rest_ptr, first, WIDTH, queries, ROWS, WIDTH, BLOCK) if SPLIT else hi
-    away = tl.load(slopes_ptr + rows, mask=rows < queries, other=0.0)
-    unit = tl.load(slopes_ptr + plane + rows, mask=rows < queries, other=1.0)
-    rest, used = tl.zeros((ROWS, VBLOCK), tl.float32), tl.zeros((ROWS,), tl.float32)
-    top, support = tl.zeros((ROWS,), tl.float32) + float("-inf"), tl.zeros((ROWS,), tl.float32)
-    square, negative = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    hi = own_rows(terms, first, queries, FORM)
+    lo = own_rows(rest_ptr, first, queries, FORM) if FORM.split else hi
+    away = tl.load(numbers + rows, mask=rows < queries, other=0.0)
+    unit = tl.load(numbers + plane + rows, mask=rows < queries, other=1.0)
+    rest, used = tl.zeros((FORM.own, FORM.value_wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    top, support = tl.zeros((FORM.own,), tl.float32) + float("-inf"), tl.zeros((FORM.own,), tl.float32)
+    square, negative = tl.zeros((FORM.own,), tl.float32), tl.zeros((FORM.own,), tl.float32)
     for side in tl.static_range(SIDES):
-        for n in range(tile_count(tiles, full, side == 0)):
-            here, visible = tile_at(n, start, left, full, KEYS, side == 0), low
-            k = load_block(k_ptr, here, k_row, keys, KEYS, WIDTH, BLOCK, side == 0)
-            v = load_block(v_ptr, here, v_row, keys, KEYS, VWIDTH, VBLOCK, side == 0)
-            if side == 0:
-                visible = seen(here + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED)
+        for n in range(tile_count(tiles, side == 0)):
+            k, v, visible = _key_tile(n, tiles, kv, sight, keys, side == 0, FORM)
             rest, used, top, support, square, negative = _output_tile(
                 q, c, lse, hi, lo, away, unit, k, v, visible, rest, used, top, support, square, negative,
-                SPLIT, side == 0, COUNTED,
+                FORM.split, side == 0, FORM.counted,
             )  # fmt: skip
-    vmean = load_block(vmean_ptr + at * VWIDTH, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
+    vmean = load_block(vmean_ptr, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     out = vmean + (rest - used[:, None] * vmean)
-    store_block(out_ptr + at * VWIDTH, out, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
-    if COUNTED:
-        _store_counts(counts_ptr + (at + rows) * 4, top, support, square, negative, rows < queries)
+    out_ptr = outs[0] + at * FORM.value_dim
+    store_block(out_ptr, out, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    if FORM.counted:
+        _store_counts(outs[1] + (at + rows) * 4, top, support, square, negative, rows < queries)
 
 
 class Moments(NamedTuple):
@@ -239,60 +231,30 @@ class Moments(NamedTuple):
     right: Tensor
 
 
-def moments(x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, span: Span, solved: bool) -> Moments:
+def moments(call: Rows, solved: bool) -> Moments:
     """Compute the moments in one pass over the keys; `solved` asks for x - mean. Cost: 6 D + 2 Dv a pair (4 D + 2 Dv in
     float32)."""
-    batch, heads, queries, width = x.shape
-    wide = v.shape[-1]
-    lse, mean, vmean, right = (
-        torch.empty(shape, dtype=torch.float32, device=x.device)
-        for shape in (x.shape[:3], x.shape, (batch, heads, queries, wide), x.shape if solved else (0,))
-    )
-    tiles = MOMENTS.pick(max(width, wide), y.dtype)
+    mean, vmean = call.new(call.form.dim), call.new(call.form.value_dim)
+    found = Moments(call.new(), mean, vmean, torch.empty_like(mean) if solved else mean.new_empty(0))
+    tiles = MOMENTS.pick(call.width, call.dtype)
     launch(
-        _moments,
-        (triton.cdiv(queries, tiles.rows), batch * heads),
-        x, y, v, *number_or_rows(factor, lse), *span.pointers,
-        lse, mean, vmean, right, heads, heads // max(1, y.shape[1]), queries, y.shape[2],
-        *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], *span.steps,
-        tiles=tiles, ROWS=tiles.rows, KEYS=tiles.keys, WIDTH=width, BLOCK=block_width(width), VWIDTH=wide,
-        VBLOCK=block_width(wide), GIVEN=isinstance(factor, Tensor), MASKED=span.mask is not None,
-        SPLIT=y.dtype == torch.bfloat16, SOLVED=solved,
+        _moments, call.grid(tiles.rows), call.matrices, number_or_rows(call.factor, found.lse), call.visible,
+        tuple(found), *call.sizes, *call.span.steps, tiles=tiles, FORM=call.fitted(tiles, solved=solved),
     )  # fmt: skip
-    return Moments(lse, mean, vmean, right)
+    return found
 
 
-def output(
-    t: Tensor,
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    factor: float | Tensor,
-    found: Moments,
-    span: Span,
-    *,
-    negated: bool = False,
-    counted: bool = False,
-) -> tuple[Tensor, Tensor]:
+def output(t: Tensor, call: Rows, found: Moments, *, solved: bool, counted: bool = False) -> tuple[Tensor, Tensor]:
     """Return (o [B, H, Tq, Dv] in the dtype of v, counts [B, H, Tq, 4] if `counted`, else empty) for slopes t [B, H,
-    Tq, D], or -t if `negated`. Cost: 6 D + 2 Dv a pair (4 D + 2 Dv in float32)."""
-    batch, heads, queries, width = x.shape
-    wide = v.shape[-1]
-    out = torch.empty((batch, heads, queries, wide), dtype=v.dtype, device=v.device)
-    counts = torch.empty((batch, heads, queries, COUNTS) if counted else (0,), dtype=torch.float32, device=v.device)
-    split = y.dtype == torch.bfloat16
-    terms = torch.empty((1 + split, batch, heads, queries, width), dtype=y.dtype, device=v.device)
-    slopes = torch.empty((2, batch, heads, queries), dtype=torch.float32, device=v.device)
-    tiles = (OUTPUT if span.mask is None else OUTPUT_MASKED).pick(max(width, wide), y.dtype)
+    Tq, D], or -t if they were not `solved` for. Cost: 6 D + 2 Dv a pair (4 D + 2 Dv in float32)."""
+    out = torch.empty((*call.shape, call.form.value_dim), dtype=call.v.dtype, device=t.device)
+    counts = call.new(COUNTS) if counted else t.new_empty(0, dtype=torch.float32)
+    terms = torch.empty((1 + call.form.split, *call.shape, call.form.dim), dtype=call.dtype, device=t.device)
+    slopes = torch.empty((2, *call.shape), dtype=torch.float32, device=t.device)
+    tiles = (OUTPUT_MASKED if call.form.masked else OUTPUT).pick(call.width, call.dtype)
     launch(
-        _output,
-        (triton.cdiv(queries, tiles.rows), batch * heads),
-        t, terms, slopes, x, y, v, found.lse, found.mean, *number_or_rows(factor, slopes), *span.pointers,
-        out, found.vmean, counts,
-        heads, heads // max(1, y.shape[1]), queries, y.shape[2], *t.stride()[:3], *x.stride()[:3],
-        *y.stride()[:3], *v.stride()[:3], *span.steps,
-        tiles=tiles, ROWS=tiles.rows, KEYS=tiles.keys, WIDTH=width, BLOCK=block_width(width), VWIDTH=wide,
-        VBLOCK=block_width(wide), GIVEN=isinstance(factor, Tensor), MASKED=span.mask is not None,
-        SPLIT=split, SIGN=-1 if negated else 1, COUNTED=counted,
+        _output, call.grid(tiles.rows), matrix_of(t), terms, slopes, call.matrices, found[:3],
+        number_or_rows(call.factor, slopes), call.visible, (out, counts), *call.sizes, *call.span.steps,
+        tiles=tiles, FORM=call.fitted(tiles, solved=solved, counted=counted),
     )  # fmt: skip
     return out, counts

@@ -20,17 +20,15 @@ from ...grammar.bandwidths.fixed import Fixed
 from ...grammar.kernels import Gaussian
 from ...grammar.solvers import Auto, ConjugateGradient, Learned
 from ...grammar.weighting import Ratio
-from ...pairwise.blocked.block_rows import refuse
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
+from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative residual if the solver has none: below the rounding error of the output."""
 CARRIED = 2e-4
 """Below this tolerance true residuals are computed for bfloat16 keys: those that steps carry along are too inexact."""
-FARTHEST = 2**31 // 256
-"""Rows with larger steps are copied, so that 256 rows of a tile have 32-bit offsets."""
 STEPS = 10
 """Assumed steps of conjugate gradients, for cost estimates."""
 
@@ -89,12 +87,12 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     """Return the output [B, H, Tq, Dv] in the dtype of the values, and diagnostics if asked for."""
     assert inputs.x is not None
     assert inputs.y is not None
-    x, y, v = (_rows_together(z) for z in (inputs.x, inputs.y, inputs.v))
+    x, y, v = (rows_together(z, FARTHEST) for z in (inputs.x, inputs.y, inputs.v))
     span = Span.of(inputs.visible, x.device)
-    factor, scale = _tensor_or_number(inputs.factor)
+    factor, scale = tensor_or_number(inputs.factor)
     given = type(inputs.spec.solver) is Learned
-    ridge, number = (None, 1.0) if given else _tensor_or_number(inputs.ridge)
-    probe = None if inputs.probe is None else _rows_together(inputs.probe.to(torch.float32))
+    ridge, number = (None, 1.0) if given else tensor_or_number(inputs.ridge)
+    probe = None if inputs.probe is None else rows_together(inputs.probe.to(torch.float32), FARTHEST)
     leaves = (x, y, v, factor, ridge, probe)
     numbers = _Numbers(scale, number, *_rule(inputs.spec, x), given, inputs.diagnostics)
     out, *kept = forward(*leaves, *span, *numbers)
@@ -131,59 +129,37 @@ def _diagnose(inputs: Inputs, kept: list[Tensor]) -> Diagnostics:
     return diagnose(inputs.spec, stats, *seen, solver=solver, negative=negative)
 
 
-def _rows_together(x: Tensor) -> Tensor:
-    """Return x with contiguous features and rows so near that offsets within a tile fit in 32 bits."""
-    together = x.stride(-1) == 1 or x.shape[-1] == 1
-    return x if together and x.stride(-2) < FARTHEST else x.contiguous()
-
-
-def _tensor_or_number(x: float | Tensor) -> tuple[Tensor | None, float]:
-    """Return numbers of rows, float32 and contiguous, or None and one number for all."""
-    return (x.to(torch.float32).contiguous(), 1.0) if isinstance(x, Tensor) else (None, float(x))
-
-
 def _forward(
     x: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, ridge: Tensor | None, probe: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Return everything that a call computes.
-
-    `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace `scale` and `number`; with `given`, t = -probe.
-
-    Returns:
-        out [B, H, Tq, Dv]; t [B, H, Tq, D]; lse [B, H, Tq]; means of keys [B, H, Tq, D] and of values [B, H, Tq, Dv];
-        steps and residual [B, H, Tq, 2]; `SolveStatus` [B, H, Tq]; counts of weights [B, H, Tq, 4].
-    """
+    """Return everything that a call computes: out [B, H, Tq, Dv]; t [B, H, Tq, D]; lse [B, H, Tq]; means of keys [B, H,
+    Tq, D] and of values [B, H, Tq, Dv]; steps and residual [B, H, Tq, 2]; `SolveStatus` [B, H, Tq]; counts of weights
+    [B, H, Tq, 4]. `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace `scale` and `number`; with `given`, t =
+    -probe."""
     from .forward import moments, output
+    from .math import Rows
     from .solve import Rule, solve
 
-    span, numbers = Span(*rest[:5]), _Numbers(*rest[5:])
-    own, given = numbers.factor if factor is None else factor, numbers.given
-    found = moments(x, y, v, own, span, not given)
+    numbers = _Numbers(*rest[5:])
+    call = Rows(x, y, v, numbers.factor if factor is None else factor, Span(*rest[:5]))
+    found = moments(call, not numbers.given)
     lse, mean, vmean, right = found
-    if given:
+    if numbers.given:
         assert probe is not None
         t = probe
         statistics, status = lse.new_zeros(*lse.shape, 2), torch.zeros_like(lse, dtype=torch.int32)
     else:
-        rule, penalty = Rule(*numbers[2:6]), numbers.ridge if ridge is None else ridge
-        t, statistics, status = solve(right, x, y, own, penalty, lse, mean, span, rule)
-    out, counts = output(t, x, y, v, own, found, span, negated=given, counted=numbers.counted)
-    return out, lse.new_empty(0) if given else t, lse, mean, vmean, statistics, status, counts
+        penalty = numbers.ridge if ridge is None else ridge
+        t, statistics, status = solve(right, call, penalty, lse, mean, Rule(*numbers[2:6]))
+    out, counts = output(t, call, found, solved=not numbers.given, counted=numbers.counted)
+    return out, lse.new_empty(0) if numbers.given else t, lse, mean, vmean, statistics, status, counts
 
 
 _SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
 _NUMBERS = "float scale, float number, float tol, SymInt limit, bool direct, bool verify, bool given"
-forward = torch.library.custom_op(
-    "regard::triton_local_linear_forward",
-    _forward,
-    mutates_args=(),
-    schema=f"(Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, {_SEEN}, {_NUMBERS}, "
-    "bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 
 
-@forward.register_fake
-def _(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):
+def _fake(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):
     own = _Numbers(*numbers)
     rows, features, values = x.shape[:3], x.shape[-1], v.shape[-1]
     new = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
@@ -197,6 +173,15 @@ def _(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):
         x.new_empty(rows, dtype=torch.int32),
         new(*rows, 4) if own.counted else new(0),
     )
+
+
+forward = operator(
+    "local_linear_forward",
+    _forward,
+    f"(Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, {_SEEN}, {_NUMBERS}, "
+    "bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake,
+)
 
 
 def _backward(
@@ -219,38 +204,18 @@ def _backward(
     return dx, dy, dv, *(kept.lse.new_empty(0) if z is None else z for z in optional)
 
 
-backward = torch.library.custom_op(
-    "regard::triton_local_linear_backward",
-    _backward,
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, "
-    f"{_SEEN}, Tensor t, Tensor lse, Tensor mean, Tensor vmean, {_NUMBERS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@backward.register_fake
-def _(grad, x, y, v, factor, ridge, probe, *rest):
+def _fake_gradients(grad, x, y, v, factor, ridge, probe, *rest):
     new = lambda z: x.new_empty((0,) if z is None else z.shape, dtype=torch.float32)  # noqa: E731
     same = [z.new_empty(z.shape) for z in (x, y, v)]
     return *same, new(factor), new(ridge), new(probe)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:11], *output[1:5])
-    ctx.numbers = inputs[11:18]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 19
-    saved = ctx.saved_tensors
-    *found, dfactor, dridge, dprobe = backward(grad, *saved, *ctx.numbers)
-    optional = [None if z is None else dz for z, dz in zip(saved[3:6], (dfactor, dridge, dprobe), strict=True)]
-    return *found, *optional, *(None,) * 13
-
-
-forward.register_autograd(_differentiate, setup_context=_save)
-backward.register_autograd(refuse)
+backward = operator(
+    "local_linear_backward",
+    _backward,
+    "(Tensor grad, Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, "
+    f"{_SEEN}, Tensor t, Tensor lse, Tensor mean, Tensor vmean, {_NUMBERS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_gradients,
+)
+differentiable(forward, backward, backward, lambda inputs, output: ((*inputs[:11], *output[1:5]), inputs[11:18]))

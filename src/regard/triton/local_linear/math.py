@@ -8,20 +8,75 @@ it was rounded, so that keys far from 0 lose no precision and other rows have no
 
 Scores are in base 2: p_ij = 2^(c_i q_i . k_j - lse_i), c = factor log2(e).
 
-Legend: ROWS queries and KEYS keys of a tile; WIDTH features in blocks of BLOCK, the next power of two.
+Legend: R = FORM.own rows of a program, K = FORM.tile keys of a tile; W = FORM.wide columns that hold D features. A
+matrix is (pointer, strides of batch, head and row), within a head (pointer, stride). A factor or ridge is (pointer,
+number), and the pointer is read if each row has its own.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..runtime.blocks import FAR, load_block, load_span, row_scale, seen
+from ..runtime.span import Span
+from ..runtime.tiles import Tiles, padded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)
 """Pipeline stages of the short loops over boundary tiles."""
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for. What it does not read keeps its default.
+
+    Attributes:
+        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
+        factors: whether each row has its own factor.
+        masked: 0 without a mask over keys, else 1; 2 in a backward pass if the heads of a key head have different ones.
+        split: whether weights are multiplied in two terms.
+        own, tile: rows of a program's own block, and of the streamed blocks.
+        ridge: 0 for a number, else how many numbers a row has, 1 or D.
+        solved: whether t is solved for; otherwise it is given.
+        few: rows with at most so many keys are left to `direct`.
+        verify: whether true residuals are computed.
+        counted: whether weights are counted.
+        operands: D-wide operands of a row in the backward pass: 2, or with rounding errors 4 (3 if t is given).
+        precision: precision of products in the backward pass.
+    """
+
+    dim: int
+    wide: int
+    value_dim: int
+    value_wide: int
+    factors: bool
+    masked: int
+    split: bool
+    own: int = 0
+    tile: int = 0
+    ridge: int = 0
+    solved: bool = False
+    few: int = 0
+    verify: bool = False
+    counted: bool = False
+    operands: int = 0
+    precision: str = "ieee"
+
+
+@triton.jit
+def of_head(matrix, batch, head):
+    """Return the matrix of one head."""
+    return matrix[0] + batch * matrix[1] + head * matrix[2], matrix[3]
+
+
+@triton.jit
+def own_rows(pointer, first, queries, FORM: tl.constexpr):
+    """Load this block's rows [R, W] of contiguous vectors [Tq, D]."""
+    return load_block(pointer, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
@@ -61,28 +116,28 @@ def edge_tile(n, left, full):
 
 
 @triton.jit
-def tile_count(tiles, full, EDGE: tl.constexpr):
+def tile_count(tiles, EDGE: tl.constexpr):
     """Return how many tiles need a look at pairs (EDGE), or how many do not."""
-    return tiles - full if EDGE else full
+    return tiles[1] - tiles[3] if EDGE else tiles[3]
 
 
 @triton.jit
-def tile_at(n, start, left, full, KEYS: tl.constexpr, EDGE: tl.constexpr):
+def tile_at(n, tiles, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Return the first key of the n-th of those tiles."""
-    return start + edge_tile(n, left, full) * KEYS if EDGE else start + (left + n) * KEYS
+    start, _, left, full = tiles
+    return start + edge_tile(n, left, full) * FORM.tile if EDGE else start + (left + n) * FORM.tile
 
 
 @triton.jit
-def opened(
-    low_ptr, high_ptr, mask_ptr, heads, queries, span_batch, mask_batch, mask_head, ROWS: tl.constexpr
-):  # fmt: skip
-    """Return what a program serves: (head among all, batch, head, first row, rows, their ranges of keys, mask)."""
+def opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM: tl.constexpr):
+    """Return (head among all, batch, head, first row, rows [R], their ranges of keys and the mask) of a program."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # in causal order the last rows see most, and begin first
     head = tl.program_id(1).to(tl.int64)
     batch, own = head // heads, head % heads
-    rows = block * ROWS + tl.arange(0, ROWS)
-    low, high = load_span(low_ptr + batch * span_batch, high_ptr + batch * span_batch, rows, rows < queries)
-    return head, batch, own, block * ROWS, rows, low, high, mask_ptr + batch * mask_batch + own * mask_head
+    rows = block * FORM.own + tl.arange(0, FORM.own)
+    low, high = load_span(span[0] + batch * span_batch, span[1] + batch * span_batch, rows, rows < queries)
+    sight = low, high, span[2] + batch * mask_batch + own * mask_head
+    return head, batch, own, block * FORM.own, rows, sight
 
 
 @triton.jit
@@ -92,29 +147,21 @@ def row_factor(factor_ptr, number, rows, count, GIVEN: tl.constexpr):
 
 
 @triton.jit
-def row_ridge(
-    ridge_ptr, number, first, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr
-):
-    """Return the ridge of each row [ROWS, BLOCK or 1]. RIDGE is its width in memory, WIDTH or 1, or 0 for a number."""
-    if RIDGE == 0:
-        return tl.zeros((ROWS, 1), tl.float32) + number
-    elif RIDGE == 1:
+def row_ridge(ridge, first, count, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return the ridge of each row [ROWS, W or 1]."""
+    if FORM.ridge == 0:
+        return tl.zeros((ROWS, 1), tl.float32) + ridge[1]
+    elif FORM.ridge == 1:
         rows = first + tl.arange(0, ROWS)
-        return tl.load(ridge_ptr + rows, mask=rows < count, other=0.0)[:, None]
+        return tl.load(ridge[0] + rows, mask=rows < count, other=0.0)[:, None]
     else:
-        return load_block(ridge_ptr, first, WIDTH, count, ROWS, WIDTH, BLOCK)
+        return load_block(ridge[0], first, FORM.dim, count, ROWS, FORM.dim, FORM.wide)
 
 
 @triton.jit
 def product(a, b):
     """Return a b with a float32 sum; float32 operands are not rounded."""
     return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def weights(q, k, c, lse):
-    """Return p [ROWS, KEYS], also of hidden keys."""
-    return tl.exp2(product(q, tl.trans(k)) * c[:, None] - lse[:, None])
 
 
 @triton.jit
@@ -155,46 +202,74 @@ def norm_scale(x):
 
 
 @triton.jit
-def apply_tile(d, away, q, k, c, lse, total, used, visible, SPLIT: tl.constexpr, EDGE: tl.constexpr):
-    """Add one tile of sum_j p_ij ((k_j - mean_i) . d_i) k_j, for d as it is multiplied and away = mean . d."""
-    p = weights(q, k, c, lse)
+def weighted_tile(q, c, lse, sight, k_at, first, keys, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """Return one tile of keys [K, W] and its weights p [R, K]; with EDGE, 0 for hidden pairs."""
+    k = load_block(k_at[0], first, k_at[1], keys, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    if EDGE:
+        visible = seen(first + tl.arange(0, FORM.tile), sight[0], sight[1], sight[2], keys, FORM.masked)
+    p = tl.exp2(product(q, tl.trans(k)) * c[:, None] - lse[:, None])
     if EDGE:
         p = tl.where(visible, p, 0.0)
-    w = p * (product(d, tl.trans(k)) - away[:, None])
-    return times(w, k, total, used, SPLIT)
+    return k, p
 
 
 @triton.jit
-def sweep(
-    d, away, q, c, lse, low, high, k_ptr, k_stride, mask_ptr, keys, start, tiles, left, full,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Return (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i. The covariance times d is the first
-    minus the second times the mean. `d` [ROWS, BLOCK] is in the dtype of the keys."""
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    used = tl.zeros((ROWS,), tl.float32)
-    for n in tl.range(0, tiles - full, num_stages=EDGES):
-        first = start + edge_tile(n, left, full) * KEYS
-        k = load_block(k_ptr, first, k_stride, keys, KEYS, WIDTH, BLOCK)
-        visible = seen(first + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED)
-        total, used = apply_tile(d, away, q, k, c, lse, total, used, visible, SPLIT, True)
-    if not MASKED:
+def sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM: tl.constexpr):
+    """Return (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i, for d [R, W] in the dtype of the keys
+    and away = mean . d. The covariance times d is the first minus the second times the mean."""
+    start, count, left, full = tiles
+    total = tl.zeros((FORM.own, FORM.wide), tl.float32)
+    used = tl.zeros((FORM.own,), tl.float32)
+    for n in tl.range(0, count - full, num_stages=EDGES):
+        first = start + edge_tile(n, left, full) * FORM.tile
+        k, p = weighted_tile(q, c, lse, sight, k_at, first, keys, True, FORM)
+        total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.split)
+    if not FORM.masked:
         for n in range(left, left + full):
-            k = load_block(k_ptr, start + n * KEYS, k_stride, keys, KEYS, WIDTH, BLOCK, False)
-            total, used = apply_tile(d, away, q, k, c, lse, total, used, low, SPLIT, False)
+            k, p = weighted_tile(q, c, lse, sight, k_at, start + n * FORM.tile, keys, False, FORM)
+            total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.split)
     return total, used
 
 
 # On the host --------------------------------------------------------------------------------------------------
 
 
-def block_width(width: int) -> int:
-    """Return the block that holds so many features."""
-    return max(16, triton.next_power_of_2(width))
+def matrix_of(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """Return a matrix [B, H, T, D] as kernels take it."""
+    return x, *x.stride()[:3]
 
 
 def number_or_rows(x: float | Tensor, unread: Tensor) -> tuple[Tensor, float]:
-    """Return a number, or a float32 tensor of rows, as kernels take it: a pointer (`unread` if there is none) and a
-    number."""
+    """Return (pointer, number) of a number, with a pointer that is not read, or of a tensor of rows."""
     return (x.contiguous(), 0.0) if isinstance(x, Tensor) else (unread, float(x))
+
+
+def ridge_width(ridge: float | Tensor | None) -> int:
+    """Return `Form.ridge`."""
+    return ridge.shape[-1] if isinstance(ridge, Tensor) else 0
+
+
+class Rows:
+    """What all launches of one call share: queries x [B, H, Tq, D], keys y [B, Hkv, Tk, D], values v [B, Hkv, Tk, Dv],
+    the factor of the scores, a number or float32 [B, H, Tq], and what each query sees."""
+
+    def __init__(self, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, span: Span) -> None:
+        self.x, self.y, self.v, self.factor, self.span = x, y, v, factor, span
+        self.shape, self.dtype, width, value = x.shape[:3], y.dtype, x.shape[-1], v.shape[-1]
+        self.sizes = x.shape[1], x.shape[1] // max(1, y.shape[1]), x.shape[2], y.shape[2]
+        self.width = max(width, value)
+        masked, split = span.mask is not None, y.dtype == torch.bfloat16
+        self.form = Form(*padded(width), *padded(value), isinstance(factor, Tensor), masked, split)
+        self.matrices, self.visible = tuple(map(matrix_of, (x, y, v))), span.pointers
+
+    def fitted(self, tiles: Tiles, **more: Any) -> Form:
+        """Return the form of a kernel with these tiles."""
+        return self.form._replace(own=tiles.rows, tile=tiles.keys, **more)
+
+    def new(self, *shape: int) -> Tensor:
+        """Return an uninitialised float32 [B, H, Tq, ...]."""
+        return torch.empty((*self.shape, *shape), dtype=torch.float32, device=self.x.device)
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        """Return programs for blocks of so many rows of each head."""
+        return triton.cdiv(self.shape[2], rows), self.shape[0] * self.shape[1]

@@ -21,24 +21,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import FAR, LENGTHS, load_block, load_span, seen
+from ..runtime.blocks import FAR, LENGTHS, load_block, load_span
 from ..runtime.launch import launch
-from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
 from .direct import TILES as DIRECT
 from .direct import solve_few
 from .math import (
-    block_width,
+    Rows,
     load_tile,
     multiplied,
     number_or_rows,
+    of_head,
     opened,
     plan,
     product,
+    ridge_width,
     row_factor,
     row_ridge,
     sweep,
-    weights,
+    weighted_tile,
 )
 from .steps import AWAY, ROW, TERMS, TILE, D, begin, finish, follow
 
@@ -66,16 +67,11 @@ TILES = TileTable.by_width(
 
 
 @triton.jit
-def _terms(
-    q, c, lse, low, high, k_ptr, k_stride, mask_ptr, keys, start, tiles,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _terms(q, c, lse, sight, k_at, keys, start, tiles, FORM: tl.constexpr):
     """Return sum_j p_ij |k_j|^2, the size of what a product with C sums."""
-    found = tl.zeros((ROWS,), tl.float32)
+    found = tl.zeros((FORM.own,), tl.float32)
     for n in range(tiles):
-        at = start + n * KEYS
-        k = load_block(k_ptr, at, k_stride, keys, KEYS, WIDTH, BLOCK)
-        p = tl.where(seen(at + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED), weights(q, k, c, lse), 0.0)
+        k, p = weighted_tile(q, c, lse, sight, k_at, start + n * FORM.tile, keys, True, FORM)
         kf = k.to(tl.float32)
         found += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
     return found
@@ -90,28 +86,12 @@ def _fits(low_ptr, high_ptr, rows, queries, most):
 
 
 @triton.jit
-def _held_tile(
-    at, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return keys and their weights."""
-    k = load_block(k_ptr, at, k_row, keys, KEYS, WIDTH, BLOCK)
-    return k, tl.where(seen(at + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED), weights(q, k, c, lse), 0.0)
-
-
-@triton.jit
-def _held_tiles(
-    start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return four such tiles."""
-    k0, p0 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
-    start += KEYS
-    k1, p1 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
-    start += KEYS
-    k2, p2 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
-    start += KEYS
-    k3, p3 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+def _held_tiles(q, c, lse, sight, k_at, keys, start, FORM: tl.constexpr):
+    """Return four tiles of keys with their weights."""
+    k0, p0 = weighted_tile(q, c, lse, sight, k_at, start, keys, True, FORM)
+    k1, p1 = weighted_tile(q, c, lse, sight, k_at, start + FORM.tile, keys, True, FORM)
+    k2, p2 = weighted_tile(q, c, lse, sight, k_at, start + 2 * FORM.tile, keys, True, FORM)
+    k3, p3 = weighted_tile(q, c, lse, sight, k_at, start + 3 * FORM.tile, keys, True, FORM)
     return k0, p0, k1, p1, k2, p2, k3, p3
 
 
@@ -128,135 +108,80 @@ def _held_sweep(d, away, held, total, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _solve(
-    right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr,
-    mask_ptr, value_ptr, scratch, statistics_ptr, status_ptr, tol, limit, heads, group, queries, keys,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, span_batch, mask_batch, mask_head,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    CHIP: tl.constexpr, FEW: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr,
-    SPLIT: tl.constexpr, VERIFY: tl.constexpr, HELD: tl.constexpr,
+    right_ptr, matrices, kept, factor, ridge, span, value_ptr, scratch, statistics_ptr, status_ptr, tol, limit,
+    heads, group, queries, keys, span_batch, mask_batch, mask_head,
+    GROUP: tl.constexpr, CHIP: tl.constexpr, HELD: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Solve a block of rows. HELD serves blocks of GROUP rows whose keys, at most 4 CHIP, stay on the chip; else the
-    others."""
-    head, batch, own, first, rows, low, high, mask_ptr = opened(
-        low_ptr, high_ptr, mask_ptr, heads, queries, span_batch, mask_batch, mask_head, ROWS
-    )
-    start, tiles, left, full = plan(low, high, KEYS, MASKED)
-    low_ptr += batch * span_batch
-    high_ptr += batch * span_batch
+    """Solve a block. HELD: those of GROUP rows whose keys, at most 4 CHIP, stay on the chip; else the others."""
+    head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
+    tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
+    ranges = span[0] + batch * span_batch, span[1] + batch * span_batch
     if CHIP > 0:
         around = first // GROUP * GROUP + tl.arange(0, GROUP)
-        if _fits(low_ptr, high_ptr, around, queries, 4 * CHIP) != HELD:
+        if _fits(ranges[0], ranges[1], around, queries, 4 * CHIP) != HELD:
             return
-    at, c = head * queries, row_factor(factor_ptr + head * queries, factor, rows, queries, GIVEN)
-    scratch += (head * tl.num_programs(0) + first // ROWS) * (ROWS * (TILE * BLOCK + ROW))
-    k_ptr += batch * k_batch + (own // group) * k_head
-    right_ptr += at * WIDTH
-    ridge_ptr += at * RIDGE
-    running = begin(
-        scratch, right_ptr, mean_ptr + at * WIDTH, low_ptr, high_ptr, first, queries, tol, limit,
-        ROWS, WIDTH, BLOCK, FEW, SPLIT,
-    )  # fmt: skip
+    at, c = head * queries, row_factor(factor[0] + head * queries, factor[1], rows, queries, FORM.factors)
+    scratch += (head * tl.num_programs(0) + first // FORM.own) * (FORM.own * (TILE * FORM.wide + ROW))
+    k_at = of_head(matrices[1], batch, own // group)
+    right_ptr += at * FORM.dim
+    ridge = ridge[0] + at * FORM.ridge, ridge[1]
+    running = begin(scratch, right_ptr, kept[1] + at * FORM.dim, ranges, first, queries, tol, limit, FORM)
     tl.debug_barrier()
-    q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
-    lse = tl.load(lse_ptr + at + rows, mask=rows < queries, other=float("inf"))
-    phase, again, numbers = 0, RESTARTS, scratch + ROWS * (TILE * BLOCK) + tl.arange(0, ROWS)
-    if VERIFY:
-        terms = _terms(
-            q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, ROWS, KEYS, WIDTH, BLOCK, MASKED
-        )
-        ridge = row_ridge(ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
-        tl.store(numbers + ROWS * TERMS, terms + tl.max(ridge, 1))
+    q_at = of_head(matrices[0], batch, own)
+    q = load_block(q_at[0], first, q_at[1], queries, FORM.own, FORM.dim, FORM.wide)
+    lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
+    phase, again, numbers = 0, RESTARTS, scratch + FORM.own * (TILE * FORM.wide) + tl.arange(0, FORM.own)
+    if FORM.verify:
+        terms = _terms(q, c, lse, sight, k_at, keys, tiles[0], tiles[1], FORM)
+        tl.store(numbers + FORM.own * TERMS, terms + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
     if HELD:
-        held = _held_tiles(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+        held = _held_tiles(q, c, lse, sight, k_at, keys, tiles[0], FORM)
     while running > 0:
-        d = load_tile(scratch + D * (ROWS * BLOCK), ROWS, BLOCK).to(k_ptr.dtype.element_ty)
-        away = tl.load(numbers + ROWS * AWAY)
+        d = load_tile(scratch + D * (FORM.own * FORM.wide), FORM.own, FORM.wide).to(k_at[0].dtype.element_ty)
+        away = tl.load(numbers + FORM.own * AWAY)
         if HELD:
-            total, used = _held_sweep(d, away, held, tl.zeros((ROWS, BLOCK), tl.float32), SPLIT)
+            total, used = _held_sweep(d, away, held, tl.zeros((FORM.own, FORM.wide), tl.float32), FORM.split)
         else:
-            total, used = sweep(
-                d, away, q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, left, full,
-                ROWS, KEYS, WIDTH, BLOCK, MASKED, SPLIT,
-            )  # fmt: skip
+            total, used = sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM)
         running, phase, again = follow(
-            total, used, phase, again, scratch, right_ptr, ridge_ptr, ridge_number, first, queries, limit,
-            ROWS, WIDTH, BLOCK, RIDGE, SPLIT, VERIFY,
-        )  # fmt: skip
-    finish(
-        scratch, value_ptr + at * WIDTH, statistics_ptr + at * 2, status_ptr + at, first, queries,
-        ROWS, WIDTH, BLOCK, VERIFY,
-    )  # fmt: skip
+            total, used, phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
+        )
+    finish(scratch, value_ptr + at * FORM.dim, statistics_ptr + at * 2, status_ptr + at, first, queries, FORM)
 
 
 def solve(
-    right: Tensor,
-    x: Tensor,
-    y: Tensor,
-    factor: float | Tensor,
-    ridge: float | Tensor,
-    lse: Tensor,
-    mean: Tensor,
-    span: Span,
-    rule: Rule,
+    right: Tensor, call: Rows, ridge: float | Tensor, lse: Tensor, mean: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve (C_i + ridge_i) t_i = right_i for every query.
+    """Solve (C_i + ridge_i) t_i = right_i for every query. Return t [B, H, Tq, D], float32; (steps, relative residual)
+    [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. `right` and the means of keys [B, H, Tq, D], the ridge [B, H, Tq, 1
+    or D] if it is a tensor, and `lse` [B, H, Tq] (in base 2, inf for a row without a key) are float32.
 
-    Args:
-        right: [B, H, Tq, D], float32, contiguous.
-        x, y: queries [B, H, Tq, D] and keys [B, Hkv, Tk, D].
-        factor: factor of the scores, a number or float32 [B, H, Tq].
-        ridge: a number or float32 [B, H, Tq, 1 or D].
-        lse: [B, H, Tq], float32: log-sum-exp of the scores in base 2, inf for a row without a key.
-        mean: means of the keys [B, H, Tq, D], float32, contiguous.
-
-    Returns:
-        t [B, H, Tq, D], float32; (steps, relative residual) [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32.
-
-    Cost: 8 D a pair and step with keys in bfloat16, 6 D in float32; true residuals take at least one more step.
-    """
-    value = torch.empty_like(right)
-    statistics = right.new_empty(*right.shape[:3], 2)
-    status = torch.empty(right.shape[:3], dtype=torch.int32, device=right.device)
-    tiles, alone = TILES.pick(right.shape[-1], y.dtype), DIRECT.pick(right.shape[-1], y.dtype)
+    Cost: 8 D a pair and step with keys in bfloat16, 6 D in float32; true residuals take at least one more step."""
+    found = torch.empty_like(right), call.new(2), lse.new_empty(lse.shape, dtype=torch.int32)
+    tiles, alone = TILES.pick(right.shape[-1], call.dtype), DIRECT.pick(right.shape[-1], call.dtype)
     few = alone.keys if rule.direct else 0
     rows = triton.cdiv(right.shape[2], tiles.rows) * tiles.rows
-    scratch = right.new_empty(right.shape[0] * right.shape[1], rows, 5 * block_width(right.shape[-1]) + 10)
-    tensors = (right, x, y, lse, mean)
-    outputs = (value, scratch, statistics, status)
+    scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
     for held in (False, True):
-        _launch(tensors, factor, ridge, span, outputs, rule, tiles, few, held)
+        _launch(right, call, ridge, (lse, mean), scratch, found, rule, tiles, few, held)
     if few:
-        solve_few(right, x, y, factor, ridge, lse, span, (value, statistics, status), alone)
-    return value, statistics, status
+        solve_few(right, call, ridge, lse, found, alone)
+    return found
 
 
 def _launch(
-    tensors: tuple[Tensor, ...],
-    factor: float | Tensor,
-    ridge: float | Tensor,
-    span: Span,
-    outputs: tuple[Tensor, ...],
-    rule: Rule,
-    tiles: Tiles,
-    few: int,
-    held: bool,
-) -> None:
-    right, x, y, lse, mean = tensors
-    batch, heads, queries, width = right.shape
-    keys, whole = y.shape[2], tiles.rows
-    chip = min(CHIP, 2 * tiles.keys) if y.dtype == torch.bfloat16 else 0
+    right: Tensor, call: Rows, ridge: float | Tensor, kept: tuple[Tensor, Tensor], scratch: Tensor,
+    found: tuple[Tensor, ...], rule: Rule, tiles: Tiles, few: int, held: bool,
+) -> None:  # fmt: skip
+    whole, (value, *others), keys = tiles.rows, found, call.sizes[3]
+    chip = min(CHIP, 2 * tiles.keys) if call.form.split else 0
     if held:
         tiles = Tiles(min(32, whole), chip, 8, 1)
     if (held and not chip) or (chip and not held and keys <= 4 * chip):
         return
     launch(
-        _solve,
-        (triton.cdiv(queries, tiles.rows), batch * heads),
-        right, x, y, lse, mean, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), *span.pointers,
-        *outputs, rule.tol, rule.limit,
-        heads, heads // max(1, y.shape[1]), queries, keys,
-        *x.stride()[:3], *y.stride()[:3], *span.steps,
-        tiles=tiles, ROWS=tiles.rows, KEYS=tiles.keys, WIDTH=width, BLOCK=block_width(width), GROUP=whole, CHIP=chip,
-        FEW=few, GIVEN=isinstance(factor, Tensor), RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0,
-        MASKED=span.mask is not None, SPLIT=y.dtype == torch.bfloat16, VERIFY=rule.verify, HELD=held,
+        _solve, call.grid(tiles.rows), right, call.matrices[:2], kept, number_or_rows(call.factor, kept[0]),
+        number_or_rows(ridge, kept[0]), call.visible, value, scratch, *others, rule.tol, rule.limit, *call.sizes,
+        *call.span.steps, tiles=tiles, GROUP=whole, CHIP=chip, HELD=held,
+        FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify),
     )  # fmt: skip

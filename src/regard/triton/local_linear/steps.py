@@ -16,9 +16,9 @@ from .math import load_tile, norm_scale, row_ridge, store_tile
 UNCONVERGED = tl.constexpr(int(SolveStatus.UNCONVERGED))
 EPS = tl.constexpr(2.0**-23)
 X, R, MEAN, IMAGE, D = (tl.constexpr(i) for i in range(5))
-"""Tiles [ROWS, BLOCK] of a block's scratch memory: x, r, mean of the keys, result of a sweep, d."""
+"""Tiles [R, W] of a block's scratch memory: x, r, mean of the keys, result of a sweep, d."""
 AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i) for i in range(10))
-"""Rows [ROWS] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is
+"""Rows [R] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is
 active, whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
 TILE, ROW = tl.constexpr(5), tl.constexpr(10)
 PART = tl.constexpr(16)
@@ -26,222 +26,197 @@ PART = tl.constexpr(16)
 
 
 @triton.jit
-def _tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _tile(scratch, which: tl.constexpr, part, FORM: tl.constexpr):
     """Return where a part of a tile lies."""
-    return scratch + which * (ROWS * BLOCK) + part * BLOCK
+    return scratch + which * (FORM.own * FORM.wide) + part * FORM.wide
 
 
 @triton.jit
-def _rows(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _rows(scratch, which: tl.constexpr, part, FORM: tl.constexpr):
     """Return where a part of a row of numbers lies."""
-    return scratch + TILE * (ROWS * BLOCK) + which * ROWS + part + tl.arange(0, PART)
+    return scratch + TILE * (FORM.own * FORM.wide) + which * FORM.own + part + tl.arange(0, PART)
 
 
 @triton.jit
-def _direct(d, mean, active, scratch, part, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+def _direct(d, mean, active, scratch, part, FORM: tl.constexpr):
     """Store the direction, rounded as it will be multiplied."""
     d = tl.where(active[:, None], d, 0.0)
-    if SPLIT:
+    if FORM.split:
         d = d.to(tl.bfloat16).to(tl.float32)
-    store_tile(_tile(scratch, D, part, ROWS, BLOCK), d, PART, BLOCK)
-    tl.store(_rows(scratch, AWAY, part, ROWS, BLOCK), tl.sum(mean * d, 1))
+    store_tile(_tile(scratch, D, part, FORM), d, PART, FORM.wide)
+    tl.store(_rows(scratch, AWAY, part, FORM), tl.sum(mean * d, 1))
 
 
 @triton.jit
-def begin(
-    scratch, right_ptr, mean_ptr, low_ptr, high_ptr, first, queries, tol, limit,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Set x = 0 and r = right in its own unit. Return whether any row has something to do."""
+def begin(scratch, right_ptr, mean_ptr, span, first, queries, tol, limit, FORM: tl.constexpr):
+    """Set x = 0 and r = right in its own unit. Return whether any row is active."""
     running = 0
-    for part in range(0, ROWS, PART):
+    for part in range(0, FORM.own, PART):
         rows = first + part + tl.arange(0, PART)
-        low, high = load_span(low_ptr, high_ptr, rows, rows < queries)
-        r = load_block(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK)
-        mean = load_block(mean_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK)
+        low, high = load_span(span[0], span[1], rows, rows < queries)
+        r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
+        mean = load_block(mean_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
         size = norm_scale(r)
         r = r / size[:, None]
         rr = tl.sum(r * r, 1)
-        unsettled = (rr > 0) & (high - low > FEW)
+        unsettled = (rr > 0) & (high - low > FORM.few)
         active = unsettled & (limit > 0)
-        store_tile(_tile(scratch, X, part, ROWS, BLOCK), tl.zeros((PART, BLOCK), tl.float32), PART, BLOCK)
-        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
-        store_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), mean, PART, BLOCK)
-        tl.store(_rows(scratch, RR, part, ROWS, BLOCK), rr)
-        tl.store(_rows(scratch, WHOLE, part, ROWS, BLOCK), rr)
-        tl.store(_rows(scratch, GOAL, part, ROWS, BLOCK), tol * tol * rr)
-        tl.store(_rows(scratch, COUNT, part, ROWS, BLOCK), tl.zeros((PART,), tl.float32))
-        tl.store(_rows(scratch, ACTIVE, part, ROWS, BLOCK), active.to(tl.float32))
-        tl.store(_rows(scratch, OPEN, part, ROWS, BLOCK), unsettled.to(tl.float32))
-        tl.store(_rows(scratch, SIZE, part, ROWS, BLOCK), size)
-        _direct(r, mean, active, scratch, part, ROWS, BLOCK, SPLIT)
+        store_tile(_tile(scratch, X, part, FORM), tl.zeros((PART, FORM.wide), tl.float32), PART, FORM.wide)
+        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
+        store_tile(_tile(scratch, MEAN, part, FORM), mean, PART, FORM.wide)
+        tl.store(_rows(scratch, RR, part, FORM), rr)
+        tl.store(_rows(scratch, WHOLE, part, FORM), rr)
+        tl.store(_rows(scratch, GOAL, part, FORM), tol * tol * rr)
+        tl.store(_rows(scratch, COUNT, part, FORM), tl.zeros((PART,), tl.float32))
+        tl.store(_rows(scratch, ACTIVE, part, FORM), active.to(tl.float32))
+        tl.store(_rows(scratch, OPEN, part, FORM), unsettled.to(tl.float32))
+        tl.store(_rows(scratch, SIZE, part, FORM), size)
+        _direct(r, mean, active, scratch, part, FORM)
         running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
     return running
 
 
 @triton.jit
-def _image(
-    scratch, part, ridge_ptr, ridge_number, first, queries,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr,
-):  # fmt: skip
+def _image(scratch, part, ridge, first, queries, FORM: tl.constexpr):
     """Return (A d, d, mean) of some rows, after a sweep."""
-    d = load_tile(_tile(scratch, D, part, ROWS, BLOCK), PART, BLOCK)
-    mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
-    total = load_tile(_tile(scratch, IMAGE, part, ROWS, BLOCK), PART, BLOCK)
-    used = tl.load(_rows(scratch, USED, part, ROWS, BLOCK))
-    ridge = row_ridge(ridge_ptr, ridge_number, first + part, queries, PART, WIDTH, BLOCK, RIDGE)
+    d = load_tile(_tile(scratch, D, part, FORM), PART, FORM.wide)
+    mean = load_tile(_tile(scratch, MEAN, part, FORM), PART, FORM.wide)
+    total = load_tile(_tile(scratch, IMAGE, part, FORM), PART, FORM.wide)
+    used = tl.load(_rows(scratch, USED, part, FORM))
+    ridge = row_ridge(ridge, first + part, queries, PART, FORM)
     return total - used[:, None] * mean + ridge * d, d, mean
 
 
 @triton.jit
-def advance(
-    scratch, ridge_ptr, ridge_number, first, queries, limit,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Take one step along d and return whether any row goes on. The next direction is made conjugate to d by the image
-    itself, since a ratio of residuals ignores rounding."""
+def advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
+    """Take one step along d and return whether any row continues. The next direction is made conjugate to d by the
+    image itself, since a ratio of residuals ignores rounding."""
     running = 0
-    for part in range(0, ROWS, PART):
-        image, d, mean = _image(scratch, part, ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
-        rr = tl.load(_rows(scratch, RR, part, ROWS, BLOCK))
-        goal = tl.load(_rows(scratch, GOAL, part, ROWS, BLOCK))
-        count = tl.load(_rows(scratch, COUNT, part, ROWS, BLOCK))
+    for part in range(0, FORM.own, PART):
+        image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
+        rr = tl.load(_rows(scratch, RR, part, FORM))
+        goal = tl.load(_rows(scratch, GOAL, part, FORM))
+        count = tl.load(_rows(scratch, COUNT, part, FORM))
         curve = tl.sum(d * image, 1)
-        good = (tl.load(_rows(scratch, ACTIVE, part, ROWS, BLOCK)) > 0) & (curve > 0)
+        good = (tl.load(_rows(scratch, ACTIVE, part, FORM)) > 0) & (curve > 0)
         curve = tl.where(good, curve, 1.0)
-        r = load_tile(_tile(scratch, R, part, ROWS, BLOCK), PART, BLOCK)
+        r = load_tile(_tile(scratch, R, part, FORM), PART, FORM.wide)
         length = tl.where(good, tl.sum(r * d, 1) / curve, 0.0)
-        x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK) + length[:, None] * d
-        store_tile(_tile(scratch, X, part, ROWS, BLOCK), x, PART, BLOCK)
+        x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide) + length[:, None] * d
+        store_tile(_tile(scratch, X, part, FORM), x, PART, FORM.wide)
         r -= length[:, None] * image
-        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
+        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
         rr = tl.where(good, tl.sum(r * r, 1), rr)
         count += good.to(tl.float32)
         active = good & (rr > goal) & (count < limit)
-        _direct(r - (tl.sum(r * image, 1) / curve)[:, None] * d, mean, active, scratch, part, ROWS, BLOCK, SPLIT)
-        tl.store(_rows(scratch, RR, part, ROWS, BLOCK), rr)
-        tl.store(_rows(scratch, COUNT, part, ROWS, BLOCK), count)
-        tl.store(_rows(scratch, ACTIVE, part, ROWS, BLOCK), active.to(tl.float32))
+        _direct(r - (tl.sum(r * image, 1) / curve)[:, None] * d, mean, active, scratch, part, FORM)
+        tl.store(_rows(scratch, RR, part, FORM), rr)
+        tl.store(_rows(scratch, COUNT, part, FORM), count)
+        tl.store(_rows(scratch, ACTIVE, part, FORM), active.to(tl.float32))
         running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
     return running
 
 
 @triton.jit
-def _look(
-    scratch, right_ptr, first, queries,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+def _look(scratch, right_ptr, first, queries, FORM: tl.constexpr):
     """Begin to compute true residuals: r = right, from which A x is then subtracted."""
-    for part in range(0, ROWS, PART):
-        x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
-        mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
-        size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
-        r = load_block(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
-        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
-        _direct(x, mean, size > 0, scratch, part, ROWS, BLOCK, SPLIT)
+    for part in range(0, FORM.own, PART):
+        x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
+        mean = load_tile(_tile(scratch, MEAN, part, FORM), PART, FORM.wide)
+        size = tl.load(_rows(scratch, SIZE, part, FORM))
+        r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
+        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
+        _direct(x, mean, size > 0, scratch, part, FORM)
 
 
 @triton.jit
-def _take_off(
-    scratch, ridge_ptr, ridge_number, first, queries,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
+def _take_off(scratch, ridge, first, queries, FORM: tl.constexpr):
     """Subtract A d from r, and make what rounding left of x the next d."""
-    for part in range(0, ROWS, PART):
-        image, d, mean = _image(scratch, part, ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
-        r = load_tile(_tile(scratch, R, part, ROWS, BLOCK), PART, BLOCK) - image
-        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
-        if SPLIT:
-            x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
-            whole = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK)) > 0
-            _direct(x - d, mean, whole, scratch, part, ROWS, BLOCK, SPLIT)
+    for part in range(0, FORM.own, PART):
+        image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
+        r = load_tile(_tile(scratch, R, part, FORM), PART, FORM.wide) - image
+        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
+        if FORM.split:
+            x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
+            whole = tl.load(_rows(scratch, SIZE, part, FORM)) > 0
+            _direct(x - d, mean, whole, scratch, part, FORM)
 
 
 @triton.jit
-def _settle(
-    scratch, right_ptr, first, queries, limit, again,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Let rows whose true residual r is still too large go on from it. Return whether any does."""
+def _settle(scratch, right_ptr, first, queries, limit, again, FORM: tl.constexpr):
+    """Let rows whose true residual r is still too large continue from it. Return whether any does."""
     running = 0
-    for part in range(0, ROWS, PART):
-        x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
-        r = load_tile(_tile(scratch, R, part, ROWS, BLOCK), PART, BLOCK)
-        mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
-        size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
-        right = load_block(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
-        # Exact steps lower x.Ax / 2 - b.x, which is 0 at x = 0. If it is positive, rounding has spoiled x: restart.
+    for part in range(0, FORM.own, PART):
+        x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
+        r = load_tile(_tile(scratch, R, part, FORM), PART, FORM.wide)
+        mean = load_tile(_tile(scratch, MEAN, part, FORM), PART, FORM.wide)
+        size = tl.load(_rows(scratch, SIZE, part, FORM))
+        right = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
+        # Exact steps lower x.Ax / 2 - b.x, which is 0 at x = 0. If it is positive, rounding errors dominate x: restart.
         kept = tl.sum(x * (right + r), 1) >= 0
         x = tl.where(kept[:, None], x, 0.0)
         r = tl.where(kept[:, None], r, right)
-        store_tile(_tile(scratch, X, part, ROWS, BLOCK), x, PART, BLOCK)
-        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
-        terms = tl.load(_rows(scratch, TERMS, part, ROWS, BLOCK))
+        store_tile(_tile(scratch, X, part, FORM), x, PART, FORM.wide)
+        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
+        terms = tl.load(_rows(scratch, TERMS, part, FORM))
         floor = 2 * EPS * (terms * tl.sqrt(tl.sum(x * x, 1)) + tl.sqrt(tl.sum(right * right, 1)))
-        goal = tl.load(_rows(scratch, GOAL, part, ROWS, BLOCK))
-        count = tl.load(_rows(scratch, COUNT, part, ROWS, BLOCK))
-        unsettled = tl.load(_rows(scratch, OPEN, part, ROWS, BLOCK)) > 0
-        rr = tl.where(unsettled, tl.sum(r * r, 1), tl.load(_rows(scratch, RR, part, ROWS, BLOCK)))
+        goal = tl.load(_rows(scratch, GOAL, part, FORM))
+        count = tl.load(_rows(scratch, COUNT, part, FORM))
+        unsettled = tl.load(_rows(scratch, OPEN, part, FORM)) > 0
+        rr = tl.where(unsettled, tl.sum(r * r, 1), tl.load(_rows(scratch, RR, part, FORM)))
         unsettled &= ~(rr <= tl.maximum(goal, floor * floor))
         active = unsettled & (count < limit) & (again > 0)
-        _direct(r, mean, active, scratch, part, ROWS, BLOCK, SPLIT)
-        tl.store(_rows(scratch, RR, part, ROWS, BLOCK), rr)
-        tl.store(_rows(scratch, OPEN, part, ROWS, BLOCK), unsettled.to(tl.float32))
-        tl.store(_rows(scratch, ACTIVE, part, ROWS, BLOCK), active.to(tl.float32))
+        _direct(r, mean, active, scratch, part, FORM)
+        tl.store(_rows(scratch, RR, part, FORM), rr)
+        tl.store(_rows(scratch, OPEN, part, FORM), unsettled.to(tl.float32))
+        tl.store(_rows(scratch, ACTIVE, part, FORM), active.to(tl.float32))
         running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
     return running
 
 
 @triton.jit
-def finish(
-    scratch, value_ptr, statistics_ptr, status_ptr, first, queries,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr,
-):  # fmt: skip
+def finish(scratch, value_ptr, statistics_ptr, status_ptr, first, queries, FORM: tl.constexpr):
     """Store the solutions, statistics and status."""
-    for part in range(0, ROWS, PART):
-        x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
-        size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
-        store_block(value_ptr, x * size[:, None], first + part, WIDTH, queries, PART, WIDTH, BLOCK)
-        rr = tl.load(_rows(scratch, RR, part, ROWS, BLOCK))
-        whole = tl.load(_rows(scratch, WHOLE, part, ROWS, BLOCK))
-        unsettled = tl.load(_rows(scratch, OPEN, part, ROWS, BLOCK)) > 0
-        if not VERIFY:
-            unsettled &= ~(rr <= tl.load(_rows(scratch, GOAL, part, ROWS, BLOCK)))
+    for part in range(0, FORM.own, PART):
+        x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
+        size = tl.load(_rows(scratch, SIZE, part, FORM))
+        store_block(value_ptr, x * size[:, None], first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
+        rr = tl.load(_rows(scratch, RR, part, FORM))
+        whole = tl.load(_rows(scratch, WHOLE, part, FORM))
+        unsettled = tl.load(_rows(scratch, OPEN, part, FORM)) > 0
+        if not FORM.verify:
+            unsettled &= ~(rr <= tl.load(_rows(scratch, GOAL, part, FORM)))
         rows = first + part + tl.arange(0, PART)
         there = rows < queries
-        tl.store(statistics_ptr + rows * 2, tl.load(_rows(scratch, COUNT, part, ROWS, BLOCK)), mask=there)
+        tl.store(statistics_ptr + rows * 2, tl.load(_rows(scratch, COUNT, part, FORM)), mask=there)
         tl.store(statistics_ptr + rows * 2 + 1, tl.sqrt(rr / tl.where(whole > 0, whole, 1.0)), mask=there)
         tl.store(status_ptr + rows, tl.where(unsettled, UNCONVERGED, 0), mask=there)
 
 
 @triton.jit
-def follow(
-    total, used, phase, again, scratch, right_ptr, ridge_ptr, ridge_number, first, queries, limit,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
-    VERIFY: tl.constexpr,
-):  # fmt: skip
-    """Take what a sweep gave and return (whether any row goes on, phase, restarts left). Phase 0 is a step; with VERIFY
-    phases 1 and 2 compute true residuals, from the two terms of x in turn."""
-    store_tile(scratch + IMAGE * (ROWS * BLOCK), total, ROWS, BLOCK)
-    tl.store(scratch + ROWS * (TILE * BLOCK + USED) + tl.arange(0, ROWS), used)
+def follow(total, used, phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM: tl.constexpr):
+    """Use the result of a sweep and return (whether any row continues, phase, restarts left). Phase 0 is a step; phases
+    1 and 2 compute true residuals (FORM.verify), from the two terms of x in turn."""
+    store_tile(scratch + IMAGE * (FORM.own * FORM.wide), total, FORM.own, FORM.wide)
+    tl.store(scratch + FORM.own * (TILE * FORM.wide + USED) + tl.arange(0, FORM.own), used)
     tl.debug_barrier()
     running = 1
-    if not VERIFY:
-        running = advance(scratch, ridge_ptr, ridge_number, first, queries, limit, ROWS, WIDTH, BLOCK, RIDGE, SPLIT)
+    if not FORM.verify:
+        running = advance(scratch, ridge, first, queries, limit, FORM)
     elif phase == 0:
-        running = advance(scratch, ridge_ptr, ridge_number, first, queries, limit, ROWS, WIDTH, BLOCK, RIDGE, SPLIT)
+        running = advance(scratch, ridge, first, queries, limit, FORM)
         if running == 0:
             tl.debug_barrier()
-            _look(scratch, right_ptr, first, queries, ROWS, WIDTH, BLOCK, SPLIT)
+            _look(scratch, right_ptr, first, queries, FORM)
             running = 1
             phase = 1
     else:
-        _take_off(scratch, ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE, SPLIT)
-        if SPLIT and phase == 1:
+        _take_off(scratch, ridge, first, queries, FORM)
+        if FORM.split and phase == 1:
             phase = 2
         else:
             tl.debug_barrier()
-            running = _settle(scratch, right_ptr, first, queries, limit, again, ROWS, WIDTH, BLOCK, SPLIT)
+            running = _settle(scratch, right_ptr, first, queries, limit, again, FORM)
             phase = 0
             again -= 1
     tl.debug_barrier()

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...memory.fast_weight_rules import FLOOR
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
+from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
 from .search import bytes_of
 
@@ -39,10 +40,10 @@ def _softmax(s, among):
 
 
 @triton.jit
-def _counts(counted, tokens, COUNTED: tl.constexpr):
+def _counts(counted, tokens):
     """Return C, at least 1."""
     number = tokens
-    if COUNTED:
+    if counted is not None:
         number = 0
         for start in range(0, tokens, 1024):
             at = start + tl.arange(0, 1024)
@@ -53,12 +54,12 @@ def _counts(counted, tokens, COUNTED: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def _marginal(
     scores, halves, counted, out, slope, tokens, n, floor,
-    SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
-    R: tl.constexpr, KT: tl.constexpr,
+    SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RAW: tl.constexpr, R: tl.constexpr, KT: tl.constexpr,
 ):  # fmt: skip
     """Compute p- and its slope for a block of sub-keys of one set; RAW: the sums of `scores` by key instead."""
     memory, member = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    counted += memory * tokens
+    if counted is not None:
+        counted += memory * tokens
     own = tl.program_id(0) * KT + tl.arange(0, KT)
     place = tl.arange(0, KP)
     total = tl.zeros((KT,), tl.float32)
@@ -71,7 +72,7 @@ def _marginal(
         else:
             p = _softmax(tl.load(scores + part, mask=fits, other=0.0), (place < K)[None, :])
         fine = fits
-        if COUNTED and not RAW:
+        if counted is not None and not RAW:
             fine = fits & (tl.load(counted + row, mask=row < tokens, other=0) != 0)[:, None]
         index = tl.load(halves + part, mask=fits, other=-1).to(tl.int32)
         index = tl.reshape(tl.where(fine, index, -1), (R * KP,))
@@ -81,7 +82,7 @@ def _marginal(
     if RAW:
         tl.store(out + to, total, mask=own < n)
     else:
-        mean = total / _counts(counted, tokens, COUNTED)
+        mean = total / _counts(counted, tokens)
         tl.store(out + to, mean, mask=own < n)
         tl.store(slope + to, tl.log(mean + floor) + mean / (mean + floor), mask=own < n)
 
@@ -90,14 +91,15 @@ def _marginal(
 def _moved(
     sub_keys, query, scores, halves, counted, slope, out, tokens, n, rate,
     stride_m, stride_q, stride_t, stride_h, length,
-    D: tl.constexpr, SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
-    DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
+    D: tl.constexpr, SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, DISTANCE: tl.constexpr, R: tl.constexpr,
+    KT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of sub-keys of one set: K - rate times the gradient. RAW: `scores` are coefficients c, and the
-    result is 2 (K sum c - sum c q), or sum c q for products."""
+    """Compute a block of sub-keys of one set: K - rate times the gradient. Without a slope `scores` are
+    coefficients c, and the result is 2 (K sum c - sum c q), or sum c q for products."""
     set_ = tl.program_id(2).to(tl.int64)
     memory, member = set_ // SETS, set_ % SETS
-    counted += memory * tokens
+    if counted is not None:
+        counted += memory * tokens
     own = tl.program_id(0) * KT + tl.arange(0, KT)
     column = tl.program_id(1) * DT + tl.arange(0, DT)
     place = tl.arange(0, KP)
@@ -108,7 +110,7 @@ def _moved(
         fits = (row < tokens)[:, None] & (place < K)[None, :]
         part = (token * SETS + member)[:, None] * K + place[None, :]
         index = tl.load(halves + part, mask=fits, other=-1).to(tl.int32)
-        if RAW:
+        if slope is None:
             c = tl.load(scores + part, mask=fits, other=0.0)
         else:
             s = tl.load(scores + part, mask=fits, other=0.0)
@@ -117,7 +119,7 @@ def _moved(
             c = p * (a - tl.sum(p * a, 1)[:, None])
             if DISTANCE:
                 c = tl.where(fits, -c * tl.exp(s), 0.0)
-            if COUNTED:
+            if counted is not None:
                 c = tl.where((tl.load(counted + row, mask=row < tokens, other=0) != 0)[:, None], c, 0.0)
         spread = tl.sum(tl.where(index[None, :, :] == own[:, None, None], c[None, :, :], 0.0), 2)
         inside = (row < tokens)[:, None] & (column < D)[None, :]
@@ -132,20 +134,17 @@ def _moved(
     gradient = pulled
     if DISTANCE:
         gradient = 2.0 * (key * weight[:, None] - pulled)
-    if not RAW:
-        gradient = key - gradient * (rate / _counts(counted, tokens, COUNTED))
+    if slope is not None:
+        gradient = key - gradient * (rate / _counts(counted, tokens))
     tl.store(out + (set_ * n + own)[:, None] * D + column[None, :], gradient, mask=fits)
 
 
 def marginal_of(
     scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return p- and the slope of the entropy's loss, both float32 [M * H * 2, n]. One launch.
-
-    Args:
-        scores: float32 [B, T, H, 2, k], halves: int64, likewise. counted: bool [M, P] or None for all.
-        memories: M; P = B T / M. raw: return the sums of `scores` by key, and an empty slope.
-    """
+    """Return p- and the slope of the entropy's loss, both float32 [M * H * 2, n], from scores float32 and halves int64
+    [B, T, H, 2, k]; `counted` bool [M, P], P = B T / M, or None for all. If `raw`, return the sums of `scores` by key
+    and an empty slope. One launch."""
     batch, length, heads, _, k = halves.shape
     tokens, sets = batch * length // max(1, memories), heads * 2
     mean = torch.empty(memories * sets, n, dtype=torch.float32, device=halves.device)
@@ -155,8 +154,7 @@ def marginal_of(
         kp = triton.next_power_of_2(k)
         launch(
             _marginal, (triton.cdiv(n, tiles.keys), sets, memories), scores.contiguous(), halves.contiguous(),
-            halves if counted is None else bytes_of(counted), mean, slope, tokens, n, FLOOR,
-            tiles=tiles, SETS=sets, K=k, KP=kp, COUNTED=counted is not None, RAW=raw,
+            bytes_of(counted), mean, slope, tokens, n, FLOOR, tiles=tiles, SETS=sets, K=k, KP=kp, RAW=raw,
             R=max(1, tiles.rows * 8 // kp), KT=tiles.keys,
         )  # fmt: skip
 
@@ -165,32 +163,18 @@ def marginal_of(
 
 
 def moved_keys(
-    keys: Tensor,
-    query: Tensor,
-    scores: Tensor,
-    halves: Tensor,
-    counted: Tensor | None,
-    slope: Tensor | None,
-    rate: float,
-    *,
-    distance: bool,
-) -> Tensor:
-    """Return sub-keys after a step that increases the entropy or, without a slope, sums of queries. One launch.
+    keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, slope: Tensor | None,
+    rate: float, *, distance: bool,
+) -> Tensor:  # fmt: skip
+    """Return sub-keys float32 [M, H, 2, n, d] after a step that increases the entropy, keys - rate * gradient. Without
+    a slope (of `marginal_of`) `scores` are coefficients c, and 2 (K sum c - sum c q) is returned, or sum c q for
+    products. One launch.
 
-    Args:
-        keys: float32 [M, H, 2, n, d].
-        query: float32 [B, T, H, 2 d]. scores: float32 [B, T, H, 2, k]; halves: int64, likewise.
-        counted: bool [M, P] or None for all. slope: float32 [M * H * 2, n] of `marginal_of`, or None: then `scores` are
-            coefficients c.
-        distance: whether scores are those of distances, else of products.
-
-    Returns:
-        float32 [M, H, 2, n, d]: keys - rate * gradient; without slope 2 (K sum c - sum c q), or sum c q for products.
-    """
+    `query` float32 [B, T, H, 2 d]; `scores` float32 and `halves` int64 [B, T, H, 2, k]; `counted` bool [M, P] or None
+    for all; `distance`: whether scores are those of distances, else of products."""
     (batch, length), (memories, heads, _, n, width) = query.shape[:2], keys.shape
     tokens, sets, k = batch * length // max(1, memories), heads * 2, halves.shape[-1]
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    keys = keys if keys[:1].is_contiguous() else keys.contiguous()
+    query, keys = rows_together(query), keys if keys[:1].is_contiguous() else keys.contiguous()
     out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
 
     def run(tiles: Tiles) -> None:
@@ -198,10 +182,9 @@ def moved_keys(
         grid = (triton.cdiv(n, tiles.keys), triton.cdiv(width, dt), memories * sets)
         launch(
             _moved, grid, keys, query, scores.contiguous(), halves.contiguous(),
-            halves if counted is None else bytes_of(counted), keys if slope is None else slope, out, tokens, n, rate,
-            keys.stride(0) if memories > 1 else 0, query.stride(0), query.stride(1), query.stride(2), length,
-            tiles=tiles, D=width, SETS=sets, K=k, KP=kp, COUNTED=counted is not None, RAW=slope is None,
-            DISTANCE=distance, R=max(16, min(tiles.rows, tiles.rows * 8 // kp)), KT=tiles.keys, DT=dt,
+            bytes_of(counted), slope, out, tokens, n, rate, keys.stride(0) if memories > 1 else 0, *query.stride()[:3],
+            length, tiles=tiles, D=width, SETS=sets, K=k, KP=kp, DISTANCE=distance,
+            R=max(16, min(tiles.rows, tiles.rows * 8 // kp)), KT=tiles.keys, DT=dt,
         )  # fmt: skip
 
     run(KEYS.pick(width, keys.dtype, run))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.operators import operator
+
 RULES = {"normalized": 0, "paper": 1, "reference": 2}
 """Codes of the step rules that kernels support."""
 
@@ -25,9 +27,7 @@ def _operator(function: str, schema: str, fake: Callable[..., Any], mutated: tup
     def run(*args: Any, **options: Any) -> Any:
         return getattr(import_module(f".{module}", __package__), name)(*args, **options)
 
-    made = torch.library.custom_op(f"regard::triton_memory_{name}", run, mutates_args=mutated, schema=schema)
-    made.register_fake(fake)
-    return made
+    return operator(f"memory_{name}", run, schema, fake, mutated)
 
 
 def _like(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

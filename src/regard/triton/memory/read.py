@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
+from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
 from .search import _float, _ordered, bytes_of
 
@@ -32,8 +33,7 @@ def _join(
     scores, halves, slots, weights, n,
     H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Find the slots of one token. Among sorted halves only pairs with (a + 1)(b + 1) <= k can be among the k best
-    sums."""
+    """Find the slots of one token among pairs with (a + 1)(b + 1) <= k of sorted halves."""
     token = tl.program_id(0).to(tl.int64)
     head, pair, place = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)
     a, b = pair // KP, pair % KP
@@ -61,10 +61,10 @@ def _join(
 
 
 @triton.jit
-def _looked_at(good, token, K: tl.constexpr, D: tl.constexpr, GOOD: tl.constexpr):
+def _looked_at(good, token, K: tl.constexpr, D: tl.constexpr):
     """Return (entries, numbers) of a token that are read: all, or none if it is not good."""
     reach, wide = K, D
-    if GOOD:
+    if good is not None:
         some = tl.load(good + token).to(tl.int32)
         reach, wide = some * K, some * D
     return reach, wide
@@ -74,22 +74,21 @@ def _looked_at(good, token, K: tl.constexpr, D: tl.constexpr, GOOD: tl.constexpr
 def _rows(
     table, slots, weights, other, good, sums, dots, value, gate, mixed, tokens, length,
     stride_m, stride_v, stride_vt, stride_g, stride_gt,
-    K: tl.constexpr, D: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr, GOOD: tl.constexpr, MIX: tl.constexpr,
-    GATE: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Compute for one token sum_j w_j V[slot_j], its mix with a value, and the products of those rows with `other`."""
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
     column, place = tl.arange(0, DT), tl.arange(0, R)
-    reach, wide = _looked_at(good, token, K, D, GOOD)
+    reach, wide = _looked_at(good, token, K, D)
     share = 1.0
-    if MIX:
+    if value is not None:
         value += (token // length) * stride_v + (token % length) * stride_vt
-        if GATE:
+        if gate is not None:
             gate += (token // length) * stride_g + (token % length) * stride_gt
             share = tl.load(gate, mask=wide > 0, other=0.0).to(tl.float32)
     once: tl.constexpr = DT >= D
-    if SUMS:
+    if weights is not None:
         for start in range(0, D, DT):
             inside = start + column < D
             total = tl.zeros((DT,), tl.float32)
@@ -100,15 +99,15 @@ def _rows(
                 row = tl.load(table + part, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
                 weight = tl.load(weights + token * K + j + place, mask=there, other=0.0)
                 total += tl.sum(weight[:, None] * row, 0)
-                if DOTS and once:
+                if other is not None and once:
                     given = tl.load(other + token * D + column, mask=column < wide, other=0.0)
                     tl.store(dots + token * K + j + place, tl.sum(row * given[None, :], 1), mask=j + place < K)
             tl.store(sums + token * D + start + column, total, mask=inside)
-            if MIX:
+            if value is not None:
                 own = tl.load(value + start + column, mask=start + column < wide, other=0.0).to(tl.float32)
-                total = own + share * (total - own) if GATE else own + total
+                total = own + share * (total - own) if gate is not None else own + total
                 tl.store(mixed + token * D + start + column, total, mask=inside)
-    if DOTS and not (SUMS and once):
+    if other is not None and not (weights is not None and once):
         for j in range(0, K, R):
             there = j + place < reach
             slot = tl.load(slots + token * K + j + place, mask=there, other=0)
@@ -126,8 +125,7 @@ def _rows(
 def _pulls(
     table, slots, good, by_sum, by_mix, sums, value, gate, dots, pull, by_value, by_gate, tokens, length,
     stride_m, stride_b, stride_t, stride_v, stride_vt, stride_g, stride_gt,
-    K: tl.constexpr, D: tl.constexpr, GOOD: tl.constexpr, SUM: tl.constexpr, GATE: tl.constexpr,
-    R: tl.constexpr, DT: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Differentiate one token's mix and sum: u = dL/dsum + g dL/dmix, the products of its rows with u, and the
     gradients of value and gate."""
@@ -137,9 +135,9 @@ def _pulls(
     by_mix += row * stride_b + at * stride_t
     value += row * stride_v + at * stride_vt
     column, place = tl.arange(0, DT), tl.arange(0, R)
-    reach, wide = _looked_at(good, token, K, D, GOOD)
+    reach, wide = _looked_at(good, token, K, D)
     share = 1.0
-    if GATE:
+    if gate is not None:
         share = tl.load(gate + row * stride_g + at * stride_gt, mask=wide > 0, other=0.0).to(tl.float32)
     for j in range(0, K, R):
         there = j + place < reach
@@ -149,32 +147,31 @@ def _pulls(
             seen = start + column < wide
             given = tl.load(by_mix + start + column, mask=seen, other=0.0)
             u = share * given
-            if SUM:
+            if by_sum is not None:
                 u += tl.load(by_sum + token * D + start + column, mask=seen, other=0.0)
             if j == 0:
                 inside = start + column < D
                 tl.store(pull + token * D + start + column, u, mask=inside)
-                tl.store(by_value + token * D + start + column, given - share * given if GATE else given, mask=inside)
-                if GATE:
+                tl.store(
+                    by_value + token * D + start + column,
+                    given - share * given if gate is not None else given,
+                    mask=inside,
+                )
+                if gate is not None:
                     own = tl.load(value + start + column, mask=seen, other=0.0).to(tl.float32)
                     change += given * (tl.load(sums + token * D + start + column, mask=seen, other=0.0) - own)
             part = slot[:, None] * D + (start + column)[None, :]
             rows = tl.load(table + part, mask=there[:, None] & seen[None, :], other=0.0).to(tl.float32)
             found += tl.sum(rows * u[None, :], 1)
         tl.store(dots + token * K + j + place, found, mask=j + place < K)
-        if GATE and j == 0:
+        if gate is not None and j == 0:
             tl.store(by_gate + token, tl.sum(change, 0))
 
 
 def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of all n^2 sums and their weights, one softmax over all heads. One launch.
-
-    Args:
-        half_scores: float32 [B, T, H, 2, k], sorted, best first; halves: int64, their sub-keys. Contiguous.
-
-    Returns:
-        slots int64 [B, T, H, k], best first and the lowest of equals first; weights float32.
-    """
+    """Return the k best of all n^2 sums, int64 [B, T, H, k], best first and the lowest of equals first, and their
+    weights, one softmax over all heads, float32. `half_scores` float32 [B, T, H, 2, k] are sorted, best first; `halves`
+    int64 are their sub-keys. Both are contiguous. One launch."""
     batch, tokens, heads, _, k = halves.shape
     slots = torch.empty(batch, tokens, heads, k, dtype=torch.int64, device=halves.device)
     weights = torch.empty(slots.shape, dtype=torch.float32, device=halves.device)
@@ -189,104 +186,73 @@ def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def picked_rows(
-    table: Tensor,
-    slots: Tensor,
-    weights: Tensor | None,
-    other: Tensor | None = None,
-    good: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return weighted sums of rows, and products with rows, float32. One launch; reads P K Dv numbers of the table.
+    table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None = None, good: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return sum_j weights_pj V[slots_pj] [M, P, Dv] and V[slots_pj] . other_p [M, P, K], float32. One launch; reads P
+    K Dv numbers of the table.
 
     Args:
-        table: float32 or bfloat16 [M, N, Dv], contiguous.
-        slots: int64 [M, P, K].
+        table, slots: float32 or bfloat16 [M, N, Dv], contiguous; int64 [M, P, K].
         weights: float32 [M, P, K], or None for no sums, which are then empty.
         other: float32 [M, P, Dv], or None for no products, likewise.
-        good: bool [M, P]; results of others are 0. None: all are.
+        good: bool [M, P]; results of others are 0. None: all are."""
+    return _summed(table, slots, weights, other, good)[:2]
 
-    Returns:
-        sum_j weights_pj V[slots_pj] [M, P, Dv]; V[slots_pj] . other_p [M, P, K].
-    """
+
+def _summed(
+    table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None, good: Tensor | None,
+    value: Tensor | None = None, gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the results of `picked_rows`, and mixes if values are given."""
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     sums = _float32(table, *((0,) if weights is None else (memories, tokens, width)))
     dots = _float32(table, *((0,) if other is None else slots.shape))
+    mixed = _float32(table, *((0,) if value is None else value.shape))
+    value = None if value is None else rows_together(value)
+    weights, other = (None if x is None else x.contiguous() for x in (weights, other))
+    length, steps = (1, (0, 0)) if value is None else (value.shape[1], value.stride()[:2])
 
     def run(tiles: Tiles) -> None:
         launch(
-            _rows, (tokens, memories), table, slots.contiguous(), sums if weights is None else weights.contiguous(),
-            dots if other is None else other.contiguous(), table if good is None else bytes_of(good), sums, dots,
-            table, table, table, tokens, 1, table.stride(0), 0, 0, 0, 0,
-            tiles=tiles, K=k, D=width, SUMS=weights is not None, DOTS=other is not None, GOOD=good is not None,
-            MIX=False, GATE=False, **_widths(tiles, k, width),
+            _rows, (tokens, memories), table, slots.contiguous(), weights, other, bytes_of(good), sums, dots, value,
+            gate, mixed, tokens, length, table.stride(0), *steps, *_strides(gate),
+            tiles=tiles, K=k, D=width, **_widths(tiles, k, width),
         )  # fmt: skip
 
-    run(ROWS.pick(width, table.dtype, run))
-    return sums, dots
+    run(ROWS.pick(width, table.dtype, run, (value is not None, gate is not None)))
+    return sums, dots, mixed
 
 
 def mixed_rows(
     table: Tensor, slots: Tensor, weights: Tensor, good: Tensor | None, value: Tensor, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return weighted sums of rows, and their mixes with values, float32. One launch.
-
-    Args:
-        table, slots, weights, good: as in `picked_rows`.
-        value: float32 [B, T, Dv]; gate: float32 [B, T], or None.
-
-    Returns:
-        sums [M, P, Dv]; g sum + (1 - g) value, or sum + value without a gate, 0 where not good, [B, T, Dv].
-    """
-    (memories, tokens, k), width = slots.shape, table.shape[-1]
-    value = value if value.stride(-1) == 1 else value.contiguous()
-    sums, mixed = _float32(table, memories, tokens, width), _float32(table, *value.shape)
-
-    def run(tiles: Tiles) -> None:
-        launch(
-            _rows, (tokens, memories), table, slots.contiguous(), weights.contiguous(), table,
-            table if good is None else bytes_of(good), sums, table, value, value if gate is None else gate, mixed,
-            tokens, value.shape[1], table.stride(0), *value.stride()[:2], *_strides(gate),
-            tiles=tiles, K=k, D=width, SUMS=True, DOTS=False, GOOD=good is not None,
-            MIX=True, GATE=gate is not None, **_widths(tiles, k, width),
-        )  # fmt: skip
-
-    run(ROWS.pick(width, table.dtype, run, (gate is not None,)))
+    """Return the sums of `picked_rows` and their mixes with value float32 [B, T, Dv] by gate float32 [B, T]: g sum + (1
+    - g) value, or sum + value without a gate, 0 where not good, [B, T, Dv]. One launch."""
+    sums, _, mixed = _summed(table, slots, weights, None, good, value, gate)
     return sums, mixed
 
 
 def pulled_rows(
-    table: Tensor,
-    slots: Tensor,
-    good: Tensor | None,
-    by_sum: Tensor | None,
-    by_mix: Tensor,
-    sums: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Differentiate `mixed_rows`. One launch; reads P K Dv numbers of the table.
-
-    Args:
-        table, slots, good, value, gate: its arguments; sums: its first result.
-        by_sum: float32 [M, P, Dv], the gradient of the sums, or None.
-        by_mix: float32 [B, T, Dv], the gradient of the mixes.
+    table: Tensor, slots: Tensor, good: Tensor | None, by_sum: Tensor | None, by_mix: Tensor, sums: Tensor,
+    value: Tensor, gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Differentiate `mixed_rows`, whose first result is `sums`, from the gradients of sums by_sum [M, P, Dv], or None,
+    and of mixes by_mix [B, T, Dv], float32. One launch; reads P K Dv numbers of the table.
 
     Returns:
         u . V[slots_pj] [M, P, K], the gradient of the weights; u = by_sum + g by_mix [M, P, Dv]; the gradients of
-        value [B, T, Dv] and gate [B, T], which is meaningless without a gate. All float32.
-    """
+        value [B, T, Dv] and gate [B, T], which is meaningless without a gate. All float32."""
     (memories, tokens, k), width = slots.shape, table.shape[-1]
-    by_mix, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (by_mix, value))
+    by_mix, value, by_sum = rows_together(by_mix), rows_together(value), None if by_sum is None else by_sum.contiguous()
     shapes = (slots.shape, sums.shape, value.shape, value.shape[:2])
     dots, pull, by_value, by_gate = (_float32(table, *shape) for shape in shapes)
 
     def run(tiles: Tiles) -> None:
         launch(
-            _pulls, (tokens, memories), table, slots.contiguous(), table if good is None else bytes_of(good),
-            by_mix if by_sum is None else by_sum.contiguous(), by_mix, sums, value, value if gate is None else gate,
+            _pulls, (tokens, memories), table, slots.contiguous(), bytes_of(good), by_sum, by_mix, sums, value, gate,
             dots, pull, by_value, by_gate, tokens, value.shape[1],
             table.stride(0), *by_mix.stride()[:2], *value.stride()[:2], *_strides(gate),
-            tiles=tiles, K=k, D=width, GOOD=good is not None, SUM=by_sum is not None, GATE=gate is not None,
-            **_widths(tiles, k, width),
+            tiles=tiles, K=k, D=width, **_widths(tiles, k, width),
         )  # fmt: skip
 
     run(PULLS.pick(width, table.dtype, run, (gate is not None,)))

@@ -43,12 +43,8 @@ def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor])
 
 
 def rewritten(
-    store: Any,
-    how: SlotMemory,
-    keys: Tensor,
-    tokens: dict[str, Tensor],
-    following: dict[str, Tensor] | None,
-) -> tuple[Tensor, Any] | None:
+    store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor], following: dict[str, Tensor] | None,
+) -> tuple[Tensor, Any] | None:  # fmt: skip
     """Do `Rounds.rewritten` by kernels, or return None if they cannot."""
     rule, moved = how.rule, how.rule.key_update != "none"
     known = (
@@ -86,8 +82,7 @@ def _at(numbers: Tensor, halves: Tensor) -> Tensor:
 
 
 def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K the rows `halves` of table [M, H, 2, n,
-    d]."""
+    """Return sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K rows `halves` of table."""
     one = len(table) == 1
     index, back = by_set(halves, one)
     own, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
@@ -155,14 +150,9 @@ class _Errors(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        read: Tensor,
-        value: Tensor,
-        following: Tensor | None,
-        good: Tensor | None,
-        good_next: Tensor | None,
-        look_ahead: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, read: Tensor, value: Tensor, following: Tensor | None, good: Tensor | None,
+        good_next: Tensor | None, look_ahead: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         errors, written, place = errors_of(read, value, following, good, good_next, look_ahead)
         ctx.save_for_backward(written, place)
         ctx.mark_non_differentiable(written, place)
@@ -192,15 +182,9 @@ class _Shares(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        weights: Tensor,
-        gate: Tensor | None,
-        slots: Tensor,
-        counted: Tensor | None,
-        written: Tensor,
-        rule: str,
-        rate: float,
-    ) -> Tensor:
+        ctx: Any, weights: Tensor, gate: Tensor | None, slots: Tensor, counted: Tensor | None, written: Tensor,
+        rule: str, rate: float,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(weights, gate, slots, counted, written)
         ctx.rule, ctx.rate = rule, rate
         return shares_of(weights, slots, gate, counted, written, rule, rate)
@@ -236,8 +220,7 @@ class _Shares(torch.autograd.Function):
 
 
 def _together(weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Return, for every entry [M, P, K], the weight that all heads give its slot, and the number of entries of that
-    slot."""
+    """Return for every entry the weight that all heads give its slot, and the entries of that slot."""
     if slots.shape[-2] == 1:
         return weights, 1.0
     slots = slots.flatten(-2)
@@ -250,15 +233,9 @@ class _Keys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        keys: Tensor,
-        query: Tensor,
-        scores: Tensor,
-        halves: Tensor,
-        counted: Tensor | None,
-        rate: float,
+        ctx: Any, keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, rate: float,
         distance: bool,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         mean, slope = marginal_of(scores, halves, counted, len(keys), keys.shape[-2])
         ctx.save_for_backward(keys, query, scores, halves, counted, mean, slope)
         ctx.rate, ctx.distance = rate, distance
@@ -295,8 +272,7 @@ def _share(counted: Tensor | None, halves: Tensor, memories: int) -> Tensor:
 
 
 def _entropy_pull(ctx: Any, p: Tensor, a: Tensor, centred: Tensor, x: Tensor, share: Tensor) -> Tensor:
-    """Return dL/dscores through u_tj = p_tj (a_tj - sum_l p_tl a_tl) share, given x = share dL/du: through p, and
-    through the slopes a of p-."""
+    """Return dL/dscores through u = p (a - sum p a) share: through p, and through the slopes a of p-."""
     keys, _, _, halves, _, mean, _ = ctx.saved_tensors
     inner = (x * p).sum(-1, keepdim=True)
     by_p = x * centred - inner * a

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
+from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
 
 TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(16, 64, 8, 3)}, (Tiles(16, 64, 4, 2), Tiles(32, 64, 8, 3)))
@@ -73,8 +74,7 @@ def _packed(measure, index):
 def _rough(
     q_row, keys, start, n, d, most, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
-    """Return (scores [R, KT] of the keys from `start` on, larger being nearer, up to rounding; the largest |K|^2 so
-    far)."""
+    """Return scores [R, KT] of keys from `start` on, up to rounding, and the largest |K|^2 so far."""
     at, own = tl.arange(0, DT), start + tl.arange(0, KT)
     dots, squares = tl.zeros((R, KT), tl.float32), tl.zeros((KT,), tl.float32)
     for j in range(0, d, DT):
@@ -187,30 +187,23 @@ def _search(
     tl.store(scores + to, score, mask=(place < K)[None, :])
 
 
-def bytes_of(flags: Tensor) -> Tensor:
+def bytes_of(flags: Tensor | None) -> Tensor | None:
     """View booleans as bytes, contiguous, which kernels can read and write."""
-    return flags.contiguous().view(torch.uint8)
+    return None if flags is None else flags.contiguous().view(torch.uint8)
 
 
 def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bool) -> tuple[Tensor, Tensor]:
-    """The k best sub-keys of each half.
+    """Return the k best sub-keys of each half: scores float32 [B, T, H, 2, k], best first, and their indices, int64.
 
     Args:
-        query: float32 [B, T, H, Dk], the last axis contiguous.
+        query: float32 [B, T, H, Dk].
         keys: float32 [M, H, 2, n, Dk/2], M = B, or 1 for all sequences.
         k: from 1 to n. eps: added to squared distances.
         distance: scores -log(eps + |q - K|^2), else q.K.
 
-    Returns:
-        (scores float32 [B, T, H, 2, k], best first; index int64 of the same shape).
-
-    Cost: 2 B T H n Dk multiplications, k float64 differences a row and key kept; one launch.
-    """
+    Cost: 2 B T H n Dk multiplications, k float64 differences a row and key kept; one launch."""
     (batch, tokens, heads, width), (memories, n) = query.shape, (keys.shape[0], keys.shape[3])
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    if not keys[:1].is_contiguous():
-        keys = keys.contiguous()
+    query, keys = rows_together(query), keys if keys[:1].is_contiguous() else keys.contiguous()
     halves = torch.empty(batch, tokens, heads, 2, k, dtype=torch.int64, device=query.device)
     scores = torch.empty(halves.shape, dtype=torch.float32, device=query.device)
     rows = batch * tokens // max(1, memories)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
+from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
 from .operators import RULES
 from .search import bytes_of
@@ -27,8 +28,7 @@ NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["r
 def _errors(
     read, value, following, good, good_next, errors, written, place, length,
     stride_r, stride_t, stride_n,
-    D: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr, GOOD: tl.constexpr, GOOD_NEXT: tl.constexpr,
-    R: tl.constexpr, OT: tl.constexpr, DT: tl.constexpr,
+    D: tl.constexpr, AHEAD: tl.constexpr, R: tl.constexpr, OT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Store v^ - target of a block of tokens of one stream. A target is the value of the next good token; `place` says
     which, with the length for the token after the chunk."""
@@ -36,7 +36,7 @@ def _errors(
     mine = tl.program_id(0) * R + tl.arange(0, R)
     inside = mine < length
     own = inside
-    if GOOD:
+    if good is not None:
         own = inside & (tl.load(good + stream * length + mine, mask=inside, other=0) != 0)
     at = mine
     there = own
@@ -45,13 +45,13 @@ def _errors(
         for start in range(0, length, OT):
             other = start + tl.arange(0, OT)
             fine = other < length
-            if GOOD:
+            if good is not None:
                 fine = fine & (tl.load(good + stream * length + other, mask=fine, other=0) != 0)
             later = fine[None, :] & (other[None, :] > mine[:, None])
             at = tl.minimum(at, tl.min(tl.where(later, other[None, :], 2147483647), 1))
-        if BORDER:
+        if following is not None:
             end = length
-            if GOOD_NEXT:
+            if good_next is not None:
                 end = tl.where(tl.load(good_next + stream) != 0, length, 2147483647)
             at = tl.minimum(at, end)
         there = own & (at <= length)
@@ -66,7 +66,7 @@ def _errors(
         here = (at < length)[:, None]
         from_chunk = value + stream * stride_r + at[:, None].to(tl.int64) * stride_t + column[None, :]
         target = tl.load(from_chunk, mask=fits & here, other=0.0)
-        if AHEAD and BORDER:
+        if AHEAD and following is not None:
             from_next = following + stream * stride_n + column[None, :] + at[:, None] * 0
             target += tl.load(from_next, mask=fits & ~here, other=0.0)
         all_ = inside[:, None] & (column < D)[None, :]
@@ -76,8 +76,7 @@ def _errors(
 @triton.jit(do_not_specialize=LENGTHS)
 def _shares(
     weights, slots, gate, counted, written, shares, tokens, rate, stride_g,
-    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, GATE: tl.constexpr, COUNTED: tl.constexpr,
-    R: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Store rate g_t w_tj step_t of a block of tokens of one memory, 0 where nothing is written."""
     memory = tl.program_id(1).to(tl.int64)
@@ -106,52 +105,43 @@ def _shares(
         for start in range(0, tokens, 1024):
             at = start + tl.arange(0, 1024)
             pairs += tl.sum(tl.load(written + memory * tokens + at, mask=at < tokens, other=0).to(tl.int32), 0)
-            if COUNTED:
+            if counted is not None:
                 read += tl.sum(tl.load(counted + memory * tokens + at, mask=at < tokens, other=0).to(tl.int32), 0)
-        if not COUNTED:
+        if counted is None:
             read = tokens
         step += rate * (K * tl.cast(read, tl.float32) / tl.maximum(pairs, 1).to(tl.float32) - 1.0)
-    if GATE:
+    if gate is not None:
         step = step * tl.load(gate + memory * stride_g + row, mask=inside, other=0.0)
     fine = tl.load(written + token, mask=inside, other=0) != 0
     tl.store(shares + part, tl.where(fine[:, None], step[:, None] * weight, 0.0), mask=fits)
 
 
 def errors_of(
-    read: Tensor,
-    value: Tensor,
-    following: Tensor | None,
-    good: Tensor | None,
-    good_next: Tensor | None,
+    read: Tensor, value: Tensor, following: Tensor | None, good: Tensor | None, good_next: Tensor | None,
     look_ahead: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the errors of the tokens of a chunk. One launch.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the errors of the tokens of a chunk, float32 [R, L, Dv], 0 where nothing is written; which tokens are
+    written, bool [R, L]; and the places of their targets, int64 [R, L], L for the token after the chunk. One launch.
 
     Args:
-        read: float32 [R, L, Dv]. value: float32 [R, L, Dv], contiguous along Dv.
+        read, value: float32 [R, L, Dv].
         following: float32 [R, 1, Dv], the value of the token after the chunk, or None if nothing is bound to it.
-        good: bool [R, L], good_next: bool [R, 1]; None: all are.
-        look_ahead: targets are the next good token's values, else the token's own.
-
-    Returns:
-        errors float32 [R, L, Dv], 0 where nothing is written; written bool [R, L]; place int64 [R, L] of the target,
-        L for the token after the chunk.
-    """
+        good, good_next: bool [R, L] and [R, 1]; None: all are.
+        look_ahead: targets are the next good token's values, else the token's own."""
     streams, length, width = read.shape
-    read, value = read.contiguous(), value if value.stride(-1) == 1 else value.contiguous()
+    read, value, after = read.contiguous(), rows_together(value), following
     errors = torch.empty_like(read)
     written = torch.empty(streams, length, dtype=torch.bool, device=read.device)
     place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
-    border = following is not None
-    after = value if following is None else following if following.stride(-1) == 1 else following.contiguous()
+    if after is not None:
+        after = rows_together(after)
 
     def run(tiles: Tiles) -> None:
         launch(
-            _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after,
-            read if good is None else bytes_of(good), read if good_next is None else bytes_of(good_next), errors,
-            bytes_of(written), place, length, value.stride(0), value.stride(1), after.stride(0),
-            tiles=tiles, D=width, AHEAD=look_ahead, BORDER=border, GOOD=good is not None,
-            GOOD_NEXT=good_next is not None, R=tiles.rows, OT=tiles.keys, DT=min(128, triton.next_power_of_2(width)),
+            _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after, bytes_of(good),
+            bytes_of(good_next), errors, bytes_of(written), place, length, *value.stride()[:2],
+            0 if after is None else after.stride(0), tiles=tiles, D=width, AHEAD=look_ahead, R=tiles.rows,
+            OT=tiles.keys, DT=min(128, triton.next_power_of_2(width)),
         )  # fmt: skip
 
     run(ERRORS.pick(width, read.dtype, run))
@@ -159,32 +149,21 @@ def errors_of(
 
 
 def shares_of(
-    weights: Tensor,
-    slots: Tensor,
-    gate: Tensor | None,
-    counted: Tensor | None,
-    written: Tensor,
-    rule: str,
+    weights: Tensor, slots: Tensor, gate: Tensor | None, counted: Tensor | None, written: Tensor, rule: str,
     rate: float,
-) -> Tensor:
-    """Return rate g_t w_tj step_t, float32 [M, P, H, k].
-
-    Args:
-        weights: float32 [M, P, H, k]; slots: int64, likewise; gate: float32 [M, P], or None for 1.
-        counted, written: bool [M, P]; counted None: all are. rule: one of `RULES`.
-    """
+) -> Tensor:  # fmt: skip
+    """Return rate g_t w_tj step_t, float32 [M, P, H, k], from weights float32 and slots int64 [M, P, H, k], gate
+    float32 [M, P] (None: 1), counted and written bool [M, P] (counted None: all are), and one of `RULES`."""
     memories, tokens, heads, k = weights.shape
     weights, slots = weights.contiguous(), slots.contiguous()
-    gate = gate if gate is None or gate.stride(-1) == 1 else gate.contiguous()
+    gate = gate if gate is None else rows_together(gate)
     shares = torch.empty_like(weights)
 
     def run(tiles: Tiles) -> None:
         launch(
-            _shares, (triton.cdiv(tokens, tiles.rows), memories), weights, slots, weights if gate is None else gate,
-            bytes_of(written if counted is None else counted), bytes_of(written), shares, tokens, rate,
-            0 if gate is None else gate.stride(0),
-            tiles=tiles, H=heads, K=heads * k, KP=triton.next_power_of_2(heads * k), RULE=RULES[rule],
-            GATE=gate is not None, COUNTED=counted is not None, R=tiles.rows,
+            _shares, (triton.cdiv(tokens, tiles.rows), memories), weights, slots, gate, bytes_of(counted),
+            bytes_of(written), shares, tokens, rate, 0 if gate is None else gate.stride(0),
+            tiles=tiles, H=heads, K=heads * k, KP=triton.next_power_of_2(heads * k), RULE=RULES[rule], R=tiles.rows,
         )  # fmt: skip
 
     run(SHARES.pick(heads * k, weights.dtype, run))

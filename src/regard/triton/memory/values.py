@@ -65,14 +65,9 @@ class TableValues:
 
     @classmethod
     def refuses(
-        cls,
-        base: Tensor,
-        dtype: torch.dtype | None = None,
-        query: Tensor | None = None,
-        keys: Tensor | None = None,
-        top_k: int = 1,
-        kind: SlotScore | None = None,
-    ) -> str | None:
+        cls, base: Tensor, dtype: torch.dtype | None = None, query: Tensor | None = None, keys: Tensor | None = None,
+        top_k: int = 1, kind: SlotScore | None = None,
+    ) -> str | None:  # fmt: skip
         """Return None if kernels do all that these need, else the reason: values [N, Dv] stored as `dtype`, query [B,
         T, H, Dk], keys [H, 2, n, Dk/2]."""
         if MISSING is not None:
@@ -148,13 +143,9 @@ class TableValues:
         return self.mixed(weights.float(), slots, None)[0]
 
     def mixed(
-        self,
-        weights: Tensor,
-        slots: Tensor,
-        good: Tensor | None,
-        value: Tensor | None = None,
+        self, weights: Tensor, slots: Tensor, good: Tensor | None, value: Tensor | None = None,
         gate: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return `read` and its mix with `value` [B, T, Dv] by `gate` [B, T] (None: the sum), or None without a value.
         Both are 0 for tokens that are not `good` (bool [M, P]). Weights are float32."""
         self._require_device()

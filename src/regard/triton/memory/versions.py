@@ -128,15 +128,9 @@ class Read(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        weights: Tensor,
-        token: Tensor | None,
-        version: Version,
-        slots: Tensor,
-        good: Tensor | None,
-        value: Tensor | None,
-        gate: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, weights: Tensor, token: Tensor | None, version: Version, slots: Tensor, good: Tensor | None,
+        value: Tensor | None, gate: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.version, mixed = version, None
         ctx.set_materialize_grads(False)
         if value is None:
@@ -188,16 +182,9 @@ class Write(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        shares: Tensor,
-        errors: Tensor,
-        token: Tensor | None,
-        before: Version,
-        after: Version,
-        slots: Tensor,
-        count: Tensor,
-        counted: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, shares: Tensor, errors: Tensor, token: Tensor | None, before: Version, after: Version,
+        slots: Tensor, count: Tensor, counted: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(shares, errors, slots, count, counted)
         ctx.before, ctx.after = before, after
         return shares.new_zeros(())

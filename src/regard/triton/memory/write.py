@@ -34,13 +34,9 @@ COUNTED = 8192
 
 
 class Order(NamedTuple):
-    """Entries sorted by slot, all int32 [M, E].
-
-    Attributes:
-        slots: ascending; N for tokens that are not counted.
-        entries: which entry stands at each place; those of one slot keep their order.
-        count: for every entry, in the order of tokens, how many entries of counted tokens have its slot.
-    """
+    """Entries sorted by slot, all int32 [M, E]: slots, ascending, N for tokens that are not counted; which entry stands
+    at each place (those of one slot keep their order); and for every entry, in the order of tokens, how many entries of
+    counted tokens have its slot."""
 
     slots: Tensor
     entries: Tensor
@@ -50,21 +46,22 @@ class Order(NamedTuple):
 @triton.jit(do_not_specialize=LENGTHS)
 def _order(
     slots, counted, ordered, entries, count, total, n,
-    K: tl.constexpr, COUNTED: tl.constexpr, R: tl.constexpr, OT: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
     memory = tl.program_id(1).to(tl.int64)
     slots += memory * total
-    counted += memory * (total // K)
+    if counted is not None:
+        counted += memory * (total // K)
     mine = tl.program_id(0) * R + tl.arange(0, R)
     inside = mine < total
     own = tl.load(slots + mine, mask=inside, other=0).to(tl.int32)
-    if COUNTED:
+    if counted is not None:
         own = tl.where(tl.load(counted + mine // K, mask=inside, other=0) != 0, own, n)
     rank, same = tl.zeros((R,), tl.int32), tl.zeros((R,), tl.int32)
     for start in range(0, total, OT):
         at = start + tl.arange(0, OT)
         other = tl.load(slots + at, mask=at < total, other=0).to(tl.int32)
-        if COUNTED:
+        if counted is not None:
             other = tl.where(tl.load(counted + at // K, mask=at < total, other=0) != 0, other, n)
         other = tl.where(at < total, other, 0x7FFFFFFF)
         equal = other[None, :] == own[:, None]
@@ -77,19 +74,25 @@ def _order(
     tl.store(count + to + mine, same, mask=inside)
 
 
+@triton.jit
+def _entry(slots, total, rows):
+    """Return (table, place of a program's entry, its slot, whether it is the first of that slot)."""
+    memory, first = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    slots += memory * total
+    key = tl.load(slots + first)
+    return memory, first, key, (key < rows) & (key != tl.load(slots + first - 1, mask=first > 0, other=-1))
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _write(
     table, log, slots, entries, shares, errors, total, tokens, rows,
-    K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Write the row of one slot if this entry is its first: as above, or with ADD V_i <- V_i + sum of share e."""
-    memory = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0)
+    memory, first, key, leads = _entry(slots, total, rows)
     slots += memory * total
     entries += memory * total
-    key = tl.load(slots + first)
-    before = tl.load(slots + first - 1, mask=first > 0, other=-1)
-    if (key < rows) & (key != before):
+    if leads:
         column = tl.program_id(2) * DT + tl.arange(0, DT)
         inside = column < D
         moved = tl.zeros((DT,), tl.float32)
@@ -111,7 +114,7 @@ def _write(
             more = tl.min(mine.to(tl.int32), 0) > 0
         to = table + (memory * rows + key) * D + column
         old = tl.load(to, mask=inside, other=0.0)
-        if LOG:
+        if log is not None:
             tl.store(log + (memory * total + first) * D + column, old, mask=inside)
         if not ADD:
             moved = -moved / tl.cast(number, tl.float32)
@@ -121,12 +124,8 @@ def _write(
 @triton.jit(do_not_specialize=LENGTHS)
 def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, DT: tl.constexpr):
     """Swap the row of one slot with the log if this entry is its first; KEEP: leave the log as it is."""
-    memory = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0)
-    slots += memory * total
-    key = tl.load(slots + first)
-    before = tl.load(slots + first - 1, mask=first > 0, other=-1)
-    if (key < rows) & (key != before):
+    memory, first, key, leads = _entry(slots, total, rows)
+    if leads:
         column = tl.program_id(2) * DT + tl.arange(0, DT)
         inside = column < D
         one = table + (memory * rows + key) * D + column
@@ -138,8 +137,8 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, D
 
 
 def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
-    """Sort the entries of slots int64 [M, P, K], with tokens that are not `counted` (bool [M, P]; None: all are) last.
-    Cost: one launch up to `COUNTED` entries of a table, else a stable sort."""
+    """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last. Cost: one
+    launch up to `COUNTED` entries of a table, else a stable sort."""
     memories, tokens, k = slots.shape
     total = tokens * k
     if total > COUNTED:
@@ -149,9 +148,8 @@ def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
 
     def run(tiles: Tiles) -> None:
         launch(
-            _order, (triton.cdiv(total, tiles.rows), memories), slots,
-            slots if counted is None else bytes_of(counted), *found, total, n,
-            tiles=tiles, K=k, COUNTED=counted is not None, R=tiles.rows, OT=tiles.keys,
+            _order, (triton.cdiv(total, tiles.rows), memories), slots, bytes_of(counted), *found, total, n,
+            tiles=tiles, K=k, R=tiles.rows, OT=tiles.keys,
         )  # fmt: skip
 
     run(ORDER.pick(k, slots.dtype, run))
@@ -168,34 +166,23 @@ def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> Order:
 
 
 def written(
-    table: Tensor,
-    slots: Tensor,
-    entries: Tensor,
-    shares: Tensor,
-    errors: Tensor,
-    log: Tensor | None = None,
-    *,
+    table: Tensor, slots: Tensor, entries: Tensor, shares: Tensor, errors: Tensor, log: Tensor | None = None, *,
     add: bool = False,
-) -> None:
-    """Write rows of `table` in place.
+) -> None:  # fmt: skip
+    """Write rows of `table` [M, N, Dv], contiguous, float32 or bfloat16, in place, for slots and entries of an `Order`,
+    shares float32 [M, P, K] and errors float32 [M, P, Dv]. `log` [M, E, Dv] like `table` takes the rows before the
+    write, each at its slot's first entry. With `add`, sum share e is added to the rows instead, as a backward pass does
+    with gradients.
 
-    Args:
-        table: [M, N, Dv], contiguous; float32 or bfloat16.
-        slots, entries: those of an `Order`.
-        shares: float32 [M, P, K]; errors: float32 [M, P, Dv].
-        log: [M, E, Dv] like `table`; takes the rows before the write, each at its slot's first entry. None: no log.
-        add: add sum share e to the rows instead, as a backward pass does with gradients.
-
-    Cost: one launch; for U slots it reads U rows of the table and the errors, and writes U rows of table and log.
-    """
+    Cost: one launch; for U slots it reads U rows of the table and the errors, and writes U rows of table and log."""
     (memories, rows, width), (_, tokens, k) = table.shape, shares.shape
 
     def run(tiles: Tiles) -> None:
         wide = min(tiles.keys, triton.next_power_of_2(width))
         launch(
-            _write, (tokens * k, memories, triton.cdiv(width, wide)), table, table if log is None else log,
-            slots, entries, shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
-            tiles=tiles, K=k, D=width, ADD=add, LOG=log is not None, R=tiles.rows, DT=wide,
+            _write, (tokens * k, memories, triton.cdiv(width, wide)), table, log, slots, entries,
+            shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
+            tiles=tiles, K=k, D=width, ADD=add, R=tiles.rows, DT=wide,
         )  # fmt: skip
 
     run(WRITE.pick(width, table.dtype))  # never timed, since it changes its input

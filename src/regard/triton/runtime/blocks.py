@@ -85,8 +85,7 @@ def row_scale(factor, scale, rows, held, GIVEN: tl.constexpr):
 
 @triton.jit
 def seen(columns, low, high, mask, keys, MASKED: tl.constexpr):
-    """Return which of the keys `columns` [K] each row sees, [R, K]: those of its range that the mask shows, if MASKED.
-    `mask` has one byte for each of `keys`."""
+    """Return which of the keys `columns` each row sees, [R, K]; `mask`, if MASKED, is a byte for each of `keys`."""
     if MASKED:  # give hidden keys a number that no row sees: one register a key, not one a pair
         shown = tl.load(mask + columns, mask=columns < keys, other=0) != 0
         columns = tl.where(shown, columns, FAR)

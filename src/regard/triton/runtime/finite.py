@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .launch import launch
+from .operators import operator
 from .tiles import Tiles, TileTable
 
 TABLE = TileTable(
@@ -24,16 +25,8 @@ TABLE = TileTable(
 )
 
 
-def clean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x [..., D] with zeros for vectors that are not finite or hold numbers beyond 2^56, which those are
-    [...])."""
-    good, bad = _clean(x)
-    return good, bad
-
-
-@torch.library.custom_op("regard::triton_clean", mutates_args=())
-def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
-    from .finite_kernel import clean_kernel, next_power_of_2
+def _run(x: Tensor) -> tuple[Tensor, Tensor]:
+    from .finite_kernel import clean_kernel
 
     good, bad = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.bool)
     if x.dim() != 4 or x.stride(-1) != 1:
@@ -44,14 +37,23 @@ def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
     steps = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]  # strides of axes of size 1 are arbitrary
     launch(
         clean_kernel, grid, x, good, bad, heads, length, *steps, x.stride(2),
-        tiles=tiles, D=dim, WIDTH=next_power_of_2(dim), ROWS=tiles.rows,
+        tiles=tiles, D=dim, WIDTH=1 << (dim - 1).bit_length(), ROWS=tiles.rows,
     )  # fmt: skip
     return good, bad
 
 
-@_clean.register_fake
-def _(x):
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.bool)
+_clean = operator(
+    "clean",
+    _run,
+    "(Tensor x) -> (Tensor, Tensor)",
+    lambda x: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.bool)),
+)
+
+
+def clean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [..., D] with zeros for vectors with numbers not finite or beyond 2^56, and which [...]."""
+    good, bad = _clean(x)
+    return good, bad
 
 
 def _save(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:

@@ -7,17 +7,13 @@ import triton.language as tl
 
 from .blocks import LENGTHS
 
-next_power_of_2 = triton.next_power_of_2
-
-
 LIMIT = tl.constexpr((127 + 56) << 23)
 """The bits of 2^56 in float32, the limit of `precision.clean`."""
 
 
 @triton.jit
-def broken(x):
-    """Return which vectors [N, WIDTH] hold a number that is not finite or is beyond 2^56, by comparing bits without
-    sign."""
+def non_finite(x):
+    """Return which vectors [N, WIDTH] hold a number not finite or beyond 2^56, by bits without sign."""
     return tl.max(x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) > LIMIT
 
 
@@ -34,7 +30,7 @@ def clean_kernel(
     inside = there[:, None] & (columns < D)[None, :]
     head = (at // heads).to(tl.int64) * stride_b + (at % heads).to(tl.int64) * stride_h
     values = tl.load(x + head + rows[:, None].to(tl.int64) * stride_t + columns[None, :], mask=inside, other=0.0)
-    lost = broken(values)
+    lost = non_finite(values)
     to = at.to(tl.int64) * length + rows
     tl.store(good + to[:, None] * D + columns[None, :], tl.where(lost[:, None], 0.0, values), mask=inside)
     tl.store(bad + to, lost.to(tl.int8), mask=there)

@@ -50,16 +50,21 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, visible: Visibility, device: torch.device) -> Span:
         """Return the ranges of a call whose mask, if any, is over keys."""
-        low, high = visible.bounds(0, visible.queries, device)
-        low, high = low.contiguous(), high.contiguous()
+        low, high, mask = ends_of(visible, device)
         keys = torch.arange(visible.keys, device=device).expand(low.shape[0], -1).contiguous()
         first = torch.searchsorted(high, keys, right=True)  # first query whose range ends after the key
         last = torch.searchsorted(low, keys, right=True)
-        mask = visible.mask
-        if mask is not None:
-            mask = mask[..., 0, :].expand(*mask.shape[:2], visible.keys).to(torch.uint8).contiguous()
-        low, high, first, last = (x.to(torch.int32) for x in (low, high, first, torch.maximum(first, last)))
-        return cls(low, high, first, last, mask)
+        first, last = first.to(torch.int32), torch.maximum(first, last).to(torch.int32)
+        return cls(low.to(torch.int32), high.to(torch.int32), first, last, mask)
+
+
+def ends_of(visible: Visibility, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return low, high (int64) and mask of a call whose mask, if any, is over keys, contiguous."""
+    low, high = (x.contiguous() for x in visible.bounds(0, visible.queries, device))
+    mask = visible.mask
+    if mask is not None:
+        mask = mask[..., 0, :].expand(*mask.shape[:2], visible.keys).to(torch.uint8).contiguous()
+    return low, high, mask
 
 
 def batch_stride(x: Tensor) -> int:

@@ -17,13 +17,8 @@ import torch
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of one launch.
-
-    Attributes:
-        rows, keys: queries and keys of a block (or sizes along the kernel's two axes); powers of two, >= 16.
-        warps: warps of a program.
-        stages: stages of the software pipeline.
-    """
+    """Block sizes of one launch: rows and keys of a block (or sizes along the kernel's two axes), powers of two, >= 16;
+    warps of a program; stages of the software pipeline."""
 
     rows: int = 64
     keys: int = 64
@@ -38,14 +33,14 @@ class Tiles:
 Row = tuple[int, int, int, int]
 
 
-class TileTable:
-    """The tiles of one kernel.
+def padded(dim: int) -> tuple[int, int]:
+    """Return a number of columns and the power of two that holds them in a kernel."""
+    return dim, max(16, 1 << (dim - 1).bit_length())
 
-    Args:
-        name: name of the kernel.
-        shipped: maps (largest width, bytes of a number) to tiles; the first sufficient entry is taken.
-        others: what tuning tries besides.
-    """
+
+class TileTable:
+    """The tiles of one kernel: `shipped` maps (largest width, bytes of a number) to tiles, of which the first
+    sufficient entry is taken; `others` are what tuning tries besides."""
 
     tables: ClassVar[dict[str, TileTable]] = {}
     """Every table by its name."""

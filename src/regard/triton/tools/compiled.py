@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,15 +56,9 @@ class Resources:
 
     def worst(self, other: Resources) -> Resources:
         """Return the largest of each number of two variants of a kernel."""
-        return Resources(
-            self.kernel,
-            self.arch,
-            max(self.registers, other.registers),
-            max(self.local, other.local),
-            max(self.shared, other.shared),
-            max(self.warps, other.warps),
-            self.launches + other.launches,
-        )
+        names = ("registers", "local", "shared", "warps")
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in names}
+        return replace(self, launches=self.launches + other.launches, **most)
 
 
 def resources_of(call: Callable[[], Any], arch: int = 90) -> list[Resources]:
@@ -102,8 +96,7 @@ _KNOWN: dict[str, Resources] = {}
 
 
 def _measured(compiled: Any, arch: int) -> Resources:
-    """Return the resources of a compiled kernel. Shared memory is Triton's figure: cuobjdump's leaves out what is
-    requested at launch."""
+    """Return the resources of a compiled kernel; shared memory is Triton's figure, which counts all."""
     if compiled.hash not in _KNOWN:
         name, metadata = compiled.metadata.name, compiled.metadata
         registers, local = _usage(compiled.asm["cubin"])

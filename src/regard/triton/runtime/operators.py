@@ -1,0 +1,67 @@
+"""Torch custom operators that launch kernels: their arguments, registration and derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...pairwise.blocked.block_rows import refuse
+
+Keep = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[tuple[Tensor | None, ...], tuple[Any, ...]]]
+
+FARTHEST = 2**31 // 256
+"""Rows with larger strides are copied, so that 256 rows of a tile have 32-bit offsets."""
+
+
+def rows_together(x: Tensor, farthest: int | None = None) -> Tensor:
+    """Return x with a contiguous last axis, as kernels load it, copied also if rows are `farthest` numbers apart."""
+    together = x.stride(-1) == 1 or x.shape[-1] == 1
+    near = farthest is None or x.stride(-2) < farthest
+    return x if together and near else x.contiguous()
+
+
+def tensor_or_number(x: Any, default: float = 1.0) -> tuple[Tensor | None, float]:
+    """Return (numbers of rows, float32 and contiguous, default), or (None, one number for all rows)."""
+    if isinstance(x, Tensor):
+        return x.to(torch.float32).contiguous(), default
+    return None, default if x is None else float(x)
+
+
+def operator(
+    name: str, run: Callable[..., Any], schema: str, fake: Callable[..., Any], mutated: tuple[str, ...] = ()
+) -> Any:
+    """Register the operator regard::triton_<name>."""
+    made = torch.library.custom_op(f"regard::triton_{name}", run, mutates_args=mutated, schema=schema)
+    made.register_fake(fake)
+    return made
+
+
+def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[Tensor, ...]], keep: Keep) -> None:
+    """Give `forward`, whose first output alone is differentiable, the derivative `backward`, which has none.
+
+    Args:
+        gradients: calls `backward` with the gradient and what is kept; returns gradients of the first arguments, which
+            are ignored for those that are None.
+        keep: returns the tensors, beginning with these arguments, and the numbers to keep of (inputs, outputs).
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        tensors, ctx.numbers = keep(inputs, output)
+        ctx.save_for_backward(*tensors)
+        ctx.count = len(inputs)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * ctx.count
+        saved = ctx.saved_tensors
+        found = gradients(grad, *saved, *ctx.numbers)
+        own = [None if x is None else dx for x, dx in zip(saved, found, strict=False)]
+        return *own, *(None,) * (ctx.count - len(own))
+
+    forward.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(refuse)
