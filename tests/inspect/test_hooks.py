@@ -245,21 +245,15 @@ def iclm(**changes):
 
 
 def test_every_documented_name_of_an_iclm_is_there_with_its_shape():
-    """B = 2 texts of T = 5 tokens in S = 6 slots, C = E = 8, H = 2, D = 4, V = 11."""
+    """B = 2 texts of T = 5 tokens in S = 6 slots, C = E = 8, V = 11, H = 2 heads of D = 4 on phi and 4 heads on f."""
     tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
     shapes = {"embed.hook_out": (2, 5, 8), "ln_final.hook_scale": (2, 5, 1), "unembed.hook_out": (2, 5, 11)}
     for layer in (0, 1):
         shapes |= {f"phi.{layer}.attn.hook_{part}": (2, 2, 6, 4) for part in "qkv"}
-        shapes |= {f"phi.{layer}.attn.hook_pattern": (2, 2, 6, 6), f"f.{layer}.attn.hook_pattern": (2, 2, 5, 5)}
-        names = (
-            "phi.{}.attn.hook_out",
-            "phi.{}.mlp.hook_out",
-            "f.{}.attn.hook_out",
-            "f.{}.mlp.hook_out",
-            "f.{}.hook_out",
-        )
-        shapes |= {name.format(layer): (2, 6, 8) for name in names}
-    model = iclm()
+        shapes |= {f"phi.{layer}.attn.hook_pattern": (2, 2, 6, 6), f"f.{layer}.attn.hook_pattern": (2, 4, 5, 5)}
+        streams = ("phi.{}.attn", "phi.{}.mlp", "f.{}.attn", "f.{}.mlp", "f.{}")
+        shapes |= {name.format(layer) + ".hook_out": (2, 6, 8) for name in streams}
+    model = iclm(f_attention_heads=4)
     output, cache = run_with_cache(model, tokens)
     assert {name: tuple(cache[name].shape) for name in shapes} == shapes
     assert set(shapes) == set(named_hook_points(model)) == set(cache)
@@ -268,6 +262,7 @@ def test_every_documented_name_of_an_iclm_is_there_with_its_shape():
             assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-6)
             assert bool((weights >= 0).all())
     assert torch.equal(cache["unembed.hook_out"], output.logits)
+    assert torch.equal(cache["embed.hook_out"], model.model.embed_tokens.weight[tokens])
     assert torch.allclose(model(tokens).logits, output.logits, atol=1e-5)
     assert listening(model) == 0
     names = named_hook_points(iclm(f_mlp="none", phi_mlp="none"))

@@ -70,6 +70,10 @@ def test_state_dict_names_are_frozen():
         expected |= {f"{layer}.self_attn.log_temperature"}
     assert set(made(temperatures="learned").state_dict()) == expected
     assert set(made().state_dict()) == {name for name in expected if "temperature" not in name}
+    names = set(make("transformer-shared").state_dict())
+    own = {f"0.self_attn.{name}" for name in ("log_base", "log_gain", "logit_exponent")} | {"1.self_attn.log_slope"}
+    own |= {f"{i}.self_attn.{name}_proj.weight" for i in range(2) for name in ("k", "v", "o", "gate")}
+    assert {name.removeprefix("model.layers.") for name in names if "self_attn" in name} == own
 
 
 def test_a_temperature_can_be_added_to_a_saved_model(tmp_path):

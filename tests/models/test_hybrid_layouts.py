@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from any_model import SIZES, text
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
@@ -12,24 +13,11 @@ from regard.models import HybridConfig, HybridForCausalLM
 from regard.models.base.base import tell_step
 from regard.nn import Attention, rotary_angles
 
-SMALL = {
-    "vocab_size": 31,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "mixer_options": {"gated-deltanet": {"num_heads": 2, "head_dim": 8}},
-}
-
 
 def small(name, **fields):
     torch.manual_seed(0)
-    return HybridForCausalLM(HybridConfig.layout(name, **{**SMALL, **fields}))
-
-
-def tokens(rows=2, length=24):
-    return torch.randint(1, 31, (rows, length), generator=torch.Generator().manual_seed(0))
+    gated = {"mixer_options": {"gated-deltanet": {"num_heads": 2, "head_dim": 8}}}
+    return HybridForCausalLM(HybridConfig.layout(name, **{**SIZES, **gated, **fields}))
 
 
 def test_gated_attention_with_partial_positions_is_qwen3_nexts():
@@ -96,7 +84,7 @@ def reach(model, embedded):
 
 
 def test_training_restricts_attention_in_a_share_of_passes_alike_in_every_process():
-    embedded = torch.randn(1, 12, 32)
+    embedded = torch.randn(1, 12, SIZES["hidden_size"])
     fields = {"num_hidden_layers": 1, "mixers": ["softmax"], "window": 4}
     runs = []
     for _ in range(2):
@@ -113,7 +101,7 @@ def test_training_restricts_attention_in_a_share_of_passes_alike_in_every_proces
 
 
 def test_the_step_that_is_told_decides():
-    embedded = torch.randn(1, 12, 32)
+    embedded = torch.randn(1, 12, SIZES["hidden_size"])
     model = small("FA-pSWA", num_hidden_layers=1, mixers=["softmax"], window=4, training_window_share=0.5).train()
     counted = [reach(model, embedded) for _ in range(20)]
     told = []
@@ -124,7 +112,7 @@ def test_the_step_that_is_told_decides():
 
 
 def test_recomputation_sees_the_window_of_its_pass():
-    model, text = small("FA-pSWA", window=4, training_window_share=0.5).train(), tokens()
+    model, tokens = small("FA-pSWA", window=4, training_window_share=0.5).train(), text(2, 24)
     plain, recomputed = [], []
     for grads, checkpointing in ((plain, False), (recomputed, True)):
         if checkpointing:
@@ -132,19 +120,19 @@ def test_recomputation_sees_the_window_of_its_pass():
         model.model.passes = 0
         for _ in range(4):
             model.zero_grad()
-            model(text, labels=text).loss.backward()
+            model(tokens, labels=tokens).loss.backward()
             grads.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
     for one, other in zip(plain, recomputed, strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_training_with_a_window_hides_padding_too():
-    model, text = small("FA-pSWA", window=4, training_window_share=1.0).train(), tokens()
-    mask = torch.ones_like(text)
+    model, tokens = small("FA-pSWA", window=4, training_window_share=1.0).train(), text(2, 24)
+    mask = torch.ones_like(tokens)
     mask[0, :5] = 0
-    before = model(text, attention_mask=mask).logits
-    text[0, :5] = 7
-    torch.testing.assert_close(model(text, attention_mask=mask).logits[mask != 0], before[mask != 0])
+    before = model(tokens, attention_mask=mask).logits
+    tokens[0, :5] = 7
+    torch.testing.assert_close(model(tokens, attention_mask=mask).logits[mask != 0], before[mask != 0])
 
 
 def test_windows_go_where_there_is_one():

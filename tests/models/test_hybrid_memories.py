@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from any_model import in_chunks
+from any_model import SIZES, in_chunks
+from any_model import text as tokens
 
 from regard.checks import ArgumentError
 from regard.models import (
@@ -27,28 +28,13 @@ OPTIONS = {
     "fwmlp": {"in_dim": 12, "hidden_dim": 16, "value_dim": 12, "chunk_size": 5},
     "pkm": {"sub_keys": 6, "key_dim": 8, "value_dim": 10, "heads": 2, "top_k": 4},
 }
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "mixer_options": {"gated-deltanet": {"num_heads": 2, "head_dim": 8}},
-}
 
 
 def model(memories="fwpkm@0,2", mixers="softmax", place="before-mixer", options=None, **fields):
     torch.manual_seed(0)
-    config = HybridConfig(
-        **{**SIZES, "mixers": mixers, "memories": memories, "memory_place": place, **fields},
-        memory_options={name: {**OPTIONS[name], **(options or {}).get(name, {})} for name in OPTIONS},
-    )
-    return HybridForCausalLM(config).eval()
-
-
-def tokens(rows=2, length=23, seed=0):
-    return torch.randint(1, 31, (rows, length), generator=torch.Generator().manual_seed(seed))
+    fields = {"mixers": mixers, "memories": memories, "memory_place": place, "num_hidden_layers": 3, **fields}
+    given = {name: {**OPTIONS[name], **(options or {}).get(name, {})} for name in OPTIONS}
+    return HybridForCausalLM(HybridConfig(**{**SIZES, **fields}, memory_options=given)).eval()
 
 
 TABLE_2 = {  # the paper's, in millions
@@ -68,7 +54,7 @@ def test_sizes_are_those_of_the_papers_table_2(layout):
 
 
 def test_what_was_written_matters():
-    net, text = model(), tokens()
+    net, text = model(), tokens(2, 23)
     with frozen_memory(net):
         frozen = net(text).logits
     whole = net(text).logits
@@ -78,7 +64,7 @@ def test_what_was_written_matters():
 
 @pytest.mark.parametrize("memories", ["fwpkm@0,2", "fwmlp@1"])
 def test_memory_is_carried_without_the_rest(memories):
-    net, text = model(memories), tokens()
+    net, text = model(memories), tokens(2, 23)
     out = net(text, use_cache=True)
     carried = keep_memory(net, out.past_key_values)
     assert carried.get_seq_length() == 0
@@ -92,11 +78,11 @@ def test_memory_is_carried_without_the_rest(memories):
 
 
 def test_a_snapshot_is_put_back():
-    net, text, more = model(), tokens(), tokens(seed=3)
+    net, text, more = model(), tokens(2, 23), tokens(2, 23, seed=3)
     _, cache = in_chunks(net, text, [23])
     shot = memory_states(cache)
     first = net(more, past_key_values=with_memory(net, None, shot)).logits
-    net(tokens(seed=4), past_key_values=with_memory(net, None, shot))  # reading on leaves the snapshot as it was
+    net(tokens(2, 23, seed=4), past_key_values=with_memory(net, None, shot))  # reading on leaves the snapshot as it was
     second = net(more, past_key_values=with_memory(net, None, shot)).logits
     torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
     with pytest.raises(ArgumentError, match=r"memories at layers \[0, 2\], this model has them at \[1\]"):
@@ -104,7 +90,7 @@ def test_a_snapshot_is_put_back():
 
 
 def test_frozen_memory_stays_to_the_bit():
-    net, text = model(), tokens()
+    net, text = model(), tokens(2, 23)
     _, cache = in_chunks(net, text, [23])
     before = {d: {k: v.clone() for k, v in s.to_tensors().items()} for d, s in memory_states(cache).items()}
     with frozen_memory(net):
@@ -118,7 +104,7 @@ def test_frozen_memory_stays_to_the_bit():
 
 def test_flushing_writes_the_pairs_whose_target_is_there():
     """Nine tokens and a flush leave what ten do in a memory that is written every nine and binds no pair across."""
-    net, text = model(options={"fwpkm": {"chunk_size": 16}}), tokens(length=10)
+    net, text = model(options={"fwpkm": {"chunk_size": 16}}), tokens(2, 10)
     _, cache = in_chunks(net, text[:, :9], [9])
     assert all((state.values.written() == 0).all() for state in memory_states(cache).values())
     flush_memory(net, cache)
@@ -132,7 +118,7 @@ def test_flushing_writes_the_pairs_whose_target_is_there():
 
 
 def test_chunks_are_as_long_as_is_said_inside():
-    net, text = model(), tokens(length=9)
+    net, text = model(), tokens(2, 9)
     with chunk_size(net, 8):
         _, cache = in_chunks(net, text, [9])
     _, wanted = in_chunks(model(options={"fwpkm": {"chunk_size": 8}}), text, [9])
@@ -142,7 +128,7 @@ def test_chunks_are_as_long_as_is_said_inside():
 
 
 def test_every_slow_weight_of_a_memory_learns():
-    net, text = model("pkm@1+fwpkm@1", options={"fwpkm": {"top_k": 2}}).train(), tokens(rows=4)
+    net, text = model("pkm@1+fwpkm@1", options={"fwpkm": {"top_k": 2}}).train(), tokens(4, 23)
     net(text, labels=text).loss.backward()
     for name, p in net.model.layers[1].named_parameters():
         assert p.grad is not None, name
@@ -150,7 +136,7 @@ def test_every_slow_weight_of_a_memory_learns():
 
 
 def test_beams_cannot_share_a_memory():
-    net, prompt = model(options={"fwpkm": {"shared": True}}), tokens(length=8)
+    net, prompt = model(options={"fwpkm": {"shared": True}}), tokens(2, 8)
     settings = {"max_new_tokens": 9, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
     cached = net.generate(prompt, **settings, do_sample=False)
     assert torch.equal(cached, net.generate(prompt, **settings, do_sample=False, use_cache=False))

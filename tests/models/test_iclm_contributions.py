@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from any_model import ICLM
-from any_model import make as case
+from any_model import ICLM, make, text
 from packed import documents, packed_rows
 
 from regard import presets
 from regard.checks import ArgumentError
-from regard.models import ICLMConfig, ICLMForCausalLM
 
-IDS = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(4))
+IDS = text(2, 9, seed=4)
 BOUND = {"atol": 1e-8, "rtol": 1e-8}
-
-
-def make(**changes):
-    fields = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model = ICLMForCausalLM(ICLMConfig(**{**fields, **changes})).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.3 * torch.randn_like(weight)
-    return model
 
 
 @pytest.mark.parametrize("fields", [*ICLM.values(), *({"mixers": name} for name in presets())], ids=str)
 def test_the_parts_of_packed_rows_add_up_to_their_logits(fields):
-    model, rows = case("iclm", **fields), documents()
+    model, rows = make("iclm", **fields), documents()
     tokens, ids = packed_rows(rows)
     some = torch.tensor([3, 11, 20])
     found, logits = model.contributions(tokens, segment_ids=ids), model(tokens, segment_ids=ids).logits
@@ -46,20 +34,20 @@ def test_the_parts_of_packed_rows_add_up_to_their_logits(fields):
 @pytest.mark.parametrize("name", ICLM)
 def test_contributions_of_packed_rows_are_those_of_their_documents(name):
     """Tokens of other documents add nothing, and padding changes nothing."""
-    model, rows = case(f"iclm-{name}"), documents()
+    model, rows = make(f"iclm-{name}"), documents()
     tokens, ids = packed_rows(rows)
     some = torch.tensor([3, 11, 20])
     found = model.contributions(tokens, segment_ids=ids)
-    apart = ids[:, :, None] != ids[:, None]
-    assert not found.per_token(some)[apart].any()
+    seen = (ids[:, :, None] == ids[:, None]).tril()
+    assert not found.per_token(some)[~seen].any()
     for row, texts in enumerate(rows):
         at = 0
-        for text in texts:
-            span = slice(at, at + len(text))
-            own = model.contributions(text[None])
+        for document in texts:
+            span = slice(at, at + len(document))
+            own = model.contributions(document[None])
             torch.testing.assert_close(found.parts(some)[row, span, span], own.parts(some)[0], **BOUND)
             torch.testing.assert_close(found.mlp(some)[row, span], own.mlp(some)[0], **BOUND)
-            at += len(text)
+            at += len(document)
     few = model.contributions(tokens, positions=[-1, 6], segment_ids=ids)
     torch.testing.assert_close(few.per_token(some), found.per_token(some)[:, [12, 6]], **BOUND)
     real = torch.ones(2, 19, dtype=torch.bool)
@@ -68,13 +56,13 @@ def test_contributions_of_packed_rows_are_those_of_their_documents(name):
     hidden = model.contributions(spread(tokens, 3), real, segment_ids=spread(ids, 9))
     torch.testing.assert_close(hidden.logits()[real], found.logits().flatten(0, 1), **BOUND)
     inner = hidden.per_token(some)[real].view(2, 13, 19, 3)
-    inner = torch.stack([inner[row][:, real[row]] for row in range(2)])
-    torch.testing.assert_close(inner, found.per_token(some), **BOUND)
+    assert not inner[:, :, ~real[0]].any()
+    torch.testing.assert_close(inner[:, :, real[0]], found.per_token(some), **BOUND)
 
 
 def test_each_part_is_a_weight_times_what_its_token_says():
     """Weights, embeddings and matrices read from the model, part by part in loops, in float64."""
-    model = make(f_mlp="none").double()
+    model = make("iclm", f_mlp="none")
     with torch.no_grad():
         weights = model(IDS, output_attentions=True).attentions[2:]
         seen = []
@@ -82,7 +70,7 @@ def test_each_part_is_a_weight_times_what_its_token_says():
         model(IDS)
         handle.remove()
     table, gain = model.lm_head.weight.detach(), model.model.ln_final.weight.detach()
-    chosen = torch.tensor([3, 16])
+    chosen = torch.tensor([3, 28])
     parts = model.contributions(IDS).parts(chosen)
     assert parts.shape == (2, 9, 9, 2, 2, 2)
     for b in range(2):
@@ -101,15 +89,15 @@ def test_each_part_is_a_weight_times_what_its_token_says():
 
 
 def test_tokens_and_positions_can_be_chosen():
-    model = make()
+    model = make("iclm")
     whole = model.contributions(IDS)
     few = model.contributions(IDS, positions=[4, -1])
     assert few.positions.tolist() == [4, 8]
     torch.testing.assert_close(few.per_token(), whole.per_token()[:, [4, 8]])
-    chosen = torch.tensor([5, 0, 16])
+    chosen = torch.tensor([5, 0, 28])
     own = chosen.expand(2, 2, 3)
     for name in ("per_token", "per_head", "per_layer", "mlp", "logits", "parts"):
-        everything = getattr(few, name)(torch.arange(17))
+        everything = getattr(few, name)(torch.arange(29))
         for given in (chosen, own):
             found = getattr(few, name)(given)
             torch.testing.assert_close(found, everything[..., chosen], atol=1e-6, rtol=1e-5)
@@ -122,14 +110,14 @@ def test_tokens_and_positions_can_be_chosen():
 
 
 def test_the_vocabulary_comes_in_pieces():
-    found = make().contributions(IDS)
-    pieces = list(found.vocabulary(5))
-    assert [len(piece) for piece in pieces] == [5, 5, 5, 2]
+    found = make("iclm").contributions(IDS)
+    pieces = list(found.vocabulary(8))
+    assert [len(piece) for piece in pieces] == [8, 8, 8, 5]
     torch.testing.assert_close(torch.cat([found.per_token(piece) for piece in pieces], -1), found.per_token())
 
 
 def test_differences_and_types():
-    found = make().contributions(IDS)
+    found = make("iclm").contributions(IDS)
     one, other = torch.tensor([3]), torch.tensor([9])
     each = found.per_token()
     torch.testing.assert_close(found.difference(one, other)[..., 0], each[..., 3] - each[..., 9])
@@ -141,23 +129,9 @@ def test_differences_and_types():
             torch.testing.assert_close(sums[b, :, place, 0], wanted, atol=1e-6, rtol=1e-5)
 
 
-def test_later_and_hidden_tokens_add_nothing():
-    model = make()
-    found = model.contributions(IDS).per_token()
-    later = torch.ones(9, 9).triu(1).bool()
-    assert not found[:, later].any()
-    assert found[:, ~later].abs().min() > 0
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1]] * 2)
-    hidden = model.contributions(IDS, attention_mask=mask)
-    assert not hidden.per_token()[:, mask[0] > 0][:, :, mask[0] == 0].any()
-    with torch.no_grad():
-        logits = model(IDS, attention_mask=mask).logits
-    torch.testing.assert_close(hidden.logits()[mask > 0], logits[mask > 0], atol=1e-5, rtol=1e-6)
-
-
 def test_one_token_is_a_text_and_its_parts_hold_no_graph():
     for start in ("param", "bos"):
-        model = make(start=start)
+        model = make("iclm", start=start)
         found = model.contributions(IDS[:, :1])
         assert not found.logits().requires_grad
         torch.testing.assert_close(found.logits(), model(IDS[:, :1]).logits.detach(), atol=1e-5, rtol=1e-6)
@@ -165,7 +139,7 @@ def test_one_token_is_a_text_and_its_parts_hold_no_graph():
 
 
 def test_nothing_listens_afterwards():
-    model = make()
+    model = make("iclm")
     model.contributions(IDS)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with pytest.raises(ArgumentError, match="input_ids holds 0 to 99"):
@@ -174,27 +148,25 @@ def test_nothing_listens_afterwards():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("call", "message"),
     [
-        (torch.tensor([17]), "tokens holds 17 to 17, expected tokens from 0 to 16"),
-        (torch.tensor([0.5]), r"tokens is a torch.float32 tensor \[1\], expected integers \[M\] or \[2, 9, M\]"),
-        (torch.zeros(1, 9, 2, dtype=torch.long), r"tokens is .*\[1, 9, 2\], expected integers \[M\] or \[2, 9, M\]"),
+        ({"tokens": torch.tensor([29])}, "tokens holds 29 to 29, expected tokens from 0 to 28"),
+        (
+            {"tokens": torch.tensor([0.5])},
+            r"tokens is a torch.float32 tensor \[1\], expected integers \[M\] or \[2, 9, M\]",
+        ),
+        ({"tokens": torch.zeros(1, 9, 2, dtype=torch.long)}, r"tokens is .*\[1, 9, 2\], expected integers \[M\] or"),
+        *(
+            ({"positions": p}, r"positions is .*, expected integers \[Q\] from -9 to 8")
+            for p in ([9], [], [0.5], [[1]])
+        ),
+        ({"positions": [-10]}, r"positions is .*, expected integers \[Q\] from -9 to 8"),
+        ({"input_ids": [[1, 2]]}, r"input_ids is \[\[1, 2\]\], expected an integer tensor"),
+        ({"input_ids": torch.arange(3)}, r"input_ids is a torch.int64 tensor \[3\], expected an integer tensor"),
     ],
 )
-def test_tokens_that_are_none(tokens, message):
+def test_bad_calls(call, message):
+    call = dict(call)
+    tokens = call.pop("tokens", None)
     with pytest.raises(ArgumentError, match=message):
-        make().contributions(IDS).per_token(tokens)
-
-
-@pytest.mark.parametrize("positions", [[9], [-10], [], [0.5], [[1]]])
-def test_positions_outside_the_text(positions):
-    with pytest.raises(ArgumentError, match=r"positions is .*, expected integers \[Q\] from -9 to 8"):
-        make().contributions(IDS, positions=positions)
-
-
-@pytest.mark.parametrize(
-    ("given", "came"), [([[1, 2]], r"\[\[1, 2\]\]"), (torch.arange(3), r"a torch.int64 tensor \[3\]")]
-)
-def test_a_text_that_is_none(given, came):
-    with pytest.raises(ArgumentError, match=f"input_ids is {came}, expected an integer tensor"):
-        make().contributions(given)
+        make("iclm").contributions(**{"input_ids": IDS, **call}).per_token(tokens)

@@ -198,6 +198,7 @@ OPTIONS: list[dict[str, object]] = [
     {"expectation": "exact", "gd_steps": 2, "variant": "wv", "start": "bos", "f_mlp": "none"},
     {"expectation": "exact", "gd_steps": 2, "variant": "slice", "f_reads": "pre", "mixers": "linear"},
     {"mixers": "linear", "f_average": False},
+    {"mixers": GAUSSIAN, "f_average": False, "f_mlp": "none", "f_rope": False, "expectation": "exact", "gd_steps": 2},
     {"mixers": ["biweight", "linear"], "phi_mixers": ["relumax", "biweight"]},
 ]
 

@@ -81,7 +81,9 @@ def test_saved_and_loaded_by_path_alone(case, tmp_path):
         assert torch.equal(again(tokens).logits, expected.logits)
     base = AutoModel.from_pretrained(tmp_path)
     assert type(base) is type(model.model)
-    assert torch.equal(base(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
+    hidden = base(tokens).last_hidden_state
+    assert torch.equal(hidden, model.model(tokens).last_hidden_state)
+    torch.testing.assert_close(again.lm_head(hidden), expected.logits, atol=1e-5, rtol=0)
 
 
 @every_model
@@ -113,10 +115,10 @@ def test_a_field_that_is_not_there(name):
     [
         ({"vocab_size": 0}, "vocab_size is 0, expected a positive integer"),
         ({"num_attention_heads": 5}, "heads"),
-        ({"mixers": "sofmax"}, "sofmax"),
+        ({"mixers": "sofmax"}, "Did you mean 'softmax'"),
         ({"mixers": ["softmax"] * 7}, "mixers names 7 layers"),
         ({"initializer_range": 0.0}, "initializer_range"),
-        ({"pad_token_id": 40}, "pad_token_id is 40"),
+        ({"pad_token_id": 40}, "pad_token_id is 40, expected None or a token from 0 to 39"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
     ],
 )

@@ -21,6 +21,7 @@ from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM
 V, C, H, D = 13, 12, 2, 6
 Weights = dict[str, Tensor]
 FIXED = "epanechnikov*fixed(h=1.2)*cosine"
+EUCLIDEAN = "epanechnikov*fixed(h=1.0)*euclidean"
 EPS = 1e-3  # of the cosine similarity, which is (q . k) / sqrt((eps + |q|^2) (eps + |k|^2))
 
 
@@ -34,23 +35,25 @@ def shares(spec: str, q: Tensor, k: Tensor, beta2: Tensor | None, numbers: dict[
     if spec == "softmax":
         return z.softmax(0)
     if spec in ("biweight", "triweight", "sparsemax"):
-        return dense.weights(z, "adaptive", r={"sparsemax": 1.0, "biweight": 2.0, "triweight": 3.0}[spec])
+        r = {"sparsemax": 1.0, "biweight": 2.0, "triweight": 3.0}[spec]
+        return dense.weights(z, "adaptive", r=1 / numbers["alpha"] if "alpha" in numbers else r)
     if spec == "relumax":
         return dense.weights(z, "anchored", r=1.0, number=numbers["margin"])
     if spec == "normrelu":
         return dense.weights(z, "fixed", r=1.0, number=numbers["bias"])
-    if spec == FIXED:  # [s - (1 - h^2/2)]_+
-        return dense.weights(z / (1 + EPS), "fixed", r=1.0, number=numbers["h"] ** 2 / 2 - 1)
-    if spec.startswith("uniform*nearest"):
-        return dense.weights(z, "nearest", kernel="uniform", k=3)
-    if spec.startswith("gaussian*nearest"):
-        return dense.weights(z, "nearest", kernel="gaussian", k=3)
+    if spec in (FIXED, EUCLIDEAN):  # [s - (1 - h^2/2)]_+
+        s = z / (1 + EPS) if spec == FIXED else z
+        return dense.weights(s, "fixed", r=1.0, number=numbers["h"] ** 2 / 2 - 1)
+    if "nearest" in spec or spec == "topk-softmax":
+        kernel, k_best = ("uniform" if spec.startswith("uniform") else "gaussian"), (3 if "k=3" in spec else 32)
+        return dense.weights(z, "nearest", kernel=kernel, k=k_best)
     if spec == "linear":  # unnormalised
         return z
-    assert spec == "relu2"
+    assert spec in ("relu", "relu2")
     assert beta2 is not None
+    power = 2 if spec == "relu2" else 1
     q, k = beta2.sqrt() * q, beta2.sqrt() * k  # a feature map has no scale, so that keys have length beta
-    w = k.clamp(min=0) ** 2 @ q.clamp(min=0) ** 2 + 1e-4
+    w = k.clamp(min=0) ** power @ q.clamp(min=0) ** power + 1e-4
     return w / w.sum()
 
 
@@ -92,7 +95,9 @@ def contextual(w: Weights, name: str, x: Tensor, spec: str, config: MemoryMosaic
         )
         sharp = w.get(f"{name}.sharpness.scale")
         beta2 = None if sharp is None else (20 * sharp[h]).clamp(max=config.scale_limit).exp()
-        numbers = {n: w[f"{name}.numbers.log_{n}"][h].exp() for n in ("h", "margin") if f"{name}.numbers.log_{n}" in w}
+        numbers = {
+            n: w[f"{name}.numbers.log_{n}"][h].exp() for n in ("h", "margin", "alpha") if f"{name}.numbers.log_{n}" in w
+        }
         if f"{name}.numbers.bias" in w:
             numbers["bias"] = w[f"{name}.numbers.bias"][h]
         ahead = vt[:-1] + c * vt[1:] if config.look_ahead == "sum" else c * vt[:-1] + (1 - c) * vt[1:]
@@ -154,8 +159,9 @@ def text(*shape: int, seed: int = 0) -> Tensor:
 
 
 SPECS = (
-    "softmax", "biweight", "sparsemax", "triweight", "relumax", "normrelu", FIXED, "uniform*nearest(k=3)",
-    "gaussian*nearest(k=3)", "linear", "relu2", "local-linear", "local-linear[biweight]", "local-linear[relumax]",
+    "softmax", "biweight", "sparsemax", "triweight", "relumax", "normrelu", FIXED, EUCLIDEAN, "uniform*nearest(k=3)",
+    "gaussian*nearest(k=3)", "topk-softmax", "linear", "relu", "relu2", "local-linear", "local-linear[biweight]",
+    "local-linear[relumax]",
 )  # fmt: skip
 OPTIONS: list[dict[str, object]] = [
     {},
@@ -164,7 +170,9 @@ OPTIONS: list[dict[str, object]] = [
     {"leaky": "average", "key_eps": 1e-2},
     {"look_ahead": "convex"},
     {"persistent": "biweight", "persistent_copies": 3},
+    {"persistent_copies": 2},
     {"persistent": "gaussian*nearest(k=3)"},
+    {"persistent": "relu"},
     {"bias": True},
     {"scale_logits": False, "initializer": "gpt2", "tie_word_embeddings": False},
     {"scale_limit": 1.5, "persistent_scale_limit": 0.5},
@@ -200,6 +208,7 @@ def test_every_option_by_loops(options, spec):
         ("softmax", {}),
         (["biweight", "relumax"], {}),
         (["normrelu", FIXED], {}),
+        ("biweight", {"learned": ["alpha"]}),
         ("linear", {"look_ahead": "convex", "leaky": "average", "key_eps": 0.1}),
         ("local-linear[biweight]", {}),
         ("triweight", {"wiring": "parallel", "persistent_keys": "shared", "persistent": "biweight", "bias": True}),

@@ -19,34 +19,16 @@ V, C, H, S, BLOCKS = 19, 12, 3, 10, 2
 D = C // H
 MATRICES = {
     "nano": ["attn.k_featurizer.W_k", "attn.v_featurizer.W_v", "attn.c_proj", "mlp.k_featurizer.W_k", "mlp.c_proj"],
-    "library": [
-        "attn.k_featurizer.conv",
-        "attn.v_featurizer.linear",
-        "attn.c_proj",
-        "pmem.k_featurizer.conv",
-        "pmem.c_proj",
-    ],
-}
+    "library": ["attn.k_featurizer.conv", "attn.v_featurizer.linear", "attn.c_proj", "pmem.k_featurizer.conv",
+                "pmem.c_proj"],
+}  # fmt: skip
 NUMBERS = {
-    "nano": [
-        "attn.k_featurizer.leaky_avg.leaky_key_beta",
-        "attn.k_featurizer.key_scale",
-        "attn.v_featurizer.coef",
-        "attn.v_featurizer.val_scale",
-        "mlp.k_featurizer.leaky_avg.leaky_key_beta",
-        "mlp.k_featurizer.key_scale",
-        "mlp.out_scale",
-    ],
-    "library": [
-        "attn.leaky_key_beta",
-        "attn.kernel_beta",
-        "attn.v_featurizer.coef",
-        "attn.value_beta",
-        "pmem.leaky_key_beta",
-        "pmem.kernel_beta",
-        "pmem.value_beta",
-    ],
-}
+    "nano": ["attn.k_featurizer.leaky_avg.leaky_key_beta", "attn.k_featurizer.key_scale", "attn.v_featurizer.coef",
+             "attn.v_featurizer.val_scale", "mlp.k_featurizer.leaky_avg.leaky_key_beta", "mlp.k_featurizer.key_scale",
+             "mlp.out_scale"],
+    "library": ["attn.leaky_key_beta", "attn.kernel_beta", "attn.v_featurizer.coef", "attn.value_beta",
+                "pmem.leaky_key_beta", "pmem.kernel_beta", "pmem.value_beta"],
+}  # fmt: skip
 
 
 def released(program, copies=1, bias=False, seed=0):

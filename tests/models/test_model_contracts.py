@@ -474,6 +474,16 @@ def test_logits_to_keep_and_loss(name):
 
 
 @torch.no_grad()
+@every_case
+def test_the_output_matrix_reads_the_base_model(case):
+    """Fused losses compute `lm_head(base_model(...).last_hidden_state)`, and have no place for a factor."""
+    model, (tokens, mask) = make(case), padded()
+    base = model.base_model(tokens, attention_mask=mask, output_hidden_states=True)
+    assert torch.equal(model.get_output_embeddings()(base.last_hidden_state), model(tokens, attention_mask=mask).logits)
+    assert torch.equal(base.hidden_states[-1], base.last_hidden_state)
+
+
+@torch.no_grad()
 @plain_case
 def test_embeddings_in_the_place_of_tokens(case):
     model, (tokens, mask) = make(case), padded()

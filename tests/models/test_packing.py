@@ -185,20 +185,6 @@ def test_a_window_of_training_stays_inside_documents():
     close(model(tokens, segment_ids=ids).logits, alone(lambda text: model(text).logits, rows))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("mixers", ["softmax", "biweight", "elu", "local-linear", "lact"])
-def test_weights_of_other_documents_are_zero(mixers):
-    fields = {"mixer_options": {"lact": SMALL["lact"]}} if mixers == "lact" else {}
-    model, rows = hybrid(mixers=mixers, num_hidden_layers=2, **fields), documents()
-    tokens, ids = packed_rows(rows)
-    found = model(tokens, segment_ids=ids, output_attentions=True)
-    close(found.logits, model(tokens, segment_ids=ids).logits)
-    for weights, *own in zip(
-        found.attentions, *[model(text[None], output_attentions=True).attentions for text in rows[0]], strict=True
-    ):
-        close(weights[0], torch.stack([torch.block_diag(*[each[0, h] for each in own]) for h in range(2)]))
-
-
 # --------------------------------------------------------------------------- the loss
 
 
