@@ -11,11 +11,12 @@ import dense
 import pytest
 import torch
 import torch.nn.functional as F
+from any_model import in_chunks, text
+from any_model import make as any_make
 from torch import Tensor
 
 from regard.models import ICLMConfig, ICLMForCausalLM
 
-V, E, H = 13, 12, 2
 Weights = dict[str, Tensor]
 GAUSSIAN = "gaussian*fixed*euclidean*unnormalised"
 UNNORMALISED = ("linear", GAUSSIAN)
@@ -153,20 +154,9 @@ def logits(w: Weights, ids: Tensor, config: ICLMConfig) -> Tensor:
     return norm(w, "model.ln_final", hidden(w, ids, config)) @ head.T
 
 
-def make(seed: int = 0, **fields: object) -> ICLMForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": V, "hidden_size": E, "num_hidden_layers": 4, "num_attention_heads": H}
-    small = {"intermediate_size": 10, "f_intermediate_size": 14}
-    model = ICLMForCausalLM(ICLMConfig(**{**sizes, **small, **fields})).double().eval()
-    noise = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.4 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
-    return model
-
-
-def text(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+def make(mixers="softmax", **fields: object) -> ICLMForCausalLM:
+    sizes = {"hidden_size": 12, "intermediate_size": 10, "f_intermediate_size": 14}
+    return any_make("iclm", mixers, **{**sizes, **fields})
 
 
 def rows_of(model: ICLMForCausalLM, tokens: Tensor) -> Tensor:
@@ -229,12 +219,7 @@ def test_every_option_by_loops_with_and_without_a_cache(options):
     assert not f[0].any()
     dense.close(f[1][0], stages[0][-9:], 1e-9, "f after the first block")
     for sizes in ([9], [1] * 9, [2, 1, 4, 2], [4, 5]):
-        cache, parts = None, []
-        for chunk in tokens.split(sizes, dim=1):
-            out = model(chunk, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            parts.append(out.logits)
-        dense.close(torch.cat(parts, 1), expected, 1e-9, f"chunks of {sizes}")
+        dense.close(in_chunks(model, tokens, sizes)[0], expected, 1e-9, f"chunks of {sizes}")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +267,7 @@ def said_by(w: Weights, ids: Tensor, config: ICLMConfig, token: int) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("options", [o for o in OPTIONS if "gd_steps" not in o], ids=ids_of)
 def test_contributions_of_one_token_at_a_time(options):
-    model, ids = make(**options), text(6, seed=4)
+    model, ids = make(**options), text(1, 6, seed=4)[0]
     found, w = model.contributions(ids[None]), dict(model.named_parameters())
     dense.close(found.logits()[0], logits(w, ids, model.config), 1e-9, "sum of all parts")
     dense.close((found.per_token().sum(2) + found.mlp().sum(2) + found.bias())[0], found.logits()[0], 1e-9, "sum")

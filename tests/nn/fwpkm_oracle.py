@@ -62,12 +62,12 @@ class Oracle:
         q, v, g = projected(self.p, h, self.value_norm, self.gating, self.eps)
         return q.unflatten(-1, (len(self.p["keys"]), -1)), v, g
 
-    def write(self, memory: Dense, places: list[tuple[int, list[int]]], t: int, good: Tensor, given: Any) -> None:
+    def write(self, memory: Dense, places: list[tuple[int, list[int]]], t: int, mask: Tensor, given: Any) -> None:
         """Learn tokens [(row, positions)], after which the token at t comes in each row."""
         q, v, g = given
         tokens = []
         for row, own in places:
-            target, has = memory.targets(v[row, own], v[row, t] if good[row, t] else None)
+            target, has = memory.targets(v[row, own], v[row, t] if mask[row, t] else None)
             gate = torch.ones(len(own)) if g is None or not self.gate_loss else g[row, own]
             tokens.append((q[row, own], target, gate, has))
         if tokens:
@@ -78,17 +78,14 @@ class Oracle:
         return Dense(self.p["keys"], self.p["values"], *how, score=self.score, eps=self.idw_eps)
 
     @torch.enable_grad()
-    def run(
-        self, hidden: Tensor, mask: Tensor | None = None, spoilt: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, hidden: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(output [B, T, C], keys [M, ...], values [M, N, Dv]), what waits at the end not written. Masked tokens are as
-        if removed; spoilt ones have a place in the chunk, and nothing else."""
+        if removed."""
         self.p = {name: x.detach() for name, x in self.p.items()}
         hidden = hidden.detach()
         rows, tokens, _ = hidden.shape
         mask = torch.ones(rows, tokens, dtype=torch.bool) if mask is None else mask
-        good = mask if spoilt is None else mask & ~spoilt
-        q, v, g = self.project(torch.where(good[..., None], hidden, 0))
+        q, v, g = self.project(torch.where(mask[..., None], hidden, 0))
         out = torch.zeros_like(hidden)
         groups = [list(range(rows))] if self.shared else [[row] for row in range(rows)]
         written = []
@@ -99,10 +96,10 @@ class Oracle:
                 if not here:
                     continue
                 if len(waiting) == self.chunk:
-                    places = [(row, [s for s in waiting if good[row, s]]) for row in group]
-                    self.write(memory, [(row, own) for row, own in places if own], t, good, (q, v, g))
+                    places = [(row, [s for s in waiting if mask[row, s]]) for row in group]
+                    self.write(memory, [(row, own) for row, own in places if own], t, mask, (q, v, g))
                     waiting = []
-                for row in (row for row in here if good[row, t]):
+                for row in here:
                     self.reads.append((row, t, *memory.look(q[row, t])))
                     read = memory.read(q[row, t])
                     out[row, t] = mixed(self.p, read, v[row, t], None if g is None else g[row, t], self.eps)
