@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from any_model import make, text
 from torch import nn
 
 from regard.checks import ArgumentError
 from regard.inspect.hooks import hooked, named_hook_points, run_with_cache, run_with_hooks
-from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
 from regard.nn import HookPoint
 
 
@@ -235,42 +235,34 @@ def test_a_compiled_model_runs_uncompiled_under_hooks(model, ids, in_place):
 
 # Models ----------------------------------------------------------------------------------------------------------
 
-SIZES = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "initializer_range": 0.3}
-
-
-def iclm(**changes):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return ICLMForCausalLM(ICLMConfig(**{**SIZES, "num_hidden_layers": 4, **changes})).eval()
-
 
 def test_every_documented_name_of_an_iclm_is_there_with_its_shape():
-    """B = 2 texts of T = 5 tokens in S = 6 slots, C = E = 8, V = 11, H = 2 heads of D = 4 on phi and 4 heads on f."""
-    tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
-    shapes = {"embed.hook_out": (2, 5, 8), "ln_final.hook_scale": (2, 5, 1), "unembed.hook_out": (2, 5, 11)}
+    """B = 2 texts of T = 5 tokens in S = 6 slots, C = E = 16, V = 29, H = 2 heads of D = 8 on phi and 4 heads on f."""
+    tokens = text(2, 5)
+    shapes = {"embed.hook_out": (2, 5, 16), "ln_final.hook_scale": (2, 5, 1), "unembed.hook_out": (2, 5, 29)}
     for layer in (0, 1):
-        shapes |= {f"phi.{layer}.attn.hook_{part}": (2, 2, 6, 4) for part in "qkv"}
+        shapes |= {f"phi.{layer}.attn.hook_{part}": (2, 2, 6, 8) for part in "qkv"}
         shapes |= {f"phi.{layer}.attn.hook_pattern": (2, 2, 6, 6), f"f.{layer}.attn.hook_pattern": (2, 4, 5, 5)}
         streams = ("phi.{}.attn", "phi.{}.mlp", "f.{}.attn", "f.{}.mlp", "f.{}")
-        shapes |= {name.format(layer) + ".hook_out": (2, 6, 8) for name in streams}
-    model = iclm(f_attention_heads=4)
+        shapes |= {name.format(layer) + ".hook_out": (2, 6, 16) for name in streams}
+    model = make("iclm", f_attention_heads=4)
     output, cache = run_with_cache(model, tokens)
     assert {name: tuple(cache[name].shape) for name in shapes} == shapes
     assert set(shapes) == set(named_hook_points(model)) == set(cache)
     for name, weights in cache.items():
         if name.endswith("hook_pattern"):
-            assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-6)
+            assert torch.allclose(weights.sum(-1), torch.ones(()).double(), atol=1e-6)
             assert bool((weights >= 0).all())
     assert torch.equal(cache["unembed.hook_out"], output.logits)
     assert torch.equal(cache["embed.hook_out"], model.model.embed_tokens.weight[tokens])
     assert torch.allclose(model(tokens).logits, output.logits, atol=1e-5)
     assert listening(model) == 0
-    names = named_hook_points(iclm(f_mlp="none", phi_mlp="none"))
+    names = named_hook_points(make("iclm", f_mlp="none", phi_mlp="none"))
     assert set(names) == {name for name in shapes if "mlp" not in name}
 
 
 def test_every_documented_name_of_a_transformer_is_there_with_its_shape():
-    model = HybridForCausalLM(HybridConfig(**SIZES, num_hidden_layers=2)).eval()
+    model = make("transformer", num_hidden_layers=2)
     wanted = ["layers.0.self_attn.hook_pattern", "layers.1.self_attn.hook_out", "layers.1.hook_mlp_out"]
     _, cache = run_with_cache(model, torch.tensor([[1, 2, 3, 4]]), wanted)
-    assert [tuple(cache[name].shape) for name in wanted] == [(1, 2, 4, 4), (1, 4, 8), (1, 4, 8)]
+    assert [tuple(cache[name].shape) for name in wanted] == [(1, 2, 4, 4), (1, 4, 16), (1, 4, 16)]

@@ -1,8 +1,6 @@
 """transformers' Trainer with the collator that lays a batch side by side: the losses that it reports are the means over
 the documents alone, in every model of ours and in stock models with regard attention."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

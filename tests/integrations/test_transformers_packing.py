@@ -1,8 +1,6 @@
 """Documents packed into rows of stock models with regard attention, in every way in which transformers' collator says
 so: as each document alone, also where transformers itself drops the packing; what cannot be honoured is refused."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -37,7 +37,7 @@ def family(kind: str) -> str:
     return kind.partition("+")[0].partition("-")[0]
 
 
-def normal(*size: int, seed: int) -> Tensor:
+def normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 

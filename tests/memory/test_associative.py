@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 import torch
 from oracles import entmax_rows, softmax
+from streams import normal as drawn
 from torch import Tensor
 from torch.nn.functional import normalize
 
 import regard
 from regard import AssociativeMemory
 from regard.checks import ArgumentError
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def near(found: Tensor, expected: np.ndarray, tolerance: float = 1e-12) -> None:

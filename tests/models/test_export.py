@@ -4,8 +4,6 @@ Sentences, mixers and models are taken from the registries, so that what is regi
 named here as what cannot be.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -2,8 +2,6 @@
 used wherever the model runs, and nothing stays behind. Models without hook points have nothing to keep here.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from any_model import SIZES, in_chunks, make, text

@@ -4,8 +4,6 @@ The independent models are transformers' Llama and Mistral: with softmax in ever
 the same names, must give the same logits.
 """
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

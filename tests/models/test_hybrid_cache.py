@@ -4,8 +4,6 @@
 Table 1), so that a layer's steps are checked against all pairs in float64.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

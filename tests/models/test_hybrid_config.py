@@ -1,7 +1,5 @@
 """HybridConfig: what it keeps, what it refuses."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

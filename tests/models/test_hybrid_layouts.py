@@ -1,7 +1,5 @@
 """What the fast-weight paper's layouts are made of: gates, partial rotary positions, windows by layer and by pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from any_model import SIZES, text

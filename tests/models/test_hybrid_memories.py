@@ -1,7 +1,5 @@
 """Memories at chosen depths of a model: counted, carried, generated with, frozen, taken out and put in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from any_model import SIZES, in_chunks

@@ -2,8 +2,6 @@
 
 `test_iclm_oracle.py` compares it with its equations."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The parts of an ICLM's logits: their sum, each part by loops over weights and matrices, and packed rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from any_model import ICLM, make, text

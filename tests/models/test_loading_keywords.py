@@ -2,8 +2,6 @@
 transformers' own configurations do: nothing. Fields that are misspelt are refused, also beside them.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 

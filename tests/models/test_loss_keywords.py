@@ -2,8 +2,6 @@
 are shifted already, and what the sum is divided by. What the model leaves out by itself it leaves out of all of them.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

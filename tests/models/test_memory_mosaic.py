@@ -1,7 +1,5 @@
 """The Memory Mosaic as a language model: sizes, starting values, learning, what its cache holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from any_model import in_chunks, text

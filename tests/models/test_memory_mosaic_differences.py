@@ -1,8 +1,6 @@
 """The table of docs/papers.md: what the paper says, what released programs do, and what is done here. Every row names
 its test. What differs in a formula is tested in `test_memory_mosaic_oracle.py`, and the rest here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -152,9 +152,9 @@ def make(mixers="softmax", **fields: object) -> MemoryMosaicForCausalLM:
 
 
 SPECS = (
-    "softmax", "biweight", "sparsemax", "triweight", "relumax", "normrelu", FIXED, EUCLIDEAN, RELEASED, "uniform*nearest(k=3)",
-    "gaussian*nearest(k=3)", "topk-softmax", "linear", "relu", "relu2", "local-linear", "local-linear[biweight]",
-    "local-linear[relumax]",
+    "softmax", "biweight", "sparsemax", "triweight", "relumax", "normrelu", FIXED, EUCLIDEAN, RELEASED,
+    "uniform*nearest(k=3)", "gaussian*nearest(k=3)", "topk-softmax", "linear", "relu", "relu2", "local-linear",
+    "local-linear[biweight]", "local-linear[relumax]",
 )  # fmt: skip
 OPTIONS: list[dict[str, object]] = [
     {},

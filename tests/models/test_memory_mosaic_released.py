@@ -4,8 +4,6 @@ float64 with every token's pairs in a T x T matrix.
 Shapes: V vocabulary, C model width, H heads, D = C / H, S slots, P copies of the slots.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

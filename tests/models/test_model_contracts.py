@@ -4,8 +4,6 @@ The cases of `any_model` hold every registered model, mixer and memory. Weights 
 values, in float64, so that no part of a model is silent.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

@@ -3,8 +3,6 @@
 The registries are walked through: a model, mixer or memory that is registered later is tested with no other edit.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

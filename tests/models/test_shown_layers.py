@@ -2,8 +2,6 @@
 and a hidden state before every layer.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from any_model import SIZES, SMALL, T, make, padded, text

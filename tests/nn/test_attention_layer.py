@@ -2,8 +2,6 @@
 
 Caches, padding and packed documents are tested in `tests/models`, and wrong arguments in `tests/fuzz`."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

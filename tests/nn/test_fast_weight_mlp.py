@@ -2,8 +2,6 @@
 
 What every memory keeps is tested in `tests/memory/test_streams.py` (the function) and `tests/contracts` (the layer)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fwmlp_oracle import (

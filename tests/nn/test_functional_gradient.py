@@ -5,8 +5,6 @@ value. Rotary positions, padding, caches, hooks and gradients are tested in `tes
 arguments in `tests/fuzz`.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -2,8 +2,6 @@
 
 `tests/models` compares them with their equations, and tests causality, caches and padding of models that have them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
