@@ -236,7 +236,7 @@ def test_ablations_of_non_finite_weights_and_of_outputs():
 iclm = functools.partial(make, "iclm")
 
 
-def test_the_patterns_of_an_iclm(dtype=torch.float32):
+def test_the_patterns_of_an_iclm():
     model, ids = iclm(dtype=torch.float32), text(2, 7, seed=3)
     logits, found = mechanisms.patterns(model, ids)
     assert [(p.name, p.stream, p.layer) for p in found] == [

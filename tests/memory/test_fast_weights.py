@@ -84,20 +84,6 @@ def test_float32_is_the_formula_to_1e5(step: str, impl: str) -> None:
     compare(given, {"step": step, "rate": 0.5, "address": 0.1}, impl, False, "idw", 1e-5)
 
 
-def test_without_gates_all_errors_weigh_the_same() -> None:
-    query, value, gate, keys, values = draw()
-    ones = torch.ones_like(gate)
-    out, state = call((query, value, ones, keys, values), regard.WriteRule())
-    for given, more in (
-        ((query, value, None, keys, values), {}),
-        ((query, value, gate, keys, values), {"gate_loss": False}),
-    ):
-        own, after = call(given, regard.WriteRule(**more))
-        assert torch.equal(own, out)
-        assert torch.equal(after.values.dense(), state.values.dense())
-    assert (call((query, value, gate, keys, values), regard.WriteRule())[0] - out).abs().max() > 0.01
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("heads", [1, 3])
 def test_one_write_of_a_single_pair_is_exact(heads: int, impl: str) -> None:

@@ -117,7 +117,7 @@ def test_every_registered_rule(kind, name):
         torch.testing.assert_close(whole[:, i], row, atol=1e-7, rtol=0)
 
 
-def test_a_temperature_of_a_third_party():
+def test_a_temperature_of_a_third_party(monkeypatch):
     @dataclass(frozen=True)
     class Root(Temperature):
         """scale = default * c sqrt(n)."""
@@ -131,18 +131,15 @@ def test_a_temperature_of_a_third_party():
         def multiplier(self, n, learned):
             return learned["factor"] * n.sqrt()
 
-    temperatures.register("root")(Root)
-    try:
-        module, x = layer(temperature="root(start_at=3)"), draw(B, T, C)
-        assert str(module.temperature) == "root(start_at=3.0)"
-        assert torch.equal(module.factor, torch.full((H,), 3.0, dtype=torch.float64))
-        scale = 3 * (torch.arange(1, T + 1).double() / D).sqrt()[:, None]
-        torch.testing.assert_close(module(x)[0], by_hand(module, x, visible(T), scale=scale), atol=1e-6, rtol=0)
-    finally:
-        del temperatures._objects["root"]
+    monkeypatch.setitem(temperatures._objects, "root", Root)
+    module, x = layer(temperature="root(start_at=3)"), draw(B, T, C)
+    assert str(module.temperature) == "root(start_at=3.0)"
+    assert torch.equal(module.factor, torch.full((H,), 3.0, dtype=torch.float64))
+    scale = 3 * (torch.arange(1, T + 1).double() / D).sqrt()[:, None]
+    torch.testing.assert_close(module(x)[0], by_hand(module, x, visible(T), scale=scale), atol=1e-6, rtol=0)
 
 
-def test_a_ridge_of_a_third_party():
+def test_a_ridge_of_a_third_party(monkeypatch):
     @dataclass(frozen=True)
     class Half(Ridge):
         """Has no values."""
@@ -167,15 +164,12 @@ def test_a_ridge_of_a_third_party():
 
     with pytest.raises(ArgumentError, match=r"ridge 'half': Half has no values\(x\); define it"):
         layer(spec="local-linear", ridge=Half())(draw(B, T, C))
-    ridges.register("exponential")(Exponential)
-    try:
-        module, x = layer(spec="local-linear", ridge="exponential(start=0.4)"), draw(B, T, C)
-        assert str(module.ridge) == "exponential(start=0.4)"
-        ridge = (x @ module.ridge_proj.weight.T + math.log(0.4)).exp().mT[..., None]
-        expected = by_hand(module, x, visible(T), ridge=ridge)
-        torch.testing.assert_close(module(x)[0], expected, atol=1e-6, rtol=0)  # the bias was made in float32
-    finally:
-        del ridges._objects["exponential"]
+    monkeypatch.setitem(ridges._objects, "exponential", Exponential)
+    module, x = layer(spec="local-linear", ridge="exponential(start=0.4)"), draw(B, T, C)
+    assert str(module.ridge) == "exponential(start=0.4)"
+    ridge = (x @ module.ridge_proj.weight.T + math.log(0.4)).exp().mT[..., None]
+    expected = by_hand(module, x, visible(T), ridge=ridge)
+    torch.testing.assert_close(module(x)[0], expected, atol=1e-6, rtol=0)  # the bias was made in float32
 
 
 # Temperatures ---------------------------------------------------------------------------------------------------------
