@@ -245,7 +245,7 @@ def test_frozen_memory_stays_to_the_bit():
 def test_flushing_writes_the_pairs_whose_target_is_there():
     """Nine tokens and a flush leave what ten do in a memory that is written every nine and binds no pair across."""
     net, tokens = model(options={"fwpkm": {"chunk_size": 16}}), text(2, 10)
-    _, cache = in_chunks(net, text[:, :9], [9])
+    _, cache = in_chunks(net, tokens[:, :9], [9])
     assert all((state.values.written() == 0).all() for state in memory_states(cache).values())
     flush_memory(net, cache)
     lost = model(options={"fwpkm": {"chunk_size": 9, "border": False}})
