@@ -1,4 +1,4 @@
-"""Hooks on a small model of our own, whose numbers can be worked out by hand.
+"""Hooks on a small model of our own, whose numbers can be worked out by hand, and `capture`.
 
 `tests/models/test_hooks_everywhere.py` tests every hook point of every registered model.
 """
@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from any_model import make, text
 from torch import nn
 
 from regard.checks import ArgumentError
+from regard.inspect import capture
 from regard.inspect.hooks import hooked, named_hook_points, run_with_cache, run_with_hooks
-from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
-from regard.nn import HookPoint
+from regard.nn import Attention, HookPoint
 
 
 class Layer(nn.Module):
@@ -235,47 +236,155 @@ def test_a_compiled_model_runs_uncompiled_under_hooks(model, ids, in_place):
 
 # Models ----------------------------------------------------------------------------------------------------------
 
-SIZES = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "initializer_range": 0.3}
-
-
-def iclm(**changes):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return ICLMForCausalLM(ICLMConfig(**{**SIZES, "num_hidden_layers": 4, **changes})).eval()
-
 
 def test_every_documented_name_of_an_iclm_is_there_with_its_shape():
-    """B = 2 texts of T = 5 tokens in S = 6 slots, C = E = 8, H = 2, D = 4, V = 11."""
-    tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
-    shapes = {"embed.hook_out": (2, 5, 8), "ln_final.hook_scale": (2, 5, 1), "unembed.hook_out": (2, 5, 11)}
+    """B = 2 texts of T = 5 tokens in S = 6 slots, C = E = 16, V = 29, H = 2 heads of D = 8 on phi and 4 heads on f."""
+    tokens = text(2, 5)
+    shapes = {"embed.hook_out": (2, 5, 16), "ln_final.hook_scale": (2, 5, 1), "unembed.hook_out": (2, 5, 29)}
     for layer in (0, 1):
-        shapes |= {f"phi.{layer}.attn.hook_{part}": (2, 2, 6, 4) for part in "qkv"}
-        shapes |= {f"phi.{layer}.attn.hook_pattern": (2, 2, 6, 6), f"f.{layer}.attn.hook_pattern": (2, 2, 5, 5)}
-        names = (
-            "phi.{}.attn.hook_out",
-            "phi.{}.mlp.hook_out",
-            "f.{}.attn.hook_out",
-            "f.{}.mlp.hook_out",
-            "f.{}.hook_out",
-        )
-        shapes |= {name.format(layer): (2, 6, 8) for name in names}
-    model = iclm()
+        shapes |= {f"phi.{layer}.attn.hook_{part}": (2, 2, 6, 8) for part in "qkv"}
+        shapes |= {f"phi.{layer}.attn.hook_pattern": (2, 2, 6, 6), f"f.{layer}.attn.hook_pattern": (2, 4, 5, 5)}
+        streams = ("phi.{}.attn", "phi.{}.mlp", "f.{}.attn", "f.{}.mlp", "f.{}")
+        shapes |= {name.format(layer) + ".hook_out": (2, 6, 16) for name in streams}
+    model = make("iclm", f_attention_heads=4)
     output, cache = run_with_cache(model, tokens)
     assert {name: tuple(cache[name].shape) for name in shapes} == shapes
     assert set(shapes) == set(named_hook_points(model)) == set(cache)
     for name, weights in cache.items():
         if name.endswith("hook_pattern"):
-            assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-6)
+            assert torch.allclose(weights.sum(-1), torch.ones(()).double(), atol=1e-6)
             assert bool((weights >= 0).all())
     assert torch.equal(cache["unembed.hook_out"], output.logits)
+    assert torch.equal(cache["embed.hook_out"], model.model.embed_tokens.weight[tokens])
     assert torch.allclose(model(tokens).logits, output.logits, atol=1e-5)
     assert listening(model) == 0
-    names = named_hook_points(iclm(f_mlp="none", phi_mlp="none"))
+    names = named_hook_points(make("iclm", f_mlp="none", phi_mlp="none"))
     assert set(names) == {name for name in shapes if "mlp" not in name}
 
 
 def test_every_documented_name_of_a_transformer_is_there_with_its_shape():
-    model = HybridForCausalLM(HybridConfig(**SIZES, num_hidden_layers=2)).eval()
+    model = make("transformer", num_hidden_layers=2)
     wanted = ["layers.0.self_attn.hook_pattern", "layers.1.self_attn.hook_out", "layers.1.hook_mlp_out"]
     _, cache = run_with_cache(model, torch.tensor([[1, 2, 3, 4]]), wanted)
-    assert [tuple(cache[name].shape) for name in wanted] == [(1, 2, 4, 4), (1, 4, 8), (1, 4, 8)]
+    assert [tuple(cache[name].shape) for name in wanted] == [(1, 2, 4, 4), (1, 4, 16), (1, 4, 16)]
+
+
+# capture(): what is seen, what is put back, and that looking changes nothing ------------------------------------------
+
+
+SPECS = ["softmax", "biweight", "relumax", "shift-cosine", "topk-uniform"]
+
+
+class Two(nn.Module):
+    """Two attention layers in a row."""
+
+    def __init__(self, spec: str, layer_idx: tuple[int | None, int | None] = (0, 1)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = Attention(16, 2, spec=spec, layer_idx=layer_idx[0])
+        self.second = Attention(16, 2, spec=spec, layer_idx=layer_idx[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)[0])[0]
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(3, 9, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("spec", [*SPECS, "local-linear[relumax]"])
+def test_looking_does_not_change_the_output(spec: str, weights: bool, x: torch.Tensor) -> None:
+    model = Two(spec)
+    before = model(x)
+    with capture(model, weights=weights):
+        during = model(x)
+    assert (during - before).abs().max() <= 1e-5
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_support_is_the_number_of_weights_that_are_not_zero(spec: str, x: torch.Tensor) -> None:
+    model = Two(spec)
+    with capture(model) as fast:
+        model(x)
+    with capture(model, weights=True) as dense:
+        model(x)
+    assert list(fast.layers) == list(dense.layers) == [0, 1]
+    for layer in (0, 1):
+        weights = dense.layers[layer].weights
+        assert weights is not None
+        assert weights.shape == (3, 2, 9, 9)
+        assert fast.layers[layer].weights is None
+        counted = (weights != 0).sum(-1)
+        assert torch.equal(dense.layers[layer].support.long(), counted)
+        assert torch.equal(fast.layers[layer].support.long(), counted)
+    assert (weights.triu(1) == 0).all()
+
+
+def test_a_compact_kernel_is_seen_to_leave_keys_out(x: torch.Tensor) -> None:
+    model = Two("relumax")
+    with capture(model) as seen:
+        model(40 * x)  # large scores: few keys are within the margin of the best
+    assert (seen.layers[0].support < torch.arange(1, 10)).any()
+
+
+def test_nothing_keeps_the_graph_alive(x: torch.Tensor) -> None:
+    for spec in ("biweight", "local-linear[biweight]"):
+        model = Two(spec)
+        with capture(model, weights=True) as seen:
+            model(x.requires_grad_()).sum().backward()
+        assert x.grad is not None
+        values = [v for layer in seen.layers.values() for v in (*vars(layer).values(), *(layer.solver or {}).values())]
+        assert not any(value.requires_grad for value in values if isinstance(value, torch.Tensor))
+
+
+def test_the_latest_pass_is_kept_and_layers_without_a_number_go_by_their_place(x: torch.Tensor) -> None:
+    model = Two("softmax", layer_idx=(None, None))
+    with capture(model) as seen:
+        model(x)
+        model(x[:, :4])
+    assert list(seen.layers) == [0, 1]
+    assert seen.layers[1].support.shape == (3, 2, 4)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_observers_are_put_back(x: torch.Tensor, fails: bool) -> None:
+    calls: list[int | None] = []
+    model = Two("softmax")
+    mine = lambda layer, diagnostics: calls.append(layer)  # noqa: E731
+    model.first.observer, model.first.observe_weights = mine, True
+    try:
+        with capture(model):
+            model(x)
+            if fails:
+                raise RuntimeError("in the block")
+    except RuntimeError:
+        assert fails
+    assert calls == []
+    assert model.first.observer is mine
+    assert model.first.observe_weights is True
+    assert model.second.observer is None
+    assert model.second.observe_weights is False
+    model(x)
+    assert calls == [0]
+
+
+def test_one_capture_inside_another(x: torch.Tensor) -> None:
+    model = Two("softmax")
+    with capture(model) as outer:
+        with capture(model, weights=True) as inner:
+            model(x)
+        assert not outer.layers
+        model(x)
+    assert inner.layers[0].weights is not None
+    assert outer.layers[0].weights is None
+    assert model.first.observer is None
+
+
+def test_a_model_without_attention_shows_nothing(x: torch.Tensor) -> None:
+    model = nn.Linear(16, 4)
+    with capture(model) as seen:
+        model(x)
+    assert seen.layers == {}

@@ -1,13 +1,20 @@
-"""Attention maps of a model, and what is measured on them."""
+"""Attention maps of a model, what is measured on them, and what is seen of local linear layers."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import regard
 from regard.checks import ArgumentError
 from regard.inspect.measures import AttentionMaps, attention_maps
+from regard.inspect.report import Page, Section, render
+from regard.inspect.summary import layer_table
+from regard.inspect.tables import Table
 from regard.models import HybridConfig, HybridForCausalLM
 
 ALL_BACK = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [1.0, 0, 0]])
@@ -20,12 +27,10 @@ def maps(*heads: torch.Tensor) -> AttentionMaps:
     return AttentionMaps(("a", "b", "c"), weights, (weights != 0).sum(-1).float())
 
 
-def small(mixers: list[str]) -> HybridForCausalLM:
+def small(mixers: list[str], size: float = 0.02) -> HybridForCausalLM:
     torch.manual_seed(0)
-    config = HybridConfig(
-        vocab_size=11, hidden_size=16, num_hidden_layers=len(mixers), num_attention_heads=2, mixers=mixers
-    )
-    return HybridForCausalLM(config)
+    sizes = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": len(mixers), "num_attention_heads": 2}
+    return HybridForCausalLM(HybridConfig(**sizes, mixers=mixers, initializer_range=size))
 
 
 def test_look_back_by_hand() -> None:
@@ -79,3 +84,163 @@ def test_a_model_without_weights() -> None:
 
     with pytest.raises(ArgumentError, match="no layer"):
         attention_maps(Plain(), torch.tensor([1]), ["a"])
+
+
+# Local linear layers: signed weights, density and solver statistics, against dense formulas ---------------------------
+
+
+B, H, T, D = 2, 3, 12, 4
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def relumax(z: Tensor) -> Tensor:
+    w = (z - z.amax(-1, keepdim=True) + 1).clamp(min=0)
+    return w / w.sum(-1, keepdim=True)
+
+
+WEIGHTS = {"local-linear": lambda z: z.softmax(-1), "local-linear[relumax]": relumax}
+
+
+def by_hand(q: Tensor, k: Tensor, weigh: Any, seen: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """(p, p (1 + (k - kbar) . t)) with (C + ridge) t = q - kbar, row by row; seen [B, 1, T, T]."""
+    p = torch.zeros(*q.shape[:3], k.shape[2], dtype=q.dtype)
+    signed = p.clone()
+    for b in range(B):
+        for h in range(H):
+            for i in range(T):
+                keys = seen[b, 0, i].nonzero()[:, 0]
+                if not len(keys):
+                    continue
+                y = k[b, h, keys]
+                w = weigh(y @ q[b, h, i] / math.sqrt(D))
+                away = y - w @ y
+                t = torch.linalg.solve(away.T @ (w[:, None] * away) + ridge * torch.eye(D).double(), q[b, h, i] - w @ y)
+                p[b, h, i, keys] = w
+                signed[b, h, i, keys] = w * (1 + away @ t)
+    return p, signed
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", "auto"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("spec", WEIGHTS)
+def test_diagnostics_of_degree_one(spec: str, window: int | None, impl: str) -> None:
+    q, k, v = (draw(B, H, T, D, seed=seed) for seed in (1, 2, 3))
+    mask = torch.ones(B, 1, 1, T, dtype=torch.bool)
+    mask[0, :, :, :3] = False
+    at = torch.arange(T)
+    seen = (at <= at[:, None]) & (at > at[:, None] - (window or T)) & mask
+    p, signed = by_hand(q, k, WEIGHTS[spec], seen, 0.1)
+    given = {"attn_mask": mask, "is_causal": True, "window": window, "return_diagnostics": True, "impl": impl}
+    out, found = regard.attention(q, k, v, spec, **given)
+    torch.testing.assert_close(out, signed @ v, atol=1e-9, rtol=0)
+    negative = -torch.where(signed < 0, signed, 0).sum(-1)
+    torch.testing.assert_close(found.negative_mass, negative, atol=1e-9, rtol=0)
+    assert negative.max() > 0.05
+    visible = seen.sum(-1).expand(B, H, T).double()
+    share = torch.where(visible > 0, (p != 0).sum(-1) / visible.clamp(min=1), 0)
+    torch.testing.assert_close(found.density, share, atol=1e-12, rtol=0)
+    assert bool((found.density[0, :, :3] == 0).all())
+    assert set(found.solver) == {"status", "iterations", "residual", "jitter"}
+    assert all(rows.shape == (B, H, T) for rows in found.solver.values())
+    assert bool((found.solver["status"] == 0).all())
+    assert found.solver["residual"].max() < 1e-8
+    if impl == "reference":
+        torch.testing.assert_close(found.weights, p, atol=1e-12, rtol=0)
+        torch.testing.assert_close(found.effective_weights, signed, atol=1e-9, rtol=0)
+    else:
+        assert found.weights is None
+        assert found.effective_weights is None
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+def test_diagnostics_of_degree_zero(impl: str) -> None:
+    q, k, v = (draw(B, H, T, D, seed=seed) for seed in (1, 2, 3))
+    for spec in ("softmax", "biweight"):
+        _, found = regard.attention(q, k, v, spec, is_causal=True, return_diagnostics=True, impl=impl)
+        assert found.effective_weights is None
+        assert found.solver is None
+        assert bool((found.negative_mass == 0).all())
+    given = {"is_causal": True, "return_diagnostics": True}
+    _, found = regard.attention(q, k, v, "linear", impl=impl, **given)
+    z = (q @ k.mT / math.sqrt(D)).tril()
+    if impl == "reference":
+        torch.testing.assert_close(found.negative_mass, -z.clamp(max=0).sum(-1), atol=1e-12, rtol=0)
+    else:
+        assert found.negative_mass is None  # signed, and not looked at
+
+
+def test_a_system_that_is_not_solved_is_seen() -> None:
+    q, k, v = (draw(B, H, 40, 20, seed=seed) for seed in (1, 2, 3))
+    spec = "gaussian*linear(ridge=0.001,solver=cg(max_iter=2))"
+    with pytest.warns(RuntimeWarning, match="systems did not converge"):
+        _, found = regard.attention(q, k, v, spec, is_causal=True, return_diagnostics=True)
+    failed = found.solver["status"] == regard.grammar.SolveStatus.UNCONVERGED
+    assert bool(failed.any())
+    assert found.solver["residual"][failed].min() > 1e-6
+    assert bool((found.solver["iterations"][failed] >= 2).all())
+
+
+def test_maps_of_a_model_have_the_signed_weights() -> None:
+    model, tokens = small(["local-linear[biweight]", "softmax"], 0.3), torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+    found = attention_maps(model, tokens, list("abcdefgh"))
+    given = model(tokens[None], output_attentions=True).attentions
+    for at in (0, 1):
+        torch.testing.assert_close(found.weights[at], given[at][0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.weights.sum(-1), torch.ones(2, 2, 8), atol=1e-5, rtol=0)
+    assert found.negative_mass()[0].max() > 0
+    assert bool((found.negative_mass()[1] == 0).all())
+    torch.testing.assert_close(found.density, (found.weights != 0).sum(-1) / torch.arange(1.0, 9))
+    assert [sorted(each) for each in found.solver] == [["iterations", "jitter", "residual", "status"], []]
+
+
+def test_strong_weights_are_counted_by_size() -> None:
+    weights = torch.tensor([[1.0, 0, 0], [1.05, -0.05, 0], [0.7, -0.3, 0.6]])
+    maps = AttentionMaps(("a", "b", "c"), weights[None, None], torch.ones(1, 1, 3))
+    assert maps.strong().item() == pytest.approx((1 + 1 + 3) / 3)
+    assert maps.strong(0.65).item() == pytest.approx(1)
+    assert maps.negative_mass()[0, 0].tolist() == pytest.approx([0, 0.05, 0.3])
+
+
+def by_layer() -> AttentionMaps:
+    first = torch.tensor([[1.0, 0], [1.2, -0.2]])
+    solver = {
+        "status": torch.tensor([[0.0, 3.0]]),
+        "iterations": torch.tensor([[0.0, 5.0]]),
+        "residual": torch.tensor([[0.0, 0.25]]),
+        "jitter": torch.zeros(1, 2),
+    }
+    weights = torch.stack([first, torch.eye(2)])[:, None]
+    support, density = torch.tensor([[[1.0, 2]], [[1, 1]]]), torch.tensor([[[1.0, 1]], [[1, 0.5]]])
+    return AttentionMaps(("a", "b"), weights, support, density, (solver, {}))
+
+
+def test_the_table_of_layers() -> None:
+    table = layer_table(by_layer())
+    assert table.header[:5] == (
+        "layer",
+        "keys with weight",
+        "of the visible",
+        "with weight above 0.1",
+        "negative weight",
+    )
+    assert table.rows == (
+        ("1", "1.5", "100%", "1.5", "0.100", "2.5", "2.5e-01", "1 of 2"),
+        ("2", "1.0", "75%", "1.0", "0.000", "-", "-", "-"),
+    )
+    assert "Residual" in table.note
+    plain = by_layer()
+    plain = AttentionMaps(plain.labels, plain.weights, plain.support)
+    assert layer_table(plain).rows == (("1", "1.5", "-", "1.5", "0.100"), ("2", "1.0", "-", "1.0", "0.000"))
+
+
+def test_the_page_shows_it() -> None:
+    section = Section(title="one", maps=by_layer(), layers=layer_table(by_layer()))
+    empty = Table(header=("model",), rows=())
+    parts = {"title": "t", "introduction": "i", "table": empty, "curves": None, "curves_caption": "", "settings": {}}
+    html = render(Page(**parts, sections=[section, Section(title="two")]))
+    assert html.count("<h3>Layers</h3>") == 1
+    assert "<td>1 of 2</td>" in html
+    assert "negative ones sum to about" in html

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
 import pytest
 import torch
+from any_model import SIZES, make, text
 
 from regard.checks import ArgumentError
 from regard.inspect import mechanisms
@@ -22,7 +24,6 @@ from regard.inspect.mechanisms import (
     sinks,
     uniform_attention,
 )
-from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
 
 
 def even(rows: int, columns: int | None = None) -> torch.Tensor:
@@ -232,28 +233,11 @@ def test_ablations_of_non_finite_weights_and_of_outputs():
 
 # Models ----------------------------------------------------------------------------------------------------------
 
-
-SIZES = {"vocab_size": 23, "hidden_size": 16, "num_attention_heads": 2, "initializer_range": 0.3}
-
-
-def iclm(**changes):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return ICLMForCausalLM(ICLMConfig(**{**SIZES, "num_hidden_layers": 4, **changes})).eval()
-
-
-def transformer():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return HybridForCausalLM(HybridConfig(**SIZES, num_hidden_layers=2)).eval()
-
-
-def random_ids(batch=2, tokens=7):
-    return torch.randint(0, 23, (batch, tokens), generator=torch.Generator().manual_seed(3))
+iclm = functools.partial(make, "iclm")
 
 
 def test_the_patterns_of_an_iclm():
-    model, ids = iclm(), random_ids()
+    model, ids = iclm(dtype=torch.float32), text(2, 7, seed=3)
     logits, found = mechanisms.patterns(model, ids)
     assert [(p.name, p.stream, p.layer) for p in found] == [
         (f"{stream}.{layer}.attn.hook_pattern", stream, layer) for layer in range(2) for stream in ("phi", "f")
@@ -274,10 +258,10 @@ def test_the_patterns_of_an_iclm():
 
 def test_the_columns_of_f_hold_the_token_that_is_averaged():
     """Changing x_j changes no weight of the rows that do not see it, and the value of column j alone."""
-    model, ids = iclm(f_mlp="none", phi_mlp="none", num_hidden_layers=2), random_ids(1)
+    model, ids = iclm(dtype=torch.float32, f_mlp="none", phi_mlp="none", num_hidden_layers=2), text(1, 7, seed=3)
     _, (phi, f) = mechanisms.patterns(model, ids)
     other = ids.clone()
-    other[0, 4] = (ids[0, 4] + 1) % 23
+    other[0, 4] = (ids[0, 4] + 1) % SIZES["vocab_size"]
     _, (phi2, f2) = mechanisms.patterns(model, other)
     row_f, row_phi = 5 - f.roles.predicts, 5 - phi.roles.predicts  # the first rows that see x_4 predict x_5
     assert torch.equal(f.weights[:, :, :row_f], f2.weights[:, :, :row_f])
@@ -287,7 +271,7 @@ def test_the_columns_of_f_hold_the_token_that_is_averaged():
 
 
 def test_the_patterns_of_an_iclm_that_begins_with_a_token():
-    model, ids = iclm(start="bos"), random_ids()
+    model, ids = iclm(dtype=torch.float32, start="bos"), text(2, 7, seed=3)
     _, found = mechanisms.patterns(model, ids)
     phi, f = found[0], found[1]
     assert (phi.weights.shape[2], f.weights.shape[2]) == (7, 6)
@@ -297,7 +281,7 @@ def test_the_patterns_of_an_iclm_that_begins_with_a_token():
 
 
 def test_the_patterns_of_a_transformer():
-    model, ids = transformer(), random_ids()
+    model, ids = make("transformer", dtype=torch.float32, num_hidden_layers=2), text(2, 7, seed=3)
     logits, found = mechanisms.patterns(model, ids)
     assert [(p.stream, p.layer, p.weights.shape) for p in found] == [
         ("transformer", layer, (2, 2, 7, 7)) for layer in range(2)
@@ -313,9 +297,9 @@ def test_the_patterns_of_a_transformer():
 
 
 def test_the_lens_ends_with_the_prediction():
-    model, ids = iclm(), random_ids()
+    model, ids = iclm(dtype=torch.float32), text(2, 7, seed=3)
     found = mechanisms.logit_lens(model, ids)
-    assert found.shape == (2, 2, 7, 23)
+    assert found.shape == (2, 2, 7, SIZES["vocab_size"])
     assert torch.allclose(found[-1], model(ids).logits, atol=1e-5)
     f = model(ids, output_hidden_states=True).hidden_states[3].double()  # before the second f block
     norm = model.model.ln_final
@@ -327,7 +311,7 @@ def test_the_lens_ends_with_the_prediction():
 @pytest.mark.parametrize("variant", ["full", "wv", "slice"])
 def test_projections_are_what_a_head_adds(variant):
     """All weight of one head on one value, none of the other heads: the update is P_h times the value."""
-    layer = iclm(variant=variant).model.f[0].attn
+    layer = iclm(dtype=torch.float32, variant=variant).model.f[0].attn
     projections = mechanisms.head_projections(layer)
     assert projections.shape == (2, 16, 16)
     covariates, values = torch.randn(1, 4, 16), torch.randn(1, 3, 16)

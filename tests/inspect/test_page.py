@@ -1,14 +1,16 @@
-"""The page: complete, self-contained, and safe against what is in the text."""
+"""The page: complete, self-contained, and safe against what is in the text; and tables in every print."""
 
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from seen import HOSTILE, Elements
 
 from regard.inspect.measures import AttentionMaps
@@ -88,3 +90,32 @@ def test_the_viewer_has_the_weights() -> None:
                 assert decoded == pytest.approx(weights[i, : i + 1], abs=1.1 / 127 * largest)
     data = viewer_data("none", AttentionMaps(("a",), torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)))
     assert (base64.b64decode(data["codes"]), data["largest"]) == (b"\0", [[0.0]])
+
+
+# One table in its prints ----------------------------------------------------------------------------------------------
+
+
+TABLE = Table(header=("model", "bits"), rows=(("a|b", "1.5"), ("[red]c", "2")), note="A note.")
+
+
+def test_markdown() -> None:
+    assert TABLE.markdown() == "\n".join(
+        ["| model | bits |", "|---|---:|", "| a\\|b | 1.5 |", "| [red]c | 2 |", "", "A note.", ""]
+    )
+
+
+def test_markdown_without_a_note_keeps_rows_to_one_line() -> None:
+    assert Table(header=("m",), rows=(("a\nb",),)).markdown() == "| m |\n|---|\n| a b |\n"
+
+
+def test_rich_prints_every_cell_as_it_is() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(TABLE.rich("Title"))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in ("Title", "model", "bits", "a|b", "1.5", "[red]c", "A note."):
+        assert text in printed
+
+
+def test_ragged_rows_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        Table(header=("a", "b"), rows=(("1",),))

@@ -156,14 +156,10 @@ def test_masks_mean_what_those_of_transformers_mean(queries: int, past: int, slo
     for padding, tensor in itertools.product(MASKS, (False, True)):
         keys = queries + past + slots
         call = {
-            "batch_size": 2,
-            "q_length": queries,
-            "kv_length": keys,
-            "q_offset": torch.tensor(past) if tensor else past,
-            "mask_function": function,
-            "attention_mask": padding,
+            "batch_size": 2, "q_length": queries, "kv_length": keys, "q_offset": torch.tensor(past) if tensor else past,
+            "mask_function": function, "attention_mask": padding,
             "local_size": 5 if kind in ("sliding", "chunked") else None,
-        }
+        }  # fmt: skip
         want = sdpa_mask(**call, allow_is_causal_skip=False)[:, 0]
         for skip in (False, True):
             both = {"allow_is_causal_skip": skip, "allow_is_bidirectional_skip": skip and kind == "bidirectional"}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import entmax
 import pytest
 import torch
 import transformers
@@ -25,7 +24,6 @@ from tiny_models import (
     positions,
     real_tokens,
     right_padding,
-    same_gradients,
     step_logits,
     tiny,
     tokens,
@@ -67,54 +65,6 @@ def test_a_converted_model_keeps_its_weights_and_logits(family: str) -> None:
     assert all(torch.equal(a, weights[n]) for n, a in model.state_dict().items())
     model.set_attn_implementation("sdpa")
     assert torch.equal(model(tokens()).logits, before)
-
-
-# Against other programs' weights in the model's own eager attention ------------------------------------------
-
-
-def relumax(z: Tensor) -> Tensor:
-    w = (z - z.amax(-1, keepdim=True) + 1).clamp(min=0)
-    return w / w.sum(-1, keepdim=True)
-
-
-ORACLES = {
-    "biweight": lambda z: entmax.entmax15(z, dim=-1),
-    "sparsemax": lambda z: entmax.sparsemax(z, dim=-1),
-    "triweight": lambda z: entmax.entmax_bisect(z, alpha=4 / 3, dim=-1, n_iter=60),
-    "relumax": relumax,
-}
-
-
-def eager_with(monkeypatch: pytest.MonkeyPatch, weights: Any) -> None:
-    """`weights` in place of softmax in transformers' eager attention; rows without a key are zero."""
-
-    def normalise(scores: Tensor, dim: int = -1, dtype: Any = None) -> Tensor:
-        hidden = scores < -1e30
-        empty = hidden.all(-1, keepdim=True)
-        top = torch.where(hidden, -torch.inf, scores).amax(-1, keepdim=True)
-        z = torch.where(hidden, torch.where(empty, 0, top) - 50, scores)
-        return torch.where(empty, 0, weights(z))
-
-    monkeypatch.setattr(torch.nn.functional, "softmax", normalise)
-
-
-@pytest.mark.parametrize(
-    ("family", "preset"), [*((f, "biweight") for f in ALL), *(("llama", p) for p in ORACLES if p != "biweight")]
-)
-def test_logits_and_gradients_of_compact_kernels(family: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask, found = left_padding(), []
-    models = tiny(family, f"regard_{preset}").double(), tiny(family, "eager").double()
-    for model, patch in zip(models, (False, True), strict=True):
-        if patch:
-            eager_with(monkeypatch, ORACLES[preset])
-        logits = model(tokens(), attention_mask=mask).logits
-        (logits * mask[..., None]).square().mean().backward()
-        found.append(logits[mask.bool()])
-    assert (found[0] - found[1]).abs().max() < 1e-7  # rotary angles are float32 in either
-    same_gradients(*models)
-    monkeypatch.undo()  # the weights do differ from softmax's
-    usual = tiny(family, "sdpa").double()(tokens(), attention_mask=mask).logits
-    assert (usual[mask.bool()] - found[0]).abs().max() > 1e-3
 
 
 # Gradients ---------------------------------------------------------------------------------------------------

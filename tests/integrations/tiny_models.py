@@ -7,51 +7,27 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 logging.set_verbosity_error()
 
 VOCAB, PAD, END = 61, 0, 60
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": PAD,
-    "eos_token_id": END,
-    "pad_token_id": PAD,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": PAD, "eos_token_id": END, "pad_token_id": PAD,
     "initializer_range": 0.3,  # scores far from uniform, so that kernels differ
-}
+}  # fmt: skip
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
-CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, {"num_key_value_heads": 2}),
-    "gpt2": (GPT2Config, {}),
-    "qwen3": (Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8}),
-    "qwen3-sliding": (Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8, **SLIDING}),
-    "bert": (BertConfig, {}),
+NAMED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 8}),
+    "qwen3-sliding": ("Qwen3Config", "Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 8, **SLIDING}),
+    "bert": ("BertConfig", "BertForMaskedLM", {}),
 }
-CLASSES: dict[str, type[PreTrainedModel]] = {
-    "llama": LlamaForCausalLM,
-    "gpt2": GPT2LMHeadModel,
-    "qwen3": Qwen3ForCausalLM,
-    "qwen3-sliding": Qwen3ForCausalLM,
-    "bert": BertForMaskedLM,
-}
+"""Families that are tested most: (configuration, model, options)."""
 GROUPED = {"num_key_value_heads": 2, "initializer_range": 0.2}
 OLD = {"initializer_range": 0.2}
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
@@ -84,12 +60,15 @@ MORE = [*DECODERS, *ENCODERS]
 def tiny(family: str, impl: str, **more: Any) -> PreTrainedModel:
     """A model of the family whose weights depend on the family alone, in evaluation mode."""
     torch.manual_seed(7)
-    if family in CONFIGS:
-        (kind, own), model = CONFIGS[family], CLASSES[family]
-    else:
-        kind, own = getattr(transformers, f"{family}Config"), DECODERS.get(family) or ENCODERS[family]
-        model = getattr(transformers, family + ("ForCausalLM" if family in DECODERS else "ForMaskedLM"))
-    return model._from_config(kind(**{**SIZES, **own, **more}), attn_implementation=impl).eval()
+    kind = "ForCausalLM" if family in DECODERS else "ForMaskedLM"
+    usual = (f"{family}Config", family + kind, DECODERS.get(family) or ENCODERS.get(family))
+    config, model, own = NAMED.get(family, usual)
+    fields = {**SIZES, **own, **more}
+    return (
+        getattr(transformers, model)
+        ._from_config(getattr(transformers, config)(**fields), attn_implementation=impl)
+        .eval()
+    )
 
 
 def tokens(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
@@ -118,15 +97,8 @@ def positions(mask: Tensor) -> Tensor:
 
 def step_logits(model: PreTrainedModel, ids: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """Greedy continuation [B, T + 6] and the logits of each step [B, 6, V]."""
-    made = model.generate(
-        ids,
-        do_sample=False,
-        min_new_tokens=6,
-        max_new_tokens=6,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **more,
-    )
+    how = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6, "output_logits": True, **more}
+    made = model.generate(ids, return_dict_in_generate=True, **how)
     return made.sequences, torch.stack(made.logits, 1)
 
 

@@ -1,6 +1,7 @@
 """The three memories that are written in chunks, small and called in one way.
 
-`slots` is `fast_weight_memory`, `network` is `fast_weight_mlp`, `heads` is `large_chunk_ttt`.
+`slots` is `fast_weight_memory`, `network` is `fast_weight_mlp`, `heads` is `large_chunk_ttt`. `KIND+shared` is one
+memory for all rows of the batch.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ FUNCTIONS = {
     "network": (fast_weight_mlp.fast_weight_mlp, fast_weight_mlp.flush),
     "heads": (large_chunk.large_chunk_ttt, large_chunk.flush),
 }
-SHARED = [(kind, shared) for kind in KINDS for shared in (False, True) if not shared or "heads" not in kind]
+SHARED = [f"{kind}+shared" for kind in KINDS if "heads" not in kind]
 
 
-def normal(*size: int, seed: int) -> Tensor:
+def family(kind: str) -> str:
+    return kind.partition("+")[0].partition("-")[0]
+
+
+def normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -40,8 +45,8 @@ def draw(kind: str, rows: int, tokens: int, seed: int = 0) -> Fields:
     """Return the fields of the tokens, [rows, tokens, ...]."""
     sizes = {"slots": ((2, 6), (4,), ()), "network": ((4,), (3,)), "heads": ((2, 4), (2, 4), (2, 4), (2, 3), (2,))}
     names = {"slots": ("query", "value", "gate"), "network": ("query", "value")}
-    family = kind.partition("-")[0]
-    named = zip(names.get(family, ("query", "key", "value", "rates", "share")), sizes[family], strict=True)
+    own = family(kind)
+    named = zip(names.get(own, ("query", "key", "value", "rates", "share")), sizes[own], strict=True)
     made = {n: normal(rows, tokens, *size, seed=10 * seed + i) for i, (n, size) in enumerate(named)}
     made |= {n: made[n].sigmoid() for n in ("gate", "rates", "share") if n in made}
     return made if "momentum" in kind else {n: x for n, x in made.items() if n != "share"}
@@ -50,14 +55,16 @@ def draw(kind: str, rows: int, tokens: int, seed: int = 0) -> Fields:
 def first(kind: str, seed: int = 99) -> list[Tensor]:
     """Return the values that a memory begins with, as leaves."""
     sizes = {"slots": ((2, 2, 6, 3), (36, 4)), "network": ((6, 5), (6, 5), (3, 7)), "heads": ((2, 5, 4),) * 2}
-    own = sizes[kind.partition("-")[0]] + (((2, 4, 5),) if "heads" in kind else ())
+    own = sizes[family(kind)] + (((2, 4, 5),) if "heads" in kind else ())
     return [(normal(*s, seed=seed + i) * (1.0 if "slots" in kind else 0.5)).requires_grad_() for i, s in enumerate(own)]
 
 
 def call(kind: str, given: Fields, firsts: list[Tensor] | None = None, **how: Any) -> tuple[Tensor, Any]:
     firsts = [x.detach() for x in first(kind)] if firsts is None else firsts
     begin = {"keys": firsts[0], "values": firsts[1]} if "slots" in kind else {"weights": tuple(firsts)}
-    out, state = FUNCTIONS[kind.partition("-")[0]][0](**given, **begin, **{"chunk_size": CHUNK, **KINDS[kind], **how})
+    name, _, shared = kind.partition("+")
+    options = {"chunk_size": CHUNK, **KINDS[name], **({"shared": True} if shared else {}), **how}
+    out, state = FUNCTIONS[family(kind)][0](**given, **begin, **options)
     return out.flatten(2), state
 
 
@@ -87,8 +94,8 @@ def spoil(given: Fields, where: Tensor, content: float = torch.nan) -> Fields:
 
 
 def flush(kind: str, state: Any) -> Any:
-    family, known = kind.partition("-")[0], ("rule", "learning_rate", "optimizer")
-    return FUNCTIONS[family][1](state, **{n: x for n, x in KINDS[kind].items() if n in known})
+    known = ("rule", "learning_rate", "optimizer")
+    return FUNCTIONS[family(kind)][1](state, **{n: x for n, x in KINDS[kind.partition("+")[0]].items() if n in known})
 
 
 def written(state: Any) -> list[Tensor]:

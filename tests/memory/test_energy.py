@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import entmax_rows
+from streams import normal as drawn
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -15,10 +16,6 @@ from regard import AssociativeMemory
 from regard.checks import ArgumentError
 from regard.memory.associative import energies
 from regard.memory.associative.energy import integral
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def written(spec: str, keys: Tensor, scale: float | None = None) -> AssociativeMemory:

@@ -4,8 +4,6 @@ Sentences, mixers and models are taken from the registries, so that what is regi
 named here as what cannot be.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -78,18 +76,14 @@ def test_every_model(name, mixers):
     same_at_every_length(model, exported(model, text(2, 9), least=3))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", language_models.names())
-@pytest.mark.parametrize("mixer", ["biweight", "softmax"])
+SLOW = [pytest.param(name, mixer, marks=pytest.mark.slow) for name in language_models.names()
+        for mixer in ("biweight", "softmax")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mixer"), [("transformer", "gated-deltanet"), *SLOW])
 def test_padding(name, mixer):
     model = make(name, mixer, torch.float32, num_hidden_layers=2)
     program = exported(model, text(2, 9), least=3, attention_mask=torch.ones(2, 9, dtype=torch.long))
-    same_at_every_length(model, program, padded=True)
-
-
-def test_padding_in_a_recurrent_mixer():
-    model = make("transformer", "gated-deltanet", torch.float32, num_hidden_layers=1)
-    program = exported(model, text(2, 9), attention_mask=torch.ones(2, 9, dtype=torch.long))
     same_at_every_length(model, program, padded=True)
 
 

@@ -1,7 +1,5 @@
 """What every registered language model keeps while it writes: cached or not, in batches, by beams, with help."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

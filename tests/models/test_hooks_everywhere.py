@@ -2,8 +2,6 @@
 used wherever the model runs, and nothing stays behind. Models without hook points have nothing to keep here.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from any_model import SIZES, in_chunks, make, text
@@ -21,6 +19,10 @@ every_mixer = pytest.mark.parametrize("mixers", ["softmax", "biweight", "local-l
 
 def words(seed=0):
     return text(2, T, seed)
+
+
+def close(found, expected, atol, point, rtol=0.0):
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol, msg=lambda words: f"{point}: {words}")
 
 
 def flat(pattern, hook):
@@ -70,10 +72,8 @@ def test_what_is_put_in_place_is_used_in_every_view(name, mixers):
             prefill = model(tokens, use_cache=True).logits
             parts = in_chunks(model, tokens, [4, 1, 1, 3])[0]
         assert (whole - plain).abs().amax() > 1e-4, point
-        torch.testing.assert_close(
-            prefill, whole, atol=1e-9, rtol=0, msg=lambda words, point=point: f"{point}: {words}"
-        )
-        torch.testing.assert_close(parts, whole, atol=1e-9, rtol=0, msg=lambda words, point=point: f"{point}: {words}")
+        close(prefill, whole, 1e-9, point)
+        close(parts, whole, 1e-9, point)
 
 
 @torch.no_grad()
@@ -92,9 +92,7 @@ def test_hooks_reveal_no_later_token_and_no_hidden_one(name, mixers):
             whole = model(inputs_embeds=embedded, attention_mask=mask).logits
             again = model(inputs_embeds=poisoned, attention_mask=mask).logits
             assert torch.equal(model(later).logits[:, :5], model(tokens).logits[:, :5]), point
-        torch.testing.assert_close(
-            again[real], whole[real], atol=1e-10, rtol=0, msg=lambda words, point=point: f"{point}: {words}"
-        )
+        close(again[real], whole[real], 1e-10, point)
 
 
 @every_model
@@ -113,13 +111,7 @@ def test_gradients_flow_through_what_is_put_in_place(name, checkpointing):
         for value in (0.9 + step, 0.9 - step):
             with torch.no_grad(), hooked(model, [(point, lambda x, hook, value=value: value * x)]):
                 sides.append((model(tokens).logits * weigh).sum())
-        torch.testing.assert_close(
-            factor.grad,
-            (sides[0] - sides[1]) / (2 * step),
-            atol=1e-5,
-            rtol=1e-5,
-            msg=lambda words, point=point: f"{point}: {words}",
-        )
+        close(factor.grad, (sides[0] - sides[1]) / (2 * step), 1e-5, point, rtol=1e-5)
 
 
 @every_model

@@ -1,12 +1,11 @@
-"""HybridForCausalLM: its values against an independent model, names of its weights, masks, compilation.
+"""HybridForCausalLM: its values against an independent model, names of its weights, masks, compilation, configurations.
 
 The independent models are transformers' Llama and Mistral: with softmax in every layer the same weights, by
 the same names, must give the same logits.
 """
 
-from __future__ import annotations
-
 import importlib
+import json
 import subprocess
 import sys
 
@@ -21,6 +20,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from regard import Spec
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
 
@@ -70,6 +70,10 @@ def test_state_dict_names_are_frozen():
         expected |= {f"{layer}.self_attn.log_temperature"}
     assert set(made(temperatures="learned").state_dict()) == expected
     assert set(made().state_dict()) == {name for name in expected if "temperature" not in name}
+    names = set(make("transformer-shared").state_dict())
+    own = {f"0.self_attn.{name}" for name in ("log_base", "log_gain", "logit_exponent")} | {"1.self_attn.log_slope"}
+    own |= {f"{i}.self_attn.{name}_proj.weight" for i in range(2) for name in ("k", "v", "o", "gate")}
+    assert {name.removeprefix("model.layers.") for name in names if "self_attn" in name} == own
 
 
 def test_a_temperature_can_be_added_to_a_saved_model(tmp_path):
@@ -127,3 +131,127 @@ def test_one_compiled_graph_serves_every_length():
         tokens = torch.arange(2 * length).reshape(2, length) % 20
         compiled(tokens, labels=tokens).loss.backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+# Configurations -------------------------------------------------------------------------------------------------------
+
+
+def test_mixers_become_one_normal_text_per_layer():
+    assert HybridConfig(mixers="biweight", num_hidden_layers=2).mixers == ["biweight", "biweight"]
+    mixed = HybridConfig(mixers=[Spec.parse("relumax"), " softmax "], num_hidden_layers=2)
+    assert mixed.mixers == ["relumax", "softmax"]
+    assert mixed.layer_specs() == [Spec.parse("relumax"), Spec.parse("softmax")]
+
+
+def test_defaults_that_follow_from_others():
+    config = HybridConfig(hidden_size=100, num_attention_heads=5)
+    assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (20, 5, 272)
+
+
+@pytest.mark.parametrize(("former", "now"), [(True, "learned"), (False, "fixed")])
+def test_files_from_before_there_were_temperatures(tmp_path, former, now):
+    HybridConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for name in ("temperatures", "share_query_key", "exclude_self", "ridges", "qk_norm"):
+        del fields[name]
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "learn_temperature": former}))
+    config = HybridConfig.from_pretrained(tmp_path)
+    assert config.temperatures == [now, now]
+    assert (config.share_query_key, config.exclude_self) == (False, False)
+    assert (config.ridges, config.qk_norm) == (["fixed", "fixed"], None)
+
+
+def test_the_temperature_of_attention_is_not_that_of_sampling():
+    config = HybridConfig(num_hidden_layers=1, hidden_size=8, temperatures="log")
+    assert config.temperatures == ["log"]
+    assert HybridForCausalLM(config).generation_config.temperature is None
+
+
+def test_fields_changed_while_loading_are_checked_too(tmp_path):
+    HybridConfig(hidden_size=32).save_pretrained(tmp_path)
+    config = HybridConfig.from_pretrained(tmp_path, mixers="relumax")
+    assert HybridForCausalLM(config).config.mixers == ["relumax"] * 4
+    with pytest.raises(ArgumentError, match="mixers names 4 layers and num_hidden_layers is 3"):
+        HybridForCausalLM(HybridConfig.from_pretrained(tmp_path, num_hidden_layers=3))
+
+
+LOCAL = {"mixers": ["local-linear[biweight]", "softmax", "local-linear"], "num_hidden_layers": 3}
+
+
+def attentions(**fields):
+    torch.manual_seed(0)
+    model = HybridForCausalLM(HybridConfig(**LOCAL, hidden_size=32, initializer_range=0.2, **fields))
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def test_one_rule_is_for_the_layers_that_have_a_ridge():
+    config = HybridConfig(**LOCAL, ridges="learned(start=0.3)")
+    assert config.ridges == ["learned(start=0.3)", "fixed", "learned(start=0.3)"]
+    assert HybridConfig(**LOCAL, ridges=config.ridges).to_dict() == config.to_dict()
+    layers = attentions(ridges=["fixed", "fixed", "learned-per-dimension"])
+    assert [layer.ridge_proj and tuple(layer.ridge_proj.weight.shape) for layer in layers] == [None, None, (32, 32)]
+
+
+@pytest.mark.parametrize("temperatures", ["fixed", "learned"])
+def test_ridges_and_gains_start_where_they_should(temperatures):
+    """transformers passes over modules without parameters of their own; temperatures are such parameters."""
+    for layer in attentions(ridges="learned(start=0.3)", qk_norm="rms", temperatures=temperatures)[::2]:
+        hidden = torch.randn(2, 5, 32)
+        assert not layer.ridge_proj.weight.any()
+        ridge = 0.001 + torch.sigmoid(hidden @ layer.ridge_proj.weight.T + layer.ridge_proj.bias)
+        torch.testing.assert_close(ridge, torch.full_like(ridge, 0.3))
+        assert (layer.q_norm.weight == 1).all()
+        assert layer.q_proj.weight.std().item() == pytest.approx(0.2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mixers": 3}, "mixers is 3, expected a spec such as 'biweight'"),
+        ({"mixers": ["softmax", None, "softmax", "softmax"]}, "expected a spec such as 'biweight'"),
+        ({"hidden_size": 30}, "hidden_size 30 is not a multiple of 4 heads"),
+        ({"num_key_value_heads": 3}, r"4 query heads \(num_attention_heads\) do not divide among 3"),
+        ({"head_dim": 7}, "head_dim is 7, expected an even number"),
+        ({"hidden_size": 0}, "hidden_size is 0, expected a positive integer"),
+        ({"vocab_size": "64"}, "vocab_size is '64', expected a positive integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True, expected a positive integer"),
+        ({"intermediate_size": -8}, "intermediate_size is -8, expected a positive integer"),
+        ({"window": 0}, "window is 0, expected a positive integer"),
+        ({"rope_theta": -1.0}, "rope_theta is -1, expected rope_theta > 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number"),
+        ({"exclude_self": "no"}, "exclude_self is 'no', expected True or False"),
+        ({"temperatures": ["log"]}, r"temperatures is \['log'\], expected a rule such as 'log', or a list"),
+        ({"temperatures": "lgo"}, "Did you mean 'log'"),
+        ({"temperatures": "log", "mixers": "relu"}, "relu has none; leave it out or choose one of: softmax"),
+        ({"share_query_key": True, "num_key_value_heads": 2}, "4 query heads need 4 key/value heads, not 2"),
+        ({"temperature": "log"}, r"'temperature' is not used; temperatures says .* generate\(temperature=\)"),
+        ({"sliding_window": 4}, "'sliding_window' is not used; window says"),
+        ({"eos_token_id": [1, -1]}, "expected None or a token from 0 to 255"),
+        ({"dropout": 0.1}, "unknown field 'dropout'. Choose from: .*vocab_size"),
+        ({"rope_scaling": {"factor": 2}}, "'rope_scaling' is not used; rotary positions have rope_theta only"),
+        ({"layer_types": ["linear_attention"] * 4}, "'layer_types' is not used; mixers sets"),
+        ({"window": [1, 2]}, "expected a positive integer, None, or a list with one for each of 4 layers"),
+        ({"window": [1, 2, 3, 0]}, "window is 0"),
+        ({"rotary_share": 0.0}, "expected rotary_share > 0"),
+        ({"rotary_share": 1.5}, "expected rotary_share <= 1"),
+        ({"training_window": 0}, "expected a positive integer"),
+        ({"training_window_share": 1.2}, "expected training_window_share <= 1"),
+        ({"memory_place": "inside"}, "expected one of 'before-mixer', 'after-mixer'"),
+        ({"memories": "PKM"}, "cannot read 'PKM'"),
+        ({"memories": "PKM@9"}, "layers 0 to 3"),
+        ({"memories": "nothing@1"}, "unknown memory 'nothing'"),
+        ({"memories": 7}, "expected a text such as"),
+        ({**LOCAL, "ridges": "learnt"}, "unknown ridge 'learnt'"),
+        ({**LOCAL, "ridges": ["learned"] * 3}, "HybridConfig: ridges: ridge learned needs a local linear model"),
+        (
+            {**LOCAL, "ridges": ["learned"]},
+            "ridges is .*expected a rule such as 'learned', or a list with one for each",
+        ),
+        ({"ridges": "learned"}, "HybridConfig: ridges: ridge learned needs a local linear model"),
+        ({"qk_norm": "layer"}, "HybridConfig: qk_norm is 'layer', expected None, 'rms' or 'l2'"),
+    ],
+)
+def test_bad_fields(fields, message):
+    with pytest.raises(ArgumentError, match=message) as caught:
+        HybridConfig(**fields)
+    assert "\n" not in str(caught.value)

@@ -4,8 +4,6 @@
 Table 1), so that a layer's steps are checked against all pairs in float64.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from regard.checks import ArgumentError
 from regard.inspect import capture
-from regard.models import HybridForCausalLM, RegardCacheLayer, hybrid_cache
+from regard.models import RegardCacheLayer, hybrid_cache
 from regard.nn import Attention
 
 LINEAR = ("linear", "cosine", "shift-cosine", "relu", "relu2", "elu")
@@ -150,17 +148,11 @@ def test_generation_uses_the_sums():
     assert torch.equal(more, model.generate(tokens, max_new_tokens=10, do_sample=False, use_cache=False))
 
 
-def test_decoding_that_takes_tokens_back():
-    """The model's own cache then keeps pairs; sums that are handed in are refused before anything is lost."""
-    model = made("elu")
-    tokens = torch.cat([text(1, 36), text(1, 36)[:, :12]], 1)
-    options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
-    plain = model.generate(tokens, max_new_tokens=12, do_sample=False)
-    assert torch.equal(model.generate(tokens, **options), plain)
+def test_sums_do_not_take_tokens_back():
+    """They are refused before anything is lost. `test_generation_contracts.py` has a cache that the model makes."""
+    model, tokens = made("elu"), text(1, 48)
     with pytest.raises(ArgumentError, match=r"cannot be removed from sums, .* give a transformers.DynamicCache"):
-        model.generate(tokens, past_key_values=hybrid_cache(model.config), **options)
-    helper = made("relu", num_hidden_layers=1)
-    assert torch.equal(model.generate(tokens, max_new_tokens=12, do_sample=False, assistant_model=helper), plain)
+        model.generate(tokens, past_key_values=hybrid_cache(model.config), prompt_lookup_num_tokens=3)
     cache = model(tokens, use_cache=True).past_key_values
     assert not cache.is_croppable
     with pytest.raises(ArgumentError, match="tokens cannot be removed from sums"):
@@ -180,9 +172,7 @@ def test_weights_need_pairs():
     sums = hybrid_cache(model.config)
     first = model(tokens, past_key_values=sums, output_attentions=True)
     torch.testing.assert_close(first.attentions[0], out.attentions[0])
-    with pytest.raises(
-        ArgumentError, match=r"weights of earlier tokens were asked for.* use a transformers.DynamicCache"
-    ):
+    with pytest.raises(ArgumentError, match=r"weights of earlier tokens were asked for.* use a transformers.Dynamic"):
         model(tokens[:, :1], past_key_values=sums, output_attentions=True)
 
 
@@ -206,25 +196,8 @@ def test_what_sums_cannot_do():
         Attention(32, 4, layer_idx=0, spec="elu", window=2)(x, past_key_values=cache())
     with pytest.raises(ArgumentError, match=r"attention_mask has shape \[2, 1, 3, 3\], but a cache of sums needs one"):
         Attention(32, 4, layer_idx=0, spec="elu")(x, past_key_values=cache(), attention_mask=mask)
-    with pytest.raises(
-        ArgumentError, match=r"RegardCacheLayer.update: this layer holds sums, which regard.nn.Attention updates"
-    ):
+    with pytest.raises(ArgumentError, match=r"RegardCacheLayer.update: this layer holds sums, which regard.nn.Att"):
         cache().update(x, x, 0)
-
-
-def test_saved_with_its_new_fields(tmp_path):
-    changes = {"temperatures": ["power(exponent=0.5)", "log"], "share_query_key": True, "exclude_self": True}
-    model = made(["linear", "softmax"], num_key_value_heads=2, **changes)
-    tokens, mask = padded()
-    model.save_pretrained(tmp_path)
-    again = HybridForCausalLM.from_pretrained(tmp_path)
-    for name, value in changes.items():
-        assert getattr(again.config, name) == value
-    names = {name.removeprefix("model.layers.") for name in again.state_dict() if "self_attn" in name}
-    power = {f"0.self_attn.{name}" for name in ("log_base", "log_gain", "logit_exponent")}
-    projections = {f"{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "kvo"}
-    assert names == power | projections | {"1.self_attn.log_slope"}
-    assert torch.equal(again(tokens, attention_mask=mask).logits, model(tokens, attention_mask=mask).logits)
 
 
 def test_forward_mode_sees_through_the_sums():

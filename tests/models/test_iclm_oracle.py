@@ -11,11 +11,15 @@ import dense
 import pytest
 import torch
 import torch.nn.functional as F
+from any_model import ICLM, in_chunks, text
+from any_model import make as any_make
+from packed import documents, packed_rows
 from torch import Tensor
 
+from regard import presets
+from regard.checks import ArgumentError
 from regard.models import ICLMConfig, ICLMForCausalLM
 
-V, E, H = 13, 12, 2
 Weights = dict[str, Tensor]
 GAUSSIAN = "gaussian*fixed*euclidean*unnormalised"
 UNNORMALISED = ("linear", GAUSSIAN)
@@ -153,20 +157,9 @@ def logits(w: Weights, ids: Tensor, config: ICLMConfig) -> Tensor:
     return norm(w, "model.ln_final", hidden(w, ids, config)) @ head.T
 
 
-def make(seed: int = 0, **fields: object) -> ICLMForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": V, "hidden_size": E, "num_hidden_layers": 4, "num_attention_heads": H}
-    small = {"intermediate_size": 10, "f_intermediate_size": 14}
-    model = ICLMForCausalLM(ICLMConfig(**{**sizes, **small, **fields})).double().eval()
-    noise = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.4 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
-    return model
-
-
-def text(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+def make(mixers="softmax", **fields: object) -> ICLMForCausalLM:
+    sizes = {"hidden_size": 12, "intermediate_size": 10, "f_intermediate_size": 14}
+    return any_make("iclm", mixers, **{**sizes, **fields})
 
 
 def rows_of(model: ICLMForCausalLM, tokens: Tensor) -> Tensor:
@@ -198,6 +191,7 @@ OPTIONS: list[dict[str, object]] = [
     {"expectation": "exact", "gd_steps": 2, "variant": "wv", "start": "bos", "f_mlp": "none"},
     {"expectation": "exact", "gd_steps": 2, "variant": "slice", "f_reads": "pre", "mixers": "linear"},
     {"mixers": "linear", "f_average": False},
+    {"mixers": GAUSSIAN, "f_average": False, "f_mlp": "none", "f_rope": False, "expectation": "exact", "gd_steps": 2},
     {"mixers": ["biweight", "linear"], "phi_mixers": ["relumax", "biweight"]},
 ]
 
@@ -228,12 +222,7 @@ def test_every_option_by_loops_with_and_without_a_cache(options):
     assert not f[0].any()
     dense.close(f[1][0], stages[0][-9:], 1e-9, "f after the first block")
     for sizes in ([9], [1] * 9, [2, 1, 4, 2], [4, 5]):
-        cache, parts = None, []
-        for chunk in tokens.split(sizes, dim=1):
-            out = model(chunk, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            parts.append(out.logits)
-        dense.close(torch.cat(parts, 1), expected, 1e-9, f"chunks of {sizes}")
+        dense.close(in_chunks(model, tokens, sizes)[0], expected, 1e-9, f"chunks of {sizes}")
 
 
 @pytest.mark.parametrize(
@@ -281,7 +270,7 @@ def said_by(w: Weights, ids: Tensor, config: ICLMConfig, token: int) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("options", [o for o in OPTIONS if "gd_steps" not in o], ids=ids_of)
 def test_contributions_of_one_token_at_a_time(options):
-    model, ids = make(**options), text(6, seed=4)
+    model, ids = make(**options), text(1, 6, seed=4)[0]
     found, w = model.contributions(ids[None]), dict(model.named_parameters())
     dense.close(found.logits()[0], logits(w, ids, model.config), 1e-9, "sum of all parts")
     dense.close((found.per_token().sum(2) + found.mlp().sum(2) + found.bias())[0], found.logits()[0], 1e-9, "sum")
@@ -294,3 +283,168 @@ def test_contributions_of_one_token_at_a_time(options):
         part = (part - part.mean(-1, keepdim=True)) / divisor * w["model.ln_final.weight"] @ head.T
         dense.close(found.per_token()[0, :, token], part, 1e-9, f"token {token}")
         assert (found.per_token()[0, :token, token] == 0).all()
+
+
+# The parts of the logits: their sum, each part by loops, and packed rows ----------------------------------------------
+
+
+IDS = text(2, 9, seed=4)
+BOUND = {"atol": 1e-8, "rtol": 1e-8}
+
+
+@pytest.mark.parametrize("fields", [*ICLM.values(), *({"mixers": name} for name in presets())], ids=str)
+def test_the_parts_of_packed_rows_add_up_to_their_logits(fields):
+    model, rows = any_make("iclm", **fields), documents()
+    tokens, ids = packed_rows(rows)
+    some = torch.tensor([3, 11, 20])
+    found, logits = model.contributions(tokens, segment_ids=ids), model(tokens, segment_ids=ids).logits
+    torch.testing.assert_close(found.logits(), logits, **BOUND)
+    rest, logits = found.mlp(some).sum(2) + found.bias(some), logits[..., some]
+    torch.testing.assert_close(found.per_token(some).sum(2) + rest, logits, **BOUND)
+    torch.testing.assert_close(found.per_head(some).sum((2, 3)) + rest, logits, **BOUND)
+    torch.testing.assert_close(found.per_layer(some).sum(2) + rest, logits, **BOUND)
+    torch.testing.assert_close(found.parts(some).sum((2, 3, 4)) + rest, logits, **BOUND)
+    assert found.mlp().shape[2] == (0 if model.config.f_mlp == "none" else len(model.model.f))
+    if model.config.f_mlp != "none":
+        assert found.mlp().abs().max() > 0.05, "a remainder that is no rounding error"
+
+
+@pytest.mark.parametrize("name", ICLM)
+def test_contributions_of_packed_rows_are_those_of_their_documents(name):
+    """Tokens of other documents add nothing, and padding changes nothing."""
+    model, rows = any_make(f"iclm-{name}"), documents()
+    tokens, ids = packed_rows(rows)
+    some = torch.tensor([3, 11, 20])
+    found = model.contributions(tokens, segment_ids=ids)
+    seen = (ids[:, :, None] == ids[:, None]).tril()
+    assert not found.per_token(some)[~seen].any()
+    for row, texts in enumerate(rows):
+        at = 0
+        for document in texts:
+            span = slice(at, at + len(document))
+            own = model.contributions(document[None])
+            torch.testing.assert_close(found.parts(some)[row, span, span], own.parts(some)[0], **BOUND)
+            torch.testing.assert_close(found.mlp(some)[row, span], own.mlp(some)[0], **BOUND)
+            at += len(document)
+    few = model.contributions(tokens, positions=[-1, 6], segment_ids=ids)
+    torch.testing.assert_close(few.per_token(some), found.per_token(some)[:, [12, 6]], **BOUND)
+    real = torch.ones(2, 19, dtype=torch.bool)
+    real[:, [0, 1, 7, 12, 13, 18]] = False  # before, between, inside and after documents
+    spread = lambda x, filler: x.new_full(real.shape, filler).masked_scatter(real, x)  # noqa: E731
+    hidden = model.contributions(spread(tokens, 3), real, segment_ids=spread(ids, 9))
+    torch.testing.assert_close(hidden.logits()[real], found.logits().flatten(0, 1), **BOUND)
+    inner = hidden.per_token(some)[real].view(2, 13, 19, 3)
+    assert not inner[:, :, ~real[0]].any()
+    torch.testing.assert_close(inner[:, :, real[0]], found.per_token(some), **BOUND)
+
+
+def test_each_part_is_a_weight_times_what_its_token_says():
+    """Weights, embeddings and matrices read from the model, part by part in loops, in float64."""
+    model = any_make("iclm", f_mlp="none")
+    with torch.no_grad():
+        weights = model(IDS, output_attentions=True).attentions[2:]
+        seen = []
+        handle = model.model.ln_final.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+        model(IDS)
+        handle.remove()
+    table, gain = model.lm_head.weight.detach(), model.model.ln_final.weight.detach()
+    chosen = torch.tensor([3, 28])
+    parts = model.contributions(IDS).parts(chosen)
+    assert parts.shape == (2, 9, 9, 2, 2, 2)
+    for b in range(2):
+        for t in range(9):
+            spread = (seen[0][b, t].var(unbiased=False) + 1e-5).sqrt()
+            for j in range(9):
+                word = table[IDS[b, j]]
+                for layer in range(2):
+                    out = model.model.f[layer].attn.o_proj.weight.detach()
+                    for h in range(2):
+                        x = out[:, 16 * h : 16 * h + 16] @ word
+                        lean = (x - x.mean()) / spread * gain
+                        weight = weights[layer][b, h, t, j] if j <= t else 0.0
+                        wanted = weight * (table[chosen] @ lean)
+                        torch.testing.assert_close(parts[b, t, j, layer, h], wanted, atol=1e-10, rtol=0)
+
+
+def test_tokens_and_positions_can_be_chosen():
+    model = any_make("iclm")
+    whole = model.contributions(IDS)
+    few = model.contributions(IDS, positions=[4, -1])
+    assert few.positions.tolist() == [4, 8]
+    torch.testing.assert_close(few.per_token(), whole.per_token()[:, [4, 8]])
+    chosen = torch.tensor([5, 0, 28])
+    own = chosen.expand(2, 2, 3)
+    for name in ("per_token", "per_head", "per_layer", "mlp", "logits", "parts"):
+        everything = getattr(few, name)(torch.arange(29))
+        for given in (chosen, own):
+            found = getattr(few, name)(given)
+            torch.testing.assert_close(found, everything[..., chosen], atol=1e-6, rtol=1e-5)
+    assert few.bias(own).shape == (2, 2, 3)
+    target = torch.tensor([[[1], [2]], [[3], [4]]])  # a token of its own at every position
+    found = few.per_token(target)
+    for b in range(2):
+        for q in range(2):
+            torch.testing.assert_close(found[b, q, :, 0], few.per_token()[b, q, :, target[b, q, 0]])
+
+
+def test_the_vocabulary_comes_in_pieces():
+    found = any_make("iclm").contributions(IDS)
+    pieces = list(found.vocabulary(8))
+    assert [len(piece) for piece in pieces] == [8, 8, 8, 5]
+    torch.testing.assert_close(torch.cat([found.per_token(piece) for piece in pieces], -1), found.per_token())
+
+
+def test_differences_and_types():
+    found = any_make("iclm").contributions(IDS)
+    one, other = torch.tensor([3]), torch.tensor([9])
+    each = found.per_token()
+    torch.testing.assert_close(found.difference(one, other)[..., 0], each[..., 3] - each[..., 9])
+    types, sums = found.per_type(one)
+    assert types.tolist() == sorted(set(IDS.flatten().tolist()))
+    for place, kind in enumerate(types.tolist()):
+        for b in range(2):
+            wanted = each[b, :, IDS[b] == kind, 3].sum(-1)
+            torch.testing.assert_close(sums[b, :, place, 0], wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_one_token_is_a_text_and_its_parts_hold_no_graph():
+    for start in ("param", "bos"):
+        model = any_make("iclm", start=start)
+        found = model.contributions(IDS[:, :1])
+        assert not found.logits().requires_grad
+        torch.testing.assert_close(found.logits(), model(IDS[:, :1]).logits.detach(), atol=1e-5, rtol=1e-6)
+        assert found.per_token().any() == (start == "param")
+
+
+def test_nothing_listens_afterwards():
+    model = any_make("iclm")
+    model.contributions(IDS)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(ArgumentError, match="input_ids holds 0 to 99"):
+        model.contributions(torch.tensor([[0, 99]]))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"tokens": torch.tensor([29])}, "tokens holds 29 to 29, expected tokens from 0 to 28"),
+        (
+            {"tokens": torch.tensor([0.5])},
+            r"tokens is a torch.float32 tensor \[1\], expected integers \[M\] or \[2, 9, M\]",
+        ),
+        ({"tokens": torch.zeros(1, 9, 2, dtype=torch.long)}, r"tokens is .*\[1, 9, 2\], expected integers \[M\] or"),
+        *(
+            ({"positions": p}, r"positions is .*, expected integers \[Q\] from -9 to 8")
+            for p in ([9], [], [0.5], [[1]])
+        ),
+        ({"positions": [-10]}, r"positions is .*, expected integers \[Q\] from -9 to 8"),
+        ({"input_ids": [[1, 2]]}, r"input_ids is \[\[1, 2\]\], expected an integer tensor"),
+        ({"input_ids": torch.arange(3)}, r"input_ids is a torch.int64 tensor \[3\], expected an integer tensor"),
+    ],
+)
+def test_bad_calls(call, message):
+    call = dict(call)
+    tokens = call.pop("tokens", None)
+    with pytest.raises(ArgumentError, match=message):
+        any_make("iclm").contributions(**{"input_ids": IDS, **call}).per_token(tokens)

@@ -24,12 +24,6 @@ def make(name: str, **fields):
 
 
 @every_model
-def test_counted_without_memory(name):
-    model = make(name)
-    assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
-
-
-@every_model
 @pytest.mark.parametrize("target", [60_000, 120_000])
 def test_matched_to_a_number_and_to_a_model(name, target):
     config = language_models.get(name).config(**SIZES)
@@ -81,7 +75,9 @@ def test_saved_and_loaded_by_path_alone(case, tmp_path):
         assert torch.equal(again(tokens).logits, expected.logits)
     base = AutoModel.from_pretrained(tmp_path)
     assert type(base) is type(model.model)
-    assert torch.equal(base(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
+    hidden = base(tokens).last_hidden_state
+    assert torch.equal(hidden, model.model(tokens).last_hidden_state)
+    torch.testing.assert_close(again.lm_head(hidden), expected.logits, atol=1e-5, rtol=0)
 
 
 @every_model
@@ -102,21 +98,15 @@ def test_prompts_that_cannot_be_continued(name, prompt, mask, message):
 
 
 @every_model
-def test_a_field_that_is_not_there(name):
-    with pytest.raises(ArgumentError, match=r"unknown field 'hiden_size'\. Did you mean 'hidden_size'"):
-        language_models.get(name).config(hiden_size=3)
-
-
-@every_model
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"vocab_size": 0}, "vocab_size is 0, expected a positive integer"),
         ({"num_attention_heads": 5}, "heads"),
-        ({"mixers": "sofmax"}, "sofmax"),
+        ({"mixers": "sofmax"}, "Did you mean 'softmax'"),
         ({"mixers": ["softmax"] * 7}, "mixers names 7 layers"),
         ({"initializer_range": 0.0}, "initializer_range"),
-        ({"pad_token_id": 40}, "pad_token_id is 40"),
+        ({"pad_token_id": 40}, "pad_token_id is 40, expected None or a token from 0 to 39"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
     ],
 )

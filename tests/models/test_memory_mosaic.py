@@ -1,28 +1,32 @@
-"""The Memory Mosaic as a language model: sizes, starting values, learning, what its cache holds."""
+"""The Memory Mosaic as a language model: sizes, starting values, learning, what its cache holds; and released programs.
 
-from __future__ import annotations
+The latter have state dicts with names and shapes of their own. What those programs compute is written out densely in
+float64, with every token's pairs in a T x T matrix.
+
+Shapes: V vocabulary, C model width, H heads, D = C / H, S slots, P copies of the slots.
+"""
+
+import math
 
 import pytest
 import torch
-from any_model import in_chunks
+import torch.nn.functional as F
+from any_model import in_chunks, text
+from any_model import make as any_make
 from transformers import DynamicCache
 
 from regard.checks import ArgumentError
 from regard.inspect import capture
-from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM, count_parameters
+from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM, count_parameters, from_released
 
-V = 29
+
+def make(mixers="biweight", **fields):
+    """Two blocks of three heads of 8 channels."""
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+    return any_make("memory-mosaic", mixers, torch.float32, **{**sizes, **fields})
+
+
 FIXED = "epanechnikov*fixed(h=1)*cosine"
-
-
-def make(seed=0, **fields):
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": V, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "pad_token_id": 0}
-    return MemoryMosaicForCausalLM(MemoryMosaicConfig(**{**sizes, **fields})).eval()
-
-
-def text(*shape, seed=0):
-    return torch.randint(1, V, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("width", [128, 384, 768])
@@ -35,29 +39,26 @@ def test_a_block_has_twelve_c_squared_parameters(width):
 
 
 def test_starting_values():
-    model = make(hidden_size=96, vocab_size=400, num_hidden_layers=3)
-    found = dict(model.named_parameters())
+    """Those of the other parameters are in `test_memory_mosaic_differences.py`."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 400, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 3}
+    found = dict(MemoryMosaicForCausalLM(MemoryMosaicConfig(**sizes)).named_parameters())
     for name, want in {
         "model.embed_tokens.weight": 96**-0.5,
-        "model.layers.1.contextual.keys.proj.weight": 96**-0.5,
-        "model.layers.1.contextual.out_proj.weight": (96 * 3) ** -0.5,
         "model.layers.1.persistent.out_proj.weight": (96 * 3) ** -0.5,
         "model.layers.1.persistent.slot_values": 32**-0.5,
     }.items():
         assert abs(found[name].std().item() / want - 1) < 0.05, name
     torch.testing.assert_close(found["model.layers.2.persistent.keys.rate"] * 10, torch.tensor([0.5, 2.75, 5.0]))
-    mixes = torch.cat([layer.contextual.values.mix for layer in model.model.layers])
+    mixes = torch.cat([found[name] for name in found if name.endswith("mix")])
     assert mixes.std() > 0.05
+    assert ((mixes >= 0) & (mixes <= 1)).all()
     flat = {name for name, p in found.items() if p.dim() < 2}
     assert {n.rsplit(".", 1)[-1] for n in flat if "norm" not in n} == {"rate", "scale", "mix"}
-    gpt2 = make(hidden_size=96, vocab_size=400, num_hidden_layers=3, initializer="gpt2")
-    assert abs(gpt2.model.layers[0].contextual.keys.proj.weight.std().item() / 0.02 - 1) < 0.05
-    assert abs(gpt2.model.layers[0].contextual.out_proj.weight.std().item() / (0.02 / 6**0.5) - 1) < 0.05
 
 
 def test_a_mosaic_learns_what_follows_what():
-    """Pairs of letters that are drawn anew in every text: after `a b ... a` comes b. One block is enough, since values
-    look ahead; nothing but the text at hand tells which."""
+    """After `a b ... a` comes b, with other pairs of letters in every text. One block is enough: values look ahead."""
     torch.manual_seed(0)
     draws = torch.Generator().manual_seed(1)
 
@@ -69,7 +70,9 @@ def test_a_mosaic_learns_what_follows_what():
         return torch.cat([line, keys.gather(1, asked), values.gather(1, asked)], 1)
 
     for spec in ("softmax", "biweight"):
-        model = make(vocab_size=16, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, mixers=spec).train()
+        model = MemoryMosaicForCausalLM(
+            MemoryMosaicConfig(vocab_size=16, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, mixers=spec)
+        ).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         for _ in range(150):
             ids = batch(32)
@@ -84,7 +87,7 @@ def test_a_mosaic_learns_what_follows_what():
 
 
 def test_diagnostics_of_every_block():
-    model, ids = make(mixers=["biweight", FIXED]), text(2, 8)
+    model, ids = make(["biweight", FIXED]), text(2, 8)
     with capture(model, weights=True) as seen:
         model(ids)
     assert list(seen.layers) == [0, 1]
@@ -92,14 +95,11 @@ def test_diagnostics_of_every_block():
         assert rows.support.shape == (2, 3, 8)
         assert rows.empty[:, :, 0].all()
         assert rows.weights.shape == (2, 3, 8, 8)
-    out = model(ids, output_attentions=True, output_hidden_states=True)
-    assert [w.shape for w in out.attentions] == [(2, 3, 8, 8)] * 2
-    assert len(out.hidden_states) == 3
 
 
 def test_a_call_does_not_change_the_states_of_another_cache():
     """States are replaced, never written into: two continuations of one beginning."""
-    model, ids = make(mixers="biweight"), text(1, 6)
+    model, ids = make(), text(1, 6)
     _, cache = in_chunks(model, ids, [6])
     held = [layer.contextual for layer in cache.layers]
     before = [state.keys.clone() for state in held]
@@ -109,7 +109,7 @@ def test_a_call_does_not_change_the_states_of_another_cache():
 
 def test_what_is_remembered():
     """Pairs of all tokens but the last, which waits; everything else does not grow."""
-    model, ids = make(mixers="biweight"), text(2, 10)
+    model, ids = make(), text(2, 10)
     sizes = []
     for length in (3, 10):
         _, cache = in_chunks(model, ids[:, :length], [1] * length)
@@ -121,7 +121,7 @@ def test_what_is_remembered():
 
 
 def test_tokens_are_not_taken_back():
-    model, ids = make(mixers="biweight"), text(1, 6)
+    model, ids = make(), text(1, 6)
     with pytest.raises(ArgumentError, match="cannot be removed"):
         model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=2)
     _, cache = in_chunks(model, ids, [6])
@@ -130,7 +130,7 @@ def test_tokens_are_not_taken_back():
 
 
 def test_caches_of_other_models_are_refused():
-    model = make(mixers="biweight")
+    model = make()
     with pytest.raises(ArgumentError, match="without MemoryMosaicCacheLayer at layer 0"):
         model(text(1, 4), past_key_values=DynamicCache())
     with pytest.raises(ArgumentError, match="which the model updates itself"):
@@ -140,23 +140,201 @@ def test_caches_of_other_models_are_refused():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"mixers": "soft"}, "Did you mean"),
-        ({"mixers": ["softmax"]}, "mixers names 1"),
         ({"mixers": "local-linear*"}, "Spec.parse"),
         ({"persistent": "linear"}, "normalised spec"),
         ({"persistent_slots": 0}, "persistent_slots"),
         ({"wiring": "ring"}, "'sequential', 'parallel'"),
-        ({"persistent_keys": "shared"}, "wiring='parallel'"),
         ({"num_attention_heads": 5}, "multiple"),
-        ({"dropout": 0.1}, "weight decay"),
-        ({"attention_dropout": 0.1}, "weight decay"),
         ({"learned": ["width"]}, "width"),
         ({"leaky": "mean"}, "'sum', 'average'"),
         ({"presistent": "softmax"}, "Did you mean 'persistent'"),
         ({"key_eps": -1}, "key_eps"),
-        ({"gaussian": 1}, "unknown field"),
     ],
 )
 def test_bad_configurations(fields, words):
     with pytest.raises(ArgumentError, match=words):
         MemoryMosaicConfig(**{"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, **fields})
+
+
+# State dicts of released programs -------------------------------------------------------------------------------------
+
+
+V, C, H, S, BLOCKS = 19, 12, 3, 10, 2
+D = C // H
+MATRICES = {
+    "nano": ["attn.k_featurizer.W_k", "attn.v_featurizer.W_v", "attn.c_proj", "mlp.k_featurizer.W_k", "mlp.c_proj"],
+    "library": ["attn.k_featurizer.conv", "attn.v_featurizer.linear", "attn.c_proj", "pmem.k_featurizer.conv",
+                "pmem.c_proj"],
+}  # fmt: skip
+NUMBERS = {
+    "nano": ["attn.k_featurizer.leaky_avg.leaky_key_beta", "attn.k_featurizer.key_scale", "attn.v_featurizer.coef",
+             "attn.v_featurizer.val_scale", "mlp.k_featurizer.leaky_avg.leaky_key_beta", "mlp.k_featurizer.key_scale",
+             "mlp.out_scale"],
+    "library": ["attn.leaky_key_beta", "attn.kernel_beta", "attn.v_featurizer.coef", "attn.value_beta",
+                "pmem.leaky_key_beta", "pmem.kernel_beta", "pmem.value_beta"],
+}  # fmt: skip
+
+
+def released(program, copies=1, bias=False, seed=0):
+    """A state dict as the program would save it."""
+    draws = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=draws, dtype=torch.float64)  # noqa: E731
+    nano = program == "nano"
+    embedding = normal(V, C) / C**0.5
+    names = ("mosaic.wte.weight", "lm_head.weight", "mosaic.ln_f") if nano else ("emb.weight", "head.weight", "ln_out")
+    found = {names[0]: embedding, names[1]: embedding}
+    norms, matrices = [names[2]], []
+    for i in range(BLOCKS):
+        at = f"mosaic.h.{i}." if nano else f"blocks.{i}."
+        norms += [at + ("ln_1" if nano else "ln1"), at + ("ln_2" if nano else "ln2")]
+        matrices += [at + name for name in MATRICES[program]]
+        for j, name in enumerate(NUMBERS[program]):
+            start = (0.3, 0.1, 0.5, -0.05, 0.3, 0.1, -0.05)[j]
+            found[at + name] = (start + 0.03 * normal(H)).view((1, H, 1, 1) if nano else (H,))
+        if nano:
+            found |= {at + f"mlp.P_{x}": normal(copies, 1, H, S, D) / D**0.5 for x in "kv"}
+            found[at + "attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+            found[at + "attn.k_featurizer.leaky_avg.coef"] = torch.zeros(8, 8)
+            found[at + "mlp.k_featurizer.leaky_avg.coef"] = torch.zeros(8, 8)
+        else:
+            parts = [(x, c) for x in "kv" for c in range(copies)]
+            found |= {at + f"pmem.pmem.M_{x}{c}": normal(1, H, S, D) / D**0.5 for x, c in parts}
+    for name in matrices:
+        found[name + ".weight"] = normal(C, C, *([1] if "conv" in name else [])) / C**0.5
+    for name in norms:
+        found[name + ".weight"] = 1 + 0.1 * normal(C)
+    if bias:
+        found |= {name + ".bias": 0.1 * normal(C) for name in [*norms, *matrices]}
+    return found
+
+
+def computed(w, program, ids):
+    """Logits [T, V] of tokens [T] by that program."""
+    nano, tokens = program == "nano", len(ids)
+    strict = torch.ones(tokens, tokens, dtype=torch.bool).tril(-1)
+    heads = lambda x: x.view(tokens, H, D).transpose(0, 1)  # noqa: E731
+    head = lambda name: w[name].reshape(H, 1, 1)  # noqa: E731
+
+    def project(x, name):
+        return x @ w[name + ".weight"].reshape(C, C).T + w.get(name + ".bias", 0)
+
+    def norm(x, name):
+        return F.layer_norm(x, (C,), w[name + ".weight"], w.get(name + ".bias"), 1e-5)
+
+    def keys(x, matrix, rate):
+        at = torch.arange(tokens, dtype=torch.float64)
+        decay = torch.exp(-(10 * head(rate)).abs() * (at[:, None] - at).clamp(min=0)).tril()
+        if not nano:
+            decay = decay * (1 - torch.exp(-(10 * head(rate)).abs()))
+        bar = decay @ heads(project(x, matrix))
+        return bar / (bar.norm(dim=-1, keepdim=True) + (1e-10 if nano else 0))
+
+    def contextual(x, at):
+        matrix, values, last = (at + name for name in MATRICES[program][:3])
+        rate, scale, coef, length = (at + name for name in NUMBERS[program][:4])
+        k = keys(x, matrix, rate) * (10 * head(scale)).clamp(max=math.log(65535) if nano else 5).exp()
+        v = heads(project(x, values))
+        v = head(coef) * v + (1 - head(coef)) * F.pad(v, (0, 0, -1, 1))
+        v = v / v.norm(dim=-1, keepdim=True) * (10 * head(length)).exp()
+        p = (k @ k.transpose(-1, -2)).masked_fill(~strict, -torch.inf).softmax(-1).nan_to_num()
+        return project((p @ v).transpose(0, 1).reshape(tokens, C), last)
+
+    def persistent(x, at):
+        matrix, last = (at + name for name in MATRICES[program][3:])
+        rate, scale, length = (at + name for name in NUMBERS[program][4:])
+        # nano clamps log beta^2 as it stands, the Library log beta, at 5
+        beta2 = (
+            (20 * head(scale)).clamp(max=math.log(65535)).exp() if nano else (10 * head(scale)).clamp(max=5).exp() ** 2
+        )
+        q = keys(x, matrix, rate) * beta2
+        if nano:
+            slots = list(zip(w[at + "mlp.P_k"][:, 0], w[at + "mlp.P_v"][:, 0], strict=True))
+        else:
+            count = sum(name.startswith(at + "pmem.pmem.M_k") for name in w)
+            slots = [(w[at + f"pmem.pmem.M_k{c}"][0], w[at + f"pmem.pmem.M_v{c}"][0]) for c in range(count)]
+        read = sum((q @ k.transpose(-1, -2)).softmax(-1) @ v for k, v in slots) / len(slots)
+        return project((read * (10 * head(length)).exp()).transpose(0, 1).reshape(tokens, C), last)
+
+    embedding = w["mosaic.wte.weight" if nano else "emb.weight"]
+    x = embedding[ids]
+    for i in range(BLOCKS):
+        at = f"mosaic.h.{i}." if nano else f"blocks.{i}."
+        x = x + contextual(norm(x, at + ("ln_1" if nano else "ln1")), at)
+        x = x + persistent(norm(x, at + ("ln_2" if nano else "ln2")), at)
+    logits = norm(x, "mosaic.ln_f" if nano else "ln_out") @ embedding.T
+    return logits if nano else logits / math.sqrt(C)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("program", ["nano", "library"])
+def test_computes_what_the_program_computes(program, copies, bias):
+    weights = released(program, copies, bias)
+    model = from_released({name: x.clone() for name, x in weights.items()}).double()
+    for row in torch.randint(V, (2, 11), generator=torch.Generator().manual_seed(1)):
+        # the model holds float32 roundings of these weights
+        rounded = {name: x.float().double() for name, x in weights.items()}
+        torch.testing.assert_close(model(row[None]).logits[0], computed(rounded, program, row), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("contextual", [0.4, 0.6, 1.2])
+@pytest.mark.parametrize("persistent", [0.2, 0.3, 0.4, 0.6, 1.2])
+@pytest.mark.parametrize("program", ["nano", "library"])
+def test_large_scales_end_where_they_end_there(program, contextual, persistent):
+    """nano: log beta of the contextual and log beta^2 of the persistent memory at log 65535, where its keys would
+    overflow in float16; the Library: log beta of both at 5."""
+    weights = released(program)
+    for i in range(BLOCKS):
+        at = f"mosaic.h.{i}." if program == "nano" else f"blocks.{i}."
+        for number, scale in ((1, contextual), (5, persistent)):
+            name = at + NUMBERS[program][number]
+            weights[name] = torch.full_like(weights[name], scale)
+    # runs of one token have keys so close to one another that even these scales do not single one out; times 4e9 the
+    # rounding of a cosine is 1e-6 in float64, too
+    row = torch.tensor([1, 2, 2, 2, 3, 2, 2, 2, 2, 4, 2, 2, 2, 5, 2, 2, 2, 2])
+    got = from_released(weights).double()(row[None]).logits[0]
+    rounded = {name: x.float().double() for name, x in weights.items()}
+    torch.testing.assert_close(got, computed(rounded, program, row), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_scales_beyond_float16_are_finite_in_a_model_of_float16():
+    weights = released("nano")
+    for i in range(BLOCKS):
+        weights[f"mosaic.h.{i}.attn.k_featurizer.key_scale"] = torch.full((1, H, 1, 1), 0.7)  # beta^2 = e^14
+    row = torch.arange(9)[None]
+    expected = from_released(weights)(row).logits
+    found = from_released(weights).half()(row).logits
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.3)
+
+
+def test_saved_and_loaded_as_any_other(tmp_path):
+    model = from_released(released("nano"), mixers="biweight")
+    assert model.config.mixers == ["biweight"] * BLOCKS
+    model.save_pretrained(tmp_path)
+    again = MemoryMosaicForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(torch.arange(5)[None]).logits, model(torch.arange(5)[None]).logits)
+
+
+def change(weights, **changes):
+    weights = dict(weights)
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        weights.pop(name) if value is None else weights.update({name: value})
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mosaic__h__1__mlp__c_proj__weight": None}, "mlp.c_proj.weight is missing"),
+        ({"mosaic__h__0__ln_1__weight": torch.ones(C + 1)}, r"would be \[13\], expected \[12\]"),
+        ({"mosaic__h__0__ln_1__weight": torch.full((C,), torch.nan)}, "NaN or infinite"),
+        ({"mosaic__h__7__ln_1__weight": torch.ones(C)}, "unknown names mosaic.h.7"),
+        ({"lm_head__weight": torch.ones(V, C)}, "tie_word_embeddings=False"),
+        ({"mosaic__wte__weight": None}, "expected names as"),
+    ],
+)
+def test_bad_state_dicts(changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        from_released(change(released("nano"), **changes))

@@ -14,13 +14,17 @@ import dense
 import pytest
 import torch
 import torch.nn.functional as F
+from any_model import in_chunks, text
+from any_model import make as any_make
 from torch import Tensor
 
 from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM
 
-V, C, H, D = 13, 12, 2, 6
+C, H, D = 12, 2, 6
 Weights = dict[str, Tensor]
 FIXED = "epanechnikov*fixed(h=1.2)*cosine"
+RELEASED = f"epanechnikov*fixed(h={math.sqrt(2)!r})*cosine(eps=0.0)"
+EUCLIDEAN = "epanechnikov*fixed(h=1.0)*euclidean"
 EPS = 1e-3  # of the cosine similarity, which is (q . k) / sqrt((eps + |q|^2) (eps + |k|^2))
 
 
@@ -34,23 +38,27 @@ def shares(spec: str, q: Tensor, k: Tensor, beta2: Tensor | None, numbers: dict[
     if spec == "softmax":
         return z.softmax(0)
     if spec in ("biweight", "triweight", "sparsemax"):
-        return dense.weights(z, "adaptive", r={"sparsemax": 1.0, "biweight": 2.0, "triweight": 3.0}[spec])
+        r = {"sparsemax": 1.0, "biweight": 2.0, "triweight": 3.0}[spec]
+        return dense.weights(z, "adaptive", r=1 / numbers["alpha"] if "alpha" in numbers else r)
     if spec == "relumax":
-        return dense.weights(z, "anchored", r=1.0, number=numbers["margin"])
+        return dense.weights(z, "anchored", r=1.0, number=numbers.get("margin", 1.0))
     if spec == "normrelu":
         return dense.weights(z, "fixed", r=1.0, number=numbers["bias"])
-    if spec == FIXED:  # [s - (1 - h^2/2)]_+
-        return dense.weights(z / (1 + EPS), "fixed", r=1.0, number=numbers["h"] ** 2 / 2 - 1)
-    if spec.startswith("uniform*nearest"):
-        return dense.weights(z, "nearest", kernel="uniform", k=3)
-    if spec.startswith("gaussian*nearest"):
-        return dense.weights(z, "nearest", kernel="gaussian", k=3)
+    if spec == RELEASED:  # [s]_+
+        return dense.weights(z, "fixed", r=1.0, number=0.0)
+    if spec in (FIXED, EUCLIDEAN):  # [s - (1 - h^2/2)]_+
+        s = z / (1 + EPS) if spec == FIXED else z
+        return dense.weights(s, "fixed", r=1.0, number=numbers["h"] ** 2 / 2 - 1)
+    if "nearest" in spec or spec == "topk-softmax":
+        kernel, k_best = ("uniform" if spec.startswith("uniform") else "gaussian"), (3 if "k=3" in spec else 32)
+        return dense.weights(z, "nearest", kernel=kernel, k=k_best)
     if spec == "linear":  # unnormalised
         return z
-    assert spec == "relu2"
+    assert spec in ("relu", "relu2")
     assert beta2 is not None
+    power = 2 if spec == "relu2" else 1
     q, k = beta2.sqrt() * q, beta2.sqrt() * k  # a feature map has no scale, so that keys have length beta
-    w = k.clamp(min=0) ** 2 @ q.clamp(min=0) ** 2 + 1e-4
+    w = k.clamp(min=0) ** power @ q.clamp(min=0) ** power + 1e-4
     return w / w.sum()
 
 
@@ -92,7 +100,9 @@ def contextual(w: Weights, name: str, x: Tensor, spec: str, config: MemoryMosaic
         )
         sharp = w.get(f"{name}.sharpness.scale")
         beta2 = None if sharp is None else (20 * sharp[h]).clamp(max=config.scale_limit).exp()
-        numbers = {n: w[f"{name}.numbers.log_{n}"][h].exp() for n in ("h", "margin") if f"{name}.numbers.log_{n}" in w}
+        numbers = {
+            n: w[f"{name}.numbers.log_{n}"][h].exp() for n in ("h", "margin", "alpha") if f"{name}.numbers.log_{n}" in w
+        }
         if f"{name}.numbers.bias" in w:
             numbers["bias"] = w[f"{name}.numbers.bias"][h]
         ahead = vt[:-1] + c * vt[1:] if config.look_ahead == "sum" else c * vt[:-1] + (1 - c) * vt[1:]
@@ -114,9 +124,7 @@ def persistent(w: Weights, name: str, x: Tensor, context: str, config: MemoryMos
         beta2 = (20 * w[f"{name}.sharpness.scale"][h]).clamp(max=config.persistent_scale_limit).exp()
         copies = []
         for slot_keys, slot_values in zip(w[f"{name}.slot_keys"][:, h], w[f"{name}.slot_values"][:, h], strict=True):
-            p = torch.stack(
-                [shares(str(config.persistent), q, slot_keys, beta2, {"margin": torch.tensor(1.0)}) for q in k]
-            )
+            p = torch.stack([shares(str(config.persistent), q, slot_keys, beta2, {}) for q in k])
             copies.append(p @ slot_values)
         heads.append(sum(copies) / len(copies) * torch.exp(10 * w[f"{name}.scale"][h]))
     return torch.cat(heads, 1) @ w[f"{name}.out_proj.weight"].T + w.get(f"{name}.out_proj.bias", 0)
@@ -137,25 +145,16 @@ def logits(w: Weights, ids: Tensor, config: MemoryMosaicConfig) -> Tensor:
     return out / math.sqrt(C) if config.scale_logits else out
 
 
-def make(seed: int = 0, move: float = 0.15, **fields: object) -> MemoryMosaicForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": V, "hidden_size": C, "num_hidden_layers": 2, "num_attention_heads": H, "persistent_slots": 7}
-    model = MemoryMosaicForCausalLM(MemoryMosaicConfig(**{**sizes, **fields})).double().eval()
-    noise = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for path, p in model.named_parameters():  # what stands for ten times itself is moved less
-            tenfold = path.rsplit(".", 1)[-1] in ("scale", "rate")
-            p += (0.02 if tenfold else move) * torch.randn(p.shape, generator=noise, dtype=p.dtype)
-    return model
-
-
-def text(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+def make(mixers="softmax", **fields: object) -> MemoryMosaicForCausalLM:
+    return any_make(
+        "memory-mosaic", mixers, **{"hidden_size": C, "num_hidden_layers": 2, "persistent_slots": 7, **fields}
+    )
 
 
 SPECS = (
-    "softmax", "biweight", "sparsemax", "triweight", "relumax", "normrelu", FIXED, "uniform*nearest(k=3)",
-    "gaussian*nearest(k=3)", "linear", "relu2", "local-linear", "local-linear[biweight]", "local-linear[relumax]",
+    "softmax", "biweight", "sparsemax", "triweight", "relumax", "normrelu", FIXED, EUCLIDEAN, RELEASED,
+    "uniform*nearest(k=3)", "gaussian*nearest(k=3)", "topk-softmax", "linear", "relu", "relu2", "local-linear",
+    "local-linear[biweight]", "local-linear[relumax]",
 )  # fmt: skip
 OPTIONS: list[dict[str, object]] = [
     {},
@@ -164,8 +163,11 @@ OPTIONS: list[dict[str, object]] = [
     {"leaky": "average", "key_eps": 1e-2},
     {"look_ahead": "convex"},
     {"persistent": "biweight", "persistent_copies": 3},
+    {"persistent_copies": 2},
     {"persistent": "gaussian*nearest(k=3)"},
+    {"persistent": "relu"},
     {"bias": True},
+    {"learned": []},
     {"scale_logits": False, "initializer": "gpt2", "tie_word_embeddings": False},
     {"scale_limit": 1.5, "persistent_scale_limit": 0.5},
 ]
@@ -177,8 +179,9 @@ def ids_of(options: dict[str, object]) -> str:
 
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_sentence_by_loops(spec):
-    model = make(mixers=spec)
+def test_every_kernel_by_loops(spec):
+    """`RELEASED` is relu(s) over its sum, with h = sqrt(2) for ever."""
+    model = make(mixers=spec, **({"learned": [], "bandwidth_start": "spec"} if spec == RELEASED else {}))
     for rows in (1, 2, 3, 11):
         tokens = text(2, rows, seed=rows)
         expected = torch.stack([logits(dict(model.named_parameters()), ids, model.config) for ids in tokens])
@@ -200,6 +203,7 @@ def test_every_option_by_loops(options, spec):
         ("softmax", {}),
         (["biweight", "relumax"], {}),
         (["normrelu", FIXED], {}),
+        ("biweight", {"learned": ["alpha"]}),
         ("linear", {"look_ahead": "convex", "leaky": "average", "key_eps": 0.1}),
         ("local-linear[biweight]", {}),
         ("triweight", {"wiring": "parallel", "persistent_keys": "shared", "persistent": "biweight", "bias": True}),
@@ -227,9 +231,4 @@ def test_pairs_of_a_long_text_stay_exact():
     model.model.layers[0].persistent.keys.rate.copy_(torch.tensor([-3e-3, 0.0]))
     expected = logits(dict(model.named_parameters()), tokens[0], model.config)
     dense.close(model(tokens, use_cache=False).logits[0], expected, 1e-9)
-    cache, parts = None, []
-    for chunk in tokens.split([50, 1, 1, 40, 1, 27], dim=1):
-        out = model(chunk, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        parts.append(out.logits)
-    dense.close(torch.cat(parts, 1)[0], expected, 1e-9)
+    dense.close(in_chunks(model, tokens, [50, 1, 1, 40, 1, 27])[0][0], expected, 1e-9)

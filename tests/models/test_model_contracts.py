@@ -4,8 +4,6 @@ The cases of `any_model` hold every registered model, mixer and memory. Weights 
 values, in float64, so that no part of a model is silent.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 
@@ -471,6 +469,16 @@ def test_logits_to_keep_and_loss(name):
     rounded(found, expected)
     with pytest.raises(ArgumentError, match="logits_to_keep is a tensor of positions and labels are given"):
         model(tokens, attention_mask=mask, labels=labels[:, :3], logits_to_keep=places)
+
+
+@torch.no_grad()
+@every_case
+def test_the_output_matrix_reads_the_base_model(case):
+    """Fused losses compute `lm_head(base_model(...).last_hidden_state)`, and have no place for a factor."""
+    model, (tokens, mask) = make(case), padded()
+    base = model.base_model(tokens, attention_mask=mask, output_hidden_states=True)
+    assert torch.equal(model.get_output_embeddings()(base.last_hidden_state), model(tokens, attention_mask=mask).logits)
+    assert torch.equal(base.hidden_states[-1], base.last_hidden_state)
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@
 The registries are walked through: a model, mixer or memory that is registered later is tested with no other edit.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -183,20 +181,6 @@ def test_a_window_of_training_stays_inside_documents():
     model, rows = hybrid(training_window=3, training_window_share=1.0).train(), documents()
     tokens, ids = packed_rows(rows)
     close(model(tokens, segment_ids=ids).logits, alone(lambda text: model(text).logits, rows))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("mixers", ["softmax", "biweight", "elu", "local-linear", "lact"])
-def test_weights_of_other_documents_are_zero(mixers):
-    fields = {"mixer_options": {"lact": SMALL["lact"]}} if mixers == "lact" else {}
-    model, rows = hybrid(mixers=mixers, num_hidden_layers=2, **fields), documents()
-    tokens, ids = packed_rows(rows)
-    found = model(tokens, segment_ids=ids, output_attentions=True)
-    close(found.logits, model(tokens, segment_ids=ids).logits)
-    for weights, *own in zip(
-        found.attentions, *[model(text[None], output_attentions=True).attentions for text in rows[0]], strict=True
-    ):
-        close(weights[0], torch.stack([torch.block_diag(*[each[0, h] for each in own]) for h in range(2)]))
 
 
 # --------------------------------------------------------------------------- the loss

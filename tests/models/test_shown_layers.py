@@ -2,11 +2,10 @@
 and a hidden state before every layer.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from any_model import SIZES, T, make, padded, text
+from any_model import SIZES, SMALL, T, make, padded, text
+from packed import documents, packed_rows, runs
 
 from regard.models import token_mixers
 
@@ -130,19 +129,28 @@ def test_the_maps_of_iclm(fields):
             assert not found[..., : T - pairs].any()
 
 
+MODELS = ("transformer", "memory-mosaic", "iclm")
+SPECS = ("softmax", "elu", "local-linear", "lact")
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["transformer", "memory-mosaic", "iclm"])
-def test_the_maps_of_packed_documents_are_those_of_the_documents(name):
-    model, tokens = make(name, "biweight"), text(1)
-    documents = (slice(0, 5), slice(5, 6), slice(6, T))
-    numbers = torch.cat([torch.full((1, d.stop - d.start), i) for i, d in enumerate(documents)], 1)
-    packed = shown(model, tokens, segment_ids=numbers)
-    within = numbers[0] == numbers[0][:, None]
+@pytest.mark.parametrize(
+    ("name", "mixers"), [*((name, "biweight") for name in MODELS), *(("transformer", spec) for spec in SPECS)]
+)
+def test_the_maps_of_packed_documents_are_those_of_the_documents(name, mixers):
+    model, rows = (
+        make(name, mixers, **({"mixer_options": {"lact": SMALL["lact"]}} if mixers == "lact" else {})),
+        documents(),
+    )
+    tokens, ids = packed_rows(rows)
+    packed = shown(model, tokens, segment_ids=ids)
+    torch.testing.assert_close(packed.logits, model(tokens, segment_ids=ids).logits, atol=1e-5, rtol=1e-5)
+    apart = ids[:, None, :, None] != ids[:, None, None, :]
     for weights in packed.attentions:
-        assert (weights[..., ~within] == 0).all()
-    for document in documents:
-        alone = shown(model, tokens[:, document])
+        assert (weights[apart.expand_as(weights)] == 0).all()
+    for row, span in runs(ids):
+        alone = shown(model, tokens[row, span][None])
         for whole, own in zip(packed.attentions, alone.attentions, strict=True):
-            torch.testing.assert_close(whole[..., document, document], own, atol=1e-10, rtol=0)
+            torch.testing.assert_close(whole[row, :, span, span], own[0], atol=1e-10, rtol=0)
         for whole, own in zip(packed.hidden_states, alone.hidden_states, strict=True):
-            torch.testing.assert_close(whole[:, document], own, atol=1e-10, rtol=0)
+            torch.testing.assert_close(whole[row, span], own[0], atol=1e-10, rtol=0)

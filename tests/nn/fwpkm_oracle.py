@@ -1,12 +1,11 @@
-"""The whole layer from its formulas, one token at a time in float64; `dense_fast_weights` has those of its memory."""
+"""The whole layer from its formulas, in float64; `dense_fast_weights` has those of its memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from dense_fast_weights import Dense
+from dense_fast_weights import Dense, stream
 from torch import Tensor
 
 
@@ -31,6 +30,14 @@ def mixed(p: dict[str, Tensor], read: Tensor, v: Tensor, g: Tensor | None, eps: 
     """The output for what was read."""
     both = read + v if g is None else g[..., None] * read + (1 - g[..., None]) * v
     return linear(p, "out", both, eps)
+
+
+class Watched(Dense):
+    """A memory that notes what is read of it."""
+
+    def read(self, query: Tensor) -> Tensor:
+        self.__dict__.setdefault("looks", []).append([[self.look(token) for token in row] for row in query])
+        return super().read(query)
 
 
 @dataclass
@@ -62,51 +69,21 @@ class Oracle:
         q, v, g = projected(self.p, h, self.value_norm, self.gating, self.eps)
         return q.unflatten(-1, (len(self.p["keys"]), -1)), v, g
 
-    def write(self, memory: Dense, places: list[tuple[int, list[int]]], t: int, good: Tensor, given: Any) -> None:
-        """Learn tokens [(row, positions)], after which the token at t comes in each row."""
-        q, v, g = given
-        tokens = []
-        for row, own in places:
-            target, has = memory.targets(v[row, own], v[row, t] if good[row, t] else None)
-            gate = torch.ones(len(own)) if g is None or not self.gate_loss else g[row, own]
-            tokens.append((q[row, own], target, gate, has))
-        if tokens:
-            memory.learn(*(torch.cat(x) for x in zip(*tokens, strict=True)))
-
-    def memory(self) -> Dense:
-        how = (self.k, self.rule, self.rate, self.address, self.key_update, self.look_ahead, self.border)
-        return Dense(self.p["keys"], self.p["values"], *how, score=self.score, eps=self.idw_eps)
-
     @torch.enable_grad()
-    def run(
-        self, hidden: Tensor, mask: Tensor | None = None, spoilt: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(output [B, T, C], keys [M, ...], values [M, N, Dv]), what waits at the end not written. Masked tokens are as
-        if removed; spoilt ones have a place in the chunk, and nothing else."""
+    def run(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(output [B, T, C], keys [M, ...], values [M, N, Dv]), what waits at the end not written."""
         self.p = {name: x.detach() for name, x in self.p.items()}
-        hidden = hidden.detach()
-        rows, tokens, _ = hidden.shape
-        mask = torch.ones(rows, tokens, dtype=torch.bool) if mask is None else mask
-        good = mask if spoilt is None else mask & ~spoilt
-        q, v, g = self.project(torch.where(good[..., None], hidden, 0))
-        out = torch.zeros_like(hidden)
-        groups = [list(range(rows))] if self.shared else [[row] for row in range(rows)]
-        written = []
-        for group in groups:
-            memory, waiting = self.memory(), []
-            for t in range(tokens):
-                here = [row for row in group if mask[row, t]]
-                if not here:
-                    continue
-                if len(waiting) == self.chunk:
-                    places = [(row, [s for s in waiting if good[row, s]]) for row in group]
-                    self.write(memory, [(row, own) for row, own in places if own], t, good, (q, v, g))
-                    waiting = []
-                for row in (row for row in here if good[row, t]):
-                    self.reads.append((row, t, *memory.look(q[row, t])))
-                    read = memory.read(q[row, t])
-                    out[row, t] = mixed(self.p, read, v[row, t], None if g is None else g[row, t], self.eps)
-                waiting.append(t)
-            written.append((memory.keys, memory.values))
-        keys, values = (torch.stack(x) for x in zip(*written, strict=True))
-        return out, keys, values
+        q, v, g = self.project(hidden.detach())
+        gate = torch.ones_like(v[..., 0]) if g is None or not self.gate_loss else g
+        how = (self.k, self.rule, self.rate, self.address, self.key_update, self.look_ahead, self.border)
+        read, memories, rows = [], [], len(hidden)
+        for group in [slice(0, rows)] if self.shared else [slice(b, b + 1) for b in range(rows)]:
+            memory = Watched(self.p["keys"], self.p["values"], *how, score=self.score, eps=self.idw_eps)
+            read.append(stream(memory, q[group], v[group], gate[group], self.chunk))
+            memories.append(memory)
+            for place, look in enumerate(memory.looks):
+                for row, line in enumerate(look):
+                    first = place * self.chunk
+                    self.reads += [(group.start + row, first + t, *each) for t, each in enumerate(line)]
+        keys, values = (torch.stack([getattr(m, name) for m in memories]) for name in ("keys", "values"))
+        return mixed(self.p, torch.cat(read), v, g, self.eps), keys, values

@@ -1,7 +1,5 @@
 """`regard.nn.Attention` by its formulas: small layers, and what they compute, written out."""
 
-from __future__ import annotations
-
 import math
 
 import torch

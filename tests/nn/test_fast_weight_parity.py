@@ -77,13 +77,24 @@ def rule(weight: float, **options: object) -> regard.WriteRule:
     return regard.WriteRule("paper", address_weight=weight, key_update="entropy" if weight else "none", **options)
 
 
-def run(numbers: Numbers, x: Tensor, weight: float, cuts: list[int], **options: object) -> tuple[Tensor, object]:
+def run(
+    numbers: Numbers, x: Tensor, weight: float, cuts: list[int], border: bool = True, **options: object
+) -> tuple[Tensor, object]:
     query, value, gate = projected(numbers, x)
     keys, values = numbers["p.keys"].transpose(0, 1), numbers["p.memories"][:, 0]
     reads, state = [], None
     for q, v, g in zip(query.split(cuts, 1), value.split(cuts, 1), gate.split(cuts, 1), strict=True):
         read, state = regard.fast_weight_memory(
-            q, v, g, keys, values, rule=rule(weight), top_k=TOP_K, chunk_size=CHUNK, state=state, **options
+            q,
+            v,
+            g,
+            keys,
+            values,
+            rule=rule(weight, border=border),
+            top_k=TOP_K,
+            chunk_size=CHUNK,
+            state=state,
+            **options,
         )
         reads.append(read)
     mixed = value + gate[..., None] * (torch.cat(reads, 1) - value)
@@ -126,13 +137,7 @@ def test_gradients_of_the_package(name: str, impl: str) -> None:
 def test_the_border_pair_differs_without_equal_first_tokens() -> None:
     """The listed difference is there: with the border pair left out, outputs part company after the first chunk."""
     numbers = golden("fast_weight_package", "plain/")
-    query, value, gate = projected(numbers, numbers["tokens"])
-    keys, values = numbers["p.keys"].transpose(0, 1), numbers["p.memories"][:, 0]
-    read, _ = regard.fast_weight_memory(
-        query, value, gate, keys, values, rule=rule(0.0, border=False), top_k=TOP_K, chunk_size=CHUNK
-    )
-    mixed = value + gate[..., None] * (read - value)
-    out = unit(mixed, numbers["p.to_out.0.weight"]) @ numbers["p.to_out.1.weight"].mT
+    out, _ = run(numbers, numbers["tokens"], 0.0, [27], border=False)
     gap = (out - numbers["output"]).abs().amax((0, 2))
     assert gap[:CHUNK].max() < 1e-5
     assert gap[CHUNK:].max() > 1e-2
@@ -209,17 +214,9 @@ def test_gated_delta_rule_of_fla_and_transformers() -> None:
 def test_the_layer_in_the_place_of_the_package(name: str) -> None:
     """Token by token too; within 1e-4, of which the z-scores' eps takes the most."""
     numbers = golden("fast_weight_package", f"{name}/")
-    layer = regard.nn.FastWeightProductKeyMemory(
-        12,
-        sub_keys=8,
-        key_dim=14,
-        value_dim=10,
-        top_k=TOP_K,
-        chunk_size=CHUNK,
-        step_rule="paper",
-        address_weight=CASES[name],
-        norm_eps=torch.finfo(torch.float32).eps,
-    )
+    sizes = {"sub_keys": 8, "key_dim": 14, "value_dim": 10, "top_k": TOP_K, "chunk_size": CHUNK}
+    how = {"step_rule": "paper", "address_weight": CASES[name], "norm_eps": torch.finfo(torch.float32).eps}
+    layer = regard.nn.FastWeightProductKeyMemory(12, **sizes, **how)
     parts = {"q": "to_queries", "v": "to_values", "gate": "to_gates", "out": "to_out"}
     with torch.no_grad():
         for own, other in parts.items():

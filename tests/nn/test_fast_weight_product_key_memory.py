@@ -1,4 +1,4 @@
-"""The fast-weight product-key memory layer against its definition (fwpkm_oracle.py), its settings and errors.
+"""The fast-weight product-key memory layer: its definition (fwpkm_oracle.py), settings, precision, resident memories.
 
 What every memory layer keeps is tested in `tests/contracts`, and what a write does in `tests/memory`."""
 
@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,3 +183,234 @@ def test_every_option_has_its_default():
 def test_options_that_do_not_fit(options, says):
     with pytest.raises(ArgumentError, match=says):
         layer(**options)
+
+
+# Precision and compilation --------------------------------------------------------------------------------------------
+
+
+def test_autocast_leaves_the_memory_in_float32():
+    made, x = layer(dtype=torch.float32, spread=5.0), tokens(dtype=torch.float32)
+    exact = made(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, state = made(x)
+        out.sum().backward()
+    assert out.dtype == torch.float32
+    assert state.values.dense().dtype == state.keys.dtype == torch.float32
+    assert not torch.equal(out, exact)
+    # slots are chosen by rounded queries, so that single tokens may read others
+    assert (out - exact).abs().median() < 0.05 * exact.abs().mean()
+    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in made.parameters())
+
+
+def test_bfloat16():
+    made, x = layer(dtype=torch.bfloat16), tokens(dtype=torch.bfloat16)
+    out, state = made(x)
+    assert out.dtype == torch.bfloat16
+    assert state.keys.dtype == torch.float32
+    stored = layer(dtype=torch.float32, storage="bfloat16")
+    _, state = stored(tokens(dtype=torch.float32))
+    values = state.values.dense().float()
+    moved = values[(values - stored.values.bfloat16().float()).abs().amax(-1) > 0.1]
+    assert len(moved) > 10
+    assert torch.equal(moved, moved.bfloat16().float())
+
+
+def whole_graph(made):
+    made.frozen = True
+    torch._dynamo.reset()
+    return torch.compile(made, fullgraph=True, backend="eager")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_read_path_compiles_in_one_graph(masked):
+    made, x = layer(dtype=torch.float32), tokens(dtype=torch.float32)
+    mask = None
+    if masked:
+        mask = torch.ones(2, 15, dtype=torch.bool)
+        mask[0, :3] = False
+    compiled = whole_graph(made)
+    close(compiled(x, mask)[0], made(x, mask)[0], 1e-6)
+
+
+def test_reading_a_written_memory_compiles_in_one_graph():
+    made, x = layer(dtype=torch.float32), tokens(dtype=torch.float32)
+    with torch.no_grad():
+        _, state = made(x)
+        compiled = whole_graph(made)
+        out, after = compiled(x, state=state)
+        close(out, made(x, state=state)[0], 1e-6)
+    assert (out - made(x)[0]).abs().max() > 1e-2
+    assert torch.equal(after.values.dense(), state.values.dense())
+
+
+def test_compiled_writes_equal_eager_ones():
+    """However many tokens wait, the same graphs serve."""
+    made, x = layer(dtype=torch.float32), tokens(24, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled, graphs = torch.compile(made, backend="eager"), []
+    state = after = None
+    for at in range(0, 24, 3):
+        out, state = compiled(x[:, at : at + 3].contiguous(), state=state)
+        want, after = made(x[:, at : at + 3].contiguous(), state=after)
+        close(out, want, 1e-5)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    close(state.values.dense(), after.values.dense(), 1e-5)
+    assert graphs[-1] == graphs[2]
+
+
+# Memories that stay between calls, and several processes --------------------------------------------------------------
+
+
+def copied(made):
+    return {name: tensor.clone() for name, tensor in made.state_dict().items()}
+
+
+def same(made, expected):
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_resident_memory_goes_on():
+    made = layer(shared=True, resident=True)
+    carried = layer(shared=True)
+    state = None
+    for seed in range(3):
+        x = tokens(10, rows=2, seed=seed)
+        out, after = carried(x, state=state)
+        state = carried.flush(after)
+        close(made.train(seed == 0)(x)[0], out)
+    saved = made.state_dict()
+    close(saved["values"], state.values.dense()[0])
+    close(saved["keys"], state.keys[0])
+    fresh = layer(seed=7, shared=True, resident=True)
+    fresh.load_state_dict(saved)
+    x = tokens(10, seed=8)
+    assert torch.equal(fresh(x)[0], made(x)[0])
+    same(made, fresh.state_dict())
+
+
+def test_what_a_resident_memory_keeps_is_chosen():
+    made = layer(shared=True, resident=True)
+    first = copied(made)
+    x = tokens(10)
+    fresh = made(x)[0]
+    held = made.snapshot()
+    second = made(x)[0]
+    assert (second - fresh).abs().max() > 1e-3
+    made.restore(held)
+    assert torch.equal(made(x)[0], second)
+    made.frozen = True
+    before = copied(made)
+    made(tokens(12, seed=3))
+    same(made, before)
+    made.frozen = False
+    made.reset()
+    same(made, first)
+    assert torch.equal(made(x)[0], fresh)
+    with pytest.raises(ArgumentError, match="snapshot"):
+        layer(shared=True, resident=True, sub_keys=N + 1).restore(held)
+    with pytest.raises(ArgumentError, match="resident"):
+        layer().restore(held)
+
+
+def test_copies_and_conversions_have_what_was_written():
+    made, x = layer(shared=True, resident=True), tokens(10)
+    made(x)
+    other = copy.deepcopy(made)
+    want = made(x)[0]
+    close(other(x)[0], want)
+    narrow = copy.deepcopy(other).float()
+    assert narrow.values.dtype == torch.float32
+    close(narrow.values.double(), other.state_dict()["values"], 1e-6)
+    close(narrow(x.float())[0].double(), made(x)[0], 1e-3)
+
+
+def test_a_backward_pass_after_the_next_call():
+    """Writes of a call never change what the call before had read."""
+    made, plain = (layer(shared=True, resident=resident) for resident in (True, False))
+    x, y = tokens(10).requires_grad_(), tokens(10, seed=2)
+    out = made(x)[0]
+    made(y)
+    made(y)
+    (grad,) = torch.autograd.grad(out.square().sum(), x)
+    (want,) = torch.autograd.grad(plain(x)[0].square().sum(), x)
+    close(grad, want)
+
+
+def test_a_resident_memory_continues_a_state():
+    """Decoding: the caller's state, not the module's, is what a call with one goes on from."""
+    made, plain = layer(shared=True, resident=True), layer(shared=True)
+    x = tokens(14)
+    whole = plain(x)[0]
+    out, state = made(x[:, :9])
+    more, _ = made(x[:, 9:], state=state)
+    close(torch.cat([out, more], 1), whole)
+
+
+def run(made, rows=slice(None)):
+    """Two calls of four rows, of which `rows` are given, with a token that is not finite."""
+    for seed in range(2):
+        x = tokens(11, rows=4, seed=seed)
+        x[1, 4] = torch.nan
+        out = made(x[rows])[0].nan_to_num()
+    return out
+
+
+PROGRAM = """
+import sys, torch
+from torch.distributed import destroy_process_group, get_rank, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+sys.path[:0] = sys.argv[2:]
+from fwpkm_layers import layer, tokens
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    init_process_group("gloo")
+    rank = get_rank()
+    for sync in (None, "all_gather"):
+        made = layer(shared=True, resident=True, sync=sync)
+        running = DistributedDataParallel(made, broadcast_buffers=False)
+        for seed in range(2):
+            x = tokens(11, rows=4, seed=seed)
+            x[1, 4] = torch.nan
+            x = x[2 * rank : 2 * rank + 2].requires_grad_()
+            out = running(x)[0].nan_to_num()
+            out.square().mean().backward()
+        torch.save({"out": out.detach(), "grad": x.grad, **made.state_dict()}, f"{sys.argv[1]}/{sync}.{rank}")
+    destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    (folder / "program.py").write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [*launch, str(folder / "program.py"), str(folder), str(here), str(here.parent)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_processes_that_write_together_equal_one_with_the_whole_batch(processes: Path) -> None:
+    alone = layer(shared=True, resident=True)
+    out = run(alone)
+    first, second = (torch.load(processes / f"all_gather.{rank}") for rank in range(2))
+    assert min(first["grad"].abs().max(), second["grad"].abs().max()) > 0
+    for name in ("keys", "values"):
+        assert torch.equal(first[name], second[name])
+        close(first[name], alone.state_dict()[name])
+    close(torch.cat([first["out"], second["out"]]), out.detach())
+
+
+def test_processes_have_memories_of_their_own_unless_told(processes: Path) -> None:
+    for rank in range(2):
+        found = torch.load(processes / f"None.{rank}")
+        alone = layer(shared=True, resident=True)
+        run(alone, slice(2 * rank, 2 * rank + 2))
+        close(found["values"], alone.state_dict()["values"])

@@ -1,10 +1,9 @@
 """The f update against sums written out pair by pair in float64, and functional gradient descent in numpy.
 
 Kernels here are functions of one query and one key, as the papers write them; nothing of the package makes an expected
-value. Caches and padding of whole models are tested in `tests/models`, and wrong arguments in `tests/fuzz`.
+value. Rotary positions, padding, caches, hooks and gradients are tested in `tests/models`, with whole models, and wrong
+arguments in `tests/fuzz`.
 """
-
-from __future__ import annotations
 
 import math
 from itertools import pairwise
@@ -14,9 +13,7 @@ import pytest
 import torch
 
 from regard.checks import ArgumentError
-from regard.inspect import capture
-from regard.nn import FunctionalGradient, expected_embedding, rotary_angles
-from regard.nn.functional_gradient import Pairs
+from regard.nn import FunctionalGradient, expected_embedding
 
 KERNELS = {
     "softmax": lambda q, k: math.exp(float(q @ k) / math.sqrt(len(q))),
@@ -42,20 +39,9 @@ def data(rows=7, batch=2, seed=1):
     return phi, torch.randn(batch, rows - 1, 12, generator=noise, dtype=torch.float64)
 
 
-def turn(x, position):
-    """Rotary positions of one head's vector: channel i and i + D/2 turn together."""
-    half = len(x) // 2
-    angle = position * 10000.0 ** (-torch.arange(half, dtype=torch.float64) * 2 / len(x))
-    a, b = x[:half], x[half:]
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()))
-
-
 @torch.no_grad()
-def double_loop(layer, phi, values, kernel, *, divide, positions=None, real=None):
-    """sum_h P_h sum_{j < i} value_j kappa_h(phi_i, phi_j), pair by pair; and the weights [B, H, R, n].
-
-    With `real`, the pair of value j has the covariate of the last real row up to j, and needs row j + 1 to be real.
-    """
+def double_loop(layer, phi, values, kernel, *, divide):
+    """sum_h P_h sum_{j < i} value_j kappa_h(phi_i, phi_j), pair by pair; and the weights [B, H, R, n]."""
     batch, rows, _ = phi.shape
     heads, dim, wide = layer.num_heads, layer.head_dim, values.shape[2]
     out = torch.zeros(batch, rows, wide, dtype=torch.float64)
@@ -65,18 +51,9 @@ def double_loop(layer, phi, values, kernel, *, divide, positions=None, real=None
             part = slice(h * dim, (h + 1) * dim)
             q = phi[b] @ layer.q_proj.weight[part].T
             k = phi[b] @ layer.k_proj.weight[part].T
-            if positions is not None:
-                q = torch.stack([turn(x, p) for x, p in zip(q, positions, strict=True)])
-                k = torch.stack([turn(x, p) for x, p in zip(k, positions, strict=True)])
             share = wide // heads
             for i in range(rows):
-                pairs = []
-                for j in range(i):
-                    held = j if real is None else max((s for s in range(j + 1) if real[b, s]), default=None)
-                    if held is not None and (real is None or real[b, j + 1]):
-                        pairs.append((j, kernel(q[i], k[held])))
-                if not pairs:
-                    continue
+                pairs = [(j, kernel(q[i], k[j])) for j in range(i)]
                 total = {"sum": sum(w for _, w in pairs), "pairs": len(pairs), "none": 1.0}[divide]
                 for j, w in pairs:
                     weights[b, h, i, j] = w / total
@@ -116,77 +93,6 @@ def test_it_is_the_double_loop(spec, average, divide, variant):
     if divide == "sum":
         assert (weights >= 0).all()
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 6, dtype=torch.float64), atol=1e-12, rtol=0)
-
-
-def test_positions_turn_queries_and_keys():
-    layer = make()
-    phi, values = data()
-    places = torch.tensor([3, 5, 6, 9, 10, 20, 21])
-    angles = [x.double() for x in rotary_angles(places[None], 4)]
-    out, _ = layer(phi, values, tuple(angles))
-    wanted, _ = double_loop(layer, phi, values, KERNELS["softmax"], divide="sum", positions=places.tolist())
-    torch.testing.assert_close(out, wanted, atol=1e-6, rtol=0)  # angles are formed in float32
-    apart, _ = layer(phi, values)
-    assert (out - apart).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("spec", ["softmax", "linear"])
-def test_hidden_rows_make_no_pairs(spec):
-    layer = make(spec)
-    phi, values = data(batch=4)
-    real = (
-        torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 1, 1], [1, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]) > 0
-    )
-    out, _ = layer(phi, values, pairs=Pairs.of(real, 7))
-    _, weights = layer(phi, values, pairs=Pairs.of(real, 7), output_attentions=True)
-    divide = "sum" if spec == "softmax" else "pairs"
-    wanted, pattern = double_loop(layer, phi, values, KERNELS[spec], divide=divide, real=real)
-    torch.testing.assert_close(out[real], wanted[real], atol=1e-10, rtol=0)
-    seen = real[:, None, 1:, None]  # what a hidden row weighs is nobody's business
-    torch.testing.assert_close(weights * seen, pattern[:, :, 1:] * seen, atol=1e-10, rtol=0)
-
-
-def test_what_a_hook_returns_is_used_and_differentiated():
-    layer = make(layer_idx=5)
-    phi, values = data()
-    plain, _ = layer(phi, values)
-    with capture(layer, weights=True) as seen, torch.no_grad():
-        layer(phi, values)
-
-    def first_head_off(_module, _args, weights):
-        keep = torch.ones_like(weights)
-        keep[:, 0] = 0
-        return weights * keep
-
-    handle = layer.hook_pattern.register_forward_hook(first_head_off)
-    knocked, _ = layer(phi, values)
-    knocked.square().sum().backward()
-    handle.remove()
-    with torch.no_grad():
-        _, pattern = double_loop(layer, phi, values, KERNELS["softmax"], divide="sum")
-        torch.testing.assert_close(seen.layers[5].weights, pattern[:, :, 1:], atol=1e-10, rtol=0)
-        assert seen.layers[5].support[0, 0].tolist() == [1, 2, 3, 4, 5, 6]
-        wanted = torch.einsum("bij,bje,fe->bif", pattern[:, 1], values, layer.o_proj.weight[:, 12:])
-    torch.testing.assert_close(knocked.detach(), wanted, atol=1e-10, rtol=0)
-    assert not layer.q_proj.weight.grad[:4].any(), "a head that is off learns nothing"
-    assert layer.q_proj.weight.grad[4:].any()
-    assert torch.equal(layer(phi, values)[0], plain)
-
-
-@pytest.mark.parametrize("spec", ["softmax", "linear", "biweight", "local-linear"])
-def test_gradients_are_those_of_finite_differences(spec):
-    layer = make(spec, heads=1)
-    phi, values = data(rows=5, batch=1)
-    phi.requires_grad_()
-    values.requires_grad_()
-    hidden = Pairs.of(torch.tensor([[1, 1, 0, 1, 1]]) > 0, 5)
-    for pairs in (None, hidden):
-        for shown in (False, True):
-            assert torch.autograd.gradcheck(
-                lambda p, v, pairs=pairs, shown=shown: layer(p, v, None, pairs, None, shown)[0],
-                (phi, values),
-                fast_mode=True,
-            )
 
 
 # The expectation ---------------------------------------------------------------------------------------------

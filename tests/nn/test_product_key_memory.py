@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import dense
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ def memory(**options: Any) -> ProductKeyMemory:
     return layer
 
 
-def dense(layer: ProductKeyMemory, x: Tensor, score: str = "dot", weigh: Any = None) -> Tensor:
+def all_slots(layer: ProductKeyMemory, x: Tensor, score: str = "dot", weigh: Any = None) -> Tensor:
     """The layer with the scores of all n^2 slots, one token and head at a time."""
     p = dict(layer.named_parameters())
     query = x @ p["q_proj.weight"].T + p["q_proj.bias"]
@@ -57,29 +58,20 @@ def dense(layer: ProductKeyMemory, x: Tensor, score: str = "dot", weigh: Any = N
     return torch.stack(out).view(*x.shape)
 
 
-def sparsemax(z: Tensor) -> Tensor:
-    """By trying every support."""
-    for size in range(len(z), 0, -1):
-        tau = (z[:size].sum() - 1) / size
-        if z[size - 1] > tau:
-            return (z - tau).clamp(min=0)
-    raise AssertionError
-
-
 @pytest.mark.parametrize(
     ("options", "how"),
     [
         ({}, {}),
         ({"query_norm": "none", "swilu": False}, {}),
         ({"score": "idw"}, {"score": "idw"}),
-        ({"spec": "sparsemax"}, {"weigh": sparsemax}),
+        ({"spec": "sparsemax"}, {"weigh": lambda z: dense.weights(z, "adaptive", r=1.0)}),
     ],
 )
 def test_output_and_gradients_are_those_of_all_slots_scored(options: dict[str, Any], how: dict[str, Any]) -> None:
     layer, x = memory(**options), drawn(2, 4, 7, seed=1).requires_grad_()
     out, state = layer(x)
     assert state is None
-    wanted = dense(layer, x, **how)
+    wanted = all_slots(layer, x, **how)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=0)
     up, leaves = drawn(2, 4, 7, seed=2), [x, *layer.parameters()]
     for a, b in zip(
@@ -100,12 +92,12 @@ def test_batch_norm_takes_real_tokens_alone() -> None:
     plain.q_proj.weight.data.zero_()
     for got, q, token in zip(out[mask], normed, x[mask], strict=True):
         plain.q_proj.bias.data.copy_(q)
-        torch.testing.assert_close(got, dense(plain, token[None, None])[0, 0], atol=1e-10, rtol=0)
+        torch.testing.assert_close(got, all_slots(plain, token[None, None])[0, 0], atol=1e-10, rtol=0)
     layer.eval()
     mean, var = layer.q_norm.running_mean.clone(), layer.q_norm.running_var.clone()
     alone = layer(x[:1, :1])[0][0, 0]
     plain.q_proj.bias.data.copy_((x[0, 0] @ layer.q_proj.weight.T + layer.q_proj.bias - mean) / (var + 1e-5).sqrt())
-    torch.testing.assert_close(alone, dense(plain, x[:1, :1])[0, 0], atol=1e-10, rtol=0)
+    torch.testing.assert_close(alone, all_slots(plain, x[:1, :1])[0, 0], atol=1e-10, rtol=0)
 
 
 SWIGLU = 3 * 768 * 2304
@@ -206,7 +198,7 @@ def test_sparse_gradients_are_those_of_the_rows_read() -> None:
     assert layer.values.grad.is_sparse
     rows = layer.values.grad.coalesce().indices()[0]
     assert 1 <= len(rows) <= 12
-    table = dense(twin, x)
+    table = all_slots(twin, x)
     (wanted,) = torch.autograd.grad((table * up).sum(), twin.values)
     torch.testing.assert_close(layer.values.grad.to_dense(), wanted, atol=1e-10, rtol=0)
     groups = optimizer_groups(layer)

@@ -1,4 +1,4 @@
-"""Temperatures and ridges as rules: their texts, wrong texts, every registered one, and one of a third party."""
+"""Rules of a layer, temperatures and ridges: their texts, their numbers against formulas in float64, and in layers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,28 @@ from typing import ClassVar
 
 import pytest
 import torch
-from layers_by_hand import B, C, D, H, by_hand, draw, layer, visible
+from layers_by_hand import (
+    RIDGES,
+    TEMPERATURES,
+    B,
+    C,
+    D,
+    H,
+    angles_of,
+    by_hand,
+    draw,
+    layer,
+    multiplier,
+    ridge_values,
+    turn,
+    visible,
+)
+from transformers import DynamicCache
 
 import regard
 from regard.checks import ArgumentError
-from regard.nn import Ridge, Temperature, as_ridge, as_temperature, ridges, temperatures
+from regard.nn import Attention, Ridge, Temperature, as_ridge, as_temperature, ridges, rotary_angles, temperatures
+from regard.pairwise.visibility import Visibility
 
 T = 9
 READ = {"temperature": (temperatures, as_temperature), "ridge": (ridges, as_ridge)}
@@ -100,7 +117,7 @@ def test_every_registered_rule(kind, name):
         torch.testing.assert_close(whole[:, i], row, atol=1e-7, rtol=0)
 
 
-def test_a_temperature_of_a_third_party():
+def test_a_temperature_of_a_third_party(monkeypatch):
     @dataclass(frozen=True)
     class Root(Temperature):
         """scale = default * c sqrt(n)."""
@@ -114,18 +131,15 @@ def test_a_temperature_of_a_third_party():
         def multiplier(self, n, learned):
             return learned["factor"] * n.sqrt()
 
-    temperatures.register("root")(Root)
-    try:
-        module, x = layer(temperature="root(start_at=3)"), draw(B, T, C)
-        assert str(module.temperature) == "root(start_at=3.0)"
-        assert torch.equal(module.factor, torch.full((H,), 3.0, dtype=torch.float64))
-        scale = 3 * (torch.arange(1, T + 1).double() / D).sqrt()[:, None]
-        torch.testing.assert_close(module(x)[0], by_hand(module, x, visible(T), scale=scale), atol=1e-6, rtol=0)
-    finally:
-        del temperatures._objects["root"]
+    monkeypatch.setitem(temperatures._objects, "root", Root)
+    module, x = layer(temperature="root(start_at=3)"), draw(B, T, C)
+    assert str(module.temperature) == "root(start_at=3.0)"
+    assert torch.equal(module.factor, torch.full((H,), 3.0, dtype=torch.float64))
+    scale = 3 * (torch.arange(1, T + 1).double() / D).sqrt()[:, None]
+    torch.testing.assert_close(module(x)[0], by_hand(module, x, visible(T), scale=scale), atol=1e-6, rtol=0)
 
 
-def test_a_ridge_of_a_third_party():
+def test_a_ridge_of_a_third_party(monkeypatch):
     @dataclass(frozen=True)
     class Half(Ridge):
         """Has no values."""
@@ -150,12 +164,219 @@ def test_a_ridge_of_a_third_party():
 
     with pytest.raises(ArgumentError, match=r"ridge 'half': Half has no values\(x\); define it"):
         layer(spec="local-linear", ridge=Half())(draw(B, T, C))
-    ridges.register("exponential")(Exponential)
-    try:
-        module, x = layer(spec="local-linear", ridge="exponential(start=0.4)"), draw(B, T, C)
-        assert str(module.ridge) == "exponential(start=0.4)"
-        ridge = (x @ module.ridge_proj.weight.T + math.log(0.4)).exp().mT[..., None]
-        expected = by_hand(module, x, visible(T), ridge=ridge)
-        torch.testing.assert_close(module(x)[0], expected, atol=1e-6, rtol=0)  # the bias was made in float32
-    finally:
-        del ridges._objects["exponential"]
+    monkeypatch.setitem(ridges._objects, "exponential", Exponential)
+    module, x = layer(spec="local-linear", ridge="exponential(start=0.4)"), draw(B, T, C)
+    assert str(module.ridge) == "exponential(start=0.4)"
+    ridge = (x @ module.ridge_proj.weight.T + math.log(0.4)).exp().mT[..., None]
+    expected = by_hand(module, x, visible(T), ridge=ridge)
+    torch.testing.assert_close(module(x)[0], expected, atol=1e-6, rtol=0)  # the bias was made in float32
+
+
+# Temperatures ---------------------------------------------------------------------------------------------------------
+
+
+N = torch.tensor([[[1, 2, 7, 300]]])
+
+
+@pytest.mark.parametrize("text", TEMPERATURES)
+def test_scales_at_the_start(text):
+    scale = torch.as_tensor(as_temperature(text).scale(N, default=0.25)).expand(1, 1, 4)
+    expected = torch.tensor([0.25 * multiplier(text, n) for n in (1, 2, 7, 300)])
+    torch.testing.assert_close(scale[0, 0], expected, atol=0, rtol=1e-6)
+
+
+def test_learned_numbers_have_their_meaning():
+    """Each head its own: temperature 3; s = 0.7; 0.2 + 0.1 n^0.9."""
+    n = N.expand(1, H, 4).double()[0, 0]
+    one = lambda value: torch.full((H,), math.log(value), dtype=torch.float64)  # noqa: E731
+    odds = torch.full((H,), math.log(0.9 / 0.1), dtype=torch.float64)
+    cases = {
+        "learned": ({"log_temperature": one(3.0)}, torch.full((4,), 1 / 3, dtype=torch.float64)),
+        "log": ({"log_slope": one(0.7)}, 0.7 * n.clamp(min=2).log()),
+        "power": ({"log_base": one(0.2), "log_gain": one(0.1), "logit_exponent": odds}, 0.2 + 0.1 * n**0.9),
+    }
+    for text, (learned, expected) in cases.items():
+        scale = as_temperature(text).scale(N, 1.0, learned).expand(1, H, 4)
+        assert scale.dtype == torch.float64
+        torch.testing.assert_close(scale, expected.expand(1, H, 4), atol=0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("text", TEMPERATURES[1:])
+def test_gradients_of_the_learned_numbers(text):
+    rule = as_temperature(text)
+    names = list(rule.start())
+    start = [torch.full((H,), rule.start()[name], dtype=torch.float64, requires_grad=True) for name in names]
+    n = torch.tensor([[[0, 1, 5]]])  # an empty row too
+
+    def scale(*numbers):
+        return rule.scale(n, 0.3, dict(zip(names, numbers, strict=True)))
+
+    assert torch.autograd.gradcheck(scale, start)
+
+
+def test_bad_calls():
+    with pytest.raises(ArgumentError, match="temperature log: n is missing"):
+        as_temperature("log").scale()
+    with pytest.raises(ArgumentError, match="learned has none, expected log_temperature"):
+        as_temperature("learned").scale(learned={})
+    with pytest.raises(ArgumentError, match=r"learned\['log_temperature'\] has shape \[1, 4\], expected \[H\]"):
+        as_temperature("learned").scale(learned={"log_temperature": torch.zeros(1, 4)})
+
+
+SPECS = {**regard.presets(), "h-gaussian": regard.Spec.parse("gaussian*fixed(h=0.6)*cosine"),
+         "h-compact": regard.Spec.parse("epanechnikov*fixed(h=1.2)*euclidean")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_spec_with_a_scale_takes_every_temperature(name):
+    """Row by row, the layer is `regard.attention` with that row's number as scale (or 1/h^2)."""
+    spec = SPECS[name]
+    q, k, v = draw(B, H, T, 8, seed=1), draw(B, H, T, 8, seed=2), draw(B, H, T, 8, seed=3)
+    has = spec.takes_scale or (spec.bandwidth.name == "fixed" and spec.bandwidth.h is not None)
+    for text in TEMPERATURES:
+        rule = as_temperature(text)
+        if not has:
+            with pytest.raises(ArgumentError, match=r"has none; leave it out or choose one of: softmax, sparsemax"):
+                rule.arguments(spec, 8, torch.ones(1, 1, T))
+            continue
+        counts = Visibility(T, T, causal=True).counts()
+        whole = regard.attention(q, k, v, spec, is_causal=True, **rule.arguments(spec, 8, counts))
+        for i in (0, 4, T - 1):
+            factor = multiplier(text, i + 1)
+            if spec.takes_scale:
+                usual = {"cosine": 1.0}.get(spec.similarity.name, 8**-0.5)
+                given = {"scale": usual * factor}
+            else:
+                given = {"params": {"h": spec.bandwidth.h / math.sqrt(factor)}}
+            row = regard.attention(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], spec, **given)
+            torch.testing.assert_close(whole[:, :, i : i + 1], row, atol=2e-5, rtol=0)
+
+
+def test_the_usual_scale_is_for_every_spec():
+    x = draw(B, T, C)
+    for name, spec in regard.presets().items():
+        plain = layer(spec=spec)(x)[0]
+        assert torch.equal(layer(spec=spec, temperature="fixed")(x)[0], plain), name
+        if spec.takes_scale:  # learned starts at the usual scale, whatever the similarity
+            torch.testing.assert_close(layer(spec=spec, temperature="learned")(x)[0], plain, atol=1e-6, rtol=0)
+
+
+def test_a_single_key_is_never_lost():
+    """log 1 = 0: the first row of an unnormalised sum is what n = 2 makes of it."""
+    module, x = layer(spec="linear", temperature="log"), draw(B, T, C)
+    q, k, v = (p(x[:, 0]).view(B, H, 8) for p in (module.q_proj, module.k_proj, module.v_proj))
+    weight = (q * k).sum(-1, keepdim=True) * 0.43 * math.log(2) / math.sqrt(8)
+    expected = module.o_proj((weight * v).flatten(1))
+    torch.testing.assert_close(module(x)[0][:, 0], expected, atol=1e-6, rtol=0)
+    assert expected.abs().max() > 1e-3
+
+
+# Ridges ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [*RIDGES, "learned(start=0.9)", "learned(start=30,link=softplus)"])
+def test_every_ridge_starts_where_it_is_told(text):
+    torch.manual_seed(1)
+    module = Attention(C, H, spec="local-linear", ridge=text)
+    found = module.ridge_proj(draw(B, T, C, dtype=torch.float32))
+    assert found.shape == (B, H, T, D if "dimension" in text else 1)
+    start = {"learned(start=0.9)": 0.9, RIDGES[1]: 0.5}.get(text, 30.0 if "30" in text else 0.1)
+    torch.testing.assert_close(found, torch.full_like(found, start), atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("text", RIDGES)
+def test_values_are_the_formula_and_never_below_the_floor(text):
+    x = torch.tensor([-1e4, -200.0, -3.0, 0.0, 2.0, 50.0], dtype=torch.float64)
+    found = as_ridge(text).values(x)
+    torch.testing.assert_close(found, ridge_values(text, x), atol=0, rtol=1e-12)
+    assert bool((found >= (0.01 if "softplus" in text else 0.001)).all())
+    assert as_ridge(text).values(x.bfloat16()).dtype == torch.float32
+    y = torch.tensor([-3.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(as_ridge(text).values, [y])
+
+
+def steps(module, x, sizes, mask, positions):
+    """The layer piece by piece with a cache."""
+    cache, outs, at = DynamicCache(), [], 0
+    for size in sizes:
+        part = slice(at, at + size)
+        at += size
+        turned = tuple(angles[:, part] for angles in positions)
+        outs.append(module(x[:, part], turned, mask[:, :at], cache)[0])
+    return torch.cat(outs, 1)
+
+
+CACHED = [
+    {},
+    {"ridge": "learned"},
+    {"ridge": RIDGES[1], "qk_norm": "l2"},
+    {"ridge": "learned-per-dimension", "qk_norm": "rms"},
+    {"ridge": "learned", "window": 6},
+    {"ridge": "learned", "window": 6, "exclude_self": True},
+]
+
+
+@pytest.mark.parametrize("options", CACHED, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("spec", ["local-linear", "local-linear[biweight]", "local-linear[relumax]"])
+def test_pieces_with_a_cache_equal_the_whole(spec, options):
+    """Left padding, grouped heads; exactly in float64, to 1e-5 in float32. (The ridge starts near 0.1 or above it: a
+    smaller one magnifies rounding as much as it is smaller than the keys' squares.)"""
+    length, sizes = 40, [1] * 10 + [13, 1, 1, 7, 1, 1, 6]
+    module = layer(spec=spec, num_kv_heads=2, layer_idx=0, **options)
+    if module.ridge_proj is not None:
+        torch.nn.init.constant_(module.ridge_proj.weight, 0.01)
+    mask = torch.ones(B, length, dtype=torch.bool)
+    mask[0, :5] = False
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        module, x = module.to(dtype), draw(B, length, C, dtype=dtype)
+        positions = rotary_angles(torch.arange(length)[None], D, dtype=dtype)
+        whole = module(x, positions, mask)[0]
+        gap = (steps(module, x, sizes, mask, positions) - whole)[mask].abs().max()
+        assert gap < tolerance, (dtype, float(gap))
+
+
+@pytest.mark.parametrize("norm", [None, "rms", "l2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_pieces_that_other_solvers_do_equal_the_whole(dtype, tolerance, norm):
+    """32 channels: the whole is solved by conjugate gradients, single steps by a factor; root mean squares."""
+    length, sizes = 150, [110] + [1] * 20 + [13] + [1] * 7
+    torch.manual_seed(0)
+    module = Attention(C, 2, head_dim=32, spec="local-linear", ridge="learned", qk_norm=norm, layer_idx=0).to(dtype)
+    x, mask = draw(B, length, C, dtype=dtype), torch.ones(B, length, dtype=torch.bool)
+    mask[0, :5] = False
+    positions = rotary_angles(torch.arange(length)[None], 32, dtype=dtype)
+    whole = module(x, positions, mask)[0]
+    gap = (steps(module, x, sizes, mask, positions) - whole)[mask]
+    assert gap.double().norm() < tolerance * whole[mask].double().norm()
+    if dtype == torch.float32:
+        assert gap.abs().max() < 1e-5
+
+
+def test_the_weights_are_those_of_the_values():
+    module, x = layer(spec="local-linear", ridge="learned"), draw(B, T, C)
+    out, weights = module(x, output_attentions=True)
+    v = module.v_proj(x).view(B, T, H, D).transpose(1, 2)
+    torch.testing.assert_close(module.o_proj((weights @ v).transpose(1, 2).flatten(2)), out, atol=1e-10, rtol=0)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T, dtype=torch.float64), atol=1e-10, rtol=0)
+    assert weights.min() < -0.01
+
+
+@pytest.mark.parametrize("norm", [None, "rms"])
+def test_a_probe_of_the_layer_in_the_place_of_a_solution(norm):
+    """Parallax: weights p (1 - (k - kbar) . r), r normalised and turned like a query."""
+    module, x = layer(spec="gaussian*linear(solver=learned)", qk_norm=norm), draw(B, T, C)
+    if norm:
+        module.q_norm.reset_parameters()
+        module.k_norm.reset_parameters()
+    angles = angles_of(torch.arange(T))
+    rms = lambda y: y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()  # noqa: E731
+    split = lambda projection: projection(x).view(B, T, H, D).transpose(1, 2)  # noqa: E731
+    q, k, r = (turn(rms(y) if norm else y, angles) for y in map(split, (module.q_proj, module.k_proj, module.r_proj)))
+    p = (q @ k.mT / D**0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+    slopes = r @ k.mT - ((p @ k) * r).sum(-1, keepdim=True)
+    expected = module.o_proj(((p * (1 - slopes)) @ split(module.v_proj)).transpose(1, 2).flatten(2))
+    positions = rotary_angles(torch.arange(T)[None], D, dtype=torch.float64)
+    found, _ = module(x, positions)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+    found.square().sum().backward()
+    assert module.r_proj.weight.grad.abs().max() > 1e-3

@@ -1,21 +1,23 @@
-"""Configurations take the keywords of transformers' `from_pretrained` that are no fields, and do with them what
-transformers' own configurations do: nothing. Fields that are misspelt are refused, also beside them.
+"""Keywords mean what they mean to transformers' own models: those of `from_pretrained` that are no fields, which do
+nothing to a configuration, and those that reach the loss. Fields that are misspelt are refused, also beside them.
 """
-
-from __future__ import annotations
 
 import inspect
 import re
 
 import pytest
 import torch
-from any_model import SIZES, make, text
+import torch.nn.functional as F
+from any_model import SIZES, every_model, make, text
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 from transformers.models.auto.auto_factory import _BaseAutoModelClass as AutoModel
 
 from regard.checks import ArgumentError
 from regard.models import language_models
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
 
 VALUES = {
     "device_map": "cpu", "dtype": "auto", "torch_dtype": torch.float32, "subfolder": "", "num_labels": 3,
@@ -68,7 +70,7 @@ def test_the_keywords_are_found():
 
 
 @pytest.mark.parametrize("keyword", keywords())
-@pytest.mark.parametrize("name", language_models.names())
+@every_model
 def test_every_keyword_does_what_it_does_to_a_llama(name, keyword, saved):
     given = {keyword: VALUES.get(keyword)}
     own = type(AutoConfig.from_pretrained(saved[name]))
@@ -80,7 +82,7 @@ def test_every_keyword_does_what_it_does_to_a_llama(name, keyword, saved):
     assert told(own.from_pretrained, saved[name], **given) == told(LlamaConfig.from_pretrained, saved["llama"], **given)
 
 
-@pytest.mark.parametrize("name", language_models.names())
+@every_model
 def test_a_model_takes_what_a_llama_takes(name, saved):
     taken = {"device_map": "cpu", "low_cpu_mem_usage": True, "gguf_file": None, "weights_only": True, "dtype": "auto",
              "trust_remote_code": False, "use_safetensors": True, "quantization_config": None, "revision": "main",
@@ -92,7 +94,7 @@ def test_a_model_takes_what_a_llama_takes(name, saved):
         torch.testing.assert_close(found, plain(text()).logits, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", language_models.names())
+@every_model
 def test_misspelt_fields_are_refused_wherever_they_stand(name, saved):
     own, model = language_models.get(name).config, language_models.get(name).model
     for load in (own.from_pretrained, AutoConfig.from_pretrained, model.from_pretrained,
@@ -102,3 +104,76 @@ def test_misspelt_fields_are_refused_wherever_they_stand(name, saved):
     with pytest.raises(ArgumentError, match="unknown field 'flavour'"):
         own.from_pretrained(saved[name], flavour="sweet")
     assert own.from_pretrained(saved[name], flavour="sweet", return_unused_kwargs=True)[1] == {"flavour": "sweet"}
+
+
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+IDS = torch.tensor([[0] * 5 + [1] * 7, [0] * 3 + [1] * 9])
+MASK = torch.ones(2, 12, dtype=torch.long)
+MASK[0, :3] = 0
+
+
+def model_of(name):
+    return make(name, "biweight", torch.float32, num_hidden_layers=2)
+
+
+def mean(logits, targets):
+    """Over the targets that are not negative; targets [B, T] are those of the same position."""
+    return F.cross_entropy(logits[targets >= 0], targets[targets >= 0])
+
+
+def shifted(labels):
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+@torch.no_grad()
+@every_model
+@pytest.mark.parametrize("given", [{}, {"attention_mask": MASK}, {"segment_ids": IDS}], ids=["all", "mask", "packed"])
+def test_which_labels_count(name, given):
+    model, tokens = model_of(name), text(2, 12)
+    logits, labels = model(tokens, **given).logits, tokens.clone()
+    labels[:, 8] = -100
+    wanted = shifted(labels)
+    if "attention_mask" in given:
+        wanted[0, :3] = -100  # the first real token is not predicted from a hidden one
+    if "segment_ids" in given:
+        wanted[0, 4] = wanted[1, 2] = -100
+    expected = mean(logits, wanted)
+    torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=None, **given).loss, expected)
+    summed = model(tokens, labels=labels, num_items_in_batch=10, **given).loss
+    torch.testing.assert_close(summed, expected * int((wanted >= 0).sum()) / 10)
+    other = model(tokens, labels=labels.where(labels >= 0, 0), ignore_index=0, **given).loss
+    torch.testing.assert_close(other, mean(logits, wanted.where(wanted != 0, -100)))
+    other = model(tokens, labels=tokens, shift_labels=shifted(labels), **given).loss
+    torch.testing.assert_close(other, expected)
+    strided = shifted(labels).T.contiguous().T
+    torch.testing.assert_close(model(tokens, labels=tokens, shift_labels=strided, **given).loss, expected)
+
+
+@every_model
+def test_nothing_to_predict_is_a_loss_of_zero(name):
+    model, tokens = model_of(name), text(2, 12)
+    nothing = torch.full_like(tokens, -100)
+    for said in ({"labels": nothing, "num_items_in_batch": None}, {"labels": tokens, "shift_labels": nothing}):
+        loss = model(tokens, **said).loss
+        loss.backward()
+        assert loss.item() == 0
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"ignore_index": None}, "ignore_index is None, expected an integer"),
+        ({"shift_labels": [1, 2]}, r"shift_labels is \[1, 2\], expected integers"),
+        (
+            {"shift_labels": torch.zeros(2, 11, dtype=torch.long)},
+            r"shift_labels has shape \[2, 11\], expected \[2, 12\]",
+        ),
+    ],
+)
+def test_one_clear_line_for_keywords_of_the_loss(said, message):
+    tokens = text(2, 12)
+    with pytest.raises(ArgumentError, match=message):
+        model_of("transformer")(tokens, labels=tokens, **said)

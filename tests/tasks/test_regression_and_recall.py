@@ -1,0 +1,223 @@
+"""Tasks of numbers and of documents that are read several times, against numpy and plain loops."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from regard.checks import ArgumentError
+from regard.tasks import ConeRegression, CrossDocumentRecall, RecallExamples, Task, tasks
+
+# Regression on cones: its law, its metric, and the solver that knows the segments -------------------------------------
+
+
+def arrays(example: object, *names: str) -> list[np.ndarray]:
+    return [getattr(example, name).double().numpy() for name in names]
+
+
+def test_an_example_is_a_function_of_seed_and_index() -> None:
+    task = ConeRegression(dim=6, length=32, segment=8, query_noise=0.5)
+    alone, batch = task.example(3, 7), task.examples(3, [5, 7])
+    for name in ("keys", "values", "queries", "targets", "maps"):
+        assert torch.equal(getattr(alone, name), getattr(batch, name)[1])
+        assert not torch.equal(getattr(batch, name)[0], getattr(batch, name)[1])
+        assert not torch.equal(getattr(alone, name), getattr(task.example(7, 3), name))
+    still = ConeRegression(dim=6, length=32, segment=8, noise=0.3).example(3, 7)
+    assert torch.equal(still.keys, alone.keys)  # noise is drawn last
+    assert torch.equal(still.maps, alone.maps)
+    assert torch.equal(still.queries, still.keys)
+    assert torch.equal(still.targets, still.values)
+
+
+@pytest.mark.parametrize(("length", "segment", "dim"), [(64, 8, 3), (64, 8, 5), (32, 32, 2), (256, 2, 7)])
+def test_segments_live_on_disjoint_cones(length: int, segment: int, dim: int) -> None:
+    (keys,) = arrays(ConeRegression(dim, length, segment).example(0, 0), "keys")
+    count = length // segment
+    bits = int(np.log2(count))
+    seen = set()
+    for c in range(1, count + 1):
+        wanted = [1.0 if (c // 2**j) % 2 else -1.0 for j in range(bits)]
+        part = keys[(c - 1) * segment : c * segment]
+        assert (np.sign(part[:, :bits]) == wanted).all()
+        seen.add(tuple(wanted))
+    assert len(seen) == count
+    if dim > bits:  # the other coordinates keep both signs
+        assert {-1.0, 1.0} <= set(np.sign(keys[:, bits:]).ravel())
+
+
+def test_keys_are_folded_normals() -> None:
+    keys = np.concatenate([arrays(ConeRegression(4, 512, 128).example(0, i), "keys")[0] for i in range(40)])
+    assert np.abs((keys**2).mean(0) - 1).max() < 0.05
+    assert np.abs(np.abs(keys).mean(0) - np.sqrt(2 / np.pi)).max() < 0.02
+    assert np.abs(keys[:, 2:].mean(0)).max() < 0.03  # equation 52 takes absolute values here too, which is its slip
+    assert np.abs((keys**4).mean(0) - 3).max() < 0.3
+
+
+def test_values_are_linear_in_a_segment_up_to_the_noise() -> None:
+    task = ConeRegression(dim=5, length=512, segment=128, noise=0.3, query_noise=0.7)
+    made = [task.example(1, i) for i in range(20)]
+    off, moved = [], []
+    for example in made:
+        keys, values, queries, targets, maps = arrays(example, "keys", "values", "queries", "targets", "maps")
+        for i in range(512):
+            off.append(values[i] - maps[i // 128] @ keys[i])
+            moved.append(queries[i] - keys[i])
+            assert np.abs(targets[i] - values[i] - maps[i // 128] @ moved[-1]).max() < 1e-4
+    for sample, size in ((np.array(off), 0.3), (np.array(moved), 0.7)):
+        assert np.abs(sample.mean(0)).max() < 0.03 * size * 3
+        assert np.abs(sample.std(0) / size - 1).max() < 0.04
+    maps = np.stack([arrays(example, "maps")[0] for example in made])
+    assert abs(maps.mean()) < 0.08
+    assert abs(maps.std() - 1) < 0.06
+    assert np.abs(maps[:, 0] - maps[:, 1]).min(0).max() > 0  # a map of its own for every segment
+
+
+def test_the_metric_is_the_squared_distance_to_the_target() -> None:
+    task = ConeRegression(dim=3, length=16, segment=4, query_noise=1.0)
+    examples = task.examples(0, range(2))
+    guess = torch.randn(2, 16, 3, generator=torch.Generator().manual_seed(1))
+    found = task.error(guess, examples)
+    assert found.dtype == torch.float64
+    (targets,) = arrays(examples, "targets")
+    for b in range(2):
+        for i in range(16):
+            wanted = sum((float(guess[b, i, c]) - targets[b, i, c]) ** 2 for c in range(3))
+            assert abs(float(found[b, i]) - wanted) < 1e-9
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_oracle_is_the_ridge_regression_of_the_segment(strict: bool) -> None:
+    task = ConeRegression(dim=4, length=48, segment=12, noise=0.2, query_noise=0.5)
+    examples = task.examples(2, range(3))
+    found = task.oracle(examples, exclude_self=strict).numpy()
+    keys, values, queries = arrays(examples, "keys", "values", "queries")
+    for b in range(3):
+        for i in range(48):
+            mine = slice(i - i % 12, i if strict else i + 1)
+            k, v = keys[b, mine], values[b, mine]
+            fit = np.linalg.solve(k.T @ k + 0.2**2 * np.eye(4), k.T @ v)
+            assert np.abs(found[b, i] - queries[b, i] @ fit).max() < 1e-8
+
+
+def test_the_oracle_errs_as_much_as_the_noise() -> None:
+    task = ConeRegression(dim=4, length=256, segment=128, noise=0.5)
+    examples = task.examples(0, range(16))
+    error = task.error(task.oracle(examples, exclude_self=True), examples).mean(0).numpy()
+    assert abs(error[100:128].mean() / (4 * 0.25) - 1) < 0.15  # the noise of the target, and little more
+    assert error[128] > 5 * error[127]  # nothing is known of the next map yet
+    clean = ConeRegression(dim=4, length=16, segment=16, noise=0.0).examples(0, range(4))
+    exact = ConeRegression(dim=4, length=16, segment=16, noise=0.0)
+    assert exact.error(exact.oracle(clean, exclude_self=True), clean)[:, 5:].max() < 1e-4
+
+
+# Recall over documents: its law, its metric, and the memory without faults --------------------------------------------
+
+
+def test_an_example_of_recall_is_a_function_of_seed_and_index() -> None:
+    task = CrossDocumentRecall(keys=12, values=9, pairs=5, documents=2, reads=3)
+    alone, batch = task.example(3, 7).tokens, task.examples(3, [5, 7]).tokens
+    assert alone.shape == (2, 3, 10)
+    assert torch.equal(alone, batch[1])
+    assert not torch.equal(batch[0], batch[1])
+    assert not torch.equal(alone, task.example(7, 3).tokens)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_more_readings_and_documents_continue_an_example(shuffled: bool) -> None:
+    short = CrossDocumentRecall(keys=12, values=9, pairs=5, documents=2, reads=2, shuffled=shuffled).example(0, 1)
+    longer = CrossDocumentRecall(keys=12, values=9, pairs=5, documents=4, reads=3, shuffled=shuffled).example(0, 1)
+    assert torch.equal(longer.tokens[:2, :2], short.tokens)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_documents_give_the_same_keys_other_values(shuffled: bool) -> None:
+    task = CrossDocumentRecall(keys=40, values=30, pairs=20, documents=4, reads=3, shuffled=shuffled)
+    documents = []
+    for document in task.example(0, 0).tokens.tolist():
+        readings = [list(zip(reading[0::2], reading[1::2], strict=True)) for reading in document]
+        for pairs in readings:
+            assert len({key for key, _ in pairs}) == 20
+            assert all(0 <= key < 40 <= value < 70 for key, value in pairs)
+            assert sorted(pairs) == sorted(readings[0])
+            assert (pairs == readings[0]) == (not shuffled or pairs is readings[0])
+        documents.append(dict(readings[0]))
+    for one, other in itertools.pairwise(documents):
+        assert one.keys() == other.keys()
+        assert list(one) != list(other)
+        assert sum(one[key] == other[key] for key in one) < 8  # of 20, by a chance of 1/30 each
+
+
+def test_every_token_is_as_likely_as_any_other_of_its_kind() -> None:
+    task = CrossDocumentRecall(keys=10, values=5, pairs=4, documents=2, reads=1)
+    tokens = task.examples(1, range(1500)).tokens
+    counts = torch.bincount(tokens.flatten(), minlength=15).double()
+    assert (counts[:10] / (1500 * 2 * 4 / 10) - 1).abs().max() < 0.12
+    assert (counts[10:] / (1500 * 2 * 4 / 5) - 1).abs().max() < 0.08
+
+
+def test_keys_and_answers_are_read_off_the_stream() -> None:
+    example = CrossDocumentRecall(keys=6, values=4, pairs=3, documents=2, reads=2).examples(0, range(2))
+    stream = [token for document in example.tokens[1].tolist() for reading in document for token in reading]
+    assert example.stream[1].tolist() == stream
+    assert example.keys[1].flatten().tolist() == stream[0::2]
+    assert example.answers[1].flatten().tolist() == stream[1::2]
+
+
+def test_the_oracle_says_what_it_last_read() -> None:
+    task = CrossDocumentRecall(keys=9, values=50, pairs=6, documents=3, reads=3, shuffled=True)
+    examples = task.examples(4, range(3))
+    found = task.oracle(examples)
+    for b in range(3):
+        known: dict[int, int] = {}
+        stream = examples.tokens[b].flatten().tolist()
+        wanted = []
+        for key, value in zip(stream[0::2], stream[1::2], strict=True):
+            wanted.append(known.get(key, 9))
+            known[key] = value
+        assert found[b].flatten().tolist() == wanted
+        assert torch.equal(task.oracle(task.example(4, b)), found[b])
+    wrong = task.error(found, examples)
+    assert wrong.dtype == torch.float64
+    assert wrong[:, :, 1:].sum() == 0
+    assert wrong[:, :, 0].mean() > 0.9
+
+
+def test_the_metric_counts_what_is_wrong() -> None:
+    task = CrossDocumentRecall(keys=3, values=4, pairs=2, documents=1, reads=1)
+    example = RecallExamples(torch.tensor([[[0, 3, 2, 6]]]))
+    assert task.error(torch.tensor([[[3, 5]]]), example).tolist() == [[[0.0, 1.0]]]
+    assert (task.vocabulary, task.length, task.chance) == (7, 4, 0.25)
+
+
+# Both -----------------------------------------------------------------------------------------------------------------
+
+
+def test_they_are_registered_and_keep_the_protocol() -> None:
+    for name, kind in (("cone-regression", ConeRegression), ("cross-document-recall", CrossDocumentRecall)):
+        assert tasks.get(name) is kind
+        assert isinstance(kind(), Task)
+    assert ConeRegression().segments == 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (ConeRegression, {"dim": 0}, "dim is 0, expected a whole number >= 1"),
+        (ConeRegression, {"segment": 7}, "length 1024 and segment 7 make 146.286 segments, expected a power of two"),
+        (ConeRegression, {"length": 24, "segment": 8}, "make 3 segments, expected a power of two"),
+        (ConeRegression, {"dim": 3, "segment": 8}, "make 128 segments, expected a power of two, at most 2^dim = 2^3"),
+        (ConeRegression, {"noise": -1.0}, "noise is -1, expected noise >= 0"),
+        (ConeRegression, {"query_noise": float("nan")}, "query_noise is nan, expected a finite number"),
+        (CrossDocumentRecall, {"reads": 0}, "reads is 0, expected a whole number >= 1"),
+        (CrossDocumentRecall, {"pairs": 2.0}, "pairs is 2.0, expected a whole number >= 1"),
+        (CrossDocumentRecall, {"documents": True}, "documents is True, expected a whole number >= 1"),
+        (CrossDocumentRecall, {"keys": 8, "pairs": 9}, "pairs is 9, expected at most the 8 keys"),
+    ],
+)
+def test_mistakes(kind: type, settings: dict, said: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        kind(**settings)
+    assert said in str(caught.value)
