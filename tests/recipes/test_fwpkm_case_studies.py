@@ -17,7 +17,7 @@ from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
 from regard_recipes.fwpkm import _fwpkm_looks as looks
 from regard_recipes.fwpkm.fwpkm_case_studies import FwPKMCaseStudies
-from regard_recipes.lib.results import Results, select
+from regard_recipes.lib.recipe import Results, select
 
 
 def model() -> Any:

@@ -12,8 +12,7 @@ from tiny_runs import make, tiny
 from regard.checks import ArgumentError
 from regard_recipes.iclm import iclm_parity as recipe
 from regard_recipes.lib.language_text import read_text
-from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of
+from regard_recipes.lib.recipe import Results, check_shared, frame_of
 
 
 def made(size: str = "quick", **changes: object) -> recipe.Parity:

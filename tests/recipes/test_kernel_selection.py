@@ -13,8 +13,7 @@ from tiny_runs import tiny
 from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
 from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN, SHARED
-from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of
+from regard_recipes.lib.recipe import Results, check_shared, frame_of
 
 FORMULAS = {
     "exponential": lambda q, k: math.exp(q @ k / 2),

@@ -13,8 +13,8 @@ from regard.checks import ArgumentError
 from regard.cli import main
 from regard.models import MemoryMosaicForCausalLM
 from regard_recipes.lib.language_text import read_text
-from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of, load
+from regard_recipes.lib.recipe import Results, check_shared, frame_of
+from regard_recipes.lib.results import load
 from regard_recipes.mosaic import mosaic_kernels as recipe
 from regard_recipes.mosaic.mosaic_kernels import DEFINED, HARD
 from regard_recipes.mosaic.released_weightings import FORMS, Released, use_released

@@ -11,8 +11,7 @@ import torch
 from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM
 from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, Row, row_config
-from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of
+from regard_recipes.lib.recipe import Results, check_shared, frame_of
 from regard_recipes.long_text import layout_recipe
 from regard_recipes.long_text import streaming_perplexity as recipe
 from regard_recipes.long_text.document_text import (

@@ -11,8 +11,8 @@ import pytest
 
 from regard.recipes import recipes
 from regard_recipes.fwpkm._fast_weight_recall_model import COLLAPSE
-from regard_recipes.lib.recipe import Recipe, run
-from regard_recipes.lib.results import Results, load
+from regard_recipes.lib.recipe import Recipe, Results, run
+from regard_recipes.lib.results import load
 
 NEEDLES: dict[str, Any] = {
     "steps": 2, "width": 16, "sub_keys": 8, "memory_dim": 8, "top_k": 2, "context": 64, "chunk": 16, "haystack": 40,

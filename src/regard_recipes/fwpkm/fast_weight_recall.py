@@ -16,20 +16,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 from regard.tasks import CrossDocumentRecall
 
-from ..lib.claims import Claim
-from ..lib.intervals import Estimate, mean_interval, ratio_interval
-from ..lib.pivots import MISSING, Show, first, pivot, stat
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.claims import Claim, Estimate, mean_interval, ratio_interval
+from ..lib.display import MISSING, Show, first, lines, pivot, stat
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
 RULES: dict[str, dict[str, Any]] = {
@@ -148,7 +142,7 @@ class FastWeightRecall(Recipe):
         rules, whole = self.config.rules, 4 * self.config.pairs
         exact = [rule for rule in EXACT if rule in rules]
 
-        def means(rows: pd.DataFrame, by: list[str], value: str = "accuracy") -> dict[str, Estimate]:
+        def means(rows: Frame, by: list[str], value: str = "accuracy") -> dict[str, Estimate]:
             return {", ".join(map(str, key)): mean_interval(own[value]) for key, own in rows.groupby(by, sort=False)}
 
         def second(named: list[str], document: int) -> dict[str, Estimate]:
@@ -197,7 +191,7 @@ class FastWeightRecall(Recipe):
         }  # fmt: skip
         without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
 
-        def times(rows: pd.DataFrame) -> str:
+        def times(rows: Frame) -> str:
             mean, base = rows["coverage"].mean(), without[rows["spread"].iloc[0]]
             return f"{mean:.3f} ({mean / base:.1f} times)" if rows["weight"].iloc[0] else f"{mean:.3f}"
 
@@ -233,13 +227,13 @@ class FastWeightRecall(Recipe):
         }  # fmt: skip
 
 
-def once_of(results: Results) -> pd.DataFrame:
+def once_of(results: Results) -> Frame:
     """Return the rows of a single reading, with tokens of a chunk; none if no rule of `EXACT` was trained."""
     rows = results.select(kind="once")
     return rows.astype({"chunk": int}) if len(rows) else rows.assign(chunk=0)
 
 
-def widest(rows: pd.DataFrame) -> dict[str, Estimate]:
+def widest(rows: Frame) -> dict[str, Estimate]:
     """Return the largest ratio of slots in use with the entropy to those without it."""
     found = {
         f"spread {spread:g}, weight {weight:g}": ratio_interval(own["coverage"], select(each, weight=0.0)["coverage"])
@@ -248,6 +242,6 @@ def widest(rows: pd.DataFrame) -> dict[str, Estimate]:
     return dict(sorted(found.items(), key=lambda item: -item[1].mean)[:1])
 
 
-def by_reading(rows: pd.DataFrame) -> str:
+def by_reading(rows: Frame) -> str:
     """Show the shares of all readings."""
     return " / ".join(f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING

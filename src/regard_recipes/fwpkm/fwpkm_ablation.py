@@ -12,25 +12,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from regard.inspect.gates import layer_name
 
-from ..lib.claims import Claim, Says, one
-from ..lib.intervals import Estimate, mean_interval, paired, share_interval, unpaired
-from ..lib.pivots import MISSING, Show, gap, median, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, recipe
-from ..lib.results import Results, select
+from ..lib.claims import Claim, Estimate, Says, mean_interval, one, paired, share_interval, unpaired
+from ..lib.display import MISSING, Show, gap, lines, median, pivot
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..long_text.needle_reading import read_and_answer
 from ..long_text.streaming import Carry, streamed
 from .memory_layouts import Row, check_chunk
 from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig, mean
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {
@@ -200,7 +194,7 @@ def answer(model: Any, asked: tuple[Tensor, Tensor, Tensor], reads: int) -> dict
     return {"rows": [{"kind": "answers", "readings": i, "exact": n, "asked": len(answers)} for i, n in exact]}
 
 
-def by_seed(results: Results, reads: int) -> pd.DataFrame:
+def by_seed(results: Results, reads: int) -> Frame:
     """Return a row for each memory and seed: losses on text (NaN if diverged), means of the layers' statistics, and
     the answers after all readings."""
     key = ["memory", "seed"]
@@ -212,12 +206,12 @@ def by_seed(results: Results, reads: int) -> pd.DataFrame:
     return runs.join(layers).join(of(["exact", "asked"], kind="answers", readings=reads)).reset_index()
 
 
-def answered(rows: pd.DataFrame) -> Estimate:
+def answered(rows: Frame) -> Estimate:
     """Return the share of right answers of all seeds together."""
     return share_interval(int(rows["exact"].sum()), int(rows["asked"].sum()))
 
 
-def right(rows: pd.DataFrame) -> str:
+def right(rows: Frame) -> str:
     """Show the share of right answers."""
     return f"{answered(rows).mean:.0%}"
 
@@ -225,7 +219,7 @@ def right(rows: pd.DataFrame) -> str:
 def perplexity(column: str) -> Show:
     """Return a function that shows the perplexity of a mean loss."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         if column == "frozen" and (rows["memory"] == NONE).all():
             return MISSING
         loss = rows[column].mean(skipna=False)

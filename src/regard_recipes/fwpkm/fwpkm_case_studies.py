@@ -14,19 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..lib.claims import Claim
-from ..lib.intervals import mean_interval, share_interval
-from ..lib.pivots import pivot
-from ..lib.recipe import Cell, recipe
-from ..lib.results import Results, select
+from ..lib.claims import Claim, mean_interval, share_interval
+from ..lib.display import pivot
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..long_text.needle_text import UNKNOWN
 from ._fwpkm_looks import RARE, WRITERS, case_of, look_at_gates, look_at_slots
 from .memory_layouts import Row
 from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig, mean
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from regard.inspect.gates import GateTrace
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
@@ -204,6 +200,6 @@ class FwPKMCaseStudies(MemoryStudy):
         return GateTrace(tuple(f" {results.facts['words'][token]}" for token in tokens), tuple(layers["layer"]), values)
 
 
-def layers_of(results: Results, task: str) -> pd.DataFrame:
+def layers_of(results: Results, task: str) -> Frame:
     """Return a row for each memory layer and seed."""
     return results.select(kind="layer", task=task)

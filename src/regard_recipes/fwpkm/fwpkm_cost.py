@@ -11,24 +11,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim
-from ..lib.intervals import exact
+from ..lib.claims import Claim, exact
+from ..lib.display import Show, dots, first, pivot
 from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import Show, first, pivot
-from ..lib.plots import dots
-from ..lib.recipe import Cell, Recipe, recipe
-from ..lib.results import Results
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
 from ..long_text.layout_recipe import sizes as sizes_of
 from .memory_layouts import LAYOUTS, MEMORIES, Row, Sizes, check_sizes, row_config
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers
@@ -182,7 +176,7 @@ class FwpkmCost(Recipe):
         return {"steps": dots(shown, "step", "model", "where", x_label=label)} if len(runs) else {}
 
 
-def beside_paper(results: Results, kind: str) -> pd.DataFrame:
+def beside_paper(results: Results, kind: str) -> Frame:
     """Return the rows of a kind with the paper's numbers, steps in units of the same layout without a memory, and what
     the paper's count leaves out."""
     rows = results.select(kind=kind).copy()

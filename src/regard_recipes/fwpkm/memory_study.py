@@ -17,8 +17,8 @@ from torch import Tensor
 
 from regard.checks import ArgumentError
 
+from ..lib.display import MISSING, Show
 from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import MISSING, Show
 from ..lib.recipe import Cell, Recipe
 from ..long_text.needle_text import FINAL, NeedleWorld, learn_answers, needle_world
 from .memory_layouts import Row, Sizes, row_config

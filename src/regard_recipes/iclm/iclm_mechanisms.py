@@ -11,21 +11,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.claims import Claim, Says, one
-from ..lib.intervals import Estimate, exact, mean_interval, paired, unpaired
+from ..lib.claims import Claim, Estimate, Says, exact, mean_interval, one, paired, unpaired
+from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
 from ..lib.language_training import Budget, Corpus, TextConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import Show, first, label, only, pivot, spread, stat
-from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, recipe
-from ..lib.results import Results, select
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 
 PAPER, WHERE = "ICLM", "section 7"
 ICLM, TRANSFORMER, ICLM_NO_MLP, TRANSFORMER_NO_MLP = "iclm", "transformer", "iclm-no-f-mlp", "transformer-no-mlp"
@@ -252,7 +246,7 @@ class Mechanisms(Recipe):
         return [f"Claims about heads rest on these heads of the models of text, over all seeds: {heads}.{alone}"]
 
 
-def heads_of_text(results: Results) -> pd.DataFrame:
+def heads_of_text(results: Results) -> Frame:
     """Return the rows of the heads of the two whole models of text."""
     return results.select(kind="head", task="text", model=[ICLM, TRANSFORMER])
 
@@ -336,13 +330,13 @@ def block_claims(results: Results) -> Iterator[Claim]:
                     "" if len(own) else "no predicted token stands in its prompt")  # fmt: skip
 
 
-def over_seeds(rows: pd.DataFrame, number: Callable[[pd.DataFrame], float]) -> Estimate:
+def over_seeds(rows: Frame, number: Callable[[Frame], float]) -> Estimate:
     """Return a number of each seed's heads: its mean over seeds, exact with one seed, NaN without rows."""
     values = [float(number(own)) for _, own in rows.groupby("seed")]
     return mean_interval(values) if len(values) > 1 else exact(values[0] if values else math.nan)
 
 
-def level(heads: pd.DataFrame, stream: str, column: str) -> float:
+def level(heads: Frame, stream: str, column: str) -> float:
     """Return the mean over a stream's heads."""
     return float(select(heads, stream=stream)[column].mean())
 
@@ -352,7 +346,7 @@ def sinks(column: str) -> Show:
     return lambda rows: f"{(rows[column] > EPSILON).sum()} of {len(rows)}"
 
 
-def strongest(rows: pd.DataFrame) -> str:
+def strongest(rows: Frame) -> str:
     """Return the mean weight and the place of the strongest column of a layer."""
     best = rows.loc[rows["strongest"].astype(float).fillna(-1).idxmax()]
     return f"{best['strongest']:.3f} in {best['place']:.0f}"
@@ -386,7 +380,7 @@ def ablation_table(results: Results) -> Any:
             f"{label(name)} {x:{form}}" for name, x in rows.groupby(key, sort=False)[value].mean().items()
         )
 
-    def dearest(rows: pd.DataFrame) -> str:
+    def dearest(rows: Frame) -> str:
         head = rows.loc[rows["cost"].astype(float).fillna(-1).idxmax()]
         return f"{head['stream']} {head['layer']:.0f}.{head['head']:.0f} {head['cost']:+.3f}"
 

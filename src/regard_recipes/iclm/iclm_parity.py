@@ -20,18 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, Says
-from ..lib.intervals import Estimate, exact, paired
+from ..lib.claims import Claim, Estimate, Says, exact, paired
+from ..lib.display import Show, dots, first, lines, median, pivot, spread
 from ..lib.language_training import Budget, TextConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import Show, first, median, pivot, spread
-from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, check_names, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select
 from ..lib.running import run_calls
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from ..lib.language_text import LanguageText
 
 PAPER = "ICLM"
@@ -194,7 +189,7 @@ class Parity(Recipe):
         runs, trials = runs_of(results), results.facts["trials"]
 
         def beside(which: str, value: str) -> Show:
-            def show(rows: pd.DataFrame) -> str:
+            def show(rows: Frame) -> str:
                 shape, kind = rows[["shape", "model"]].iloc[0]
                 other = getattr(KINDS[kind], which)
                 base = select(runs, shape=shape, model=other)
@@ -253,14 +248,14 @@ class Parity(Recipe):
         return left_out
 
 
-def runs_of(results: Results) -> pd.DataFrame:
+def runs_of(results: Results) -> Frame:
     """Return a row for each run, with "perplexity" and "training_bytes"."""
     runs = results.select(kind="run")
     held_out, peak, before = (runs[name].astype(float) for name in ("held_out", "peak_bytes", "before_bytes"))
     return runs.assign(perplexity=held_out.map(math.exp), training_bytes=peak - before)
 
 
-def shape_claims(shape: str, runs: pd.DataFrame) -> Iterator[Claim]:
+def shape_claims(shape: str, runs: Frame) -> Iterator[Claim]:
     """Yield the claims about models of one shape."""
     rows = {kind: select(runs, model=kind) for kind in KINDS if kind in set(runs["model"])}
 
@@ -291,7 +286,7 @@ def shape_claims(shape: str, runs: pd.DataFrame) -> Iterator[Claim]:
         yield Claim(PAPER, f"section 7{where}", wording, estimates, says, margin, effect, note=note)
 
 
-def share_above(rows: pd.DataFrame, base: pd.DataFrame, value: str) -> Estimate:
+def share_above(rows: Frame, base: Frame, value: str) -> Estimate:
     """Return the share by which a column is above that of `base`, paired by seed."""
     found = paired(rows, base, value, ratio=True)
     return Estimate(found.mean - 1, found.low - 1, found.high - 1, 0 if found.low == found.high else found.count)

@@ -17,13 +17,10 @@ from typing import Any, ClassVar
 from regard import Spec
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, Says, one
-from ..lib.intervals import Estimate, exact, mean_interval, paired
+from ..lib.claims import Claim, Estimate, Says, exact, mean_interval, one, paired
+from ..lib.display import Show, dots, gap, lines, median, pivot, spread
 from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import Show, gap, median, pivot, spread
-from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, check_names, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Recipe, Results, check_names, recipe, select
 from .shared_query_key import CACHED, memory_bytes, memory_columns
 
 # The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.

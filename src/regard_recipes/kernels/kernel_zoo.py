@@ -17,9 +17,8 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.grammar import Spec, bandwidths, kernels
 
-from ..lib.pivots import pivot
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
+from ..lib.display import pivot
+from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe, select
 
 ALONE = "by itself"  # in place of a rule: the kernel as a function of distance or score
 DIGITS = 4  # decimals of stored numbers

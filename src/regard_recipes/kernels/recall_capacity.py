@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +28,9 @@ from regard.memory.associative.sums import trend_of
 from regard.recurrent.linear import finite_features
 from regard.recurrent.trends import trends
 
-from ..lib.claims import Claim, one
-from ..lib.intervals import paired
-from ..lib.pivots import MISSING, Show, pivot
-from ..lib.plots import heat
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select, significant
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.claims import Claim, one, paired
+from ..lib.display import MISSING, Show, heat, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 
 DIGITS = 4  # significant ones, of stored numbers
 PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once
@@ -254,7 +248,7 @@ class RecallCapacity(Recipe):
                 "interference: all others; 1/SNR: interference relative to what is left of the signal.")),
         }  # fmt: skip
 
-    def recalled(self, rows: pd.DataFrame) -> str:
+    def recalled(self, rows: Frame) -> str:
         """Return the largest number of pairs of which nearly all are recalled."""
         means = select(rows, panel="pairs").groupby("level")["match"].mean()
         if not len(means):
@@ -286,7 +280,7 @@ class RecallCapacity(Recipe):
         ]
 
 
-def best(results: Results) -> pd.DataFrame:
+def best(results: Results) -> Frame:
     """Return the rows of each kernel at its best scale: the most exact matches over all conditions, then the smallest
     error."""
     import pandas as pd
@@ -300,7 +294,7 @@ def best(results: Results) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def in_order(rows: pd.DataFrame) -> pd.DataFrame:
+def in_order(rows: Frame) -> Frame:
     """Return rows with the best kernels first, pairs before sums before models."""
     mean = rows.groupby(["kernel", "store"])["match"].transform("mean")
     place = rows["store"].map([PAIRS, SUMS, STATE].index)
@@ -310,7 +304,7 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
 def matches(panel: str, level: float) -> Show:
     """Return a function that shows exact matches in percent."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         match = 100 * select(rows, panel=panel, level=level)["match"]
         return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}" if len(match) else MISSING
 

@@ -19,13 +19,10 @@ from torch import Tensor, nn
 from regard.checks import ArgumentError
 from regard.training.specs import read_spec, split_specs
 
-from ..lib.claims import Claim
-from ..lib.intervals import exact, paired
+from ..lib.claims import Claim, exact, paired
+from ..lib.display import Show, dots, first, gap, pivot, spread
 from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
-from ..lib.pivots import Show, first, gap, pivot, spread
-from ..lib.plots import dots
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe, select
 
 if TYPE_CHECKING:
     from regard.models import HybridForCausalLM

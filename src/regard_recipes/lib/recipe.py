@@ -19,8 +19,11 @@ from regard.recipes import Progress, recipes
 from regard.training.config import SEEDS
 
 if TYPE_CHECKING:
+    from pandas import DataFrame as Frame
+
     from .claims import Claim
-    from .results import Results
+else:
+    Frame = Any  # pandas is slow to import
 
 Cell = Mapping[str, Any]
 """One point of the grid: column to a text, a number or a truth value."""
@@ -48,6 +51,44 @@ class RecipeConfig:
     """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
     device: str = "cpu"
     """'cpu', 'cuda', 'mps' or 'auto'."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows of a run.
+
+    Attributes:
+        frame: one line for each row; columns of the cells, `seed`, then what was measured (missing: NaN or None).
+        facts: what `Recipe.prepare` returned.
+        record: command, date, seconds, config and installation, as JSON.
+    """
+
+    frame: Frame
+    facts: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+    def select(self, **where: Any) -> Frame:
+        """Return the rows whose columns have these values."""
+        return select(self.frame, **where)
+
+
+def select(frame: Frame, **where: Any) -> Frame:
+    """Return the rows whose columns have these values; a list stands for any of its values."""
+    for column, value in where.items():
+        frame = frame[frame[column].isin(value) if isinstance(value, (list, tuple, set)) else frame[column] == value]
+    return frame
+
+
+def frame_of(rows: Iterable[Row]) -> Frame:
+    """Return rows as a frame; its columns are in the order in which they first come."""
+    import pandas as pd
+
+    return pd.DataFrame.from_records(list(rows))
+
+
+def significant(x: Any, digits: int = 4) -> float:
+    """Return a number rounded to significant digits, to be stored."""
+    return float(f"{float(x):.{digits}g}")
 
 
 class Recipe(ABC):

@@ -16,48 +16,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from regard.checks import ArgumentError
 from regard.doctor import report as installation
 from regard.training.fields import from_mapping, to_mapping
 
-from .recipe import Cell, Recipe, Row
-
-if TYPE_CHECKING:
-    import pandas as pd
+from .recipe import Cell, Recipe, Results, Row, frame_of
 
 MADE_BY = "regard reproduce"
 Unit = tuple[Cell, int]
 """A cell and a seed."""
 FREE = ("out", "workers", "quick")
 """Options in which a continued run may differ."""
-
-
-@dataclass(frozen=True)
-class Results:
-    """All rows of a run.
-
-    Attributes:
-        frame: one line for each row; columns of the cells, `seed`, then what was measured (missing: NaN or None).
-        facts: what `Recipe.prepare` returned.
-        record: command, date, seconds, config and installation, as JSON.
-    """
-
-    frame: pd.DataFrame
-    facts: Mapping[str, Any]
-    record: Mapping[str, Any]
-
-    def select(self, **where: Any) -> pd.DataFrame:
-        """Return the rows whose columns have these values."""
-        return select(self.frame, **where)
-
-
-def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
-    """Return the rows whose columns have these values; a list stands for any of its values."""
-    for column, value in where.items():
-        frame = frame[frame[column].isin(value) if isinstance(value, (list, tuple, set)) else frame[column] == value]
-    return frame
 
 
 @dataclass
@@ -196,13 +167,6 @@ def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
     return kind(config), results
 
 
-def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return rows as a frame; its columns are in the order in which they first come."""
-    import pandas as pd
-
-    return pd.DataFrame.from_records(list(rows))
-
-
 def plain(value: Any) -> Any:
     """Return data for JSON: None for numbers that are not finite, text for paths."""
     if isinstance(value, Mapping):
@@ -216,11 +180,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return str(value)
-
-
-def significant(x: Any, digits: int = 4) -> float:
-    """Return a number rounded to significant digits, to be stored."""
-    return float(f"{float(x):.{digits}g}")
 
 
 def _key(cell: Cell, seed: int) -> str:

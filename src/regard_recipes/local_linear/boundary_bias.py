@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +23,9 @@ from regard.checks import ArgumentError
 from regard.grammar import Spec
 from regard.pairwise.attention import attention
 
-from ..lib.claims import Claim
-from ..lib.intervals import Estimate, log_slope, paired
-from ..lib.pivots import Show, first, interval, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.claims import Claim, Estimate, log_slope, paired
+from ..lib.display import Show, first, interval, lines, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
 PAPER = "Local Linear Attention"
 KERNEL = "epanechnikov*fixed(bias=1,empty=nearest)*euclidean"
@@ -218,7 +212,7 @@ class BoundaryBias(Recipe):
         ]
 
 
-def best(results: Results) -> pd.DataFrame:
+def best(results: Results) -> Frame:
     """Return the rows with the bandwidth that has the least mean error; for the global estimator, whose error does not
     depend on it, with the bandwidth of the local constant."""
     import pandas as pd

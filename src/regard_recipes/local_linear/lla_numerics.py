@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,16 +27,10 @@ from regard.grammar import SolveStatus
 from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
 
-from ..lib.claims import Claim, one
-from ..lib.intervals import exact
-from ..lib.pivots import MISSING, Show, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select, significant
+from ..lib.claims import Claim, exact, one
+from ..lib.display import MISSING, Show, lines, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = 128  # rows to one number of the iterations by block
@@ -300,7 +294,7 @@ def target(where: str, wording: str, estimates: Any, margin: float, note: str = 
 def said(column: str, lost: bool = False) -> Show:
     """Return a function that shows a small number, with how many rows are not finite."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         x, gone = rows[column].iloc[0], rows["not_finite"].iloc[0]
         text = MISSING if x is None or x != x else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e+")
         return f"{text} [{gone:g}]" if lost and gone else text

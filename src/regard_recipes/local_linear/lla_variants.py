@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,16 +28,10 @@ from regard.pairwise.local_linear_attention import local_linear_attention
 from regard.recurrent.mesa import mesa_attention
 from regard.tasks import ConeRegression
 
-from ..lib.claims import Claim
-from ..lib.intervals import Estimate, exact, mean_interval, unpaired
-from ..lib.pivots import MISSING, Show, first, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select, significant
+from ..lib.claims import Claim, Estimate, exact, mean_interval, unpaired
+from ..lib.display import MISSING, Show, first, lines, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_variants_cost import COSTS, Sizes
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PAPER = "Local Linear Attention"
 SELF, PAST = "self-included", "strictly-past"
@@ -291,7 +285,7 @@ class Variants(Recipe):
                   note="Share of rows with delta <= 0 for diagonal blocks of Sigma, more than one block."),
         ]  # fmt: skip
 
-    def estimate(self, frame: pd.DataFrame, variant: str, ridge: float, protocol: str) -> Estimate:
+    def estimate(self, frame: Frame, variant: str, ridge: float, protocol: str) -> Estimate:
         """Return the error of a variant over sequences; variants without ridge have it at all ridges."""
         rows = select(frame, variant=variant, protocol=protocol)
         (row,) = rows[(rows["ridge"] == ridge) | rows["ridge"].isna()].itertuples()
@@ -321,7 +315,7 @@ class Variants(Recipe):
             ),
         }  # fmt: skip
 
-    def cost_table(self, own: pd.DataFrame) -> Any:
+    def cost_table(self, own: Frame) -> Any:
         """Return a row for every form of Table 1, and below it the variants that were measured, at the first ridge."""
         from regard.inspect.tables import Table
 
@@ -374,7 +368,7 @@ def _run(
         return variant.run(Call(data.keys, data.values, ridge or 0.0, strict, counted))
 
 
-def _pair(rows: pd.DataFrame) -> str:
+def _pair(rows: Frame) -> str:
     (row,) = rows.itertuples()
     return f"{row.error:.3g} ± {row.half:.1g}"
 

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,16 +25,10 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.tasks import ConeRegression
 
-from ..lib.claims import Claim, Says, one
-from ..lib.intervals import Estimate, exact, ratio_interval
-from ..lib.pivots import MISSING, Show, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select, significant
+from ..lib.claims import Claim, Estimate, Says, exact, one, ratio_interval
+from ..lib.display import MISSING, Show, lines, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .regression_at_test_time_methods import Method, methods
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PAPER = "Local Linear Attention"
 SELF, PAST = PROTOCOLS = ("self-included", "strictly-past")
@@ -267,19 +261,19 @@ class Regression(Recipe):
         ]
 
 
-def least_share(rows: pd.DataFrame, method: str, part: str) -> float:
+def least_share(rows: Frame, method: str, part: str) -> float:
     """Return the share of cells in which a method has the least error of those that the paper compares."""
     cells = [cell.groupby("method")[part].mean()[list(PAPERS)] for _, cell in rows.groupby(["d", "S"])]
     return sum(means.idxmin() == method for means in cells) / len(cells)
 
 
-def in_view(results: Results, kind: str = "error") -> pd.DataFrame:
+def in_view(results: Results, kind: str = "error") -> Frame:
     """Return the rows that figures and tables show: self-included as given, strictly past as chosen."""
     rows = results.select(kind=kind)
     return rows[rows["how"] == rows["protocol"].map(SHOWN)]
 
 
-def points(rows: pd.DataFrame, length: int) -> pd.DataFrame:
+def points(rows: Frame, length: int) -> Frame:
     """Return curves with a row for each point."""
     import pandas as pd
 
@@ -290,7 +284,7 @@ def points(rows: pd.DataFrame, length: int) -> pd.DataFrame:
     return pd.DataFrame(long, columns=["method", "position", "error"])
 
 
-def ratios(rows: pd.DataFrame, part: str) -> dict[str, Estimate]:
+def ratios(rows: Frame, part: str) -> dict[str, Estimate]:
     """Return the error of LLA over that of softmax for each d and S."""
     found = {}
     for (d, s), cell in rows.groupby(["d", "S"]):
@@ -299,7 +293,7 @@ def ratios(rows: pd.DataFrame, part: str) -> dict[str, Estimate]:
     return found
 
 
-def versus(rows: pd.DataFrame, base: pd.DataFrame, part: str) -> str:
+def versus(rows: Frame, base: Frame, part: str) -> str:
     """Return the ratio of the error of rows to that of base in the same cell, as text."""
     same = select(base, **{name: rows[name].iloc[0] for name in KEY})
     return MISSING if rows[part].isna().all() else ratio_interval(rows[part], same[part]).text(3)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..fwpkm.memory_layouts import KNOWN, LACT, LAYOUTS, MEMORIES, Row, Sizes, check_sizes, row_config, rows_of
 from ..lib.language_training import Budget, LanguageConfig, initial_range
-from ..lib.recipe import Cell, Recipe
-from ..lib.results import Results, select
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.recipe import Cell, Frame, Recipe, Results, select
 
 PAPER = "Fast-weight Product Key Memory"
 QUICK: dict[str, Any] = {
@@ -120,11 +116,11 @@ def sizes(config: Any, vocabulary: int) -> Sizes:
     )
 
 
-def named(frame: pd.DataFrame) -> pd.DataFrame:
+def named(frame: Frame) -> Frame:
     """Return rows with a column "model"."""
     return frame.assign(model=[Row(*each).name for each in zip(frame["layout"], frame["memory"], strict=True)])
 
 
-def rows_of_model(frame: pd.DataFrame, row: Row) -> pd.DataFrame:
+def rows_of_model(frame: Frame, row: Row) -> Frame:
     """Return the rows of a model."""
     return select(frame, layout=row.layout, memory=row.memory)

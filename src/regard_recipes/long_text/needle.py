@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,19 +20,13 @@ from regard.checks import ArgumentError
 from regard.tasks import NeedleResult, NeedleScore
 
 from ..fwpkm.memory_layouts import LACT, MEMORIES, RESTRICTED, Row, check_names
-from ..lib.claims import Claim
-from ..lib.intervals import Estimate, exact, share_interval, unpaired
+from ..lib.claims import Claim, Estimate, exact, share_interval, unpaired
+from ..lib.display import MISSING, Show, first, lines, median, only, pivot
 from ..lib.language_training import Corpus, run_rows, train_language_model
-from ..lib.pivots import MISSING, Show, first, median, only, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
 from .needle_reading import PROTOCOLS, Protocol, read_and_answer
 from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
 GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
@@ -229,7 +223,7 @@ class Seen:
         self.all = rows.assign(fast=[rereads(Row(*each)) for each in models])
         self.answers = select(self.all, state="new")
 
-    def by_protocol(self, protocol: str) -> pd.DataFrame:
+    def by_protocol(self, protocol: str) -> Frame:
         """Return the answers by a protocol; those of models without fast weights are the same by each."""
         return self.answers[(self.answers["protocol"] == protocol) | ~self.answers["fast"]]
 
@@ -263,32 +257,32 @@ def rereads(row: Row) -> bool:
     return row.remembers or row.layout == LACT
 
 
-def share(rows: pd.DataFrame) -> Estimate:
+def share(rows: Frame) -> Estimate:
     """Return the share of exact answers over all seeds."""
     return share_interval(int(rows["exact"].sum()), int(rows["trials"].sum()))
 
 
-def share_text(rows: pd.DataFrame) -> str:
+def share_text(rows: Frame) -> str:
     """Return a share and its interval in percent."""
     found = share(rows)
     return f"{found.mean:.0%} ({found.low:.0%} to {found.high:.0%})"
 
 
-def new_and_kept(rows: pd.DataFrame) -> str:
+def new_and_kept(rows: Frame) -> str:
     """Return the shares with a memory new for every haystack and kept."""
     return " / ".join(f"{share(select(rows, state=state)).mean:.0%}" for state in ("new", "kept"))
 
 
-def reads_needed(rows: pd.DataFrame) -> str:
+def reads_needed(rows: Frame) -> str:
     """Return after how many reads the share is first `GOOD` or more."""
     good = [read for read, own in rows.groupby("read") if share(own).mean >= GOOD]
     return f"{min(good):.0f}" if good else MISSING
 
 
-def other_score(frame: pd.DataFrame, column: str) -> Show:
+def other_score(frame: Frame, column: str) -> Show:
     """Return a function that shows a score of a model after the last read."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         own = rows_of_model(frame, Row(rows["layout"].iloc[0], rows["memory"].iloc[0]))
         own = select(own, read=own["read"].max())
         return f"{own[column].sum() / max(1, own['trials'].sum()):.0%}"

@@ -19,18 +19,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from regard.inspect.gates import BINS
 
 from ..fwpkm.memory_layouts import FULL, LACT, RESTRICTED, Row
-from ..lib.claims import Claim
-from ..lib.intervals import paired
+from ..lib.claims import Claim, paired
+from ..lib.display import MISSING, Show, dots, first, heat, lines, median, only, pivot, spread
 from ..lib.language_training import Corpus, run_rows, train_language_model
-from ..lib.pivots import MISSING, Show, first, median, only, pivot, spread
-from ..lib.plots import dots, heat, lines
-from ..lib.recipe import Cell, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
 from .streaming import Carry, streamed
 
 if TYPE_CHECKING:
-    import pandas as pd
     from torch import Tensor
 
 TEXTS = ("short", "long")
@@ -269,7 +265,7 @@ def of_model(text: Callable[[Row], str]) -> Show:
 def share_of(bins: slice) -> Show:
     """Return a function that shows the share of gates in some of the bins, over seeds."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         counts = [sum(column) for column in zip(*rows["counts"], strict=True)]
         return f"{sum(counts[bins]) / max(1, sum(counts)):.0%}"
 
@@ -283,7 +279,7 @@ class Seen:
         self.documents = results.select(kind="document")
         self.gates = results.select(kind="gate")
 
-    def losses(self, text: str, row: Row, rule: str) -> pd.DataFrame:
+    def losses(self, text: str, row: Row, rule: str) -> Frame:
         """Return a row for each seed, or for each document where there is one seed, in a column "seed" either way."""
         found = select(rows_of_model(self.documents, row), text=text, rule=rule)
         unit = "seed" if found["seed"].nunique() > 1 else "document"
@@ -306,7 +302,7 @@ class Seen:
         gains = [(fast - none).reset_index() for fast, none in (own, other)]
         return paired(gains[0], gains[1], "loss")
 
-    def gate(self, row: Row) -> pd.DataFrame:
+    def gate(self, row: Row) -> Frame:
         """Return the gates of a model on long documents."""
         return select(rows_of_model(self.gates, row), text="long")
 

@@ -13,24 +13,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, Says
-from ..lib.intervals import Estimate, paired
+from ..lib.claims import Claim, Estimate, Says, paired
+from ..lib.display import MISSING, Show, dots, first, gap, lines, median, pivot, spread
 from ..lib.language_training import Budget, Corpus, TextConfig, run_rows, train_language_model
-from ..lib.pivots import MISSING, Show, first, gap, median, pivot, spread
-from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, check_names, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PAPER = "Sparse attention"
 # Spec of each weighting. The bandwidth h of normalised ReLU (equation 11: distances between unit keys) and the margin
@@ -205,7 +199,7 @@ class MosaicKernels(Recipe):
             uniform_gradient="hard" if cell["form"] == HARD else "straight-through",
         )  # fmt: skip
 
-    def runs_of(self, results: Results, depth: int) -> Callable[..., pd.DataFrame]:
+    def runs_of(self, results: Results, depth: int) -> Callable[..., Frame]:
         """Return a function from a weighting and a form to the runs of a depth that are compared."""
         runs = results.select(kind="run", depth=depth)
         runs = runs[runs["k"].isna() | (runs["k"] == self.shown_k)]
@@ -306,13 +300,13 @@ def kind_of(weighting: str, k: float | None, form: str) -> str:
     return ", ".join([weighting, *near, *([] if form == DEFINED else [form])])
 
 
-def gaps_of(runs: Callable[..., pd.DataFrame], names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
+def gaps_of(runs: Callable[..., Frame], names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
     """Return the difference of held-out losses of each pair of weightings that were trained."""
     return {f"{name} to {other}": paired(runs(name), runs(other), "held_out")
             for name in names for other in others if len(runs(name)) and len(runs(other))}  # fmt: skip
 
 
-def above(rows: pd.DataFrame, base: pd.DataFrame) -> str:
+def above(rows: Frame, base: Frame) -> str:
     """Return the difference of held-out losses; nothing where there is no base."""
     return gap("held_out", base)(rows) if len(base) else MISSING
 
