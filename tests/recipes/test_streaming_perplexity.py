@@ -10,9 +10,8 @@ import torch
 
 from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM
-from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, Row, row_config
+from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, Row, Sizes, row_config
 from regard_recipes.lib.recipe import Results, check_shared, frame_of
-from regard_recipes.long_text import layout_recipe
 from regard_recipes.long_text import streaming_perplexity as recipe
 from regard_recipes.long_text.document_text import (
     LONG,
@@ -98,7 +97,7 @@ def test_all_layouts_with_all_memories() -> None:
 
 @pytest.mark.parametrize("row", [Row("GDN+SWA", "PKM+FwPKM"), Row("FA-pSWA", "FwMLP"), Row(LACT), Row("GDN+FA", "PKM")])
 def test_models_of_the_rows(row: Row) -> None:
-    config = row_config(row, layout_recipe.sizes(made().config, 258))
+    config = row_config(row, Sizes.of(made().config, 258))
     with torch.device("meta"):
         model = HybridForCausalLM(config)
     names = {type(module).__name__ for module in model.modules()}
@@ -113,7 +112,7 @@ def test_models_of_the_rows(row: Row) -> None:
 
 def test_the_size_of_the_paper() -> None:
     paper = made("paper", device="cpu")
-    sizes = layout_recipe.sizes(paper.config, 32_000)
+    sizes = Sizes.of(paper.config, 32_000)
     assert (sizes.fast_depths, sizes.mixed_slow, sizes.mixed_fast) == ((2, 6, 10), (6,), (2, 10))
     budget = paper.budget()
     assert (budget.context, budget.batch, budget.steps, budget.learning_rate) == (4096, 128, 20_000, 1e-3)

@@ -1,13 +1,15 @@
-"""Recipes as small as they go, each run once for all tests of a process."""
+"""Recipes as small as they go, each run once for all tests, whichever process they are in."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from regard.recipes import recipes
 from regard_recipes.fwpkm._fast_weight_recall_model import COLLAPSE
@@ -76,12 +78,25 @@ def make(name: str, **changes: Any) -> Any:
     return kind(kind.configure("quick", **{"workers": 0, **TINY[name], **changes}))
 
 
+FOLDER = Path(tempfile.gettempdir()) / f"tiny-runs-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+"""Of all processes of a test run."""
+
+
 @cache
 def tiny(name: str) -> tuple[Any, Results]:
     """Return a recipe and what a tiny run stored; `made.config.out` is its folder."""
-    made: Recipe = make(name, out=Path(tempfile.mkdtemp()) / "out")
-    with pytest.MonkeyPatch.context() as patch:
+    FOLDER.mkdir(exist_ok=True)
+    made: Recipe = make(name, out=FOLDER / name)
+    with FileLock(FOLDER / f"{name}.lock"), pytest.MonkeyPatch.context() as patch:
         if name in SHORTER:
             patch.setattr(*SHORTER[name])
-        run(made, [], lambda text: None)
+        if not (FOLDER / name / f"{name}.json").exists():
+            run(made, [], lambda text: None)
     return made, load(type(made), made.config.out)[1]
+
+
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build figures, but leave their pictures empty, which takes most of the time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda self, file, **how: None)

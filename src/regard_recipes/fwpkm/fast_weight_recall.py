@@ -21,15 +21,13 @@ from typing import Any, ClassVar
 from regard.checks import ArgumentError
 from regard.tasks import CrossDocumentRecall
 
-from ..lib.claims import Claim, Estimate, mean_interval, ratio_interval
+from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
 from ..lib.display import MISSING, Show, first, lines, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
 RULES: dict[str, dict[str, Any]] = {
-    REFERENCE: {"step_rule": "reference"},
-    PAPER: {"step_rule": "paper"},
-    NORMALIZED: {"step_rule": "normalized"},
+    **{rule: {"step_rule": rule} for rule in (REFERENCE, PAPER, NORMALIZED)},
     DETACHED: {"step_rule": "normalized", "meta_grad": False},
 }
 ROOM, SMALL, CLUSTERED = "room enough", "too few slots", "clustered queries"
@@ -151,7 +149,7 @@ class FastWeightRecall(Recipe):
         rewriting, second_reading = "One-step rewriting", "Share of right values on the second reading of document"
         single = "Share of right answers about a document that is read once"
         stored = "Share of the slots that keys retrieve on the second reading: the right value was written"
-        made: list[tuple[str, str, dict[str, Estimate], Any, float, str]] = [
+        return claims_of("FwPKM", [
             ("protocol", "Nothing is known on a first reading", means(select(recall, reading=1), ["rule", "document"]),
              "below", CHANCE, "Share of right values."),
             ("section 3.2", rewriting, second(exact, 1), "at least", ONCE, f"{second_reading} 1."),
@@ -171,9 +169,7 @@ class FastWeightRecall(Recipe):
             ("section 3.3", "The entropy of the addresses keeps clustered queries from few slots",
              widest(results.select(kind="clustered")), "at least", WIDER,
              "Slots in use, in units of those without the entropy; the largest of all spreads and weights."),
-        ]  # fmt: skip
-        return [Claim("FwPKM", where, wording, found, says, margin, note=note)
-                for where, wording, found, says, margin, note in made if found]  # fmt: skip
+        ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         own, task = self.config, task_of(self.config)
@@ -196,9 +192,9 @@ class FastWeightRecall(Recipe):
             return f"{mean:.3f} ({mean / base:.1f} times)" if rows["weight"].iloc[0] else f"{mean:.3f}"
 
         note = f"Share of right values by reading; chance is {task.chance:.3f}. Means; seeds: {own.seeds}."
-        by_document = lambda kind: pivot(  # noqa: E731
-            select(named, memory=kind), ["rule"], {"": by_reading}, "document", note=note
-        )
+        shares: Show = lambda rows: " / ".join(  # noqa: E731
+            f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING  # fmt: skip
+        by_document = lambda kind: pivot(select(named, memory=kind), ["rule"], {"": shares}, "document", note=note)  # noqa: E731
         asked = "A document followed by the same document as questions, read once: share of right answers."
         held = "Share of retrieved slots that hold the right value on the second reading of document 1."
         moved = "All queries are one point, moved by noise of the spread. Times: of those without entropy."
@@ -240,8 +236,3 @@ def widest(rows: Frame) -> dict[str, Estimate]:
         for spread, each in rows.groupby("spread") for weight, own in each.groupby("weight") if weight
     }  # fmt: skip
     return dict(sorted(found.items(), key=lambda item: -item[1].mean)[:1])
-
-
-def by_reading(rows: Frame) -> str:
-    """Show the shares of all readings."""
-    return " / ".join(f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING

@@ -19,21 +19,19 @@ from torch import Tensor
 from regard.inspect.gates import layer_name
 
 from ..lib.claims import Claim, Estimate, Says, mean_interval, one, paired, share_interval, unpaired
-from ..lib.display import MISSING, Show, gap, lines, median, pivot
+from ..lib.display import MISSING, Show, gap, lines, mean, median, pivot
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..long_text.needle_reading import read_and_answer
-from ..long_text.streaming import Carry, streamed
+from ..long_text.streaming import streamed
 from .memory_layouts import Row, check_chunk
-from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig, mean
+from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {
-    "without value norm": {"value_norm": False},
-    "without address loss": {"key_update": "mse"},
-    "without gating": {"gating": False},
-    "without loss weight": {"gate_loss": False},
+    "without value norm": {"value_norm": False}, "without address loss": {"key_update": "mse"},
+    "without gating": {"gating": False}, "without loss weight": {"gate_loss": False},
     LOOK_AHEAD: {"look_ahead": False},
-}
+}  # fmt: skip
 WIDER, HEADS, DOT = "1 head, 4 k slots", "4 heads, k slots each", "dot-product scores"
 OPTIONS: dict[str, dict[str, Any]] = {
     NONE: {}, WHOLE: {}, "rule: paper": {"step_rule": "paper"}, "rule: reference": {"step_rule": "reference"},
@@ -133,6 +131,7 @@ class FwPKMAblation(MemoryStudy):
 
     def tables(self, results: Results) -> dict[str, Any]:
         seen, reads = by_seed(results, self.config.reads), self.config.reads
+        right: Show = lambda rows: f"{answered(rows).mean:.0%}"  # noqa: E731
         values: dict[str, Show] = {
             "perplexity": perplexity("loss"), f"nats above {WHOLE}": gap("loss", select(seen, memory=WHOLE), 4),
             "never written": perplexity("frozen"), "mean gate": mean("gate"), "coverage": mean("coverage", "{:.3f}"),
@@ -178,8 +177,8 @@ class FwPKMAblation(MemoryStudy):
 def read_text(model: Any, text: Tensor, segment: int) -> dict[str, Any]:
     """Read a text [T] as a stream of segments, the memory carried on; return the loss, the loss with a memory that is
     never written, and a row with statistics of each memory layer."""
-    read = streamed(model, [text], segment, Carry.paper(), statistics=True)
-    frozen = streamed(model, [text], segment, Carry.paper(), frozen=True)
+    read = streamed(model, [text], segment, statistics=True)
+    frozen = streamed(model, [text], segment, frozen=True)
     gates = {layer_name(point): list(counts) for point, counts in read.gates.items()}  # in ten parts of [0, 1]
     rows = [{"kind": "layer", "layer": layer_name(name), **{key: found.get(key) for key in (*STATISTICS, "reads")},
              "histogram": gates.get(layer_name(name))} for name, found in read.slots.items()]  # fmt: skip
@@ -189,7 +188,7 @@ def read_text(model: Any, text: Tensor, segment: int) -> dict[str, Any]:
 def answer(model: Any, asked: tuple[Tensor, Tensor, Tensor], reads: int) -> dict[str, Any]:
     """Return a row for each number of readings: how many answers are exact, of how many."""
     haystacks, questions, answers = asked
-    found = read_and_answer(model, haystacks, questions, answers.shape[1], reads=reads).tokens
+    found = read_and_answer(model, haystacks, questions, answers.shape[1], reads=reads)
     exact = enumerate((found == answers).all(-1).sum(1).tolist(), 1)
     return {"rows": [{"kind": "answers", "readings": i, "exact": n, "asked": len(answers)} for i, n in exact]}
 
@@ -209,11 +208,6 @@ def by_seed(results: Results, reads: int) -> Frame:
 def answered(rows: Frame) -> Estimate:
     """Return the share of right answers of all seeds together."""
     return share_interval(int(rows["exact"].sum()), int(rows["asked"].sum()))
-
-
-def right(rows: Frame) -> str:
-    """Show the share of right answers."""
-    return f"{answered(rows).mean:.0%}"
 
 
 def perplexity(column: str) -> Show:

@@ -15,12 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..lib.claims import Claim, mean_interval, share_interval
-from ..lib.display import pivot
+from ..lib.display import mean, pivot
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..long_text.needle_text import UNKNOWN
 from ._fwpkm_looks import RARE, WRITERS, case_of, look_at_gates, look_at_slots
 from .memory_layouts import Row
-from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig, mean
+from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig
 
 if TYPE_CHECKING:
     from regard.inspect.gates import GateTrace
@@ -88,13 +88,11 @@ class FwPKMCaseStudies(MemoryStudy):
         return self.model(ROW, vocabulary, (layers // 2,), (min(1, layers - 1), layers - 1))
 
     def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
-        haystacks, questions, answers = self.asked
         text, own = self.corpora[TEXT], self.config
-        asked = {"haystacks": haystacks, "questions": questions, "answers": answers, "reads": own.reads}
-        read = {"text": text.held_out_tokens, "learned": text.train_tokens, "chunk": own.gate_chunk,
-                "unknown": self.words.index(UNKNOWN)}  # fmt: skip
-        look = partial(look_at_slots, **asked) if cell["task"] == NEEDLES else partial(look_at_gates, **read)
-        return self.train(cell, seed, self.model_config(len(self.words)), look)
+        slots = partial(look_at_slots, asked=self.asked, reads=own.reads)
+        gates = partial(look_at_gates, text=text.held_out_tokens, learned=text.train_tokens, chunk=own.gate_chunk,
+                        unknown=self.words.index(UNKNOWN))  # fmt: skip
+        return self.train(cell, seed, self.model_config(len(self.words)), slots if cell["task"] == NEEDLES else gates)
 
     def claims(self, results: Results) -> list[Claim]:
         slots, gates = (dict(list(layers_of(results, task).groupby("layer", sort=False))) for task in (NEEDLES, TEXT))

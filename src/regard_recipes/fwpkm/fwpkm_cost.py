@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +20,9 @@ from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, exact
 from ..lib.display import Show, dots, first, pivot
-from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
+from ..lib.language_training import Budget, Corpus, initial_range, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
-from ..long_text.layout_recipe import sizes as sizes_of
-from .memory_layouts import LAYOUTS, MEMORIES, Row, Sizes, check_sizes, row_config
+from .memory_layouts import LAYOUTS, MEMORIES, PAPER_MODEL, MemoryConfig, Row, Sizes, check_sizes, row_config
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers
@@ -35,10 +35,7 @@ TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     for memory, numbers in zip(MEMORIES[:4], row, strict=True)
 }
 """The paper's parameters in millions, FLOPs in T for a step of 8 sequences of 4096 tokens, and samples per second."""
-PAPER_SIZES = Sizes(
-    vocabulary=32_000, width=768, layers=12, heads=12, context=4096, sub_keys=512, memory_dim=512, chunk=512,
-    slow_depths=(2, 6, 10), fast_depths=(2, 6, 10), mixed_slow=(6,), mixed_fast=(2, 10),
-)  # fmt: skip
+PAPER_SIZES = Sizes.of(SimpleNamespace(**PAPER_MODEL), 32_000)
 PAPER_BATCH = 8
 PARTS = ("projections", "attention", "delta rule", "search", "read", "write")
 TEXT = 8192  # tokens that the measured models are trained on
@@ -46,7 +43,7 @@ NOTHING = (float("nan"),) * 3  # where the paper has no number
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwpkmCostConfig(LanguageConfig):
+class FwpkmCostConfig(MemoryConfig):
     """Count and measure the models of the fast-weight paper's table 2. The sizes are those of the measured models."""
 
     workers: int = 1
@@ -56,21 +53,12 @@ class FwpkmCostConfig(LanguageConfig):
     memories: tuple[str, ...] = ("none", "PKM", "FwPKM", "PKM+FwPKM")
     """Memories of each."""
     width: int = 192
-    """Width of a model."""
     heads: int = 6
-    """Heads of every layer."""
-    layers: int = 4
-    """Layers; memories stand at the paper's depths where there are as many, else before the last."""
-    context: int = 256
     batch: int = 2
     steps: int = 5
     looks: int = 1
-    chunk: int = 64
-    """Tokens between two writes."""
     sub_keys: int = 128
-    """The square root of a memory's slots."""
     memory_dim: int = 128
-    """Channels of a memory's keys and values."""
 
 
 @recipe("fwpkm-cost")
@@ -80,10 +68,7 @@ class FwpkmCost(Recipe):
     Config = FwpkmCostConfig
     sizes: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "steps": 3},
-        "paper": {
-            "width": 768, "heads": 12, "layers": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512,
-            "batch": 8, "steps": 20, "dtype": "bfloat16", "device": "auto",
-        },
+        "paper": {**PAPER_MODEL, "batch": 8, "steps": 20},
     }  # fmt: skip
 
     choices: ClassVar = {"layouts": LAYOUTS, "memories": MEMORIES}
@@ -107,7 +92,7 @@ class FwpkmCost(Recipe):
 
     def sizes_here(self) -> Sizes:
         """Return the sizes of the models that are measured."""
-        return sizes_of(self.config, PAPER_SIZES.vocabulary if self.config.size == "paper" else 256)
+        return Sizes.of(self.config, PAPER_SIZES.vocabulary if self.config.size == "paper" else 256)
 
     def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
         row, sizes = Row(cell["layout"], cell["memory"]), self.sizes_here()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,15 +42,8 @@ COSTS = {"processor time": "step_cpu_seconds", "memory": "training_bytes", "para
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the models.
-
-    Attributes:
-        family: whose learning rate it takes: "transformer" or "iclm".
-        options: fields of its configuration.
-        rival: the Transformer that it is compared to.
-        matched: brought to the rival's number of parameters.
-        whole: the same model with all feed-forward layers.
-    """
+    """One of the models: the family whose learning rate it takes, fields of its configuration, the Transformer that it
+    is compared to and whether it is brought to its size, and the same model with all feed-forward layers."""
 
     family: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -289,7 +282,7 @@ def shape_claims(shape: str, runs: Frame) -> Iterator[Claim]:
 def share_above(rows: Frame, base: Frame, value: str) -> Estimate:
     """Return the share by which a column is above that of `base`, paired by seed."""
     found = paired(rows, base, value, ratio=True)
-    return Estimate(found.mean - 1, found.low - 1, found.high - 1, 0 if found.low == found.high else found.count)
+    return replace(found.plus(-1), count=0 if found.low == found.high else found.count)
 
 
 def percent(found: Estimate) -> str:
@@ -329,8 +322,7 @@ def entry(kind: str, shape: str, vocabulary: int, context: int) -> Any:
 
 def best_rate(losses: Mapping[float, float], rates: tuple[float, ...]) -> float:
     """Return the rate with the least loss; of equals the first, and never one that diverged."""
-    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
-    return min(finite, key=finite.__getitem__) if finite else rates[0]
+    return min((rate for rate in losses if math.isfinite(losses[rate])), key=losses.__getitem__, default=rates[0])
 
 
 def paper_sizes() -> dict[str, dict[str, int | None]]:

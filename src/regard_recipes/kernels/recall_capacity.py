@@ -28,8 +28,8 @@ from regard.memory.associative.sums import trend_of
 from regard.recurrent.linear import finite_features
 from regard.recurrent.trends import trends
 
-from ..lib.claims import Claim, one, paired
-from ..lib.display import MISSING, Show, heat, pivot
+from ..lib.claims import Claim, claims_of, paired
+from ..lib.display import MISSING, Show, heat, only, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 
 DIGITS = 4  # significant ones, of stored numbers
@@ -200,11 +200,9 @@ class RecallCapacity(Recipe):
         groups: dict[Spec, list[str]] = {}
         for name in self.config.specs or presets_registry.names():
             groups.setdefault(Spec.parse(name), []).append(name)
-        own = [
-            {"kernel": " = ".join(names), "store": store, "spec": "*".join(spec.parts())}
-            for spec, names in groups.items()
-            for store in ((PAIRS, SUMS) if finite_features(spec) else (PAIRS,))
-        ]
+        own = [{"kernel": " = ".join(names), "store": store, "spec": "*".join(spec.parts())}
+               for spec, names in groups.items()
+               for store in ((PAIRS, SUMS) if finite_features(spec) else (PAIRS,))]  # fmt: skip
         return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.config.models)]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
@@ -224,8 +222,8 @@ class RecallCapacity(Recipe):
         sums, pairs = (select(rows, store=store) for store in (SUMS, PAIRS))
         wording = "A distributed memory withstands the loss of its parts better than stored examples"
         note = f"Share of exact matches of the linear kernel with {level:.0%} of all numbers zeroed, sums less pairs."
-        return [Claim("Cooper, 1973", "distributed memory", wording, one(paired(sums, pairs, "match")), "above", 0,
-                      0.05, note=note)] if len(sums) else []  # fmt: skip
+        gap: Any = paired(sums, pairs, "match") if len(sums) else {}
+        return claims_of("Cooper, 1973", [("distributed memory", wording, gap, "above", 0, note)], effect=0.05)
 
     def tables(self, results: Results) -> dict[str, Any]:
         own, chosen = self.config, best(results)
@@ -234,9 +232,10 @@ class RecallCapacity(Recipe):
                                    f"{max(own.pairs)} pairs": matches("pairs", max(own.pairs))}  # fmt: skip
         middle = {panel: getattr(own, panel)[len(getattr(own, panel)) // 2] for panel in PANELS}
         values |= {f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()}
-        split = {f"{name}, {middle['pairs']} pairs": mean_of(column, level=middle["pairs"])
+        part: Callable[[str, int], Show] = lambda column, n: only(stat(column, "mean", "{:.2g}"), level=n)  # noqa: E731
+        split = {f"{name}, {middle['pairs']} pairs": part(column, middle["pairs"])
                  for name, column in (("signal bias", "bias"), ("interference", "interference"))}  # fmt: skip
-        split |= {f"1/SNR, {n} pairs": mean_of("inverse_snr", level=n) for n in own.pairs}
+        split |= {f"1/SNR, {n} pairs": part("inverse_snr", n) for n in own.pairs}
         percent: Show = lambda rows: f"{100 * rows['match'].mean():.1f}"  # noqa: E731
         index, note = ["kernel", "scale", "store"], f"Percent; mean ± standard deviation over {own.seeds} seeds."
         return {
@@ -309,8 +308,3 @@ def matches(panel: str, level: float) -> Show:
         return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}" if len(match) else MISSING
 
     return show
-
-
-def mean_of(column: str, **where: Any) -> Show:
-    """Return a function that shows the mean of a column of some rows."""
-    return lambda rows: f"{select(rows, **where)[column].mean():.2g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .recipe import Frame
@@ -41,6 +41,10 @@ class Estimate:
     def half(self) -> float:
         """Return half the width of the interval."""
         return (self.high - self.low) / 2
+
+    def plus(self, by: float) -> Estimate:
+        """Return the estimate of the number plus a constant."""
+        return replace(self, mean=self.mean + by, low=self.low + by, high=self.high + by)
 
     def text(self, digits: int = 3, signed: bool = False) -> str:
         """Return "mean ± half"; "low to high" where the interval is not symmetric; "diverged" for NaN."""
@@ -219,6 +223,16 @@ class Claim:
 def one(estimate: Estimate) -> dict[str, Estimate]:
     """Return `estimates` of a claim about a single number."""
     return {"": estimate}
+
+
+def claims_of(paper: str, told: Iterable[tuple[str, str, Any, Any, float, str]], **common: Any) -> list[Claim]:
+    """Return claims of a paper from (where, wording, estimates, says, margin, note), without those that have no
+    estimates; `common` are further fields of all. An estimate may stand for itself."""
+    made = []
+    for where, wording, found, says, margin, note in told:
+        estimates = one(found) if isinstance(found, Estimate) else found
+        made += [Claim(paper, where, wording, estimates, says, margin, note=note, **common)] if estimates else []
+    return made
 
 
 def claims_table(claims: Sequence[Claim]) -> Any:

@@ -84,6 +84,11 @@ def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> Sho
     return lambda rows: form.format(float(getattr(rows[column].astype(float), how)()) * scale)
 
 
+def mean(column: str, form: str = "{:.2f}") -> Show:
+    """Return a function that shows a mean over the rows that have a number; nothing where none has one."""
+    return lambda rows: form.format(rows[column].mean()) if rows[column].notna().any() else MISSING
+
+
 def median(column: str, form: str = "{:.3g}", scale: float = 1.0) -> Show:
     """Return a function that shows the median times `scale`."""
     return stat(column, "median", form, scale)
@@ -142,7 +147,7 @@ def lines(
         axes.set_title(heading if wrap or axes in grid[0] else "", fontsize=10)
         if axes in grid[:, 0]:
             axes.set_ylabel(y_label)
-        _plain(axes, log_x, log_y)
+        plain_axes(axes, log_x, log_y)
     for axes in grid[-1]:
         axes.set_xlabel(x_label or x)
     drawn = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat]
@@ -177,7 +182,7 @@ def dots(frame: Frame, value: str, rows: str, hue: str, *, x_label: str, title: 
         heights = [names.index(name) + shift for name in group[rows]]
         colour = COLOURS[at % len(COLOURS)]
         axes.plot(group[value], heights, "o", color=colour, markersize=4, alpha=0.8, label=label(kind))
-    _plain(axes)  # before the ticks: it sets scales, which resets them
+    plain_axes(axes)  # before the ticks: it sets scales, which resets them
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel=x_label, title=title)
@@ -224,7 +229,11 @@ def heat(
     return png(figure)
 
 
-def _plain(axes: Any, log_x: bool = False, log_y: bool = False) -> None:
-    axes.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
+def plain_axes(axes: Any, log_x: bool = False, log_y: bool = False) -> None:
+    """Give axes a light grid and no frame at the top and right."""
+    if log_x:
+        axes.set_xscale("log")
+    if log_y:
+        axes.set_yscale("log")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

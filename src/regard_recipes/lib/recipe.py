@@ -117,11 +117,7 @@ class Recipe(ABC):
 
     @classmethod
     def configure(cls, size: str = "small", **changes: Any) -> Any:
-        """Return the config of a size with some fields changed.
-
-        Raises:
-            ArgumentError: the recipe has no such size.
-        """
+        """Return the config of a size with some fields changed; an ArgumentError says that there is no such size."""
         if size != "small" and size not in cls.sizes:
             raise ArgumentError(f"{cls.call()}: --size is {size!r}, expected {' or '.join(['small', *cls.sizes])}.")
         return replace(cls.Config(), **{"size": size, **cls.sizes.get(size, {}), **changes})
@@ -132,11 +128,7 @@ class Recipe(ABC):
         return f"reproduce: {cls.name}"
 
     def check(self) -> None:  # noqa: B027
-        """Check the options, before anything is computed or written.
-
-        Raises:
-            ArgumentError: an option is out of range.
-        """
+        """Raise an ArgumentError where an option is out of range, before anything is computed or written."""
 
     def prepare(self) -> Mapping[str, Any]:
         """Load what all cells share into attributes. Called once, in the main process.
@@ -186,11 +178,7 @@ def recipe(name: str) -> Callable[[R], R]:
 
 
 def check_shared(made: Recipe) -> None:
-    """Check the shared options, then the recipe's own.
-
-    Raises:
-        ArgumentError: an option is out of range.
-    """
+    """Raise an ArgumentError where a shared option, or then one of the recipe's own, is out of range."""
     config, call = made.config, made.call()
     for name, least in (("seeds", 1), ("workers", 0)):
         if getattr(config, name) < least:
@@ -208,11 +196,7 @@ def check_shared(made: Recipe) -> None:
 
 
 def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Check that names are known and named once.
-
-    Raises:
-        ArgumentError: one is not, or there is none.
-    """
+    """Raise an ArgumentError where a name is not known or comes twice, or there is none."""
     if not names:
         raise ArgumentError(f"{call}: {flag} names nothing; choose from {', '.join(known)}.")
     for name in names:
@@ -223,11 +207,8 @@ def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]
 
 
 def check_number(option: str, value: Any, low: float, high: float) -> None:
-    """Check that a number, or each of several different ones, is in a range.
-
-    Raises:
-        ArgumentError: one is not, comes twice, or there is none; the message starts with `option`.
-    """
+    """Raise an ArgumentError, which starts with `option`, where a number or one of several is out of range, or one of
+    several comes twice or there is none."""
     numbers = value if isinstance(value, tuple) else (value,)
     if not numbers:
         raise ArgumentError(f"{option} names no number; give at least one.")

@@ -44,11 +44,7 @@ def _run(kind: type[Recipe], argv: list[str]) -> int:
 
 
 def options(kind: type[Recipe], argv: list[str]) -> Any:
-    """Return the config from flags, over the values of the chosen size.
-
-    Raises:
-        ArgumentError: an unknown flag, a value of the wrong type, or a size that the recipe does not have.
-    """
+    """Return the config from flags, over the values of the chosen size."""
     command, about = f"{CALL} {kind.name}", sizes_text(kind)
     given: Any = parse(kind.Config, argv, command=command, epilogue=about)
     size = "quick" if given.quick else given.size

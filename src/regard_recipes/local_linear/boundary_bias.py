@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from regard.checks import ArgumentError
 from regard.grammar import Spec
 from regard.pairwise.attention import attention
 
-from ..lib.claims import Claim, Estimate, log_slope, paired
+from ..lib.claims import Claim, log_slope, paired
 from ..lib.display import Show, first, interval, lines, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
@@ -164,7 +164,7 @@ class BoundaryBias(Recipe):
         note = f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n."
         made = [
             Claim(PAPER, "propositions 2.1 and 2.2", f"The error of {name} regression falls as {LAWS[name]}",
-                  {f"d = {d}": shift(log_slope(of(name, d), "n", "whole"), -theory(d)) for d in dims},
+                  {f"d = {d}": log_slope(of(name, d), "n", "whole").plus(-theory(d)) for d in dims},
                   "within", NEAR, NEAR, note=note)
             for name, theory in THEORY.items()
         ]  # fmt: skip
@@ -223,8 +223,3 @@ def best(results: Results) -> Frame:
         place = {name: int(means[name].idxmin()) for name in (CONSTANT, LINEAR)}
         parts += [select(rows, estimator=name, place=place.get(name, place[CONSTANT])) for name in THEORY]
     return pd.concat(parts)
-
-
-def shift(estimate: Estimate, by: float) -> Estimate:
-    """Return an estimate plus a constant."""
-    return replace(estimate, mean=estimate.mean + by, low=estimate.low + by, high=estimate.high + by)

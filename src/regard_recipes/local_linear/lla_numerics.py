@@ -28,7 +28,7 @@ from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
 
 from ..lib.claims import Claim, exact, one
-from ..lib.display import MISSING, Show, lines, pivot
+from ..lib.display import MISSING, Show, first, lines, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
 
@@ -83,12 +83,8 @@ def draw(config: NumericsConfig, family: str, head: int, seed: int = 0) -> Data:
 
 
 class Case(NamedTuple):
-    """One kind of data, rounded to its dtype and held as float32, with dense solutions.
-
-    Attributes:
-        truth: by ridge, outputs [H, T, D] in float64.
-        floors: for bfloat16 only; by name and ridge, outputs of dense float32 solutions: "rounding", rounded once, and
-            "floor", their last stage in emulated bfloat16.
+    """One kind of data, rounded to its dtype and held as float32, with dense solutions [H, T, D] by ridge: the truth in
+    float64; for bfloat16 also in float32: "rounding", rounded once, and "floor", its last stage in emulated bfloat16.
     """
 
     dtype: str
@@ -148,10 +144,8 @@ def run_regard(case: Case, ridge: float, solver: Solver) -> tuple[dict[str, Any]
             q, k, v, ridge=ridge, solver=solver, is_causal=True, impl="blocked", return_diagnostics=True
         )
     steps, residual, status = (found.solver[name][0] for name in ("iterations", "residual", "status"))
-    blocks = [
-        {"position": (i + 0.5) * BLOCK, "mean_steps": significant(part.mean()), "max_steps": int(part.max())}
-        for i, part in enumerate(steps.split(BLOCK, -1))
-    ]
+    blocks = [{"position": (i + 0.5) * BLOCK, "mean_steps": significant(part.mean()), "max_steps": int(part.max())}
+              for i, part in enumerate(steps.split(BLOCK, -1))]  # fmt: skip
     return errors(out[0], case.truth[ridge]) | {
         "mean_steps": significant(steps.mean()), "max_steps": int(steps.max()),
         "mean_residual": significant(residual.mean()), "max_residual": significant(residual.max()),
@@ -228,11 +222,10 @@ class Numerics(Recipe):
         index = ["data", "ridge", "dtype"]
         note = "Against a float64 Cholesky solution of the same (rounded) inputs; budgets of conjugate gradients."
         by_budget = lambda column: pivot(found, index, {"": said(column)}, columns="budget", note=note)  # noqa: E731
-        made = {
-            "Relative error of the output": by_budget("relative"),
-            "Absolute error of the output (root mean square)": by_budget("absolute"),
-            "Largest relative error of a row": by_budget("worst_row"),
-        }
+        made = {title: by_budget(column) for title, column in (
+            ("Relative error of the output", "relative"),
+            ("Absolute error of the output (root mean square)", "absolute"),
+            ("Largest relative error of a row", "worst_row"))}  # fmt: skip
         low = frame[(frame["dtype"] == "bfloat16") & (
             (frame["budget"] == "default") & (frame["kind"] == "budget") | (frame["kind"] == "floor")
             | (frame["step"].isin([16, EMULATED])))]  # fmt: skip
@@ -244,9 +237,8 @@ class Numerics(Recipe):
             "bfloat16. The schemes, with numbers of steps, multiply in it throughout; q-centred is the paper's. [n]: "
             "rows not finite, left out.",
         )  # fmt: skip
-        solver: Show = lambda rows: (  # noqa: E731
-            f"{rows['mean_steps'].iloc[0]:.3g} ({rows['max_steps'].iloc[0]:g}); {said('max_residual')(rows)}"
-        )
+        steps_of, most_of = first("mean_steps", "{:.3g}"), first("max_steps", "{:g}")
+        solver: Show = lambda rows: f"{steps_of(rows)} ({most_of(rows)}); {said('max_residual')(rows)}"  # noqa: E731
         total: Callable[[str], Show] = lambda column: lambda rows: f"{rows[column].sum():g}"  # noqa: E731
         limited = found[~found["budget"].str.startswith("steps")]
         note = "Mean (largest) iterations of a row; largest true relative residual of a row."

@@ -135,11 +135,10 @@ def variants(config: VariantsConfig) -> list[Variant]:
     tol = config.tols[-1]
     made = [
         Variant("sdpa", "softmax", _sdpa, plain, takes_ridge=False),
-        Variant("softmax", "softmax", _softmax(None), plain, takes_ridge=False),
-        Variant("mesa", "mesa", _mesa, "mesa"),
+        Variant("softmax", "softmax", _softmax(None), plain, takes_ridge=False), Variant("mesa", "mesa", _mesa, "mesa"),
         Variant("auto", "exact", _local_linear(Auto()), kept),
         Variant("cholesky", "exact", _local_linear(Cholesky()), direct),
-    ]
+    ]  # fmt: skip
     made += [Variant(f"tol {t:g}", "tolerances", _local_linear(ConjugateGradient(tol=t)), kept) for t in config.tols]
     made += [Variant(f"steps {n}", "steps", _local_linear(ConjugateGradient(max_iter=n)), kept) for n in config.steps]
     made += [Variant(f"blocks {g}", "blocks", _local_linear(BlockDiagonal(g)), parts, blocks=g)
@@ -222,16 +221,22 @@ class Variants(Recipe):
             yield from self.blocks_of_sigma(data)
             return
         (variant,) = (v for v in variants(self.config) if v.name == cell["variant"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
+            yield from self.errors_and_times(variant, data, cell["ridge"] or 0.0)
+
+    def errors_and_times(self, variant: Variant, data: Data, ridge: float) -> Iterator[dict[str, Any]]:
+        """Yield a row for each protocol."""
         found: dict[str, dict[str, Any]] = {}
         for protocol in (SELF, PAST):
-            out, steps = _run(variant, data, cell["ridge"], protocol == PAST, True)
+            out, steps = variant.run(Call(data.keys, data.values, ridge, protocol == PAST, True))
             direct = variant.cost.endswith("direct")
             count = None if steps is None or direct else significant(steps.double().mean().item())
             found[protocol] = {"protocol": protocol, **data.share(out), "steps": count}
         times = []
         for _ in range(self.config.repeats):
             start = time.perf_counter()
-            _run(variant, data, cell["ridge"], False, False)
+            variant.run(Call(data.keys, data.values, ridge, False, False))
             times.append(1e6 * (time.perf_counter() - start) / (len(data.keys) * self.config.length))
         cost, sizes = COSTS[variant.cost], variant.sizes(self.config, found[SELF]["steps"])
         numbers = {
@@ -247,18 +252,14 @@ class Variants(Recipe):
     def blocks_of_sigma(self, data: Data) -> Iterator[dict[str, Any]]:
         """Yield error and the share of rows with delta <= 0 of the paper's blocks."""
         for protocol in (SELF, PAST):
-            each = [
-                q_centred_blocks(k, v, self.config.ridges, blocks(self.config.dim), protocol == PAST)
-                for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)
-            ]
+            each = [q_centred_blocks(k, v, self.config.ridges, blocks(self.config.dim), protocol == PAST)
+                    for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)]  # fmt: skip
             for ridge, count in each[0]:
                 out = torch.stack([one[ridge, count][0] for one in each])[:, None]
                 delta = torch.stack([one[ridge, count][1] for one in each])[:, data.later]
-                yield {
-                    "variant": f"{SIGMA} {count}", "ridge": ridge, "group": SIGMA, "blocks": count,
-                    "protocol": protocol, **data.share(out),
-                    "not_positive": significant((delta <= 0).double().mean().item()),
-                }  # fmt: skip
+                yield {"variant": f"{SIGMA} {count}", "ridge": ridge, "group": SIGMA, "blocks": count,
+                       "protocol": protocol, **data.share(out),
+                       "not_positive": significant((delta <= 0).double().mean().item())}  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
         frame, ridges = results.frame, self.config.ridges
@@ -277,10 +278,10 @@ class Variants(Recipe):
             Claim(PAPER, "section 4", "Local linear attention errs less than softmax attention",
                   {f"ridge {r:g}, {p}": unpaired(full[r, p], softmax[r, p]) for r, p in at}, "below", 0, 0.05,
                   note=f"{unit}, local linear less softmax."),
-            Claim(PAPER, "appendix E", "A sliding window (SW-LLA) loses no accuracy", apart(["windows"]), "at most", 0,
-                  0.05, note=f"{unit}, window less all keys.", digits=4),
-            Claim(PAPER, "appendix E", "Diagonal blocks of the covariance lose no accuracy", apart(["blocks"]),
-                  "at most", 0, 0.05, note=f"{unit}, blocks less full.", digits=4),
+            *(Claim(PAPER, "appendix E", wording, apart([group]), "at most", 0, 0.05, note=f"{unit}, {less}.", digits=4)
+              for wording, group, less in (
+                  ("A sliding window (SW-LLA) loses no accuracy", "windows", "window less all keys"),
+                  ("Diagonal blocks of the covariance lose no accuracy", "blocks", "blocks less full"))),
             Claim(PAPER, "appendix E", "The denominator delta of BD-LLA is positive", shares, "at most", 0,
                   note="Share of rows with delta <= 0 for diagonal blocks of Sigma, more than one block."),
         ]  # fmt: skip
@@ -297,9 +298,8 @@ class Variants(Recipe):
         error: Callable[[str], Show] = lambda protocol: lambda r: _pair(select(r, protocol=protocol))  # noqa: E731
         values = {SELF: error(SELF), PAST: error(PAST), "µs a query": first("microseconds", "{:.3g}"),
                   "steps": first("steps", "{:.3g}")}  # fmt: skip
-        mine: Show = lambda rows: _pair(  # noqa: E731
-            select(own, group="blocks", **{name: rows[name].iloc[0] for name in ("ridge", "protocol", "blocks")})
-        )
+        same = ["ridge", "protocol", "blocks"]
+        mine: Show = lambda rows: _pair(select(own, group="blocks", **rows[same].iloc[0]))  # noqa: E731
         note = (
             f"Squared error after the first segment in units of the zero predictor's, ± half the 95 % interval over "
             f"{self.config.sequences} sequences; forward, median of {self.config.repeats} timings, self-included."
@@ -358,14 +358,6 @@ class Variants(Recipe):
             f"d = {own.dim}, {own.length} positions in segments of {own.segment}, {own.sequences} sequences, noise "
             f"{own.noise:g}. Self-included: a position sees its own pair; strictly-past: it does not.",
         ]
-
-
-def _run(
-    variant: Variant, data: Data, ridge: float | None, strict: bool, counted: bool
-) -> tuple[Tensor, Tensor | None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
-        return variant.run(Call(data.keys, data.values, ridge or 0.0, strict, counted))
 
 
 def _pair(rows: Frame) -> str:

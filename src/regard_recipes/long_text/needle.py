@@ -19,11 +19,11 @@ import torch
 from regard.checks import ArgumentError
 from regard.tasks import NeedleResult, NeedleScore
 
-from ..fwpkm.memory_layouts import LACT, MEMORIES, RESTRICTED, Row, check_names
+from ..fwpkm.memory_layouts import LACT, MEMORIES, RESTRICTED, Row
 from ..lib.claims import Claim, Estimate, exact, share_interval, unpaired
 from ..lib.display import MISSING, Show, first, lines, median, only, pivot
 from ..lib.language_training import Corpus, run_rows, train_language_model
-from ..lib.recipe import Cell, Frame, Results, recipe, select
+from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
 from .needle_reading import PROTOCOLS, Protocol, read_and_answer
 from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
@@ -72,8 +72,8 @@ class Needle(LayoutRecipe):
     """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
 
     Config = NeedleConfig
-    limits: ClassVar = {"lengths": (1, math.inf), "reads": (1, math.inf), "samples": (1, math.inf),
-                        "needles": (1, math.inf), "words": (1, math.inf), "kept": (0, math.inf)}  # fmt: skip
+    limits: ClassVar = {**dict.fromkeys(("lengths", "reads", "samples", "needles", "words"), (1, math.inf)),
+                        "kept": (0, math.inf)}  # fmt: skip
     sizes: ClassVar = {
         "quick": {**QUICK, "words": 50, "context": 128, "chunk": 32, "steps": 10, "lengths": (64, 128), "reads": 2,
                   "samples": 8, "kept": 2},
@@ -169,13 +169,13 @@ class Needle(LayoutRecipe):
             rows = seen.by_protocol(protocol)
             asked = [f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)]
             rows = rows.assign(at=pd.Categorical(asked, heads))
-            made[f"Exact answers, {PROTOCOL_NAMES[protocol]}"] = pivot(
-                rows, models, {"exact": share_text}, "at", note=note
-            )
+            title = f"Exact answers, {PROTOCOL_NAMES[protocol]}"
+            made[title] = pivot(rows, models, {"exact": share_text}, "at", note=note)
         fast = select(seen.answers, fast=True)
         if len(fast):
             note = f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."
-            made["Reads needed"] = pivot(fast, [*models, "protocol"], {"reads": reads_needed}, "length", note=note)
+            reads: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
+            made["Reads needed"] = pivot(fast, [*models, "protocol"], {"reads": reads}, "length", note=note)
         short = self.config.lengths[0]
         last = select(seen.by_protocol("flushed"), length=short)
         made["Training"] = pivot(results.frame, models, {
@@ -189,9 +189,10 @@ class Needle(LayoutRecipe):
         kept = select(seen.all, length=short, protocol=list(KEPT_PROTOCOLS), fast=True)
         if self.config.kept and len(kept):
             note = f"{short} tokens, by read: memory new for every haystack / kept from one to the next."
-            made["Memory kept from sample to sample"] = pivot(
-                kept, [*models, "protocol"], {"read": new_and_kept}, "read", note=note
-            )
+            both: Show = lambda own: " / ".join(  # noqa: E731
+                f"{share(select(own, state=state)).mean:.0%}" for state in ("new", "kept"))  # fmt: skip
+            made["Memory kept from sample to sample"] = pivot(kept, [*models, "protocol"], {"read": both}, "read",
+                                                              note=note)  # fmt: skip
         return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
@@ -237,8 +238,7 @@ class Seen:
         """Return after how many reads by the paper's protocol the share is first `GOOD` or more; if never, one more
         than were tried."""
         found = select(rows_of_model(self.answers, row), length=length, protocol="whole")
-        shares = [share(own).mean for _, own in found.groupby("read")]
-        return next((place + 1 for place, each in enumerate(shares) if each >= GOOD), len(shares) + 1)
+        return min(first_good(found), found["read"].nunique() + 1)
 
     def learned(self, length: int) -> list[Row]:
         """Return the models with fast weights that reach `GOOD` by any protocol after any number of reads."""
@@ -268,15 +268,9 @@ def share_text(rows: Frame) -> str:
     return f"{found.mean:.0%} ({found.low:.0%} to {found.high:.0%})"
 
 
-def new_and_kept(rows: Frame) -> str:
-    """Return the shares with a memory new for every haystack and kept."""
-    return " / ".join(f"{share(select(rows, state=state)).mean:.0%}" for state in ("new", "kept"))
-
-
-def reads_needed(rows: Frame) -> str:
-    """Return after how many reads the share is first `GOOD` or more."""
-    good = [read for read, own in rows.groupby("read") if share(own).mean >= GOOD]
-    return f"{min(good):.0f}" if good else MISSING
+def first_good(rows: Frame) -> float:
+    """Return after how many reads the share is first `GOOD` or more; infinite if never."""
+    return min((read for read, own in rows.groupby("read") if share(own).mean >= GOOD), default=math.inf)
 
 
 def other_score(frame: Frame, column: str) -> Show:
@@ -317,25 +311,22 @@ def ask(
     model: Any, row: Row, world: NeedleWorld, length: int, indices: range, protocol: Protocol, reads: int, seed: int,
     kept: int = 0,
 ) -> list[list[NeedleScore]]:  # fmt: skip
-    """Return the scores of every example after 1 to n reads.
-
-    Args:
-        kept: examples of a stream, read without a reset in between; 0: a reset before each.
-    """
+    """Return the scores of every example after 1 to n reads. `kept` examples of a stream are read without a reset in
+    between; 0: there is a reset before each."""
     task = world.task(length)
     together = len(indices) // kept if kept else max(1, min(len(indices), AT_ONCE // length))
     found: list[list[NeedleScore]] = [[] for _ in range(reads)]
     steps = [indices] if kept else [indices[i : i + together] for i in range(0, len(indices), together)]
     for part in steps:
         examples = task.examples(FINAL + seed, part)
-        haystacks = torch.tensor([example.haystack for example in examples])
-        questions = torch.tensor([example.question for example in examples])
+        haystacks, questions = (torch.tensor([getattr(each, name) for each in examples])
+                                for name in ("haystack", "question"))  # fmt: skip
         if kept:
             haystacks, questions = (x.unflatten(0, (kept, together)) for x in (haystacks, questions))
         answers = read_and_answer(
             model, haystacks, questions, world.digits // 2, protocol=protocol, reads=reads, reset=not kept,
             recurrent=row.layout == LACT,
-        ).tokens  # fmt: skip
+        )  # fmt: skip
         for scores, tokens in zip(found, answers.flatten(1, -2), strict=True):
             pairs = zip(tokens.tolist(), examples, strict=True)
             scores += [task.score(world.decode(answer), example) for answer, example in pairs]

@@ -26,7 +26,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError, shape
 from regard.inspect.capture import eval_mode
 
 from .streaming import copied, passed
@@ -35,31 +34,12 @@ Protocol = Literal["whole", "chunked", "flushed"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
-@dataclass(frozen=True)
-class Answers:
-    """The answers of a model.
-
-    Attributes:
-        tokens: int64 [n, B, A], by the number of reads, 1 to n.
-    """
-
-    tokens: Tensor
-
-
 @torch.no_grad()
 def read_and_answer(
-    model: Any,
-    haystacks: Tensor,
-    questions: Tensor,
-    length: int,
-    *,
-    protocol: Protocol = "flushed",
-    reads: int = 4,
-    reset: bool = True,
-    recurrent: bool = False,
-    piece: int = 4096,
-) -> Answers:
-    """Return greedy answers after 1 to n reads.
+    model: Any, haystacks: Tensor, questions: Tensor, length: int, *, protocol: Protocol = "flushed", reads: int = 4,
+    reset: bool = True, recurrent: bool = False, piece: int = 4096,
+) -> Tensor:  # fmt: skip
+    """Return greedy answers after 1 to n reads, int64 [n, B, A] or [n, E, B, A].
 
     Args:
         model: any causal language model of `regard.models`; its mode is restored.
@@ -73,37 +53,15 @@ def read_and_answer(
         recurrent: keep the states of mixers without positions from read to read, for LaCT.
         piece: tokens that are read in one pass, to bound the memory of attention; changes nothing else.
 
-    Returns:
-        Answers with tokens [n, B, A], or [n, E, B, A].
-
-    Raises:
-        ArgumentError: the shapes do not fit, or a number is below 1.
-
     Cost: n reads with a reset, n (n + 1) / 2 without.
     """
-    _check(haystacks, questions, length, protocol, reads, piece)
     single = haystacks.dim() == 2
     if single:
         haystacks, questions = haystacks[None], questions[None]
     reader = _Reader(model, protocol, length, piece, recurrent, haystacks.shape[-1], questions.shape[-1])
     with eval_mode(model), reader.chunks():
         found = reader.fresh(haystacks, questions, reads) if reset else reader.kept(haystacks, questions, reads)
-    return Answers(found[:, 0] if single else found)
-
-
-def _check(haystacks: Tensor, questions: Tensor, length: int, protocol: str, reads: int, piece: int) -> None:
-    call = "read_and_answer"
-    for name, number in {"length": length, "reads": reads, "piece": piece}.items():
-        if number < 1:
-            raise ArgumentError(f"{call}: {name} is {number}, expected at least 1.")
-    if protocol not in PROTOCOLS:
-        raise ArgumentError(f"{call}: protocol is {protocol!r}, expected one of {', '.join(PROTOCOLS)}.")
-    fits = haystacks.dim() == questions.dim() in (2, 3) and haystacks.shape[:-1] == questions.shape[:-1]
-    if not fits or 0 in (*haystacks.shape, *questions.shape):
-        raise ArgumentError(
-            f"{call}: haystacks are {shape(haystacks)} and questions {shape(questions)}, expected [B, L] and [B, Q], "
-            f"or [E, B, L] and [E, B, Q]."
-        )
+    return found[:, 0] if single else found
 
 
 @dataclass(frozen=True)

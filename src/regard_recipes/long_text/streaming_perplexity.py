@@ -31,21 +31,15 @@ if TYPE_CHECKING:
 
 TEXTS = ("short", "long")
 ENOUGH_STEPS = 1000  # fewer train no model far enough for finding 1
-RULES: dict[str, Carry] = {
-    "new": Carry("segment", "segment"),
-    "frozen": Carry("segment", "segment"),
-    "document": Carry("document", "segment"),
-    "paper": Carry("stream", "segment"),
-    "carried": Carry("document", "document"),
+RULES: dict[str, tuple[Carry, str]] = {
+    "new": (Carry("segment", "segment"), "all new at every segment"),
+    "frozen": (Carry("segment", "segment"), "memory never written"),
+    "document": (Carry("document", "segment"), "memory through a document"),
+    "paper": (Carry("stream", "segment"), "memory through everything (the paper)"),
+    "carried": (Carry("document", "document"), "all states through a document"),
 }
 """How a text is read. Pairs of attention are new at every segment by every rule."""
-RULE_NAMES = {
-    "new": "all new at every segment",
-    "frozen": "memory never written",
-    "document": "memory through a document",
-    "paper": "memory through everything (the paper)",
-    "carried": "all states through a document",
-}
+RULE_NAMES = {name: meaning for name, (_, meaning) in RULES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +208,7 @@ def read_all(model: Any, row: Row, texts: Mapping[str, Tensor], segment: int) ->
     rows: list[dict[str, Any]] = []
     for text, documents in texts.items():
         for rule in reading_rules(row):
-            read = streamed(model, list(documents), segment, RULES[rule], rows=max(1, len(documents) // 2),
+            read = streamed(model, list(documents), segment, RULES[rule][0], rows=max(1, len(documents) // 2),
                             frozen=rule == "frozen", statistics=rule == "paper")  # fmt: skip
             common = {"text": text, "rule": rule}
             rows += [{"kind": "document", **common, "document": place, "loss": nats / count}

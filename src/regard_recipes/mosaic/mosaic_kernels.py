@@ -20,8 +20,8 @@ from torch import Tensor
 
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, Estimate, Says, paired
-from ..lib.display import MISSING, Show, dots, first, gap, lines, median, pivot, spread
+from ..lib.claims import Claim, Estimate, claims_of, paired
+from ..lib.display import MISSING, Show, dots, first, gap, lines, mean, median, pivot, spread
 from ..lib.language_training import Budget, Corpus, TextConfig, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
@@ -30,15 +30,10 @@ PAPER = "Sparse attention"
 # Spec of each weighting. The bandwidth h of normalised ReLU (equation 11: distances between unit keys) and the margin
 # of ReLUmax are learned for each head; h starts where 7.5 % of random pairs have no weight.
 WEIGHTINGS = {
-    "softmax": "softmax",
-    "topk-softmax": "gaussian*nearest(k={k})",
-    "topk-uniform": "uniform*nearest(k={k})",
+    "softmax": "softmax", "topk-softmax": "gaussian*nearest(k={k})", "topk-uniform": "uniform*nearest(k={k})",
     "normrelu": "epanechnikov*fixed(h=1.4)*euclidean",
-    "relumax": "relumax",
-    "sparsemax": "sparsemax",
-    "biweight": "biweight",
-    "triweight": "triweight",
-}
+    **{name: name for name in ("relumax", "sparsemax", "biweight", "triweight")},
+}  # fmt: skip
 COMPACT = ("sparsemax", "biweight", "triweight")
 BASELINES = ("softmax", "topk-softmax", "topk-uniform")
 RIVALS = {"normrelu": "softmax", "relumax": "sparsemax"}  # the paper's comparisons of the released weightings
@@ -206,27 +201,27 @@ class MosaicKernels(Recipe):
         return lambda weighting, form=DEFINED: select(runs, weighting=weighting, form=form)
 
     def claims(self, results: Results) -> list[Claim]:
-        made = []
+        told: list[Any] = []
         for depth in self.config.depths:
             runs = self.runs_of(results, depth)
             gaps = lambda names, others: gaps_of(runs, names, others)  # noqa: B023, E731
             blocks = f"{depth} block{'s' * (depth > 1)}"
-            told: list[tuple[str, dict[str, Estimate], Says, float]] = [
-                ("Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS),
-                ("Compact kernels are below softmax and nearest keys", gaps(COMPACT, BASELINES), "below", 0),
-                ("Uniform nearest keys and normalised ReLU are worse than softmax",
-                 gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0),
+            where = f"figure 3, {blocks}"
+            told += [
+                (where, "Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS,
+                 HELD_OUT),
+                (where, "Compact kernels are below softmax and nearest keys", gaps(COMPACT, BASELINES), "below", 0,
+                 HELD_OUT),
+                (where, "Uniform nearest keys and normalised ReLU are worse than softmax",
+                 gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0, HELD_OUT),
             ]  # fmt: skip
-            made += [Claim(PAPER, f"figure 3, {blocks}", wording, estimates, says, margin, MATTERS, note=HELD_OUT)
-                     for wording, estimates, says, margin in told if estimates]  # fmt: skip
         runs = self.runs_of(results, self.config.depths[0])
         pairs = [*((rule, "fast") for rule in RULES), ("topk-uniform", HARD)]
         released = {f"{rule}, {form}": paired(runs(rule, form), runs(rule), "held_out")
                     for rule, form in pairs if len(runs(rule, form))}  # fmt: skip
-        if released:
-            made.append(Claim(PAPER, "released programs", "The released programs learn as well as what is defined",
-                              released, "within", MATTERS, MATTERS, note=HELD_OUT))  # fmt: skip
-        return made
+        told.append(("released programs", "The released programs learn as well as what is defined", released, "within",
+                     MATTERS, HELD_OUT))  # fmt: skip
+        return claims_of(PAPER, told, effect=MATTERS)
 
     def tables(self, results: Results) -> dict[str, Any]:
         every = results.select(kind="run")
@@ -236,7 +231,7 @@ class MosaicKernels(Recipe):
             base = self.runs_of(results, depth)("softmax")
             losses = {
                 "held-out nats/token": spread("held_out"), "above softmax": gap("held_out", base),
-                "training": spread("train"), "pairs with weight": average("support", "{:.1f}"), **empty,
+                "training": spread("train"), "pairs with weight": mean("support", "{:.1f}"), **empty,
                 "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
                 "in softmax's": gap("step_cpu_seconds", base, 2, ratio=True),
                 "parameters": first("parameters", "{:,.0f}"),
@@ -311,19 +306,10 @@ def above(rows: Frame, base: Frame) -> str:
     return gap("held_out", base)(rows) if len(base) else MISSING
 
 
-def average(column: str, form: str) -> Show:
-    """Return a function that shows the mean; nothing where no row has a number."""
-    return lambda rows: form.format(rows[column].mean()) if rows[column].notna().any() else MISSING
-
-
 def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
-    """Measure the contextual memories on windows [B, T] of tokens.
-
-    Returns:
-        "empty", the share of rows after the first token's in which no pair has weight by itself; "support", the mean
-        number of pairs with weight, None for released forms; "heads", rows with learned numbers: "sharpness" (beta^2),
-        "h", "margin".
-    """
+    """Return of the contextual memories on windows [B, T] of tokens "empty", the share of rows after the first token's
+    in which no pair has weight by itself; "support", the mean number of pairs with weight, None for released forms; and
+    "heads", rows with learned numbers: "sharpness" (beta^2), "h", "margin"."""
     from regard.inspect import capture
     from regard.nn import ContextualMemory
 
@@ -349,8 +335,8 @@ def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
             {"kind": "head", "block": block, "head": head, **{name: round(x[head], 4) for name, x in values.items()}}
             for head in range(len(next(iter(values.values()), ())))
         ]
-    mean: Callable[[list[float]], float | None] = lambda parts: sum(parts) / len(parts) if parts else None  # noqa: E731
-    return {"empty": mean(empty), "support": mean(support), "heads": rows}
+    means = (sum(parts) / len(parts) if parts else None for parts in (empty, support))
+    return {**dict(zip(("empty", "support"), means, strict=True)), "heads": rows}
 
 
 def _later_rows(rows: Tensor) -> float:
