@@ -44,38 +44,22 @@ class FastWeightRecallConfig(RecipeConfig):
 
     seeds: int = 3
     """Models of each kind."""
-    rules: tuple[str, ...] = tuple(RULES)
-    """Rules of writing to train with."""
-    sub_keys: int = 32
-    """Sub-keys of a half; the memory has as many slots as its square."""
-    stress_sub_keys: int = 12
-    """The same of the memory that is too small."""
-    key_dim: int = 64
-    """Channels of a query, and of a value."""
-    top_k: int = 4
-    """Slots that a token reads."""
-    width: int = 64
-    """Width of the model."""
-    keys: int = 128
-    """Tokens that may be keys; as many may be values."""
-    pairs: int = 64
-    """Pairs of a document; a chunk is twice as many tokens."""
-    documents: int = 3
-    """Documents, one after the other, of the same keys."""
-    reads: int = 4
-    """Readings of each that are measured; in training there are two."""
-    steps: int = 300
-    """Optimiser steps."""
-    stress_steps: int = 300
-    """The same of the memory that is too small."""
-    batch: int = 8
-    """Examples of a step."""
-    learning_rate: float = 3e-3
-    """Of AdamW at the start; from there it falls evenly to 0."""
-    examples: int = 64
-    """Examples that are measured."""
-    address_weight: float = 1.0
-    """Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys."""
+    rules: tuple[str, ...] = tuple(RULES)  # Rules of writing to train with.
+    sub_keys: int = 32  # Sub-keys of a half; the memory has as many slots as its square.
+    stress_sub_keys: int = 12  # The same of the memory that is too small.
+    key_dim: int = 64  # Channels of a query, and of a value.
+    top_k: int = 4  # Slots that a token reads.
+    width: int = 64  # Width of the model.
+    keys: int = 128  # Tokens that may be keys; as many may be values.
+    pairs: int = 64  # Pairs of a document; a chunk is twice as many tokens.
+    documents: int = 3  # Documents, one after the other, of the same keys.
+    reads: int = 4  # Readings of each that are measured; in training there are two.
+    steps: int = 300  # Optimiser steps.
+    stress_steps: int = 300  # The same of the memory that is too small.
+    batch: int = 8  # Examples of a step.
+    learning_rate: float = 3e-3  # Of AdamW at the start; from there it falls evenly to 0.
+    examples: int = 64  # Examples that are measured.
+    address_weight: float = 1.0  # Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys.
 
 
 def task_of(own: FastWeightRecallConfig, **changes: Any) -> CrossDocumentRecall:

@@ -47,10 +47,8 @@ COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory cou
 class FwPKMAblationConfig(MemoryStudyConfig):
     """Leave out one part of a fast-weight product-key memory at a time."""
 
-    variants: tuple[str, ...] = tuple(OPTIONS)
-    """Memories that are trained."""
-    segments: int = 32
-    """Windows of held-out text that are read in order."""
+    variants: tuple[str, ...] = tuple(OPTIONS)  # Memories that are trained.
+    segments: int = 32  # Windows of held-out text that are read in order.
 
 
 @recipe("fwpkm-ablation")

@@ -47,10 +47,8 @@ class FwPKMCaseStudiesConfig(MemoryStudyConfig):
     """Haystacks with a question; the first that is answered correctly is drawn."""
     gate_chunk: int = 16
     """Tokens between two writes where gates are looked at; the paper takes a sixteenth of the training's."""
-    gate_tokens: int = 8000
-    """Tokens of held-out text whose gates are counted."""
-    drawn: int = 240
-    """Of these, how many are drawn."""
+    gate_tokens: int = 8000  # Tokens of held-out text whose gates are counted.
+    drawn: int = 240  # Of these, how many are drawn.
 
 
 @recipe("fwpkm-case-studies")

@@ -48,10 +48,8 @@ class FwpkmCostConfig(MemoryConfig):
 
     workers: int = 1
     """Models that are measured at the same time."""
-    layouts: tuple[str, ...] = ("GDN", "GDN+SWA", "GDN+FA", "FA")
-    """Layouts that are counted and measured."""
-    memories: tuple[str, ...] = ("none", "PKM", "FwPKM", "PKM+FwPKM")
-    """Memories of each."""
+    layouts: tuple[str, ...] = ("GDN", "GDN+SWA", "GDN+FA", "FA")  # Layouts that are counted and measured.
+    memories: tuple[str, ...] = ("none", "PKM", "FwPKM", "PKM+FwPKM")  # Memories of each.
     width: int = 192
     heads: int = 6
     batch: int = 2

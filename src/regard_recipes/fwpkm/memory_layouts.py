@@ -34,7 +34,8 @@ class MemoryConfig(LanguageConfig):
     width: int = 64
     """Width of every model."""
     layers: int = 4
-    """Layers of every model; every fourth is attention where a layout has both kinds."""
+    """Layers of every model; every fourth is attention where a layout has both kinds. Memories stand at the paper's
+    depths where there are twelve, else before the last."""
     heads: int = 2
     """Heads of every mixer."""
     context: int = 256

@@ -43,28 +43,20 @@ REPORTED = {ICLM: 1.77 / 1.76 - 1, TRANSFORMER: 1.81 / 1.74 - 1}  # rise on Tiny
 class MechanismsConfig(TextConfig):
     """Train ICLM and Transformers, and measure what their heads do."""
 
-    layers: int = 4
-    """Layers of the models of text, an even number: half as many of phi and of f."""
-    width: int = 128
-    """Width of the models of text."""
-    heads: int = 4
-    """Heads of every layer."""
+    layers: int = 4  # Layers of the models of text, an even number: half as many of phi and of f.
+    width: int = 128  # Width of the models of text.
+    heads: int = 4  # Heads of every layer.
     variant: Literal["wv", "full"] = "wv"
     """What f's heads average: wv, of the Transformer's size, as in the paper's heatmaps; or full."""
     steps: int = 1000
     """Optimiser steps of each model of text."""
-    learning_rate: float = 2e-3
-    """The highest of the models of text."""
-    block_steps: int = 2000
-    """Optimiser steps of each model of repeated blocks."""
+    learning_rate: float = 2e-3  # The highest of the models of text.
+    block_steps: int = 2000  # Optimiser steps of each model of repeated blocks.
     measured: int = 16_384
     """Held-out tokens that perplexity is measured on."""
-    texts: int = 64
-    """Held-out windows on which heads are measured."""
-    prompts: int = 3
-    """Prompts that are drawn."""
-    prompt: int = 48
-    """Tokens of a prompt."""
+    texts: int = 64  # Held-out windows on which heads are measured.
+    prompts: int = 3  # Prompts that are drawn.
+    prompt: int = 48  # Tokens of a prompt.
 
 
 @recipe("iclm-mechanisms")

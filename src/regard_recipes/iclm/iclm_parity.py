@@ -81,8 +81,7 @@ class ParityConfig(TextConfig):
     iclm-wv-no-f-mlp, iclm-wv-no-phi-mlp and iclm-wv-no-mlp; a model comes with the Transformer it is compared to."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3)
     """Learning rates to choose from, the same for both families; a single one is taken without a trial."""
-    trial_steps: int = 120
-    """Optimiser steps of a trial."""
+    trial_steps: int = 120  # Optimiser steps of a trial.
     measured: int = 8192
     """Held-out tokens that the results are measured on; half as many before them serve the choice."""
 

@@ -39,25 +39,19 @@ class KernelSelectionConfig(LanguageConfig):
 
     seeds: int = 3
     """Models of each kind; they differ in first weights and windows."""
-    kernels: tuple[str, ...] = KERNELS
-    """Kernels of Table 1."""
+    kernels: tuple[str, ...] = KERNELS  # Kernels of Table 1.
     earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
     """Of these, the ones that are trained with q = k on earlier tokens only too."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    layers: int = 2
-    """Layers of every model."""
-    width: int = 64
-    """Width of every model."""
-    heads: int = 4
-    """Heads of every layer."""
+    layers: int = 2  # Layers of every model.
+    width: int = 64  # Width of every model.
+    heads: int = 4  # Heads of every layer.
     batch: int = 8
     steps: int = 450
     looks: int = 6
-    learning_rate: float = 3e-3
-    """The highest; after 5 % of the steps it falls along a cosine to a tenth."""
-    measured: int = 8192
-    """Held-out characters that the loss is measured on."""
+    learning_rate: float = 3e-3  # The highest; after 5 % of the steps it falls along a cosine to a tenth.
+    measured: int = 8192  # Held-out characters that the loss is measured on.
 
 
 def spec_of(kernel: str, weights: str | None = None) -> Spec:

@@ -53,10 +53,8 @@ class RecallCapacityConfig(RecipeConfig):
     """Global linear models to measure beside them."""
     scales: tuple[float, ...] = (1.0, 5.0, 20.0, 75.0, 300.0)
     """Scales of the scores. The figure shows, for each kernel, the one with most exact matches in all conditions."""
-    pairs: tuple[int, ...] = (16, 64, 256, 1024, 4096)
-    """Numbers of stored pairs, with clean cues."""
-    stored: int = 256
-    """Pairs stored in all other conditions."""
+    pairs: tuple[int, ...] = (16, 64, 256, 1024, 4096)  # Numbers of stored pairs, with clean cues.
+    stored: int = 256  # Pairs stored in all other conditions.
     noise: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0, 4.0)
     """Cue noise: length of a random vector added to a unit key; the cue is then made a unit vector again."""
     erased: tuple[float, ...] = (0.25, 0.5, 0.75, 0.875, 0.9375)
@@ -65,10 +63,8 @@ class RecallCapacityConfig(RecipeConfig):
     """Damage: fractions of the stored numbers that are set to zero."""
     jitter: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Damage: standard deviation of noise on the stored numbers, in units of their root mean square."""
-    cues: int = 64
-    """Cues per memory, of different pairs (all pairs where fewer are stored)."""
-    dim: int = 64
-    """Channels of keys and values."""
+    cues: int = 64  # Cues per memory, of different pairs (all pairs where fewer are stored).
+    dim: int = 64  # Channels of keys and values.
     seeds: int = 5
     """Independent memories per condition."""
 

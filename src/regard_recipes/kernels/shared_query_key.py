@@ -41,10 +41,8 @@ class SharedQueryKeyConfig(RecipeConfig):
 
     seeds: int = 3
     """Models of each kind; they differ in first weights and windows."""
-    specs: str = "softmax,shift-cosine,elu,relumax"
-    """Attention specs with commas between them."""
-    steps: int = 250
-    """Optimiser steps of each model."""
+    specs: str = "softmax,shift-cosine,elu,relumax"  # Attention specs with commas between them.
+    steps: int = 250  # Optimiser steps of each model.
     exclude_self: bool = False
     """Let attention see earlier characters only, in all models: with q = k a character is most similar to itself."""
     data: Path | None = None

@@ -48,16 +48,11 @@ class BoundaryBiasConfig(RecipeConfig):
 
     seeds: int = 24
     """Independent designs for each n."""
-    dims: tuple[int, ...] = (1, 2)
-    """Dimensions of the design, each from 1 to 3."""
-    sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
-    """Numbers n of design points."""
-    noise: float = 0.5
-    """Standard deviation of the noise on values."""
-    radii: int = 96
-    """Evaluation points along a radius."""
-    directions: int = 4
-    """Radii (in one dimension there are two)."""
+    dims: tuple[int, ...] = (1, 2)  # Dimensions of the design, each from 1 to 3.
+    sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # Numbers n of design points.
+    noise: float = 0.5  # Standard deviation of the noise on values.
+    radii: int = 96  # Evaluation points along a radius.
+    directions: int = 4  # Radii (in one dimension there are two).
 
 
 class Places(NamedTuple):

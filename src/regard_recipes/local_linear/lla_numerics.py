@@ -43,20 +43,13 @@ TARGETS = {0.1: 0.016, 0.01: 0.056}  # ridge to the relative error of bfloat16 i
 class NumericsConfig(RecipeConfig):
     """Measure the error of local linear attention against solver steps, tolerance, ridge and precision."""
 
-    families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")
-    """Kinds of data."""
-    ridges: tuple[float, ...] = (1.0, 0.1, 0.01)
-    """Ridges, relative to the kernel weight."""
-    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Budgets of conjugate gradients, in steps."""
-    tols: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
-    """Budgets of conjugate gradients, in relative residuals."""
-    length: int = 1024
-    """Positions."""
-    dim: int = 64
-    """Channels of queries, keys and values."""
-    draws: int = 2
-    """Independent heads of every kind of data."""
+    families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")  # Kinds of data.
+    ridges: tuple[float, ...] = (1.0, 0.1, 0.01)  # Ridges, relative to the kernel weight.
+    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # Budgets of conjugate gradients, in steps.
+    tols: tuple[float, ...] = (1e-2, 1e-3, 1e-4)  # Budgets of conjugate gradients, in relative residuals.
+    length: int = 1024  # Positions.
+    dim: int = 64  # Channels of queries, keys and values.
+    draws: int = 2  # Independent heads of every kind of data.
 
 
 Data = tuple[Tensor, Tensor, Tensor]

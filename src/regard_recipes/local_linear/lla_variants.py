@@ -45,26 +45,17 @@ class VariantsConfig(RecipeConfig):
 
     workers: int = 1
     """Cells measured at the same time; more than one spoils the times."""
-    dim: int = 64
-    """Channels of keys and values, a power of two: blocks are its divisors."""
-    length: int = 1024
-    """Positions of a sequence."""
-    segment: int = 256
-    """Positions for which the map stays the same."""
-    sequences: int = 8
-    """Sequences."""
-    noise: float = 0.1
-    """Standard deviation of a value around the map."""
-    ridges: tuple[float, ...] = (0.1, 1.0)
-    """Ridges, relative to the kernel weight."""
-    windows: tuple[int, ...] = (32, 64, 128, 256, 512)
-    """Keys that a query sees with a sliding window."""
-    steps: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Budgets of conjugate gradients, in steps."""
+    dim: int = 64  # Channels of keys and values, a power of two: blocks are its divisors.
+    length: int = 1024  # Positions of a sequence.
+    segment: int = 256  # Positions for which the map stays the same.
+    sequences: int = 8  # Sequences.
+    noise: float = 0.1  # Standard deviation of a value around the map.
+    ridges: tuple[float, ...] = (0.1, 1.0)  # Ridges, relative to the kernel weight.
+    windows: tuple[int, ...] = (32, 64, 128, 256, 512)  # Keys that a query sees with a sliding window.
+    steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # Budgets of conjugate gradients, in steps.
     tols: tuple[float, ...] = (1e-1, 1e-2, 1e-3)
     """Budgets of conjugate gradients, in relative residuals; the last one is that of the windows."""
-    repeats: int = 5
-    """Timings of every variant."""
+    repeats: int = 5  # Timings of every variant.
 
 
 class Call(NamedTuple):

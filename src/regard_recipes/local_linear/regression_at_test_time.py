@@ -55,31 +55,22 @@ class RegressionConfig(RecipeConfig):
     """Kernels, each measured as a local constant and as a local linear model."""
     residuals: tuple[str, ...] = ("softmax+mesa", "softmax+linear", "biweight+mesa")
     """Kernels on the residuals of a linear state (equation 9): KERNEL+mesa or KERNEL+linear."""
-    dims: tuple[int, ...] = (8, 16, 32, 64, 128)
-    """Channels of keys and values."""
-    segments: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
-    """Positions for which the map stays the same."""
-    length: int = 1024
-    """Positions of a sequence."""
+    dims: tuple[int, ...] = (8, 16, 32, 64, 128)  # Channels of keys and values.
+    segments: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)  # Positions for which the map stays the same.
+    length: int = 1024  # Positions of a sequence.
     sequences: int = 32
     """Sequences of every cell with at most 32 channels, in proportion fewer of wider ones, whose errors are means over
     more channels; the paper has 10,000."""
-    held_out: int = 2
-    """Sequences of another seed, on which scale and ridge are chosen."""
-    tol: float = 1e-3
-    """Relative residual at which the systems of local linear models count as solved."""
-    noise: float = 0.1
-    """Standard deviation of a value around the map."""
+    held_out: int = 2  # Sequences of another seed, on which scale and ridge are chosen.
+    tol: float = 1e-3  # Relative residual at which the systems of local linear models count as solved.
+    noise: float = 0.1  # Standard deviation of a value around the map.
     query_noise: tuple[float, ...] = (0.1, 0.3, 1.0)
     """Standard deviations of a query around its key, for the sweep; the grid of dims and segments has none."""
-    noisy_segment: int = 128
-    """The segment of that sweep."""
-    ridge: float = 0.1
-    """The ridge of what is measured as given."""
+    noisy_segment: int = 128  # The segment of that sweep.
+    ridge: float = 0.1  # The ridge of what is measured as given.
     scales: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
     """The scales to choose from, in units of the scale that a method has by itself."""
-    ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)
-    """The ridges to choose from."""
+    ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)  # The ridges to choose from.
 
 
 def task(config: RegressionConfig, cell: Cell) -> ConeRegression:

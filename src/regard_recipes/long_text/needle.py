@@ -47,24 +47,16 @@ class NeedleConfig(LayoutConfig):
 
     memories: tuple[str, ...] = ("none", "FwPKM")
     """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
-    also: tuple[str, ...] = ("PKM+FwPKM", "FwMLP")
-    """Memories of the first layout, besides."""
+    also: tuple[str, ...] = ("PKM+FwPKM", "FwMLP")  # Memories of the first layout, besides.
     data: Path | None = None
     """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
-    words: int = 200
-    """How many of the commonest words are tokens of their own."""
-    needles: int = 5
-    """Needles in a haystack."""
-    digits: int = 2
-    """Of a needle's number; two of them are a token."""
-    lengths: tuple[int, ...] = (192, 768, 2048)
-    """Tokens of a haystack."""
-    reads: int = 4
-    """How often a haystack is read at most."""
-    samples: int = 24
-    """Haystacks of each length."""
-    kept: int = 3
-    """Haystacks that each of several streams reads without a reset in between; 0 for no such test."""
+    words: int = 200  # How many of the commonest words are tokens of their own.
+    needles: int = 5  # Needles in a haystack.
+    digits: int = 2  # Of a needle's number; two of them are a token.
+    lengths: tuple[int, ...] = (192, 768, 2048)  # Tokens of a haystack.
+    reads: int = 4  # How often a haystack is read at most.
+    samples: int = 24  # Haystacks of each length.
+    kept: int = 3  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
 
 
 @recipe("needle")
@@ -234,11 +226,11 @@ class Seen:
         parts = [select(rows_of_model(self.all, row), **{"state": "new", **where}) for row, where in (one, other)]
         return unpaired(share(parts[0]), share(parts[1])) if all(map(len, parts)) else None
 
-    def needed(self, row: Row, length: int) -> float:
+    def needed(self, row: Row, length: int) -> int:
         """Return after how many reads by the paper's protocol the share is first `GOOD` or more; if never, one more
         than were tried."""
         found = select(rows_of_model(self.answers, row), length=length, protocol="whole")
-        return min(first_good(found), found["read"].nunique() + 1)
+        return int(min(first_good(found), found["read"].nunique() + 1))
 
     def learned(self, length: int) -> list[Row]:
         """Return the models with fast weights that reach `GOOD` by any protocol after any number of reads."""

@@ -53,14 +53,10 @@ class StreamingPerplexityConfig(LayoutConfig):
     learning_rate: float = 6e-3
     short: Path | None = None
     """UTF-8 text of short documents with empty lines between them. None: docstrings of the standard library."""
-    long: Path | None = None
-    """A folder of long UTF-8 files. None: modules of the standard library."""
-    tokenizer: str = "byte"
-    """char, byte or gpt2."""
-    documents: int = 8
-    """Held-out documents of each kind that are read."""
-    segments: int = 12
-    """Segments of each."""
+    long: Path | None = None  # A folder of long UTF-8 files. None: modules of the standard library.
+    tokenizer: str = "byte"  # char, byte or gpt2.
+    documents: int = 8  # Held-out documents of each kind that are read.
+    segments: int = 12  # Segments of each.
 
 
 @recipe("streaming-perplexity")

@@ -49,12 +49,9 @@ class MosaicKernelsConfig(TextConfig):
 
     seeds: int = 3
     """Models of each kind at the first depth; they differ in first weights and windows."""
-    k_seeds: int = 1
-    """The same for nearest keys with another k than 32."""
-    deep_seeds: int = 1
-    """The same for the other depths."""
-    weightings: tuple[str, ...] = tuple(WEIGHTINGS)
-    """Weightings to train, of the eight."""
+    k_seeds: int = 1  # The same for nearest keys with another k than 32.
+    deep_seeds: int = 1  # The same for the other depths.
+    weightings: tuple[str, ...] = tuple(WEIGHTINGS)  # Weightings to train, of the eight.
     released: tuple[str, ...] = FORMS
     """Forms of normalised ReLU and ReLUmax in released programs that are trained too, at the first depth: 'fast' (of
     the paper's language models), 'mended' (fast with the right mask) and 'regular'."""
@@ -65,20 +62,14 @@ class MosaicKernelsConfig(TextConfig):
     depths: tuple[int, ...] = (1, 4)
     """Numbers of blocks. At the first, everything is trained; at the others the eight weightings as they are defined,
     nearest keys with k = 32 only."""
-    ks: tuple[int, ...] = (16, 32, 64)
-    """Numbers of nearest keys."""
-    width: int = 64
-    """Width of every model."""
-    heads: int = 4
-    """Heads of every memory."""
-    deep_steps: int = 400
-    """Optimiser steps of the models at the other depths."""
-    learning_rates: tuple[float, ...] = (2e-2,)
-    """The highest: one for all depths, or one for each."""
+    ks: tuple[int, ...] = (16, 32, 64)  # Numbers of nearest keys.
+    width: int = 64  # Width of every model.
+    heads: int = 4  # Heads of every memory.
+    deep_steps: int = 400  # Optimiser steps of the models at the other depths.
+    learning_rates: tuple[float, ...] = (2e-2,)  # The highest: one for all depths, or one for each.
     final_shares: tuple[float, ...] = (0.1,)
     """Share of it to which the learning rate falls along a cosine: one for all depths, or one for each."""
-    warmup: float = 0.05
-    """Share of the steps over which the learning rate rises from zero."""
+    warmup: float = 0.05  # Share of the steps over which the learning rate rises from zero.
 
 
 @recipe("mosaic-kernels")
