@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from regard.recipes import recipes
 from regard_recipes.fwpkm._fast_weight_recall_model import COLLAPSE
-from regard_recipes.lib.recipe import Recipe, Results, run
+from regard_recipes.lib.recipe import Recipe, Results, check_shared, frame_of, run
 from regard_recipes.lib.results import load
 
 NEEDLES: dict[str, Any] = {
@@ -51,6 +51,11 @@ TINY: dict[str, dict[str, Any]] = {
         "dim": 8, "length": 128, "segment": 32, "sequences": 3, "windows": (16, 32), "steps": (0, 1, 4),
         "tols": (0.1, 0.001), "repeats": 2, "ridges": (0.1, 1.0),
     },
+    "mosaic-kernels": {
+        "weightings": ("softmax", "topk-uniform", "normrelu", "biweight"), "released": ("fast",), "depths": (1, 2),
+        "ks": (3,), "seeds": 2, "width": 16, "heads": 2, "context": 16, "batch": 2, "steps": 4, "deep_steps": 3,
+        "measured": 300, "looks": 2,
+    },
     "needle": {**LAYOUTS, "samples": 4, "lengths": (40, 70), "also": ("FwMLP",), "words": 9},
     "recall-capacity": {
         "dim": 32, "pairs": (8, 64), "stored": 48, "noise": (0.5, 4.0), "erased": (0.25, 0.9),
@@ -76,6 +81,19 @@ def make(name: str, **changes: Any) -> Any:
     """Return a recipe with the options of a tiny run."""
     kind = recipes.get(name)
     return kind(kind.configure("quick", **{"workers": 0, **TINY[name], **changes}))
+
+
+def checked(name: str, size: str = "small", **changes: Any) -> Any:
+    """Return a recipe of a size whose options were checked."""
+    made = recipes.get(name)(recipes.get(name).configure(size, **changes))
+    check_shared(made)
+    return made
+
+
+def verdicts(made: Any, rows: list[dict[str, Any]], facts: dict[str, Any] | None = None) -> dict[str, tuple[str, str]]:
+    """Return wording to verdict and numbers of a recipe's claims on rows made by hand."""
+    claims = made.claims(Results(frame_of(rows), facts or {}, {}))
+    return {claim.wording: (claim.verdict, claim.measured()) for claim in claims}
 
 
 FOLDER = Path(tempfile.gettempdir()) / f"tiny-runs-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"

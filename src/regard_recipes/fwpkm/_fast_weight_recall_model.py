@@ -103,16 +103,19 @@ def train(model: RecallModel, own: CrossDocumentRecall, steps: int, batch: int, 
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - step / steps)
         examples = own.examples(seed, range(step * batch, (step + 1) * batch))
-        examples = RecallExamples(examples.tokens.to(device))
-        logits = _at_keys(model(examples.stream), examples)
-        # nothing can be known on the first reading of a document
-        loss = F.cross_entropy(logits[:, :, 1:].flatten(0, 3), examples.answers[:, :, 1:].flatten())
+        loss = recall_loss(model, RecallExamples(examples.tokens.to(device)))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         noted.append(loss.detach())
     return [part.mean().item() for part in torch.stack(noted).chunk(8)]
+
+
+def recall_loss(model: RecallModel, examples: RecallExamples) -> Tensor:
+    """Return nats per value, the mean over every reading of a document but the first, on which nothing can be known."""
+    logits = _at_keys(model(examples.stream), examples)
+    return F.cross_entropy(logits[:, :, 1:].flatten(0, 3), examples.answers[:, :, 1:].flatten())
 
 
 def _at_keys(logits: Tensor, examples: RecallExamples) -> Tensor:
