@@ -105,10 +105,9 @@ class FwpkmCost(Recipe):
 
     def claims(self, results: Results) -> list[Claim]:
         counts, made = beside_paper(results, "count"), []
-        flops = "T, six for each token and learned number that is not looked up"
         for what, own, paper, near, note in (
             ("parameters", "millions", "paper_millions", 0.005, "Millions, slow and fast numbers together"),
-            ("FLOPs", "tera", "paper_tera", 0.02, flops),
+            ("FLOPs", "tera", "paper_tera", 0.02, "T, six for each token and learned number that is not looked up"),
         ):
             gaps = (counts[own] - counts[paper]).groupby(counts["model"]).first().dropna()
             if len(gaps):
@@ -134,19 +133,16 @@ class FwpkmCost(Recipe):
             "paper, samples/s": first("paper_samples", "{:.2f}"),
         }  # fmt: skip
         parts = {name: first(name, "{:.3f}", 3e-12 * PAPER_BATCH * PAPER_SIZES.context) for name in PARTS}
-        return {
-            "Table 2, counted": pivot(counts, ["model"], count, note=(
+        tables = {
+            "Table 2, counted": (counts, count,
                 "At the paper's size, a training step of 8 sequences of 4096 tokens. All: everything computed, the "
-                "backward pass as twice the forward pass. Left out: what the paper's count lacks."
-            )),
-            "Operations of a step by what they do": pivot(
-                counts, ["model"], parts, note="T operations, forward and backward."
-            ),
-            "Measured": pivot(runs, ["model"], measured, note=(
+                "backward pass as twice the forward pass. Left out: what the paper's count lacks."),
+            "Operations of a step by what they do": (counts, parts, "T operations, forward and backward."),
+            "Measured": (runs, measured,
                 "Here at the measured size; the paper's times are of its own sizes on a GPU. Peak: of the process, "
-                "less what it held before the model was made."
-            )),
+                "less what it held before the model was made."),
         }  # fmt: skip
+        return {title: pivot(rows, ["model"], shown, note=note) for title, (rows, shown, note) in tables.items()}
 
     def figures(self, results: Results) -> dict[str, bytes]:
         import pandas as pd

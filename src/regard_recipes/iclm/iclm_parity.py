@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, Estimate, Says, exact, paired
+from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import Show, dots, first, lines, median, pivot, spread
-from ..lib.language_training import Budget, TextConfig, initial_range, run_rows, train_language_model
+from ..lib.language_training import Budget, Corpus, TextConfig, initial_range, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select
 from ..lib.running import run_calls
 
@@ -136,13 +136,14 @@ class Parity(Recipe):
         """Return the loss of each family and learning rate on the start of the held-out text, measured with the first
         model of the family; nothing where there is one rate only."""
         own, found, calls = self.config, [], {}
+        choosing = Corpus(text.train_tokens, text.choice_tokens)
         for shape in own.shapes if len(own.rates) > 1 else ():
             first = {KINDS[kind].family: kind for kind in reversed(self.kinds_of(shape))}
             for (family, kind), rate in product(sorted(first.items(), reverse=True), own.rates):
                 found.append({"shape": shape, "family": family, "model": kind, "rate": rate})
                 config, budget = entry(kind, shape, text.vocabulary, own.context), self.budget(rate, trial=True)
                 name, seed = f"trial of {rate:g}, {shape} {kind}", own.seed + own.seeds
-                calls[name] = partial(train_language_model, config, text.choosing, budget, seed, name=name)
+                calls[name] = partial(train_language_model, config, choosing, budget, seed, name=name)
         runs = dict(run_calls(calls, own.workers))
         return [{**each, "held_out": runs[name].held_out[-1]} for each, name in zip(found, calls, strict=True)]
 
@@ -262,7 +263,7 @@ def shape_claims(shape: str, runs: Frame) -> Iterator[Claim]:
     cost = {name: more(WV, TRANSFORMER, column) for name, column in COSTS.items()
             if WV in rows and runs[column].notna().all()}  # fmt: skip
     base = "Share of perplexity above the Transformer's"
-    cases: list[tuple[str, str, dict[str, Estimate], Says, float, float | None, str]] = [
+    cases: list[Any] = [
         (", tables 1 and 2", "Perplexity close to a Transformer's of equal size", equal, "at most", CLOSE, REPORTED,
          base),
         (", table 1", "Perplexity of the full model, of another size, close to a Transformer's", unlike, "at most",

@@ -300,7 +300,7 @@ def matches(panel: str, level: float) -> Show:
     """Return a function that shows exact matches in percent."""
 
     def show(rows: Frame) -> str:
-        match = 100 * select(rows, panel=panel, level=level)["match"]
-        return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}" if len(match) else MISSING
+        match = 100 * rows["match"]
+        return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}"
 
-    return show
+    return only(show, panel=panel, level=level)

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from regard.checks import ArgumentError
-from regard.training.specs import read_spec, split_specs
-
+from ..demo.demo import parse_specs
 from ..lib.claims import Claim, exact, paired
 from ..lib.display import Show, dots, first, gap, pivot, spread
 from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
@@ -59,13 +57,10 @@ class SharedQueryKey(Recipe):
     @property
     def specs(self) -> list[str]:
         """Return the specs in full."""
-        texts = split_specs(self.config.specs)
-        return [str(read_spec(text, "--specs", self.call())) for text in texts]
+        return [str(spec) for spec in parse_specs(self.config.specs, self.call())]
 
     def check(self) -> None:
-        for spec in self.specs:
-            if self.specs.count(spec) > 1:
-                raise ArgumentError(f"{self.call()}: --specs names {spec!r} twice; name every spec once.")
+        parse_specs(self.config.specs, self.call())
         self.budget().check(self.call())
 
     def prepare(self) -> Mapping[str, Any]:

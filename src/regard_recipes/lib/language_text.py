@@ -48,11 +48,6 @@ class LanguageText:
         """Return the text to train on and to measure results on."""
         return Corpus(self.train_tokens, self.held_out_tokens)
 
-    @property
-    def choosing(self) -> Corpus:
-        """Return the text to train on and to choose settings on."""
-        return Corpus(self.train_tokens, self.choice_tokens)
-
     def words(self, tokens: Tensor) -> list[str]:
         """Return the text of every token [n]."""
         return [self.tokenizer.decode([token]) for token in tokens.tolist()]

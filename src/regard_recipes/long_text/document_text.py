@@ -113,8 +113,7 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
 
 
 def _source(path: Path | None, default: str, documents: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join(sorted(documents)).encode()).hexdigest()
-    total = sum(map(len, documents))
+    digest, total = hashlib.sha256("\0".join(sorted(documents)).encode()).hexdigest(), sum(map(len, documents))
     return f"{default if path is None else path}: {len(documents):,} of {total:,} characters, SHA-256 {digest}"
 
 

@@ -22,10 +22,8 @@ from ..lib.language_training import Budget, initial_range
 from ..lib.recipe import Cell, Frame, Recipe, Results, select
 
 PAPER = "Fast-weight Product Key Memory"
-QUICK: dict[str, Any] = {
-    "layouts": ("GDN", "FA", "FA-pSWA"), "width": 32, "heads": 2, "sub_keys": 16, "memory_dim": 32, "batch": 2,
-    "looks": 2,
-}  # fmt: skip
+QUICK: dict[str, Any] = {"layouts": ("GDN", "FA", "FA-pSWA"), "width": 32, "heads": 2, "sub_keys": 16,
+                         "memory_dim": 32, "batch": 2, "looks": 2}  # fmt: skip
 PAPER_SIZE: dict[str, Any] = {
     **PAPER_MODEL, "batch": 128, "parts": 4, "steps": 20_000, "learning_rate": 1e-3, "looks": 20,
 }  # fmt: skip

@@ -161,8 +161,9 @@ class Needle(LayoutRecipe):
             rows = seen.by_protocol(protocol)
             asked = [f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)]
             rows = rows.assign(at=pd.Categorical(asked, heads))
+            exact_of: Show = lambda own: "{0.mean:.0%} ({0.low:.0%} to {0.high:.0%})".format(share(own))  # noqa: E731
             title = f"Exact answers, {PROTOCOL_NAMES[protocol]}"
-            made[title] = pivot(rows, models, {"exact": share_text}, "at", note=note)
+            made[title] = pivot(rows, models, {"exact": exact_of}, "at", note=note)
         fast = select(seen.answers, fast=True)
         if len(fast):
             note = f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."
@@ -252,12 +253,6 @@ def rereads(row: Row) -> bool:
 def share(rows: Frame) -> Estimate:
     """Return the share of exact answers over all seeds."""
     return share_interval(int(rows["exact"].sum()), int(rows["trials"].sum()))
-
-
-def share_text(rows: Frame) -> str:
-    """Return a share and its interval in percent."""
-    found = share(rows)
-    return f"{found.mean:.0%} ({found.low:.0%} to {found.high:.0%})"
 
 
 def first_good(rows: Frame) -> float:

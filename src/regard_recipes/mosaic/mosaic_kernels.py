@@ -22,7 +22,7 @@ from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Estimate, claims_of, paired
 from ..lib.display import MISSING, Show, dots, first, gap, lines, mean, median, pivot, spread
-from ..lib.language_training import Budget, Corpus, TextConfig, run_rows, train_language_model
+from ..lib.language_training import Budget, TextConfig, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
 
@@ -116,7 +116,7 @@ class MosaicKernels(Recipe):
 
         own = self.config
         text = read_text(own.data, own.tokenizer, context=own.context, measured=own.measured, call=self.call())
-        self.corpus, self.vocabulary = Corpus(text.train_tokens, text.held_out_tokens), text.vocabulary
+        self.corpus, self.vocabulary = text.corpus, text.vocabulary
         self.windows = text.windows(LOOKED_AT, own.context)
         return {"text": text.described}
 
@@ -195,7 +195,7 @@ class MosaicKernels(Recipe):
         told: list[Any] = []
         for depth in self.config.depths:
             runs = self.runs_of(results, depth)
-            gaps = lambda names, others: gaps_of(runs, names, others)  # noqa: B023, E731
+            gaps = partial(gaps_of, runs)
             blocks = f"{depth} block{'s' * (depth > 1)}"
             where = f"figure 3, {blocks}"
             told += [
