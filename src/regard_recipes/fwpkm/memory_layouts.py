@@ -65,6 +65,11 @@ class Row:
         return "Fw" in self.memory
 
     @property
+    def rereads(self) -> bool:
+        """Return whether it has fast weights, which reads can change."""
+        return self.remembers or self.layout == LACT
+
+    @property
     def recurrent(self) -> bool:
         """Return whether a mixer has a state of fixed size."""
         return self.layout.startswith("GDN") or self.layout == LACT

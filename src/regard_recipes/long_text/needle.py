@@ -14,26 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from regard.checks import ArgumentError
-from regard.tasks import NeedleResult, NeedleScore
 
-from ..fwpkm.memory_layouts import LACT, MEMORIES, RESTRICTED, Row
+from ..fwpkm.memory_layouts import MEMORIES, RESTRICTED, Row
 from ..lib.claims import Claim, Estimate, exact, share_interval, unpaired
 from ..lib.display import MISSING, Show, first, lines, median, only, pivot
 from ..lib.language_training import Corpus, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
-from .needle_reading import PROTOCOLS, Protocol, read_and_answer
-from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
+from .needle_reading import KEPT_PROTOCOLS, PROTOCOLS, answer_rows
+from .needle_text import FINAL, learn_answers, needle_world
 
-KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
 GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
 LONG = 4096  # tokens from which the paper needs more reads
 COST = 0.25  # share of the answers that a memory without resets may lose
 TRAINING_TOKENS = 400_000
-AT_ONCE = 65_536  # tokens that are read side by side at most
 PROTOCOL_NAMES = {
     "whole": "written after the question (the paper)",
     "chunked": "the chunk of the training",
@@ -106,7 +101,7 @@ class Needle(LayoutRecipe):
         seen, lengths, context = Seen(results), self.config.lengths, self.config.context
         short, long = lengths[0], lengths[-1]
         learned = {row.name: row for row in seen.learned(short)}
-        rest = [row.name for row in self.rows() if rereads(row) and row.name not in learned]
+        rest = [row.name for row in self.rows() if row.rereads and row.name not in learned]
         left_out = f" Left out, since they never answer {GOOD:.0%}: {', '.join(rest)}." if rest else ""
         never = "" if learned else f"no model answers {GOOD:.0%} at {short} tokens"
         whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
@@ -214,7 +209,7 @@ class Seen:
     def __init__(self, results: Results) -> None:
         rows = results.select(kind="answers")
         models = zip(rows["layout"], rows["memory"], strict=True)
-        self.all = rows.assign(fast=[rereads(Row(*each)) for each in models])
+        self.all = rows.assign(fast=[Row(*each).rereads for each in models])
         self.answers = select(self.all, state="new")
 
     def by_protocol(self, protocol: str) -> Frame:
@@ -237,17 +232,12 @@ class Seen:
         """Return the models with fast weights that reach `GOOD` by any protocol after any number of reads."""
         found = select(self.answers, length=length).groupby(["layout", "memory", "protocol", "read"], sort=False)
         good = [key for key, rows in found if share(rows).mean >= GOOD]
-        return [row for row in dict.fromkeys(Row(*key[:2]) for key in good) if rereads(row)]
+        return [row for row in dict.fromkeys(Row(*key[:2]) for key in good) if row.rereads]
 
 
 def known(estimates: Mapping[str, Estimate | None]) -> dict[str, Estimate]:
     """Return the estimates without those that are None."""
     return {name: found for name, found in estimates.items() if found is not None}
-
-
-def rereads(row: Row) -> bool:
-    """Return whether a model has fast weights, which reads can change."""
-    return row.remembers or row.layout == LACT
 
 
 def share(rows: Frame) -> Estimate:
@@ -269,52 +259,3 @@ def other_score(frame: Frame, column: str) -> Show:
         return f"{own[column].sum() / max(1, own['trials'].sum()):.0%}"
 
     return show
-
-
-def answer_rows(
-    model: Any, row: Row, world: NeedleWorld, lengths: tuple[int, ...], reads: int, samples: int, kept: int, seed: int
-) -> dict[str, Any]:
-    """Return rows with the scores by length, protocol and number of reads, memories new for each haystack and kept.
-
-    A model without fast weights reads once: it would answer the same after any number of reads.
-    """
-    protocols, most = (PROTOCOLS, reads) if rereads(row) else (PROTOCOLS[:1], 1)
-    cases = [("new", length, protocol) for length in lengths for protocol in protocols]
-    if rereads(row) and kept:
-        cases += [("kept", lengths[0], protocol) for protocol in KEPT_PROTOCOLS]
-    rows = []
-    for state, length, protocol in cases:
-        together = 0 if state == "new" else kept
-        many = range(samples // kept * kept if together else samples)
-        for read, found in enumerate(ask(model, row, world, length, many, protocol, most, seed, together)):
-            result = NeedleResult.of(found)
-            rows.append({"kind": "answers", "length": length, "protocol": protocol, "read": read + 1, "state": state,
-                         "trials": len(found), "exact": result.exact.hits, "digits": result.digits * len(found),
-                         "candidate": result.candidate.hits})  # fmt: skip
-    return {"rows": rows}
-
-
-def ask(
-    model: Any, row: Row, world: NeedleWorld, length: int, indices: range, protocol: Protocol, reads: int, seed: int,
-    kept: int = 0,
-) -> list[list[NeedleScore]]:  # fmt: skip
-    """Return the scores of every example after 1 to n reads. `kept` examples of a stream are read without a reset in
-    between; 0: there is a reset before each."""
-    task = world.task(length)
-    together = len(indices) // kept if kept else max(1, min(len(indices), AT_ONCE // length))
-    found: list[list[NeedleScore]] = [[] for _ in range(reads)]
-    steps = [indices] if kept else [indices[i : i + together] for i in range(0, len(indices), together)]
-    for part in steps:
-        examples = task.examples(FINAL + seed, part)
-        haystacks, questions = (torch.tensor([getattr(each, name) for each in examples])
-                                for name in ("haystack", "question"))  # fmt: skip
-        if kept:
-            haystacks, questions = (x.unflatten(0, (kept, together)) for x in (haystacks, questions))
-        answers = read_and_answer(
-            model, haystacks, questions, world.digits // 2, protocol=protocol, reads=reads, reset=not kept,
-            recurrent=row.layout == LACT,
-        )  # fmt: skip
-        for scores, tokens in zip(found, answers.flatten(1, -2), strict=True):
-            pairs = zip(tokens.tolist(), examples, strict=True)
-            scores += [task.score(world.decode(answer), example) for answer, example in pairs]
-    return found
