@@ -61,7 +61,7 @@ def test_a_seed_gives_the_same_numbers_alone(name: str, monkeypatch: pytest.Monk
     _, lines, _ = read_journal(tiny(name)[0].config.out / f"{name}.jsonl")
     made = make(name)
     made.prepare()
-    cell = made.cells()[-1]
+    cell = made.cells()[0 if name == "mosaic-kernels" else -1]  # its last ones have a single seed
     stored = pd.DataFrame([line["measured"] for line in lines if line["cell"] == plain(cell) and line["seed"] == 0])
     again, other = (pd.DataFrame(plain(list(made.measure(cell, seed)))) for seed in (0, 1))
     own = [column for column in stored if column not in MACHINE]

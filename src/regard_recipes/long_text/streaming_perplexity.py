@@ -21,7 +21,7 @@ from regard.inspect.gates import BINS
 from ..fwpkm.memory_layouts import FULL, LACT, RESTRICTED, Row
 from ..lib.claims import Claim, paired
 from ..lib.display import MISSING, Show, dots, first, heat, lines, median, only, pivot, spread
-from ..lib.language_training import Corpus, run_rows, train_language_model
+from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
 from .streaming import Carry, streamed
@@ -71,8 +71,8 @@ class StreamingPerplexity(LayoutRecipe):
         "paper": {**PAPER_SIZE, "tokenizer": "gpt2", "documents": 128, "segments": 16},
     }  # fmt: skip
 
-    def measured(self) -> int:
-        return max(2, 4 * self.config.context)
+    def budget(self) -> Budget:
+        return Budget.of(self.config, measured=max(2, 4 * self.config.context))
 
     def prepare(self) -> Mapping[str, Any]:
         from .document_text import read_documents
