@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from tiny_runs import tiny
 
-from regard_recipes.lib.intervals import log_slope
-from regard_recipes.lib.results import frame_of, select
+from regard_recipes.lib.claims import log_slope
+from regard_recipes.lib.recipe import frame_of, select
 from regard_recipes.local_linear import boundary_bias as recipe
 
 NAMES = {"global linear", "local constant", "local linear"}

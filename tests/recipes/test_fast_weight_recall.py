@@ -12,7 +12,7 @@ from tiny_runs import make, tiny
 from regard.tasks import CrossDocumentRecall
 from regard_recipes.fwpkm import _fast_weight_recall_model as trained
 from regard_recipes.fwpkm.fast_weight_recall import DETACHED, NORMALIZED, PAPER, REFERENCE, RULES, FastWeightRecall
-from regard_recipes.lib.results import Results, select
+from regard_recipes.lib.recipe import Results, select
 
 
 def test_the_loss_is_of_values_after_a_first_reading() -> None:

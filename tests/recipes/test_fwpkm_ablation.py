@@ -14,7 +14,7 @@ from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
 from regard_recipes.fwpkm.fwpkm_ablation import DOT, HEADS, NONE, OPTIONS, WHOLE, WIDER, FwPKMAblation
 from regard_recipes.fwpkm.memory_study import needles
-from regard_recipes.lib.results import Results, select
+from regard_recipes.lib.recipe import Results, select
 from regard_recipes.long_text.needle_text import needle_world
 
 

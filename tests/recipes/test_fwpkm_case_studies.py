@@ -17,7 +17,7 @@ from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
 from regard_recipes.fwpkm import _fwpkm_looks as looks
 from regard_recipes.fwpkm.fwpkm_case_studies import FwPKMCaseStudies
-from regard_recipes.lib.results import Results, select
+from regard_recipes.lib.recipe import Results, select
 
 
 def model() -> Any:
@@ -44,7 +44,7 @@ def asked(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_answers_are_those_of_the_uncached_stream() -> None:
     """With one reading: the haystack as a chunk, then the question; no state but what one pass has anyway."""
     found, (haystacks, questions, answers) = model(), asked(2, 12)
-    seen = looks.look_at_slots(found, haystacks, questions, answers, reads=1)
+    seen = looks.look_at_slots(found, asked(2, 12), reads=1)
     for memory in memory_modules(found).values():
         memory.chunk_size = 12
     stream = torch.cat([haystacks, questions], 1)
@@ -61,8 +61,7 @@ def test_answers_are_those_of_the_uncached_stream() -> None:
 
 def test_writers_are_of_the_readings_before() -> None:
     """After two readings of 12 tokens the writers kept are tokens of the stream, each with the next one as target."""
-    found, given = model(), asked(2, 12)
-    *layers, case = looks.look_at_slots(found, *given, reads=2)["rows"]
+    *layers, case = looks.look_at_slots(model(), asked(2, 12), reads=2)["rows"]
     assert [layer["layer"] for layer in layers] == ["layer 2", "layer 4"]
     assert [reading["position"] for reading in case["readings"]] == [26, 26, 27, 27]
     writers = [w for reading in case["readings"] for slot in reading["slots"] for w in slot["writers"]]

@@ -11,7 +11,7 @@ from tiny_runs import tiny
 from regard_recipes.fwpkm import fwpkm_cost as recipe
 from regard_recipes.fwpkm.fwpkm_cost import FwpkmCost
 from regard_recipes.fwpkm.memory_layouts import Row
-from regard_recipes.lib.results import Results
+from regard_recipes.lib.recipe import Results
 
 WIDTH, INNER, WORDS, TOKENS = 768, 2304, 32_000, 8 * 4096
 FEED_FORWARD = 3 * WIDTH * INNER

@@ -13,7 +13,7 @@ from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCa
 from regard_recipes.iclm import _mechanisms_figures as figures
 from regard_recipes.iclm import _mechanisms_measures as measure
 from regard_recipes.iclm.iclm_mechanisms import Mechanisms
-from regard_recipes.lib.results import Results, frame_of
+from regard_recipes.lib.recipe import Results, frame_of
 
 WORDS = [f"w{i}" for i in range(19)]
 

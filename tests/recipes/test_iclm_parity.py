@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import make, tiny
+from tiny_runs import checked, make, tiny, verdicts
 
 from regard.checks import ArgumentError
 from regard_recipes.iclm import iclm_parity as recipe
 from regard_recipes.lib.language_text import read_text
-from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of
+from regard_recipes.lib.recipe import Results, frame_of
 
-
-def made(size: str = "quick", **changes: object) -> recipe.Parity:
-    found = recipe.Parity(recipe.Parity.configure(size, **changes))
-    check_shared(found)
-    return found
+made = partial(checked, "iclm-parity", "quick")
 
 
 def transformer_parameters(vocabulary: int, layers: int, width: int, inner: int) -> int:
@@ -91,10 +87,7 @@ def test_the_paper_s_sizes_are_counted() -> None:
         assert abs(found[shape]["iclm-full-matched"] / found[shape]["transformer"] - 1) < 1e-4
 
 
-EQUAL, FULL = (
-    "Perplexity close to a Transformer's of equal size",
-    "Perplexity of the full model, of another size, close to",
-)
+EQUAL, FULL = "Perplexity close to a Transformer's of equal size", "Perplexity of the full model, of another size,"
 SLIGHT, COST = "Only a slight increase in perplexity without", "Size, memory and training time are very similar"
 COUNT = "Without W_v the number of parameters is the same"
 
@@ -118,9 +111,9 @@ def judged(
     sizes = {"a": {**dict.fromkeys(recipe.MAIN, 1000), "iclm-full": full, "iclm-full-matched": None}}
     results = Results(frame_of(rows), {"trials": [], "paper_sizes": sizes}, {})
     assert len(own.figures(results)) == 2
-    tables = own.tables(results)
-    claims = {claim.wording: (claim.verdict, claim.measured()) for claim in own.claims(results)}
-    return claims, {row[1]: row for row in tables["ICLM and Transformer"].rows}
+    return verdicts(own, rows, dict(results.facts)), {
+        row[1]: row for row in own.tables(results)["ICLM and Transformer"].rows
+    }
 
 
 def verdict(told: dict[str, tuple[str, str]], start: str) -> tuple[str, str]:

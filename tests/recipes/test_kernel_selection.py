@@ -5,29 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import tiny
+from tiny_runs import checked, make, tiny, verdicts
 
 from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
 from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN, SHARED
-from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of
+from regard_recipes.lib.recipe import Results, frame_of
 
 FORMULAS = {
-    "exponential": lambda q, k: math.exp(q @ k / 2),
-    "linear": lambda q, k: q @ k / 2,
+    "exponential": lambda q, k: math.exp(q @ k / 2), "linear": lambda q, k: q @ k / 2,
     "geometric": lambda q, k: 1 / (1 - cosine(q, k)),
-    "cosine": lambda q, k: cosine(q, k),
-    "shift-cosine": lambda q, k: 1 + cosine(q, k),
+    "cosine": lambda q, k: cosine(q, k), "shift-cosine": lambda q, k: 1 + cosine(q, k),
     "rbf": lambda q, k: math.exp(-((q - k) @ (q - k)) / 4),
     "clipped-geometric": lambda q, k: 1 / (1 + 1e-4 - min(q @ k, 300) / 300),
     "relu": lambda q, k: q.clamp(min=0) @ k.clamp(min=0) + 1e-4,
     "relu2": lambda q, k: q.clamp(min=0) ** 2 @ k.clamp(min=0) ** 2 + 1e-4,
     "elu": lambda q, k: feature(q) @ feature(k),
-}
+}  # fmt: skip
 """Table 1, in heads of 4 channels with the customary scale 1/2: exp(z), z and exp(-|q - k|^2 / (2 sqrt d))."""
 
 
@@ -37,12 +36,6 @@ def cosine(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def feature(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, x, x.exp() - 1) + 1
-
-
-def made(size: str = "small", **changes: object) -> recipe.KernelSelection:
-    found = recipe.KernelSelection(recipe.KernelSelection.configure(size, **changes))
-    check_shared(found)
-    return found
 
 
 def cell(kernel: str, weights: str = NORMALISED, query_key: str = APART) -> dict[str, str]:
@@ -110,19 +103,19 @@ def test_every_cell_and_seed_is_there() -> None:
     assert looks["held_out"].iloc[-1] == apart["held_out"]
 
 
-def test_the_bigram_baseline_is_a_bigram_model() -> None:
+def test_the_bigram_baseline_is_a_bigram_model(tmp_path: Path) -> None:
     """Between what the best table of pairs could have, fitted to the very text, and an even guess."""
-    from regard_recipes.demo import demo_text
-
-    found = tiny("kernel-selection")[1].facts["bigram"]
-    material = demo_text.prepare(None, context=17, excerpt=16, call="test")
-    held_out = material.held_out_tokens[:300].tolist()
+    (tmp_path / "text.txt").write_text("".join(f"{i * i} crows sat on {i % 7} fences.\n" for i in range(400)))
+    own = make("kernel-selection", data=tmp_path / "text.txt")
+    found = own.prepare()["bigram"]
+    held_out = own.corpus.held_out_tokens[:300].tolist()
     pairs, first = Counter(itertools.pairwise(held_out)), Counter(held_out[:-1])
     best = -sum(count * math.log(count / first[a]) for (a, _), count in pairs.items()) / 299
-    assert best < found < math.log(len(material.tokenizer))
+    assert best < found < math.log(own.vocabulary)
 
 
-CLIPPED, RBF, LINEAR = cell("clipped-geometric"), cell("rbf"), cell("linear", PLAIN)
+made = partial(checked, "kernel-selection")
+RBF = cell("rbf")
 
 
 def judged(seeds: int = 3, courses: dict[str, list[float]] | None = None) -> dict[str, tuple[str, str]]:
@@ -133,18 +126,16 @@ def judged(seeds: int = 3, courses: dict[str, list[float]] | None = None) -> dic
         name = " ".join(each.values())
         course = (courses or {}).get(name, [4.0, 3.0, 2.0])
         for seed in range(seeds):
-            losses = [
-                x + 0.1 * seed + (1e-3 * (seed == 1) if name != "exponential normalised apart" else 0) for x in course
-            ]
+            off = 0.1 * seed + 1e-3 * (seed == 1) * (name != "exponential normalised apart")
+            losses = [x + off for x in course]
             half = 2 if each["query_key"] == APART else 1
             run = {"kind": "run", "train": losses[-1], "held_out": losses[-1], "step_cpu_seconds": 1.0}
             bytes_ = {"query_key_bytes": 1024 * half, "kept_bytes": 8192 + 1024 * half, "cache_bytes": 4096}
             rows.append({**each, "seed": seed, **run, **bytes_})
             for step, loss in enumerate(losses, start=1):
                 rows.append({**each, "seed": seed, "kind": "look", "step": step, "train": loss, "held_out": loss})
-    results = Results(frame_of(rows), {"bigram": 2.6}, {})
-    assert own.tables(results)
-    return {claim.wording: (claim.verdict, claim.measured()) for claim in own.claims(results)}
+    assert own.tables(Results(frame_of(rows), {"bigram": 2.6}, {}))
+    return verdicts(own, rows, {"bigram": 2.6})
 
 
 def test_verdicts_follow_the_numbers() -> None:

@@ -13,7 +13,7 @@ import torch
 from tiny_runs import tiny
 
 from regard.grammar import SolveStatus
-from regard_recipes.lib.results import select
+from regard_recipes.lib.recipe import select
 from regard_recipes.local_linear import lla_numerics as numerics
 from regard_recipes.local_linear import lla_numerics_schemes as schemes
 

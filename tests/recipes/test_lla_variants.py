@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_runs import tiny
 
-from regard_recipes.lib.results import select
+from regard_recipes.lib.recipe import select
 from regard_recipes.local_linear import lla_variants as variants
 from regard_recipes.local_linear.lla_variants_cost import COSTS, Sizes
 

@@ -10,7 +10,7 @@ import torch
 
 from regard.models import HybridConfig, HybridForCausalLM
 from regard_recipes.fwpkm.memory_layouts import Row
-from regard_recipes.lib.results import Results, frame_of
+from regard_recipes.lib.recipe import Results, frame_of
 from regard_recipes.long_text import needle as recipe
 from regard_recipes.long_text.needle_reading import PROTOCOLS
 from regard_recipes.long_text.needle_text import NeedleWorld, answers, learn_answers, needle_world

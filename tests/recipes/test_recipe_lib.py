@@ -18,13 +18,11 @@ from regard.checks import ArgumentError
 from regard.cli import main
 from regard.recipes import recipes
 from regard_recipes.lib import running
-from regard_recipes.lib.claims import Claim, one
-from regard_recipes.lib.intervals import Estimate, exact, mean_interval, paired, share_interval
+from regard_recipes.lib.claims import Claim, Estimate, exact, mean_interval, one, paired, share_interval
+from regard_recipes.lib.display import first, gap, interval, lines, median, pivot, spread
 from regard_recipes.lib.pages import marks
-from regard_recipes.lib.pivots import first, gap, interval, median, pivot, spread
-from regard_recipes.lib.plots import lines
-from regard_recipes.lib.recipe import Cell, Recipe, RecipeConfig, check_shared, recipe, run
-from regard_recipes.lib.results import Results, load, plain, read_journal
+from regard_recipes.lib.recipe import Cell, Recipe, RecipeConfig, Results, check_shared, recipe, run
+from regard_recipes.lib.results import load, plain, read_journal
 
 NAME = "recipe-of-the-tests"
 

@@ -18,7 +18,7 @@ from tiny_runs import tiny
 import regard as package
 from regard.cli import main
 from regard_recipes.kernels import recall_capacity as capacity
-from regard_recipes.lib.results import Results, select
+from regard_recipes.lib.recipe import Results, select
 
 PANELS = {"pairs": 2, "noise": 2, "erased": 2, "zeroed": 3, "jitter": 2}
 

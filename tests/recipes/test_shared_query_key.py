@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from tiny_runs import tiny
 
-from regard_recipes.lib.results import Results
+from regard_recipes.lib.recipe import Results
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tiny_runs import without_drawing
 
 from regard.recipes import recipes
 from regard_recipes.lib.pages import markdown, marks
@@ -20,7 +21,8 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("page", "name"), BLOCKS, ids=[name for _, name in BLOCKS])
-def test_a_block_is_that_of_the_stored_rows(page: str, name: str) -> None:
+def test_a_block_is_that_of_the_stored_rows(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_drawing(monkeypatch)
     made, results = load(recipes.get(name), DOCS / "results")
     files = [f"{name}-{part}.png" for part in made.figures(results)]
     begin, end = marks(name)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import checked
 
 from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM
-from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, Row, row_config
-from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of
-from regard_recipes.long_text import layout_recipe
+from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, Row, Sizes, row_config
+from regard_recipes.lib.recipe import Results, frame_of
 from regard_recipes.long_text import streaming_perplexity as recipe
 from regard_recipes.long_text.document_text import (
     LONG,
@@ -26,12 +26,7 @@ from regard_recipes.long_text.document_text import (
 )
 
 TEXTS = ("short", "long")
-
-
-def made(size: str = "small", **changes: object) -> recipe.StreamingPerplexity:
-    found = recipe.StreamingPerplexity(recipe.StreamingPerplexity.configure(size, **changes))
-    check_shared(found)
-    return found
+made = partial(checked, "streaming-perplexity")
 
 
 # Text ------------------------------------------------------------------------------------------------------------
@@ -67,18 +62,14 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     assert text.kinds["short"].shape == text.kinds["long"].shape == (3, 500)
     decoded = text.tokenizer.decode(text.train_tokens.tolist())
     learned = {int(i) for i in re.findall(r"document (\d+) ", decoded)}
-    unseen = {
-        int(i) for i in re.findall(r"document (\d+) ", text.tokenizer.decode(text.kinds["short"].flatten().tolist()))
-    }
+    short = text.tokenizer.decode(text.kinds["short"].flatten().tolist())
+    unseen = {int(i) for i in re.findall(r"document (\d+) ", short)}
     assert unseen
     assert not learned & unseen
-    assert not set(re.findall(r"file \d+:", decoded)) & {
-        text.tokenizer.decode(row[:9].tolist()) for row in text.kinds["long"]
-    }
-    sizes = [
-        sum(len(part) for part in re.findall(pattern, decoded))
-        for pattern in (r"document \d+ \w+", r"file \d+:[xyz ]+")
-    ]
+    long = {text.tokenizer.decode(row[:9].tolist()) for row in text.kinds["long"]}
+    assert not set(re.findall(r"file \d+:", decoded)) & long
+    patterns = (r"document \d+ \w+", r"file \d+:[xyz ]+")
+    sizes = [sum(len(part) for part in re.findall(pattern, decoded)) for pattern in patterns]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
     with pytest.raises(ArgumentError, match="there are 0 held-out long documents of 1900 tokens, expected 1"):
         read_documents(tmp_path / "short.txt", tmp_path / "long", "byte", length=1900, count=1, call="test")
@@ -99,7 +90,7 @@ def test_all_layouts_with_all_memories() -> None:
 
 @pytest.mark.parametrize("row", [Row("GDN+SWA", "PKM+FwPKM"), Row("FA-pSWA", "FwMLP"), Row(LACT), Row("GDN+FA", "PKM")])
 def test_models_of_the_rows(row: Row) -> None:
-    config = row_config(row, layout_recipe.sizes(made().config, 258))
+    config = row_config(row, Sizes.of(made().config, 258))
     with torch.device("meta"):
         model = HybridForCausalLM(config)
     names = {type(module).__name__ for module in model.modules()}
@@ -114,7 +105,7 @@ def test_models_of_the_rows(row: Row) -> None:
 
 def test_the_size_of_the_paper() -> None:
     paper = made("paper", device="cpu")
-    sizes = layout_recipe.sizes(paper.config, 32_000)
+    sizes = Sizes.of(paper.config, 32_000)
     assert (sizes.fast_depths, sizes.mixed_slow, sizes.mixed_fast) == ((2, 6, 10), (6,), (2, 10))
     budget = paper.budget()
     assert (budget.context, budget.batch, budget.steps, budget.learning_rate) == (4096, 128, 20_000, 1e-3)
@@ -159,10 +150,8 @@ def claims(
                 model = Row(layout, memory)
                 rules = {"paper": found, "frozen": (found[0], found[1] + 0.05)} if model.remembers else {"new": found}
                 rows += document_rows(model, rules, seed, (gates or {}).get(layout, 0.5))
-    made = recipe.StreamingPerplexity(
-        recipe.StreamingPerplexity.configure(layouts=("GDN", "FA", "FA-pSWA"), seeds=seeds, steps=steps)
-    )
-    return {claim.wording: claim for claim in made.claims(Results(frame_of(rows), {}, {}))}
+    own = made(layouts=("GDN", "FA", "FA-pSWA"), seeds=seeds, steps=steps)
+    return {claim.wording: claim for claim in own.claims(Results(frame_of(rows), {}, {}))}
 
 
 def verdict(found: dict, start: str) -> str:

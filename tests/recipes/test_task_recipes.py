@@ -9,8 +9,7 @@ import pytest
 
 from regard.checks import ArgumentError
 from regard.recipes import recipes
-from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results
+from regard_recipes.lib.recipe import Results, check_shared
 from regard_recipes.lib.task_recipe import TaskRecipe
 
 TASKS = [name for name, kind in recipes.items() if isinstance(kind, type) and issubclass(kind, TaskRecipe)]

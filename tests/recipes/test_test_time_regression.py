@@ -10,8 +10,8 @@ from oracles import entmax_row
 from tiny_runs import tiny
 
 from regard.tasks import ConeRegression
-from regard_recipes.lib.intervals import ratio_interval
-from regard_recipes.lib.results import Results, select
+from regard_recipes.lib.claims import ratio_interval
+from regard_recipes.lib.recipe import Results, select
 from regard_recipes.local_linear import regression_at_test_time as recipe
 from regard_recipes.local_linear import regression_at_test_time_methods as made
 

@@ -1,18 +1,20 @@
-"""Recipes as small as they go, each run once for all tests of a process."""
+"""Recipes as small as they go, each run once for all tests, whichever process they are in."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from regard.recipes import recipes
 from regard_recipes.fwpkm._fast_weight_recall_model import COLLAPSE
-from regard_recipes.lib.recipe import Recipe, run
-from regard_recipes.lib.results import Results, load
+from regard_recipes.lib.recipe import Recipe, Results, check_shared, frame_of, run
+from regard_recipes.lib.results import load
 
 NEEDLES: dict[str, Any] = {
     "steps": 2, "width": 16, "sub_keys": 8, "memory_dim": 8, "top_k": 2, "context": 64, "chunk": 16, "haystack": 40,
@@ -49,6 +51,11 @@ TINY: dict[str, dict[str, Any]] = {
         "dim": 8, "length": 128, "segment": 32, "sequences": 3, "windows": (16, 32), "steps": (0, 1, 4),
         "tols": (0.1, 0.001), "repeats": 2, "ridges": (0.1, 1.0),
     },
+    "mosaic-kernels": {
+        "weightings": ("softmax", "topk-uniform", "normrelu", "biweight"), "released": ("fast",), "depths": (1, 2),
+        "ks": (3,), "seeds": 2, "width": 16, "heads": 2, "context": 16, "batch": 2, "steps": 4, "deep_steps": 3,
+        "measured": 300, "looks": 2,
+    },
     "needle": {**LAYOUTS, "samples": 4, "lengths": (40, 70), "also": ("FwMLP",), "words": 9},
     "recall-capacity": {
         "dim": 32, "pairs": (8, 64), "stored": 48, "noise": (0.5, 4.0), "erased": (0.25, 0.9),
@@ -76,12 +83,38 @@ def make(name: str, **changes: Any) -> Any:
     return kind(kind.configure("quick", **{"workers": 0, **TINY[name], **changes}))
 
 
+def checked(name: str, size: str = "small", **changes: Any) -> Any:
+    """Return a recipe of a size whose options were checked."""
+    made = recipes.get(name)(recipes.get(name).configure(size, **changes))
+    check_shared(made)
+    return made
+
+
+def verdicts(made: Any, rows: list[dict[str, Any]], facts: dict[str, Any] | None = None) -> dict[str, tuple[str, str]]:
+    """Return wording to verdict and numbers of a recipe's claims on rows made by hand."""
+    claims = made.claims(Results(frame_of(rows), facts or {}, {}))
+    return {claim.wording: (claim.verdict, claim.measured()) for claim in claims}
+
+
+FOLDER = Path(tempfile.gettempdir()) / f"tiny-runs-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+"""Of all processes of a test run."""
+
+
 @cache
 def tiny(name: str) -> tuple[Any, Results]:
     """Return a recipe and what a tiny run stored; `made.config.out` is its folder."""
-    made: Recipe = make(name, out=Path(tempfile.mkdtemp()) / "out")
-    with pytest.MonkeyPatch.context() as patch:
+    FOLDER.mkdir(exist_ok=True)
+    made: Recipe = make(name, out=FOLDER / name)
+    with FileLock(FOLDER / f"{name}.lock"), pytest.MonkeyPatch.context() as patch:
         if name in SHORTER:
             patch.setattr(*SHORTER[name])
-        run(made, [], lambda text: None)
+        if not (FOLDER / name / f"{name}.json").exists():
+            run(made, [], lambda text: None)
     return made, load(type(made), made.config.out)[1]
+
+
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build figures, but leave their pictures empty, which takes most of the time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda self, file, **how: None)

@@ -71,12 +71,9 @@ def run_demo(config: DemoConfig) -> int:
     if config.steps < 1:
         raise ArgumentError(f"{CALL}: --steps is {config.steps}, expected at least 1.")
     check_seed(config.seed, CALL)
-    from rich.console import Console
+    from ..lib.reproduce import consoles
 
-    progress, screen = Console(stderr=True), Console()
-    for console in (progress, screen):
-        if not console.is_terminal:  # no need to wrap lines in a file or a pipe
-            console.width = max(console.width, 120)
+    progress, screen = consoles(120)
     with progress.status("loading"):
         from . import demo_output, demo_text, demo_train
     demo_output.check_out(config.out, CALL)
@@ -115,7 +112,7 @@ def _train_all(plans: list[TrainConfig], material: Material, progress: Console, 
     )  # fmt: skip
 
 
-def parse_specs(text: str) -> list[Spec]:
+def parse_specs(text: str, call: str = CALL) -> list[Spec]:
     """Return the specs of a list with commas between them.
 
     Raises:
@@ -123,8 +120,8 @@ def parse_specs(text: str) -> list[Spec]:
     """
     specs: list[Spec] = []
     for part in split_specs(text):
-        spec = read_spec(part, "--specs", CALL)
+        spec = read_spec(part, "--specs", call)
         if spec in specs:
-            raise ArgumentError(f"{CALL}: --specs names {str(spec)!r} twice; name every spec once.")
+            raise ArgumentError(f"{call}: --specs names {str(spec)!r} twice; name every spec once.")
         specs.append(spec)
     return specs

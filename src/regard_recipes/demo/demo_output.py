@@ -11,7 +11,6 @@ text.txt         the text that was used
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,8 @@ from regard.inspect.summary import layer_table
 from regard.inspect.tables import Table
 from regard.training import TrainingStopped
 from regard.training.storage.lock import LOCK
+
+from ..lib.results import existing_parent
 
 MADE_BY = "regard demo"
 MARKER, TEXT, RUNS, FIGURES = "results.json", "text.txt", "runs", "figures"
@@ -90,13 +91,7 @@ def check_out(out: Path, call: str) -> None:
     Raises:
         ArgumentError: it is a file, holds something else, cannot be written, or the disk is nearly full.
     """
-    if out.exists() and not out.is_dir():
-        raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
-    home = out.absolute()
-    while not home.exists():
-        home = home.parent
-    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
-        raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
+    home = existing_parent(out, call)
     if out.is_dir() and any(path.name != LOCK for path in out.iterdir()) and not is_demo(out):
         raise ArgumentError(
             f"{call}: --out {out} is not empty and holds no earlier demo; choose another folder (nothing was deleted)."
@@ -232,12 +227,9 @@ def page(result: Result, pictures: dict[str, bytes]) -> Page:
         curves=pictures.get("curves.png"),
         curves_caption="Bits per character: thin lines on training windows, dots on the whole held-out text.",
         sections=[_section(outcome, pictures.get(_map_name(outcome))) for outcome in result.outcomes],
-        settings={
-            "Text": result.text,
-            "Training, the same for all": result.settings,
-            **{f"Installation: {name}": group for name, group in installation().items()},
-        },
-    )
+        settings={"Text": result.text, "Training, the same for all": result.settings,
+                  **{f"Installation: {name}": group for name, group in installation().items()}},
+    )  # fmt: skip
 
 
 def _section(outcome: Outcome, picture: bytes | None) -> Section:
@@ -252,17 +244,14 @@ def _section(outcome: Outcome, picture: bytes | None) -> Section:
     if model.support is not None:
         facts["mean support"] = f"{model.support:.1f} keys"
     return Section(
-        title=outcome.name,
-        facts=facts,
+        title=outcome.name, facts=facts, picture=picture, maps=model.maps,
         sample=Sample(prompt=model.prompt, continuation=model.sample, how=model.sampled),
-        picture=picture,
+        layers=None if model.maps is None else layer_table(model.maps),
         caption=f"The head that looks furthest back on average, on the held-out text from which the sample starts. "
         f"White: a weight of exactly zero. Right: for every query, how many visible keys have a non-zero weight. The "
         f"{length} characters shown have a mean of {(length + 1) / 2:.1f} visible keys; the mean support above is over "
         f"whole contexts.",
-        maps=model.maps,
-        layers=None if model.maps is None else layer_table(model.maps),
-    )
+    )  # fmt: skip
 
 
 def as_json(result: Result, curves: list[Curve]) -> dict[str, Any]:

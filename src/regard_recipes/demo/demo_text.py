@@ -55,30 +55,20 @@ class Material:
     def described(self) -> dict[str, str]:
         """Return source, sizes and the digest of the UTF-8 bytes as text."""
         return {
-            "source": self.source,
-            "characters": f"{len(self.content):,}",
+            "source": self.source, "characters": f"{len(self.content):,}",
             "held out": f"the last {len(self.held_out):,} characters",
             "vocabulary": f"{len(self.tokenizer)} (with three special tokens)",
             "SHA-256": hashlib.sha256(self.content.encode()).hexdigest(),
-        }
+        }  # fmt: skip
 
 
 def prepare(data: Path | None, *, context: int, excerpt: int, call: str) -> Material:
-    """Read the text, split it, and encode it.
-
-    Args:
-        data: a UTF-8 file or a folder; None for the manual inside the interpreter.
-        context: least length of each of the two parts, in characters.
-        excerpt: length of the excerpt.
+    """Read the text (`source_text`), split it into two parts of at least `context` characters, and encode it.
 
     Raises:
         ArgumentError: the text is missing, empty, not UTF-8, or too short.
     """
-    if data is None:
-        source, content = "the Python manual inside this interpreter (pydoc_data.topics)", python_manual(call)
-    else:
-        text = load_text(data, call=call)
-        source, content = str(text.path), text.content
+    source, content = source_text(data, call)
     if len(content) > LONGEST:
         source += f", the first {LONGEST:,} of {len(content):,} characters"
         content = content[:LONGEST]
@@ -100,6 +90,14 @@ def first_paragraph(text: str, length: int) -> str:
     gap = text.find("\n\n")
     start = gap + len(text[gap:]) - len(text[gap:].lstrip()) if gap >= 0 else 0
     return text[start : start + length] if start + length <= len(text) else text[:length]
+
+
+def source_text(data: Path | None, call: str) -> tuple[str, str]:
+    """Return the user's text, or the interpreter's manual, after a description of where it came from."""
+    if data is None:
+        return "the Python manual inside this interpreter (pydoc_data.topics)", python_manual(call)
+    text = load_text(data, call=call)
+    return str(text.path), text.content
 
 
 def python_manual(call: str) -> str:

@@ -27,7 +27,7 @@ from regard.training import (
     language_model,
     load_model,
     train,
-)
+)  # fmt: skip
 from regard.training.callbacks import Clock
 from regard.training.config import SEEDS
 from regard.training.validation import validate
@@ -94,12 +94,9 @@ def count(material: Material, order: int) -> Baseline:
     model = NGram(material.train_tokens.tolist(), len(material.tokenizer), order)
     seconds = time.perf_counter() - start
     held_out = material.held_out_tokens.tolist()
-    return Baseline(
-        name=f"{order}-gram",
-        bits_per_char=Units.of(material.held_out, len(held_out)).bits_per_char(model.loss(held_out)),
-        train_seconds=seconds,
-        tokens_per_second=len(material.train_tokens) / seconds,
-    )
+    bits = Units.of(material.held_out, len(held_out)).bits_per_char(model.loss(held_out))
+    return Baseline(name=f"{order}-gram", bits_per_char=bits, train_seconds=seconds,
+                    tokens_per_second=len(material.train_tokens) / seconds)  # fmt: skip
 
 
 def train_one(settings: TrainConfig, material: Material, console: Console, label: str, call: str) -> Outcome:

@@ -8,8 +8,7 @@ from inspect import getsourcelines
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..lib.recipe import Cell, Recipe, RecipeConfig, Row, recipe
-from ..lib.results import Results
+from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, Row, recipe
 from . import _fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention  # noqa: F401  (they register errata)
 from ._listing import ERRATA
 
@@ -18,8 +17,7 @@ from ._listing import ERRATA
 class ErrataConfig(RecipeConfig):
     """Show errors in the five papers and in the programs that were published with them."""
 
-    only: tuple[str, ...] = tuple(ERRATA)
-    """Names of the errata to show; all by default."""
+    only: tuple[str, ...] = tuple(ERRATA)  # Names of the errata to show; all by default.
 
 
 @recipe("errata")

@@ -50,11 +50,7 @@ class RecallModel(nn.Module):
 
 
 def make_model(config: FastWeightRecallConfig, rule: str, *, stress: bool) -> RecallModel:
-    """Return a model with the memory of the config, or with the one that is too small.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
-    """
+    """Return a model with the memory of the config, or with the one that is too small."""
     own, side = task_of(config), config.stress_sub_keys if stress else config.sub_keys
     memory = {
         "sub_keys": side, "key_dim": config.key_dim, "value_dim": config.key_dim, "top_k": config.top_k,
@@ -81,15 +77,16 @@ def train_and_measure(
     model.eval()
     watched = not stress and rule in EXACT
     twice = task_of(config, documents=1, reads=2)
-    single = measure_single(model, twice, test_examples(twice, config.examples, seed)) if watched else {}
-    few = test_examples(twice, min(16, config.examples), seed)
+    seen = twice.examples(seed + TEST_SEED, range(config.examples))
+    single = measure_single(model, twice, seen) if watched else {}
+    few = twice.examples(seed + TEST_SEED, range(min(16, config.examples)))
     hits = measure_hits(model, twice, few) if watched else (None, None)
     parameters = sum(weight.numel() for weight in model.parameters())
     yield {"kind": "run", "slots": model.memory.slots, "parameters": parameters, "seconds": seconds,
            "fast_weights": model.memory.fast_numbers(), "hit_last": hits[0], "hit_four": hits[1]}  # fmt: skip
     yield from ({"kind": "loss", "part": part, "loss": loss} for part, loss in enumerate(losses, 1))
     task = task_of(config)
-    shares = accuracy(model, task, test_examples(task, config.examples, seed)).tolist()
+    shares = accuracy(model, task, task.examples(seed + TEST_SEED, range(config.examples))).tolist()
     for document, readings in enumerate(shares, 1):
         for reading, value in enumerate(readings, 1):
             yield {"kind": "recall", "document": document, "reading": reading, "accuracy": value}
@@ -97,7 +94,7 @@ def train_and_measure(
 
 
 def train(model: RecallModel, own: CrossDocumentRecall, steps: int, batch: int, rate: float, seed: int) -> list[float]:
-    """Train in place with AdamW at a rate that falls evenly to 0; return the mean losses of eight even parts of the
+    """Train in place with AdamW at a rate that falls evenly to 0; return the nats per value of eight even parts of the
     way."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=BETAS, weight_decay=0.0)
     device = next(model.parameters()).device
@@ -124,11 +121,6 @@ def recall_loss(model: RecallModel, examples: RecallExamples) -> Tensor:
 def _at_keys(logits: Tensor, examples: RecallExamples) -> Tensor:
     """Return the logits that predict values, [B, T, V] -> [B, D, R, P, V]."""
     return logits.unflatten(1, examples.tokens.shape[1:])[:, :, :, 0::2]
-
-
-def test_examples(own: CrossDocumentRecall, count: int, seed: int) -> RecallExamples:
-    """Return examples of a stream of their own."""
-    return own.examples(seed + TEST_SEED, range(count))
 
 
 @torch.no_grad()

@@ -25,9 +25,12 @@ DIGITS = 4  # decimals of stored gates
 
 
 @torch.no_grad()
-def look_at_slots(model: Any, haystacks: Tensor, questions: Tensor, answers: Tensor, *, reads: int) -> dict[str, Any]:
+def look_at_slots(model: Any, asked: tuple[Tensor, Tensor, Tensor], reads: int) -> dict[str, Any]:
     """Read every haystack n times, answer greedily, and keep what was retrieved for the tokens of the answers. The
     chunk is the haystack: each reading is written once, the last one before the question's first token is read.
+
+    Args:
+        asked: haystacks [E, L], questions [E, Q] and answers [E, A].
 
     Returns:
         `exact`, the share of right answers, and rows: one of kind "layer" for each memory layer with counts over all
@@ -36,6 +39,7 @@ def look_at_slots(model: Any, haystacks: Tensor, questions: Tensor, answers: Ten
     """
     from regard.models.hybrid.memories import chunk_size  # imports transformers, which takes seconds
 
+    haystacks, questions, answers = asked
     device, length = next(model.parameters()).device, haystacks.shape[1]
     with chunk_size(model, length), observed(model, lambda slots: WriterTrace(slots, WRITERS)) as seen:
         cache = None

@@ -16,26 +16,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 from regard.tasks import CrossDocumentRecall
 
-from ..lib.claims import Claim
-from ..lib.intervals import Estimate, mean_interval, ratio_interval
-from ..lib.pivots import MISSING, Show, first, pivot, stat
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
+from ..lib.display import MISSING, Show, first, lines, pivot, stat
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
 RULES: dict[str, dict[str, Any]] = {
-    REFERENCE: {"step_rule": "reference"},
-    PAPER: {"step_rule": "paper"},
-    NORMALIZED: {"step_rule": "normalized"},
+    **{rule: {"step_rule": rule} for rule in (REFERENCE, PAPER, NORMALIZED)},
     DETACHED: {"step_rule": "normalized", "meta_grad": False},
 }
 ROOM, SMALL, CLUSTERED = "room enough", "too few slots", "clustered queries"
@@ -52,38 +44,22 @@ class FastWeightRecallConfig(RecipeConfig):
 
     seeds: int = 3
     """Models of each kind."""
-    rules: tuple[str, ...] = tuple(RULES)
-    """Rules of writing to train with."""
-    sub_keys: int = 32
-    """Sub-keys of a half; the memory has as many slots as its square."""
-    stress_sub_keys: int = 12
-    """The same of the memory that is too small."""
-    key_dim: int = 64
-    """Channels of a query, and of a value."""
-    top_k: int = 4
-    """Slots that a token reads."""
-    width: int = 64
-    """Width of the model."""
-    keys: int = 128
-    """Tokens that may be keys; as many may be values."""
-    pairs: int = 64
-    """Pairs of a document; a chunk is twice as many tokens."""
-    documents: int = 3
-    """Documents, one after the other, of the same keys."""
-    reads: int = 4
-    """Readings of each that are measured; in training there are two."""
-    steps: int = 300
-    """Optimiser steps."""
-    stress_steps: int = 300
-    """The same of the memory that is too small."""
-    batch: int = 8
-    """Examples of a step."""
-    learning_rate: float = 3e-3
-    """Of AdamW at the start; from there it falls evenly to 0."""
-    examples: int = 64
-    """Examples that are measured."""
-    address_weight: float = 1.0
-    """Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys."""
+    rules: tuple[str, ...] = tuple(RULES)  # Rules of writing to train with.
+    sub_keys: int = 32  # Sub-keys of a half; the memory has as many slots as its square.
+    stress_sub_keys: int = 12  # The same of the memory that is too small.
+    key_dim: int = 64  # Channels of a query, and of a value.
+    top_k: int = 4  # Slots that a token reads.
+    width: int = 64  # Width of the model.
+    keys: int = 128  # Tokens that may be keys; as many may be values.
+    pairs: int = 64  # Pairs of a document; a chunk is twice as many tokens.
+    documents: int = 3  # Documents, one after the other, of the same keys.
+    reads: int = 4  # Readings of each that are measured; in training there are two.
+    steps: int = 300  # Optimiser steps.
+    stress_steps: int = 300  # The same of the memory that is too small.
+    batch: int = 8  # Examples of a step.
+    learning_rate: float = 3e-3  # Of AdamW at the start; from there it falls evenly to 0.
+    examples: int = 64  # Examples that are measured.
+    address_weight: float = 1.0  # Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys.
 
 
 def task_of(own: FastWeightRecallConfig, **changes: Any) -> CrossDocumentRecall:
@@ -148,7 +124,7 @@ class FastWeightRecall(Recipe):
         rules, whole = self.config.rules, 4 * self.config.pairs
         exact = [rule for rule in EXACT if rule in rules]
 
-        def means(rows: pd.DataFrame, by: list[str], value: str = "accuracy") -> dict[str, Estimate]:
+        def means(rows: Frame, by: list[str], value: str = "accuracy") -> dict[str, Estimate]:
             return {", ".join(map(str, key)): mean_interval(own[value]) for key, own in rows.groupby(by, sort=False)}
 
         def second(named: list[str], document: int) -> dict[str, Estimate]:
@@ -157,7 +133,7 @@ class FastWeightRecall(Recipe):
         rewriting, second_reading = "One-step rewriting", "Share of right values on the second reading of document"
         single = "Share of right answers about a document that is read once"
         stored = "Share of the slots that keys retrieve on the second reading: the right value was written"
-        made: list[tuple[str, str, dict[str, Estimate], Any, float, str]] = [
+        return claims_of("FwPKM", [
             ("protocol", "Nothing is known on a first reading", means(select(recall, reading=1), ["rule", "document"]),
              "below", CHANCE, "Share of right values."),
             ("section 3.2", rewriting, second(exact, 1), "at least", ONCE, f"{second_reading} 1."),
@@ -177,9 +153,7 @@ class FastWeightRecall(Recipe):
             ("section 3.3", "The entropy of the addresses keeps clustered queries from few slots",
              widest(results.select(kind="clustered")), "at least", WIDER,
              "Slots in use, in units of those without the entropy; the largest of all spreads and weights."),
-        ]  # fmt: skip
-        return [Claim("FwPKM", where, wording, found, says, margin, note=note)
-                for where, wording, found, says, margin, note in made if found]  # fmt: skip
+        ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         own, task = self.config, task_of(self.config)
@@ -197,14 +171,14 @@ class FastWeightRecall(Recipe):
         }  # fmt: skip
         without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
 
-        def times(rows: pd.DataFrame) -> str:
+        def times(rows: Frame) -> str:
             mean, base = rows["coverage"].mean(), without[rows["spread"].iloc[0]]
             return f"{mean:.3f} ({mean / base:.1f} times)" if rows["weight"].iloc[0] else f"{mean:.3f}"
 
         note = f"Share of right values by reading; chance is {task.chance:.3f}. Means; seeds: {own.seeds}."
-        by_document = lambda kind: pivot(  # noqa: E731
-            select(named, memory=kind), ["rule"], {"": by_reading}, "document", note=note
-        )
+        shares: Show = lambda rows: " / ".join(  # noqa: E731
+            f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING  # fmt: skip
+        by_document = lambda kind: pivot(select(named, memory=kind), ["rule"], {"": shares}, "document", note=note)  # noqa: E731
         asked = "A document followed by the same document as questions, read once: share of right answers."
         held = "Share of retrieved slots that hold the right value on the second reading of document 1."
         moved = "All queries are one point, moved by noise of the spread. Times: of those without entropy."
@@ -233,21 +207,16 @@ class FastWeightRecall(Recipe):
         }  # fmt: skip
 
 
-def once_of(results: Results) -> pd.DataFrame:
+def once_of(results: Results) -> Frame:
     """Return the rows of a single reading, with tokens of a chunk; none if no rule of `EXACT` was trained."""
     rows = results.select(kind="once")
     return rows.astype({"chunk": int}) if len(rows) else rows.assign(chunk=0)
 
 
-def widest(rows: pd.DataFrame) -> dict[str, Estimate]:
+def widest(rows: Frame) -> dict[str, Estimate]:
     """Return the largest ratio of slots in use with the entropy to those without it."""
     found = {
         f"spread {spread:g}, weight {weight:g}": ratio_interval(own["coverage"], select(each, weight=0.0)["coverage"])
         for spread, each in rows.groupby("spread") for weight, own in each.groupby("weight") if weight
     }  # fmt: skip
     return dict(sorted(found.items(), key=lambda item: -item[1].mean)[:1])
-
-
-def by_reading(rows: pd.DataFrame) -> str:
-    """Show the shares of all readings."""
-    return " / ".join(f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING

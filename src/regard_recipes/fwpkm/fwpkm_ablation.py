@@ -12,34 +12,26 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from regard.inspect.gates import layer_name
 
-from ..lib.claims import Claim, Says, one
-from ..lib.intervals import Estimate, mean_interval, paired, share_interval, unpaired
-from ..lib.pivots import MISSING, Show, gap, median, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, recipe
-from ..lib.results import Results, select
+from ..lib.claims import Claim, Estimate, Says, mean_interval, one, paired, share_interval, unpaired
+from ..lib.display import MISSING, Show, gap, lines, mean, median, pivot
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..long_text.needle_reading import read_and_answer
-from ..long_text.streaming import Carry, streamed
+from ..long_text.streaming import streamed
 from .memory_layouts import Row, check_chunk
-from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig, mean
-
-if TYPE_CHECKING:
-    import pandas as pd
+from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {
-    "without value norm": {"value_norm": False},
-    "without address loss": {"key_update": "mse"},
-    "without gating": {"gating": False},
-    "without loss weight": {"gate_loss": False},
+    "without value norm": {"value_norm": False}, "without address loss": {"key_update": "mse"},
+    "without gating": {"gating": False}, "without loss weight": {"gate_loss": False},
     LOOK_AHEAD: {"look_ahead": False},
-}
+}  # fmt: skip
 WIDER, HEADS, DOT = "1 head, 4 k slots", "4 heads, k slots each", "dot-product scores"
 OPTIONS: dict[str, dict[str, Any]] = {
     NONE: {}, WHOLE: {}, "rule: paper": {"step_rule": "paper"}, "rule: reference": {"step_rule": "reference"},
@@ -55,10 +47,8 @@ COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory cou
 class FwPKMAblationConfig(MemoryStudyConfig):
     """Leave out one part of a fast-weight product-key memory at a time."""
 
-    variants: tuple[str, ...] = tuple(OPTIONS)
-    """Memories that are trained."""
-    segments: int = 32
-    """Windows of held-out text that are read in order."""
+    variants: tuple[str, ...] = tuple(OPTIONS)  # Memories that are trained.
+    segments: int = 32  # Windows of held-out text that are read in order.
 
 
 @recipe("fwpkm-ablation")
@@ -139,6 +129,7 @@ class FwPKMAblation(MemoryStudy):
 
     def tables(self, results: Results) -> dict[str, Any]:
         seen, reads = by_seed(results, self.config.reads), self.config.reads
+        right: Show = lambda rows: f"{answered(rows).mean:.0%}"  # noqa: E731
         values: dict[str, Show] = {
             "perplexity": perplexity("loss"), f"nats above {WHOLE}": gap("loss", select(seen, memory=WHOLE), 4),
             "never written": perplexity("frozen"), "mean gate": mean("gate"), "coverage": mean("coverage", "{:.3f}"),
@@ -184,8 +175,8 @@ class FwPKMAblation(MemoryStudy):
 def read_text(model: Any, text: Tensor, segment: int) -> dict[str, Any]:
     """Read a text [T] as a stream of segments, the memory carried on; return the loss, the loss with a memory that is
     never written, and a row with statistics of each memory layer."""
-    read = streamed(model, [text], segment, Carry.paper(), statistics=True)
-    frozen = streamed(model, [text], segment, Carry.paper(), frozen=True)
+    read = streamed(model, [text], segment, statistics=True)
+    frozen = streamed(model, [text], segment, frozen=True)
     gates = {layer_name(point): list(counts) for point, counts in read.gates.items()}  # in ten parts of [0, 1]
     rows = [{"kind": "layer", "layer": layer_name(name), **{key: found.get(key) for key in (*STATISTICS, "reads")},
              "histogram": gates.get(layer_name(name))} for name, found in read.slots.items()]  # fmt: skip
@@ -195,12 +186,12 @@ def read_text(model: Any, text: Tensor, segment: int) -> dict[str, Any]:
 def answer(model: Any, asked: tuple[Tensor, Tensor, Tensor], reads: int) -> dict[str, Any]:
     """Return a row for each number of readings: how many answers are exact, of how many."""
     haystacks, questions, answers = asked
-    found = read_and_answer(model, haystacks, questions, answers.shape[1], reads=reads).tokens
+    found = read_and_answer(model, haystacks, questions, answers.shape[1], reads=reads)
     exact = enumerate((found == answers).all(-1).sum(1).tolist(), 1)
     return {"rows": [{"kind": "answers", "readings": i, "exact": n, "asked": len(answers)} for i, n in exact]}
 
 
-def by_seed(results: Results, reads: int) -> pd.DataFrame:
+def by_seed(results: Results, reads: int) -> Frame:
     """Return a row for each memory and seed: losses on text (NaN if diverged), means of the layers' statistics, and
     the answers after all readings."""
     key = ["memory", "seed"]
@@ -212,20 +203,15 @@ def by_seed(results: Results, reads: int) -> pd.DataFrame:
     return runs.join(layers).join(of(["exact", "asked"], kind="answers", readings=reads)).reset_index()
 
 
-def answered(rows: pd.DataFrame) -> Estimate:
+def answered(rows: Frame) -> Estimate:
     """Return the share of right answers of all seeds together."""
     return share_interval(int(rows["exact"].sum()), int(rows["asked"].sum()))
-
-
-def right(rows: pd.DataFrame) -> str:
-    """Show the share of right answers."""
-    return f"{answered(rows).mean:.0%}"
 
 
 def perplexity(column: str) -> Show:
     """Return a function that shows the perplexity of a mean loss."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         if column == "frozen" and (rows["memory"] == NONE).all():
             return MISSING
         loss = rows[column].mean(skipna=False)

@@ -14,19 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..lib.claims import Claim
-from ..lib.intervals import mean_interval, share_interval
-from ..lib.pivots import pivot
-from ..lib.recipe import Cell, recipe
-from ..lib.results import Results, select
+from ..lib.claims import Claim, mean_interval, share_interval
+from ..lib.display import mean, pivot
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..long_text.needle_text import UNKNOWN
 from ._fwpkm_looks import RARE, WRITERS, case_of, look_at_gates, look_at_slots
 from .memory_layouts import Row
-from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig, mean
+from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from regard.inspect.gates import GateTrace
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
@@ -51,10 +47,8 @@ class FwPKMCaseStudiesConfig(MemoryStudyConfig):
     """Haystacks with a question; the first that is answered correctly is drawn."""
     gate_chunk: int = 16
     """Tokens between two writes where gates are looked at; the paper takes a sixteenth of the training's."""
-    gate_tokens: int = 8000
-    """Tokens of held-out text whose gates are counted."""
-    drawn: int = 240
-    """Of these, how many are drawn."""
+    gate_tokens: int = 8000  # Tokens of held-out text whose gates are counted.
+    drawn: int = 240  # Of these, how many are drawn.
 
 
 @recipe("fwpkm-case-studies")
@@ -92,13 +86,11 @@ class FwPKMCaseStudies(MemoryStudy):
         return self.model(ROW, vocabulary, (layers // 2,), (min(1, layers - 1), layers - 1))
 
     def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
-        haystacks, questions, answers = self.asked
         text, own = self.corpora[TEXT], self.config
-        asked = {"haystacks": haystacks, "questions": questions, "answers": answers, "reads": own.reads}
-        read = {"text": text.held_out_tokens, "learned": text.train_tokens, "chunk": own.gate_chunk,
-                "unknown": self.words.index(UNKNOWN)}  # fmt: skip
-        look = partial(look_at_slots, **asked) if cell["task"] == NEEDLES else partial(look_at_gates, **read)
-        return self.train(cell, seed, self.model_config(len(self.words)), look)
+        slots = partial(look_at_slots, asked=self.asked, reads=own.reads)
+        gates = partial(look_at_gates, text=text.held_out_tokens, learned=text.train_tokens, chunk=own.gate_chunk,
+                        unknown=self.words.index(UNKNOWN))  # fmt: skip
+        return self.train(cell, seed, self.model_config(len(self.words)), slots if cell["task"] == NEEDLES else gates)
 
     def claims(self, results: Results) -> list[Claim]:
         slots, gates = (dict(list(layers_of(results, task).groupby("layer", sort=False))) for task in (NEEDLES, TEXT))
@@ -204,6 +196,6 @@ class FwPKMCaseStudies(MemoryStudy):
         return GateTrace(tuple(f" {results.facts['words'][token]}" for token in tokens), tuple(layers["layer"]), values)
 
 
-def layers_of(results: Results, task: str) -> pd.DataFrame:
+def layers_of(results: Results, task: str) -> Frame:
     """Return a row for each memory layer and seed."""
     return results.select(kind="layer", task=task)

@@ -11,24 +11,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim
-from ..lib.intervals import exact
-from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import Show, first, pivot
-from ..lib.plots import dots
-from ..lib.recipe import Cell, Recipe, recipe
-from ..lib.results import Results
-from ..long_text.layout_recipe import sizes as sizes_of
-from .memory_layouts import LAYOUTS, MEMORIES, Row, Sizes, check_sizes, row_config
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.claims import Claim, exact
+from ..lib.display import Show, dots, first, pivot
+from ..lib.language_training import Budget, Corpus, initial_range, run_rows, train_language_model
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
+from .memory_layouts import LAYOUTS, MEMORIES, PAPER_MODEL, MemoryConfig, Row, Sizes, check_sizes, row_config
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers
@@ -41,10 +35,7 @@ TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     for memory, numbers in zip(MEMORIES[:4], row, strict=True)
 }
 """The paper's parameters in millions, FLOPs in T for a step of 8 sequences of 4096 tokens, and samples per second."""
-PAPER_SIZES = Sizes(
-    vocabulary=32_000, width=768, layers=12, heads=12, context=4096, sub_keys=512, memory_dim=512, chunk=512,
-    slow_depths=(2, 6, 10), fast_depths=(2, 6, 10), mixed_slow=(6,), mixed_fast=(2, 10),
-)  # fmt: skip
+PAPER_SIZES = Sizes.of(SimpleNamespace(**PAPER_MODEL), 32_000)
 PAPER_BATCH = 8
 PARTS = ("projections", "attention", "delta rule", "search", "read", "write")
 TEXT = 8192  # tokens that the measured models are trained on
@@ -52,31 +43,20 @@ NOTHING = (float("nan"),) * 3  # where the paper has no number
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwpkmCostConfig(LanguageConfig):
+class FwpkmCostConfig(MemoryConfig):
     """Count and measure the models of the fast-weight paper's table 2. The sizes are those of the measured models."""
 
     workers: int = 1
     """Models that are measured at the same time."""
-    layouts: tuple[str, ...] = ("GDN", "GDN+SWA", "GDN+FA", "FA")
-    """Layouts that are counted and measured."""
-    memories: tuple[str, ...] = ("none", "PKM", "FwPKM", "PKM+FwPKM")
-    """Memories of each."""
+    layouts: tuple[str, ...] = ("GDN", "GDN+SWA", "GDN+FA", "FA")  # Layouts that are counted and measured.
+    memories: tuple[str, ...] = ("none", "PKM", "FwPKM", "PKM+FwPKM")  # Memories of each.
     width: int = 192
-    """Width of a model."""
     heads: int = 6
-    """Heads of every layer."""
-    layers: int = 4
-    """Layers; memories stand at the paper's depths where there are as many, else before the last."""
-    context: int = 256
     batch: int = 2
     steps: int = 5
     looks: int = 1
-    chunk: int = 64
-    """Tokens between two writes."""
     sub_keys: int = 128
-    """The square root of a memory's slots."""
     memory_dim: int = 128
-    """Channels of a memory's keys and values."""
 
 
 @recipe("fwpkm-cost")
@@ -86,10 +66,7 @@ class FwpkmCost(Recipe):
     Config = FwpkmCostConfig
     sizes: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "steps": 3},
-        "paper": {
-            "width": 768, "heads": 12, "layers": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512,
-            "batch": 8, "steps": 20, "dtype": "bfloat16", "device": "auto",
-        },
+        "paper": {**PAPER_MODEL, "batch": 8, "steps": 20},
     }  # fmt: skip
 
     choices: ClassVar = {"layouts": LAYOUTS, "memories": MEMORIES}
@@ -113,7 +90,7 @@ class FwpkmCost(Recipe):
 
     def sizes_here(self) -> Sizes:
         """Return the sizes of the models that are measured."""
-        return sizes_of(self.config, PAPER_SIZES.vocabulary if self.config.size == "paper" else 256)
+        return Sizes.of(self.config, PAPER_SIZES.vocabulary if self.config.size == "paper" else 256)
 
     def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
         row, sizes = Row(cell["layout"], cell["memory"]), self.sizes_here()
@@ -128,10 +105,9 @@ class FwpkmCost(Recipe):
 
     def claims(self, results: Results) -> list[Claim]:
         counts, made = beside_paper(results, "count"), []
-        flops = "T, six for each token and learned number that is not looked up"
         for what, own, paper, near, note in (
             ("parameters", "millions", "paper_millions", 0.005, "Millions, slow and fast numbers together"),
-            ("FLOPs", "tera", "paper_tera", 0.02, flops),
+            ("FLOPs", "tera", "paper_tera", 0.02, "T, six for each token and learned number that is not looked up"),
         ):
             gaps = (counts[own] - counts[paper]).groupby(counts["model"]).first().dropna()
             if len(gaps):
@@ -157,19 +133,16 @@ class FwpkmCost(Recipe):
             "paper, samples/s": first("paper_samples", "{:.2f}"),
         }  # fmt: skip
         parts = {name: first(name, "{:.3f}", 3e-12 * PAPER_BATCH * PAPER_SIZES.context) for name in PARTS}
-        return {
-            "Table 2, counted": pivot(counts, ["model"], count, note=(
+        tables = {
+            "Table 2, counted": (counts, count,
                 "At the paper's size, a training step of 8 sequences of 4096 tokens. All: everything computed, the "
-                "backward pass as twice the forward pass. Left out: what the paper's count lacks."
-            )),
-            "Operations of a step by what they do": pivot(
-                counts, ["model"], parts, note="T operations, forward and backward."
-            ),
-            "Measured": pivot(runs, ["model"], measured, note=(
+                "backward pass as twice the forward pass. Left out: what the paper's count lacks."),
+            "Operations of a step by what they do": (counts, parts, "T operations, forward and backward."),
+            "Measured": (runs, measured,
                 "Here at the measured size; the paper's times are of its own sizes on a GPU. Peak: of the process, "
-                "less what it held before the model was made."
-            )),
+                "less what it held before the model was made."),
         }  # fmt: skip
+        return {title: pivot(rows, ["model"], shown, note=note) for title, (rows, shown, note) in tables.items()}
 
     def figures(self, results: Results) -> dict[str, bytes]:
         import pandas as pd
@@ -182,7 +155,7 @@ class FwpkmCost(Recipe):
         return {"steps": dots(shown, "step", "model", "where", x_label=label)} if len(runs) else {}
 
 
-def beside_paper(results: Results, kind: str) -> pd.DataFrame:
+def beside_paper(results: Results, kind: str) -> Frame:
     """Return the rows of a kind with the paper's numbers, steps in units of the same layout without a memory, and what
     the paper's count leaves out."""
     rows = results.select(kind=kind).copy()

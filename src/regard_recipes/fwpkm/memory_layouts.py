@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from regard.checks import ArgumentError
 
-from ..lib.recipe import check_names as check_names  # for the recipes of this folder and of long texts
+from ..lib.language_training import LanguageConfig
+from ..lib.recipe import check_number
 
 LAYOUTS = ("GDN", "GDN+SWA", "GDN+FA", "FA", "FA-pSWA")
 MEMORIES = ("none", "PKM", "FwPKM", "PKM+FwPKM", "FwMLP")
@@ -17,6 +19,32 @@ KNOWN = (*LAYOUTS, "GDN+FA-pSWA")
 FULL, RESTRICTED = ("GDN+FA", "FA"), {"FA-pSWA": "FA", "GDN+FA-pSWA": "GDN+FA"}
 """Layouts with attention that sees everything; those whose attention sees little in most training steps, and what they
 are without that."""
+PAPER_MODEL: dict[str, Any] = {
+    "width": 768, "layers": 12, "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512,
+    "dtype": "bfloat16", "device": "auto",
+}  # fmt: skip
+"""The paper's depth, width, contexts and slots (table 3, sections 4.2 and 4.3). The paper's models have 4 heads of keys
+and values and 8 of GDN (112.11 M parameters, 519.12 M with memories); these have 12 of each (124.02 M and 531.03 M)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig(LanguageConfig):
+    """Options of recipes whose models have memories."""
+
+    width: int = 64
+    """Width of every model."""
+    layers: int = 4
+    """Layers of every model; every fourth is attention where a layout has both kinds. Memories stand at the paper's
+    depths where there are twelve, else before the last."""
+    heads: int = 2
+    """Heads of every mixer."""
+    context: int = 256
+    chunk: int = 64
+    """Tokens between two writes; also the window of SWA and pSWA."""
+    sub_keys: int = 32
+    """The square root of a memory's slots."""
+    memory_dim: int = 64
+    """Channels of a memory's keys and values."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +63,11 @@ class Row:
     def remembers(self) -> bool:
         """Return whether it has a memory that is written while reading."""
         return "Fw" in self.memory
+
+    @property
+    def rereads(self) -> bool:
+        """Return whether it has fast weights, which reads can change."""
+        return self.remembers or self.layout == LACT
 
     @property
     def recurrent(self) -> bool:
@@ -67,10 +100,24 @@ class Sizes:
     fast_depths: tuple[int, ...]
     mixed_slow: tuple[int, ...]
     mixed_fast: tuple[int, ...]
+    pkm_top_k: int
+    fast_top_k: int
+    mlp_hidden: int
     pkm_heads: int = 4
-    pkm_top_k: int = 32
-    fast_top_k: int = 8
-    mlp_hidden: int = 2304
+
+    @classmethod
+    def of(cls, config: Any, vocabulary: int, **changes: Any) -> Sizes:
+        """Return the sizes of a recipe's models, with the paper's places for memories. Models with fewer layers have
+        one memory of each kind: the fast one before the last layer, the slow one before the fast one."""
+        names = ("width", "layers", "heads", "context", "sub_keys", "memory_dim", "chunk")
+        slow, fast = (config.layers // 2 - 1,), (config.layers - 2,)
+        places = ((2, 6, 10), (2, 6, 10), (6,), (2, 10)) if config.layers >= 12 else (slow, fast, slow, fast)
+        depths = zip(("slow_depths", "fast_depths", "mixed_slow", "mixed_fast"), places, strict=True)
+        return cls(**{
+            "vocabulary": vocabulary, **{name: getattr(config, name) for name in names}, **dict(depths),
+            "pkm_top_k": min(32, config.sub_keys), "fast_top_k": min(8, config.sub_keys),
+            "mlp_hidden": 9 * config.memory_dim // 2, **changes,
+        })  # fmt: skip
 
 
 def placed(row: Row, sizes: Sizes) -> str | None:
@@ -82,11 +129,7 @@ def placed(row: Row, sizes: Sizes) -> str | None:
 
 
 def row_config(row: Row, sizes: Sizes, fast: Mapping[str, Any] | None = None, **fields: Any) -> Any:
-    """Return the configuration of a row.
-
-    Args:
-        fast: further options of a FwPKM memory.
-        fields: further fields of `HybridConfig`.
+    """Return the configuration of a row, with further options of a FwPKM memory (`fast`) and `fields`.
 
     Raises:
         ArgumentError: sizes that do not fit.
@@ -125,25 +168,16 @@ def rows_of(layouts: Sequence[str], memories: Sequence[str], also: Iterable[Row]
 
 
 def check_sizes(call: str, config: Any) -> None:
-    """Check the options of which sizes are made.
-
-    Raises:
-        ArgumentError: one is not.
-    """
+    """Raise an ArgumentError where no sizes can be made of the options."""
     for name, low in {"layers": 4, "chunk": 2, "sub_keys": 2, "memory_dim": 2, "context": 2}.items():
-        if (number := getattr(config, name)) < low:
-            raise ArgumentError(f"{call}: --{name.replace('_', '-')} is {number}, expected at least {low}.")
+        check_number(f"{call}: --{name.replace('_', '-')}", getattr(config, name), low, math.inf)
     if config.memory_dim % 2:
         raise ArgumentError(f"{call}: --memory-dim is {config.memory_dim}, expected an even number: keys have halves.")
     check_chunk(call, config)
 
 
 def check_chunk(call: str, config: Any) -> None:
-    """Check that a context has two chunks.
-
-    Raises:
-        ArgumentError: it has less.
-    """
+    """Raise an ArgumentError where a context has less than two chunks."""
     if config.context < 2 * config.chunk:
         raise ArgumentError(
             f"{call}: --context {config.context} has less than two chunks of {config.chunk}: nothing that is written "

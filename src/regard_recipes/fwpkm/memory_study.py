@@ -6,6 +6,7 @@ The paper's models learn both at once; at this size a model whose loss counts al
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +18,10 @@ from torch import Tensor
 
 from regard.checks import ArgumentError
 
-from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import MISSING, Show
+from ..lib.language_training import Budget, Corpus, initial_range, run_rows, train_language_model
 from ..lib.recipe import Cell, Recipe
 from ..long_text.needle_text import FINAL, NeedleWorld, learn_answers, needle_world
-from .memory_layouts import Row, Sizes, row_config
+from .memory_layouts import PAPER_MODEL, MemoryConfig, Row, Sizes, row_config
 
 PAPER = "FwPKM"
 TEXT, NEEDLES = "text", "needles"
@@ -31,35 +31,22 @@ QUICK: dict[str, Any] = {
     "learning_rate": 3e-3, "examples": 200, "haystack": 64, "questions": 8, "looks": 2, "seeds": 1,
 }  # fmt: skip
 PAPER_SIZE: dict[str, Any] = {  # tables 1 and 3 and section 4
-    "words": 30_000, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "width": 768,
-    "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512, "batch": 128, "steps": 20_000,
-    "learning_rate": 1e-3, "examples": 100_000, "haystack": 4000, "digits": 6, "looks": 20, "address_weight": 10.0,
+    **PAPER_MODEL, "words": 30_000, "parts": 4, "seeds": 1, "batch": 128, "steps": 20_000, "learning_rate": 1e-3,
+    "examples": 100_000, "haystack": 4000, "digits": 6, "looks": 20, "address_weight": 10.0,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryStudyConfig(LanguageConfig):
+class MemoryStudyConfig(MemoryConfig):
     """Train models with fast-weight memories on text and on needles."""
 
     data: Path | None = None
     """UTF-8 text, a file or a folder. None: the Python manual inside the interpreter."""
     words: int = 1000
     """Words that are tokens of their own."""
-    width: int = 64
-    """Width of every model."""
     layers: int = 2
-    """Layers of every model."""
-    heads: int = 2
-    """Heads of every mixer."""
-    context: int = 256
     batch: int = 8
     steps: int = 160
-    chunk: int = 64
-    """Tokens between two writes."""
-    sub_keys: int = 32
-    """The square root of a memory's slots."""
-    memory_dim: int = 64
-    """Channels of a memory's keys and values."""
     top_k: int = 8
     """Slots that a token reads."""
     address_weight: float = 1.0
@@ -102,9 +89,9 @@ class MemoryStudy(Recipe):
         """Return what every model is given."""
         return Budget.of(self.config, measured=self.held_out_windows * self.config.context)
 
+    @abstractmethod
     def text_length(self) -> int:
         """Return how many held-out tokens are read."""
-        raise NotImplementedError
 
     def prepare(self) -> Mapping[str, Any]:
         own, call = self.config, self.call()
@@ -133,11 +120,8 @@ class MemoryStudy(Recipe):
             ArgumentError: sizes that do not fit.
         """
         own = self.config
-        names = ("width", "layers", "heads", "context", "sub_keys", "memory_dim", "chunk")
-        sizes = Sizes(
-            vocabulary=vocabulary, **{name: getattr(own, name) for name in names}, slow_depths=slow, fast_depths=fast,
-            mixed_slow=slow, mixed_fast=fast, pkm_top_k=min(32, own.sub_keys), fast_top_k=own.top_k,
-        )  # fmt: skip
+        sizes = Sizes.of(own, vocabulary, slow_depths=slow, fast_depths=fast, mixed_slow=slow, mixed_fast=fast,
+                         fast_top_k=own.top_k)  # fmt: skip
         memory = {"address_weight": own.address_weight, **memory}
         return row_config(row, sizes, memory, initializer_range=initial_range(own.width))
 
@@ -151,11 +135,6 @@ class MemoryStudy(Recipe):
         rows = run.extra.pop("rows")
         yield from run_rows(run)
         yield from rows
-
-
-def mean(column: str, form: str = "{:.2f}") -> Show:
-    """Return a function that shows a mean over the seeds that have one."""
-    return lambda rows: form.format(rows[column].mean()) if rows[column].notna().any() else MISSING
 
 
 def needles(world: NeedleWorld, length: int, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

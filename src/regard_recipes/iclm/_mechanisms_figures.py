@@ -32,13 +32,10 @@ def prompt_figure(prompts: Mapping[str, Mapping[str, Any]], explained: Sequence[
     figure = Figure(figsize=(17.0, sum(heights)), dpi=90, layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=heights)
     above, below = parts
-    for axes, (stream, prompt) in zip(
-        above.subplots(1, 3), (("phi", iclm), ("f", iclm), ("transformer", transformer)), strict=True
-    ):
-        image = _map(axes, stream, prompt)
-        above.colorbar(
-            image, ax=axes, location="bottom", shrink=0.6, aspect=40, pad=0.01, label="weight, mean of heads"
-        )
+    shown = {"phi": iclm, "f": iclm, "transformer": transformer}
+    bar = {"location": "bottom", "shrink": 0.6, "aspect": 40, "pad": 0.01, "label": "weight, mean of heads"}
+    for axes, (stream, prompt) in zip(above.subplots(1, 3), shown.items(), strict=True):
+        above.colorbar(_map(axes, stream, prompt), ax=axes, **bar)
     words = [visible(each["predicted_word"]) for each in (iclm, transformer)]
     figure.suptitle(f"Middle layers. Next token: ICLM predicts {words[0]!r}, the Transformer {words[1]!r}", fontsize=11)
     for axes, name in zip(below.subplots(len(explained), 1, squeeze=False)[:, 0], explained, strict=True):
@@ -58,10 +55,8 @@ def _map(axes: Axes, stream: str, prompt: Mapping[str, Any]) -> Any:
     axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
     axes.xaxis.set_label_position("top")
     _name_columns(axes, columns, 6)
-    axes.set(
-        xlabel="token that followed the context" if stream == "f" else "token of the position",
-        ylabel="token that the row predicts (last: the model's)",
-    )
+    axes.set(xlabel="token that followed the context" if stream == "f" else "token of the position",
+             ylabel="token that the row predicts (last: the model's)")  # fmt: skip
     axes.set_title(f"{stream}, layer {own['layer']} of {own['layers']}", fontsize=10, y=-0.05)
     return image
 
@@ -98,10 +93,7 @@ def _sources(axes: Axes, name: str, prompt: Mapping[str, Any]) -> None:
     axes.axhline(0, color="#333333", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, ncols=4)
-    axes.set(
-        xlabel="context token (grey: the predicted token)",
-        ylabel="added to the logit",
-        title=f"{name} predicts {visible(prompt['predicted_word'])!r} with chance {prompt['chance']:.2f}: logit "
-        f"{prompt['logit']:.2f} = context {prompt['context']:.2f} + feed-forward {prompt['feed_forward']:.2f} + bias "
-        f"{prompt['bias']:.2f}",
-    )
+    sources = "logit {logit:.2f} = context {context:.2f} + feed-forward {feed_forward:.2f} + bias {bias:.2f}"
+    says = f"{name} predicts {visible(prompt['predicted_word'])!r} with chance {prompt['chance']:.2f}"
+    axes.set(xlabel="context token (grey: the predicted token)", ylabel="added to the logit",
+             title=f"{says}: {sources.format(**prompt)}")  # fmt: skip

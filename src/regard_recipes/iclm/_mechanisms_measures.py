@@ -27,7 +27,7 @@ from regard.inspect.mechanisms import (
     repeated_blocks,
     sinks,
     uniform_attention,
-)
+)  # fmt: skip
 
 Row = dict[str, Any]
 DIGITS = 4  # decimals of stored weights
@@ -51,12 +51,8 @@ def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed
 
 
 def measure_blocks(model: Any, *, vocabulary: int, period: int, length: int, texts: int, seed: int) -> Row:
-    """Return induction scores on repeated blocks before and after training, as rows of heads, and a prompt.
-
-    Args:
-        period, length, texts: tokens of a block and of a text, number of texts.
-        seed: of the training.
-    """
+    """Return induction scores on repeated blocks before and after training, as rows of heads, and a prompt. `period`
+    and `length` are the tokens of a block and of a text, `seed` is that of the training."""
     device = next(model.parameters()).device
     tokens = repeated_blocks(vocabulary, period, length, texts, torch.Generator().manual_seed(seed + 1)).to(device)
     with torch.random.fork_rng(devices=[]):
@@ -81,15 +77,8 @@ def measure_blocks(model: Any, *, vocabulary: int, period: int, length: int, tex
 def measure_text(
     model: Any, *, windows: Tensor, prompts: Sequence[Sequence[int]], words: Sequence[str], from_row: int
 ) -> Row:
-    """Return sinks, copying and the cost of every head, losses with equal weights, the logit lens and the prompts, as
-    rows.
-
-    Args:
-        windows: held-out text, int [B, T].
-        prompts: texts of which maps and sources of a logit are stored, as tokens.
-        words: the text of each token.
-        from_row: the first row that counts for sinks.
-    """
+    """Return sinks (from row `from_row` on), copying and the cost of every head on held-out `windows` [B, T], losses
+    with equal weights, the logit lens, and maps and sources of a logit of the prompts, as rows."""
     windows = windows.to(next(model.parameters()).device).long()
     rows = head_rows(model, windows, from_row)
     whole = nats(model, windows)
@@ -104,7 +93,10 @@ def measure_text(
     if hasattr(model, "contributions"):  # an ICLM
         for layer, (logits, block) in enumerate(zip(logit_lens(model, windows), model.model.f, strict=True)):
             rows.append({"kind": "lens", "layer": layer + 1, "loss": cross_entropy(logits, windows).item()})
-            rows += eigenvalue_rows(layer, block.attn, model.lm_head.weight.detach())
+            found = copying_eigenvalues(head_projections(block.attn).detach(), model.lm_head.weight.detach())
+            heads = zip(found.share.tolist(), found.balance.tolist(), strict=True)
+            rows += [{"kind": "eigenvalues", "layer": layer + 1, "head": head, "share": share, "balance": balance}
+                     for head, (share, balance) in enumerate(heads, 1)]  # fmt: skip
     rows += [{"prompt": str(i + 1), **measure_prompt(model, each, words)} for i, each in enumerate(prompts)]
     return {"rows": rows}
 
@@ -141,14 +133,6 @@ def nats(model: Any, windows: Tensor, hooks: Any = ()) -> float:
 def cross_entropy(logits: Tensor, windows: Tensor, reduction: str = "mean") -> Tensor:
     """Return the loss of logits [B, T, V] on the tokens that follow."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)
-
-
-def eigenvalue_rows(layer: int, attention: Any, embedding: Tensor) -> list[Row]:
-    """Return for every head of a layer of f whether it raises the tokens that it reads."""
-    found = copying_eigenvalues(head_projections(attention).detach(), embedding)
-    heads = zip(found.share.tolist(), found.balance.tolist(), strict=True)
-    return [{"kind": "eigenvalues", "layer": layer + 1, "head": head + 1, "share": share, "balance": balance}
-            for head, (share, balance) in enumerate(heads)]  # fmt: skip
 
 
 def choose_prompts(tokens: Tensor, length: int, count: int) -> list[list[int]]:
@@ -208,11 +192,7 @@ def logit_sources(model: Any, tokens: Tensor, predicted: int, logit: float) -> R
     bias = float(found.bias(asked).flatten()[0])
     own = parts[tokens[0] == predicted]
     return {
-        "logit": logit,
-        "context": parts.sum().item(),
-        "same": own.sum().item() if len(own) else None,
-        "feed_forward": opaque,
-        "bias": bias,
-        "missed": abs(math.fsum([*parts.flatten().tolist(), opaque, bias]) - logit),
-        "parts": parts.tolist(),
-    }
+        "logit": logit, "context": parts.sum().item(), "same": own.sum().item() if len(own) else None,
+        "feed_forward": opaque, "bias": bias,
+        "missed": abs(math.fsum([*parts.flatten().tolist(), opaque, bias]) - logit), "parts": parts.tolist(),
+    }  # fmt: skip

@@ -11,30 +11,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.claims import Claim, Says, one
-from ..lib.intervals import Estimate, exact, mean_interval, paired, unpaired
+from ..lib.claims import Claim, Estimate, Says, claims_of, exact, mean_interval, paired, unpaired
+from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
 from ..lib.language_training import Budget, Corpus, TextConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import Show, first, label, only, pivot, spread, stat
-from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-PAPER, WHERE = "ICLM", "section 7"
+PAPER = "ICLM"
 ICLM, TRANSFORMER, ICLM_NO_MLP, TRANSFORMER_NO_MLP = "iclm", "transformer", "iclm-no-f-mlp", "transformer-no-mlp"
 OPTIONS: dict[str, dict[str, Any]] = {
-    ICLM: {},
-    ICLM_NO_MLP: {"f_mlp": "none"},
-    TRANSFORMER: {"feed_forward": "gelu"},
+    ICLM: {}, ICLM_NO_MLP: {"f_mlp": "none"}, TRANSFORMER: {"feed_forward": "gelu"},
     TRANSFORMER_NO_MLP: {"feed_forward": "none"},
-}
+}  # fmt: skip
 EXPLAINED = (ICLM, ICLM_NO_MLP)  # models whose logits are taken apart
 BLOCKS = {"vocabulary": 64, "shortest": 8, "longest": 24, "width": 64, "heads": 2, "context": 64, "batch": 16,
           "tokens": 400_000, "measured": 4096, "period": 16, "length": 48, "texts": 32}  # fmt: skip
@@ -51,28 +43,20 @@ REPORTED = {ICLM: 1.77 / 1.76 - 1, TRANSFORMER: 1.81 / 1.74 - 1}  # rise on Tiny
 class MechanismsConfig(TextConfig):
     """Train ICLM and Transformers, and measure what their heads do."""
 
-    layers: int = 4
-    """Layers of the models of text, an even number: half as many of phi and of f."""
-    width: int = 128
-    """Width of the models of text."""
-    heads: int = 4
-    """Heads of every layer."""
+    layers: int = 4  # Layers of the models of text, an even number: half as many of phi and of f.
+    width: int = 128  # Width of the models of text.
+    heads: int = 4  # Heads of every layer.
     variant: Literal["wv", "full"] = "wv"
     """What f's heads average: wv, of the Transformer's size, as in the paper's heatmaps; or full."""
     steps: int = 1000
     """Optimiser steps of each model of text."""
-    learning_rate: float = 2e-3
-    """The highest of the models of text."""
-    block_steps: int = 2000
-    """Optimiser steps of each model of repeated blocks."""
+    learning_rate: float = 2e-3  # The highest of the models of text.
+    block_steps: int = 2000  # Optimiser steps of each model of repeated blocks.
     measured: int = 16_384
     """Held-out tokens that perplexity is measured on."""
-    texts: int = 64
-    """Held-out windows on which heads are measured."""
-    prompts: int = 3
-    """Prompts that are drawn."""
-    prompt: int = 48
-    """Tokens of a prompt."""
+    texts: int = 64  # Held-out windows on which heads are measured.
+    prompts: int = 3  # Prompts that are drawn.
+    prompt: int = 48  # Tokens of a prompt.
 
 
 @recipe("iclm-mechanisms")
@@ -80,8 +64,8 @@ class Mechanisms(Recipe):
     """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
 
     Config = MechanismsConfig
-    limits: ClassVar = {"block_steps": (1, math.inf), "texts": (1, math.inf), "prompts": (0, math.inf),
-                        "prompt": (4, math.inf)}  # fmt: skip
+    limits: ClassVar = {name: (low, math.inf) for name, low in
+                        {"block_steps": 1, "texts": 1, "prompts": 0, "prompt": 4}.items()}  # fmt: skip
     sizes: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
                   "block_steps": 150, "measured": 2048, "looks": 3, "texts": 16, "prompts": 1, "prompt": 32},
@@ -175,16 +159,17 @@ class Mechanisms(Recipe):
         made = [*sink_claims(results), *copy_claims(results), *block_claims(results)]
         made = [replace(claim, untestable=claim.untestable or reason) for claim in made]
         text = select(runs.assign(perplexity=losses.map(math.exp)), task="text")
-        for name, bare, what in ((ICLM, ICLM_NO_MLP, "f's"), (TRANSFORMER, TRANSFORMER_NO_MLP, "all")):
-            ratio = paired(select(text, model=bare), select(text, model=name), "perplexity", ratio=True)
-            rise = replace(ratio, mean=ratio.mean - 1, low=ratio.low - 1, high=ratio.high - 1)
-            note = f"{name}: share of perplexity more. The paper: {REPORTED[name]:+.1%} on TinyMath."
-            made.append(Claim(PAPER, f"{WHERE}, table 3", f"Without {what} feed-forward layers perplexity rises "
-                              f"slightly", one(rise), "at most", SLIGHT, SLIGHT, note=note))  # fmt: skip
-        return made
+        told = [
+            ("section 7, table 3", f"Without {what} feed-forward layers perplexity rises slightly",
+             paired(select(text, model=bare), select(text, model=name), "perplexity", ratio=True).plus(-1), "at most",
+             SLIGHT, f"{name}: share of perplexity more. The paper: {REPORTED[name]:+.1%} on TinyMath.")
+            for name, bare, what in ((ICLM, ICLM_NO_MLP, "f's"), (TRANSFORMER, TRANSFORMER_NO_MLP, "all"))
+        ]  # fmt: skip
+        return [*made, *claims_of(PAPER, told, effect=SLIGHT)]
 
     def tables(self, results: Results) -> dict[str, Any]:
         heads, layers = heads_of_text(results), ["stream", "layer"]
+        sinks: Callable[[str], Show] = lambda column: lambda rows: f"{(rows[column] > EPSILON).sum()} of {len(rows)}"  # noqa: E731
         sink: dict[str, Show] = {
             "column 0": stat("first", "mean", "{:.3f}"), "most": stat("first", "max", "{:.3f}"),
             "equal weights": first("uniform", "{:.3f}"), "sinks there": sinks("first"), "strongest column": strongest,
@@ -252,7 +237,7 @@ class Mechanisms(Recipe):
         return [f"Claims about heads rest on these heads of the models of text, over all seeds: {heads}.{alone}"]
 
 
-def heads_of_text(results: Results) -> pd.DataFrame:
+def heads_of_text(results: Results) -> Frame:
     """Return the rows of the heads of the two whole models of text."""
     return results.select(kind="head", task="text", model=[ICLM, TRANSFORMER])
 
@@ -262,8 +247,8 @@ def claim(
     digits: int = 3,
 ) -> Claim:  # fmt: skip
     """Return a claim of the paper's section 7."""
-    estimates = one(found) if isinstance(found, Estimate) else found
-    return Claim(PAPER, WHERE, wording, estimates, says, margin, untestable=untestable, note=note, digits=digits)
+    told = ("section 7", wording, found, says, margin, note)
+    return claims_of(PAPER, [told], untestable=untestable, digits=digits)[0]
 
 
 def sink_claims(results: Results) -> Iterator[Claim]:
@@ -295,10 +280,8 @@ def sink_claims(results: Results) -> Iterator[Claim]:
 def copy_claims(results: Results) -> Iterator[Claim]:
     """Yield the claims about weight on earlier occurrences of a token."""
     heads = heads_of_text(results)
-    f, unit = (
-        select(heads, stream="f"),
-        "Weight on earlier occurrences of the predicted token, times that of equal weights",
-    )
+    f = select(heads, stream="f")
+    unit = "Weight on earlier occurrences of the predicted token, times that of equal weights"
     lift, lift_phi, lift_other = (over_seeds(heads, lambda own: level(own, stream, "predicted_lift"))  # noqa: B023
                                   for stream in ("f", "phi", TRANSFORMER))  # fmt: skip
     yield claim("Heads of f copy", lift, "above", COPIES,
@@ -336,23 +319,18 @@ def block_claims(results: Results) -> Iterator[Claim]:
                     "" if len(own) else "no predicted token stands in its prompt")  # fmt: skip
 
 
-def over_seeds(rows: pd.DataFrame, number: Callable[[pd.DataFrame], float]) -> Estimate:
+def over_seeds(rows: Frame, number: Callable[[Frame], float]) -> Estimate:
     """Return a number of each seed's heads: its mean over seeds, exact with one seed, NaN without rows."""
     values = [float(number(own)) for _, own in rows.groupby("seed")]
     return mean_interval(values) if len(values) > 1 else exact(values[0] if values else math.nan)
 
 
-def level(heads: pd.DataFrame, stream: str, column: str) -> float:
+def level(heads: Frame, stream: str, column: str) -> float:
     """Return the mean over a stream's heads."""
     return float(select(heads, stream=stream)[column].mean())
 
 
-def sinks(column: str) -> Show:
-    """Return a function that shows how many heads have a sink."""
-    return lambda rows: f"{(rows[column] > EPSILON).sum()} of {len(rows)}"
-
-
-def strongest(rows: pd.DataFrame) -> str:
+def strongest(rows: Frame) -> str:
     """Return the mean weight and the place of the strongest column of a layer."""
     best = rows.loc[rows["strongest"].astype(float).fillna(-1).idxmax()]
     return f"{best['strongest']:.3f} in {best['place']:.0f}"
@@ -382,11 +360,10 @@ def ablation_table(results: Results) -> Any:
     frame = frame.assign(perplexity=frame["held_out"].astype(float).map(lambda x: math.exp(min(x, 700))))
 
     def by(key: str, value: str, form: str) -> Show:
-        return lambda rows: "; ".join(
-            f"{label(name)} {x:{form}}" for name, x in rows.groupby(key, sort=False)[value].mean().items()
-        )
+        means = lambda rows: rows.groupby(key, sort=False)[value].mean().items()  # noqa: E731
+        return lambda rows: "; ".join(f"{label(name)} {x:{form}}" for name, x in means(rows))
 
-    def dearest(rows: pd.DataFrame) -> str:
+    def dearest(rows: Frame) -> str:
         head = rows.loc[rows["cost"].astype(float).fillna(-1).idxmax()]
         return f"{head['stream']} {head['layer']:.0f}.{head['head']:.0f} {head['cost']:+.3f}"
 

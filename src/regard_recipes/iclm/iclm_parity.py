@@ -13,25 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, Says
-from ..lib.intervals import Estimate, exact, paired
-from ..lib.language_training import Budget, TextConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import Show, first, median, pivot, spread
-from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, check_names, recipe
-from ..lib.results import Results, select
+from ..lib.claims import Claim, Estimate, exact, paired
+from ..lib.display import Show, dots, first, lines, median, pivot, spread
+from ..lib.language_training import Budget, Corpus, TextConfig, initial_range, run_rows, train_language_model
+from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select
 from ..lib.running import run_calls
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from ..lib.language_text import LanguageText
 
 PAPER = "ICLM"
@@ -47,15 +42,8 @@ COSTS = {"processor time": "step_cpu_seconds", "memory": "training_bytes", "para
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the models.
-
-    Attributes:
-        family: whose learning rate it takes: "transformer" or "iclm".
-        options: fields of its configuration.
-        rival: the Transformer that it is compared to.
-        matched: brought to the rival's number of parameters.
-        whole: the same model with all feed-forward layers.
-    """
+    """One of the models: the family whose learning rate it takes, fields of its configuration, the Transformer that it
+    is compared to and whether it is brought to its size, and the same model with all feed-forward layers."""
 
     family: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -93,8 +81,7 @@ class ParityConfig(TextConfig):
     iclm-wv-no-f-mlp, iclm-wv-no-phi-mlp and iclm-wv-no-mlp; a model comes with the Transformer it is compared to."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3)
     """Learning rates to choose from, the same for both families; a single one is taken without a trial."""
-    trial_steps: int = 120
-    """Optimiser steps of a trial."""
+    trial_steps: int = 120  # Optimiser steps of a trial.
     measured: int = 8192
     """Held-out tokens that the results are measured on; half as many before them serve the choice."""
 
@@ -149,13 +136,14 @@ class Parity(Recipe):
         """Return the loss of each family and learning rate on the start of the held-out text, measured with the first
         model of the family; nothing where there is one rate only."""
         own, found, calls = self.config, [], {}
+        choosing = Corpus(text.train_tokens, text.choice_tokens)
         for shape in own.shapes if len(own.rates) > 1 else ():
             first = {KINDS[kind].family: kind for kind in reversed(self.kinds_of(shape))}
             for (family, kind), rate in product(sorted(first.items(), reverse=True), own.rates):
                 found.append({"shape": shape, "family": family, "model": kind, "rate": rate})
                 config, budget = entry(kind, shape, text.vocabulary, own.context), self.budget(rate, trial=True)
                 name, seed = f"trial of {rate:g}, {shape} {kind}", own.seed + own.seeds
-                calls[name] = partial(train_language_model, config, text.choosing, budget, seed, name=name)
+                calls[name] = partial(train_language_model, config, choosing, budget, seed, name=name)
         runs = dict(run_calls(calls, own.workers))
         return [{**each, "held_out": runs[name].held_out[-1]} for each, name in zip(found, calls, strict=True)]
 
@@ -194,7 +182,7 @@ class Parity(Recipe):
         runs, trials = runs_of(results), results.facts["trials"]
 
         def beside(which: str, value: str) -> Show:
-            def show(rows: pd.DataFrame) -> str:
+            def show(rows: Frame) -> str:
                 shape, kind = rows[["shape", "model"]].iloc[0]
                 other = getattr(KINDS[kind], which)
                 base = select(runs, shape=shape, model=other)
@@ -253,14 +241,14 @@ class Parity(Recipe):
         return left_out
 
 
-def runs_of(results: Results) -> pd.DataFrame:
+def runs_of(results: Results) -> Frame:
     """Return a row for each run, with "perplexity" and "training_bytes"."""
     runs = results.select(kind="run")
     held_out, peak, before = (runs[name].astype(float) for name in ("held_out", "peak_bytes", "before_bytes"))
     return runs.assign(perplexity=held_out.map(math.exp), training_bytes=peak - before)
 
 
-def shape_claims(shape: str, runs: pd.DataFrame) -> Iterator[Claim]:
+def shape_claims(shape: str, runs: Frame) -> Iterator[Claim]:
     """Yield the claims about models of one shape."""
     rows = {kind: select(runs, model=kind) for kind in KINDS if kind in set(runs["model"])}
 
@@ -275,7 +263,7 @@ def shape_claims(shape: str, runs: pd.DataFrame) -> Iterator[Claim]:
     cost = {name: more(WV, TRANSFORMER, column) for name, column in COSTS.items()
             if WV in rows and runs[column].notna().all()}  # fmt: skip
     base = "Share of perplexity above the Transformer's"
-    cases: list[tuple[str, str, dict[str, Estimate], Says, float, float | None, str]] = [
+    cases: list[Any] = [
         (", tables 1 and 2", "Perplexity close to a Transformer's of equal size", equal, "at most", CLOSE, REPORTED,
          base),
         (", table 1", "Perplexity of the full model, of another size, close to a Transformer's", unlike, "at most",
@@ -291,10 +279,10 @@ def shape_claims(shape: str, runs: pd.DataFrame) -> Iterator[Claim]:
         yield Claim(PAPER, f"section 7{where}", wording, estimates, says, margin, effect, note=note)
 
 
-def share_above(rows: pd.DataFrame, base: pd.DataFrame, value: str) -> Estimate:
+def share_above(rows: Frame, base: Frame, value: str) -> Estimate:
     """Return the share by which a column is above that of `base`, paired by seed."""
     found = paired(rows, base, value, ratio=True)
-    return Estimate(found.mean - 1, found.low - 1, found.high - 1, 0 if found.low == found.high else found.count)
+    return replace(found.plus(-1), count=0 if found.low == found.high else found.count)
 
 
 def percent(found: Estimate) -> str:
@@ -334,8 +322,7 @@ def entry(kind: str, shape: str, vocabulary: int, context: int) -> Any:
 
 def best_rate(losses: Mapping[float, float], rates: tuple[float, ...]) -> float:
     """Return the rate with the least loss; of equals the first, and never one that diverged."""
-    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
-    return min(finite, key=finite.__getitem__) if finite else rates[0]
+    return min((rate for rate in losses if math.isfinite(losses[rate])), key=losses.__getitem__, default=rates[0])
 
 
 def paper_sizes() -> dict[str, dict[str, int | None]]:

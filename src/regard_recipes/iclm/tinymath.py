@@ -14,9 +14,8 @@ from regard.tasks import TokenTask
 from regard.tasks.tiny_math import TinyMath
 
 from ..lib.claims import Claim, one
-from ..lib.pivots import interval, pivot
-from ..lib.recipe import recipe
-from ..lib.results import Results
+from ..lib.display import interval, pivot
+from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
@@ -34,14 +33,10 @@ MODELS: dict[str, dict[str, Any]] = {
 class TinyMathConfig(TaskRecipeConfig):
     """Train ICLM and Transformer on word problems, with and without feed-forward layers."""
 
-    setting: str = "quick"
-    """Setting of the task: 'quick' (numbers up to 20, no explanations) or 'paper'."""
-    width: int = 64
-    """Channels."""
-    layers: int = 4
-    """Layers; of ICLM, half as many pairs of blocks."""
-    heads: int = 4
-    """Heads."""
+    setting: str = "quick"  # Setting of the task: 'quick' (numbers up to 20, no explanations) or 'paper'.
+    width: int = 64  # Channels.
+    layers: int = 4  # Layers; of ICLM, half as many pairs of blocks.
+    heads: int = 4  # Heads.
     batch: int = 32
     """Examples of a step."""
     steps: int = 2000

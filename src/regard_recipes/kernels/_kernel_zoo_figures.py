@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 from regard.grammar import Spec
 from regard.inspect.figures import COLOURS, line_style, png
 
+from ..lib.display import plain_axes
 from .kernel_zoo import plane
 
 GREY = ("#bdbdbd", "#dedede", "#ffffff")  # background where one, two, three keys have a weight
@@ -46,7 +47,7 @@ def kernels(shapes: Sequence[Any]) -> bytes:
         grid[0, column].set(title=row.kernel, ylabel="K(z)")
         grid[1, column].set(xlabel="score z", ylabel="slope K'(z)")
     for axes in grid.flat:
-        _plain(axes)
+        plain_axes(axes)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
     return png(figure)
 
@@ -92,7 +93,7 @@ def lines(products: Sequence[Any]) -> bytes:
             axes.plot(t, weights[:, j], color=COLOURS[j], linewidth=1.9)
         axes.set_ylim(min(-1.05, 1.05 * weights.min()), max(1.05, 1.05 * weights.max()))
         axes.set(xlabel="t")
-        _plain(axes)
+        plain_axes(axes)
 
     figure = _multiples(products, draw, 2.2)
     marks = [
@@ -139,8 +140,3 @@ def _panel(axes: Axes, product: Any, draw: Callable[[Axes, Any], None]) -> None:
         axes.spines[:].set_visible(False)
         return
     draw(axes, product)
-
-
-def _plain(axes: Axes) -> None:
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)

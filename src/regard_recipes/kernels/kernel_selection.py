@@ -17,14 +17,11 @@ from typing import Any, ClassVar
 from regard import Spec
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, Says, one
-from ..lib.intervals import Estimate, exact, mean_interval, paired
+from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
+from ..lib.display import Show, dots, gap, lines, median, pivot, spread
 from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
-from ..lib.pivots import Show, gap, median, pivot, spread
-from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, check_names, recipe
-from ..lib.results import Results, select
-from .shared_query_key import CACHED, memory_bytes, memory_columns
+from ..lib.recipe import Cell, Recipe, Results, check_names, recipe, select
+from .shared_query_key import CACHED, PAPER, memory_bytes, memory_columns
 
 # The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.
 KERNELS = ("exponential", "linear", "geometric", "cosine", "shift-cosine", "rbf", "clipped-geometric", "relu",
@@ -42,25 +39,19 @@ class KernelSelectionConfig(LanguageConfig):
 
     seeds: int = 3
     """Models of each kind; they differ in first weights and windows."""
-    kernels: tuple[str, ...] = KERNELS
-    """Kernels of Table 1."""
+    kernels: tuple[str, ...] = KERNELS  # Kernels of Table 1.
     earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
     """Of these, the ones that are trained with q = k on earlier tokens only too."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    layers: int = 2
-    """Layers of every model."""
-    width: int = 64
-    """Width of every model."""
-    heads: int = 4
-    """Heads of every layer."""
+    layers: int = 2  # Layers of every model.
+    width: int = 64  # Width of every model.
+    heads: int = 4  # Heads of every layer.
     batch: int = 8
     steps: int = 450
     looks: int = 6
-    learning_rate: float = 3e-3
-    """The highest; after 5 % of the steps it falls along a cosine to a tenth."""
-    measured: int = 8192
-    """Held-out characters that the loss is measured on."""
+    learning_rate: float = 3e-3  # The highest; after 5 % of the steps it falls along a cosine to a tenth.
+    measured: int = 8192  # Held-out characters that the loss is measured on.
 
 
 def spec_of(kernel: str, weights: str | None = None) -> Spec:
@@ -149,41 +140,38 @@ class KernelSelection(Recipe):
         forms = {query_key: [flag for (kernel, _, own), flag in falls.items() if own == query_key and kernel != MEAN]
                  for query_key in (APART, SHARED)}  # fmt: skip
         steady = f"training loss lower at the end than at first, and never up by more than {RISE:g} nats between looks"
-        share = lambda query_key: one(exact(sum(forms[query_key]) / len(forms[query_key])))  # noqa: E731
+        share = lambda query_key: exact(sum(forms[query_key]) / len(forms[query_key]))  # noqa: E731
         linear, clipped = cell("linear", PLAIN), falls.get(("clipped-geometric", NORMALISED, APART))
         halves = select(runs, query_key=SHARED, kernel="exponential")["query_key_bytes"].iloc[0]
         halves /= cell("exponential")["query_key_bytes"].iloc[0]
         nats = "Held-out nats per character"
-        told: list[tuple[str, dict[str, Estimate], Says, float, str]] = [
+        told: list[Any] = [
             ("All tested kernels converge", share(APART), "at least", 1,
              f"Share of {len(forms[APART])} forms, normalised and not: {steady}."),
             ("The linear kernel suffices without normalisation",
              {"equal weights": paired(linear, mean, "held_out"), "bigram": mean_interval(linear["held_out"] - bigram)}
              if len(linear) else {}, "below", 0, f"{nats}, less equal weights' and a bigram model's."),
             ("RBF is marginally better than the exponential kernel",
-             one(paired(cell("rbf"), cell("exponential"), "held_out")) if len(cell("rbf")) else {}, "below", 0,
+             paired(cell("rbf"), cell("exponential"), "held_out") if len(cell("rbf")) else {}, "below", 0,
              f"{nats}, RBF less exponential; marginal is taken as {MARGINAL:g}."),
             ("The clipped geometric series converges with normalised weights",
-             {} if clipped is None else one(exact(float(clipped))), "at least", 1, f"1 if {steady}."),
+             {} if clipped is None else exact(float(clipped)), "at least", 1, f"1 if {steady}."),
             ("Models converge with q = k", share(SHARED), "at least", 1,
              f"Share of {len(forms[SHARED])} kernels: {steady}."),
-            ("q = k halves the memory of queries and keys", one(exact(float(halves))), "at most", 0.5,
+            ("q = k halves the memory of queries and keys", exact(float(halves)), "at most", 0.5,
              "Bytes of queries and keys in a training step, q = k over apart. The cache never holds queries."),
         ]  # fmt: skip
-        return [Claim("Kernel selection", "section 7", wording, found, says, margin,
-                      MARGINAL if wording.startswith("RBF") else None, note=note)
-                for wording, found, says, margin, note in told if found]  # fmt: skip
+        made = claims_of(PAPER, [("section 7", *each) for each in told])
+        return [replace(claim, effect=MARGINAL) if claim.wording.startswith("RBF") else claim for claim in made]
 
     def tables(self, results: Results) -> dict[str, Any]:
         runs, falls = results.select(kind="run"), falling(results)
         base = select(runs, kernel="exponential", weights=NORMALISED, query_key=APART)
-        losses = {
-            "held-out nats/char": spread("held_out", 4),
-            "above exponential": gap("held_out", base, 4),
-            "training": spread("train", 4),
-            "falls steadily": lambda rows: "yes" if falls[key_of(rows)] else "no",
+        losses: dict[str, Show] = {
+            "held-out nats/char": spread("held_out", 4), "above exponential": gap("held_out", base, 4),
+            "training": spread("train", 4), "falls steadily": lambda rows: "yes" if falls[key_of(rows)] else "no",
             "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
-        }
+        }  # fmt: skip
         own = {kernel: select(runs, kernel=kernel, weights=default_weights(kernel)) for kernel in self.config.kernels}
         apart = {kernel: select(rows, query_key=APART) for kernel, rows in own.items()}
         cost: Show = lambda rows: gap("held_out", apart[rows["kernel"].iloc[0]], 4)(rows)  # noqa: E731
@@ -191,13 +179,12 @@ class KernelSelection(Recipe):
         shared = select(runs, query_key=[SHARED, EARLIER])
         shared = shared.sort_values("kernel", kind="stable", key=lambda column: column.map(KERNELS.index))
         both = f"{self.config.seeds} seeds: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
+        costs = f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence."
+        index = {"kernel": "kernel", "query_key": "query and key"}
         return {
             "Kernels": pivot(select(runs, query_key=APART), ["kernel", "weights"], losses, note=both),
-            "One vector for query and key": pivot(
-                shared, {"kernel": "kernel", "query_key": "query and key"}, sharing,
-                note=f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence.",
-            ),
-        }  # fmt: skip
+            "One vector for query and key": pivot(shared, index, sharing, note=costs),
+        }
 
     def figures(self, results: Results) -> dict[str, bytes]:
         looks, runs = results.select(kind="look"), results.select(kind="run")

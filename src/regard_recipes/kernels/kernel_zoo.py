@@ -17,9 +17,8 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.grammar import Spec, bandwidths, kernels
 
-from ..lib.pivots import pivot
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
+from ..lib.display import pivot
+from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe, select
 
 ALONE = "by itself"  # in place of a rule: the kernel as a function of distance or score
 DIGITS = 4  # decimals of stored numbers
@@ -35,16 +34,11 @@ class KernelZooConfig(RecipeConfig):
 
     workers: int = 0
     """Cells measured at the same time; they are small, so by default in this process."""
-    reach: float = 3.0
-    """Scores are drawn from -reach to reach."""
-    points: int = 121
-    """Points of each curve."""
-    plane: int = 40
-    """Points along each side of the plane of scores [0, u1, u2]; an even number leaves out ties with 0."""
-    nearest: int = 2
-    """How many of the three keys the nearest rule keeps."""
-    bias: float = 1.0
-    """What the fixed rule adds to the scores of kernels that end at a threshold."""
+    reach: float = 3.0  # Scores are drawn from -reach to reach.
+    points: int = 121  # Points of each curve.
+    plane: int = 40  # Points along each side of the plane of scores [0, u1, u2]; an even number leaves out ties with 0.
+    nearest: int = 2  # How many of the three keys the nearest rule keeps.
+    bias: float = 1.0  # What the fixed rule adds to the scores of kernels that end at a threshold.
 
 
 def distinct_kernels() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +28,9 @@ from regard.memory.associative.sums import trend_of
 from regard.recurrent.linear import finite_features
 from regard.recurrent.trends import trends
 
-from ..lib.claims import Claim, one
-from ..lib.intervals import paired
-from ..lib.pivots import MISSING, Show, pivot
-from ..lib.plots import heat
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select, significant
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.claims import Claim, claims_of, paired
+from ..lib.display import MISSING, Show, heat, only, pivot, stat
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 
 DIGITS = 4  # significant ones, of stored numbers
 PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once
@@ -59,10 +53,8 @@ class RecallCapacityConfig(RecipeConfig):
     """Global linear models to measure beside them."""
     scales: tuple[float, ...] = (1.0, 5.0, 20.0, 75.0, 300.0)
     """Scales of the scores. The figure shows, for each kernel, the one with most exact matches in all conditions."""
-    pairs: tuple[int, ...] = (16, 64, 256, 1024, 4096)
-    """Numbers of stored pairs, with clean cues."""
-    stored: int = 256
-    """Pairs stored in all other conditions."""
+    pairs: tuple[int, ...] = (16, 64, 256, 1024, 4096)  # Numbers of stored pairs, with clean cues.
+    stored: int = 256  # Pairs stored in all other conditions.
     noise: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0, 4.0)
     """Cue noise: length of a random vector added to a unit key; the cue is then made a unit vector again."""
     erased: tuple[float, ...] = (0.25, 0.5, 0.75, 0.875, 0.9375)
@@ -71,10 +63,8 @@ class RecallCapacityConfig(RecipeConfig):
     """Damage: fractions of the stored numbers that are set to zero."""
     jitter: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Damage: standard deviation of noise on the stored numbers, in units of their root mean square."""
-    cues: int = 64
-    """Cues per memory, of different pairs (all pairs where fewer are stored)."""
-    dim: int = 64
-    """Channels of keys and values."""
+    cues: int = 64  # Cues per memory, of different pairs (all pairs where fewer are stored).
+    dim: int = 64  # Channels of keys and values.
     seeds: int = 5
     """Independent memories per condition."""
 
@@ -206,11 +196,9 @@ class RecallCapacity(Recipe):
         groups: dict[Spec, list[str]] = {}
         for name in self.config.specs or presets_registry.names():
             groups.setdefault(Spec.parse(name), []).append(name)
-        own = [
-            {"kernel": " = ".join(names), "store": store, "spec": "*".join(spec.parts())}
-            for spec, names in groups.items()
-            for store in ((PAIRS, SUMS) if finite_features(spec) else (PAIRS,))
-        ]
+        own = [{"kernel": " = ".join(names), "store": store, "spec": "*".join(spec.parts())}
+               for spec, names in groups.items()
+               for store in ((PAIRS, SUMS) if finite_features(spec) else (PAIRS,))]  # fmt: skip
         return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.config.models)]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
@@ -230,8 +218,8 @@ class RecallCapacity(Recipe):
         sums, pairs = (select(rows, store=store) for store in (SUMS, PAIRS))
         wording = "A distributed memory withstands the loss of its parts better than stored examples"
         note = f"Share of exact matches of the linear kernel with {level:.0%} of all numbers zeroed, sums less pairs."
-        return [Claim("Cooper, 1973", "distributed memory", wording, one(paired(sums, pairs, "match")), "above", 0,
-                      0.05, note=note)] if len(sums) else []  # fmt: skip
+        gap: Any = paired(sums, pairs, "match") if len(sums) else {}
+        return claims_of("Cooper, 1973", [("distributed memory", wording, gap, "above", 0, note)], effect=0.05)
 
     def tables(self, results: Results) -> dict[str, Any]:
         own, chosen = self.config, best(results)
@@ -240,9 +228,10 @@ class RecallCapacity(Recipe):
                                    f"{max(own.pairs)} pairs": matches("pairs", max(own.pairs))}  # fmt: skip
         middle = {panel: getattr(own, panel)[len(getattr(own, panel)) // 2] for panel in PANELS}
         values |= {f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()}
-        split = {f"{name}, {middle['pairs']} pairs": mean_of(column, level=middle["pairs"])
+        part: Callable[[str, int], Show] = lambda column, n: only(stat(column, "mean", "{:.2g}"), level=n)  # noqa: E731
+        split = {f"{name}, {middle['pairs']} pairs": part(column, middle["pairs"])
                  for name, column in (("signal bias", "bias"), ("interference", "interference"))}  # fmt: skip
-        split |= {f"1/SNR, {n} pairs": mean_of("inverse_snr", level=n) for n in own.pairs}
+        split |= {f"1/SNR, {n} pairs": part("inverse_snr", n) for n in own.pairs}
         percent: Show = lambda rows: f"{100 * rows['match'].mean():.1f}"  # noqa: E731
         index, note = ["kernel", "scale", "store"], f"Percent; mean ± standard deviation over {own.seeds} seeds."
         return {
@@ -254,7 +243,7 @@ class RecallCapacity(Recipe):
                 "interference: all others; 1/SNR: interference relative to what is left of the signal.")),
         }  # fmt: skip
 
-    def recalled(self, rows: pd.DataFrame) -> str:
+    def recalled(self, rows: Frame) -> str:
         """Return the largest number of pairs of which nearly all are recalled."""
         means = select(rows, panel="pairs").groupby("level")["match"].mean()
         if not len(means):
@@ -286,7 +275,7 @@ class RecallCapacity(Recipe):
         ]
 
 
-def best(results: Results) -> pd.DataFrame:
+def best(results: Results) -> Frame:
     """Return the rows of each kernel at its best scale: the most exact matches over all conditions, then the smallest
     error."""
     import pandas as pd
@@ -300,7 +289,7 @@ def best(results: Results) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def in_order(rows: pd.DataFrame) -> pd.DataFrame:
+def in_order(rows: Frame) -> Frame:
     """Return rows with the best kernels first, pairs before sums before models."""
     mean = rows.groupby(["kernel", "store"])["match"].transform("mean")
     place = rows["store"].map([PAIRS, SUMS, STATE].index)
@@ -310,13 +299,8 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
 def matches(panel: str, level: float) -> Show:
     """Return a function that shows exact matches in percent."""
 
-    def show(rows: pd.DataFrame) -> str:
-        match = 100 * select(rows, panel=panel, level=level)["match"]
-        return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}" if len(match) else MISSING
+    def show(rows: Frame) -> str:
+        match = 100 * rows["match"]
+        return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}"
 
-    return show
-
-
-def mean_of(column: str, **where: Any) -> Show:
-    """Return a function that shows the mean of a column of some rows."""
-    return lambda rows: f"{select(rows, **where)[column].mean():.2g}"
+    return only(show, panel=panel, level=level)

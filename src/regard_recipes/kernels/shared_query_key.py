@@ -16,16 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from regard.checks import ArgumentError
-from regard.training.specs import read_spec, split_specs
-
-from ..lib.claims import Claim
-from ..lib.intervals import exact, paired
+from ..demo.demo import parse_specs
+from ..lib.claims import Claim, exact, paired
+from ..lib.display import Show, dots, first, gap, pivot, spread
 from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
-from ..lib.pivots import Show, first, gap, pivot, spread
-from ..lib.plots import dots
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe, select
 
 if TYPE_CHECKING:
     from regard.models import HybridForCausalLM
@@ -44,10 +39,8 @@ class SharedQueryKeyConfig(RecipeConfig):
 
     seeds: int = 3
     """Models of each kind; they differ in first weights and windows."""
-    specs: str = "softmax,shift-cosine,elu,relumax"
-    """Attention specs with commas between them."""
-    steps: int = 250
-    """Optimiser steps of each model."""
+    specs: str = "softmax,shift-cosine,elu,relumax"  # Attention specs with commas between them.
+    steps: int = 250  # Optimiser steps of each model.
     exclude_self: bool = False
     """Let attention see earlier characters only, in all models: with q = k a character is most similar to itself."""
     data: Path | None = None
@@ -64,13 +57,10 @@ class SharedQueryKey(Recipe):
     @property
     def specs(self) -> list[str]:
         """Return the specs in full."""
-        texts = split_specs(self.config.specs)
-        return [str(read_spec(text, "--specs", self.call())) for text in texts]
+        return [str(spec) for spec in parse_specs(self.config.specs, self.call())]
 
     def check(self) -> None:
-        for spec in self.specs:
-            if self.specs.count(spec) > 1:
-                raise ArgumentError(f"{self.call()}: --specs names {spec!r} twice; name every spec once.")
+        parse_specs(self.config.specs, self.call())
         self.budget().check(self.call())
 
     def prepare(self) -> Mapping[str, Any]:

@@ -28,14 +28,8 @@ PADDED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageText:
-    """A text as tokens, int32 [n] each part.
-
-    Attributes:
-        tokenizer: made from the part to learn, or a known one.
-        train_tokens, held_out_tokens: to learn, and to measure results on.
-        choice_tokens: those between them, to choose settings on; none where nothing is chosen.
-        described: for people.
-    """
+    """A text as tokens, int32 [n] each part: to learn, to measure results on, and between the two those to choose
+    settings on (none where nothing is chosen). `described` is for people."""
 
     tokenizer: PreTrainedTokenizerBase
     train_tokens: Tensor
@@ -54,11 +48,6 @@ class LanguageText:
         """Return the text to train on and to measure results on."""
         return Corpus(self.train_tokens, self.held_out_tokens)
 
-    @property
-    def choosing(self) -> Corpus:
-        """Return the text to train on and to choose settings on."""
-        return Corpus(self.train_tokens, self.choice_tokens)
-
     def words(self, tokens: Tensor) -> list[str]:
         """Return the text of every token [n]."""
         return [self.tokenizer.decode([token]) for token in tokens.tolist()]
@@ -73,11 +62,9 @@ class LanguageText:
 def read_text(
     data: Path | None, tokenizer: str, *, context: int, measured: int, call: str, choice: int = 0
 ) -> LanguageText:
-    """Read, split and encode a text.
+    """Read (`source_text`), split and encode a text.
 
     Args:
-        data: a UTF-8 file or a folder; None for the manual inside the interpreter.
-        tokenizer: a name of the trainer's tokenizers.
         context: least length of each part, in tokens.
         measured: held-out tokens that are wanted for the results.
         choice: those that are wanted before them to choose settings on; never more than a third of what is held out.
@@ -85,15 +72,11 @@ def read_text(
     Raises:
         ArgumentError: the text is missing, empty, not UTF-8 or too short, or the tokenizer cannot be made.
     """
-    from regard.training import TOKENIZERS, encode, load_text, split_text
+    from regard.training import TOKENIZERS, encode, split_text
 
-    from ..demo.demo_text import python_manual
+    from ..demo.demo_text import source_text
 
-    if data is None:
-        source, content = "the Python manual inside this interpreter (pydoc_data.topics)", python_manual(call)
-    else:
-        text = load_text(data, call=call)
-        source, content = str(text.path), text.content
+    source, content = source_text(data, call)
     share = min(HELD_OUT, max(LEAST, LONGEST_TOKEN * (measured + choice)) / len(content))
     learn, held_out = split_text(content, share)
     made = TOKENIZERS.get(tokenizer)(learn)
@@ -108,12 +91,11 @@ def read_text(
         )
     chosen_on = f", {cut:,} more to choose on" if choice else ""
     described = {
-        "source": source,
-        "characters": f"{len(content):,}",
+        "source": source, "characters": f"{len(content):,}",
         "tokens": f"{len(train_tokens):,} to learn from, {len(held_out_tokens):,} held out{chosen_on}",
         "tokenizer": f"{tokenizer}, {len(made):,} tokens",
         "SHA-256": hashlib.sha256(content.encode()).hexdigest(),
-    }
+    }  # fmt: skip
     return LanguageText(
         tokenizer=made, train_tokens=train_tokens, held_out_tokens=held_out_tokens, choice_tokens=choice_tokens,
         described=described,

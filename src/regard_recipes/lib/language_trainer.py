@@ -38,22 +38,12 @@ def train_with_trainer(model: nn.Module, material: Corpus, budget: Budget, seed:
     looks = Looks(lambda: held_out_loss(model, material, budget), set(budget.look_steps()), device)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=budget.steps,
-            per_device_train_batch_size=budget.batch // budget.parts,
-            gradient_accumulation_steps=budget.parts,
-            max_grad_norm=budget.clip,
-            seed=seed,
-            use_cpu=device.type == "cpu",
-            bf16=budget.dtype == "bfloat16",
-            torch_compile=budget.compile,
-            dataloader_pin_memory=device.type == "cuda",
-            remove_unused_columns=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
+            output_dir=folder, max_steps=budget.steps, per_device_train_batch_size=budget.batch // budget.parts,
+            gradient_accumulation_steps=budget.parts, max_grad_norm=budget.clip, seed=seed,
+            use_cpu=device.type == "cpu", bf16=budget.dtype == "bfloat16", torch_compile=budget.compile,
+            dataloader_pin_memory=device.type == "cuda", remove_unused_columns=False, logging_strategy="no",
+            save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
         arguments._n_gpu = min(1, arguments.n_gpu)  # Trainer would use nn.DataParallel
         trainer = RegardTrainer(
             model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates), callbacks=[looks],
@@ -77,13 +67,7 @@ def train_with_trainer(model: nn.Module, material: Corpus, budget: Budget, seed:
 
 
 class Looks(TrainerCallback):
-    """Note the losses after some steps, and the time of every step.
-
-    Args:
-        held_out: returns the held-out loss.
-        steps: after how many steps the losses are noted.
-        device: of the model.
-    """
+    """Note the training loss and `held_out()` after some steps, and the time of every step."""
 
     def __init__(self, held_out: Callable[[], float], steps: set[int], device: torch.device) -> None:
         self.evaluate, self.steps, self.device = held_out, steps, device
@@ -153,15 +137,9 @@ def held_out_loss(model: nn.Module, material: Corpus, budget: Budget) -> float:
     from at least half a context where the text before it is that long."""
     tokens = material.held_out_tokens[: budget.measured]
     with _precision(budget, next(model.parameters()).device):
-        found = evaluate(
-            model,
-            tokens,
-            Units(len(tokens), len(tokens), len(tokens)),  # its bits are not asked for
-            context=budget.context,
-            batch=max(1, budget.batch // budget.parts),
-            support=False,
-        )
-    return found.loss
+        units = Units(len(tokens), len(tokens), len(tokens))  # its bits are not asked for
+        batch = max(1, budget.batch // budget.parts)
+        return evaluate(model, tokens, units, context=budget.context, batch=batch, support=False).loss
 
 
 def _precision(budget: Budget, device: torch.device) -> contextlib.AbstractContextManager[Any]:

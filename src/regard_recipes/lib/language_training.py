@@ -101,11 +101,8 @@ class Budget:
         return cls(**{**given, **changes})
 
     def check(self, call: str) -> None:
-        """Check that every number is in range and that the device exists.
-
-        Raises:
-            ArgumentError: a number is out of range; the message starts with `call` and names the flag of the field.
-        """
+        """Raise an ArgumentError, which starts with `call` and names a flag, where a number is out of range or the
+        device does not exist."""
         from regard.training.device import resolve_device
 
         least = {"context": 2, "batch": 1, "steps": 1, "looks": 1, "measured": 2, "parts": 1}
@@ -177,15 +174,9 @@ def run_rows(run: LanguageRun) -> Iterator[dict[str, Any]]:
 
 
 def train_language_model(
-    config: Any,
-    material: Corpus,
-    budget: Budget,
-    seed: int,
-    *,
-    name: str,
-    measure: Callable[[Any], dict[str, Any]] | None = None,
-    prepare: Callable[[Any], None] | None = None,
-) -> LanguageRun:
+    config: Any, material: Corpus, budget: Budget, seed: int, *, name: str,
+    measure: Callable[[Any], dict[str, Any]] | None = None, prepare: Callable[[Any], None] | None = None,
+) -> LanguageRun:  # fmt: skip
     """Train a model with the Trainer of `regard.training` on the windows that `seed` draws.
 
     AdamW with a linear warm-up and a cosine, one learning rate for all weights, memories included.
@@ -224,25 +215,15 @@ def train_language_model(
     peak = held_bytes("VmHWM", device)
     model.eval()
     return LanguageRun(
-        name=name,
-        seed=seed,
-        parameters=sum(weight.numel() for weight in model.parameters()),
-        steps=budget.look_steps(),
-        peak_bytes=peak,
-        before_bytes=before,
-        extra={} if measure is None else measure(model),
-        **course,
-    )
+        name=name, seed=seed, parameters=sum(weight.numel() for weight in model.parameters()),
+        steps=budget.look_steps(), peak_bytes=peak, before_bytes=before,
+        extra={} if measure is None else measure(model), **course,
+    )  # fmt: skip
 
 
 def held_bytes(which: str, device: torch.device, restart: bool = False) -> int | None:
-    """Return the bytes that this process holds ("VmRSS") or held at most ("VmHWM"); on CUDA, the bytes allocated.
-
-    `getrusage` would also count the memory of the parent when it made this process.
-
-    Args:
-        restart: reset the peak.
-    """
+    """Return the bytes that this process holds ("VmRSS") or held at most ("VmHWM", which `restart` resets); on CUDA,
+    the bytes allocated. `getrusage` would also count the memory of the parent when it made this process."""
     if device.type == "cuda":
         if restart:
             torch.cuda.reset_peak_memory_stats(device)

@@ -19,8 +19,11 @@ from regard.recipes import Progress, recipes
 from regard.training.config import SEEDS
 
 if TYPE_CHECKING:
+    from pandas import DataFrame as Frame
+
     from .claims import Claim
-    from .results import Results
+else:
+    Frame = Any  # pandas is slow to import
 
 Cell = Mapping[str, Any]
 """One point of the grid: column to a text, a number or a truth value."""
@@ -50,6 +53,44 @@ class RecipeConfig:
     """'cpu', 'cuda', 'mps' or 'auto'."""
 
 
+@dataclass(frozen=True)
+class Results:
+    """All rows of a run.
+
+    Attributes:
+        frame: one line for each row; columns of the cells, `seed`, then what was measured (missing: NaN or None).
+        facts: what `Recipe.prepare` returned.
+        record: command, date, seconds, config and installation, as JSON.
+    """
+
+    frame: Frame
+    facts: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+    def select(self, **where: Any) -> Frame:
+        """Return the rows whose columns have these values."""
+        return select(self.frame, **where)
+
+
+def select(frame: Frame, **where: Any) -> Frame:
+    """Return the rows whose columns have these values; a list stands for any of its values."""
+    for column, value in where.items():
+        frame = frame[frame[column].isin(value) if isinstance(value, (list, tuple, set)) else frame[column] == value]
+    return frame
+
+
+def frame_of(rows: Iterable[Row]) -> Frame:
+    """Return rows as a frame; its columns are in the order in which they first come."""
+    import pandas as pd
+
+    return pd.DataFrame.from_records(list(rows))
+
+
+def significant(x: Any, digits: int = 4) -> float:
+    """Return a number rounded to significant digits, to be stored."""
+    return float(f"{float(x):.{digits}g}")
+
+
 class Recipe(ABC):
     """An experiment. The first sentence of the docstring is what `regard list recipes` shows.
 
@@ -76,11 +117,7 @@ class Recipe(ABC):
 
     @classmethod
     def configure(cls, size: str = "small", **changes: Any) -> Any:
-        """Return the config of a size with some fields changed.
-
-        Raises:
-            ArgumentError: the recipe has no such size.
-        """
+        """Return the config of a size with some fields changed; an ArgumentError says that there is no such size."""
         if size != "small" and size not in cls.sizes:
             raise ArgumentError(f"{cls.call()}: --size is {size!r}, expected {' or '.join(['small', *cls.sizes])}.")
         return replace(cls.Config(), **{"size": size, **cls.sizes.get(size, {}), **changes})
@@ -91,11 +128,7 @@ class Recipe(ABC):
         return f"reproduce: {cls.name}"
 
     def check(self) -> None:  # noqa: B027
-        """Check the options, before anything is computed or written.
-
-        Raises:
-            ArgumentError: an option is out of range.
-        """
+        """Raise an ArgumentError where an option is out of range, before anything is computed or written."""
 
     def prepare(self) -> Mapping[str, Any]:
         """Load what all cells share into attributes. Called once, in the main process.
@@ -145,11 +178,7 @@ def recipe(name: str) -> Callable[[R], R]:
 
 
 def check_shared(made: Recipe) -> None:
-    """Check the shared options, then the recipe's own.
-
-    Raises:
-        ArgumentError: an option is out of range.
-    """
+    """Raise an ArgumentError where a shared option, or then one of the recipe's own, is out of range."""
     config, call = made.config, made.call()
     for name, least in (("seeds", 1), ("workers", 0)):
         if getattr(config, name) < least:
@@ -167,11 +196,7 @@ def check_shared(made: Recipe) -> None:
 
 
 def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Check that names are known and named once.
-
-    Raises:
-        ArgumentError: one is not, or there is none.
-    """
+    """Raise an ArgumentError where a name is not known or comes twice, or there is none."""
     if not names:
         raise ArgumentError(f"{call}: {flag} names nothing; choose from {', '.join(known)}.")
     for name in names:
@@ -182,11 +207,8 @@ def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]
 
 
 def check_number(option: str, value: Any, low: float, high: float) -> None:
-    """Check that a number, or each of several different ones, is in a range.
-
-    Raises:
-        ArgumentError: one is not, comes twice, or there is none; the message starts with `option`.
-    """
+    """Raise an ArgumentError, which starts with `option`, where a number or one of several is out of range, or one of
+    several comes twice or there is none."""
     numbers = value if isinstance(value, tuple) else (value,)
     if not numbers:
         raise ArgumentError(f"{option} names no number; give at least one.")

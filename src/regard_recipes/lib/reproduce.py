@@ -33,7 +33,7 @@ def reproduce(argv: list[str]) -> int:
 def _run(kind: type[Recipe], argv: list[str]) -> int:
     """Measure a recipe and write its results."""
     made = kind(options(kind, argv))
-    progress, screen = _consoles()
+    progress, screen = consoles()
     start = time.perf_counter()
     with progress.status(kind.name) as status:
         results = run(made, argv, lambda text: status.update(f"{kind.name}: {text}"))
@@ -44,11 +44,7 @@ def _run(kind: type[Recipe], argv: list[str]) -> int:
 
 
 def options(kind: type[Recipe], argv: list[str]) -> Any:
-    """Return the config from flags, over the values of the chosen size.
-
-    Raises:
-        ArgumentError: an unknown flag, a value of the wrong type, or a size that the recipe does not have.
-    """
+    """Return the config from flags, over the values of the chosen size."""
     command, about = f"{CALL} {kind.name}", sizes_text(kind)
     given: Any = parse(kind.Config, argv, command=command, epilogue=about)
     size = "quick" if given.quick else given.size
@@ -82,7 +78,7 @@ def _rebuild(kind: type[Recipe], argv: list[str]) -> int:
     if len(argv) == 3:
         page = Path(argv[2])
         write_block(page, made, results, folder.resolve().relative_to(page.resolve().parent).as_posix() + "/")
-    _show(_consoles()[1], made, results)
+    _show(consoles()[1], made, results)
     return 0
 
 
@@ -96,13 +92,14 @@ def _show(screen: Any, made: Recipe, results: Any) -> None:
         screen.print(note, highlight=False, markup=False)
 
 
-def _consoles() -> tuple[Any, Any]:
+def consoles(width: int = 160) -> tuple[Any, Any]:
+    """Return one for progress and one for results, of this width or more where lines need not be folded."""
     from rich.console import Console
 
     progress, screen = Console(stderr=True), Console()
     for console in (progress, screen):
-        if not console.is_terminal:  # lines need not be folded in a file or a pipe
-            console.width = max(console.width, 160)
+        if not console.is_terminal:  # a file or a pipe
+            console.width = max(console.width, width)
     return progress, screen
 
 

@@ -16,48 +16,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from regard.checks import ArgumentError
 from regard.doctor import report as installation
 from regard.training.fields import from_mapping, to_mapping
 
-from .recipe import Cell, Recipe, Row
-
-if TYPE_CHECKING:
-    import pandas as pd
+from .recipe import Cell, Recipe, Results, Row, frame_of
 
 MADE_BY = "regard reproduce"
 Unit = tuple[Cell, int]
 """A cell and a seed."""
 FREE = ("out", "workers", "quick")
 """Options in which a continued run may differ."""
-
-
-@dataclass(frozen=True)
-class Results:
-    """All rows of a run.
-
-    Attributes:
-        frame: one line for each row; columns of the cells, `seed`, then what was measured (missing: NaN or None).
-        facts: what `Recipe.prepare` returned.
-        record: command, date, seconds, config and installation, as JSON.
-    """
-
-    frame: pd.DataFrame
-    facts: Mapping[str, Any]
-    record: Mapping[str, Any]
-
-    def select(self, **where: Any) -> pd.DataFrame:
-        """Return the rows whose columns have these values."""
-        return select(self.frame, **where)
-
-
-def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
-    """Return the rows whose columns have these values; a list stands for any of its values."""
-    for column, value in where.items():
-        frame = frame[frame[column].isin(value) if isinstance(value, (list, tuple, set)) else frame[column] == value]
-    return frame
 
 
 @dataclass
@@ -68,13 +39,11 @@ class Journal:
         header: its first line.
         lines: its rows, each with `cell`, `seed`, `row` (from 0), `of` (number of rows of this cell and seed),
             `seconds` (of this cell and seed) and `measured`.
-        fresh: whether `begin` starts the file anew.
     """
 
     path: Path
     header: dict[str, Any]
     lines: list[dict[str, Any]] = field(default_factory=list)
-    fresh: bool = True
 
     @classmethod
     def open(cls, made: Recipe, argv: Sequence[str]) -> Journal:
@@ -87,13 +56,10 @@ class Journal:
         check_out(out, made.call())
         path = out / f"{made.name}.jsonl"
         header = {
-            "made_by": MADE_BY,
-            "recipe": made.name,
-            "command": shlex.join(["regard", "reproduce", made.name, *argv]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "config": plain(to_mapping(made.config)),
+            "made_by": MADE_BY, "recipe": made.name, "command": shlex.join(["regard", "reproduce", made.name, *argv]),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "config": plain(to_mapping(made.config)),
             "installation": {**installation(), "hardware": hardware()},
-        }
+        }  # fmt: skip
         before, lines, finished = read_journal(path) if path.exists() else (None, [], False)
         if finished or before is None:
             return cls(path, header)
@@ -105,7 +71,7 @@ class Journal:
                 f"{made.call()}: {path} is an unfinished run with other options ({was}); give the same options to "
                 f"continue it, delete it, or choose another folder with --out."
             )
-        return cls(path, before, lines, fresh=False)
+        return cls(path, before, lines)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Write the first line of a new journal; drop the half-written last line of an old one."""
@@ -196,13 +162,6 @@ def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
     return kind(config), results
 
 
-def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return rows as a frame; its columns are in the order in which they first come."""
-    import pandas as pd
-
-    return pd.DataFrame.from_records(list(rows))
-
-
 def plain(value: Any) -> Any:
     """Return data for JSON: None for numbers that are not finite, text for paths."""
     if isinstance(value, Mapping):
@@ -218,20 +177,15 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def significant(x: Any, digits: int = 4) -> float:
-    """Return a number rounded to significant digits, to be stored."""
-    return float(f"{float(x):.{digits}g}")
-
-
 def _key(cell: Cell, seed: int) -> str:
     return json.dumps([cell, seed], sort_keys=True)
 
 
-def check_out(out: Path, call: str) -> None:
-    """Check that a recipe may write to `out`. Nothing is changed.
+def existing_parent(out: Path, call: str) -> Path:
+    """Return the nearest folder that exists, `out` itself or one above it.
 
     Raises:
-        ArgumentError: it is a file, holds what no recipe wrote, or cannot be written.
+        ArgumentError: `out` is a file, or cannot be written.
     """
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
@@ -240,6 +194,16 @@ def check_out(out: Path, call: str) -> None:
         home = home.parent
     if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
         raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
+    return home
+
+
+def check_out(out: Path, call: str) -> None:
+    """Check that a recipe may write to `out`. Nothing is changed.
+
+    Raises:
+        ArgumentError: it is a file, holds what no recipe wrote, or cannot be written.
+    """
+    existing_parent(out, call)
     if out.is_dir() and any(out.iterdir()) and not any(_is_result(path) for path in out.glob("*.json*")):
         raise ArgumentError(
             f"{call}: --out {out} is not empty and holds no result of `{MADE_BY}`; choose another folder (nothing "

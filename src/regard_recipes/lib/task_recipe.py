@@ -14,15 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from .intervals import Estimate, paired
-from .pivots import interval, pivot, stat
-from .plots import lines
-from .recipe import Cell, Recipe, RecipeConfig
-from .results import Results, select
+from .claims import Estimate, paired
+from .display import interval, lines, pivot, stat
+from .recipe import Cell, Frame, Recipe, RecipeConfig, Results, select
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from regard.tasks import TokenTask
 
 
@@ -90,12 +86,8 @@ class TaskRecipe(Recipe):
         return {"floors": {name: task.floor(count=64) for name, task in self.training_tasks().items()}}
 
     def cells(self) -> Sequence[Cell]:
-        return [
-            {"task": task, "model": model, "rate": rate}
-            for task in self.training_tasks()
-            for model in self.models
-            for rate in self.config.rates
-        ]
+        return [{"task": task, "model": model, "rate": rate}
+                for task in self.training_tasks() for model in self.models for rate in self.config.rates]  # fmt: skip
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         import torch
@@ -124,7 +116,7 @@ class TaskRecipe(Recipe):
             for metric, found in score_task(model, test, examples=own.examples).items():
                 yield {"kind": "test", "test": name, "metric": metric, "score": found.mean}
 
-    def chosen(self, results: Results, kind: str = "test") -> pd.DataFrame:
+    def chosen(self, results: Results, kind: str = "test") -> Frame:
         """Return the rows of a kind at each model's best rate on each task."""
         runs = results.select(kind="run")
         mean = runs.groupby(["task", "model", "rate"], sort=False)["validation"].mean()
@@ -136,7 +128,7 @@ class TaskRecipe(Recipe):
         ]
         return rows[keep]
 
-    def scores(self, results: Results, metric: str = "", **where: Any) -> pd.DataFrame:
+    def scores(self, results: Results, metric: str = "", **where: Any) -> Frame:
         """Return the test scores at the chosen rates, one row for each seed, of one metric (`metric` by default)."""
         return select(self.chosen(results), metric=metric or self.metric, **where)
 

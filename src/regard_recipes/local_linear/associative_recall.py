@@ -14,9 +14,8 @@ from regard.tasks import TokenTask
 from regard.tasks.mqar import MQAR
 
 from ..lib.claims import Claim, one
-from ..lib.pivots import interval, pivot
-from ..lib.recipe import recipe
-from ..lib.results import Results
+from ..lib.display import interval, pivot
+from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
 PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
@@ -38,12 +37,9 @@ STATES = ("linear", "delta rule", "gated delta rule", "Mesa")
 class RecallConfig(TaskRecipeConfig):
     """Train models on MQAR with several numbers of pairs, and score them."""
 
-    pairs: tuple[int, ...] = (4, 8, 16)
-    """Numbers of pairs; a sequence is eight times as long."""
-    vocabulary: int = 256
-    """Tokens; the paper has 8192."""
-    width: int = 64
-    """Channels, of one head."""
+    pairs: tuple[int, ...] = (4, 8, 16)  # Numbers of pairs; a sequence is eight times as long.
+    vocabulary: int = 256  # Tokens; the paper has 8192.
+    width: int = 64  # Channels, of one head.
     rates: tuple[float, ...] = (1e-3, 3e-3)
     """Learning rates, of which each model takes the one with the best mean score on the validation split."""
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +23,9 @@ from regard.checks import ArgumentError
 from regard.grammar import Spec
 from regard.pairwise.attention import attention
 
-from ..lib.claims import Claim
-from ..lib.intervals import Estimate, log_slope, paired
-from ..lib.pivots import Show, first, interval, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ..lib.claims import Claim, log_slope, paired
+from ..lib.display import Show, first, interval, lines, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
 PAPER = "Local Linear Attention"
 KERNEL = "epanechnikov*fixed(bias=1,empty=nearest)*euclidean"
@@ -54,16 +48,11 @@ class BoundaryBiasConfig(RecipeConfig):
 
     seeds: int = 24
     """Independent designs for each n."""
-    dims: tuple[int, ...] = (1, 2)
-    """Dimensions of the design, each from 1 to 3."""
-    sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
-    """Numbers n of design points."""
-    noise: float = 0.5
-    """Standard deviation of the noise on values."""
-    radii: int = 96
-    """Evaluation points along a radius."""
-    directions: int = 4
-    """Radii (in one dimension there are two)."""
+    dims: tuple[int, ...] = (1, 2)  # Dimensions of the design, each from 1 to 3.
+    sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # Numbers n of design points.
+    noise: float = 0.5  # Standard deviation of the noise on values.
+    radii: int = 96  # Evaluation points along a radius.
+    directions: int = 4  # Radii (in one dimension there are two).
 
 
 class Places(NamedTuple):
@@ -170,7 +159,7 @@ class BoundaryBias(Recipe):
         note = f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n."
         made = [
             Claim(PAPER, "propositions 2.1 and 2.2", f"The error of {name} regression falls as {LAWS[name]}",
-                  {f"d = {d}": shift(log_slope(of(name, d), "n", "whole"), -theory(d)) for d in dims},
+                  {f"d = {d}": log_slope(of(name, d), "n", "whole").plus(-theory(d)) for d in dims},
                   "within", NEAR, NEAR, note=note)
             for name, theory in THEORY.items()
         ]  # fmt: skip
@@ -218,7 +207,7 @@ class BoundaryBias(Recipe):
         ]
 
 
-def best(results: Results) -> pd.DataFrame:
+def best(results: Results) -> Frame:
     """Return the rows with the bandwidth that has the least mean error; for the global estimator, whose error does not
     depend on it, with the bandwidth of the local constant."""
     import pandas as pd
@@ -229,8 +218,3 @@ def best(results: Results) -> pd.DataFrame:
         place = {name: int(means[name].idxmin()) for name in (CONSTANT, LINEAR)}
         parts += [select(rows, estimator=name, place=place.get(name, place[CONSTANT])) for name in THEORY]
     return pd.concat(parts)
-
-
-def shift(estimate: Estimate, by: float) -> Estimate:
-    """Return an estimate plus a constant."""
-    return replace(estimate, mean=estimate.mean + by, low=estimate.low + by, high=estimate.high + by)

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,16 +27,10 @@ from regard.grammar import SolveStatus
 from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
 
-from ..lib.claims import Claim, one
-from ..lib.intervals import exact
-from ..lib.pivots import MISSING, Show, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select, significant
+from ..lib.claims import Claim, exact, one
+from ..lib.display import MISSING, Show, first, lines, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = 128  # rows to one number of the iterations by block
@@ -49,20 +43,13 @@ TARGETS = {0.1: 0.016, 0.01: 0.056}  # ridge to the relative error of bfloat16 i
 class NumericsConfig(RecipeConfig):
     """Measure the error of local linear attention against solver steps, tolerance, ridge and precision."""
 
-    families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")
-    """Kinds of data."""
-    ridges: tuple[float, ...] = (1.0, 0.1, 0.01)
-    """Ridges, relative to the kernel weight."""
-    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Budgets of conjugate gradients, in steps."""
-    tols: tuple[float, ...] = (1e-2, 1e-3, 1e-4)
-    """Budgets of conjugate gradients, in relative residuals."""
-    length: int = 1024
-    """Positions."""
-    dim: int = 64
-    """Channels of queries, keys and values."""
-    draws: int = 2
-    """Independent heads of every kind of data."""
+    families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")  # Kinds of data.
+    ridges: tuple[float, ...] = (1.0, 0.1, 0.01)  # Ridges, relative to the kernel weight.
+    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # Budgets of conjugate gradients, in steps.
+    tols: tuple[float, ...] = (1e-2, 1e-3, 1e-4)  # Budgets of conjugate gradients, in relative residuals.
+    length: int = 1024  # Positions.
+    dim: int = 64  # Channels of queries, keys and values.
+    draws: int = 2  # Independent heads of every kind of data.
 
 
 Data = tuple[Tensor, Tensor, Tensor]
@@ -89,12 +76,8 @@ def draw(config: NumericsConfig, family: str, head: int, seed: int = 0) -> Data:
 
 
 class Case(NamedTuple):
-    """One kind of data, rounded to its dtype and held as float32, with dense solutions.
-
-    Attributes:
-        truth: by ridge, outputs [H, T, D] in float64.
-        floors: for bfloat16 only; by name and ridge, outputs of dense float32 solutions: "rounding", rounded once, and
-            "floor", their last stage in emulated bfloat16.
+    """One kind of data, rounded to its dtype and held as float32, with dense solutions [H, T, D] by ridge: the truth in
+    float64; for bfloat16 also in float32: "rounding", rounded once, and "floor", its last stage in emulated bfloat16.
     """
 
     dtype: str
@@ -154,10 +137,8 @@ def run_regard(case: Case, ridge: float, solver: Solver) -> tuple[dict[str, Any]
             q, k, v, ridge=ridge, solver=solver, is_causal=True, impl="blocked", return_diagnostics=True
         )
     steps, residual, status = (found.solver[name][0] for name in ("iterations", "residual", "status"))
-    blocks = [
-        {"position": (i + 0.5) * BLOCK, "mean_steps": significant(part.mean()), "max_steps": int(part.max())}
-        for i, part in enumerate(steps.split(BLOCK, -1))
-    ]
+    blocks = [{"position": (i + 0.5) * BLOCK, "mean_steps": significant(part.mean()), "max_steps": int(part.max())}
+              for i, part in enumerate(steps.split(BLOCK, -1))]  # fmt: skip
     return errors(out[0], case.truth[ridge]) | {
         "mean_steps": significant(steps.mean()), "max_steps": int(steps.max()),
         "mean_residual": significant(residual.mean()), "max_residual": significant(residual.max()),
@@ -234,11 +215,10 @@ class Numerics(Recipe):
         index = ["data", "ridge", "dtype"]
         note = "Against a float64 Cholesky solution of the same (rounded) inputs; budgets of conjugate gradients."
         by_budget = lambda column: pivot(found, index, {"": said(column)}, columns="budget", note=note)  # noqa: E731
-        made = {
-            "Relative error of the output": by_budget("relative"),
-            "Absolute error of the output (root mean square)": by_budget("absolute"),
-            "Largest relative error of a row": by_budget("worst_row"),
-        }
+        made = {title: by_budget(column) for title, column in (
+            ("Relative error of the output", "relative"),
+            ("Absolute error of the output (root mean square)", "absolute"),
+            ("Largest relative error of a row", "worst_row"))}  # fmt: skip
         low = frame[(frame["dtype"] == "bfloat16") & (
             (frame["budget"] == "default") & (frame["kind"] == "budget") | (frame["kind"] == "floor")
             | (frame["step"].isin([16, EMULATED])))]  # fmt: skip
@@ -250,9 +230,8 @@ class Numerics(Recipe):
             "bfloat16. The schemes, with numbers of steps, multiply in it throughout; q-centred is the paper's. [n]: "
             "rows not finite, left out.",
         )  # fmt: skip
-        solver: Show = lambda rows: (  # noqa: E731
-            f"{rows['mean_steps'].iloc[0]:.3g} ({rows['max_steps'].iloc[0]:g}); {said('max_residual')(rows)}"
-        )
+        steps_of, most_of = first("mean_steps", "{:.3g}"), first("max_steps", "{:g}")
+        solver: Show = lambda rows: f"{steps_of(rows)} ({most_of(rows)}); {said('max_residual')(rows)}"  # noqa: E731
         total: Callable[[str], Show] = lambda column: lambda rows: f"{rows[column].sum():g}"  # noqa: E731
         limited = found[~found["budget"].str.startswith("steps")]
         note = "Mean (largest) iterations of a row; largest true relative residual of a row."
@@ -300,7 +279,7 @@ def target(where: str, wording: str, estimates: Any, margin: float, note: str = 
 def said(column: str, lost: bool = False) -> Show:
     """Return a function that shows a small number, with how many rows are not finite."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         x, gone = rows[column].iloc[0], rows["not_finite"].iloc[0]
         text = MISSING if x is None or x != x else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e+")
         return f"{text} [{gone:g}]" if lost and gone else text

@@ -11,6 +11,7 @@ Legend: q, k, v [T, D] of one head; w [T, T] kernel weights, causal; p the same 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -142,6 +143,40 @@ def covariance(
 
     for step, t in iterates(lambda d: product(p * slopes(d), y) + ridge * d, x - mean, steps, guarded=True):
         yield step, product(p * (1 + slopes(t)), v)
+
+
+def q_centred_blocks(
+    k: Tensor, v: Tensor, ridges: Sequence[float], counts: Sequence[int], strict: bool
+) -> dict[tuple[float, int], tuple[Tensor, Tensor]]:
+    """Solve BD-LLA as the paper defines it, for one sequence with q = k [T, d], in float64: the diagonal blocks of
+    Sigma = sum w (k - q)(k - q)^T + ridge omega, o = sum w (1 - (k - q) . rho) v / delta, rho = Sigma^-1 mu. Return by
+    ridge and number of blocks the predictions [T, dv], 0 where nothing is seen, and delta / omega [T], 1 there."""
+    k, v = k.double(), v.double()
+    length, dim = k.shape
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(0 if strict else 1)
+    p = ((k @ k.T) * dim**-0.5).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+    mass = p.sum(-1, keepdim=True)
+    near = p @ k - mass * k  # mu / omega
+    pairs = (k[:, :, None] * k[:, None, :]).flatten(1)
+    slopes: dict[tuple[float, int], list[Tensor]] = {at: [] for at in itertools.product(ridges, counts)}
+    for start in range(0, length, ROWS):
+        at = slice(start, start + ROWS)
+        q, mu = k[at], near[at]
+        cross = mu[:, :, None] * q[:, None, :]
+        own = (mass[at] * q)[:, :, None] * q[:, None, :]
+        sigma = (p[at] @ pairs).unflatten(-1, (dim, dim)) - cross - cross.mT - own
+        for (ridge, count), parts in slopes.items():
+            shape = (count, dim // count)
+            tiled = sigma.unflatten(-1, shape).unflatten(-3, shape)
+            block = tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3) + ridge * torch.eye(shape[1], dtype=k.dtype)
+            parts.append(torch.linalg.solve(block, mu.unflatten(-1, shape)[..., None]).flatten(-3))
+    found = {}
+    for key, parts in slopes.items():
+        rho = torch.cat(parts)
+        delta = 1 - (near * rho).sum(-1)
+        tilted = p * (1 - rho @ k.T + (rho * k).sum(-1, keepdim=True))
+        found[key] = tilted @ v / delta[:, None], delta
+    return found
 
 
 SCHEMES: dict[str, Scheme] = {

@@ -9,13 +9,12 @@ keys, where there is no denominator. Both are measured, with every ridge.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,21 +27,16 @@ from regard.pairwise.local_linear_attention import local_linear_attention
 from regard.recurrent.mesa import mesa_attention
 from regard.tasks import ConeRegression
 
-from ..lib.claims import Claim
-from ..lib.intervals import Estimate, exact, mean_interval, unpaired
-from ..lib.pivots import MISSING, Show, first, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select, significant
+from ..lib.claims import Claim, Estimate, exact, mean_interval, unpaired
+from ..lib.display import MISSING, Show, first, lines, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
+from .lla_numerics_schemes import q_centred_blocks
 from .lla_variants_cost import COSTS, Sizes
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PAPER = "Local Linear Attention"
 SELF, PAST = "self-included", "strictly-past"
 SIGMA = "blocks of Sigma"  # the paper's
-ROWS = 128  # rows whose matrices are formed at a time, and the B of the formulas: regard's own blocks of queries
+ROWS = 128  # the B of the formulas: regard's own blocks of queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +45,17 @@ class VariantsConfig(RecipeConfig):
 
     workers: int = 1
     """Cells measured at the same time; more than one spoils the times."""
-    dim: int = 64
-    """Channels of keys and values, a power of two: blocks are its divisors."""
-    length: int = 1024
-    """Positions of a sequence."""
-    segment: int = 256
-    """Positions for which the map stays the same."""
-    sequences: int = 8
-    """Sequences."""
-    noise: float = 0.1
-    """Standard deviation of a value around the map."""
-    ridges: tuple[float, ...] = (0.1, 1.0)
-    """Ridges, relative to the kernel weight."""
-    windows: tuple[int, ...] = (32, 64, 128, 256, 512)
-    """Keys that a query sees with a sliding window."""
-    steps: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Budgets of conjugate gradients, in steps."""
+    dim: int = 64  # Channels of keys and values, a power of two: blocks are its divisors.
+    length: int = 1024  # Positions of a sequence.
+    segment: int = 256  # Positions for which the map stays the same.
+    sequences: int = 8  # Sequences.
+    noise: float = 0.1  # Standard deviation of a value around the map.
+    ridges: tuple[float, ...] = (0.1, 1.0)  # Ridges, relative to the kernel weight.
+    windows: tuple[int, ...] = (32, 64, 128, 256, 512)  # Keys that a query sees with a sliding window.
+    steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # Budgets of conjugate gradients, in steps.
     tols: tuple[float, ...] = (1e-1, 1e-2, 1e-3)
     """Budgets of conjugate gradients, in relative residuals; the last one is that of the windows."""
-    repeats: int = 5
-    """Timings of every variant."""
+    repeats: int = 5  # Timings of every variant.
 
 
 class Call(NamedTuple):
@@ -141,11 +126,10 @@ def variants(config: VariantsConfig) -> list[Variant]:
     tol = config.tols[-1]
     made = [
         Variant("sdpa", "softmax", _sdpa, plain, takes_ridge=False),
-        Variant("softmax", "softmax", _softmax(None), plain, takes_ridge=False),
-        Variant("mesa", "mesa", _mesa, "mesa"),
+        Variant("softmax", "softmax", _softmax(None), plain, takes_ridge=False), Variant("mesa", "mesa", _mesa, "mesa"),
         Variant("auto", "exact", _local_linear(Auto()), kept),
         Variant("cholesky", "exact", _local_linear(Cholesky()), direct),
-    ]
+    ]  # fmt: skip
     made += [Variant(f"tol {t:g}", "tolerances", _local_linear(ConjugateGradient(tol=t)), kept) for t in config.tols]
     made += [Variant(f"steps {n}", "steps", _local_linear(ConjugateGradient(max_iter=n)), kept) for n in config.steps]
     made += [Variant(f"blocks {g}", "blocks", _local_linear(BlockDiagonal(g)), parts, blocks=g)
@@ -228,16 +212,22 @@ class Variants(Recipe):
             yield from self.blocks_of_sigma(data)
             return
         (variant,) = (v for v in variants(self.config) if v.name == cell["variant"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
+            yield from self.errors_and_times(variant, data, cell["ridge"] or 0.0)
+
+    def errors_and_times(self, variant: Variant, data: Data, ridge: float) -> Iterator[dict[str, Any]]:
+        """Yield a row for each protocol."""
         found: dict[str, dict[str, Any]] = {}
         for protocol in (SELF, PAST):
-            out, steps = _run(variant, data, cell["ridge"], protocol == PAST, True)
+            out, steps = variant.run(Call(data.keys, data.values, ridge, protocol == PAST, True))
             direct = variant.cost.endswith("direct")
             count = None if steps is None or direct else significant(steps.double().mean().item())
             found[protocol] = {"protocol": protocol, **data.share(out), "steps": count}
         times = []
         for _ in range(self.config.repeats):
             start = time.perf_counter()
-            _run(variant, data, cell["ridge"], False, False)
+            variant.run(Call(data.keys, data.values, ridge, False, False))
             times.append(1e6 * (time.perf_counter() - start) / (len(data.keys) * self.config.length))
         cost, sizes = COSTS[variant.cost], variant.sizes(self.config, found[SELF]["steps"])
         numbers = {
@@ -253,18 +243,14 @@ class Variants(Recipe):
     def blocks_of_sigma(self, data: Data) -> Iterator[dict[str, Any]]:
         """Yield error and the share of rows with delta <= 0 of the paper's blocks."""
         for protocol in (SELF, PAST):
-            each = [
-                q_centred_blocks(k, v, self.config.ridges, blocks(self.config.dim), protocol == PAST)
-                for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)
-            ]
+            each = [q_centred_blocks(k, v, self.config.ridges, blocks(self.config.dim), protocol == PAST)
+                    for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)]  # fmt: skip
             for ridge, count in each[0]:
                 out = torch.stack([one[ridge, count][0] for one in each])[:, None]
                 delta = torch.stack([one[ridge, count][1] for one in each])[:, data.later]
-                yield {
-                    "variant": f"{SIGMA} {count}", "ridge": ridge, "group": SIGMA, "blocks": count,
-                    "protocol": protocol, **data.share(out),
-                    "not_positive": significant((delta <= 0).double().mean().item()),
-                }  # fmt: skip
+                yield {"variant": f"{SIGMA} {count}", "ridge": ridge, "group": SIGMA, "blocks": count,
+                       "protocol": protocol, **data.share(out),
+                       "not_positive": significant((delta <= 0).double().mean().item())}  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
         frame, ridges = results.frame, self.config.ridges
@@ -283,15 +269,15 @@ class Variants(Recipe):
             Claim(PAPER, "section 4", "Local linear attention errs less than softmax attention",
                   {f"ridge {r:g}, {p}": unpaired(full[r, p], softmax[r, p]) for r, p in at}, "below", 0, 0.05,
                   note=f"{unit}, local linear less softmax."),
-            Claim(PAPER, "appendix E", "A sliding window (SW-LLA) loses no accuracy", apart(["windows"]), "at most", 0,
-                  0.05, note=f"{unit}, window less all keys.", digits=4),
-            Claim(PAPER, "appendix E", "Diagonal blocks of the covariance lose no accuracy", apart(["blocks"]),
-                  "at most", 0, 0.05, note=f"{unit}, blocks less full.", digits=4),
+            *(Claim(PAPER, "appendix E", wording, apart([group]), "at most", 0, 0.05, note=f"{unit}, {less}.", digits=4)
+              for wording, group, less in (
+                  ("A sliding window (SW-LLA) loses no accuracy", "windows", "window less all keys"),
+                  ("Diagonal blocks of the covariance lose no accuracy", "blocks", "blocks less full"))),
             Claim(PAPER, "appendix E", "The denominator delta of BD-LLA is positive", shares, "at most", 0,
                   note="Share of rows with delta <= 0 for diagonal blocks of Sigma, more than one block."),
         ]  # fmt: skip
 
-    def estimate(self, frame: pd.DataFrame, variant: str, ridge: float, protocol: str) -> Estimate:
+    def estimate(self, frame: Frame, variant: str, ridge: float, protocol: str) -> Estimate:
         """Return the error of a variant over sequences; variants without ridge have it at all ridges."""
         rows = select(frame, variant=variant, protocol=protocol)
         (row,) = rows[(rows["ridge"] == ridge) | rows["ridge"].isna()].itertuples()
@@ -303,9 +289,8 @@ class Variants(Recipe):
         error: Callable[[str], Show] = lambda protocol: lambda r: _pair(select(r, protocol=protocol))  # noqa: E731
         values = {SELF: error(SELF), PAST: error(PAST), "µs a query": first("microseconds", "{:.3g}"),
                   "steps": first("steps", "{:.3g}")}  # fmt: skip
-        mine: Show = lambda rows: _pair(  # noqa: E731
-            select(own, group="blocks", **{name: rows[name].iloc[0] for name in ("ridge", "protocol", "blocks")})
-        )
+        same = ["ridge", "protocol", "blocks"]
+        mine: Show = lambda rows: _pair(select(own, group="blocks", **rows[same].iloc[0]))  # noqa: E731
         note = (
             f"Squared error after the first segment in units of the zero predictor's, ± half the 95 % interval over "
             f"{self.config.sequences} sequences; forward, median of {self.config.repeats} timings, self-included."
@@ -321,7 +306,7 @@ class Variants(Recipe):
             ),
         }  # fmt: skip
 
-    def cost_table(self, own: pd.DataFrame) -> Any:
+    def cost_table(self, own: Frame) -> Any:
         """Return a row for every form of Table 1, and below it the variants that were measured, at the first ridge."""
         from regard.inspect.tables import Table
 
@@ -366,48 +351,6 @@ class Variants(Recipe):
         ]
 
 
-def _run(
-    variant: Variant, data: Data, ridge: float | None, strict: bool, counted: bool
-) -> tuple[Tensor, Tensor | None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
-        return variant.run(Call(data.keys, data.values, ridge or 0.0, strict, counted))
-
-
-def _pair(rows: pd.DataFrame) -> str:
+def _pair(rows: Frame) -> str:
     (row,) = rows.itertuples()
     return f"{row.error:.3g} ± {row.half:.1g}"
-
-
-def q_centred_blocks(
-    k: Tensor, v: Tensor, ridges: Sequence[float], counts: Sequence[int], strict: bool
-) -> dict[tuple[float, int], tuple[Tensor, Tensor]]:
-    """Solve BD-LLA as the paper defines it, for one sequence with q = k [T, d], in float64: the diagonal blocks of
-    Sigma = sum w (k - q)(k - q)^T + ridge omega, o = sum w (1 - (k - q) . rho) v / delta, rho = Sigma^-1 mu. Return by
-    ridge and number of blocks the predictions [T, dv], 0 where nothing is seen, and delta / omega [T], 1 there."""
-    k, v = k.double(), v.double()
-    length, dim = k.shape
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(0 if strict else 1)
-    p = ((k @ k.T) * dim**-0.5).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
-    mass = p.sum(-1, keepdim=True)
-    near = p @ k - mass * k  # mu / omega
-    pairs = (k[:, :, None] * k[:, None, :]).flatten(1)
-    slopes: dict[tuple[float, int], list[Tensor]] = {at: [] for at in itertools.product(ridges, counts)}
-    for start in range(0, length, ROWS):
-        at = slice(start, start + ROWS)
-        q, mu = k[at], near[at]
-        cross = mu[:, :, None] * q[:, None, :]
-        own = (mass[at] * q)[:, :, None] * q[:, None, :]
-        sigma = (p[at] @ pairs).unflatten(-1, (dim, dim)) - cross - cross.mT - own
-        for (ridge, count), parts in slopes.items():
-            shape = (count, dim // count)
-            tiled = sigma.unflatten(-1, shape).unflatten(-3, shape)
-            block = tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3) + ridge * torch.eye(shape[1], dtype=k.dtype)
-            parts.append(torch.linalg.solve(block, mu.unflatten(-1, shape)[..., None]).flatten(-3))
-    found = {}
-    for key, parts in slopes.items():
-        rho = torch.cat(parts)
-        delta = 1 - (near * rho).sum(-1)
-        tilted = p * (1 - rho @ k.T + (rho * k).sum(-1, keepdim=True))
-        found[key] = tilted @ v / delta[:, None], delta
-    return found

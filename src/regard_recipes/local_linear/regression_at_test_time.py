@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,16 +25,10 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.tasks import ConeRegression
 
-from ..lib.claims import Claim, Says, one
-from ..lib.intervals import Estimate, exact, ratio_interval
-from ..lib.pivots import MISSING, Show, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select, significant
+from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
+from ..lib.display import MISSING, Show, lines, pivot
+from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .regression_at_test_time_methods import Method, methods
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PAPER = "Local Linear Attention"
 SELF, PAST = PROTOCOLS = ("self-included", "strictly-past")
@@ -61,31 +55,22 @@ class RegressionConfig(RecipeConfig):
     """Kernels, each measured as a local constant and as a local linear model."""
     residuals: tuple[str, ...] = ("softmax+mesa", "softmax+linear", "biweight+mesa")
     """Kernels on the residuals of a linear state (equation 9): KERNEL+mesa or KERNEL+linear."""
-    dims: tuple[int, ...] = (8, 16, 32, 64, 128)
-    """Channels of keys and values."""
-    segments: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
-    """Positions for which the map stays the same."""
-    length: int = 1024
-    """Positions of a sequence."""
+    dims: tuple[int, ...] = (8, 16, 32, 64, 128)  # Channels of keys and values.
+    segments: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)  # Positions for which the map stays the same.
+    length: int = 1024  # Positions of a sequence.
     sequences: int = 32
     """Sequences of every cell with at most 32 channels, in proportion fewer of wider ones, whose errors are means over
     more channels; the paper has 10,000."""
-    held_out: int = 2
-    """Sequences of another seed, on which scale and ridge are chosen."""
-    tol: float = 1e-3
-    """Relative residual at which the systems of local linear models count as solved."""
-    noise: float = 0.1
-    """Standard deviation of a value around the map."""
+    held_out: int = 2  # Sequences of another seed, on which scale and ridge are chosen.
+    tol: float = 1e-3  # Relative residual at which the systems of local linear models count as solved.
+    noise: float = 0.1  # Standard deviation of a value around the map.
     query_noise: tuple[float, ...] = (0.1, 0.3, 1.0)
     """Standard deviations of a query around its key, for the sweep; the grid of dims and segments has none."""
-    noisy_segment: int = 128
-    """The segment of that sweep."""
-    ridge: float = 0.1
-    """The ridge of what is measured as given."""
+    noisy_segment: int = 128  # The segment of that sweep.
+    ridge: float = 0.1  # The ridge of what is measured as given.
     scales: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
     """The scales to choose from, in units of the scale that a method has by itself."""
-    ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)
-    """The ridges to choose from."""
+    ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)  # The ridges to choose from.
 
 
 def task(config: RegressionConfig, cell: Cell) -> ConeRegression:
@@ -196,18 +181,20 @@ class Regression(Recipe):
     def claims(self, results: Results) -> list[Claim]:
         clean = select(in_view(results), **{"query noise": 0.0})
         wide = clean[(clean["d"] >= 16) & (clean["S"] < self.config.length)]
-        least = least_share(select(clean, protocol=SELF), "mesa", "first")
+        cells = (
+            select(clean, protocol=SELF, method=list(PAPERS)).groupby(["d", "S", "method"])["first"].mean().unstack()
+        )
+        least = float((cells[list(PAPERS)].idxmin(axis=1) == "mesa").mean())
         note = "Error of LLA over that of softmax after the first segment, each cell with d >= 16, {}."
-        made: list[tuple[str, dict[str, Estimate], Says, str]] = [
-            ("LLA adapts to a changed map better than softmax attention", ratios(select(wide, protocol=SELF), "later"),
-             "below", note.format("self-included")),
-            ("Mesa has the least error in the first segment", one(exact(least)), "at least",
+        over = {protocol: ratios(select(wide, protocol=protocol), "later") for protocol in PROTOCOLS}
+        return claims_of(PAPER, [
+            ("section 4", "LLA adapts to a changed map better than softmax attention", over[SELF], "below", 1,
+             note.format("self-included")),
+            ("section 4", "Mesa has the least error in the first segment", exact(least), "at least", 1,
              f"Share of cells, self-included, of {', '.join(PAPERS)}."),
-            ("The same without the pair itself among the data", ratios(select(wide, protocol=PAST), "later"), "below",
+            ("section 4", "The same without the pair itself among the data", over[PAST], "below", 1,
              note.format("strictly-past, scale and ridge chosen")),
-        ]  # fmt: skip
-        return [Claim(PAPER, "section 4", wording, found, says, 1, 0.1, note=text)
-                for wording, found, says, text in made if found]  # fmt: skip
+        ], effect=0.1)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         shown = in_view(results)
@@ -267,39 +254,28 @@ class Regression(Recipe):
         ]
 
 
-def least_share(rows: pd.DataFrame, method: str, part: str) -> float:
-    """Return the share of cells in which a method has the least error of those that the paper compares."""
-    cells = [cell.groupby("method")[part].mean()[list(PAPERS)] for _, cell in rows.groupby(["d", "S"])]
-    return sum(means.idxmin() == method for means in cells) / len(cells)
-
-
-def in_view(results: Results, kind: str = "error") -> pd.DataFrame:
+def in_view(results: Results, kind: str = "error") -> Frame:
     """Return the rows that figures and tables show: self-included as given, strictly past as chosen."""
     rows = results.select(kind=kind)
     return rows[rows["how"] == rows["protocol"].map(SHOWN)]
 
 
-def points(rows: pd.DataFrame, length: int) -> pd.DataFrame:
+def points(rows: Frame, length: int) -> Frame:
     """Return curves with a row for each point."""
     import pandas as pd
 
-    long = [
-        {"method": row.method, "position": (i + 0.5) * length / len(row.curve), "error": error}
-        for row in rows.itertuples() for i, error in enumerate(row.curve) if error > 0
-    ]  # fmt: skip
+    long = [(row.method, (i + 0.5) * length / len(row.curve), error)
+            for row in rows.itertuples() for i, error in enumerate(row.curve) if error > 0]  # fmt: skip
     return pd.DataFrame(long, columns=["method", "position", "error"])
 
 
-def ratios(rows: pd.DataFrame, part: str) -> dict[str, Estimate]:
+def ratios(rows: Frame, part: str) -> dict[str, Estimate]:
     """Return the error of LLA over that of softmax for each d and S."""
-    found = {}
-    for (d, s), cell in rows.groupby(["d", "S"]):
-        base, own = (select(cell, method=name)[part] for name in ("softmax", LLA))
-        found[f"d = {d}, S = {s}"] = ratio_interval(own, base)
-    return found
+    return {f"d = {d}, S = {s}": ratio_interval(*(select(cell, method=name)[part] for name in (LLA, "softmax")))
+            for (d, s), cell in rows.groupby(["d", "S"])}  # fmt: skip
 
 
-def versus(rows: pd.DataFrame, base: pd.DataFrame, part: str) -> str:
+def versus(rows: Frame, base: Frame, part: str) -> str:
     """Return the ratio of the error of rows to that of base in the same cell, as text."""
     same = select(base, **{name: rows[name].iloc[0] for name in KEY})
     return MISSING if rows[part].isna().all() else ratio_interval(rows[part], same[part]).text(3)

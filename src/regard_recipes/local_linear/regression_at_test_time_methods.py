@@ -37,14 +37,9 @@ class Method(NamedTuple):
 
 
 def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: int) -> list[Method]:
-    """Return every estimator of the recipe: kernels as local constants and local linear models, linear states, kernels
-    on the residuals of a state (equation 9), and two that look at nothing.
-
-    Args:
-        specs: kernels.
-        residuals: "KERNEL+STATE", the kernel on the residuals of a state of `STATES`.
-        tol: residual at which the systems of local linear models count as solved.
-        seed: of the random predictor.
+    """Return every estimator: kernels (`specs`) as local constants and as local linear models solved to `tol`, linear
+    states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
+    of which one draws with `seed`.
 
     Raises:
         ArgumentError: an unknown kernel or state, or a local linear model where a kernel is expected.

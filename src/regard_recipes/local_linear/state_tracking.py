@@ -15,9 +15,8 @@ from regard.tasks import TokenTask
 from regard.tasks.permutation_tracking import PermutationTracking
 
 from ..lib.claims import Claim
-from ..lib.pivots import interval, pivot
-from ..lib.recipe import recipe
-from ..lib.results import Results
+from ..lib.display import interval, pivot
+from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
 PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
@@ -34,16 +33,11 @@ MODELS: dict[str, dict[str, Any]] = {
 class StateTrackingConfig(TaskRecipeConfig):
     """Train models to follow items through swaps, and score them on places that were moved."""
 
-    places: tuple[int, ...] = (6,)
-    """Numbers of places N; the paper has 16, 24, 48 and 96."""
-    items: int = 32
-    """Items to choose from; the paper has 8192."""
-    questions: int = 4
-    """Questions of a sequence; the paper has 8."""
-    width: int = 64
-    """Channels."""
-    layers: int = 2
-    """Layers."""
+    places: tuple[int, ...] = (6,)  # Numbers of places N; the paper has 16, 24, 48 and 96.
+    items: int = 32  # Items to choose from; the paper has 8192.
+    questions: int = 4  # Questions of a sequence; the paper has 8.
+    width: int = 64  # Channels.
+    layers: int = 2  # Layers.
     rates: tuple[float, ...] = (1e-3, 3e-3)
     """Learning rates, of which each model takes the one with the best mean score on the validation split."""
     steps: int = 3000

@@ -36,14 +36,8 @@ _TABLES = {"entities.py", "locale.py", "_pydecimal.py"}
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentText:
-    """Two kinds of documents as tokens.
-
-    Attributes:
-        tokenizer: made from the part to learn, or a known one.
-        train_tokens: int32 [n], both kinds in equal parts, with an end-of-text token after each document.
-        kinds: "short" (packed) and "long" (the beginnings of documents) to held-out documents, int32 [D, L].
-        described: for people.
-    """
+    """Two kinds of documents as tokens: those to learn, int32 [n], both kinds in equal parts with an end-of-text token
+    after each document, and those held out, "short" (packed) and "long" (the beginnings of documents), int32 [D, L]."""
 
     tokenizer: PreTrainedTokenizerBase
     train_tokens: Tensor
@@ -59,13 +53,11 @@ class DocumentText:
 def read_documents(
     short: Path | None, long: Path | None, tokenizer: str, *, length: int, count: int, call: str
 ) -> DocumentText:
-    """Read documents, hold some out, and encode them.
+    """Read documents, hold `count` of `length` tokens of each kind out, and encode them.
 
     Args:
         short: a UTF-8 file of documents with empty lines between them; None for docstrings.
         long: a folder of UTF-8 files, a document each; None for modules.
-        tokenizer: a name of the trainer's tokenizers.
-        length, count: L and D of the held-out documents.
 
     Raises:
         ArgumentError: a text is missing, not UTF-8, or too short.
@@ -97,18 +89,17 @@ def read_documents(
                 f"{call}: there are {len(documents)} held-out {kind} documents of {length} tokens, expected {count}; "
                 f"give more --{kind} text, or fewer or shorter --documents."
             )
-    return DocumentText(
-        tokenizer=made,
-        train_tokens=_joined(piece for documents in learned for piece in beginnings(documents, most)),
-        kinds={kind: torch.stack(documents[:count]) for kind, documents in kinds.items()},
-        described={
-            "short": _source(short, "docstrings of the standard library", texts["short"]),
-            "long": _source(long, "modules of the standard library", texts["long"]),
-            "held out": f"one document of {HELD_OUT}; {count} x {length:,} tokens of each kind are read",
-            "tokens": f"{2 * most:,} to learn from, half of each kind, from the beginnings of all documents",
-            "tokenizer": f"{tokenizer}, {len(made):,} tokens",
-        },
-    )
+    described = {
+        "short": _source(short, "docstrings of the standard library", texts["short"]),
+        "long": _source(long, "modules of the standard library", texts["long"]),
+        "held out": f"one document of {HELD_OUT}; {count} x {length:,} tokens of each kind are read",
+        "tokens": f"{2 * most:,} to learn from, half of each kind, from the beginnings of all documents",
+        "tokenizer": f"{tokenizer}, {len(made):,} tokens",
+    }
+    pieces = (document[: round(most / sum(map(len, documents)) * len(document))]
+              for documents in learned for document in documents)  # fmt: skip
+    stacked = {kind: torch.stack(documents[:count]) for kind, documents in kinds.items()}
+    return DocumentText(tokenizer=made, train_tokens=_joined(pieces), kinds=stacked, described=described)
 
 
 def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -117,19 +108,12 @@ def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for i, text in enumerate(order) if i % HELD_OUT], order[::HELD_OUT]
 
 
-def beginnings(documents: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Return the same share of every document, from its beginning: about `count` tokens in all."""
-    share = count / max(1, sum(map(len, documents)))
-    return [document[: round(share * len(document))] for document in documents]
-
-
 def _joined(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int32), *parts])
 
 
 def _source(path: Path | None, default: str, documents: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join(sorted(documents)).encode()).hexdigest()
-    total = sum(map(len, documents))
+    digest, total = hashlib.sha256("\0".join(sorted(documents)).encode()).hexdigest(), sum(map(len, documents))
     return f"{default if path is None else path}: {len(documents):,} of {total:,} characters, SHA-256 {digest}"
 
 
@@ -181,11 +165,7 @@ def paragraphs(path: Path, call: str) -> list[str]:
 
 
 def files(path: Path, call: str) -> list[str]:
-    """Return the files of a folder, each a document.
-
-    Raises:
-        ArgumentError: there is no such folder, or a file is not UTF-8.
-    """
+    """Return the files of a folder, each a document; an ArgumentError says that there is no such folder."""
     from regard.training import load_text
 
     if not path.is_dir():

@@ -12,34 +12,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import torch
+from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
-from regard.tasks import NeedleResult, NeedleScore
 
-from ..fwpkm.memory_layouts import LACT, MEMORIES, RESTRICTED, Row, check_names
-from ..lib.claims import Claim
-from ..lib.intervals import Estimate, exact, share_interval, unpaired
+from ..fwpkm.memory_layouts import MEMORIES, RESTRICTED, Row
+from ..lib.claims import Claim, Estimate, exact, share_interval, unpaired
+from ..lib.display import MISSING, Show, first, lines, median, only, pivot
 from ..lib.language_training import Corpus, run_rows, train_language_model
-from ..lib.pivots import MISSING, Show, first, median, only, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, recipe
-from ..lib.results import Results, select
+from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
-from .needle_reading import PROTOCOLS, Protocol, read_and_answer
-from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
+from .needle_reading import KEPT_PROTOCOLS, PROTOCOLS, answer_rows
+from .needle_text import FINAL, learn_answers, needle_world
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
 GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
 LONG = 4096  # tokens from which the paper needs more reads
 COST = 0.25  # share of the answers that a memory without resets may lose
 TRAINING_TOKENS = 400_000
-AT_ONCE = 65_536  # tokens that are read side by side at most
 PROTOCOL_NAMES = {
     "whole": "written after the question (the paper)",
     "chunked": "the chunk of the training",
@@ -53,24 +42,16 @@ class NeedleConfig(LayoutConfig):
 
     memories: tuple[str, ...] = ("none", "FwPKM")
     """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
-    also: tuple[str, ...] = ("PKM+FwPKM", "FwMLP")
-    """Memories of the first layout, besides."""
+    also: tuple[str, ...] = ("PKM+FwPKM", "FwMLP")  # Memories of the first layout, besides.
     data: Path | None = None
     """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
-    words: int = 200
-    """How many of the commonest words are tokens of their own."""
-    needles: int = 5
-    """Needles in a haystack."""
-    digits: int = 2
-    """Of a needle's number; two of them are a token."""
-    lengths: tuple[int, ...] = (192, 768, 2048)
-    """Tokens of a haystack."""
-    reads: int = 4
-    """How often a haystack is read at most."""
-    samples: int = 24
-    """Haystacks of each length."""
-    kept: int = 3
-    """Haystacks that each of several streams reads without a reset in between; 0 for no such test."""
+    words: int = 200  # How many of the commonest words are tokens of their own.
+    needles: int = 5  # Needles in a haystack.
+    digits: int = 2  # Of a needle's number; two of them are a token.
+    lengths: tuple[int, ...] = (192, 768, 2048)  # Tokens of a haystack.
+    reads: int = 4  # How often a haystack is read at most.
+    samples: int = 24  # Haystacks of each length.
+    kept: int = 3  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
 
 
 @recipe("needle")
@@ -78,8 +59,8 @@ class Needle(LayoutRecipe):
     """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
 
     Config = NeedleConfig
-    limits: ClassVar = {"lengths": (1, math.inf), "reads": (1, math.inf), "samples": (1, math.inf),
-                        "needles": (1, math.inf), "words": (1, math.inf), "kept": (0, math.inf)}  # fmt: skip
+    limits: ClassVar = {**dict.fromkeys(("lengths", "reads", "samples", "needles", "words"), (1, math.inf)),
+                        "kept": (0, math.inf)}  # fmt: skip
     sizes: ClassVar = {
         "quick": {**QUICK, "words": 50, "context": 128, "chunk": 32, "steps": 10, "lengths": (64, 128), "reads": 2,
                   "samples": 8, "kept": 2},
@@ -120,7 +101,7 @@ class Needle(LayoutRecipe):
         seen, lengths, context = Seen(results), self.config.lengths, self.config.context
         short, long = lengths[0], lengths[-1]
         learned = {row.name: row for row in seen.learned(short)}
-        rest = [row.name for row in self.rows() if rereads(row) and row.name not in learned]
+        rest = [row.name for row in self.rows() if row.rereads and row.name not in learned]
         left_out = f" Left out, since they never answer {GOOD:.0%}: {', '.join(rest)}." if rest else ""
         never = "" if learned else f"no model answers {GOOD:.0%} at {short} tokens"
         whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
@@ -175,13 +156,14 @@ class Needle(LayoutRecipe):
             rows = seen.by_protocol(protocol)
             asked = [f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)]
             rows = rows.assign(at=pd.Categorical(asked, heads))
-            made[f"Exact answers, {PROTOCOL_NAMES[protocol]}"] = pivot(
-                rows, models, {"exact": share_text}, "at", note=note
-            )
+            exact_of: Show = lambda own: "{0.mean:.0%} ({0.low:.0%} to {0.high:.0%})".format(share(own))  # noqa: E731
+            title = f"Exact answers, {PROTOCOL_NAMES[protocol]}"
+            made[title] = pivot(rows, models, {"exact": exact_of}, "at", note=note)
         fast = select(seen.answers, fast=True)
         if len(fast):
             note = f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."
-            made["Reads needed"] = pivot(fast, [*models, "protocol"], {"reads": reads_needed}, "length", note=note)
+            reads: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
+            made["Reads needed"] = pivot(fast, [*models, "protocol"], {"reads": reads}, "length", note=note)
         short = self.config.lengths[0]
         last = select(seen.by_protocol("flushed"), length=short)
         made["Training"] = pivot(results.frame, models, {
@@ -195,9 +177,10 @@ class Needle(LayoutRecipe):
         kept = select(seen.all, length=short, protocol=list(KEPT_PROTOCOLS), fast=True)
         if self.config.kept and len(kept):
             note = f"{short} tokens, by read: memory new for every haystack / kept from one to the next."
-            made["Memory kept from sample to sample"] = pivot(
-                kept, [*models, "protocol"], {"read": new_and_kept}, "read", note=note
-            )
+            both: Show = lambda own: " / ".join(  # noqa: E731
+                f"{share(select(own, state=state)).mean:.0%}" for state in ("new", "kept"))  # fmt: skip
+            made["Memory kept from sample to sample"] = pivot(kept, [*models, "protocol"], {"read": both}, "read",
+                                                              note=note)  # fmt: skip
         return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
@@ -226,10 +209,10 @@ class Seen:
     def __init__(self, results: Results) -> None:
         rows = results.select(kind="answers")
         models = zip(rows["layout"], rows["memory"], strict=True)
-        self.all = rows.assign(fast=[rereads(Row(*each)) for each in models])
+        self.all = rows.assign(fast=[Row(*each).rereads for each in models])
         self.answers = select(self.all, state="new")
 
-    def by_protocol(self, protocol: str) -> pd.DataFrame:
+    def by_protocol(self, protocol: str) -> Frame:
         """Return the answers by a protocol; those of models without fast weights are the same by each."""
         return self.answers[(self.answers["protocol"] == protocol) | ~self.answers["fast"]]
 
@@ -239,18 +222,17 @@ class Seen:
         parts = [select(rows_of_model(self.all, row), **{"state": "new", **where}) for row, where in (one, other)]
         return unpaired(share(parts[0]), share(parts[1])) if all(map(len, parts)) else None
 
-    def needed(self, row: Row, length: int) -> float:
+    def needed(self, row: Row, length: int) -> int:
         """Return after how many reads by the paper's protocol the share is first `GOOD` or more; if never, one more
         than were tried."""
         found = select(rows_of_model(self.answers, row), length=length, protocol="whole")
-        shares = [share(own).mean for _, own in found.groupby("read")]
-        return next((place + 1 for place, each in enumerate(shares) if each >= GOOD), len(shares) + 1)
+        return int(min(first_good(found), found["read"].nunique() + 1))
 
     def learned(self, length: int) -> list[Row]:
         """Return the models with fast weights that reach `GOOD` by any protocol after any number of reads."""
         found = select(self.answers, length=length).groupby(["layout", "memory", "protocol", "read"], sort=False)
         good = [key for key, rows in found if share(rows).mean >= GOOD]
-        return [row for row in dict.fromkeys(Row(*key[:2]) for key in good) if rereads(row)]
+        return [row for row in dict.fromkeys(Row(*key[:2]) for key in good) if row.rereads]
 
 
 def known(estimates: Mapping[str, Estimate | None]) -> dict[str, Estimate]:
@@ -258,91 +240,22 @@ def known(estimates: Mapping[str, Estimate | None]) -> dict[str, Estimate]:
     return {name: found for name, found in estimates.items() if found is not None}
 
 
-def rereads(row: Row) -> bool:
-    """Return whether a model has fast weights, which reads can change."""
-    return row.remembers or row.layout == LACT
-
-
-def share(rows: pd.DataFrame) -> Estimate:
+def share(rows: Frame) -> Estimate:
     """Return the share of exact answers over all seeds."""
     return share_interval(int(rows["exact"].sum()), int(rows["trials"].sum()))
 
 
-def share_text(rows: pd.DataFrame) -> str:
-    """Return a share and its interval in percent."""
-    found = share(rows)
-    return f"{found.mean:.0%} ({found.low:.0%} to {found.high:.0%})"
+def first_good(rows: Frame) -> float:
+    """Return after how many reads the share is first `GOOD` or more; infinite if never."""
+    return min((read for read, own in rows.groupby("read") if share(own).mean >= GOOD), default=math.inf)
 
 
-def new_and_kept(rows: pd.DataFrame) -> str:
-    """Return the shares with a memory new for every haystack and kept."""
-    return " / ".join(f"{share(select(rows, state=state)).mean:.0%}" for state in ("new", "kept"))
-
-
-def reads_needed(rows: pd.DataFrame) -> str:
-    """Return after how many reads the share is first `GOOD` or more."""
-    good = [read for read, own in rows.groupby("read") if share(own).mean >= GOOD]
-    return f"{min(good):.0f}" if good else MISSING
-
-
-def other_score(frame: pd.DataFrame, column: str) -> Show:
+def other_score(frame: Frame, column: str) -> Show:
     """Return a function that shows a score of a model after the last read."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         own = rows_of_model(frame, Row(rows["layout"].iloc[0], rows["memory"].iloc[0]))
         own = select(own, read=own["read"].max())
         return f"{own[column].sum() / max(1, own['trials'].sum()):.0%}"
 
     return show
-
-
-def answer_rows(
-    model: Any, row: Row, world: NeedleWorld, lengths: tuple[int, ...], reads: int, samples: int, kept: int, seed: int
-) -> dict[str, Any]:
-    """Return rows with the scores by length, protocol and number of reads, memories new for each haystack and kept.
-
-    A model without fast weights reads once: it would answer the same after any number of reads.
-    """
-    protocols, most = (PROTOCOLS, reads) if rereads(row) else (PROTOCOLS[:1], 1)
-    cases = [("new", length, protocol) for length in lengths for protocol in protocols]
-    if rereads(row) and kept:
-        cases += [("kept", lengths[0], protocol) for protocol in KEPT_PROTOCOLS]
-    rows = []
-    for state, length, protocol in cases:
-        together = 0 if state == "new" else kept
-        many = range(samples // kept * kept if together else samples)
-        for read, found in enumerate(ask(model, row, world, length, many, protocol, most, seed, together)):
-            result = NeedleResult.of(found)
-            rows.append({"kind": "answers", "length": length, "protocol": protocol, "read": read + 1, "state": state,
-                         "trials": len(found), "exact": result.exact.hits, "digits": result.digits * len(found),
-                         "candidate": result.candidate.hits})  # fmt: skip
-    return {"rows": rows}
-
-
-def ask(
-    model: Any, row: Row, world: NeedleWorld, length: int, indices: range, protocol: Protocol, reads: int, seed: int,
-    kept: int = 0,
-) -> list[list[NeedleScore]]:  # fmt: skip
-    """Return the scores of every example after 1 to n reads.
-
-    Args:
-        kept: examples of a stream, read without a reset in between; 0: a reset before each.
-    """
-    task = world.task(length)
-    together = len(indices) // kept if kept else max(1, min(len(indices), AT_ONCE // length))
-    found: list[list[NeedleScore]] = [[] for _ in range(reads)]
-    steps = [indices] if kept else [indices[i : i + together] for i in range(0, len(indices), together)]
-    for part in steps:
-        examples = task.examples(FINAL + seed, part)
-        haystacks = torch.tensor([example.haystack for example in examples])
-        questions = torch.tensor([example.question for example in examples])
-        if kept:
-            haystacks, questions = (x.unflatten(0, (kept, together)) for x in (haystacks, questions))
-        answers = read_and_answer(
-            model, haystacks, questions, world.digits // 2, protocol=protocol, reads=reads, reset=not kept,
-            recurrent=row.layout == LACT,
-        ).tokens  # fmt: skip
-        for scores, tokens in zip(found, answers.flatten(1, -2), strict=True):
-            pairs = zip(tokens.tolist(), examples, strict=True)
-            scores += [task.score(world.decode(answer), example) for answer, example in pairs]
-    return found

@@ -26,40 +26,25 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError, shape
 from regard.inspect.capture import eval_mode
+from regard.tasks import NeedleResult, NeedleScore
 
+from ..fwpkm.memory_layouts import LACT, Row
+from .needle_text import FINAL, NeedleWorld
 from .streaming import copied, passed
 
 Protocol = Literal["whole", "chunked", "flushed"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers of a model.
-
-    Attributes:
-        tokens: int64 [n, B, A], by the number of reads, 1 to n.
-    """
-
-    tokens: Tensor
+KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
+AT_ONCE = 65_536  # tokens that are read side by side at most
 
 
 @torch.no_grad()
 def read_and_answer(
-    model: Any,
-    haystacks: Tensor,
-    questions: Tensor,
-    length: int,
-    *,
-    protocol: Protocol = "flushed",
-    reads: int = 4,
-    reset: bool = True,
-    recurrent: bool = False,
-    piece: int = 4096,
-) -> Answers:
-    """Return greedy answers after 1 to n reads.
+    model: Any, haystacks: Tensor, questions: Tensor, length: int, *, protocol: Protocol = "flushed", reads: int = 4,
+    reset: bool = True, recurrent: bool = False, piece: int = 4096,
+) -> Tensor:  # fmt: skip
+    """Return greedy answers after 1 to n reads, int64 [n, B, A] or [n, E, B, A].
 
     Args:
         model: any causal language model of `regard.models`; its mode is restored.
@@ -73,37 +58,15 @@ def read_and_answer(
         recurrent: keep the states of mixers without positions from read to read, for LaCT.
         piece: tokens that are read in one pass, to bound the memory of attention; changes nothing else.
 
-    Returns:
-        Answers with tokens [n, B, A], or [n, E, B, A].
-
-    Raises:
-        ArgumentError: the shapes do not fit, or a number is below 1.
-
     Cost: n reads with a reset, n (n + 1) / 2 without.
     """
-    _check(haystacks, questions, length, protocol, reads, piece)
     single = haystacks.dim() == 2
     if single:
         haystacks, questions = haystacks[None], questions[None]
     reader = _Reader(model, protocol, length, piece, recurrent, haystacks.shape[-1], questions.shape[-1])
     with eval_mode(model), reader.chunks():
         found = reader.fresh(haystacks, questions, reads) if reset else reader.kept(haystacks, questions, reads)
-    return Answers(found[:, 0] if single else found)
-
-
-def _check(haystacks: Tensor, questions: Tensor, length: int, protocol: str, reads: int, piece: int) -> None:
-    call = "read_and_answer"
-    for name, number in {"length": length, "reads": reads, "piece": piece}.items():
-        if number < 1:
-            raise ArgumentError(f"{call}: {name} is {number}, expected at least 1.")
-    if protocol not in PROTOCOLS:
-        raise ArgumentError(f"{call}: protocol is {protocol!r}, expected one of {', '.join(PROTOCOLS)}.")
-    fits = haystacks.dim() == questions.dim() in (2, 3) and haystacks.shape[:-1] == questions.shape[:-1]
-    if not fits or 0 in (*haystacks.shape, *questions.shape):
-        raise ArgumentError(
-            f"{call}: haystacks are {shape(haystacks)} and questions {shape(questions)}, expected [B, L] and [B, Q], "
-            f"or [E, B, L] and [E, B, Q]."
-        )
+    return found[:, 0] if single else found
 
 
 @dataclass(frozen=True)
@@ -193,3 +156,52 @@ class _Reader:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def answer_rows(
+    model: Any, row: Row, world: NeedleWorld, lengths: tuple[int, ...], reads: int, samples: int, kept: int, seed: int
+) -> dict[str, Any]:
+    """Return rows with the scores by length, protocol and number of reads, memories new for each haystack and kept.
+
+    A model without fast weights reads once: it would answer the same after any number of reads.
+    """
+    protocols, most = (PROTOCOLS, reads) if row.rereads else (PROTOCOLS[:1], 1)
+    cases = [("new", length, protocol) for length in lengths for protocol in protocols]
+    if row.rereads and kept:
+        cases += [("kept", lengths[0], protocol) for protocol in KEPT_PROTOCOLS]
+    rows = []
+    for state, length, protocol in cases:
+        together = 0 if state == "new" else kept
+        many = range(samples // kept * kept if together else samples)
+        for read, found in enumerate(ask(model, row, world, length, many, protocol, most, seed, together)):
+            result = NeedleResult.of(found)
+            rows.append({"kind": "answers", "length": length, "protocol": protocol, "read": read + 1, "state": state,
+                         "trials": len(found), "exact": result.exact.hits, "digits": result.digits * len(found),
+                         "candidate": result.candidate.hits})  # fmt: skip
+    return {"rows": rows}
+
+
+def ask(
+    model: Any, row: Row, world: NeedleWorld, length: int, indices: range, protocol: Protocol, reads: int, seed: int,
+    kept: int = 0,
+) -> list[list[NeedleScore]]:  # fmt: skip
+    """Return the scores of every example after 1 to n reads. `kept` examples of a stream are read without a reset in
+    between; 0: there is a reset before each."""
+    task = world.task(length)
+    together = len(indices) // kept if kept else max(1, min(len(indices), AT_ONCE // length))
+    found: list[list[NeedleScore]] = [[] for _ in range(reads)]
+    steps = [indices] if kept else [indices[i : i + together] for i in range(0, len(indices), together)]
+    for part in steps:
+        examples = task.examples(FINAL + seed, part)
+        haystacks, questions = (torch.tensor([getattr(each, name) for each in examples])
+                                for name in ("haystack", "question"))  # fmt: skip
+        if kept:
+            haystacks, questions = (x.unflatten(0, (kept, together)) for x in (haystacks, questions))
+        answers = read_and_answer(
+            model, haystacks, questions, world.digits // 2, protocol=protocol, reads=reads, reset=not kept,
+            recurrent=row.layout == LACT,
+        )  # fmt: skip
+        for scores, tokens in zip(found, answers.flatten(1, -2), strict=True):
+            pairs = zip(tokens.tolist(), examples, strict=True)
+            scores += [task.score(world.decode(answer), example) for answer, example in pairs]
+    return found

@@ -37,13 +37,7 @@ TRAINING, FINAL = 1_000, 2_000_000
 
 @dataclass(frozen=True)
 class NeedleWorld:
-    """Text and vocabulary.
-
-    Attributes:
-        learn, held_out: tokens of the text.
-        words: token to word.
-        needles: in a haystack; digits: of their numbers.
-    """
+    """Tokens of the text to learn and held out, the word of each token, needles of a haystack, and their digits."""
 
     learn: tuple[int, ...] = field(repr=False)
     held_out: tuple[int, ...] = field(repr=False)
@@ -80,17 +74,10 @@ class NeedleWorld:
     def task(self, length: int, *, training: bool = False, needles: int | None = None) -> NeedleInHaystack:
         """Return a task with haystacks of `length` tokens."""
         return NeedleInHaystack(
-            self.learn if training else self.held_out,
-            length,
-            needles=self.needles if needles is None else needles,
-            encode=self.encode,
-            decode=self.decode,
-            digits=self.digits,
-            reserved=TRAINED if training else None,
-            id_digits=2,
-            template=f"{NUMBER} {{key}} {{value}} {STOP}",
-            key="K{id}",
-        )
+            self.learn if training else self.held_out, length, needles=needles or self.needles, encode=self.encode,
+            decode=self.decode, digits=self.digits, reserved=TRAINED if training else None, id_digits=2,
+            template=f"{NUMBER} {{key}} {{value}} {STOP}", key="K{id}",
+        )  # fmt: skip
 
     def training_tokens(self, count: int, length: int, seed: int) -> Tensor:
         """Return training documents of T = `length` tokens one after another, int32 [about count]: a haystack, then
@@ -110,12 +97,10 @@ class NeedleWorld:
 
 
 def learn_answers(model: Any, values: tuple[int, int], keys: tuple[int, int]) -> None:
-    """Count only answers in the training loss of a model: numbers after a key that came before.
+    """Count only answers in the training loss of a model: numbers after a key that came before. `values` and `keys` are
+    the first and the last token of each kind.
 
     One token in sixteen is an answer; small models do not find them in minutes among text and unpredictable numbers.
-
-    Args:
-        values, keys: the first and the last token of each kind.
     """
 
     def mask(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -140,19 +125,14 @@ def answers(tokens: Tensor, values: tuple[int, int], keys: tuple[int, int]) -> T
 
 
 def needle_world(data: Path | None, *, common: int, needles: int, digits: int, call: str) -> NeedleWorld:
-    """Return the user's text, or the interpreter's manual, with a vocabulary.
-
-    Args:
-        common: number of words that are tokens of their own.
+    """Return the user's text, or the interpreter's manual, with a vocabulary of `common` words of its own.
 
     Raises:
         ArgumentError: the text is missing or too short, or the number of digits is odd.
     """
-    from regard.training import load_text
+    from ..demo.demo_text import source_text
 
-    from ..demo.demo_text import python_manual
-
-    content = python_manual(call) if data is None else load_text(data, call=call).content
+    _, content = source_text(data, call)
     if digits < 2 or digits % 2:
         raise ArgumentError(f"{call}: --digits is {digits}, expected an even number above 0: two of them are a token.")
     found = re.findall(r"[^\W\d_]+|[.,;:()]", content)

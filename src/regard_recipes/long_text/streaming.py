@@ -16,16 +16,15 @@ Shapes: B rows read side by side, S tokens of a segment, L of a document.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.checks import ArgumentError
 from regard.inspect.capture import eval_mode
 from regard.inspect.gates import GATE, bin_counts
 
@@ -34,27 +33,11 @@ Span = Literal["stream", "document", "segment"]
 
 @dataclass(frozen=True)
 class Carry:
-    """How long each kind of state lives: "segment" (new at every one), "document", or "stream" (never new).
+    """How long the states of written memories and of recurrent mixers live: "segment" (new at every one), "document",
+    or "stream" (never new). The default is the paper's protocol."""
 
-    Attributes:
-        memory: of memories that are written; recurrent: of recurrent mixers.
-
-    Raises:
-        ArgumentError: another word.
-    """
-
-    memory: Span = "document"
+    memory: Span = "stream"
     recurrent: Span = "segment"
-
-    def __post_init__(self) -> None:
-        for name in ("memory", "recurrent"):
-            if (span := getattr(self, name)) not in get_args(Span):
-                raise ArgumentError(f"Carry: {name} is {span!r}, expected one of {', '.join(get_args(Span))}.")
-
-    @classmethod
-    def paper(cls) -> Carry:
-        """Return the paper's protocol: memory through everything, all else new at every segment."""
-        return cls("stream", "segment")
 
 
 @dataclass(frozen=True)
@@ -82,19 +65,15 @@ class Streamed:
         return sum(self.nats) / max(1, sum(self.tokens))
 
 
+PAPER = Carry()
+
+
 @torch.no_grad()
 def streamed(
-    model: Any,
-    documents: Sequence[Tensor],
-    segment: int,
-    carry: Carry | None = None,
-    *,
-    rows: int = 1,
-    frozen: bool = False,
-    chunk: int | None = None,
-    statistics: bool = False,
-) -> Streamed:
-    """Read documents in order, segment by segment.
+    model: Any, documents: Sequence[Tensor], segment: int, carry: Carry = PAPER, *, rows: int = 1,
+    frozen: bool = False, statistics: bool = False,
+) -> Streamed:  # fmt: skip
+    """Read documents in order, segment by segment, in one forward pass over all tokens.
 
     Args:
         model: any causal language model of `regard.models`; its mode is restored.
@@ -104,20 +83,12 @@ def streamed(
         rows: B streams side by side, each with its own memory: document i goes to stream i modulo B. Documents that are
             read at the same time must have the same length, since padding would count as time.
         frozen: memories are read and never written.
-        chunk: tokens between two writes; default the model's.
         statistics: count gates and slots.
-
-    Raises:
-        ArgumentError: no documents, one that is too short, a segment below 1, or rows of unequal lengths.
-
-    Cost: one forward pass over all tokens.
     """
     from regard.inspect.hooks import hooked, named_hook_points
-    from regard.models.hybrid.memories import chunk_size, frozen_memory
+    from regard.models.hybrid.memories import frozen_memory
     from regard.nn.memory_trace import observed
 
-    carry = Carry() if carry is None else carry
-    _check(documents, segment, rows)
     gates: dict[str, list[Tensor]] = {}
     seen: dict[str, Any] = {}
     nats: list[float] = []
@@ -126,8 +97,6 @@ def streamed(
         inside.enter_context(eval_mode(model))
         if frozen:
             inside.enter_context(frozen_memory(model))
-        if chunk is not None:
-            inside.enter_context(chunk_size(model, chunk))
         if statistics:
             gates = {name: [] for name in named_hook_points(model) if name.rpartition(".")[2] == GATE}
             record = lambda found: lambda gate, hook: found.append(gate.detach().float().flatten().cpu())  # noqa: E731
@@ -142,7 +111,8 @@ def streamed(
             if len(batch) < min(rows, first):
                 narrow(cache, len(batch))
             losses = []
-            for place, piece in enumerate(_segments(batch, segment)):
+            for place, start in enumerate(range(0, batch.shape[1] - 1, segment)):
+                piece = batch[:, start : start + segment + 1].long()  # inputs and the token after them
                 if place:
                     cache = passed(model, cache, carry.memory != "segment", carry.recurrent != "segment")
                 found, cache = _read(model, piece, cache)
@@ -152,36 +122,12 @@ def streamed(
             nats += torch.cat(losses, 1).double().sum(1).tolist()
     heard = {name: torch.cat(found) for name, found in gates.items() if found}
     return Streamed(
-        tuple(nats),
-        tuple(len(document) - 1 for document in documents),
+        tuple(nats), tuple(len(document) - 1 for document in documents),
         tuple(total / count for total, count in sums.values()),
         {name: tuple(bin_counts(found).tolist()) for name, found in heard.items()},
         {name: found.double().mean().item() for name, found in heard.items()},
         {name: each.summary() for name, each in seen.items()},
-    )
-
-
-def _check(documents: Sequence[Tensor], segment: int, rows: int) -> None:
-    call = "streamed"
-    if segment < 1 or rows < 1:
-        raise ArgumentError(f"{call}: segment is {segment} and rows {rows}, expected at least 1.")
-    short = [i for i, document in enumerate(documents) if document.dim() != 1 or len(document) < 2]
-    if short or not documents:
-        which = f"document {short[0]} is {list(documents[short[0]].shape)}" if short else "there are none"
-        raise ArgumentError(f"{call}: documents must be int [L] with at least 2 tokens; {which}.")
-    for first in range(0, len(documents), rows):
-        sizes = {len(document) for document in documents[first : first + rows]}
-        if len(sizes) > 1:
-            raise ArgumentError(
-                f"{call}: documents {first} to {first + rows - 1} are read side by side and have {sorted(sizes)} "
-                f"tokens; give them one length, or rows=1."
-            )
-
-
-def _segments(batch: Tensor, segment: int) -> Iterator[Tensor]:
-    """Yield inputs with one token after them, [B, up to S + 1]; every token but the first is a target once."""
-    for start in range(0, batch.shape[1] - 1, segment):
-        yield batch[:, start : start + segment + 1].long()
+    )  # fmt: skip
 
 
 def _read(model: Any, piece: Tensor, cache: Any) -> tuple[Tensor, Any]:
@@ -193,13 +139,8 @@ def _read(model: Any, piece: Tensor, cache: Any) -> tuple[Tensor, Any]:
 
 
 def passed(model: Any, cache: Any, memory: bool, recurrent: bool) -> Any:
-    """Return a new cache that keeps some states of `cache`; positions begin at 0.
-
-    Args:
-        model: the model of the cache.
-        cache: is not changed; None for a cache without states.
-        memory, recurrent: whether memories, and the states of recurrent mixers, are kept.
-    """
+    """Return a new cache that keeps the memories, or the states of recurrent mixers, of `cache` (None: there are none),
+    which is not changed; positions begin at 0."""
     from regard.models.hybrid.memories import keep_memory
 
     return model.model.new_cache() if cache is None else keep_memory(model, cache, memory=memory, recurrent=recurrent)

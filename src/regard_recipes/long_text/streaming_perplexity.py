@@ -19,37 +19,27 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from regard.inspect.gates import BINS
 
 from ..fwpkm.memory_layouts import FULL, LACT, RESTRICTED, Row
-from ..lib.claims import Claim
-from ..lib.intervals import paired
-from ..lib.language_training import Corpus, run_rows, train_language_model
-from ..lib.pivots import MISSING, Show, first, median, only, pivot, spread
-from ..lib.plots import dots, heat, lines
-from ..lib.recipe import Cell, recipe
-from ..lib.results import Results, select
+from ..lib.claims import Claim, paired
+from ..lib.display import MISSING, Show, dots, first, heat, lines, median, only, pivot, spread
+from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
 from .streaming import Carry, streamed
 
 if TYPE_CHECKING:
-    import pandas as pd
     from torch import Tensor
 
 TEXTS = ("short", "long")
 ENOUGH_STEPS = 1000  # fewer train no model far enough for finding 1
-RULES: dict[str, Carry] = {
-    "new": Carry("segment", "segment"),
-    "frozen": Carry("segment", "segment"),
-    "document": Carry("document", "segment"),
-    "paper": Carry("stream", "segment"),
-    "carried": Carry("document", "document"),
+RULES: dict[str, tuple[Carry, str]] = {
+    "new": (Carry("segment", "segment"), "all new at every segment"),
+    "frozen": (Carry("segment", "segment"), "memory never written"),
+    "document": (Carry("document", "segment"), "memory through a document"),
+    "paper": (Carry("stream", "segment"), "memory through everything (the paper)"),
+    "carried": (Carry("document", "document"), "all states through a document"),
 }
 """How a text is read. Pairs of attention are new at every segment by every rule."""
-RULE_NAMES = {
-    "new": "all new at every segment",
-    "frozen": "memory never written",
-    "document": "memory through a document",
-    "paper": "memory through everything (the paper)",
-    "carried": "all states through a document",
-}
+RULE_NAMES = {name: meaning for name, (_, meaning) in RULES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +53,10 @@ class StreamingPerplexityConfig(LayoutConfig):
     learning_rate: float = 6e-3
     short: Path | None = None
     """UTF-8 text of short documents with empty lines between them. None: docstrings of the standard library."""
-    long: Path | None = None
-    """A folder of long UTF-8 files. None: modules of the standard library."""
-    tokenizer: str = "byte"
-    """char, byte or gpt2."""
-    documents: int = 8
-    """Held-out documents of each kind that are read."""
-    segments: int = 12
-    """Segments of each."""
+    long: Path | None = None  # A folder of long UTF-8 files. None: modules of the standard library.
+    tokenizer: str = "byte"  # char, byte or gpt2.
+    documents: int = 8  # Held-out documents of each kind that are read.
+    segments: int = 12  # Segments of each.
 
 
 @recipe("streaming-perplexity")
@@ -85,8 +71,8 @@ class StreamingPerplexity(LayoutRecipe):
         "paper": {**PAPER_SIZE, "tokenizer": "gpt2", "documents": 128, "segments": 16},
     }  # fmt: skip
 
-    def measured(self) -> int:
-        return max(2, 4 * self.config.context)
+    def budget(self) -> Budget:
+        return Budget.of(self.config, measured=max(2, 4 * self.config.context))
 
     def prepare(self) -> Mapping[str, Any]:
         from .document_text import read_documents
@@ -218,7 +204,7 @@ def read_all(model: Any, row: Row, texts: Mapping[str, Tensor], segment: int) ->
     rows: list[dict[str, Any]] = []
     for text, documents in texts.items():
         for rule in reading_rules(row):
-            read = streamed(model, list(documents), segment, RULES[rule], rows=max(1, len(documents) // 2),
+            read = streamed(model, list(documents), segment, RULES[rule][0], rows=max(1, len(documents) // 2),
                             frozen=rule == "frozen", statistics=rule == "paper")  # fmt: skip
             common = {"text": text, "rule": rule}
             rows += [{"kind": "document", **common, "document": place, "loss": nats / count}
@@ -269,7 +255,7 @@ def of_model(text: Callable[[Row], str]) -> Show:
 def share_of(bins: slice) -> Show:
     """Return a function that shows the share of gates in some of the bins, over seeds."""
 
-    def show(rows: pd.DataFrame) -> str:
+    def show(rows: Frame) -> str:
         counts = [sum(column) for column in zip(*rows["counts"], strict=True)]
         return f"{sum(counts[bins]) / max(1, sum(counts)):.0%}"
 
@@ -283,7 +269,7 @@ class Seen:
         self.documents = results.select(kind="document")
         self.gates = results.select(kind="gate")
 
-    def losses(self, text: str, row: Row, rule: str) -> pd.DataFrame:
+    def losses(self, text: str, row: Row, rule: str) -> Frame:
         """Return a row for each seed, or for each document where there is one seed, in a column "seed" either way."""
         found = select(rows_of_model(self.documents, row), text=text, rule=rule)
         unit = "seed" if found["seed"].nunique() > 1 else "document"
@@ -306,7 +292,7 @@ class Seen:
         gains = [(fast - none).reset_index() for fast, none in (own, other)]
         return paired(gains[0], gains[1], "loss")
 
-    def gate(self, row: Row) -> pd.DataFrame:
+    def gate(self, row: Row) -> Frame:
         """Return the gates of a model on long documents."""
         return select(rows_of_model(self.gates, row), text="long")
 

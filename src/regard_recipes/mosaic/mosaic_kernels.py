@@ -13,38 +13,27 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, Says
-from ..lib.intervals import Estimate, paired
-from ..lib.language_training import Budget, Corpus, TextConfig, run_rows, train_language_model
-from ..lib.pivots import MISSING, Show, first, gap, median, pivot, spread
-from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, check_names, recipe
-from ..lib.results import Results, select
+from ..lib.claims import Claim, Estimate, claims_of, paired
+from ..lib.display import MISSING, Show, dots, first, gap, lines, mean, median, pivot, spread
+from ..lib.language_training import Budget, TextConfig, run_rows, train_language_model
+from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PAPER = "Sparse attention"
 # Spec of each weighting. The bandwidth h of normalised ReLU (equation 11: distances between unit keys) and the margin
 # of ReLUmax are learned for each head; h starts where 7.5 % of random pairs have no weight.
 WEIGHTINGS = {
-    "softmax": "softmax",
-    "topk-softmax": "gaussian*nearest(k={k})",
-    "topk-uniform": "uniform*nearest(k={k})",
+    "softmax": "softmax", "topk-softmax": "gaussian*nearest(k={k})", "topk-uniform": "uniform*nearest(k={k})",
     "normrelu": "epanechnikov*fixed(h=1.4)*euclidean",
-    "relumax": "relumax",
-    "sparsemax": "sparsemax",
-    "biweight": "biweight",
-    "triweight": "triweight",
-}
+    **{name: name for name in ("relumax", "sparsemax", "biweight", "triweight")},
+}  # fmt: skip
 COMPACT = ("sparsemax", "biweight", "triweight")
 BASELINES = ("softmax", "topk-softmax", "topk-uniform")
 RIVALS = {"normrelu": "softmax", "relumax": "sparsemax"}  # the paper's comparisons of the released weightings
@@ -60,12 +49,9 @@ class MosaicKernelsConfig(TextConfig):
 
     seeds: int = 3
     """Models of each kind at the first depth; they differ in first weights and windows."""
-    k_seeds: int = 1
-    """The same for nearest keys with another k than 32."""
-    deep_seeds: int = 1
-    """The same for the other depths."""
-    weightings: tuple[str, ...] = tuple(WEIGHTINGS)
-    """Weightings to train, of the eight."""
+    k_seeds: int = 1  # The same for nearest keys with another k than 32.
+    deep_seeds: int = 1  # The same for the other depths.
+    weightings: tuple[str, ...] = tuple(WEIGHTINGS)  # Weightings to train, of the eight.
     released: tuple[str, ...] = FORMS
     """Forms of normalised ReLU and ReLUmax in released programs that are trained too, at the first depth: 'fast' (of
     the paper's language models), 'mended' (fast with the right mask) and 'regular'."""
@@ -76,20 +62,14 @@ class MosaicKernelsConfig(TextConfig):
     depths: tuple[int, ...] = (1, 4)
     """Numbers of blocks. At the first, everything is trained; at the others the eight weightings as they are defined,
     nearest keys with k = 32 only."""
-    ks: tuple[int, ...] = (16, 32, 64)
-    """Numbers of nearest keys."""
-    width: int = 64
-    """Width of every model."""
-    heads: int = 4
-    """Heads of every memory."""
-    deep_steps: int = 400
-    """Optimiser steps of the models at the other depths."""
-    learning_rates: tuple[float, ...] = (2e-2,)
-    """The highest: one for all depths, or one for each."""
+    ks: tuple[int, ...] = (16, 32, 64)  # Numbers of nearest keys.
+    width: int = 64  # Width of every model.
+    heads: int = 4  # Heads of every memory.
+    deep_steps: int = 400  # Optimiser steps of the models at the other depths.
+    learning_rates: tuple[float, ...] = (2e-2,)  # The highest: one for all depths, or one for each.
     final_shares: tuple[float, ...] = (0.1,)
     """Share of it to which the learning rate falls along a cosine: one for all depths, or one for each."""
-    warmup: float = 0.05
-    """Share of the steps over which the learning rate rises from zero."""
+    warmup: float = 0.05  # Share of the steps over which the learning rate rises from zero.
 
 
 @recipe("mosaic-kernels")
@@ -136,7 +116,7 @@ class MosaicKernels(Recipe):
 
         own = self.config
         text = read_text(own.data, own.tokenizer, context=own.context, measured=own.measured, call=self.call())
-        self.corpus, self.vocabulary = Corpus(text.train_tokens, text.held_out_tokens), text.vocabulary
+        self.corpus, self.vocabulary = text.corpus, text.vocabulary
         self.windows = text.windows(LOOKED_AT, own.context)
         return {"text": text.described}
 
@@ -205,34 +185,34 @@ class MosaicKernels(Recipe):
             uniform_gradient="hard" if cell["form"] == HARD else "straight-through",
         )  # fmt: skip
 
-    def runs_of(self, results: Results, depth: int) -> Callable[..., pd.DataFrame]:
+    def runs_of(self, results: Results, depth: int) -> Callable[..., Frame]:
         """Return a function from a weighting and a form to the runs of a depth that are compared."""
         runs = results.select(kind="run", depth=depth)
         runs = runs[runs["k"].isna() | (runs["k"] == self.shown_k)]
         return lambda weighting, form=DEFINED: select(runs, weighting=weighting, form=form)
 
     def claims(self, results: Results) -> list[Claim]:
-        made = []
+        told: list[Any] = []
         for depth in self.config.depths:
             runs = self.runs_of(results, depth)
-            gaps = lambda names, others: gaps_of(runs, names, others)  # noqa: B023, E731
+            gaps = partial(gaps_of, runs)
             blocks = f"{depth} block{'s' * (depth > 1)}"
-            told: list[tuple[str, dict[str, Estimate], Says, float]] = [
-                ("Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS),
-                ("Compact kernels are below softmax and nearest keys", gaps(COMPACT, BASELINES), "below", 0),
-                ("Uniform nearest keys and normalised ReLU are worse than softmax",
-                 gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0),
+            where = f"figure 3, {blocks}"
+            told += [
+                (where, "Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS,
+                 HELD_OUT),
+                (where, "Compact kernels are below softmax and nearest keys", gaps(COMPACT, BASELINES), "below", 0,
+                 HELD_OUT),
+                (where, "Uniform nearest keys and normalised ReLU are worse than softmax",
+                 gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0, HELD_OUT),
             ]  # fmt: skip
-            made += [Claim(PAPER, f"figure 3, {blocks}", wording, estimates, says, margin, MATTERS, note=HELD_OUT)
-                     for wording, estimates, says, margin in told if estimates]  # fmt: skip
         runs = self.runs_of(results, self.config.depths[0])
         pairs = [*((rule, "fast") for rule in RULES), ("topk-uniform", HARD)]
         released = {f"{rule}, {form}": paired(runs(rule, form), runs(rule), "held_out")
                     for rule, form in pairs if len(runs(rule, form))}  # fmt: skip
-        if released:
-            made.append(Claim(PAPER, "released programs", "The released programs learn as well as what is defined",
-                              released, "within", MATTERS, MATTERS, note=HELD_OUT))  # fmt: skip
-        return made
+        told.append(("released programs", "The released programs learn as well as what is defined", released, "within",
+                     MATTERS, HELD_OUT))  # fmt: skip
+        return claims_of(PAPER, told, effect=MATTERS)
 
     def tables(self, results: Results) -> dict[str, Any]:
         every = results.select(kind="run")
@@ -242,7 +222,7 @@ class MosaicKernels(Recipe):
             base = self.runs_of(results, depth)("softmax")
             losses = {
                 "held-out nats/token": spread("held_out"), "above softmax": gap("held_out", base),
-                "training": spread("train"), "pairs with weight": average("support", "{:.1f}"), **empty,
+                "training": spread("train"), "pairs with weight": mean("support", "{:.1f}"), **empty,
                 "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
                 "in softmax's": gap("step_cpu_seconds", base, 2, ratio=True),
                 "parameters": first("parameters", "{:,.0f}"),
@@ -306,30 +286,21 @@ def kind_of(weighting: str, k: float | None, form: str) -> str:
     return ", ".join([weighting, *near, *([] if form == DEFINED else [form])])
 
 
-def gaps_of(runs: Callable[..., pd.DataFrame], names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
+def gaps_of(runs: Callable[..., Frame], names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
     """Return the difference of held-out losses of each pair of weightings that were trained."""
     return {f"{name} to {other}": paired(runs(name), runs(other), "held_out")
             for name in names for other in others if len(runs(name)) and len(runs(other))}  # fmt: skip
 
 
-def above(rows: pd.DataFrame, base: pd.DataFrame) -> str:
+def above(rows: Frame, base: Frame) -> str:
     """Return the difference of held-out losses; nothing where there is no base."""
     return gap("held_out", base)(rows) if len(base) else MISSING
 
 
-def average(column: str, form: str) -> Show:
-    """Return a function that shows the mean; nothing where no row has a number."""
-    return lambda rows: form.format(rows[column].mean()) if rows[column].notna().any() else MISSING
-
-
 def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
-    """Measure the contextual memories on windows [B, T] of tokens.
-
-    Returns:
-        "empty", the share of rows after the first token's in which no pair has weight by itself; "support", the mean
-        number of pairs with weight, None for released forms; "heads", rows with learned numbers: "sharpness" (beta^2),
-        "h", "margin".
-    """
+    """Return of the contextual memories on windows [B, T] of tokens "empty", the share of rows after the first token's
+    in which no pair has weight by itself; "support", the mean number of pairs with weight, None for released forms; and
+    "heads", rows with learned numbers: "sharpness" (beta^2), "h", "margin"."""
     from regard.inspect import capture
     from regard.nn import ContextualMemory
 
@@ -355,8 +326,8 @@ def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
             {"kind": "head", "block": block, "head": head, **{name: round(x[head], 4) for name, x in values.items()}}
             for head in range(len(next(iter(values.values()), ())))
         ]
-    mean: Callable[[list[float]], float | None] = lambda parts: sum(parts) / len(parts) if parts else None  # noqa: E731
-    return {"empty": mean(empty), "support": mean(support), "heads": rows}
+    means = (sum(parts) / len(parts) if parts else None for parts in (empty, support))
+    return {**dict(zip(("empty", "support"), means, strict=True)), "heads": rows}
 
 
 def _later_rows(rows: Tensor) -> float:

@@ -32,11 +32,7 @@ LEAST_SUM = 1e-6  # rows are divided by at least this
 
 @dataclass(frozen=True)
 class Released:
-    """A weighting of the released programs: one of `RULES` in one of `FORMS`.
-
-    Raises:
-        ArgumentError: another word.
-    """
+    """A weighting of the released programs: one of `RULES` in one of `FORMS`."""
 
     rule: str
     form: str
@@ -47,16 +43,9 @@ class Released:
                 raise ArgumentError(f"Released: {name} is {given!r}, expected one of {', '.join(known)}.")
 
     def weigh(self, cosines: Tensor, sharpness: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and empty rows.
-
-        Args:
-            cosines: [B, H, T, P] of T tokens with P pairs; the last token comes after the last pair.
-            sharpness: beta^2, [H].
-
-        Returns:
-            Weights [B, H, T, P]; boolean [B, H, T], True in rows where no pair has weight by itself: the weights of the
-            visible pairs are then equal, without a gradient to the cosines, and 0 where no pair is visible.
-        """
+        """Return weights [B, H, T, P] from cosines of T tokens with P pairs, of which the last token comes after the
+        last pair, and beta^2 [H]; and boolean [B, H, T], True in rows where no pair has weight by itself: the weights
+        of the visible pairs are then equal, without a gradient to the cosines, and 0 where no pair is visible."""
         tokens, pairs = cosines.shape[-2:]
         row = torch.arange(tokens, device=cosines.device)[:, None] + pairs - tokens
         seen = torch.arange(pairs, device=cosines.device) <= row - int(self.form == "fast")
@@ -82,11 +71,8 @@ def _relumax(cosines: Tensor, seen: Tensor, square: Tensor) -> Tensor:
 
 
 class ReleasedMemory(ContextualMemory):
-    """A contextual memory with the weights of a released program.
-
-    Attributes:
-        fallen: [B, H, T] of the last call: rows in which no pair had weight by itself.
-    """
+    """A contextual memory with the weights of a released program. `fallen` [B, H, T] says in which rows of the last
+    call no pair had weight by itself."""
 
     released: Released
     fallen: Tensor

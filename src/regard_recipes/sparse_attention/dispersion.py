@@ -19,12 +19,9 @@ from torch.nn.functional import normalize
 import regard
 from regard.training.specs import read_spec, split_specs
 
-from ..lib.claims import Claim
-from ..lib.intervals import paired
-from ..lib.pivots import interval, pivot
-from ..lib.plots import lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results
+from ..lib.claims import Claim, paired
+from ..lib.display import interval, lines, pivot
+from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe
 
 PAPER, SOFTMAX, LOG = "Sparse attention", "softmax", "softmax, scale × log n"
 WEIGHT = 0.9
@@ -42,14 +39,11 @@ class DispersionConfig(RecipeConfig):
     """Memories of each length."""
     specs: str = "softmax,sparsemax,biweight,triweight,relumax,topk-softmax"
     """Attention specs with commas between them, each of which takes a scale."""
-    lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536)
-    """Numbers of keys; the scale is fitted at the first."""
-    dim: int = 64
-    """Width of keys and queries."""
+    lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536)  # Numbers of keys; the scale is fitted at the first.
+    dim: int = 64  # Width of keys and queries.
     similarity: float = 0.7
     """Mean cosine of the query and its key. All other keys are random, with cosines of about 1/sqrt(dim)."""
-    queries: int = 64
-    """Queries of each memory."""
+    queries: int = 64  # Queries of each memory.
 
 
 @recipe("dispersion")
@@ -87,14 +81,9 @@ class Dispersion(Recipe):
         right = p.gather(-1, target[:, None])[:, 0]
         value = torch.randn(cell["keys"], 32, generator=generator)
         error = (p @ value - value[target]).square().sum(-1) / value[target].square().sum(-1)
-        yield {
-            "weight": float(right.mean()),
-            "support": float((p > 0).sum(-1).float().mean()),
-            "effective": float((1 / p.square().sum(-1)).mean()),
-            "missed": float((right == 0).float().mean()),
-            "error": float(error.mean()),
-            "scale": scale,
-        }
+        measured = {"weight": right, "support": (p > 0).sum(-1).float(), "effective": 1 / p.square().sum(-1),
+                    "missed": (right == 0).float(), "error": error}  # fmt: skip
+        yield {**{name: float(values.mean()) for name, values in measured.items()}, "scale": scale}
 
     def weights(self, spec: str, scale: float, keys: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the weights [queries, keys] of a random memory, and the place of each query's key."""

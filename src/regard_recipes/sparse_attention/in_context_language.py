@@ -14,9 +14,8 @@ from regard.tasks import TokenTask
 from regard.tasks.regbench import RegBench
 
 from ..lib.claims import Claim
-from ..lib.pivots import interval, pivot
-from ..lib.recipe import recipe
-from ..lib.results import Results
+from ..lib.display import interval, pivot
+from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
 PAPER, SOFTMAX, VALID, APART = "Sparse attention", "softmax", "valid", "total variation"

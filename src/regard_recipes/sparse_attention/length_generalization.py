@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 from regard.tasks import TokenTask, tasks
 
 from ..lib.claims import Claim
-from ..lib.pivots import interval, pivot
-from ..lib.plots import lines
-from ..lib.recipe import recipe
-from ..lib.results import Results
+from ..lib.display import interval, lines, pivot
+from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
 PAPER, SOFTMAX = "Sparse attention", "softmax"
@@ -36,16 +34,11 @@ class LengthConfig(TaskRecipeConfig):
 
     seeds: int = 5
     """Models of each kind and learning rate; they differ in first weights and examples."""
-    tasks: tuple[str, ...] = ("mqmtar", "sort")
-    """Of mqmtar, reverse and sort."""
-    setting: str = "quick"
-    """Setting of the tasks: 'quick' or 'paper'."""
-    factors: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Test lengths, in multiples of the longest in training."""
-    width: int = 64
-    """Channels."""
-    layers: int = 2
-    """Blocks."""
+    tasks: tuple[str, ...] = ("mqmtar", "sort")  # Of mqmtar, reverse and sort.
+    setting: str = "quick"  # Setting of the tasks: 'quick' or 'paper'.
+    factors: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # Test lengths, in multiples of the longest in training.
+    width: int = 64  # Channels.
+    layers: int = 2  # Blocks.
     steps: int = 3000
     """Most optimiser steps of each model."""
     examples: int = 128

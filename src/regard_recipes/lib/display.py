@@ -1,18 +1,125 @@
-"""Figures from frames, as PNG: lines over a column, dots for each seed, and coloured cells."""
+"""Tables and figures from frames: a row of text for each group of rows; lines over a column, dots for each seed, and
+coloured cells as PNG."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from .pivots import label
+from .claims import mean_interval, paired
+from .recipe import Frame, select
 
-if TYPE_CHECKING:
-    import pandas as pd
+Show = Callable[[Frame], str]
+"""Rows of a group, usually one for each seed, as the text of a cell."""
+MISSING = "–"
+
+
+def pivot(
+    frame: Frame, index: Sequence[str] | Mapping[str, str], values: Mapping[str, Show],
+    columns: str | None = None, *, note: str = "",
+) -> Any:  # fmt: skip
+    """Return a table (`regard.inspect.tables.Table`) with a row for each combination of `index`.
+
+    Args:
+        index: columns of the frame that name the rows, or column to heading; rows are in the order in which they first
+            come.
+        values: heading ("" with `columns` that name all) to how a cell is shown.
+        columns: a column of the frame whose values become headings, each with all of `values`; in the order in which
+            they first come, or of the categories of a categorical column.
+        note: a sentence below the table.
+    """
+    from regard.inspect.tables import Table
+
+    heads: list[Any] = [None]
+    if columns is not None:
+        own = frame[columns]
+        heads = list(own.cat.categories) if own.dtype == "category" else list(dict.fromkeys(own))
+    names = [
+        title if head is None else label(head) if len(values) == 1 else f"{label(head)}: {title}"
+        for head in heads
+        for title in values
+    ]
+    rows = []
+    for key, group in frame.groupby(list(index), sort=False, dropna=False):
+        parts = [group if head is None else group[group[columns] == head] for head in heads]
+        cells = [show(part) if len(part) else MISSING for part in parts for show in values.values()]
+        rows.append((*map(label, key), *cells))
+    headings = index.values() if isinstance(index, Mapping) else index
+    return Table((*headings, *names), tuple(rows), note)
+
+
+def spread(column: str, digits: int = 3) -> Show:
+    """Return a function that shows mean ± standard deviation."""
+
+    def show(rows: Frame) -> str:
+        values = rows[column].astype(float)
+        if not all(map(math.isfinite, values)):
+            return "diverged"
+        text = f"{values.mean():.{digits}f}"
+        return f"{text} ± {values.std():.{digits}f}" if len(values) > 1 else text
+
+    return show
+
+
+def interval(column: str, digits: int = 3, signed: bool = False) -> Show:
+    """Return a function that shows mean ± half the 95 % interval."""
+    return lambda rows: mean_interval(rows[column]).text(digits, signed)
+
+
+def gap(column: str, base: Frame, digits: int = 3, ratio: bool = False) -> Show:
+    """Return a function that shows how much more (above 0) the rows have than `base`, paired by seed, ± half the 95 %
+    interval; with `ratio` how many times as much. Nothing for the rows of `base` itself."""
+
+    def show(rows: Frame) -> str:
+        if rows.index.equals(base.index):
+            return ""
+        return paired(rows, base, column, ratio).text(digits, signed=not ratio)
+
+    return show
+
+
+def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> Show:
+    """Return a function that shows a statistic times `scale`; `how` is "mean", "median", "min" or "max"."""
+    return lambda rows: form.format(float(getattr(rows[column].astype(float), how)()) * scale)
+
+
+def mean(column: str, form: str = "{:.2f}") -> Show:
+    """Return a function that shows a mean over the rows that have a number; nothing where none has one."""
+    return lambda rows: form.format(rows[column].mean()) if rows[column].notna().any() else MISSING
+
+
+def median(column: str, form: str = "{:.3g}", scale: float = 1.0) -> Show:
+    """Return a function that shows the median times `scale`."""
+    return stat(column, "median", form, scale)
+
+
+def only(show: Show, **values: Any) -> Show:
+    """Return `show` for the rows whose columns have these values; nothing where there is no such row."""
+    return lambda rows: show(kept) if len(kept := select(rows, **values)) else MISSING
+
+
+def first(column: str, form: str = "{}", scale: float | None = None) -> Show:
+    """Return a function that shows the first value, for what is equal for all seeds; nothing where it is missing."""
+
+    def show(rows: Frame) -> str:
+        value = rows[column].iloc[0]
+        if value is None or value != value:
+            return MISSING
+        return form.format(value if scale is None else value * scale)
+
+    return show
+
+
+def label(value: Any) -> str:
+    """Return a value of a column for people; nothing for NaN and None."""
+    if value is None or value != value:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def lines(
-    panels: Mapping[str, pd.DataFrame],
+    panels: Mapping[str, Frame],
     x: str, y: Mapping[str, str], hue: str,
     *, x_label: str = "", title: str = "", log_x: bool = False, log_y: bool = False, wrap: int = 0,
 ) -> bytes:  # fmt: skip
@@ -40,7 +147,7 @@ def lines(
         axes.set_title(heading if wrap or axes in grid[0] else "", fontsize=10)
         if axes in grid[:, 0]:
             axes.set_ylabel(y_label)
-        _plain(axes, log_x, log_y)
+        plain_axes(axes, log_x, log_y)
     for axes in grid[-1]:
         axes.set_xlabel(x_label or x)
     drawn = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat]
@@ -51,7 +158,7 @@ def lines(
     return png(figure)
 
 
-def _line(axes: Any, rows: pd.DataFrame, x: str, y: str, style: tuple[str, str], name: str) -> None:
+def _line(axes: Any, rows: Frame, x: str, y: str, style: tuple[str, str], name: str) -> None:
     found = rows.astype({y: float}).groupby(x)[y].agg(["min", "mean", "max", "count"])
     marker = "o" if len(found) <= 12 else None
     how: dict[str, Any] = {"color": style[0], "linestyle": style[1], "linewidth": 1.4, "markersize": 3.5}
@@ -60,7 +167,7 @@ def _line(axes: Any, rows: pd.DataFrame, x: str, y: str, style: tuple[str, str],
         axes.fill_between(found.index, found["min"], found["max"], color=style[0], alpha=0.15, linewidth=0)
 
 
-def dots(frame: pd.DataFrame, value: str, rows: str, hue: str, *, x_label: str, title: str = "") -> bytes:
+def dots(frame: Frame, value: str, rows: str, hue: str, *, x_label: str, title: str = "") -> bytes:
     """Draw a dot for each seed: a line of the figure for each value of `rows`, a colour for each value of `hue`."""
     from matplotlib.figure import Figure
 
@@ -75,7 +182,7 @@ def dots(frame: pd.DataFrame, value: str, rows: str, hue: str, *, x_label: str, 
         heights = [names.index(name) + shift for name in group[rows]]
         colour = COLOURS[at % len(COLOURS)]
         axes.plot(group[value], heights, "o", color=colour, markersize=4, alpha=0.8, label=label(kind))
-    _plain(axes)  # before the ticks: it sets scales, which resets them
+    plain_axes(axes)  # before the ticks: it sets scales, which resets them
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel=x_label, title=title)
@@ -85,7 +192,7 @@ def dots(frame: pd.DataFrame, value: str, rows: str, hue: str, *, x_label: str, 
 
 
 def heat(
-    panels: Mapping[str, pd.DataFrame], rows: str, columns: str, value: str, text: Callable[[float], str],
+    panels: Mapping[str, Frame], rows: str, columns: str, value: str, text: Callable[[float], str],
     *, label: str, log: tuple[float, float] | None = None,
 ) -> bytes:  # fmt: skip
     """Draw means over seeds as coloured cells with their numbers, a panel for each frame; cells without rows are grey.
@@ -122,7 +229,11 @@ def heat(
     return png(figure)
 
 
-def _plain(axes: Any, log_x: bool = False, log_y: bool = False) -> None:
-    axes.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
+def plain_axes(axes: Any, log_x: bool = False, log_y: bool = False) -> None:
+    """Give axes a light grid and no frame at the top and right."""
+    if log_x:
+        axes.set_xscale("log")
+    if log_y:
+        axes.set_yscale("log")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
