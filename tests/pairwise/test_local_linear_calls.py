@@ -134,6 +134,20 @@ def test_solvers_and_their_numbers() -> None:
     assert "non-negative weights that sum to one" in message(spec="linear")
 
 
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_probe_matters_only_in_rows_that_see_a_key(impl: str, bad: float) -> None:
+    q, k, v, probe = torch.randn(4, 1, 1, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[2] = False
+    run = lambda r: regard.local_linear_attention(q, k, v, solver="learned", probe=r, attn_mask=mask, impl=impl)  # noqa: E731
+    unseen, seen = probe.clone(), probe.clone()
+    unseen[0, 0, 2], seen[0, 0, 1] = bad, bad
+    assert torch.equal(run(unseen), run(probe))
+    rows = run(seen)[0, 0].isnan().any(-1)
+    assert rows.tolist() == [False, True, False, False]
+
+
 def test_a_probe_and_the_solver_that_takes_it() -> None:
     probe = torch.zeros(2, 2, 5, 4)
     for solver in ("auto", "cg", "cholesky"):

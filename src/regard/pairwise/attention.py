@@ -286,8 +286,8 @@ def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | 
     """Set the ridge and the probe of the local linear model.
 
     Returns:
-        Which rows [B, H, Tq] see a key and have a NaN in their ridge or probe, or None. The NaN is replaced by 1, since
-        products over rows would spread it to all of them.
+        Which rows [B, H, Tq] see a key and have a ridge or probe that is not usable (NaN, or an infinite probe), or
+        None. It is replaced by 1, since products over rows would spread it to all of them.
 
     Raises:
         ArgumentError: a learned solver without its probe, or a probe that is not [B, H, Tq, D].
@@ -300,9 +300,9 @@ def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | 
                 f"{CALL}: the solver learned takes t from the caller; give params={{'probe': r}}, r a tensor that "
                 f"broadcasts to [B, H, Tq, D] with D = {inputs.x.shape[-1]}."
             )
-    ridge, ridge_bad = _without_nan(ridge)
+    ridge, ridge_bad = _usable(ridge, most=torch.inf)
     ridge = ridge.clamp(max=LARGEST) if isinstance(ridge, Tensor) else min(ridge, LARGEST)
-    probe, probe_bad = _without_nan(probe)
+    probe, probe_bad = _usable(probe, most=torch.finfo(inputs.q.dtype).max)
     bad = either(ridge_bad, probe_bad)
     if bad is not None:
         ones = bad.new_ones(*inputs.q.shape[:2], inputs.visible.keys)
@@ -311,11 +311,11 @@ def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | 
     return bad
 
 
-def _without_nan(x: Any) -> tuple[Any, Tensor | None]:
-    """Replace NaN by 1 in a tensor [..., 1 or D]; return it and the rows that had one (None for a number)."""
+def _usable(x: Any, most: float) -> tuple[Any, Tensor | None]:
+    """Replace NaN, -inf and what is above `most` in a tensor [..., 1 or D] by 1; return it and which rows had any."""
     if not isinstance(x, Tensor):
         return x, None
-    bad = x.isnan()
+    bad = ~((x > -torch.inf) & (x <= most))
     return torch.where(bad, 1, x), bad.any(-1)
 
 
