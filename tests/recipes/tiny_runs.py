@@ -16,13 +16,16 @@ from regard_recipes.fwpkm._fast_weight_recall_model import COLLAPSE
 from regard_recipes.lib.recipe import Recipe, Results, check_shared, frame_of, run
 from regard_recipes.lib.results import load
 
+TASK: dict[str, Any] = {"steps": 2, "width": 16, "batch": 2, "examples": 2, "seeds": 2}
 NEEDLES: dict[str, Any] = {
     "steps": 2, "width": 16, "sub_keys": 8, "memory_dim": 8, "top_k": 2, "context": 64, "chunk": 16, "haystack": 40,
     "questions": 3, "reads": 2, "examples": 6, "words": 60,
 }  # fmt: skip
 LAYOUTS: dict[str, Any] = {"layouts": ("GDN",), "width": 16, "steps": 2, "chunk": 8, "lact": False}
 TINY: dict[str, dict[str, Any]] = {
+    "associative-recall": {**TASK, "models": ("softmax", "linear")},
     "boundary-bias": {"sizes": (64, 256), "seeds": 6, "radii": 24, "directions": 3},
+    "dispersion": {"seeds": 2, "lengths": (16, 32), "queries": 4, "dim": 8},
     "fast-weight-recall": {
         "rules": ("paper",), "sub_keys": 8, "stress_sub_keys": 4, "key_dim": 16, "top_k": 2, "width": 16, "keys": 12,
         "pairs": 6, "documents": 2, "reads": 3, "steps": 3, "stress_steps": 2, "batch": 2, "examples": 3,
@@ -38,11 +41,13 @@ TINY: dict[str, dict[str, Any]] = {
         "steps": 3, "trial_steps": 2, "rates": (1e-3, 3e-3), "measured": 300, "looks": 2, "shapes": ("2x16x2",),
         "batch": 2, "seeds": 1,
     },
+    "in-context-language": TASK,
     "kernel-selection": {
         "kernels": ("exponential", "linear", "rbf", "clipped-geometric"), "earlier": ("rbf",), "seeds": 2, "layers": 1,
         "width": 16, "heads": 2, "context": 16, "batch": 2, "steps": 4, "measured": 300, "looks": 2,
     },
     "kernel-zoo": {"points": 13, "plane": 7},
+    "length-generalization": TASK,
     "lla-numerics": {
         "length": 96, "dim": 8, "draws": 2, "families": ("normal", "anisotropic"), "steps": (1, 4, 16),
         "tols": (0.01, 0.0001), "ridges": (1.0, 0.1),
@@ -62,7 +67,9 @@ TINY: dict[str, dict[str, Any]] = {
         "zeroed": (0.1, 0.5, 0.9), "jitter": (0.5, 4.0), "cues": 32, "seeds": 3, "scales": (1.0, 30.0),
     },
     "shared-query-key": {"steps": 2, "seeds": 2, "specs": "softmax,elu"},
+    "state-tracking": {**TASK, "models": ("softmax",)},
     "streaming-perplexity": LAYOUTS,
+    "tinymath": {**TASK, "layers": 2},
     "test-time-regression": {
         "dims": (4, 16), "segments": (8, 32), "length": 64, "sequences": 3, "held_out": 1, "query_noise": (0.5,),
         "noisy_segment": 32, "specs": ("softmax", "biweight"), "residuals": ("softmax+mesa", "biweight+linear"),

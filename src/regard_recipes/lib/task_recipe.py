@@ -97,8 +97,10 @@ class TaskRecipe(Recipe):
         own, task = self.config, self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
         model = self.make_model(cell["model"], task).to(own.device)
-        budget = TaskBudget(steps=own.steps, batch=own.batch, learning_rate=cell["rate"], seed=seed,
-                            eval_every=max(own.steps // 10, 1), metric=self.metric, stop_at=own.stop_at)  # fmt: skip
+        budget = TaskBudget(
+            steps=own.steps, batch=own.batch, learning_rate=cell["rate"], seed=seed, metric=self.metric,
+            stop_at=own.stop_at, eval_every=max(own.steps // 10, 1), eval_examples=own.examples,
+        )  # fmt: skip
         start = time.perf_counter()
         try:
             progress = train_on_task(model, task, budget)
@@ -109,7 +111,7 @@ class TaskRecipe(Recipe):
             return
         curve = [(step, scores[self.metric].mean) for step, scores in progress.scored]
         yield {"kind": "run", "validation": curve[-1][1], "diverged": False, "steps": progress.step,
-               "seconds": time.perf_counter() - start, "parameters": model.num_parameters()}  # fmt: skip
+               "loss": progress.loss[-1], "seconds": time.perf_counter() - start, "parameters": model.num_parameters()}  # fmt: skip
         for step, score in curve:
             yield {"kind": "curve", "step": step, "validation": score}
         for name, test in self.test_tasks(cell["task"]).items():
