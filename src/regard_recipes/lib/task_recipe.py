@@ -110,8 +110,10 @@ class TaskRecipe(Recipe):
             yield {"kind": "run", "validation": 0.0, "diverged": True}
             return
         curve = [(step, scores[self.metric].mean) for step, scores in progress.scored]
-        yield {"kind": "run", "validation": curve[-1][1], "diverged": False, "steps": progress.step,
-               "loss": progress.loss[-1], "seconds": time.perf_counter() - start, "parameters": model.num_parameters()}  # fmt: skip
+        yield {
+            "kind": "run", "validation": curve[-1][1], "diverged": False, "steps": progress.step,
+            "loss": progress.loss[-1], "seconds": time.perf_counter() - start, "parameters": model.num_parameters(),
+        }  # fmt: skip
         for step, score in curve:
             yield {"kind": "curve", "step": step, "validation": score}
         for name, test in self.test_tasks(cell["task"]).items():
