@@ -1,0 +1,204 @@
+"""Regress in context on data whose map changes between segments: local linear attention, softmax and Mesa.
+
+Local Linear Attention paper, section 4, figure 4a: two layers without feed-forward layers see pairs (x, y) of several
+segments, each with a linear map of its own on a cone of its own, and predict y at queries. Models are trained with
+noise and tested without. Later queries see earlier ones, which have no y.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import regard
+from regard.nn import Attention
+from regard.tasks import InContextRegression
+
+from ..lib.claims import Claim
+from ..lib.display import interval, pivot
+from ..lib.recipe import Cell, Results, recipe
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+
+PAPER, LLA, SOFTMAX, MESA, MSE = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mesa", "mse"
+MODELS: dict[str, dict[str, Any]] = {
+    SOFTMAX: {"spec": "softmax", "qk_norm": "rms"},
+    LLA: {"spec": "local-linear", "ridge": "learned", "qk_norm": "rms"},
+    "local linear, ridge 0.1": {"spec": "local-linear", "qk_norm": "rms"},
+    MESA: {},
+}
+TESTED = 10_000  # first index of test examples; validation examples come before
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegressionConfig(TaskRecipeConfig):
+    """Train models to regress in context on data with segments, and compare their errors."""
+
+    dim: int = 8
+    """Channels of inputs and targets; the paper has 32."""
+    length: int = 64
+    """Pairs of a prompt."""
+    segments: tuple[int, ...] = (8, 16, 64)
+    """Pairs of a segment."""
+    width: int = 32
+    """Channels of the model; the paper has 128."""
+    stop_at: float = 2.0
+    """Validation score (minus the error) that ends training; above 0 for never."""
+
+
+class MesaLayer(nn.Module):
+    """Mesa attention with keys of length one and a learned ridge."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.project, self.out = heads, nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.ridge = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        ridge = nn.functional.softplus(self.ridge) + 0.05
+        found = regard.mesa_attention(normalize(q, dim=-1), normalize(k, dim=-1), v, ridge=ridge)[0]
+        return (self.out(found.transpose(1, 2).flatten(2)),)
+
+
+class Regressor(nn.Module):
+    """Two layers between two linear maps."""
+
+    def __init__(self, name: str, dim: int, width: int, queries: int, heads: int = 2) -> None:
+        super().__init__()
+        self.queries, self.embed, self.read = queries, nn.Linear(2 * dim, width), nn.Linear(width, dim)
+        make = (lambda: MesaLayer(width, heads)) if name == MESA else (lambda: Attention(width, heads, **MODELS[name]))
+        self.layers = nn.ModuleList(make() for _ in range(2))
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        x = self.embed(inputs)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))[0]
+        prediction = self.read(x[:, -self.queries :])
+        return {"loss": (prediction - targets).square().mean(), "prediction": prediction}
+
+
+@recipe("in-context-regression")
+class InContextRegressionRecipe(TaskRecipe):
+    """Error of in-context regression against the length of a segment: local linear attention, softmax and Mesa."""
+
+    Config = RegressionConfig
+    known = MODELS
+    metric = MSE
+    learned = -0.8
+    limits: ClassVar = {**TaskRecipe.limits, "dim": (1, 1024), "length": (2, 2**20), "segments": (1, 2**20),
+                        "width": (4, 8192)}  # fmt: skip
+    sizes: ClassVar = {
+        "quick": {"seeds": 2, "dim": 4, "length": 32, "segments": (8,), "steps": 40, "rates": (1e-2,), "examples": 64},
+        "paper": {"dim": 32, "length": 256, "segments": (32, 64, 128, 256), "width": 128, "batch": 256, "steps": 40_000,
+                  "rates": (5e-5, 1e-4, 5e-4, 1e-3), "examples": 1000},
+    }  # fmt: skip
+
+    def training_tasks(self) -> Mapping[str, Any]:
+        own = self.config
+        return {str(n): InContextRegression(dim=own.dim, length=own.length, segment=n) for n in own.segments}
+
+    def make_model(self, name: str, task: InContextRegression) -> Regressor:  # type: ignore[override]
+        return Regressor(name, task.dim, self.config.width, task.queries)
+
+    def prepare(self) -> Mapping[str, Any]:
+        facts: dict[str, dict[str, float]] = {}
+        for name, noisy in self.training_tasks().items():
+            task = replace(noisy, noise=0.0)
+            prompts = task.examples(0, range(64))
+            answers = {"zero": task.trivial(prompts), "least squares by segment": task.ridge(prompts, by_segment=True),
+                       "least squares on all pairs": task.ridge(prompts, by_segment=False)}  # fmt: skip
+            facts[name] = {answer: float(task.error(value, prompts).mean()) for answer, value in answers.items()}
+        return {"floors": facts}
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        own, task = self.config, self.training_tasks()[cell["task"]]
+        torch.manual_seed(seed)
+        model = self.make_model(cell["model"], task).to(own.device)
+        start = time.perf_counter()
+        loss = trained(model, task, own, cell["rate"], seed)
+        exact = replace(task, noise=0.0)
+        scores = [self.error(model, exact, first) for first in (0, TESTED)]
+        yield {
+            "kind": "run", "validation": -scores[0], "diverged": not math.isfinite(loss), "steps": own.steps,
+            "loss": loss, "seconds": time.perf_counter() - start,
+            "parameters": sum(p.numel() for p in model.parameters()),
+        }  # fmt: skip
+        yield {"kind": "test", "test": cell["task"], "metric": MSE, "score": scores[1]}
+
+    def error(self, model: Regressor, task: InContextRegression, first: int) -> float:
+        """Return the mean squared error on examples from `first` on, of a stream that training does not use."""
+        prompts = task.examples(2**40, range(first, first + self.config.examples))
+        with torch.no_grad():
+            found = model(prompts.inputs.to(self.config.device), prompts.targets.to(self.config.device))
+        return float(task.error(found["prediction"].cpu(), prompts).mean())
+
+    def claims(self, results: Results) -> list[Claim]:
+        found = []
+        for rival in (SOFTMAX, MESA):
+            if {LLA, rival} <= set(self.models):
+                gaps = {f"S = {n}": self.gap(results, LLA, rival, task=str(n)) for n in self.config.segments}
+                missing = [self.unlearned(results, str(n), (LLA, rival)) for n in self.config.segments]
+                wording = f"Local linear attention has smaller errors than {rival}"
+                note = f"Mean squared error on noiseless prompts, less that of {rival}."
+                untestable = "; ".join(filter(None, missing))
+                found.append(Claim(PAPER, "figure 4a", wording, gaps, "below", 0.0, 0.05, untestable, note))
+        return found
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        known = [f"S = {n}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+                 for n, values in results.facts["floors"].items()]  # fmt: skip
+        note = f"Mean squared error by segment length S, ± half the 95 % interval over seeds. {'; '.join(known)}."
+        scores = pivot(self.scores(results), ["model"], {"": interval("score")}, "task", note=note)
+        return {"Errors": scores, "Training": self.training_table(results)}
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        from ..lib.display import lines
+
+        rows = self.scores(results).assign(segment=lambda f: f["task"].astype(int))
+        return {
+            "errors": lines({"": rows}, "segment", {"score": "mean squared error"}, "model", log_x=True, log_y=True)
+        }
+
+
+class Prompts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Batches of training prompts; item s is the batch of step s."""
+
+    def __init__(self, task: InContextRegression, steps: int, batch: int, seed: int) -> None:
+        self.task, self.steps, self.batch, self.seed = task, steps, batch, seed
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:
+        prompts = self.task.examples(self.seed, range(step * self.batch, (step + 1) * self.batch))
+        return {"inputs": prompts.inputs, "targets": prompts.targets}
+
+
+def trained(model: Regressor, task: InContextRegression, own: RegressionConfig, rate: float, seed: int) -> float:
+    """Train a model with the trainer of transformers; return the mean loss of the last tenth of the steps."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    from regard.training.quiet import quiet_transformers
+
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=own.steps, per_device_train_batch_size=1, learning_rate=rate, weight_decay=0.1,
+            lr_scheduler_type="cosine", warmup_steps=max(own.steps // 20, 1), seed=seed, save_strategy="no",
+            report_to=[], use_cpu=own.device == "cpu", disable_tqdm=True, remove_unused_columns=False,
+            dataloader_pin_memory=False, logging_steps=max(own.steps // 10, 1),
+        )  # fmt: skip
+        data = Prompts(task, own.steps, own.batch, seed)
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=lambda batches: batches[0])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return float(losses[-1])
