@@ -136,16 +136,6 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
 
 
 @triton.jit
-def _any_block(plan, t, FORM: tl.constexpr):
-    """Return (number, head of the group) of the t-th block, first of those without mask."""
-    if t < plan[1]:
-        block, head = block_of(plan, t, False, FORM)
-    else:
-        block, head = block_of(plan, t - plan[1], True, FORM)
-    return block, head
-
-
-@triton.jit
 def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
     """Return the mean of the keys that tie for the best score of each row; several keys are rare."""
     first, last, count, top, near = tops
@@ -153,7 +143,10 @@ def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
     total = load(places, first >= 0, FORM.dim, FORM.wide, True).to(tl.float32)
     if tl.max(count, 0) > 1:
         for t in range(plan[1] + plan[2]):
-            start = _any_block(plan, t, FORM)[0] * FORM.tile
+            if t < plan[1]:
+                start = block_of(plan, t, False, FORM)[0] * FORM.tile
+            else:
+                start = block_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
             k = _tile(kv[0], start, keys, K, FORM.tile, True, FORM)
             z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
             key = start + tl.arange(0, FORM.tile)
@@ -244,7 +237,10 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
     queries, keys = sizes
     table, index, floats, factor = tables
     for t in range(plan[1] + plan[2]):
-        block, head = _any_block(plan, t, FORM)
+        if t < plan[1]:
+            block, head = block_of(plan, t, False, FORM)
+        else:
+            block, head = block_of(plan, t - plan[1], True, FORM)
         start, at = block * FORM.tile, tl.cast(head, tl.int64) * queries
         row = start + tl.arange(0, FORM.tile)
         first_best, last_best, count, top, near = _tops(floats + at * 6, index + at * 3, row, row < queries)
