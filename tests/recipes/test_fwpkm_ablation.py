@@ -30,14 +30,15 @@ def memory(variant: str, **changes: object) -> Any:
 
 def test_every_part_of_appendix_b_can_be_left_out() -> None:
     whole = memory(WHOLE)
-    assert (whole.rule.name, whole.heads, whole.top_k, whole.slots, whole.score) == ("normalized", 1, 4, 256, "idw")
-    assert (whole.rule.key_update, whole.rule.look_ahead, whole.rule.gate_loss) == ("entropy", True, True)
-    assert all(memory(f"rule: {name}").rule.name == name for name in ("paper", "reference"))
-    assert [(memory(name).heads, memory(name).top_k) for name in (WIDER, HEADS)] == [(1, 16), (4, 4)]
-    assert memory("without address loss").rule.key_update == "mse"
-    assert memory("without loss weight").rule.gate_loss is False
-    assert memory("without look-ahead").rule.look_ahead is False
-    assert memory(DOT).score == "dot"
+    own, rule = whole.settings, whole.settings.rule
+    assert (rule.name, whole.heads, own.top_k, whole.slots, own.score) == ("normalized", 1, 4, 256, "idw")
+    assert (rule.key_update, rule.look_ahead, rule.gate_loss) == ("entropy", True, True)
+    assert all(memory(f"rule: {name}").settings.rule.name == name for name in ("paper", "reference"))
+    assert [(memory(name).heads, memory(name).settings.top_k) for name in (WIDER, HEADS)] == [(1, 16), (4, 4)]
+    assert memory("without address loss").settings.rule.key_update == "mse"
+    assert memory("without loss weight").settings.rule.gate_loss is False
+    assert memory("without look-ahead").settings.rule.look_ahead is False
+    assert memory(DOT).settings.score == "dot"
     hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0))
     assert memory("without gating").projections(hidden).gate is None
     assert whole.projections(hidden).gate is not None

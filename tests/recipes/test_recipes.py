@@ -218,7 +218,7 @@ def test_weights_over_three_scores() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "name a recipe: boundary-bias, fast-weight-recall, fwpkm-ablation, fwpkm-case-studies, "),
+        ((), "name a recipe: associative-recall, boundary-bias, dispersion, errata, "),
         (("kernel-zo",), "unknown recipe 'kernel-zo'. Did you mean 'kernel-zoo'"),
         (("--out", "x"), "the name of a recipe comes first"),
         (("kernel-zoo", "--point", "3"), "unknown option --point. Did you mean '--points'"),
