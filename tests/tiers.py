@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 LIST = Path(__file__).with_name("second_tier.txt")
-LIMIT = 0.2
+LIMIT = 0.1
 REPRESENTATIVE = 1.0
 ALWAYS = (
     "test_first_derivatives",
