@@ -252,7 +252,7 @@ def test_a_stopped_run_exits_with_one(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("regard.training.trainer.seal", refuse)
+    monkeypatch.setattr("regard.training.storage.checkpoints.seal", refuse)
     result = regard("train", "--data", text_file, "--out", tmp_path / "run", "--steps", 2, *TINY)
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith("regard train: error: cannot write ")

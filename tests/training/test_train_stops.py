@@ -102,7 +102,9 @@ def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["transformers.modeling_utils.safe_save_file", "regard.training.trainer.seal"])
+@pytest.mark.parametrize(
+    "where", ["transformers.modeling_utils.safe_save_file", "regard.training.storage.checkpoints.seal"]
+)
 def test_any_write_may_find_the_disk_full(
     refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

@@ -141,7 +141,7 @@ def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
 def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
     """Return the text to measure on, and the run's config if the folder is a run."""
     from ..training.data.text import load_text, split_text
-    from ..training.storage.folder import check_text, saved_config
+    from ..training.storage.folder import check_source, saved_config, text_source
 
     is_run = (options.run / "run.json").is_file()
     saved = saved_config(options.run, call="eval") if is_run else None
@@ -150,7 +150,7 @@ def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
     if saved is None or saved.data is None:
         raise ArgumentError(f"eval: {options.run} is a model without a run; give the text with --data FILE.")
     text = load_text(saved.data, call="eval")
-    check_text(options.run, text, call="eval")
+    check_source(options.run, text_source(text), call="eval")
     return split_text(text.content, saved.validation)[1], saved
 
 

@@ -105,7 +105,9 @@ def train(
         if config.resume and (config.out / "run.json").is_file():
             _hold(config, held)
         text = load_text(config.data or "", call="train")
-        checkpoint, skipped = folder.check_resume(config, text, call="train") if config.resume else (None, [])
+        checkpoint, skipped = (
+            folder.check_resume(config, folder.text_source(text), call="train") if config.resume else (None, [])
+        )
         corpus = _prepare_text(config, text)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ from .callbacks import Clock, StepNumber
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
 from .muon import MuonAdamW
-from .storage.checkpoints import last_good, prune, seal, writing
+from .storage.checkpoints import last_good, sealing
 from .storage.resuming import put_weights
 
 
@@ -179,19 +178,9 @@ class RegardTrainer(Trainer):
         folder = run / f"checkpoint-{self.state.global_step}"
         loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
         self.since_log = {"loss": loss, "step": self._globalstep_last_logged}
-        try:
-            with writing(folder, run), self.own_config():
-                super()._save_checkpoint(*args, **kwargs)
-                self.accelerator.wait_for_everyone()
-                if self.args.should_save:
-                    # a pickle of the arguments, which is never read
-                    (folder / "training_args.bin").unlink(missing_ok=True)
-                    seal(folder)
-        except TrainingStopped:
-            shutil.rmtree(folder, ignore_errors=True)  # make room
-            raise
-        if self.args.should_save:
-            prune(run, self.keep)
+        with sealing(folder, run, self.keep, main=self.args.should_save), self.own_config():
+            super()._save_checkpoint(*args, **kwargs)
+            self.accelerator.wait_for_everyone()
 
 
 class SinceLog(TrainerCallback, ExportableState):

@@ -61,8 +61,6 @@ def check_task(config: TrainConfig, call: str) -> TokenTask:
 
     if config.data is not None:
         raise ArgumentError(f"{call}: --task and --data were both given; give one of them.")
-    if config.resume:
-        raise ArgumentError(f"{call}: a run on a task cannot be continued; start again with --overwrite.")
     if config.accumulate != 1 or config.dtype != "float32":
         raise ArgumentError(f"{call}: a run on a task takes neither --accumulate nor --dtype; omit them.")
     return make_task(tasks.given(call, "--task", config.task), config.setting, config.task_option, call)

@@ -65,8 +65,10 @@ class AssociativeRecall(TaskRecipe):
     def make_model(self, name: str, task: TokenTask) -> Any:
         from regard.models import HybridConfig, HybridForCausalLM
 
-        fields: dict[str, Any] = {"hidden_size": self.config.width, "num_hidden_layers": 2, "num_attention_heads": 1,
-                                  "feed_forward": "none", "vocab_size": task.vocabulary, **MODELS[name]}  # fmt: skip
+        fields: dict[str, Any] = {
+            "hidden_size": self.config.width, "num_hidden_layers": 2, "num_attention_heads": 1, "feed_forward": "none",
+            "initializer_range": 0.1, "vocab_size": task.vocabulary, **MODELS[name],
+        }  # fmt: skip
         if "memories" in fields:
             fields["memory_options"] = {"fwpkm": {"sub_keys": 32, "chunk_size": 16}}
         return HybridForCausalLM(HybridConfig(**fields))

@@ -67,7 +67,12 @@ class StateTracking(TaskRecipe):
         from regard.models import HybridConfig, HybridForCausalLM
 
         own = self.config
-        sizes = {"hidden_size": own.width, "num_hidden_layers": own.layers, "num_attention_heads": 4}
+        sizes: dict[str, Any] = {
+            "initializer_range": 0.1,
+            "hidden_size": own.width,
+            "num_hidden_layers": own.layers,
+            "num_attention_heads": 4,
+        }
         return HybridForCausalLM(HybridConfig(vocab_size=task.vocabulary, **sizes, **MODELS[name]))
 
     def claims(self, results: Results) -> list[Claim]:

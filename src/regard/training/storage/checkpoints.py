@@ -29,7 +29,8 @@ from .files import is_plain_name, regular_size
 MANIFEST = "COMPLETE.json"
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 _MOST_MANIFEST = 1 << 24
-_OF_MODEL = (("model.safetensors", "model.safetensors.index.json"), ("config.json",), ("tokenizer.json",))
+_TOKENIZER = ("tokenizer.json",)
+_OF_MODEL = (("model.safetensors", "model.safetensors.index.json"), ("config.json",), _TOKENIZER)
 _OF_CHECKPOINT = (
     *_OF_MODEL,
     *((name,) for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state*.pth")),
@@ -61,7 +62,7 @@ def seal(folder: Path) -> None:
 
 def fault(folder: Path, *, tokenizer: bool = True) -> str | None:
     """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged. Without
-    `tokenizer` there need be none."""
+    `tokenizer` there need be none, as in a run on a task."""
     try:
         if regular_size(folder / MANIFEST, links=False) > _MOST_MANIFEST:
             return f"{MANIFEST} cannot be read"
@@ -75,12 +76,12 @@ def fault(folder: Path, *, tokenizer: bool = True) -> str | None:
     is_checkpoint = _NAME.fullmatch(folder.name) is not None
     if is_checkpoint and (step != step_of(folder) or isinstance(step, bool)):
         return f"{MANIFEST} belongs to step {step!r}"
-    needed = _OF_CHECKPOINT if is_checkpoint else _OF_MODEL if tokenizer else _OF_MODEL[:2]
+    needed = [one for one in (_OF_CHECKPOINT if is_checkpoint else _OF_MODEL) if tokenizer or one != _TOKENIZER]
     return _not_listed(folder, listed, needed, is_checkpoint) or _differing(folder, listed)
 
 
 def _not_listed(
-    folder: Path, listed: dict[str, tuple[object, object]], needed: tuple[tuple[str, ...], ...], is_checkpoint: bool
+    folder: Path, listed: dict[str, tuple[object, object]], needed: list[tuple[str, ...]], is_checkpoint: bool
 ) -> str | None:
     """Return which file is missing from a seal or should not be in it, or None."""
     for patterns in needed:
@@ -113,8 +114,9 @@ def _differing(folder: Path, listed: dict[str, tuple[object, object]]) -> str | 
 def last_complete(run: Path) -> tuple[Path | None, list[str]]:
     """Return the newest valid checkpoint, and one line about each newer one."""
     skipped: list[str] = []
+    tokenizer = (run / "tokenizer").is_dir()  # a run on a task has none
     for folder in reversed(checkpoints(run)):
-        reason = fault(folder)
+        reason = fault(folder, tokenizer=tokenizer)
         if reason is None:
             return folder, skipped
         skipped.append(f"skipping {folder.name}: {reason}")
@@ -139,6 +141,24 @@ def writing(path: Path, run: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError
         reason = getattr(error, "strerror", None) or _refusal(path) or one_line(error)
         raise TrainingStopped(f"cannot write {path}: {reason}; {last_good(run)}") from error
+
+
+@contextmanager
+def sealing(folder: Path, run: Path, keep: int, *, main: bool = True) -> Iterator[None]:
+    """Seal the checkpoint that is written inside the block, and delete all but the newest `keep`. A failed write is
+    TrainingStopped and leaves no folder. Other processes than the `main` one only take part in the write."""
+    try:
+        with writing(folder, run):
+            yield
+            if main:
+                # a pickle of the arguments, which is never read
+                (folder / "training_args.bin").unlink(missing_ok=True)
+                seal(folder)
+    except TrainingStopped:
+        shutil.rmtree(folder, ignore_errors=True)  # make room
+        raise
+    if main:
+        prune(run, keep)
 
 
 def _refusal(folder: Path) -> str | None:

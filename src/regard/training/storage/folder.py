@@ -150,9 +150,10 @@ def _check_unchanged(out: Path, name: str, listed: dict[str, Any], call: str) ->
     require(same, call, f"{out / name} differs from what was written when the run began; restore the original.")
 
 
-def check_resume(config: TrainConfig, text: Text, *, call: str) -> tuple[Path, list[str]]:
+def check_resume(config: TrainConfig, source: dict[str, Any], *, call: str) -> tuple[Path, list[str]]:
     """Return the checkpoint from which the run in `config.out` continues, and a line about each skipped one; raise
-    `ArgumentError` if config or text differ, no checkpoint is complete, or nothing is left to do."""
+    `ArgumentError` if config or `source` (`text_source` or `task_source`) differ, no checkpoint is complete, or nothing
+    is left to do."""
     out = config.out
     now, then = to_mapping(config), to_mapping(saved_config(out, call=call))
     for name in now:
@@ -160,7 +161,7 @@ def check_resume(config: TrainConfig, text: Text, *, call: str) -> tuple[Path, l
             began = f"the run in {out} began with {then[name]!r}"
             may = "only --steps, --device and the path of --data may change on --resume"
             raise ArgumentError(f"{call}: {flag(name)} is {now[name]!r} but {began}; {may}.")
-    check_text(out, text, call=call)
+    check_source(out, source, call=call)
     folder, skipped = last_complete(out)
     if folder is None:
         why = f" ({'; '.join(skipped)})" if skipped else ""
@@ -172,12 +173,18 @@ def check_resume(config: TrainConfig, text: Text, *, call: str) -> tuple[Path, l
     return folder, skipped
 
 
-def check_text(out: Path, text: Text, *, call: str) -> None:
-    """Check by digest that the text is the one that the run in `out` began with."""
+def check_source(out: Path, source: dict[str, Any], *, call: str) -> None:
+    """Check by digest that the text or task is the one that the run in `out` began with."""
     then = _read_run(out, call=call)["text"]
-    other = f"the text in {text.path} is not the one the run in {out} was trained on"
-    characters = f"{len(text.content)} characters now, {then.get('characters')} then"
-    require(then["sha256"] == text.sha256, call, f"{other} ({characters}).")
+    same = then["sha256"] == source["sha256"]
+    if "settings" in source:
+        other = f"the {source['path']} has other settings in this version than in the one that began the run in {out}"
+        seen = f"{source['settings']} now, {then.get('settings')} then"
+        require(same, call, f"{other} ({seen}); start again with --overwrite.")
+    else:
+        other = f"the text in {source['path']} is not the one the run in {out} was trained on"
+        seen = f"{source['characters']} characters now, {then.get('characters')} then"
+        require(same, call, f"{other} ({seen}).")
 
 
 def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ..errors import one_error
 from ..fields import read_mapping
+from ..muon import MuonAdamW
 from .checkpoints import step_of
 from .saved_model import load_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCHEDULED = ("lr", "initial_lr")
 """Settings of a parameter group that the schedule changes."""
 
@@ -94,9 +94,16 @@ def _unchanged(saved: dict[str, Tensor], model: nn.Module) -> set[int]:
 
 
 def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: set[int], step: int) -> None:
-    """Check the state of this optimiser (AdamW) after `step` steps; `unchanged` parameters (ids) may have none."""
+    """Check the state of this optimiser (AdamW, or Muon with AdamW) after `step` steps; `unchanged` parameters (ids)
+    may have none."""
     fresh = optimizer.state_dict()
     _require(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {' and '.join(fresh)}")
+    if isinstance(optimizer, MuonAdamW):
+        parts, count = saved["parts"], len(optimizer.parts)
+        _require(isinstance(parts, list) and len(parts) == count, f"expected the states of {count} optimisers")
+        for part, state in zip(optimizer.parts, parts, strict=True):
+            _check_optimizer(state, part, unchanged, step)
+        return
     groups, states = saved["param_groups"], saved["state"]
     _require(isinstance(groups, list) and isinstance(states, dict), "param_groups or state has the wrong type")
     _require(len(groups) == len(fresh["param_groups"]), f"has {len(groups)} groups of parameters")
@@ -107,7 +114,11 @@ def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: se
     _require(not set(states) - set(numbers), "has the state of a parameter that the model does not have")
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in states:
-            _check_moments(states[number], parameter, f"of parameter {number}", step)
+            where = f"of parameter {number}"
+            if isinstance(optimizer, torch.optim.Muon):
+                _check_tensors(states[number], parameter, where, ("momentum_buffer",))
+            else:
+                _check_moments(states[number], parameter, where, step)
         else:
             _require(id(parameter) in unchanged, f"has no state of parameter {number}")
 
@@ -128,19 +139,25 @@ def _check_group(group: Any, expected: dict[str, Any]) -> None:
 
 
 def _check_moments(state: Any, parameter: Tensor, where: str, step: int) -> None:
-    """Check shape, dtype and strides of the moments of a parameter, and its number of steps."""
-    _require(isinstance(state, dict) and state.keys() == {"step", *_MOMENTS}, f"the state {where} is incomplete")
+    """Check AdamW's moments of a parameter, and its number of steps."""
+    _require(isinstance(state, dict) and "step" in state, f"the state {where} is incomplete")
     count = state["step"]
     scalar = isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32
     _require(scalar, f"step {where} is no scalar")
     _require(count.item() in range(1, step + 1), f"step {where} is {count.item()}, expected 1 to {step}")
-    for name in _MOMENTS:
-        moment = state[name]
+    moments = {name: moment for name, moment in state.items() if name != "step"}
+    _check_tensors(moments, parameter, where, ("exp_avg", "exp_avg_sq"))
+    _require(not state["exp_avg_sq"].lt(0).any(), f"exp_avg_sq {where} is negative")
+
+
+def _check_tensors(state: Any, parameter: Tensor, where: str, names: tuple[str, ...]) -> None:
+    """Check that a state has these tensors alone, with shape, dtype and strides of the parameter, and finite."""
+    _require(isinstance(state, dict) and state.keys() == set(names), f"the state {where} is incomplete")
+    for name, moment in state.items():
         _require(type(moment) is Tensor and moment.layout == torch.strided, f"{name} {where} is not a tensor")
         same = (moment.shape, moment.dtype, moment.stride()) == (parameter.shape, parameter.dtype, parameter.stride())
         _require(same, f"{name} {where} is {_kind(moment)}, expected {_kind(parameter)}")
         _require(bool(moment.isfinite().all()), f"{name} {where} is not finite")
-    _require(not state["exp_avg_sq"].lt(0).any(), f"exp_avg_sq {where} is negative")
 
 
 def _check_scheduler(saved: Any, fresh: dict[str, Any], step: int) -> None:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel, TrainerCallback
 
 from ...models.base.catalogue import language_models
 from ...tasks import TokenTask
-from ..callbacks import MetricsFile
+from ..callbacks import MetricsFile, StopGently
 from ..config import TrainConfig
 from ..device import resolve_device
+from ..errors import TrainingInterrupted
 from ..models import model_config
 from ..quiet import quiet_transformers
 from ..storage import folder
-from ..storage.checkpoints import write_summary
+from ..storage.checkpoints import last_good, step_of, write_summary
 from ..storage.lock import only_run
 from ..validation import check_task, validate
 from .scores import TaskScore, score_task
-from .training import TaskBudget, train_on_task
+from .training import Checkpoints, TaskBudget, TaskProgress, train_on_task
 
 CALL = "train"
 
@@ -45,40 +50,77 @@ class TaskSummary:
 
 
 @quiet_transformers()
-def train_task(config: TrainConfig, *, console: Console | None = None) -> TaskSummary:
+def train_task(
+    config: TrainConfig, *, console: Console | None = None, callbacks: Sequence[TrainerCallback] = ()
+) -> TaskSummary:
     """Train a language model on the task that a config names.
 
     Args:
         config: the options of the run, with `task`.
         console: where scores are shown, default standard error.
+        callbacks: additional callbacks.
 
     Raises:
-        ArgumentError: a mistake in the config, or another process trains in the folder; nothing has been written.
+        ArgumentError: a mistake in the config, another process trains in the folder, or a run that cannot be continued;
+            nothing has been written.
         TrainingStopped: the disk is full.
+        TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     validate(config)
     task = check_task(config, CALL)
+    source = folder.task_source(config.task or "", repr(task))
     folder.check_out(config, call=CALL)
     console = console or Console(stderr=True)
+    with ExitStack() as held:
+        checkpoint: Path | None = None
+        skipped: list[str] = []
+        if config.resume:
+            folder.saved_config(config.out, call=CALL)  # before the folder is made for the lock
+            held.enter_context(only_run(config.out, call=CALL))
+            checkpoint, skipped = folder.check_resume(config, source, call=CALL)
+        model = task_model(config, task, CALL)
+        if not config.resume:
+            held.enter_context(only_run(config.out, call=CALL))
+            folder.check_out(config, call=CALL)
+            folder.begin(config, source, None, call=CALL)
+        for line in skipped:
+            console.print(line, highlight=False, markup=False)
+        saved = Checkpoints(run=config.out, every=config.save_every, keep=config.keep, last=checkpoint)
+        progress = _train(config, task, model, saved, console, callbacks)
+        folder.save_model(config.out, model, None)
+        return _finish(config, task, model, progress.step)
+
+
+def task_model(config: TrainConfig, task: TokenTask, call: str) -> PreTrainedModel:
+    """Return the model of a config for a task, with the random weights of the config's seed, on its device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         longest = max(len(example.tokens) for example in task.examples(config.seed, range(8)))
         context = max(config.context, longest)
-        made = model_config(replace(config, context=context), call=CALL, vocab_size=task.vocabulary, pad_token_id=None)
-        model = language_models.get(config.model).model(made).to(resolve_device(config.device, call=CALL))
-    with only_run(config.out, call=CALL):
-        folder.check_out(config, call=CALL)
-        folder.begin(config, folder.task_source(config.task or "", repr(task)), None, call=CALL)
-        metrics = MetricsFile(config.out / "metrics.jsonl", step=0)
+        made = model_config(replace(config, context=context), call=call, vocab_size=task.vocabulary, pad_token_id=None)
+        return language_models.get(config.model).model(made).to(resolve_device(config.device, call=call))
 
-        def report(step: int, scores: dict[str, TaskScore]) -> None:
-            metrics.append({"step": step, **{name: score.mean for name, score in scores.items()}})
-            shown = "  ".join(f"{name} {score.mean:.4f}" for name, score in scores.items())
-            console.print(f"step {step}/{config.steps}  validation: {shown}", highlight=False, markup=False)
 
-        progress = train_on_task(model, task, _budget(config), report=report)
-        folder.save_model(config.out, model, None)
-        return _finish(config, task, model, progress.step)
+def _train(
+    config: TrainConfig, task: TokenTask, model: PreTrainedModel, saved: Checkpoints, console: Console,
+    callbacks: Sequence[TrainerCallback],
+) -> TaskProgress:  # fmt: skip
+    """Train, or raise TrainingInterrupted after a signal, with a checkpoint saved."""
+    metrics = MetricsFile(config.out / "metrics.jsonl", step=step_of(saved.last) if saved.last else 0)
+
+    def report(step: int, scores: dict[str, TaskScore]) -> None:
+        metrics.append({"step": step, **{name: score.mean for name, score in scores.items()}})
+        shown = "  ".join(f"{name} {score.mean:.4f}" for name, score in scores.items())
+        console.print(f"step {step}/{config.steps}  validation: {shown}", highlight=False, markup=False)
+
+    with StopGently() as stop:
+        progress = train_on_task(
+            model, task, _budget(config), report=report, checkpoints=saved, callbacks=[*callbacks, stop]
+        )
+    if stop.requested and not progress.finished:
+        where = f"interrupted after step {progress.step} of {config.steps}"
+        raise TrainingInterrupted(f"{where}; {last_good(config.out)}")
+    return progress
 
 
 def _budget(config: TrainConfig) -> TaskBudget:

@@ -7,8 +7,9 @@ interruption. Examples are drawn while training goes on and never stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from ...checks import ArgumentError, in_range, instance, refuse, whole
 from ...nn.optimizer_groups import optimizer_groups
 from ...tasks import TokenTask, collate
+from ..errors import one_error
 from ..muon import MuonAdamW
+from ..storage.checkpoints import remove_after, sealing, step_of, writing
+from ..storage.resuming import check_checkpoint, put_weights
 from .scores import TaskScore, check_vocabulary, embedded, score_task
 
 CALL = "train_on_task"
@@ -87,11 +91,13 @@ class TaskProgress:
         step: how many steps were made.
         loss: mean loss of the steps since the last scores, at each of `scored`.
         scored: the steps after which the validation split was scored, and its scores there.
+        finished: whether all steps were made or `stop_at` was reached; False if a callback stopped training before.
     """
 
     step: int
     loss: tuple[float, ...]
     scored: tuple[tuple[int, dict[str, TaskScore]], ...]
+    finished: bool = True
 
     def best(self, metric: str) -> float:
         """Return the largest mean of a metric."""
@@ -112,14 +118,35 @@ class TaskExamples(Dataset[dict[str, Tensor]]):
         return collate(self.task.examples(self.budget.seed, range(first, first + self.budget.batch), "train"))
 
 
+class LossNotFinite(ArgumentError):
+    """The loss of a step is NaN or infinite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Where training saves checkpoints, and from which it continues.
+
+    Attributes:
+        run: the run folder.
+        every: steps between checkpoints. There is also one after the last step.
+        keep: checkpoints to keep.
+        last: the checkpoint to continue from.
+    """
+
+    run: Path
+    every: int
+    keep: int
+    last: Path | None = None
+
+
 class _TaskTrainer(Trainer):
-    """Trainer of a model on a task."""
+    """Trainer of a model on a task. Its checkpoints are those of `RegardTrainer`, and have what was scored besides."""
 
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
 
-    def __init__(self, task: TokenTask, budget: TaskBudget, **kwargs: Any) -> None:
-        self.task, self.budget = task, budget
+    def __init__(self, task: TokenTask, budget: TaskBudget, keep: int, **kwargs: Any) -> None:
+        self.task, self.budget, self.keep = task, budget, keep
         self.losses: list[float] = []
         self.loss_by_score: list[float] = []
         self.scored: list[tuple[int, dict[str, TaskScore]]] = []
@@ -158,7 +185,7 @@ class _TaskTrainer(Trainer):
         self.losses.append(float(loss))
         if not math.isfinite(self.losses[-1]):
             where = f"the loss is {self.losses[-1]} at step {self.state.global_step + 1}"
-            raise ArgumentError(f"{CALL}: {where}; give a smaller learning_rate.")
+            raise LossNotFinite(f"{CALL}: {where}; give a smaller learning_rate.")
         return loss
 
     def score(self) -> dict[str, TaskScore]:
@@ -169,9 +196,23 @@ class _TaskTrainer(Trainer):
         self.losses.clear()
         return scores
 
+    @property
+    def good_enough(self) -> bool:
+        """Whether the last scores reach `stop_at`."""
+        metric, stop_at = self.budget.metric, self.budget.stop_at
+        return stop_at is not None and bool(self.scored) and self.scored[-1][1][metric].mean >= stop_at
 
-class _Scoring(TrainerCallback):
-    """Score the model now and then, and end training once it is good enough."""
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        put_weights(self.model if model is None else model, Path(resume_from_checkpoint), call="train")
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        run = Path(self.args.output_dir)
+        with sealing(run / f"checkpoint-{self.state.global_step}", run, self.keep):
+            super()._save_checkpoint(*args, **kwargs)
+
+
+class TaskScoring(TrainerCallback, ExportableState):
+    """Score the model now and then, and end training once it is good enough. Checkpoints hold what was scored."""
 
     def __init__(self, trainer: _TaskTrainer, report: Callable[[int, dict[str, TaskScore]], None] | None) -> None:
         self.trainer, self.report = trainer, report
@@ -184,9 +225,31 @@ class _Scoring(TrainerCallback):
                 self.report(state.global_step, scores)
             if budget.metric not in scores:
                 raise ArgumentError(f"{CALL}: the task has no metric {budget.metric!r}; it has {', '.join(scores)}.")
-            if budget.stop_at is not None and scores[budget.metric].mean >= budget.stop_at:
+            if self.trainer.good_enough:
                 control.should_training_stop = True
+                control.should_save = self.trainer.args.save_strategy == "steps"
         return control
+
+    def state(self) -> dict[str, Any]:
+        trainer = self.trainer
+        scored = [[step, {name: score.values for name, score in scores.items()}] for step, scores in trainer.scored]
+        kept = {"losses": trainer.losses, "loss_by_score": trainer.loss_by_score, "scored": scored}
+        return {"args": {}, "attributes": kept}
+
+    def restore(self, state: TrainerState, checkpoint: Path) -> None:
+        """Take over what a checkpoint holds.
+
+        Raises:
+            ArgumentError: it cannot be read.
+        """
+        with one_error(f"train: cannot continue from {checkpoint}: trainer_state.json: what was scored"):
+            kept = state.stateful_callbacks["TaskScoring"]["attributes"]
+            self.trainer.losses = [float(loss) for loss in kept["losses"]]
+            self.trainer.loss_by_score = [float(loss) for loss in kept["loss_by_score"]]
+            self.trainer.scored = [
+                (int(step), {str(name): TaskScore(tuple(map(float, values))) for name, values in scores.items()})
+                for step, scores in kept["scored"]
+            ]
 
 
 def train_on_task(
@@ -195,6 +258,8 @@ def train_on_task(
     budget: TaskBudget,
     *,
     report: Callable[[int, dict[str, TaskScore]], None] | None = None,
+    checkpoints: Checkpoints | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> TaskProgress:
     """Train a language model on a task, in place.
 
@@ -203,25 +268,62 @@ def train_on_task(
         task: the task.
         budget: steps, rates and when to stop.
         report: called with the step and the scores whenever the model is scored.
+        checkpoints: where checkpoints are saved, and from which one training continues; default none. Continued
+            training gives the same numbers as training without interruption.
+        callbacks: additional callbacks of transformers' Trainer.
 
     Raises:
-        ArgumentError: a model with too few tokens, a metric that the task does not have, or a loss that is not finite.
+        ArgumentError: a model with too few tokens, a metric that the task does not have, a loss that is not finite, or
+            a checkpoint that does not fit.
+        TrainingStopped: a checkpoint cannot be written.
 
     Cost: a forward and a backward pass over `batch` examples a step; `eval_examples` forward passes a score.
     """
     instance(CALL, "task", task, TokenTask, "a task of tokens")
     check_vocabulary(CALL, model, task)
     with TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=budget.steps, per_device_train_batch_size=1, max_grad_norm=budget.clip,
-            seed=budget.seed, save_strategy="no", logging_strategy="no", report_to=[],
-            use_cpu=model.device.type == "cpu", disable_tqdm=True, remove_unused_columns=False,
-            dataloader_pin_memory=False,
-        )  # fmt: skip
-        examples: dict[str, Any] = {"train_dataset": TaskExamples(task, budget), "data_collator": lambda one: one[0]}
-        trainer = _TaskTrainer(task, budget, model=model, args=arguments, **examples)
-        trainer.remove_callback(PrinterCallback)
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(_Scoring(trainer, report))
-        trainer.train()
-    return TaskProgress(trainer.state.global_step, tuple(trainer.loss_by_score), tuple(trainer.scored))
+        trainer = _trainer(model, task, budget, checkpoints, Path(folder))
+        scoring = TaskScoring(trainer, report)
+        for callback in (scoring, *callbacks):
+            trainer.add_callback(callback)
+        last = None if checkpoints is None else checkpoints.last
+        if last is not None:
+            _restore(trainer, scoring, last)
+        if trainer.state.global_step < budget.steps and not trainer.good_enough:
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    step = trainer.state.global_step
+    finished = step >= budget.steps or trainer.good_enough
+    return TaskProgress(step, tuple(trainer.loss_by_score), tuple(trainer.scored), finished)
+
+
+def _trainer(
+    model: PreTrainedModel, task: TokenTask, budget: TaskBudget, checkpoints: Checkpoints | None, folder: Path
+) -> _TaskTrainer:
+    """Return a trainer that writes to `folder` if there are no checkpoints."""
+    saves: dict[str, Any] = {"save_strategy": "no"}
+    if checkpoints is not None:
+        saves = {"save_strategy": "steps", "save_steps": checkpoints.every}
+    arguments = TrainingArguments(
+        output_dir=str(folder if checkpoints is None else checkpoints.run), max_steps=budget.steps, seed=budget.seed,
+        per_device_train_batch_size=1, max_grad_norm=budget.clip, logging_strategy="no", report_to=[],
+        use_cpu=model.device.type == "cpu", disable_tqdm=True, remove_unused_columns=False,
+        dataloader_pin_memory=False, **saves,
+    )  # fmt: skip
+    examples: dict[str, Any] = {"train_dataset": TaskExamples(task, budget), "data_collator": lambda one: one[0]}
+    keep = 1 if checkpoints is None else checkpoints.keep
+    trainer = _TaskTrainer(task, budget, keep, model=model, args=arguments, **examples)
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+def _restore(trainer: _TaskTrainer, scoring: TaskScoring, checkpoint: Path) -> None:
+    """Check a checkpoint, take over its weights and what was scored, and delete what the run wrote after it."""
+    check_checkpoint(checkpoint, trainer, call="train")
+    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    scoring.restore(trainer.state, checkpoint)
+    put_weights(trainer.model, checkpoint, call="train")
+    run = checkpoint.parent
+    with writing(run, run):
+        remove_after(run, step_of(checkpoint))
+        (run / "summary.json").unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""A run on a task that was killed continues from its last checkpoint, with the numbers of a run that was not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from regard.checks import ArgumentError
+from regard.training.config import TrainConfig
+from regard.training.errors import TrainingInterrupted
+from regard.training.storage.checkpoints import fault
+from regard.training.task.run import train_task
+
+SIZES: dict[str, Any] = {
+    "task": "sort", "task_option": ("symbols=3", "least=2", "most=3"), "width": 16, "layers": 1, "heads": 2,
+    "steps": 8, "batch": 4, "eval_every": 4, "eval_examples": 8, "save_every": 2, "device": "cpu",
+}  # fmt: skip
+
+
+class Crash(TrainerCallback):
+    """Raise an error after a step, as a kill would end the run there."""
+
+    def __init__(self, step: int, error: type[BaseException] = SystemError) -> None:
+        self.step, self.error = step, error
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise self.error
+
+
+def run(out: Path, *callbacks: TrainerCallback, **changes: Any) -> Any:
+    config = TrainConfig(out=out, **{**SIZES, **changes})
+    return train_task(config, console=Console(file=io.StringIO()), callbacks=callbacks)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_was_killed_gives_the_same_numbers(tmp_path: Path, optimizer: str) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    expected = run(whole, optimizer=optimizer)
+    with pytest.raises(SystemError):
+        run(out, Crash(5), optimizer=optimizer)
+    torch.manual_seed(99)
+    found = run(out, optimizer=optimizer, resume=True)
+    assert found.scores == expected.scores
+    assert metrics(out) == metrics(whole)
+    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (whole, out))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    expected = run(whole)
+    with pytest.raises(SystemError):
+        run(out, Crash(5))
+    weights = out / "checkpoint-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "model.safetensors differs" in (fault(out / "checkpoint-4", tokenizer=False) or "")
+    assert run(out, resume=True).scores == expected.scores
+
+
+def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="train: "):
+        run(tmp_path / "nothing", resume=True)
+    out = tmp_path / "out"
+    run(out)
+    with pytest.raises(ArgumentError, match=r"--batch is 2 but the run in .* began with 4"):
+        run(out, resume=True, batch=2)
+    with pytest.raises(ArgumentError, match="--task"):
+        run(out, resume=True, task="reverse")
+    with pytest.raises(ArgumentError, match="step"):
+        run(out, resume=True)  # nothing is left to do
+    record = json.loads((out / "run.json").read_text())
+    record["text"]["sha256"] = "0" * 64
+    (out / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ArgumentError, match="has other settings in this version"):
+        run(out, resume=True, steps=12)
+
+
+def test_an_interrupted_run_has_a_checkpoint(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    out = tmp_path / "out"
+    with pytest.raises(TrainingInterrupted, match="interrupted after step"):
+        run(out, Interrupt())
+    saved = sorted(out.glob("checkpoint-*"))
+    assert saved
+    assert fault(saved[-1], tokenizer=False) is None
+    assert run(out, resume=True).scores == run(tmp_path / "whole").scores
