@@ -16,7 +16,9 @@ from oracles import entmax_row, softmax
 from tiny_runs import tiny
 
 import regard as package
+from regard.checks import ArgumentError
 from regard.cli import main
+from regard.recipes import recipes
 from regard_recipes.kernels import recall_capacity as capacity
 from regard_recipes.lib.recipe import Results, select
 
@@ -215,12 +217,30 @@ def test_weights_over_three_scores() -> None:
     assert set("".join(found["uniform", "nearest"]["support"])) == {"2"}
 
 
+def test_all_recipes_run_and_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    ran = []
+
+    def run(kind: type, argv: list[str]) -> int:
+        ran.append((kind.name, argv))
+        if kind.name == "kernel-zoo":
+            raise ArgumentError("no paper")
+        return 0
+
+    monkeypatch.setattr("regard_recipes.lib.reproduce._run", run)
+    assert reproduce("--all", "--quick") == 1
+    assert [name for name, _ in ran] == sorted(recipes.names())
+    assert all(argv == ["--quick"] for _, argv in ran)
+    assert "failed: kernel-zoo" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ((), "name a recipe: associative-recall, boundary-bias, dispersion, errata, "),
         (("kernel-zo",), "unknown recipe 'kernel-zo'. Did you mean 'kernel-zoo'"),
         (("--out", "x"), "the name of a recipe comes first"),
+        (("--all", "--out", "x"), "--all writes NAME-out for each recipe"),
+        (("--all", "--seed", "-1"), "--seed is -1, expected 0 to"),
         (("kernel-zoo", "--point", "3"), "unknown option --point. Did you mean '--points'"),
         (("recall-capacity", "--seed", "-1"), "--seed is -1, expected 0 to 4294967291."),
     ],

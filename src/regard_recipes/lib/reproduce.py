@@ -11,7 +11,7 @@ from regard.cli.options import parse
 from regard.errors import ArgumentError
 from regard.recipes import recipes
 
-from .recipe import Recipe, run
+from .recipe import Recipe, check_shared, run
 
 CALL = "reproduce"
 
@@ -23,6 +23,8 @@ def reproduce(argv: list[str]) -> int:
         if argv:
             return 0
         raise ArgumentError(f"{CALL}: name a recipe: {', '.join(sorted(recipes.names()))}.")
+    if argv[0] == "--all":
+        return _run_all(argv[1:])
     if argv[0].startswith("-"):
         raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(sorted(recipes.names()))}.")
     name, rest = argv[0], argv[1:]
@@ -41,6 +43,25 @@ def _run(kind: type[Recipe], argv: list[str]) -> int:
     out = made.config.out or Path(f"{kind.name}-out")
     screen.print(f"{time.perf_counter() - start:.0f} s in all. Look inside: {out}", highlight=False)
     return 0
+
+
+def _run_all(argv: list[str]) -> int:
+    """Run every recipe with the same options, each in its folder NAME-out; return 1 if one failed."""
+    if "--out" in argv:
+        raise ArgumentError(f"{CALL}: --all writes NAME-out for each recipe; omit --out and run it in another folder.")
+    known = dict(sorted(recipes.items()))
+    for kind in known.values():  # mistakes are found before anything runs
+        check_shared(kind(options(kind, argv)))
+    failed = []
+    for name, kind in known.items():
+        try:
+            _run(kind, argv)
+        except (ArgumentError, RuntimeError) as error:
+            failed.append(name)
+            consoles()[0].print(f"{name}: {error}", highlight=False, markup=False)
+    if failed:
+        consoles()[0].print(f"failed: {', '.join(failed)}", highlight=False, markup=False)
+    return int(bool(failed))
 
 
 def options(kind: type[Recipe], argv: list[str]) -> Any:
@@ -115,4 +136,4 @@ Run an experiment; leaves a table, figures and JSON with provenance in a folder.
 
 {names}
 
-`regard reproduce RECIPE --help` lists the options of a recipe."""
+`regard reproduce RECIPE --help` lists the options of a recipe. `regard reproduce --all --quick` runs all of them."""

@@ -1,0 +1,102 @@
+"""Sweeps from a TOML file: the grid, its mistakes, and a run that was stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from regard.checks import ArgumentError
+from regard.cli import main
+from regard_recipes.lib.recipe import check_shared
+from regard_recipes.lib.results import Journal
+from regard_recipes.sweep.sweep import Sweep, SweepConfig
+
+GRID = """
+[task]
+name = "sort"
+setting = "quick"
+symbols = [3, 4]
+least = 2
+most = 3
+
+[train]
+seeds = 2
+rates = [1e-3, 1e-2]
+steps = 4
+batch = 2
+examples = 4
+
+[model]
+hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 2
+
+[models.softmax]
+mixers = "softmax"
+
+[models.mosaic]
+kind = "memory-mosaic"
+"""
+
+
+def sweep(folder: Path, text: str = GRID) -> Sweep:
+    file = folder / "grid.toml"
+    file.write_text(text)
+    return Sweep(SweepConfig(file=file, out=folder / "out", workers=0))
+
+
+def test_the_grid(tmp_path: Path) -> None:
+    made = sweep(tmp_path)
+    check_shared(made)
+    cells = made.cells()
+    assert len(cells) == 2 * 2 * 2
+    assert {cell["task"] for cell in cells} == {"symbols 3", "symbols 4"}
+    assert {cell["rate"] for cell in cells} == {1e-3, 1e-2}
+    assert (made.config.seeds, made.config.steps) == (2, 4)
+    task = made.training_tasks()["symbols 4"]
+    assert type(made.make_model("mosaic", task)).__name__ == "MemoryMosaicForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[train]", "[trian]", "unknown key 'trian'. Did you mean 'train'"),
+        ('name = "sort"', 'name = "sorted"', "Did you mean 'sort'"),
+        ('setting = "quick"', 'setting = "quik"', "Did you mean 'quick'"),
+        ("symbols = [3, 4]", "symbol = 3", "unknown key 'symbol'. Did you mean 'symbols'"),
+        ("symbols = [3, 4]", "symbols = [3, 1]", "symbols"),
+        ("steps = 4", "step = 4", "unknown key 'step'. Did you mean 'steps'"),
+        ("steps = 4", 'steps = "many"', "steps"),
+        ("steps = 4", 'metric = "acuracy"', "unknown metric 'acuracy'. Did you mean 'accuracy'"),
+        ('mixers = "softmax"', 'mixers = "sofmax"', "sofmax"),
+        ('kind = "memory-mosaic"', 'kind = "mosaic"', "mosaic"),
+        ("hidden_size = 16", "hidden_sise = 16", "hidden_sise"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in GRID
+    with pytest.raises(ArgumentError) as error:
+        check_shared(sweep(tmp_path, GRID.replace(old, new)))
+    assert "reproduce: sweep" in str(error.value)
+    assert said in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stopped_sweep_continues_only_with_the_same_file(tmp_path: Path) -> None:
+    made = sweep(tmp_path)
+    journal = Journal.open(made, [])
+    journal.begin(made.prepare())
+    cell = made.cells()[0]
+    journal.append((cell, 0), list(made.measure(cell, 0)), 1.0)
+    kept = journal.path.read_text()
+    with pytest.raises(ArgumentError, match="unfinished run with other options"):
+        Journal.open(sweep(tmp_path, GRID.replace("steps = 4", "steps = 5")), [])
+    command = ["reproduce", "sweep", "--file", str(tmp_path / "grid.toml"), "--out", str(tmp_path / "out")]
+    sweep(tmp_path)
+    assert main([*command, "--workers", "0"]) == 0
+    assert journal.path.read_text().startswith(kept)
+    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    runs = [row for row in record["rows"] if row[record["columns"].index("kind")] == "run"]
+    assert len(runs) == 16
