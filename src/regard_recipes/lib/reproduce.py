@@ -25,6 +25,8 @@ def reproduce(argv: list[str]) -> int:
         raise ArgumentError(f"{CALL}: name a recipe: {', '.join(sorted(recipes.names()))}.")
     if argv[0] == "--all":
         return _run_all(argv[1:])
+    if argv[0] == "--papers":
+        return _papers(argv[1:])
     if argv[0].startswith("-"):
         raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(sorted(recipes.names()))}.")
     name, rest = argv[0], argv[1:]
@@ -62,6 +64,17 @@ def _run_all(argv: list[str]) -> int:
     if failed:
         consoles()[0].print(f"failed: {', '.join(failed)}", highlight=False, markup=False)
     return int(bool(failed))
+
+
+def _papers(argv: list[str]) -> int:
+    """Write a page for each paper from the results in a folder."""
+    from .papers import write_pages
+
+    if len(argv) != 1:
+        raise ArgumentError(f"{CALL}: expected --papers FOLDER, with the results of recipes.")
+    for path in write_pages(Path(argv[0])):
+        print(path)
+    return 0
 
 
 def options(kind: type[Recipe], argv: list[str]) -> Any:
@@ -136,4 +149,5 @@ Run an experiment; leaves a table, figures and JSON with provenance in a folder.
 
 {names}
 
-`regard reproduce RECIPE --help` lists the options of a recipe. `regard reproduce --all --quick` runs all of them."""
+`regard reproduce RECIPE --help` lists the options of a recipe. `regard reproduce --all --quick` runs all of them.
+`regard reproduce --papers FOLDER` writes a page for each paper from the results in a folder."""

@@ -1,0 +1,150 @@
+"""A page for each paper, from all stored results: its tables and figures with the verdicts on their claims.
+
+`regard reproduce --papers FOLDER` writes FOLDER/paper-NAME.md. A table or figure without a stored claim is shown as
+not run, with the command that runs it, or as missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from regard.checks import ArgumentError
+from regard.recipes import recipes
+
+from .claims import Claim
+from .recipe import Recipe
+from .results import load
+
+NAMES = {"FwPKM": "Fast-weight Product Key Memory"}
+"""Short names in claims."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table, a figure or a section with results.
+
+    Attributes:
+        place: such as "figure 4a".
+        what: what it shows or claims.
+        recipe: that measures it; empty if there is none.
+        where: parts of `Claim.where` that belong to it; empty for the place itself.
+        wording: parts of `Claim.wording` of which one must occur; empty for all.
+    """
+
+    place: str
+    what: str
+    recipe: str = ""
+    where: tuple[str, ...] = ()
+    wording: tuple[str, ...] = ()
+
+    def holds(self, name: str, claim: Claim) -> bool:
+        """Return whether a claim of a recipe belongs here."""
+        where = self.where or (self.place,)
+        fits = not self.wording or any(part in claim.wording for part in self.wording)
+        return name == self.recipe and fits and any(part in claim.where for part in where)
+
+
+PAPERS: dict[str, tuple[Item, ...]] = {
+    "Sparse attention": (
+        Item("section 2.1", "softmax disperses over long contexts", "dispersion", ("section",)),
+        Item("table 1, figure 5", "RegBench: accuracy and total variation", "in-context-language", ("table 1",)),
+        Item("figures 2 and 3", "loss of Memory Mosaics by kernel and depth", "mosaic-kernels",
+             ("figure 3", "released")),
+        Item("tables 2 and 7, figure 4", "exact answers at up to 64 times the training length", "length-generalization",
+             ("table 2",)),
+        Item("figure 5, Wikipedia", "prediction of another corpus than the one trained on"),
+    ),
+    "Local Linear Attention": (
+        Item("propositions 2.1, 2.2", "rates of the integrated error", "boundary-bias", ("proposition", "section 2")),
+        Item("figures 2, 3 and 6", "test-time regression on piecewise linear data", "test-time-regression",
+             ("section 4",)),
+        Item("figure 4a", "in-context regression", "in-context-regression"),
+        Item("figures 4b and 9", "associative recall", "associative-recall", ("figure 4",)),
+        Item("figure 5", "state tracking", "state-tracking"),
+        Item("table 1, appendix E", "windows and diagonal blocks", "lla-variants", ("section 4", "appendix E")),
+        Item("table 2", "precision of the solver in bfloat16", "lla-numerics", ("ridge", "float32", "all data")),
+        Item("figures 1 and 7", "memory and latency of prefill: needs a GPU, see gpu.md"),
+        Item("figure 8, appendix F.3", "language-model pretraining"),
+    ),
+    "Fast-weight Product Key Memory": (
+        Item("section 3", "one-step rewriting, addressing", "fast-weight-recall", ("section 3", "protocol")),
+        Item("section 4.2, findings 1 to 3, figures 3 and 8", "streaming perplexity and gates", "streaming-perplexity",
+             ("finding", "check")),
+        Item("section 4.3, findings 3 to 6, figures 4 and 9", "needles in repeated readings", "needle",
+             ("finding", "check")),
+        Item("section 5, figures 5, 6 and 10", "two case studies: slots, gates", "fwpkm-case-studies", ("section 5",)),
+        Item("table 2", "parameters, FLOPs and speed", "fwpkm-cost"),
+        Item("appendix B, figures 7 to 9", "ablations", "fwpkm-ablation", ("appendix B", "section 4")),
+        Item("use of slots", "64.4 to 97.9 % with batch norm of the queries"),
+    ),
+    "ICLM": (
+        Item("tables 1 and 2", "perplexity beside a Transformer of equal size", "iclm-parity", ("section 7",)),
+        Item("figure 2, section 7", "attention maps: sinks, copying, induction", "iclm-mechanisms", ("section 7",)),
+        Item("table 3, figure 3", "TinyMath with and without feed-forward layers", "tinymath", ("table 3",)),
+        Item("table 1, stories", "stories graded by a judge"),
+    ),
+    "Kernel selection": (
+        Item("section 7, kernels", "losses of ten kernels on Shakespeare", "kernel-selection", ("section 7",)),
+        Item("section 7, q = k", "memory and loss with shared queries and keys", "shared-query-key", ("section 7",)),
+    ),
+}  # fmt: skip
+"""Papers by the name that claims give them, with the errata in docs/errata.md."""
+
+
+def stored(folder: Path) -> Iterator[tuple[str, Recipe, str, Sequence[Claim]]]:
+    """Yield name, recipe, command and claims of each record in a folder."""
+    for name, kind in sorted(recipes.items()):
+        if isinstance(kind, type) and issubclass(kind, Recipe) and (folder / f"{name}.json").exists():
+            made, results = load(kind, folder)
+            yield name, made, str(results.record["command"]), made.claims(results)
+
+
+def page(paper: str, found: Sequence[tuple[str, Recipe, str, Sequence[Claim]]]) -> str:
+    """Return the page of a paper as Markdown."""
+    from regard.inspect.tables import Table
+
+    rows, shown = [], set()
+    known = (paper, "regard's targets")
+    for item in PAPERS[paper]:
+        ours = [
+            (name, command, claim)
+            for name, _, command, claims in found
+            for claim in claims
+            if NAMES.get(claim.paper, claim.paper) in known and item.holds(name, claim)
+        ]
+        for name, command, claim in ours:
+            shown.add((name, claim.where, claim.wording))
+            rows.append((item.place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`"))
+        if not ours:
+            verdict = "not run" if item.recipe else "missing"
+            command = f"`regard reproduce {item.recipe}`" if item.recipe else ""
+            rows.append((item.place, item.what, verdict, "", command))
+    for name, _, command, claims in found:
+        for claim in claims:
+            if NAMES.get(claim.paper, claim.paper) == paper and (name, claim.where, claim.wording) not in shown:
+                rows.append((claim.where, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`"))
+    counts = {verdict: sum(row[2] == verdict for row in rows) for verdict in dict.fromkeys(row[2] for row in rows)}
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+    note = "Verdicts are computed from 95 % intervals. Not run and missing rows have no stored result."
+    table = Table(("place", "claim", "verdict", "measured", "command"), tuple(rows), note)
+    intro = "What we measured of the paper's tables and figures. Written by `regard reproduce --papers docs/results`."
+    return f"# {paper}\n\n{intro}\n\n{len(rows)} rows: {summary}.\n\n{table.markdown()}"
+
+
+def write_pages(folder: Path) -> list[Path]:
+    """Write the page of each paper to a folder with stored results, and return their paths.
+
+    Raises:
+        ArgumentError: the folder holds no results.
+    """
+    found = list(stored(folder))
+    if not found:
+        raise ArgumentError(f"reproduce: --papers: {folder} holds no results of recipes (NAME.json).")
+    written = []
+    for paper in PAPERS:
+        path = folder / f"paper-{paper.lower().replace(' ', '-')}.md"
+        path.write_text(page(paper, found), encoding="utf-8")
+        written.append(path)
+    return written

@@ -1,0 +1,46 @@
+"""One page for each paper, from stored results."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from regard.cli import main
+from regard.recipes import recipes
+from regard_recipes.lib.papers import NAMES, PAPERS, page, stored
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_pages_are_those_of_the_stored_rows(paper: str) -> None:
+    path = RESULTS / f"paper-{paper.lower().replace(' ', '-')}.md"
+    assert path.read_text() == page(paper, list(stored(RESULTS))), "run `regard reproduce --papers docs/results`"
+
+
+def test_every_item_names_a_recipe_or_is_missing() -> None:
+    for items in PAPERS.values():
+        assert all(item.recipe == "" or item.recipe in recipes for item in items)
+
+
+def test_every_claim_of_a_paper_is_shown_once() -> None:
+    found = list(stored(RESULTS))
+    for paper in PAPERS:
+        text = page(paper, found)
+        for _, _, _, claims in found:
+            for claim in claims:
+                if NAMES.get(claim.paper, claim.paper) == paper:
+                    assert f"“{claim.wording}” | {claim.verdict} |" in text
+
+
+def test_what_has_no_result_is_not_run_or_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["reproduce", "--papers", str(tmp_path)]) == 2
+    assert "holds no results" in capsys.readouterr().err
+    shutil.copy(RESULTS / "dispersion.json", tmp_path)
+    assert main(["reproduce", "--papers", str(tmp_path)]) == 0
+    text = (tmp_path / "paper-sparse-attention.md").read_text()
+    assert "| holds |" in text
+    assert "| not run |  | `regard reproduce mosaic-kernels` |" in text
+    assert "| missing |" in text
