@@ -69,6 +69,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "shared-query-key": {"steps": 2, "seeds": 2, "specs": "softmax,elu"},
     "state-tracking": {**TASK, "models": ("softmax",)},
+    "stories": {**TASK, "graded": 2, "models": ("Transformer", "ICLM")},
     "streaming-perplexity": LAYOUTS,
     "tinymath": {**TASK, "layers": 2},
     "test-time-regression": {

@@ -54,6 +54,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
              ("figure 3", "released")),
         Item("tables 2 and 7, figure 4", "exact answers at up to 64 times the training length", "length-generalization",
              ("table 2",)),
+        Item("table 4, stories", "stories by kernel", "stories", ("stories",)),
         Item("figure 5, Wikipedia", "prediction of another corpus than the one trained on"),
     ),
     "Local Linear Attention": (
@@ -83,7 +84,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item("tables 1 and 2", "perplexity beside a Transformer of equal size", "iclm-parity", ("section 7",)),
         Item("figure 2, section 7", "attention maps: sinks, copying, induction", "iclm-mechanisms", ("section 7",)),
         Item("table 3, figure 3", "TinyMath with and without feed-forward layers", "tinymath", ("table 3",)),
-        Item("table 1, stories", "stories graded by a judge"),
+        Item("table 1, stories", "stories graded by a judge", "stories", ("table 1",)),
     ),
     "Kernel selection": (
         Item("section 7, kernels", "losses of ten kernels on Shakespeare", "kernel-selection", ("section 7",)),

@@ -92,7 +92,7 @@ class TaskRecipe(Recipe):
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         import torch
 
-        from regard.training.task import TaskBudget, score_task, train_on_task
+        from regard.training.task import TaskBudget, train_on_task
 
         own, task = self.config, self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
@@ -117,8 +117,14 @@ class TaskRecipe(Recipe):
         for step, score in curve:
             yield {"kind": "curve", "step": step, "validation": score}
         for name, test in self.test_tasks(cell["task"]).items():
-            for metric, found in score_task(model, test, examples=own.examples).items():
-                yield {"kind": "test", "test": name, "metric": metric, "score": found.mean}
+            yield from self.scored(model, name, test)
+
+    def scored(self, model: Any, name: str, test: TokenTask) -> Iterator[dict[str, Any]]:
+        """Yield a row for each metric of a trained model on a test task."""
+        from regard.training.task import score_task
+
+        for metric, found in score_task(model, test, examples=self.config.examples).items():
+            yield {"kind": "test", "test": name, "metric": metric, "score": found.mean}
 
     def chosen(self, results: Results, kind: str = "test") -> Frame:
         """Return the rows of a kind at each model's best rate on each task."""

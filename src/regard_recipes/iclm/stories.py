@@ -1,0 +1,127 @@
+"""Write stories: ICLM, Transformer and Memory Mosaics, graded by a program instead of a language model.
+
+ICLM paper, table 1 (TinyStories, graded by GPT-4o: both models 6.81) and sparse-attention paper, table 4 and figures 2
+and 3 (BabiStories). The data of both are out of reach here. The stories are those of a grammar, and the grader scores
+grammar, consistency, plot and creativity from 0 to 10 (`regard.tasks.Stories.grade`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from regard.tasks.stories import Stories
+
+from ..lib.claims import Claim, one
+from ..lib.display import interval, pivot
+from ..lib.recipe import Results, recipe
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+
+if TYPE_CHECKING:
+    from regard.tasks import TokenTask
+
+TRANSFORMER, ICLM, MEAN = "Transformer", "ICLM", "mean grade"
+MOSAICS = {f"Memory Mosaic, {name}": {"mixers": name} for name in ("softmax", "biweight")}
+MODELS: dict[str, dict[str, Any]] = {TRANSFORMER: {"mixers": "softmax"}, ICLM: {"variant": "full"}, **MOSAICS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoriesConfig(TaskRecipeConfig):
+    """Train models on stories, and grade how they continue one."""
+
+    setting: str = "quick"  # Setting of the task: 'quick' or 'long'.
+    width: int = 64  # Channels.
+    layers: int = 4  # Layers; of ICLM, half as many pairs of blocks.
+    heads: int = 4  # Heads.
+    graded: int = 64  # Stories that each model continues.
+    batch: int = 32
+    stop_at: float = 1.1
+
+
+@recipe("stories")
+class StoriesRecipe(TaskRecipe):
+    """Accuracy and grades of continued stories: ICLM, Transformer and Memory Mosaics."""
+
+    Config = StoriesConfig
+    known = MODELS
+    learned = 0.3
+    limits: ClassVar = {**TaskRecipe.limits, "width": (8, 8192), "layers": (2, 256), "heads": (1, 256),
+                        "graded": (2, 2**20)}  # fmt: skip
+    sizes: ClassVar = {
+        "quick": {"seeds": 2, "steps": 30, "rates": (3e-3,), "examples": 16, "graded": 4, "width": 32, "layers": 2},
+        "paper": {"setting": "long", "width": 512, "layers": 8, "heads": 8, "steps": 80_000, "batch": 128,
+                  "rates": (3e-4, 1e-3), "graded": 500},
+    }  # fmt: skip
+
+    def training_tasks(self) -> Mapping[str, TokenTask]:
+        return {"stories": Stories.named(self.config.setting)}
+
+    def make_model(self, name: str, task: TokenTask) -> Any:
+        from regard.models import (
+            HybridConfig,
+            HybridForCausalLM,
+            ICLMConfig,
+            ICLMForCausalLM,
+            MemoryMosaicConfig,
+            MemoryMosaicForCausalLM,
+        )
+
+        own = self.config
+        fields = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
+                  "num_attention_heads": own.heads, **MODELS[name]}  # fmt: skip
+        if name == ICLM:
+            return ICLMForCausalLM(ICLMConfig(**fields))
+        if name in MOSAICS:
+            return MemoryMosaicForCausalLM(MemoryMosaicConfig(**fields))
+        return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu"))
+
+    def scored(self, model: Any, name: str, test: TokenTask) -> Iterator[dict[str, Any]]:
+        yield from super().scored(model, name, test)
+        for metric, values in self.grades(model).items():
+            yield {"kind": "test", "test": name, "metric": metric, "score": fmean(values)}
+
+    def grades(self, model: Any) -> dict[str, list[float]]:
+        """Return the grades of continued stories, and their means."""
+        import torch
+
+        task: Any = self.training_tasks()["stories"]
+        found: dict[str, list[float]] = {}
+        model.eval()
+        for example in task.examples(0, range(self.config.graded), "test"):
+            prompt = example.tokens[: example.prompt][None].to(model.device)
+            wanted = len(example.answer)
+            length = {"max_new_tokens": wanted, "min_new_tokens": wanted}
+            how = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+            with torch.no_grad():
+                out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **length, **how)
+            texts = [task.words.decode(row.tolist()) for row in (prompt[0], out[0, prompt.shape[1] :])]
+            grades = task.grade(*texts)
+            for metric, grade in {**grades, MEAN: fmean(grades.values())}.items():
+                found.setdefault(metric, []).append(grade)
+        return found
+
+    def claims(self, results: Results) -> list[Claim]:
+        missing = self.unlearned(results, "stories", self.models)
+        found = []
+        if {ICLM, TRANSFORMER} <= set(self.models):
+            gap = one(self.gap(results, ICLM, TRANSFORMER, metric=MEAN))
+            wording = "Stories of ICLM have the grades of a Transformer's"
+            note = "Mean of four grades from 0 to 10 by a program, less the Transformer's; 0.3 counts as equal."
+            found.append(Claim("ICLM", "section 7, table 1", wording, gap, "within", 0.3, 0.5, missing, note))
+        if set(MOSAICS) <= set(self.models):
+            gap = one(self.gap(results, *reversed(MOSAICS)))
+            wording = "Biweight is no worse than softmax on stories"
+            note = "Share of right words, less softmax's; 0.005 counts as equal."
+            found.append(Claim("Sparse attention", "figures 2 and 3, stories", wording, gap, "at least", -0.005, 0.01,
+                               missing, note))  # fmt: skip
+        return found
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        note = "Test split, ± half the 95 % interval over seeds. Grades from 0 to 10, of greedy continuations."
+        scores = pivot(self.chosen(results), ["model"], {"": interval("score")}, "metric", note=note)
+        return {"Scores": scores, "Training": self.training_table(results)}
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        return {"curves": self.curves(results)}
