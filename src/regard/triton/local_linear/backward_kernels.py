@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.blocks import LENGTHS, load_block, load_span, seen, store_block
-from .math import LOG2E, edge_tile, of_head, own_rows, plan, row_factor, row_ridge, tile_at, tile_count, times
+from .math import LOG2E, edge_tile, of_head, own_rows, plan, row_factor, row_ridge, times
 
 GIVEN, SOLUTION, REST, LAST = (tl.constexpr(i) for i in range(4))
 """Operands of a row: t rounded, -u rounded, and the rounding errors of both."""
@@ -97,12 +97,15 @@ def local_linear_right_kernel(
     mean = kept[2] + nth * queries * FORM.value_dim
     mean = load_block(mean, begin, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     mean = tl.sum(g.to(tl.float32) * mean, 1)
-    tiles = plan(rows[2], rows[3], FORM.tile, FORM.masked)
+    start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
     none = tl.full((FORM.own,), 0.0, tl.float32)
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), none, none
-    for side in tl.static_range(1 if FORM.masked else 2):  # with a mask no tile is full
-        for n in range(tile_count(tiles, side == 0)):
-            state = _right_step(state, x, g, mean, rows, kv, tile_at(n, tiles, side == 0, FORM), side == 0, FORM)
+    for n in range(tiles - full):
+        first = start + edge_tile(n, left, full) * FORM.tile
+        state = _right_step(state, x, g, mean, rows, kv, first, True, FORM)
+    if not FORM.masked:
+        for n in range(left, left + full):
+            state = _right_step(state, x, g, mean, rows, kv, start + n * FORM.tile, False, FORM)
     found = state[0] - state[1][:, None] * own_rows(kept[1] + nth * queries * FORM.dim, begin, queries, FORM)
     _put_rows(outs[0], found, nth, begin, queries, FORM)
     row = begin + tl.arange(0, FORM.own)
@@ -213,15 +216,18 @@ def local_linear_query_kernel(
     lift = tl.load(line + FIRST, mask=inside, other=0.0)
     drop = tl.load(line + (FALL if FORM.solved else DROP), mask=inside, other=0.0)
     guess = tl.load(line + MEAN, mask=inside, other=0.0)
-    tiles = plan(rows[2], rows[3], FORM.tile, FORM.masked)
+    start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
     sums, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     state = sums, none, none, none, none
     if not FORM.solved:
         state = sums, none, none, sums, none
-    for side in tl.static_range(1 if FORM.masked else 2):
-        for n in range(tile_count(tiles, side == 0)):
-            first = tile_at(n, tiles, side == 0, FORM)
-            state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, side == 0, FORM)
+    for n in range(tiles - full):
+        first = start + edge_tile(n, left, full) * FORM.tile
+        state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, True, FORM)
+    if not FORM.masked:
+        for n in range(left, left + full):
+            first = start + n * FORM.tile
+            state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, False, FORM)
     tl.store(line + MEAN, guess + state[2], mask=inside)
     mean = own_rows(kept[1] + nth * queries * FORM.dim, begin, queries, FORM)
     if not FORM.solved:
