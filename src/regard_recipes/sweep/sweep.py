@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 EXAMPLE: dict[str, Any] = {
     "task": {"name": "mqar", "setting": "quick"},
-    "train": {"seeds": 2, "rates": [3e-3], "steps": 60, "examples": 64},
     "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 1, "feed_forward": "none"},
     "models": {"softmax": {"mixers": "softmax"}, "biweight": {"mixers": "biweight"}},
 }
@@ -68,7 +67,7 @@ class Sweep(TaskRecipe):
     """Scores over a grid of models, learning rates, task settings and seeds from one TOML file."""
 
     Config = SweepConfig
-    sizes: ClassVar = {"quick": {}, "paper": {}}
+    sizes: ClassVar = {"quick": {"seeds": 2, "rates": (3e-3,), "steps": 60, "examples": 64}, "paper": {}}
 
     def __init__(self, config: SweepConfig) -> None:
         if config.content:
