@@ -131,7 +131,9 @@ def test_a_row_of_padding_in_a_batch_changes_nothing(case):
     loss.backward()
     torch.testing.assert_close(out.loss, loss, atol=1e-5, rtol=0)
     for (path, p), (_, q) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=0, msg=lambda text, path=path: f"{path}: {text}")
+        # relative too: the gradient of a number of a head is a sum over all tokens, of about one half here
+        how = {"atol": 1e-5, "rtol": 1e-4}
+        torch.testing.assert_close(p.grad, q.grad, **how, msg=lambda text, path=path: f"{path}: {text}")
 
 
 def resave(folder, change):
