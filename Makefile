@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers lint format typecheck clean
+.PHONY: help setup demo test test-all test-peers docs lint format typecheck clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,10 @@ test-peers: ## check regard with TRL, PEFT, lm-eval and others, in an environmen
 	$(MAKE) setup VENV=.venv-peers EXTRAS='$(EXTRAS),peers'
 	OMP_NUM_THREADS=1 .venv-peers/bin/python -m pytest tests/peers -q $(ARGS)
 
+docs: ## build the documentation into site/, to be read from disk
+	$(MAKE) setup EXTRAS='$(EXTRAS),docs'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +53,4 @@ format: setup ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache dist build
+	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache .nox dist build site

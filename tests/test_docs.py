@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import yaml
 from pages import program
 
 import regard
+from regard.cli import main
+from regard.cli.options import parse
+from regard.recipes import recipes
+from regard.training import TrainConfig
+from regard.training.validation import validate
+from regard_recipes.lib.reproduce import options
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "protocols").glob("*.md")])
-BESIDE = {"huggingface"}
-"""Pages whose text block is the output of a file; tests/integrations/test_huggingface_page.py runs them."""
+PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "results")
+BESIDE = {"huggingface", "finetune-with-lora"}
+"""Pages that other tests run: tests/integrations/test_huggingface_page.py and tests/peers/test_peft.py."""
+MECHANISMS = [page for page in PAGES if page.parent.name == "mechanisms" and page.stem != "index"]
+SECTIONS = ["Problem", "Formula", "Cost", "When to use it", "When not", "What the papers say and what we measured"]
 OLD = r"\bsentences?\b|\bspoilt\b|\bkeys that count\b|\bdesk size\b|\bgranule\b|\bbandwidth rule\b"
 GENERATED = {"grammar", "results", "gpu"}
 """Pages with tables that the sources or the benchmarks write, in words of their own."""
@@ -43,14 +55,36 @@ def test_no_sentence_of_the_readme_is_longer_than_30_words() -> None:
             assert len(sentence.split()) <= 30, sentence
 
 
-def test_every_page_shows_what_comes_out(tmp_path: Path) -> None:
-    pages = [str(page) for page in PAGES if program(page) and page.stem not in BESIDE]
-    assert len(pages) > 15
+@pytest.mark.parametrize("folder", sorted({page.parent for page in PAGES if program(page)}), ids=lambda path: path.name)
+def test_every_page_shows_what_comes_out(folder: Path, tmp_path: Path) -> None:
+    pages = [str(page) for page in PAGES if page.parent == folder and program(page) and page.stem not in BESIDE]
     command = [sys.executable, str(Path(__file__).with_name("pages.py")), *pages]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     wrong = {Path(page).name: said for page, said in json.loads(done.stdout).items() if said is not None}
     assert not wrong, "\n".join(f"{page}: {said}" for page, said in wrong.items())
+
+
+def commands() -> list[str]:
+    """The commands of `regard` in code blocks of the README and the pages."""
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", "") for page in [ROOT / "README.md", *PAGES]]
+    return sorted({line for text in texts for line in re.findall(r"^ *regard ([a-z]+ [^\n]+)$", text, flags=re.M)})
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.split()[0] in ("train", "reproduce", "list")])
+def test_the_options_of_every_command_exist(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, *words = shlex.split(line, comments=True)
+    monkeypatch.chdir(tmp_path)
+    if name == "list":
+        assert main([name, *words]) == 0
+    elif name == "reproduce" and words[0] in recipes:
+        with contextlib.suppress(SystemExit):  # --help
+            assert options(recipes.get(words[0]), words[1:])
+    elif name == "train" and "--resume" not in words:
+        if "--data" in words:
+            words[words.index("--data") + 1] = "text.txt"
+            (tmp_path / "text.txt").write_text("abcdefgh" * 2000, encoding="utf-8")
+        validate(parse(TrainConfig, words, command="train"))
 
 
 def test_every_protocol_page_has_an_example() -> None:
@@ -67,9 +101,48 @@ def test_the_design_page_names_every_folder() -> None:
     assert len(text("design").splitlines()) < 120
 
 
+def linked(name: str) -> set[str]:
+    """The pages that a page links to, relative to docs/."""
+    page = DOCS / f"{name}.md"
+    targets = re.findall(r"\]\((?!\.\.|http)([^)#]+\.md)\)", page.read_text(encoding="utf-8"))
+    return {str((page.parent / target).relative_to(DOCS)) for target in targets}
+
+
 def test_every_page_is_found_from_the_index() -> None:
-    listed = set(re.findall(r"\]\((?!\.\.)([^)#]+\.md)\)", text("index")))
-    assert listed == {str(page.relative_to(DOCS)) for page in PAGES if page.stem != "index"}
+    listed = linked("index")
+    for section in [name for name in listed if name.endswith("/index.md")]:
+        listed |= linked(section.removesuffix(".md"))
+    assert listed == {str(page.relative_to(DOCS)) for page in PAGES} - {"index.md"}
+
+
+def test_the_navigation_of_the_site_names_every_page() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    named = re.findall(r"[\w/-]+\.md", json.dumps(config["nav"]))
+    made = {
+        "contributing.md",
+        "changelog.md",
+        *(f"notebooks/{path.stem}.md" for path in DOCS.glob("notebooks/*.ipynb")),
+    }
+    papers = {f"results/{path.name}" for path in DOCS.glob("results/paper-*.md")}
+    assert len(named) == len(set(named))
+    assert set(named) == {str(page.relative_to(DOCS)) for page in PAGES} | made | papers
+
+
+@pytest.mark.parametrize("page", MECHANISMS, ids=lambda page: page.stem)
+def test_a_page_of_a_mechanism_has_every_part(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", text, flags=re.M) == SECTIONS
+    assert "```math\n" in text
+    assert program(page)
+    measured = text.split(f"## {SECTIONS[-1]}")[1]
+    assert re.search(r"\]\(\.\./(results/|test-time-regression)", measured)
+
+
+def test_every_preset_memory_and_linear_model_has_a_page_of_its_mechanism() -> None:
+    texts = "".join(page.read_text(encoding="utf-8") for page in MECHANISMS)
+    registries = regard.registries()
+    for kind in ("preset", "memory", "trend"):
+        assert [name for name in registries[kind].names() if f"`{name}`" not in texts] == []
 
 
 def test_the_spec_reference_lists_what_is_registered() -> None:

@@ -11,7 +11,7 @@ SRC = Path(__file__).parents[1] / "src"
 LAYERS = (
     *("_version", "errors", "checks", "registry", "precision", "one_node"),
     *("grammar", "pairwise", "recurrent", "memory", "triton", "implementations"),
-    *("nn", "tasks", "recipes", "public", "", "models"),
+    *("nn", "tasks", "recipes", "public", "", "compat", "models"),
     *("inspect", "integrations", "doctor", "training", "cli", "__main__"),
 )  # fmt: skip
 """Parts of `regard`: each imports only what stands before it. "" is the package itself; `public` holds its names."""

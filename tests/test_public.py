@@ -24,9 +24,11 @@ NAMES = {
     "presets",
     "registries",
     "relumax",
+    "segment_ids",
     "sparsemax",
     "topk_softmax",
     "topk_uniform",
+    "varlen_attention",
 }
 
 
@@ -51,7 +53,7 @@ def test_signature_of_attention() -> None:
     parameters = inspect.signature(regard.attention).parameters
     assert list(parameters) == [
         "query", "key", "value", "spec", "attn_mask", "is_causal", "exclude_self", "window", "query_offset",
-        "segment_ids", "scale", "params", "enable_gqa", "impl", "return_diagnostics",
+        "segment_ids", "scale", "params", "enable_gqa", "layout", "impl", "return_diagnostics",
     ]  # fmt: skip
     defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
     assert defaults == {
@@ -65,6 +67,7 @@ def test_signature_of_attention() -> None:
         "scale": None,
         "params": None,
         "enable_gqa": False,
+        "layout": "bhtd",
         "impl": "auto",
         "return_diagnostics": False,
     }

@@ -21,7 +21,7 @@ __all__ = [
     "AssociativeMemory", "DeltaState", "Diagnostics", "FastWeightState", "LinearState", "MesaState", "Spec",
     "WriteRule", "__version__", "attention", "checks", "delta_rule", "entmax", "explain", "fast_weight_memory",
     "interpolated_attention", "linear_attention", "local_linear_attention", "mesa_attention", "normrelu", "presets",
-    "registries", "relumax", "sparsemax", "topk_softmax", "topk_uniform",
+    "registries", "relumax", "segment_ids", "sparsemax", "topk_softmax", "topk_uniform", "varlen_attention",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from .pairwise.diagnostics import Diagnostics
 from .pairwise.dispatch import implementations_registry
 from .pairwise.local_linear_attention import local_linear_attention
 from .pairwise.normalisers import entmax, normrelu, relumax, sparsemax, topk_softmax, topk_uniform
+from .pairwise.varlen import segment_ids, varlen_attention
 from .recipes import recipes
 from .recurrent.delta import DeltaState, delta_rule
 from .recurrent.interpolated import interpolated_attention
@@ -32,7 +33,7 @@ __all__ = [
     "AssociativeMemory", "DeltaState", "Diagnostics", "FastWeightState", "LinearState", "MesaState", "Spec",
     "WriteRule", "attention", "delta_rule", "entmax", "explain", "fast_weight_memory", "interpolated_attention",
     "linear_attention", "local_linear_attention", "mesa_attention", "normrelu", "presets", "registries", "relumax",
-    "sparsemax", "topk_softmax", "topk_uniform",
+    "segment_ids", "sparsemax", "topk_softmax", "topk_uniform", "varlen_attention",
 ]  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from regard.checks import ArgumentError
 from regard.inspect.measures import AttentionMaps, attention_maps
 from regard.inspect.report import Page, Section, render
 from regard.inspect.summary import layer_table
-from regard.inspect.tables import Table
 from regard.models import HybridConfig, HybridForCausalLM
 
 ALL_BACK = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [1.0, 0, 0]])
@@ -238,8 +237,7 @@ def test_the_table_of_layers() -> None:
 
 def test_the_page_shows_it() -> None:
     section = Section(title="one", maps=by_layer(), layers=layer_table(by_layer()))
-    empty = Table(header=("model",), rows=())
-    parts = {"title": "t", "introduction": "i", "table": empty, "curves": None, "curves_caption": "", "settings": {}}
+    parts = {"title": "t", "introduction": "i", "parts": [], "settings": {}}
     html = render(Page(**parts, sections=[section, Section(title="two")]))
     assert html.count("<h3>Layers</h3>") == 1
     assert "<td>1 of 2</td>" in html

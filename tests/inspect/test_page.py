@@ -14,7 +14,7 @@ from rich.console import Console
 from seen import HOSTILE, Elements
 
 from regard.inspect.measures import AttentionMaps
-from regard.inspect.report import Page, Sample, Section, render, viewer_data
+from regard.inspect.report import Page, Part, Sample, Section, render, viewer_data
 from regard.inspect.tables import Table
 
 PNG = b"\x89PNG\r\n\x1a\nnot really"
@@ -40,9 +40,15 @@ def page(text: str = "text", **changes: object) -> Page:
     values: dict[str, object] = {
         "title": text,
         "introduction": text,
-        "table": Table(header=(text, "bits"), rows=((text, "1.25"),), note=text),
-        "curves": PNG,
-        "curves_caption": text,
+        "parts": [
+            Part(title=text, text=text),
+            Part(
+                title=text,
+                table=Table(header=(text, "bits"), rows=((text, "1.25"),), note=text),
+                picture=PNG,
+                caption=text,
+            ),
+        ],
         "sections": [section, Section(title="broken", failure=text)],
         "settings": {text: {text: text}},
     }
@@ -61,7 +67,7 @@ def test_everything_that_was_given_is_there_and_nothing_is_loaded_from_elsewhere
     assert not {"link", "iframe", "object", "embed", "base"} & set(found.tags)
     assert len(found.every("href")) == 4
     assert set(found.every("href")) <= {f"#{name}" for name in found.every("id")}
-    without = Elements(render(page(sections=[Section(title="only words")], curves=None)))
+    without = Elements(render(page(sections=[Section(title="only words")], parts=[])))
     assert not {"canvas", "script", "img"} & set(without.tags)
 
 

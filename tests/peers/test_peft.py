@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from any_model import make, padded, text
+from pages import run
 
 from regard.models import language_models
 
@@ -48,3 +51,8 @@ def test_lora_trains_merges_and_comes_back(name, fields, tmp_path):
     for path, p in merged.named_parameters():
         if p.dim() != 2:  # norms and numbers of heads
             assert torch.equal(p, before[path]), path
+
+
+def test_the_page_about_lora_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(Path(__file__).parents[2] / "docs" / "cookbook" / "finetune-with-lora.md") is None

@@ -16,11 +16,12 @@ import regard
 from regard.checks import ArgumentError
 from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped, generate_text, load_model
 from regard.training.storage.lock import LOCK, only_run
-from regard_recipes.demo import demo_output, demo_train
+from regard_recipes.demo import demo_kernels, demo_output, demo_recall, demo_train
 from regard_recipes.demo.demo import DemoConfig, parse_specs, run_demo
 from regard_recipes.demo.ngram import NGram
 
 SPECS = "softmax,gaussian*nearest(k=4)"
+QUICK: dict[str, Any] = {"recall_steps": 0, "workers": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +44,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(story: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoConfig, int]:
     """A whole demo of three steps."""
     out = tmp_path_factory.mktemp("demo") / "out"
-    config = DemoConfig(steps=3, data=story, specs=SPECS, out=out, seed=5)
+    config = DemoConfig(steps=3, recall_steps=1, data=story, specs=SPECS, out=out, seed=5, workers=0)
     return config, run_demo(config)
 
 
@@ -57,11 +58,11 @@ def test_the_config_is_frozen_and_every_field_explains_itself() -> None:
         config.steps = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
         DemoConfig(5)  # type: ignore[misc]
-    assert [f.name for f in fields(DemoConfig)] == ["steps", "data", "specs", "out", "seed"]
+    assert [f.name for f in fields(DemoConfig)] == ["steps", "recall_steps", "data", "specs", "out", "seed", "workers"]
 
 
 def test_specs_are_parsed() -> None:
-    assert list(map(str, parse_specs(DemoConfig().specs))) == ["softmax", "biweight", "relumax", "shift-cosine"]
+    assert list(map(str, parse_specs(DemoConfig().specs))) == ["softmax", "biweight", "relumax"]
     found = parse_specs("triweight*anchored(margin=0.5),local-linear[biweight],topk-softmax")
     assert found == [
         regard.Spec("triweight", regard.Spec.parse("triweight*anchored(margin=0.5)").bandwidth),
@@ -79,6 +80,8 @@ def test_specs_are_parsed() -> None:
         ({"specs": "softmax,biweight,biweight*adaptive"}, "'biweight' twice"),
         ({"specs": "triweight*anchored(margin=-1)"}, "margin"),
         ({"steps": 0}, "--steps is 0"),
+        ({"recall_steps": -1}, "--recall-steps is -1"),
+        ({"workers": -1}, "--workers is -1"),
         ({"seed": -1}, "--seed is -1"),
         ({"seed": 2**32}, "--seed is 4294967296, expected 0 to 4294967295"),
         ({"data": Path("/nowhere/at/all.txt")}, "does not exist"),
@@ -109,7 +112,7 @@ def test_a_spec_that_cannot_be_trained_is_found_first(
     monkeypatch.setattr(demo_train, "language_model", refusing)
     monkeypatch.setattr(demo_train, "train", lambda *_, **__: pytest.fail("training began"))
     with pytest.raises(ArgumentError, match="demo: --specs: biweight cannot be trained: attention: no impl"):
-        run_demo(DemoConfig(steps=1, data=story, out=tmp_path / "out"))
+        run_demo(DemoConfig(steps=1, data=story, out=tmp_path / "out", **QUICK))
     assert not (tmp_path / "out").exists()
 
 
@@ -118,7 +121,8 @@ def test_everything_is_there(done: tuple[DemoConfig, int]) -> None:
     assert code == 0
     found = {str(path.relative_to(config.out)) for path in config.out.rglob("*") if path.is_file()}
     assert {
-        *("report.html", "table.md", "results.json", "text.txt", "figures/curves.png"),
+        *("report.html", "table.md", "results.json", "text.txt"),
+        *("figures/curves.png", "figures/kernels.png", "figures/recall.png"),
         *("figures/attention-1-softmax.png", "figures/attention-2-gaussian-nearest-k-4.png"),
         "runs/1-softmax/model/model.safetensors",
         "runs/2-gaussian-nearest-k-4/model/model.safetensors",
@@ -140,6 +144,11 @@ def test_the_results_say_what_was_done(done: tuple[DemoConfig, int], story: Path
         assert model["curve"]["held_out_bits"][-1] == model["bits_per_char"]
         assert len(model["sample"]) == 400
         assert model["prompt"].startswith("On day")
+    assert [model["name"] for model in found["recall"]] == list(demo_recall.MODELS)
+    for model in found["recall"]:
+        assert model["steps"] == [1]
+        assert len(model["accuracy"]) == 1
+        assert 0 <= model["final"] <= 1
 
 
 def test_models_differ_in_their_attention_only(done: tuple[DemoConfig, int]) -> None:
@@ -184,6 +193,30 @@ def test_the_table_shows_what_was_measured(done: tuple[DemoConfig, int]) -> None
         assert row[5:] == [f"{model['parameters']:,}", f"{model['support']:.1f}"]
 
 
+def test_the_four_kernels_weigh_the_scores_of_the_trained_model(done: tuple[DemoConfig, int]) -> None:
+    """Softmax as torch computes it from queries and keys that a hook on the projections sees; sparsemax as a
+    projection onto the simplex does."""
+    from entmax import sparsemax
+
+    from regard.inspect.hooks import run_with_cache
+    from regard.inspect.measures import attention_maps
+
+    model, tokenizer = load_model(done[0].out / "runs" / "1-softmax", call="test")
+    text = "On day 3 the 3th fox ate 9"
+    tokens = torch.tensor(tokenizer(text)["input_ids"])
+    maps = attention_maps(model, tokens, list(text))
+    seen = demo_kernels.kernel_weights(model, "softmax", tokens, maps)
+    assert seen is not None
+    assert list(seen.weights) == list(demo_kernels.SPECS)
+    torch.testing.assert_close(seen.weights["softmax"], maps.weights[seen.layer, seen.head, -1])
+    names = [f"layers.{seen.layer}.self_attn.hook_{part}" for part in "qk"]
+    _, kept = run_with_cache(model, tokens[None], names)
+    q, k = (kept[name][0, seen.head].double() for name in names)
+    scores = k @ q[-1] / q.shape[-1] ** 0.5
+    torch.testing.assert_close(seen.weights["sparsemax"].double(), sparsemax(scores, -1), atol=1e-6, rtol=0)
+    assert seen.picture().startswith(b"\x89PNG")
+
+
 def test_the_baseline_saw_the_same_text(done: tuple[DemoConfig, int]) -> None:
     text = (done[0].out / "text.txt").read_text(encoding="utf-8")
     learn, held_out = text[: len(text) - round(len(text) / 10)], text[len(text) - round(len(text) / 10) :]
@@ -196,7 +229,7 @@ def test_the_baseline_saw_the_same_text(done: tuple[DemoConfig, int]) -> None:
 
 def test_the_page_holds_it_all(done: tuple[DemoConfig, int]) -> None:
     html = (done[0].out / "report.html").read_text(encoding="utf-8")
-    assert html.count("data:image/png;base64,") == 3
+    assert html.count("data:image/png;base64,") == 5
     for model in results(done[0].out)["models"]:
         assert f"{model['bits_per_char']:.3f}" in html
     assert "&lt;left&gt;" in html
@@ -237,7 +270,7 @@ def test_one_model_stops_and_the_others_are_kept(
 ) -> None:
     error = TrainingStopped("the loss is nan at step 2")
     monkeypatch.setattr(demo_train, "train", trained_or("biweight", error))
-    config = DemoConfig(steps=1, data=story, specs="biweight,softmax", out=tmp_path / "out")
+    config = DemoConfig(steps=1, data=story, specs="biweight,softmax", out=tmp_path / "out", **QUICK)
     assert run_demo(config) == 1
     stopped, kept = results(config.out)["models"]
     assert stopped == {"spec": "biweight", "run": "runs/1-biweight", "failure": "the loss is nan at step 2"}
@@ -249,7 +282,7 @@ def test_one_model_stops_and_the_others_are_kept(
 def test_an_interrupted_demo_leaves_a_folder_that_may_be_replaced(
     story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = DemoConfig(steps=1, data=story, specs="softmax", out=tmp_path / "out")
+    config = DemoConfig(steps=1, data=story, specs="softmax", out=tmp_path / "out", **QUICK)
     with monkeypatch.context() as patch:
         patch.setattr(demo_train, "train", trained_or("softmax", TrainingInterrupted("interrupted")))
         with pytest.raises(TrainingInterrupted):
@@ -262,7 +295,7 @@ def test_an_interrupted_demo_leaves_a_folder_that_may_be_replaced(
 
 
 def test_one_demo_at_a_time(story: Path, tmp_path: Path) -> None:
-    config = DemoConfig(steps=3, data=story, specs="softmax", out=tmp_path / "out")
+    config = DemoConfig(steps=3, data=story, specs="softmax", out=tmp_path / "out", **QUICK)
     with only_run(config.out, call="demo"), pytest.raises(ArgumentError, match="is in use: process"):
         run_demo(config)
     assert [path.name for path in config.out.iterdir()] == [LOCK]
@@ -276,7 +309,7 @@ def test_results_that_cannot_be_written(story: Path, tmp_path: Path, monkeypatch
         path.write_text(content, encoding="utf-8", newline="")
 
     monkeypatch.setattr(demo_output, "_write", full)
-    config = DemoConfig(steps=1, data=story, specs="softmax", out=tmp_path / "out")
+    config = DemoConfig(steps=1, data=story, specs="softmax", out=tmp_path / "out", **QUICK)
     with pytest.raises(TrainingStopped, match=r"No space left on device; the trained models are in .*runs"):
         run_demo(config)
     assert results(config.out)["finished"] is False

@@ -101,7 +101,9 @@ def test_folder_names() -> None:
 def test_the_table_of_a_model_that_stopped() -> None:
     stopped = Outcome(name="softmax", run=Path("runs/1-softmax"), failure="disk full")
     base = Baseline(name="5-gram", bits_per_char=1.9, train_seconds=0.25, tokens_per_second=1e6)
-    result = Result(settings={"seed": "7"}, text={}, visible=64.5, baseline=base, outcomes=(stopped,), seconds=1.0)
+    result = Result(
+        settings={"seed": "7"}, text={}, visible=64.5, baseline=base, outcomes=(stopped,), recalls=(), seconds=1.0
+    )
     found = table(result)
     assert found.rows == (
         ("5-gram", "1.900", "–", "0.2 s", "1,000,000", "–", "–"),

@@ -11,8 +11,9 @@ import torch
 from tiny_runs import checked
 
 from regard.checks import ArgumentError
-from regard.models import HybridForCausalLM
-from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, Row, Sizes, row_config
+from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
+from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
+from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, PAPER_VOCABULARY, Row, Sizes, row_config
 from regard_recipes.lib.recipe import Results, frame_of
 from regard_recipes.long_text import streaming_perplexity as recipe
 from regard_recipes.long_text.document_text import (
@@ -105,14 +106,30 @@ def test_models_of_the_rows(row: Row) -> None:
 
 def test_the_size_of_the_paper() -> None:
     paper = made("paper", device="cpu")
-    sizes = Sizes.of(paper.config, 32_000)
+    sizes = Sizes.of(paper.config, PAPER_VOCABULARY)
     assert (sizes.fast_depths, sizes.mixed_slow, sizes.mixed_fast) == ((2, 6, 10), (6,), (2, 10))
     budget = paper.budget()
     assert (budget.context, budget.batch, budget.steps, budget.learning_rate) == (4096, 128, 20_000, 1e-3)
-    config = row_config(Row("GDN", "FwPKM"), sizes)
-    assert config.memory_options["fwpkm"] == {
-        "sub_keys": 512, "key_dim": 512, "value_dim": 512, "top_k": 8, "chunk_size": 512,
-    }  # fmt: skip
+    with torch.device("meta"):
+        memories = memory_modules(HybridForCausalLM(paper.model(Row("GDN", "FwPKM"), 1000)))
+    assert list(memories) == [2, 6, 10]
+    for memory in memories.values():
+        assert (memory.slots, memory.chunk_size, memory.settings.top_k) == (512**2, 512, 8)
+        assert (memory.settings.rule.name, memory.settings.rule.address_weight) == ("reference", 1.0)
+
+
+@pytest.mark.parametrize("layout", ["GDN", "GDN+SWA", "GDN+FA", "FA"])
+def test_models_of_the_papers_size_have_the_papers_parameters(layout: str) -> None:
+    """The fast-weight paper's table 2, slow and fast parameters together, of the models that `--size paper` trains."""
+    paper = made("paper", device="cpu")
+    for memory in MEMORIES[:4]:
+        config = paper.model(Row(layout, memory), PAPER_VOCABULARY)
+        assert round((count_parameters(config) + count_fast_weights(config)) / 1e6, 2) == TABLE_2[layout, memory][0]
+
+
+def test_an_unknown_rule_of_writing_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="--rule names 'papper', which is unknown"):
+        made(rule="papper")
 
 
 def test_only_rules_that_differ_are_read() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from regard.checks import ArgumentError
 from regard.recipes import recipes
-from regard.tasks import TokenTask
+from regard.tasks import MQAR, TokenTask
 from regard_recipes.lib.recipe import Results, check_shared
 from regard_recipes.lib.task_recipe import TaskRecipe
 
@@ -70,3 +70,14 @@ def test_models_and_sizes(name: str) -> None:
 
 def test_there_are_some() -> None:
     assert len(TASKS) >= 5
+
+
+def test_slow_models_are_trained_where_they_are_named() -> None:
+    kind = recipes.get("associative-recall")
+    assert "Mamba" not in kind(kind.configure()).models
+    assert kind(kind.configure(models=("softmax", "Mamba"))).models == ("softmax", "Mamba")
+    assert "Mamba" in kind(kind.configure("paper")).models
+    made = kind(kind.configure(models=("Mamba",), width=16, vocabulary=64))
+    net = made.make_model("Mamba", MQAR(tokens=64, length=32, pairs=4))
+    assert type(net).__module__.startswith("transformers.")
+    assert net.config.state_size * 2 * 16 == 16**2  # a state as large as those of the other models

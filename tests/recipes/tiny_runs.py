@@ -22,6 +22,7 @@ NEEDLES: dict[str, Any] = {
     "questions": 3, "reads": 2, "examples": 6, "words": 60,
 }  # fmt: skip
 LAYOUTS: dict[str, Any] = {"layouts": ("GDN",), "width": 16, "steps": 2, "chunk": 8, "lact": False}
+TEXT: dict[str, Any] = {"steps": 2, "width": 16, "batch": 2, "heads": 2, "layers": 2, "context": 32, "measured": 300}
 TINY: dict[str, dict[str, Any]] = {
     "associative-recall": {**TASK, "models": ("softmax", "linear")},
     "boundary-bias": {"sizes": (64, 256), "seeds": 6, "radii": 24, "directions": 3},
@@ -57,18 +58,21 @@ TINY: dict[str, dict[str, Any]] = {
         "dim": 8, "length": 128, "segment": 32, "sequences": 3, "windows": (16, 32), "steps": (0, 1, 4),
         "tols": (0.1, 0.001), "repeats": 2, "ridges": (0.1, 1.0),
     },
+    "lla-pretraining": {**TEXT, "models": ("softmax, normalised", "local linear, ridge 0.1, normalised")},
     "mosaic-kernels": {
         "weightings": ("softmax", "topk-uniform", "normrelu", "biweight"), "released": ("fast",), "depths": (1, 2),
         "ks": (3,), "seeds": 2, "width": 16, "heads": 2, "context": 16, "batch": 2, "steps": 4, "deep_steps": 3,
         "measured": 300, "looks": 2,
     },
     "needle": {**LAYOUTS, "samples": 4, "lengths": (40, 70), "also": ("FwMLP",), "words": 9},
+    "out-of-distribution": {**TEXT, "models": ("softmax", "relumax")},
     "recall-capacity": {
         "dim": 32, "pairs": (8, 64), "stored": 48, "noise": (0.5, 4.0), "erased": (0.25, 0.9),
         "zeroed": (0.1, 0.5, 0.9), "jitter": (0.5, 4.0), "cues": 32, "seeds": 3, "scales": (1.0, 30.0),
     },
     "shared-query-key": {"steps": 2, "seeds": 2, "specs": "softmax,elu"},
-    "state-tracking": {**TASK, "models": ("softmax",)},
+    "slot-use": {**TEXT, "models": ("no norm, many slots", "batch norm, many slots"), "sub_keys": 8, "memory_dim": 8},
+    "state-tracking": {**TASK, "models": ("softmax", "Mamba")},
     "stories": {**TASK, "graded": 2, "models": ("Transformer", "ICLM")},
     "streaming-perplexity": LAYOUTS,
     "tinymath": {**TASK, "layers": 2},

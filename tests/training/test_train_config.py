@@ -162,3 +162,9 @@ def test_files_that_are_no_config(name: str, content: str | None, message: str, 
         from_mapping(TrainConfig(), read_mapping(tmp_path / name, call="train"), call="train", source="bad")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_class_variables_have_a_type() -> None:
+    """Python 3.10 reads no hints of a class with a plain `ClassVar`, and no run folder could be loaded."""
+    for kind in TrainConfig.__mro__:
+        assert "ClassVar" not in vars(kind).get("__annotations__", {}).values()

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from regard.training import TOKENIZERS, byte_tokenizer, char_tokenizer, encode
+from regard.training.data import tokenizers
+from regard.training.data.tokenizers import bpe_tokenizer
 
 ALPHABET = "abc <pad>\n\t é漢🎉Ġ'.,"
 CHAR, BYTE = char_tokenizer(ALPHABET), byte_tokenizer()
@@ -59,7 +61,8 @@ def test_saved_tokenizers_need_no_code_of_ours(name: str, tmp_path: Path) -> Non
     ids = loaded(text)["input_ids"]
     assert loaded.decode(ids) == text
     assert encode(loaded, text).tolist() == ids
-    sizes = {"char": len(set(text)) + 3, "byte": 258, "gpt2": 50257}
+    merged = len(TOKENIZERS.get("bpe")(text)) if name == "bpe" else 0
+    sizes = {"char": len(set(text)) + 3, "byte": 258, "bpe": merged, "gpt2": 50257}
     special = {"gpt2": (50256, 50256)}
     assert len(loaded) == sizes[name]
     batch = loaded(["h", "h, h, h"], padding=True)
@@ -77,3 +80,14 @@ def test_long_texts_are_encoded_in_pieces_without_a_seam(name: str) -> None:
     ids = encode(tokenizer, text)
     assert ids.tolist() == tokenizer(text)["input_ids"]
     assert encode(tokenizer, "").tolist() == []
+
+
+def test_frequent_pairs_are_merged_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the cat and the dog and the bird " * 20
+    whole = bpe_tokenizer(text)
+    assert whole(" the cat")["input_ids"] == [whole.get_vocab()[word] for word in ("Ġthe", "Ġcat")]
+    assert whole.get_vocab() == bpe_tokenizer(text).get_vocab()
+    monkeypatch.setattr(tokenizers, "BPE_TOKENS", 260)
+    few = bpe_tokenizer(text)
+    assert len(few) == 260
+    assert few.decode(few("é the")["input_ids"]) == "é the"

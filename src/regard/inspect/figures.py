@@ -6,7 +6,7 @@ Colours are the colour-blind safe palette of Okabe and Ito. More than six curves
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
 from .measures import AttentionMaps
 
@@ -108,6 +109,34 @@ def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> 
     _label_tokens(left, maps.labels)
     _draw_support(right, support)
     figure.suptitle(f"{title}, layer {layer + 1} head {head + 1}", x=0.02, ha="left", fontsize=12)
+    return png(figure)
+
+
+def weights_on_text(weights: Mapping[str, Tensor], labels: Sequence[str], *, title: str) -> bytes:
+    """Return a PNG of the weights of one query under several specs: a row of bars over the tokens for each spec.
+
+    Args:
+        weights: name of a spec to weights [T]; a weight of exactly zero has no bar and a grey token.
+        labels: T tokens, the last of which is the query.
+        title: of the figure.
+    """
+    figure = Figure(figsize=(11.0, 1.2 * len(weights) + 0.8), dpi=140, layout="constrained")
+    rows = figure.subplots(len(weights), 1, squeeze=False)[:, 0]
+    for number, (axes, (name, row)) in enumerate(zip(rows, weights.items(), strict=True)):
+        bars, colour = row.double().numpy(), line_style(number)[0]
+        axes.bar(range(len(bars)), bars, color=colour, width=0.85)
+        support = int(np.count_nonzero(bars))
+        axes.set_title(f"{name}: {support} of {len(bars)} weights are not zero", loc="left", fontsize=9, color=colour)
+        axes.set_ylim(min(0.0, 1.1 * bars.min()), 1.1 * max(bars.max(), LEAST_WEIGHT))
+        axes.set_xticks(range(len(labels)))
+        names = axes.set_xticklabels([visible(label) for label in labels], family="monospace", fontsize=8)
+        for name_of_key, weight in zip(names, bars, strict=True):
+            name_of_key.set_color("black" if weight else "#b0b0b0")
+        axes.tick_params(axis="x", length=0)
+        axes.tick_params(axis="y", labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.005)
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
     return png(figure)
 
 

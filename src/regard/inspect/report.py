@@ -55,22 +55,30 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of the page about all models: a text, a table, and a PNG with its caption; each may be missing."""
+
+    title: str
+    text: str = ""
+    table: Table | None = None
+    picture: bytes | None = None
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Page:
     """The whole page.
 
     Attributes:
         title, introduction: of the page.
-        table: the main result.
-        curves, curves_caption: a PNG and its caption.
+        parts: about all models.
         sections: one per model.
         settings: groups of settings by name.
     """
 
     title: str
     introduction: str
-    table: Table
-    curves: bytes | None
-    curves_caption: str
+    parts: Sequence[Part]
     sections: Sequence[Section]
     settings: dict[str, dict[str, str]]
 

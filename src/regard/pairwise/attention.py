@@ -32,6 +32,7 @@ from ..grammar import Spec, as_spec
 from ..grammar.spec import LOCAL_LINEAR
 from ..precision import all_clean, clean, either, full_precision, overflowing, row_number, transformed
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
+from .layout import Layout, any_layout
 from .local_regression import LARGEST, repeat_heads
 from .visibility import Visibility, runs_of
 
@@ -64,6 +65,7 @@ def _diagnostics_without_gradients(function: Callable[..., Any]) -> Callable[...
 
 
 @_diagnostics_without_gradients
+@any_layout
 def attention(
     query: Tensor,
     key: Tensor,
@@ -79,6 +81,7 @@ def attention(
     scale: float | Tensor | None = None,
     params: Mapping[str, float | Tensor] | None = None,
     enable_gqa: bool = False,
+    layout: Layout = "bhtd",
     impl: str = "auto",
     return_diagnostics: bool = False,
 ) -> Any:
@@ -103,6 +106,8 @@ def attention(
             of a local linear model may also be [B, H, Tq, D], one value per coordinate; the `probe` of
             `solver=learned` must be [B, H, Tq, D].
         enable_gqa: let each key head serve H / Hkv query heads (grouped-query attention).
+        layout: "bthd" for tensors with tokens before heads, [B, T, H, D], as in flash-attention: query, key, value,
+            output, and tensors of three or four axes in `scale` and `params`. Masks and diagnostics stay as they are.
         impl: "auto", or the name of an implementation (`regard.explain` lists them).
         return_diagnostics: also return a `Diagnostics`.
 

@@ -40,7 +40,7 @@ def local_linear_attention(
 
     Args:
         query, key, value: as in `regard.attention`, whose other arguments (`attn_mask`, `is_causal`, `window`,
-            `segment_ids`, `scale`, `enable_gqa`, `impl`, `return_diagnostics`, ...) are accepted too.
+            `segment_ids`, `scale`, `enable_gqa`, `layout`, `impl`, `return_diagnostics`, ...) are accepted too.
         ridge: penalty on the slope, in squared units of the keys: a number, a tensor broadcastable to [B, H, Tq], or a
             tensor broadcastable to [B, H, Tq, D] with one value per coordinate. Differentiable.
         spec: the weights: a Spec or its text. Of a spec of degree 1 only the weights are used.

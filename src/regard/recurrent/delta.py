@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..pairwise.layout import Layout, any_layout
 from .arguments import Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
 from .decay import CHUNK, Chunks, pairs, prefix, read, shifted, suffix
 from .scan import scan
@@ -56,6 +57,7 @@ class DeltaState(LinearMap):
         return delta_rule(query, *nothing, 0.0, state=self, is_causal=False, scale=scale)[0]
 
 
+@any_layout
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -71,6 +73,7 @@ def delta_rule(
     exclude_self: bool = False,
     segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
+    layout: Layout = "bhtd",
 ) -> tuple[Tensor, DeltaState]:
     """Learn a linear map from keys to values by the delta rule, and read it at the queries.
 
@@ -92,6 +95,7 @@ def delta_rule(
         exclude_self: query i reads W_{i-1}; implies `is_causal`.
         segment_ids: integers [B or 1, T] of packed sequences, as in `regard.linear_attention`.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; default 1.
+        layout: "bthd" for tensors with tokens before heads, as in `regard.attention`; also in `beta` and `log_decay`.
 
     Returns:
         (output [B, H, Tq, Dv] in the dtype of `query`, the state after all keys). Rows without a visible key are 0;

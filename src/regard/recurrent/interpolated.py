@@ -17,6 +17,7 @@ from torch import Tensor
 from ..checks import ArgumentError, flags, optional_whole, shape, shown, within
 from ..grammar import Spec, as_spec
 from ..pairwise.attention import _check_tensors, attention
+from ..pairwise.layout import Layout, any_layout
 from ..precision import clean, full_precision
 from .arguments import key_mask, order
 from .trends import as_trend, predict_from
@@ -24,6 +25,7 @@ from .trends import as_trend, predict_from
 CALL = "interpolated_attention"
 
 
+@any_layout
 def interpolated_attention(
     query: Tensor,
     key: Tensor,
@@ -39,6 +41,7 @@ def interpolated_attention(
     scale: float | Tensor | None = None,
     params: Mapping[str, float | Tensor] | None = None,
     enable_gqa: bool = False,
+    layout: Layout = "bhtd",
 ) -> Tensor:
     """Return the prediction of a global linear model plus the weighted mean of its residuals (equation 9).
 
@@ -57,6 +60,7 @@ def interpolated_attention(
             needs 0.
         segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk, as in `regard.linear_attention`.
         scale, params, enable_gqa: as in `regard.attention`.
+        layout: as in `regard.attention`; a function as trend gets tensors with heads before tokens.
 
     Returns:
         The output [B, H, Tq, Dv] in the dtype of `query`. Rows without a visible key are 0.

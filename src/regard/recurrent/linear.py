@@ -24,6 +24,7 @@ from torch import Tensor
 from ..checks import ArgumentError, in_range, mapping, within
 from ..grammar import Spec, as_spec, presets
 from ..grammar.weighting import GUARD, Plain
+from ..pairwise.layout import Layout, any_layout
 from ..pairwise.local_regression import repeat_heads
 from ..precision import full_precision, row_number, transformed
 from . import feature_sums as forms
@@ -114,6 +115,7 @@ def signed(spec: Spec) -> bool:
     return bool(spec.weighting.normalised and not spec.weighting.nonnegative)
 
 
+@any_layout
 def linear_attention(
     query: Tensor,
     key: Tensor,
@@ -130,6 +132,7 @@ def linear_attention(
     segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
     params: Mapping[str, float | Tensor] | None = None,
+    layout: Layout = "bhtd",
 ) -> tuple[Tensor, LinearState]:
     """Compute attention by sums over keys, in time linear in the length.
 
@@ -157,6 +160,7 @@ def linear_attention(
             on the batch axis, ordered row by row (`tokens` is that of the longest). Padding with an id of its own
             counts as a document.
         scale, params: as in `regard.attention`.
+        layout: "bthd" for tensors with tokens before heads, as in `regard.attention`; also in `log_decay`.
 
     Returns:
         (output [B, H, Tq, Dv] in the dtype of `query`, the state after all keys). Rows without a visible key are 0;

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from .. import checks
 from ..checks import ArgumentError, shape
 from ..grammar import SolveStatus
+from ..pairwise.layout import Layout, any_layout
 from ..pairwise.local_regression import repeat_heads
 from ..precision import transformed
 from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
@@ -60,6 +61,7 @@ class MesaState(LinearMap):
         return mesa_attention(query, *nothing, state=self, **how)[0]
 
 
+@any_layout
 def mesa_attention(
     query: Tensor,
     key: Tensor,
@@ -79,6 +81,7 @@ def mesa_attention(
     exclude_self: bool = False,
     segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
+    layout: Layout = "bhtd",
     return_diagnostics: bool = False,
 ) -> Any:
     """Fit a ridge regression of all values so far on their keys, and read it at the queries.
@@ -108,6 +111,8 @@ def mesa_attention(
         exclude_self: query i reads the state before key i; implies `is_causal`.
         segment_ids: integers [B or 1, T] of packed sequences, as in `regard.linear_attention`.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; default 1.
+        layout: "bthd" for tensors with tokens before heads, as in `regard.attention`; also in `ridge`, `log_decay` and
+            `beta`.
         return_diagnostics: also return a dict of [B, H, Tq]: "status" (`regard.grammar.SolveStatus`), "residual"
             (|b - A t| / |b|, the true one) and "iterations" (of conjugate gradients).
 
@@ -254,7 +259,7 @@ def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> No
             f"{float(residual.max()):.2g}; use a larger ridge or float64, or with solver='cg' a larger max_iter "
             f"(return_diagnostics=True shows which).",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

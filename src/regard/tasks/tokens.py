@@ -26,6 +26,7 @@ from .base import Named, check_place
 IGNORED = -100
 """The label where nothing is asked."""
 SPLITS = ("train", "validation", "test")
+"""The splits of every task of tokens."""
 TRIES = 10_000
 """Draws before a split is taken to be empty."""
 T = TypeVar("T")

@@ -23,7 +23,8 @@ class DataOptions:
     data: Path | None = None
     """Training text: a UTF-8 file, or a folder whose text files are read in sorted order."""
     tokenizer: str = "char"
-    """Tokens: 'char' (one per known character), 'byte' (one per UTF-8 byte) or 'gpt2' (GPT-2's 50257 tokens)."""
+    """Tokens: 'char' (one per known character), 'byte' (one per UTF-8 byte), 'bpe' (at most 32,000, learned from the
+    text) or 'gpt2' (GPT-2's 50257 tokens)."""
     validation: float = 0.1
     """Fraction of the text, at its end, that is held out for evaluation."""
     context: int = 256
@@ -135,7 +136,12 @@ class TrainConfig(OutputOptions, OptimiserOptions, ModelOptions, DataOptions):
     Every option is also a key of a TOML file given with --config; a flag on the command line wins.
     """
 
-    groups: ClassVar = {"data": DataOptions, "model": ModelOptions, "optimiser": OptimiserOptions, "run": OutputOptions}
+    groups: ClassVar[dict[str, type]] = {
+        "data": DataOptions,
+        "model": ModelOptions,
+        "optimiser": OptimiserOptions,
+        "run": OutputOptions,
+    }
     """The groups in which `regard train --help` shows the options."""
 
     def __post_init__(self) -> None:

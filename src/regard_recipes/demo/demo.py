@@ -1,15 +1,19 @@
-"""`regard demo`: train small language models with different attention specs on the same text, and compare them.
+"""`regard demo`: small models with different mechanisms, trained side by side, on one page.
 
-All models have the same sizes and seed, and see the same windows in the same order. A 5-gram model of the text is the
-baseline. `run_demo` imports slow modules after the checks that do not need them.
+Language models that differ in their attention spec alone learn the same text: they have the same sizes and seed, and
+see the same windows in the same order. A 5-gram model of the text is the baseline. The queries and keys of one of them
+show what four kernels make of the same scores. Other models learn to recall values by keys. `run_demo` imports slow
+modules after the checks that do not need them.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from regard.cli.options import parse
 from regard.errors import ArgumentError
@@ -32,22 +36,26 @@ ORDER = 5  # of the n-gram baseline
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Train small language models that differ in their attention only, and compare them.
+    """Train small models with different mechanisms, and compare them: on a text, and in recall.
 
-    Ends with a table on the terminal, and with report.html, figures, table.md and results.json in a folder.
+    Ends with tables on the terminal, and with report.html, figures, table.md and results.json in a folder.
     """
 
-    steps: int = 800
-    """Optimiser steps per model. The default takes about a minute per model on two cores."""
+    steps: int = 1000
+    """Optimiser steps of each language model."""
+    recall_steps: int = 500
+    """Most optimiser steps of each model that learns to recall; 0 leaves this part out."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    specs: str = "softmax,biweight,relumax,shift-cosine"
-    """The models: attention specs with commas between them, such as 'softmax,triweight*anchored(margin=1)'.
+    specs: str = "softmax,biweight,relumax"
+    """The language models: attention specs with commas between them, such as 'softmax,triweight*anchored(margin=1)'.
     `regard list presets` shows the named ones."""
     out: Path = Path("demo-out")
     """Folder to write. The results of an earlier demo in it are replaced; any other folder must be empty."""
     seed: int = 0
-    """Seed of the first weights, the windows of each step, and the generated text."""
+    """Seed of the first weights, the windows and examples of each step, and the generated text."""
+    workers: int = 2
+    """Models that are trained at the same time, each in a process of its own with one thread; 0: in this process."""
 
 
 def command(argv: list[str]) -> int:
@@ -68,8 +76,10 @@ def run_demo(config: DemoConfig) -> int:
     """
     start = time.perf_counter()
     specs = parse_specs(config.specs)
-    if config.steps < 1:
-        raise ArgumentError(f"{CALL}: --steps is {config.steps}, expected at least 1.")
+    for name, least in (("steps", 1), ("recall_steps", 0), ("workers", 0)):
+        if getattr(config, name) < least:
+            flag = name.replace("_", "-")
+            raise ArgumentError(f"{CALL}: --{flag} is {getattr(config, name)}, expected at least {least}.")
     check_seed(config.seed, CALL)
     from ..lib.reproduce import consoles
 
@@ -86,29 +96,45 @@ def run_demo(config: DemoConfig) -> int:
         demo_train.rehearse(plans, material, CALL)
     with only_run(config.out, call=CALL):
         demo_output.begin(config.out, material.content, CALL)
-        result = _train_all(plans, material, progress, start)
+        result = _train_all(config, plans, material, progress, start)
         with progress.status("drawing"):
             demo_output.write(config.out, result)
-    screen.print(demo_output.table(result).rich())
+    for table in demo_output.tables(result).values():
+        screen.print(table.rich())
     screen.print(f"{result.seconds:.0f} s in all. Look inside: {config.out / demo_output.PAGE}", highlight=False)
     return 1 if any(outcome.failure for outcome in result.outcomes) else 0
 
 
-def _train_all(plans: list[TrainConfig], material: Material, progress: Console, start: float) -> Result:
-    """Count the n-grams and train every model in turn; `seconds` of the result count from `start`."""
-    from . import demo_output, demo_train
+def _train_all(
+    config: DemoConfig, plans: list[TrainConfig], material: Material, progress: Console, start: float
+) -> Result:
+    """Count the n-grams and train every model; `seconds` of the result count from `start`."""
+    from ..lib.running import run_calls
+    from . import demo_output, demo_recall, demo_train
 
     described = material.described()
     progress.print(f"text: {described['source']}, {described['characters']} characters", highlight=False)
     with progress.status(f"counting {ORDER}-grams"):
         baseline = demo_train.count(material, ORDER)
-    outcomes = [
-        demo_train.train_one(settings, material, progress, f"{place}/{len(plans)} {settings.spec[0]}", CALL)
-        for place, settings in enumerate(plans, start=1)
-    ]
+    calls: dict[str, Callable[[], Any]] = {
+        settings.spec[0]: partial(demo_train.train_one, settings, material, CALL) for settings in plans
+    }
+    if config.recall_steps:
+        calls |= {
+            f"recall with {name}": partial(demo_recall.recall, name, steps=config.recall_steps, seed=config.seed)
+            for name in demo_recall.MODELS
+        }
+    found: dict[str, Any] = {}
+    with progress.status(f"training {len(calls)} models, {max(1, config.workers)} at a time") as status:
+        for name, outcome in run_calls(calls, config.workers):
+            found[name] = outcome
+            progress.print(f"{len(found)}/{len(calls)} {name}: {outcome.brief}", highlight=False)
+            status.update(f"training the other {len(calls) - len(found)} models")
+    ended = [found[name] for name in calls]
     return demo_output.Result(
         settings=demo_train.shared_settings(plans[0]), text=described, visible=(demo_train.CONTEXT + 1) / 2,
-        baseline=baseline, outcomes=tuple(outcomes), seconds=time.perf_counter() - start,
+        baseline=baseline, outcomes=tuple(ended[: len(plans)]), recalls=tuple(ended[len(plans) :]),
+        seconds=time.perf_counter() - start,
     )  # fmt: skip
 
 

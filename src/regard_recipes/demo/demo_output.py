@@ -1,9 +1,9 @@
 """The files of a demo, in a folder that the next demo may replace.
 
 report.html      the report; needs no other file
-table.md         the table as Markdown
+table.md         the tables as Markdown
 results.json     all measurements, with settings, versions and text digest; it also marks the folder
-figures/         loss curves and attention maps as PNG
+figures/         kernels, loss curves, recall and attention maps as PNG
 runs/            one training run per model (see regard.training)
 text.txt         the text that was used
 """
@@ -21,13 +21,15 @@ from regard.doctor import report as installation
 from regard.inspect import figures
 from regard.inspect.figures import Curve
 from regard.inspect.measures import AttentionMaps
-from regard.inspect.report import Page, Sample, Section, render
+from regard.inspect.report import Page, Part, Sample, Section, render
 from regard.inspect.summary import layer_table
 from regard.inspect.tables import Table
 from regard.training import TrainingStopped
 from regard.training.storage.lock import LOCK
 
 from ..lib.results import existing_parent
+from .demo_kernels import KernelWeights
+from .demo_recall import Recall, recall_curves, recall_table
 
 MADE_BY = "regard demo"
 MARKER, TEXT, RUNS, FIGURES = "results.json", "text.txt", "runs", "figures"
@@ -61,6 +63,7 @@ class Trained:
     sample: str
     sampled: str
     maps: AttentionMaps | None
+    kernels: KernelWeights | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,13 @@ class Outcome:
     trained: Trained | None = None
     failure: str | None = None
 
+    @property
+    def brief(self) -> str:
+        """Return the result in a few words."""
+        if self.trained is None:
+            return f"stopped: {self.failure}"
+        return f"{self.trained.bits_per_char:.3f} bits/char after {self.trained.train_seconds:.0f} s"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -82,7 +92,14 @@ class Result:
     visible: float
     baseline: Baseline
     outcomes: tuple[Outcome, ...]
+    recalls: tuple[Recall, ...]
     seconds: float
+
+    @property
+    def kernels(self) -> KernelWeights | None:
+        """Return the weights of several kernels in the first model that has them."""
+        trained = (outcome.trained for outcome in self.outcomes)
+        return next((one.kernels for one in trained if one is not None and one.kernels is not None), None)
 
 
 def check_out(out: Path, call: str) -> None:
@@ -153,7 +170,7 @@ def write(out: Path, result: Result) -> None:
         pictures = _pictures(result, curves)
         for name, picture in pictures.items():
             (out / FIGURES / name).write_bytes(picture)
-        _write(out / TABLE, table(result).markdown())
+        _write(out / TABLE, "\n\n".join(each.markdown() for each in tables(result).values()))
         _write(out / PAGE, render(page(result, pictures)))
         _write(out / MARKER, json.dumps(as_json(result, curves), indent=1))
     except OSError as error:
@@ -175,8 +192,16 @@ def curve(outcome: Outcome) -> Curve:
     return Curve(outcome.name, steps, bits, tuple(held_out), tuple(held_out.values()))
 
 
+def tables(result: Result) -> dict[str, Table]:
+    """Return the tables by title."""
+    found = {"Language models": table(result)}
+    if result.recalls:
+        found["Recall"] = recall_table(result.recalls, int(result.settings["seed"]))
+    return found
+
+
 def table(result: Result) -> Table:
-    """Return a table with the baseline and each model, in the order in which they were trained."""
+    """Return a table with the baseline and each language model, in the order of the specs."""
     base = result.baseline
     shown = lambda of, more: (  # noqa: E731
         f"{of.bits_per_char:.3f}", more, f"{of.train_seconds:.1f} s", f"{of.tokens_per_second:,.0f}"
@@ -200,9 +225,13 @@ def table(result: Result) -> Table:
 
 
 def _pictures(result: Result, curves: list[Curve]) -> dict[str, bytes]:
-    """Return file name to PNG: the curves, and a map for every model that has one."""
+    """Return file name to PNG: kernels, curves, and a map for every model that has one."""
     base = result.baseline
     pictures = {}
+    if result.kernels is not None:
+        pictures["kernels.png"] = result.kernels.picture()
+    if result.recalls:
+        pictures["recall.png"] = recall_curves(result.recalls)
     if curves:
         pictures["curves.png"] = figures.loss_curves(curves, baseline=base.bits_per_char, baseline_name=base.name)
     for outcome in result.outcomes:
@@ -218,16 +247,37 @@ def _map_name(outcome: Outcome) -> str:
 
 def page(result: Result, pictures: dict[str, bytes]) -> Page:
     """Return the report."""
+    parts = []
+    if result.kernels is not None:
+        text = (
+            f"Queries and keys of one head, on a held-out text that the {result.kernels.model} model has never seen. "
+            f"Each row turns the same scores into weights by another spec. A grey character has a weight of exactly "
+            f"zero: the prediction does not depend on it."
+        )
+        parts.append(Part(title="One text, one trained model, four kernels", text=text, picture=pictures["kernels.png"],
+                          caption="Weights of the characters for the query at the last one."))  # fmt: skip
+    text = (
+        f"{len(result.outcomes)} small language models that differ in their attention only, trained on the same "
+        f"windows of the same text from the same seed, beside a {result.baseline.name} model of that text."
+    )
+    caption = "Bits per character: thin lines on training windows, dots on the whole held-out text."
+    parts.append(Part(title="One model, several attention specs", text=text, table=table(result),
+                      picture=pictures.get("curves.png"), caption=caption))  # fmt: skip
+    if result.recalls:
+        text = (
+            "Each sequence lists pairs of keys and values, then keys alone; the model must answer with their values. "
+            "What a model can keep of earlier tokens decides whether it can."
+        )
+        caption = "Accuracy on validation examples; curves end where 0.99 is reached."
+        parts.append(Part(title="Recall", text=text, table=tables(result)["Recall"], picture=pictures["recall.png"],
+                          caption=caption))  # fmt: skip
     return Page(
-        title="One model, several attention specs",
-        introduction=f"{len(result.outcomes)} small language models that differ in their attention only, trained on "
-        f"the same windows of the same text from the same seed, and measured on held-out text, beside a "
-        f"{result.baseline.name} model of that text. The demo took {result.seconds / 60:.1f} minutes.",
-        table=table(result),
-        curves=pictures.get("curves.png"),
-        curves_caption="Bits per character: thin lines on training windows, dots on the whole held-out text.",
+        title="Attention as regression: what changes when a part of it changes",
+        introduction=f"Small models that differ in one part of their attention. The demo took "
+        f"{result.seconds / 60:.1f} minutes.",
+        parts=parts,
         sections=[_section(outcome, pictures.get(_map_name(outcome))) for outcome in result.outcomes],
-        settings={"Text": result.text, "Training, the same for all": result.settings,
+        settings={"Text": result.text, "Training, the same for all language models": result.settings,
                   **{f"Installation: {name}": group for name, group in installation().items()}},
     )  # fmt: skip
 
@@ -263,11 +313,11 @@ def as_json(result: Result, curves: list[Curve]) -> dict[str, Any]:
         if outcome.trained is None:
             record["failure"] = outcome.failure
         else:
-            record |= {key: value for key, value in vars(outcome.trained).items() if key != "maps"}
+            record |= {key: value for key, value in vars(outcome.trained).items() if key not in ("maps", "kernels")}
             record["curve"] = {k: v for k, v in by_name[outcome.name].items() if k != "name"}
         models.append(record)
     return {
         "made_by": MADE_BY, "format": 1, "finished": True, "seconds": result.seconds, "visible_keys": result.visible,
         "text": result.text, "settings": result.settings, "installation": installation(),
-        "baseline": vars(result.baseline), "models": models,
+        "baseline": vars(result.baseline), "models": models, "recall": [vars(one) for one in result.recalls],
     }  # fmt: skip

@@ -32,6 +32,7 @@ from regard.training.callbacks import Clock
 from regard.training.config import SEEDS
 from regard.training.validation import validate
 
+from .demo_kernels import kernel_weights
 from .demo_output import RUNS, TEXT, Baseline, Outcome, Trained, folder_name
 from .demo_text import Material
 from .ngram import NGram
@@ -47,8 +48,8 @@ def plan(material: Material, spec: Spec, place: int, *, steps: int, seed: int, o
     """Return the training of the model at `place`. Models differ in `spec` and run folder only. Three evaluations come
     before the last one, which always covers the whole held-out text."""
     return TrainConfig(
-        data=out / TEXT, validation=material.share, spec=(str(spec),), layers=3, width=96, heads=3, context=CONTEXT,
-        batch=8, steps=steps, learning_rate=3e-3, final_learning_rate=0.02, seed=seed, device="cpu",
+        data=out / TEXT, validation=material.share, spec=(str(spec),), layers=2, width=128, heads=4, context=CONTEXT,
+        batch=8, steps=steps, learning_rate=1e-2, final_learning_rate=0.02, optimizer="muon", seed=seed, device="cpu",
         out=out / RUNS / folder_name(place, str(spec)), log_every=max(1, steps // 50), eval_every=steps // 4 + 1,
         eval_tokens=len(material.held_out_tokens), save_every=steps, keep=1,
     )  # fmt: skip
@@ -99,7 +100,7 @@ def count(material: Material, order: int) -> Baseline:
                     tokens_per_second=len(material.train_tokens) / seconds)  # fmt: skip
 
 
-def train_one(settings: TrainConfig, material: Material, console: Console, label: str, call: str) -> Outcome:
+def train_one(settings: TrainConfig, material: Material, call: str) -> Outcome:
     """Train a model, generate a sample, and compute attention maps. A run that stops gives an outcome with the reason.
 
     Raises:
@@ -107,18 +108,18 @@ def train_one(settings: TrainConfig, material: Material, console: Console, label
     """
     name, clock, cpu = settings.spec[0], Clock(), time.process_time()
     try:
-        summary = train(settings, build_model=build_model, callbacks=[clock], console=console, label=label)
+        summary = train(settings, build_model=build_model, callbacks=[clock], console=Console(quiet=True))
     except TrainingInterrupted:
         raise
     except TrainingStopped as error:
         return Outcome(name=name, run=settings.out, failure=str(error))
     cpu = time.process_time() - cpu
-    with console.status(f"{label}: generating a sample, computing attention maps"):
-        model, tokenizer = load_model(settings.out, call=call)
-        sample = write_on(model, tokenizer, material.prompt, settings.seed)
-        maps = None
-        with suppress(ArgumentError):  # the model has no weights to show
-            maps = attention_maps(model, material.excerpt_tokens, list(material.excerpt))
+    model, tokenizer = load_model(settings.out, call=call)
+    sample = write_on(model, tokenizer, material.prompt, settings.seed)
+    maps = kernels = None
+    with suppress(ArgumentError):  # the model has no weights to show
+        maps = attention_maps(model, material.excerpt_tokens, list(material.excerpt))
+        kernels = kernel_weights(model, name, material.excerpt_tokens, maps)
     half = CONTEXT // 2
     sampled = (
         f"Temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, from the held-out text. "
@@ -127,6 +128,7 @@ def train_one(settings: TrainConfig, material: Material, console: Console, label
     trained = Trained(
         bits_per_char=summary.bits_per_char, parameters=summary.parameters, support=summary.support,
         train_seconds=clock.seconds, cpu_seconds=cpu, prompt=material.prompt, sample=sample, sampled=sampled, maps=maps,
+        kernels=kernels,
         tokens_per_second=clock.steps * settings.per_step * CONTEXT / clock.seconds,
     )  # fmt: skip
     return Outcome(name=name, run=settings.out, trained=trained)

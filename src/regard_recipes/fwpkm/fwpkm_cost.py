@@ -22,7 +22,17 @@ from ..lib.claims import Claim, exact
 from ..lib.display import Show, dots, first, pivot
 from ..lib.language_training import Budget, Corpus, initial_range, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
-from .memory_layouts import LAYOUTS, MEMORIES, PAPER_MODEL, MemoryConfig, Row, Sizes, check_sizes, row_config
+from .memory_layouts import (
+    LAYOUTS,
+    MEMORIES,
+    PAPER_MODEL,
+    PAPER_VOCABULARY,
+    MemoryConfig,
+    Row,
+    Sizes,
+    check_sizes,
+    row_config,
+)  # fmt: skip
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers
@@ -35,7 +45,7 @@ TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     for memory, numbers in zip(MEMORIES[:4], row, strict=True)
 }
 """The paper's parameters in millions, FLOPs in T for a step of 8 sequences of 4096 tokens, and samples per second."""
-PAPER_SIZES = Sizes.of(SimpleNamespace(**PAPER_MODEL), 32_000)
+PAPER_SIZES = Sizes.of(SimpleNamespace(**PAPER_MODEL), PAPER_VOCABULARY)
 PAPER_BATCH = 8
 PARTS = ("projections", "attention", "delta rule", "search", "read", "write")
 TEXT = 8192  # tokens that the measured models are trained on
@@ -78,7 +88,7 @@ class FwpkmCost(Recipe):
         check_sizes(call, own)
         self.budget().check(call)
         for cell in self.cells():
-            count_config(Row(cell["layout"], cell["memory"]), self.sizes_here())
+            row_config(Row(cell["layout"], cell["memory"]), self.sizes_here())
 
     def cells(self) -> list[Cell]:
         rows = [Row(layout, memory) for layout in self.config.layouts for memory in self.config.memories]
@@ -97,7 +107,7 @@ class FwpkmCost(Recipe):
         yield {"kind": "count", **counted(row, PAPER_SIZES, PAPER_BATCH)}
         draw = torch.Generator().manual_seed(self.config.seed)
         tokens = torch.randint(sizes.vocabulary, (max(TEXT, 2 * sizes.context),), dtype=torch.int32, generator=draw)
-        config = count_config(row, sizes)
+        config = row_config(row, sizes)
         config.initializer_range = initial_range(sizes.width)
         corpus = Corpus(tokens, tokens[: sizes.context])
         run = train_language_model(config, corpus, self.budget(), seed, name=row.name)
@@ -181,7 +191,7 @@ def counted(row: Row, sizes: Sizes, batch: int) -> dict[str, Any]:
     from regard.nn import ProductKeyMemory
     from regard.nn.memories import MemoryLayer
 
-    config = count_config(row, sizes)
+    config = row_config(row, sizes)
     with torch.device("meta"):
         model = model_of(config)(copy.deepcopy(config))
     memories = [module for module in model.modules() if isinstance(module, MemoryLayer)]
@@ -196,21 +206,11 @@ def counted(row: Row, sizes: Sizes, batch: int) -> dict[str, Any]:
             "paper_flops": 6.0 * (learned - table) * tokens, "flops": 3.0 * sum(parts.values()) * tokens}  # fmt: skip
 
 
-def count_config(row: Row, sizes: Sizes) -> Any:
-    """Return a row's configuration: at the paper's width exactly the paper's, with its four key and value heads and the
-    eight heads of its delta nets."""
-    if sizes.width != PAPER_SIZES.width:
-        return row_config(row, sizes)
-    mixers = {"mixer_options": {"gated-deltanet": {"num_heads": 8, "head_dim": 64}}} if "GDN" in row.layout else {}
-    return row_config(row, sizes, num_key_value_heads=4, **mixers)
-
-
 def mixer_parts(row: Row, sizes: Sizes) -> dict[str, float]:
     """Return the operations of a token beside the projections: QK and AV for all visible pairs; a delta net's
     convolution, and seven for every number of its state (fade, read by k, write, read by q)."""
     attention = {"GDN": 0, "FA": sizes.layers}.get(row.layout.partition("-")[0], sizes.layers // 4)
-    paper = sizes.width == PAPER_SIZES.width
-    heads, channels = (8, 64) if paper else (sizes.heads, sizes.width // sizes.heads)
+    heads, channels = sizes.delta_heads, sizes.width // sizes.heads
     length = sizes.context
     window = min(sizes.chunk, length) if "SWA" in row.layout else length
     seen = (window * (window + 1) / 2 + (length - window) * window) / length

@@ -20,11 +20,12 @@ FULL, RESTRICTED = ("GDN+FA", "FA"), {"FA-pSWA": "FA", "GDN+FA-pSWA": "GDN+FA"}
 """Layouts with attention that sees everything; those whose attention sees little in most training steps, and what they
 are without that."""
 PAPER_MODEL: dict[str, Any] = {
-    "width": 768, "layers": 12, "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512,
-    "dtype": "bfloat16", "device": "auto",
+    "width": 768, "layers": 12, "heads": 12, "kv_heads": 4, "delta_heads": 8, "context": 4096, "chunk": 512,
+    "sub_keys": 512, "memory_dim": 512, "dtype": "bfloat16", "device": "auto",
 }  # fmt: skip
-"""The paper's depth, width, contexts and slots (table 3, sections 4.2 and 4.3). The paper's models have 4 heads of keys
-and values and 8 of GDN (112.11 M parameters, 519.12 M with memories); these have 12 of each (124.02 M and 531.03 M)."""
+"""The paper's models and contexts (table 3, sections 4.2 and 4.3): 112.11 M parameters, 519.12 M with FwPKM, where the
+vocabulary has its 32,000 tokens."""
+PAPER_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,10 @@ class MemoryConfig(LanguageConfig):
     depths where there are twelve, else before the last."""
     heads: int = 2
     """Heads of every mixer."""
+    kv_heads: int = 0
+    """Heads of keys and values of attention; 0 for as many as `heads`."""
+    delta_heads: int = 0
+    """Heads of gated delta nets, as wide as those of attention; 0 for as many as `heads`."""
     context: int = 256
     chunk: int = 64
     """Tokens between two writes; also the window of SWA and pSWA."""
@@ -81,6 +86,7 @@ class Sizes:
 
     Attributes:
         vocabulary, width, layers, heads: of the decoder; context: tokens of a training window.
+        kv_heads, delta_heads: heads of keys and values, and of gated delta nets.
         sub_keys: n of both product-key memories, which have n^2 slots; memory_dim: channels of their keys and values.
         chunk: tokens between two writes of a fast memory; also the window of SWA and pSWA.
         slow_depths, fast_depths: where a memory that is not shared with the other kind stands, from 0; a model of both
@@ -92,6 +98,8 @@ class Sizes:
     width: int
     layers: int
     heads: int
+    kv_heads: int
+    delta_heads: int
     context: int
     sub_keys: int
     memory_dim: int
@@ -113,8 +121,9 @@ class Sizes:
         slow, fast = (config.layers // 2 - 1,), (config.layers - 2,)
         places = ((2, 6, 10), (2, 6, 10), (6,), (2, 10)) if config.layers >= 12 else (slow, fast, slow, fast)
         depths = zip(("slow_depths", "fast_depths", "mixed_slow", "mixed_fast"), places, strict=True)
+        heads = {name: getattr(config, name) or config.heads for name in ("kv_heads", "delta_heads")}
         return cls(**{
-            "vocabulary": vocabulary, **{name: getattr(config, name) for name in names}, **dict(depths),
+            "vocabulary": vocabulary, **{name: getattr(config, name) for name in names}, **heads, **dict(depths),
             "pkm_top_k": min(32, config.sub_keys), "fast_top_k": min(8, config.sub_keys),
             "mlp_hidden": 9 * config.memory_dim // 2, **changes,
         })  # fmt: skip
@@ -146,12 +155,12 @@ def row_config(row: Row, sizes: Sizes, fast: Mapping[str, Any] | None = None, **
     }  # fmt: skip
     mixers: dict[str, Any] = {}
     if row.layout.startswith("GDN"):
-        mixers = {"gated-deltanet": {"num_heads": sizes.heads, "head_dim": head}}
+        mixers = {"gated-deltanet": {"num_heads": sizes.delta_heads, "head_dim": head}}
     if row.layout == LACT:
         mixers = {"lact": {"window": 4 * sizes.chunk, "chunk_size": sizes.chunk}}  # the paper's best preset
     own: dict[str, Any] = {
         "vocab_size": sizes.vocabulary, "hidden_size": sizes.width, "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.heads, "head_dim": head,
+        "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": head,
         "intermediate_size": 3 * sizes.width, "max_position_embeddings": sizes.context,
         "mixer_options": mixers or None,
         "memory_options": {k: v for part in row.memory.split("+") for k, v in options.get(part, {}).items()} or None,
@@ -169,7 +178,8 @@ def rows_of(layouts: Sequence[str], memories: Sequence[str], also: Iterable[Row]
 
 def check_sizes(call: str, config: Any) -> None:
     """Raise an ArgumentError where no sizes can be made of the options."""
-    for name, low in {"layers": 4, "chunk": 2, "sub_keys": 2, "memory_dim": 2, "context": 2}.items():
+    lowest = {"layers": 4, "chunk": 2, "sub_keys": 2, "memory_dim": 2, "context": 2, "kv_heads": 0, "delta_heads": 0}
+    for name, low in lowest.items():
         check_number(f"{call}: --{name.replace('_', '-')}", getattr(config, name), low, math.inf)
     if config.memory_dim % 2:
         raise ArgumentError(f"{call}: --memory-dim is {config.memory_dim}, expected an even number: keys have halves.")

@@ -16,7 +16,7 @@ from regard.tasks.tiny_math import TinyMath
 from ..lib.claims import Claim, one
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 TRANSFORMER, BARE, ICLM, ICLM_BARE = "Transformer", "Transformer, no MLP", "ICLM", "ICLM, no MLP on f"
@@ -66,8 +66,10 @@ class TinyMathRecipe(TaskRecipe):
         from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
 
         own = self.config
-        fields = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
-                  "num_attention_heads": own.heads, **MODELS[name]}  # fmt: skip
+        fields = {
+            "vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
+            "num_attention_heads": own.heads, "initializer_range": first_range(own.width), **MODELS[name],
+        }  # fmt: skip
         if "variant" in fields:
             return ICLMForCausalLM(ICLMConfig(**fields))
         return HybridForCausalLM(HybridConfig(**fields, mixers="softmax"))

@@ -53,7 +53,7 @@ class TextConfig(LanguageConfig):
     """Options of recipes that train on one text."""
 
     tokenizer: str = "char"
-    """char, byte or gpt2."""
+    """char, byte, bpe or gpt2."""
     measured: int = 8192
     """Held-out tokens that the results are measured on."""
     compile: bool = False

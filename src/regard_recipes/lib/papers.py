@@ -55,7 +55,8 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item("tables 2 and 7, figure 4", "exact answers at up to 64 times the training length", "length-generalization",
              ("table 2",)),
         Item("table 4, stories", "stories by kernel", "stories", ("stories",)),
-        Item("figure 5, Wikipedia", "prediction of another corpus than the one trained on"),
+        Item("figure 5, Wikipedia", "loss along another text than the one trained on", "out-of-distribution",
+             ("figure 5",)),
     ),
     "Local Linear Attention": (
         Item("propositions 2.1, 2.2", "rates of the integrated error", "boundary-bias", ("proposition", "section 2")),
@@ -67,7 +68,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item("table 1, appendix E", "windows and diagonal blocks", "lla-variants", ("section 4", "appendix E")),
         Item("table 2", "precision of the solver in bfloat16", "lla-numerics", ("ridge", "float32", "all data")),
         Item("figures 1 and 7", "memory and latency of prefill: needs a GPU, see gpu.md"),
-        Item("figure 8, appendix F.3", "language-model pretraining"),
+        Item("figure 8, appendix F.3", "language-model pretraining", "lla-pretraining", ("F.3",)),
     ),
     "Fast-weight Product Key Memory": (
         Item("section 3", "one-step rewriting, addressing", "fast-weight-recall", ("section 3", "protocol")),
@@ -78,7 +79,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item("section 5, figures 5, 6 and 10", "two case studies: slots, gates", "fwpkm-case-studies", ("section 5",)),
         Item("table 2", "parameters, FLOPs and speed", "fwpkm-cost"),
         Item("appendix B, figures 7 to 9", "ablations", "fwpkm-ablation", ("appendix B", "section 4")),
-        Item("use of slots", "64.4 to 97.9 % with batch norm of the queries"),
+        Item("section 3.3.1", "use of slots: 64.4 to 97.9 % with batch norm of the queries", "slot-use"),
     ),
     "ICLM": (
         Item("tables 1 and 2", "perplexity beside a Transformer of equal size", "iclm-parity", ("section 7",)),

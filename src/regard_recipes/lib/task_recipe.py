@@ -16,6 +16,7 @@ from regard.checks import ArgumentError
 
 from .claims import Estimate, paired
 from .display import interval, lines, pivot, stat
+from .rates import at_best_rate
 from .recipe import Cell, Frame, Recipe, RecipeConfig, Results, select
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class TaskRecipeConfig(RecipeConfig):
     seeds: int = 3
     """Models of each kind and learning rate; they differ in first weights and examples."""
     models: tuple[str, ...] = ()
-    """Names of the models to train; all by default."""
+    """Names of the models to train; by default all but those that are slow on a CPU."""
     rates: tuple[float, ...] = (1e-3, 3e-3)
     """Learning rates, of which each model takes the one with the best mean score on the validation split."""
     steps: int = 2000
@@ -42,16 +43,34 @@ class TaskRecipeConfig(RecipeConfig):
     """Examples of the test split that each score is taken from."""
 
 
+def first_range(width: int) -> float:
+    """Return the standard deviation of first weights: 0.1, and 1/sqrt(width) of models wider than 100. With 0.02, the
+    default of transformers, small models take much longer to learn a task."""
+    return min(0.1, width**-0.5)
+
+
+def mamba(vocabulary: int, width: int, layers: int, numbers: int) -> Any:
+    """Return transformers' Mamba; each layer has a state of about so many numbers, and at least one per channel."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(MambaConfig(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, state_size=max(1, numbers // (2 * width)),
+        pad_token_id=None, bos_token_id=None, eos_token_id=None, initializer_range=first_range(width),
+    ))  # fmt: skip
+
+
 class TaskRecipe(Recipe):
     """A recipe of models trained on a task.
 
     Attributes:
         known: names of models to fields of their configuration.
+        slow: names of models that are trained only where `models` names them.
         metric: that chooses the learning rate and ends training.
         learned: validation score from which on a model counts as having learned a task.
     """
 
     known: ClassVar[Mapping[str, Mapping[str, Any]]]
+    slow: ClassVar[Sequence[str]] = ()
     metric: ClassVar[str] = "accuracy"
     learned: ClassVar[float] = 0.5
     limits: ClassVar = {"rates": (1e-8, 1.0), "steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31),
@@ -74,7 +93,7 @@ class TaskRecipe(Recipe):
     @property
     def models(self) -> tuple[str, ...]:
         """Return the names of the models to train."""
-        return self.config.models or tuple(self.known)
+        return self.config.models or tuple(name for name in self.known if name not in self.slow)
 
     def check(self) -> None:
         for name in self.models:
@@ -128,15 +147,7 @@ class TaskRecipe(Recipe):
 
     def chosen(self, results: Results, kind: str = "test") -> Frame:
         """Return the rows of a kind at each model's best rate on each task."""
-        runs = results.select(kind="run")
-        mean = runs.groupby(["task", "model", "rate"], sort=False)["validation"].mean()
-        best = {(task, model): rates.idxmax()[2] for (task, model), rates in mean.groupby(level=[0, 1], sort=False)}
-        rows = results.select(kind=kind)
-        keep = [
-            best[task, model] == rate
-            for task, model, rate in zip(rows["task"], rows["model"], rows["rate"], strict=True)
-        ]
-        return rows[keep]
+        return at_best_rate(results.select(kind=kind), results.select(kind="run"), ["task", "model"])
 
     def scores(self, results: Results, metric: str = "", **where: Any) -> Frame:
         """Return the test scores at the chosen rates, one row for each seed, of one metric (`metric` by default)."""

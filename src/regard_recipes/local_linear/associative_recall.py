@@ -16,9 +16,9 @@ from regard.tasks.mqar import MQAR
 from ..lib.claims import Claim, one
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range, mamba
 
-PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
+PAPER, LLA, SOFTMAX, MAMBA = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mamba"
 MODELS: dict[str, dict[str, Any]] = {
     SOFTMAX: {"mixers": "softmax"},
     "biweight": {"mixers": "biweight"},
@@ -27,10 +27,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "delta rule": {"mixers": "deltanet"},
     "gated delta rule": {"mixers": "gated-deltanet", "mixer_options": {"gated-deltanet": {"num_heads": 1}}},
     "Mesa": {"mixers": "mesa"},
+    MAMBA: {},
     "linear, FwPKM at layer 1": {"mixers": "elu", "memories": "FwPKM@1"},
 }
-"""Attention has rotary positions; the delta rules and Mesa have short convolutions."""
-STATES = ("linear", "delta rule", "gated delta rule", "Mesa")
+"""Attention has rotary positions; the delta rules, Mesa and Mamba have short convolutions. Mamba is that of
+transformers, which is slow without a GPU."""
+STATES = ("linear", "delta rule", "gated delta rule", "Mesa", MAMBA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +52,13 @@ class AssociativeRecall(TaskRecipe):
 
     Config = RecallConfig
     known = MODELS
+    slow = (MAMBA,)
     limits: ClassVar = {**TaskRecipe.limits, "pairs": (1, 2**16), "vocabulary": (4, 2**24), "width": (8, 8192)}
     sizes: ClassVar = {
         "quick": {"seeds": 2, "pairs": (4,), "vocabulary": 64, "steps": 60, "rates": (3e-3,), "examples": 64,
                   "models": (SOFTMAX, "linear", LLA), "width": 32},
         "paper": {"pairs": (4, 8, 16, 32, 64), "vocabulary": 8192, "width": 128, "batch": 256, "steps": 20_000,
-                  "rates": (1e-4, 5e-4, 1e-3)},
+                  "rates": (1e-4, 5e-4, 1e-3), "models": tuple(MODELS)},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
@@ -65,9 +68,12 @@ class AssociativeRecall(TaskRecipe):
     def make_model(self, name: str, task: TokenTask) -> Any:
         from regard.models import HybridConfig, HybridForCausalLM
 
+        width = self.config.width
+        if name == MAMBA:
+            return mamba(task.vocabulary, width, 2, width**2)
         fields: dict[str, Any] = {
-            "hidden_size": self.config.width, "num_hidden_layers": 2, "num_attention_heads": 1, "feed_forward": "none",
-            "initializer_range": 0.1, "vocab_size": task.vocabulary, **MODELS[name],
+            "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 1, "feed_forward": "none",
+            "initializer_range": first_range(width), "vocab_size": task.vocabulary, **MODELS[name],
         }  # fmt: skip
         if "memories" in fields:
             fields["memory_options"] = {"fwpkm": {"sub_keys": 32, "chunk_size": 16}}

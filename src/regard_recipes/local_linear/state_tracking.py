@@ -17,16 +17,18 @@ from regard.tasks.permutation_tracking import PermutationTracking
 from ..lib.claims import Claim
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range, mamba
 
-PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
+PAPER, LLA, SOFTMAX, MAMBA = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mamba"
 MOVED = "accuracy on moved places"
 MODELS: dict[str, dict[str, Any]] = {
     SOFTMAX: {"mixers": "softmax", "qk_norm": "rms"},
     LLA: {"mixers": "local-linear", "ridges": "learned", "qk_norm": "rms"},
     "delta rule": {"mixers": "deltanet"},
     "gated delta rule": {"mixers": "gated-deltanet"},
+    MAMBA: {},
 }
+"""Names of models to fields of `HybridConfig`; Mamba is that of transformers, which is slow without a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +52,14 @@ class StateTracking(TaskRecipe):
 
     Config = StateTrackingConfig
     known = MODELS
+    slow = (MAMBA,)
     metric = MOVED
     limits: ClassVar = {**TaskRecipe.limits, "places": (2, 4096), "items": (2, 2**24), "questions": (1, 4096),
                         "width": (8, 8192), "layers": (1, 256)}  # fmt: skip
     sizes: ClassVar = {
         "quick": {"seeds": 2, "steps": 40, "rates": (3e-3,), "models": (SOFTMAX, LLA), "examples": 64, "width": 32},
         "paper": {"places": (16, 24, 48, 96), "items": 8192, "questions": 8, "width": 256, "layers": 4, "batch": 256,
-                  "steps": 25_000, "rates": (1e-4, 5e-4, 1e-3), "examples": 1000},
+                  "steps": 25_000, "rates": (1e-4, 5e-4, 1e-3), "examples": 1000, "models": tuple(MODELS)},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
@@ -67,8 +70,10 @@ class StateTracking(TaskRecipe):
         from regard.models import HybridConfig, HybridForCausalLM
 
         own = self.config
+        if name == MAMBA:
+            return mamba(task.vocabulary, own.width, own.layers, own.width**2 // 4)
         sizes: dict[str, Any] = {
-            "initializer_range": 0.1,
+            "initializer_range": first_range(own.width),
             "hidden_size": own.width,
             "num_hidden_layers": own.layers,
             "num_attention_heads": 4,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from regard.nn.memory.fast_weight_product_key_memory import PRESETS
+
 from ..fwpkm.memory_layouts import (
     KNOWN,
     LACT,
@@ -19,15 +21,16 @@ from ..fwpkm.memory_layouts import (
     rows_of,
 )  # fmt: skip
 from ..lib.language_training import Budget, initial_range
-from ..lib.recipe import Cell, Frame, Recipe, Results, select
+from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, select
 
 PAPER = "Fast-weight Product Key Memory"
 QUICK: dict[str, Any] = {"layouts": ("GDN", "FA", "FA-pSWA"), "width": 32, "heads": 2, "sub_keys": 16,
                          "memory_dim": 32, "batch": 2, "looks": 2}  # fmt: skip
 PAPER_SIZE: dict[str, Any] = {
-    **PAPER_MODEL, "batch": 128, "parts": 4, "steps": 20_000, "learning_rate": 1e-3, "looks": 20,
+    **PAPER_MODEL, "rule": "program", "batch": 128, "parts": 4, "steps": 20_000, "learning_rate": 1e-3, "looks": 20,
 }  # fmt: skip
-"""Here memories are written by the rule "normalized" and are new in every training window."""
+"""Here memories are new in every training window. The paper's training carries one memory, of all windows, on."""
+RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class LayoutConfig(MemoryConfig):
     """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
     lact: bool = True
     """Also train LaCT, once."""
+    rule: str = "normalized"
+    """How FwPKM is written: normalized, paper (its equations) or program (the released program)."""
     batch: int = 8
     steps: int = 150
     learning_rate: float = 3e-3
@@ -54,9 +59,10 @@ class LayoutRecipe(Recipe):
     def check(self) -> None:
         own, call = self.config, self.call()
         check_sizes(call, own)
+        check_names(call, "--rule", [own.rule], list(RULES))
         self.budget().check(call)
         for row in self.rows():
-            row_config(row, Sizes.of(own, 1000))
+            self.model(row, 1000)
 
     def extra_rows(self) -> list[Row]:
         """Return the models besides layouts times memories."""
@@ -75,7 +81,9 @@ class LayoutRecipe(Recipe):
 
     def model(self, row: Row, vocabulary: int) -> Any:
         """Return the configuration of a model."""
-        return row_config(row, Sizes.of(self.config, vocabulary), initializer_range=initial_range(self.config.width))
+        own = self.config
+        sizes, first = Sizes.of(own, vocabulary), initial_range(own.width)
+        return row_config(row, sizes, RULES[own.rule], initializer_range=first)
 
     def notes(self, results: Results) -> list[str]:
         runs = named(results.select(kind="run"))

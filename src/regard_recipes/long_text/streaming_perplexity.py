@@ -54,7 +54,7 @@ class StreamingPerplexityConfig(LayoutConfig):
     short: Path | None = None
     """UTF-8 text of short documents with empty lines between them. None: docstrings of the standard library."""
     long: Path | None = None  # A folder of long UTF-8 files. None: modules of the standard library.
-    tokenizer: str = "byte"  # char, byte or gpt2.
+    tokenizer: str = "byte"  # char, byte, bpe or gpt2.
     documents: int = 8  # Held-out documents of each kind that are read.
     segments: int = 12  # Segments of each.
 
@@ -68,7 +68,7 @@ class StreamingPerplexity(LayoutRecipe):
     sizes: ClassVar = {
         "quick": {**QUICK, "memories": ("none", "PKM", "FwPKM"), "context": 64, "chunk": 16, "steps": 12,
                   "learning_rate": 1e-2, "documents": 2, "segments": 4},
-        "paper": {**PAPER_SIZE, "tokenizer": "gpt2", "documents": 128, "segments": 16},
+        "paper": {**PAPER_SIZE, "tokenizer": "bpe", "documents": 128, "segments": 16},
     }  # fmt: skip
 
     def budget(self) -> Budget:

@@ -16,7 +16,7 @@ from regard.tasks.regbench import RegBench
 from ..lib.claims import Claim
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
 
 PAPER, SOFTMAX, VALID, APART = "Sparse attention", "softmax", "valid", "total variation"
 COMPACT = ("sparsemax", "biweight", "triweight", "relumax")
@@ -77,7 +77,8 @@ class InContextLanguage(TaskRecipe):
         fields = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
                   "num_attention_heads": own.heads, **MODELS[name]}  # fmt: skip
         if name == TRANSFORMER:
-            return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu"))
+            first = first_range(own.width)
+            return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu", initializer_range=first))
         return MemoryMosaicForCausalLM(MemoryMosaicConfig(**fields))
 
     def claims(self, results: Results) -> list[Claim]:

@@ -16,7 +16,7 @@ from regard.tasks import TokenTask, tasks
 from ..lib.claims import Claim
 from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
 
 PAPER, SOFTMAX = "Sparse attention", "softmax"
 LOG = "Transformer, softmax with learned scale × log n"
@@ -77,7 +77,8 @@ class LengthGeneralization(TaskRecipe):
         sizes = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers}
         fields = {**sizes, "num_attention_heads": 4, **MODELS[name]}
         if name == LOG:
-            return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu"))
+            first = first_range(own.width)
+            return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu", initializer_range=first))
         return MemoryMosaicForCausalLM(MemoryMosaicConfig(**fields))
 
     def claims(self, results: Results) -> list[Claim]:

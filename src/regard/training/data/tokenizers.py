@@ -1,15 +1,17 @@
-"""Tokenizers for characters, bytes and GPT-2's vocabulary, built with `tokenizers` and saved by transformers.
+"""Tokenizers for characters, bytes, merged bytes and GPT-2's vocabulary, built with `tokenizers` and saved by
+transformers.
 
 All are byte-pair encoders, the first two without merges: one token per character or per UTF-8 byte. A saved folder
 loads with `AutoTokenizer.from_pretrained` and no code of regard. Padding is on the left, so that the last column of a
 batch is the last token of each row. Special tokens are never made from text: "<pad>" in a text is five characters.
 
-Decoding restores the text exactly: any text for bytes and GPT-2, any text of known characters for the character
-tokenizer, in which each unknown character becomes `<unk>`.
+Decoding restores the text exactly: any text for bytes, merged bytes and GPT-2, any text of known characters for the
+character tokenizer, in which each unknown character becomes `<unk>`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,8 @@ TOKENIZERS: Registry[Callable[[str], PreTrainedTokenizerBase]] = Registry("token
 """Builders by name: `builder(training_text)` returns a transformers tokenizer."""
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+BPE_TOKENS = 32_000
+"""Most tokens of a learned byte-pair encoding."""
 _PIECE = 8192  # characters encoded at once, or more up to the next boundary
 _ANYWHERE = re.compile("")
 # GPT-2's pre-tokenizer ends a token at every space that follows a letter or a digit. (Not always between two spaces:
@@ -52,6 +56,22 @@ def byte_tokenizer(text: str = "") -> PreTrainedTokenizerBase:
     """Build a tokenizer with one token per UTF-8 byte: `<pad>` is 0, `<eos>` is 1 and byte b is b + 2. The text is not
     used."""
     return _byte_level({token: i for i, token in enumerate([PAD, EOS, *_byte_letters()])}, [], use_regex=False)
+
+
+@TOKENIZERS.register("bpe")
+def bpe_tokenizer(text: str) -> PreTrainedTokenizerBase:
+    """Learn a byte-pair encoding of at most 32,000 tokens from `text`; `<pad>` is 0 and `<eos>` is 1. A short text has
+    fewer pairs to merge."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=BPE_TOKENS, special_tokens=[PAD, EOS], initial_alphabet=_byte_letters(), show_progress=False
+    )
+    learned.train_from_iterator([text], trainer)
+    model = json.loads(learned.to_str())["model"]
+    return _byte_level(model["vocab"], [tuple(pair) for pair in model["merges"]], use_regex=True)
 
 
 @TOKENIZERS.register("gpt2")

@@ -1,0 +1,172 @@
+"""Linear attention of fla, with and without decay, by `regard.linear_attention`.
+
+Legend: as in `regard.compat.fla`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...checks import require, tensor, within
+from ...public import LinearState, linear_attention
+from .calls import Sequences, check_shapes, form_of, fresh, refuse
+
+Normaliser = tuple[Tensor, Tensor]
+
+
+def chunk_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute gated linear attention (arXiv 2312.06635) by `regard.linear_attention`. g: log decays [B, T, H, K]."""
+    check_shapes("chunk_gla", q, k, v, channels="g", g=g)
+    return _linear("chunk_gla", q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+
+
+def fused_recurrent_gla(
+    q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute `chunk_gla` token by token. gk: log decays [B, T, H, K], default none."""
+    call = "fused_recurrent_gla"
+    refuse(call, gv=gv, reverse=reverse)
+    check_shapes(call, q, k, v, channels="gk", gk=gk)
+    return _linear(call, q, k, v, gk, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+
+
+def _head_decay(call: str, g: Tensor | None, g_gamma: Tensor | None, heads: int) -> Tensor | None:
+    """Return the sum of decays per token [B, T, H] and per head [H], of those that are given."""
+    if g_gamma is None:
+        return g
+    tensor(call, "g_gamma", g_gamma, heads)
+    return g_gamma if g is None else g + g_gamma
+
+
+def chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute linear attention with a decay per head (Mamba-2, arXiv 2405.21060) by `regard.linear_attention`.
+
+    g: log decays [B, T, H]. g_gamma: log decays [H], the same for all tokens. Neither: no decay.
+    """
+    call = "chunk_simple_gla"
+    check_shapes(call, q, k, v, g=g)
+    decay = _head_decay(call, g, g_gamma, q.shape[2])
+    return _linear(
+        call, q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens, state_v_first, chunk_size
+    )
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    reverse: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute `chunk_simple_gla` token by token."""
+    call = "fused_recurrent_simple_gla"
+    refuse(call, reverse=reverse)
+    check_shapes(call, q, k, v, g=g)
+    decay = _head_decay(call, g, g_gamma, q.shape[2])
+    return _linear(call, q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+
+
+def _retention(q: Tensor) -> Tensor:
+    """Return the log decays of RetNet, log(1 - 2^(-5 - h)) of head h."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.log1p(-(2.0 ** (-5 - torch.arange(q.shape[2], dtype=dtype, device=q.device))))
+
+
+def chunk_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute retention (RetNet, arXiv 2307.08621) by `regard.linear_attention`: head h fades by 1 - 2^(-5 - h)."""
+    call = "chunk_retention"
+    check_shapes(call, q, k, v)
+    decay = _retention(q)
+    return _linear(call, q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens, chunk_size=chunk_size)
+
+
+def fused_recurrent_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute `chunk_retention` token by token."""
+    call = "fused_recurrent_retention"
+    refuse(call, reverse=reverse)
+    check_shapes(call, q, k, v)
+    return _linear(call, q, k, v, _retention(q), scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+
+
+def chunk_linear_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | Normaliser | None = None,
+    output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | Normaliser | None]:  # fmt: skip
+    """Compute linear attention (arXiv 2006.16236) of q and k that are features already, by `regard.linear_attention`.
+
+    With `normalize` the output is divided by scale q . z + 1e-10, z the sum of k so far, and states are pairs (sum of
+    k v^T [N, H, K, V], z [N, 1, H, K]).
+    """
+    call = "chunk_linear_attn"
+    return _normalised(call, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | Normaliser | None = None,
+    output_final_state: bool = False, reverse: bool = False, normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | Normaliser | None]:  # fmt: skip
+    """Compute `chunk_linear_attn` token by token, by default without normaliser."""
+    call = "fused_recurrent_linear_attn"
+    refuse(call, reverse=reverse)
+    return _normalised(call, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def _normalised(
+    call: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, initial_state: Tensor | Normaliser | None,
+    output_final_state: bool, normalize: bool, cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | Normaliser | None]:  # fmt: skip
+    """Compute `chunk_linear_attn`: the normaliser is the output of one more value channel that is 1 everywhere."""
+    check_shapes(call, q, k, v)
+    pair = isinstance(initial_state, tuple)
+    require(normalize or not pair, call, "initial_state is a pair, which only normalize=True takes.")
+    held, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+    if not normalize:
+        return _linear(call, q, k, v, None, scale, held, output_final_state, cu_seqlens)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if held is not None:
+        tensor(call, "initial_state", held, "N", q.shape[2], q.shape[3], v.shape[3])
+        if z is not None:
+            tensor(call, "initial_state[1]", z, held.shape[0], 1, *held.shape[1:3])
+        sums = held.new_zeros(held.shape[:3]) if z is None else z[:, 0]
+        held = torch.cat([held.to(wide), sums.to(wide)[..., None]], -1)
+    q_, k_, v_ = (x.to(wide) for x in (q, k, pad(v, (0, 1), value=1.0)))
+    rows, after = _linear(call, q_, k_, v_, None, scale, held, output_final_state, cu_seqlens)
+    out = (rows[..., :-1] / (rows[..., -1:] + 1e-10)).to(q.dtype)
+    return out, None if after is None else (after[..., :-1], after[..., -1][:, None])
+
+
+def _linear(
+    call: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float | None, initial_state: Tensor | None,
+    output_final_state: bool, cu_seqlens: Tensor | None, v_first: bool = False, chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute `regard.linear_attention` of checked inputs, unnormalised."""
+    own, dim = Sequences(call, q, v.shape[2], cu_seqlens, v_first), q.shape[3]
+    start, state = own.start("initial_state", initial_state, dim, v.shape[3]), None
+    if start is not None:  # regard's states have one feature more, for a bias
+        keys = start.new_zeros(*start.shape[:2], dim + 1)
+        state = LinearState(pad(start, (0, 0, 0, 1)), keys, None, fresh(start))
+    out, after = within(
+        call, None, linear_attention, q, k, v, "linear*unnormalised", log_decay=g, state=state,
+        form=form_of(call), chunk_size=chunk_size, segment_ids=own.ids,
+        scale=dim**-0.5 if scale is None else scale, layout="bthd",
+    )  # fmt: skip
+    return out, own.end(after.values[:, :, :dim], after.non_finite, initial_state) if output_final_state else None

@@ -1,0 +1,68 @@
+"""The first part of the demo: one text, one trained model, the weights of four kernels side by side.
+
+Queries and keys are those of a head of the trained model. Only the spec that turns their scores into weights changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import regard
+from regard.inspect.figures import weights_on_text
+from regard.inspect.hooks import run_with_cache
+from regard.inspect.measures import AttentionMaps
+
+SPECS = ("softmax", "sparsemax", "biweight", "relumax")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelWeights:
+    """Weights of the last token of a text under several specs.
+
+    Attributes:
+        model: the spec that the model was trained with.
+        layer, head: where queries and keys come from, counted from 0.
+        labels: T tokens.
+        weights: spec to weights [T].
+    """
+
+    model: str
+    layer: int
+    head: int
+    labels: tuple[str, ...]
+    weights: dict[str, Tensor]
+
+    def picture(self) -> bytes:
+        """Return a PNG with a row for each spec."""
+        title = f"Weights of the last character's query, layer {self.layer + 1} head {self.head + 1} of {self.model}"
+        return weights_on_text(self.weights, self.labels, title=title)
+
+
+def kernel_weights(model: PreTrainedModel, name: str, tokens: Tensor, maps: AttentionMaps) -> KernelWeights | None:
+    """Weigh the keys of the head that looks furthest back by each of `SPECS`.
+
+    Args:
+        model: trained with the spec `name`.
+        tokens: int [T], of which the last is the query.
+        maps: weights of the model on these tokens.
+
+    Returns:
+        The weights, or None if the model has no queries and keys to read.
+    """
+    layer, head = maps.farthest()
+    names = [f"layers.{layer}.self_attn.hook_{part}" for part in "qk"]
+    try:
+        _, kept = run_with_cache(model, tokens.long()[None], names)
+    except regard.checks.ArgumentError:
+        return None
+    q, k = (kept[point][:, head : head + 1] for point in names)
+    weights = {}
+    with torch.no_grad():
+        for spec in SPECS:
+            _, seen = regard.attention(q, k, k, spec, is_causal=True, impl="reference", return_diagnostics=True)
+            weights[spec] = seen.weights[0, 0, -1]
+    return KernelWeights(model=name, layer=layer, head=head, labels=maps.labels, weights=weights)

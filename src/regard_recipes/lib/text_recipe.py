@@ -1,0 +1,151 @@
+"""Recipes that train language models on a text and compare what they do.
+
+Each model is trained with every learning rate and seed. The rate is chosen for each model by its mean loss on a
+validation text; what is shown is measured on a text after it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.checks import ArgumentError
+
+from .claims import Estimate, paired
+from .display import interval, lines, median, pivot, stat
+from .language_training import Budget, Corpus, TextConfig, run_rows, train_language_model
+from .rates import at_best_rate
+from .recipe import Cell, Frame, Recipe, Results, check_names, select
+
+if TYPE_CHECKING:
+    from .language_text import LanguageText
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecipeConfig(TextConfig):
+    """Train language models on a text, and compare them."""
+
+    seeds: int = 3
+    """Models of each kind and learning rate; they differ in first weights and windows."""
+    models: tuple[str, ...] = ()
+    """Names of the models to train; all by default."""
+    rates: tuple[float, ...] = (1e-3, 3e-3)
+    """Learning rates, of which each model takes the one with the least mean loss on the validation text."""
+    width: int = 64
+    """Channels."""
+    layers: int = 2
+    """Layers."""
+    heads: int = 4
+    """Heads."""
+
+
+class TextRecipe(Recipe):
+    """A recipe of language models trained on one text.
+
+    Attributes:
+        known: names of models to what `model_config` needs to know of them.
+    """
+
+    known: ClassVar[Mapping[str, Mapping[str, Any]]]
+    limits: ClassVar = {"rates": (1e-8, 1.0), "width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
+
+    @abstractmethod
+    def model_config(self, name: str, vocabulary: int) -> Any:
+        """Return the configuration of a model."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the names of the models to train."""
+        return self.config.models or tuple(self.known)
+
+    def check(self) -> None:
+        from regard.training import TOKENIZERS
+
+        check_names(self.call(), "--models", self.models, list(self.known))
+        TOKENIZERS.get(self.config.tokenizer)
+        for rate in self.config.rates:
+            self.budget(rate).check(self.call())
+        for name in self.models:
+            try:
+                self.model_config(name, 256)
+            except ArgumentError as error:
+                raise ArgumentError(f"{self.call()}: --width, --layers or --heads: {error}") from None
+
+    def budget(self, rate: float) -> Budget:
+        """Return how a model is trained."""
+        return Budget.of(self.config, learning_rate=rate)
+
+    def prepare(self) -> Mapping[str, Any]:
+        from .language_text import read_text
+
+        own = self.config
+        sizes = {"context": own.context, "measured": own.measured, "choice": max(own.context, own.measured // 2)}
+        return self.load(read_text(own.data, own.tokenizer, **sizes, call=self.call()))
+
+    def load(self, text: LanguageText) -> dict[str, Any]:
+        """Keep what training and measuring need of a text, and return facts about it."""
+        self.corpus, self.vocabulary = Corpus(text.train_tokens, text.choice_tokens), text.vocabulary
+        self.test_tokens = text.held_out_tokens[: self.config.measured]
+        return {"text": text.described, "floor": self.floor(text.choice_tokens)}
+
+    def floor(self, tokens: Tensor) -> float:
+        """Return the nats per token of an answer without context: the frequencies of the training text."""
+        counts = torch.bincount(self.corpus.train_tokens.long(), minlength=self.vocabulary).double() + 1
+        return float(-(counts / counts.sum()).log()[tokens.long()].mean())
+
+    def cells(self) -> Sequence[Cell]:
+        return [{"model": model, "rate": rate} for model in self.models for rate in self.config.rates]
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        name, rate = cell["model"], cell["rate"]
+        config, budget = self.model_config(name, self.vocabulary), self.budget(rate)
+        call = f"{name}, rate {rate:g}"
+        run = train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measured)
+        return run_rows(run)
+
+    def measured(self, model: Any) -> dict[str, Any]:
+        """Return columns of the row "run" of a trained model, and further rows as "rows"."""
+        from .language_trainer import held_out_loss
+
+        budget = self.budget(self.config.rates[0])
+        return {"test": held_out_loss(model, Corpus(self.corpus.train_tokens, self.test_tokens), budget)}
+
+    def chosen(self, results: Results, kind: str = "run", **where: Any) -> Frame:
+        """Return the rows of a kind at each model's best rate."""
+        runs = results.select(kind="run")
+        runs = runs.assign(validation=-runs["held_out"].astype(float).fillna(math.inf))
+        return select(at_best_rate(results.select(kind=kind), runs, ["model"]), **where)
+
+    def gap(
+        self, results: Results, model: str, base: str, value: str = "test", kind: str = "run", **where: Any
+    ) -> Estimate:
+        """Return a column of a model less that of another, at the chosen rates, paired by seed."""
+        rows = self.chosen(results, kind, **where)
+        return paired(select(rows, model=model), select(rows, model=base), value)
+
+    def unlearned(self, results: Results) -> str:
+        """Return why models cannot be compared: none of them predicts the validation text better than the frequencies
+        of its tokens do. Empty if one does."""
+        least, floor = float(self.chosen(results)["held_out"].astype(float).min()), results.facts["floor"]
+        found = f"no model learned the text: {least:.2f} nats per token, {floor:.2f} without context"
+        return "" if least < floor else found
+
+    def losses_table(self, results: Results) -> Any:
+        """Return a table of the chosen rates and the losses."""
+        shows = {"rate": stat("rate", "mean", "{:g}"), "parameters": stat("parameters", "mean", "{:,.0f}"),
+                 "validation": interval("held_out"), "test": interval("test"),
+                 "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3)}  # fmt: skip
+        note = (f"Nats per token, ± half the 95 % interval over seeds. Without context, by the frequencies of the "
+                f"training text: {results.facts['floor']:.2f}.")  # fmt: skip
+        return pivot(self.chosen(results), ["model"], shows, note=note)
+
+    def curves(self, results: Results) -> bytes:
+        """Return a figure of the validation loss against steps."""
+        rows = self.chosen(results, "look").dropna(subset=["held_out"])
+        return lines({"": rows}, "step", {"held_out": "nats per token"}, "model")

@@ -1,0 +1,150 @@
+"""Train language models with local linear attention and with softmax: losses by ridge, and how the weights look.
+
+Local Linear Attention paper, appendix F.3 and figure 8. With normalised queries and keys the paper reports final losses
+of 3.287, 3.421 and 3.509 for ridges of 0.01, 0.1 and 1, and 3.848 for softmax. Without normalisation it counts weights
+above 0.1 in absolute value (one or two for softmax, two to four for local linear attention) and sees weights from -0.5
+to 1.8. The paper names neither the data nor the sizes. Its softmax has a fixed scale, with which normalised queries
+cannot become sharper. So softmax is also trained with a scale that it learns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..lib.claims import Claim, Estimate, claims_of, mean_interval
+from ..lib.display import dots, interval, pivot
+from ..lib.recipe import Results, recipe, select
+from ..lib.text_recipe import TextRecipe, TextRecipeConfig
+
+PAPER, WHERE = "Local Linear Attention", "appendix F.3"
+SOFTMAX, LEARNED = "softmax, normalised", "softmax, normalised, learned scale"
+PLAIN, LLA_PLAIN = "softmax", "local linear, learned ridge"
+RIDGES = (1.0, 0.1, 0.01)
+LLA = {ridge: f"local linear, ridge {ridge:g}, normalised" for ridge in RIDGES}
+MODELS: dict[str, dict[str, Any]] = {
+    SOFTMAX: {"mixers": "softmax", "qk_norm": "l2"},
+    LEARNED: {"mixers": "softmax", "qk_norm": "l2", "temperatures": "learned"},
+    **{LLA[ridge]: {"mixers": f"gaussian*fixed*linear(ridge={ridge:g})", "qk_norm": "l2"} for ridge in RIDGES},
+    PLAIN: {"mixers": "softmax"},
+    LLA_PLAIN: {"mixers": "local-linear", "ridges": "learned"},
+}
+"""The first five have queries and keys of length one, with scores of -sqrt(D) to sqrt(D)."""
+DENSE = 0.1
+"""Absolute weight from which a position counts as attended (the paper's threshold)."""
+WINDOWS = 8
+"""Windows that weights are looked at in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingConfig(TextRecipeConfig):
+    """Train language models with local linear attention and softmax, and look at their weights."""
+
+    batch: int = 8
+    steps: int = 1500
+
+
+@recipe("lla-pretraining")
+class Pretraining(TextRecipe):
+    """Loss of language models with local linear attention by ridge, beside softmax, and the weights of both."""
+
+    Config = PretrainingConfig
+    known = MODELS
+    sizes: ClassVar = {
+        "quick": {"seeds": 2, "models": (SOFTMAX, LLA[0.1], PLAIN, LLA_PLAIN), "width": 32, "context": 32, "steps": 40,
+                  "batch": 8, "rates": (3e-3,), "measured": 1024, "looks": 2},
+        "paper": {"tokenizer": "gpt2", "width": 768, "layers": 12, "heads": 12, "context": 1024, "batch": 256,
+                  "parts": 16, "steps": 20_000, "rates": (3e-4, 1e-3), "measured": 262_144, "looks": 20,
+                  "dtype": "bfloat16", "device": "auto"},
+    }  # fmt: skip
+
+    def model_config(self, name: str, vocabulary: int) -> Any:
+        from regard.models import HybridConfig
+
+        from ..lib.language_training import initial_range
+
+        own = self.config
+        return HybridConfig(
+            vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
+            max_position_embeddings=own.context, initializer_range=initial_range(own.width), **MODELS[name],
+        )  # fmt: skip
+
+    def measured(self, model: Any) -> dict[str, Any]:
+        own = self.config
+        count = max(1, min(WINDOWS, len(self.test_tokens) // own.context))
+        tokens = self.test_tokens[: count * own.context].view(count, -1)
+        return {**super().measured(model), **weights_seen(model, tokens.to(next(model.parameters()).device))}
+
+    def claims(self, results: Results) -> list[Claim]:
+        names = self.models
+        lla = [LLA[ridge] for ridge in RIDGES if LLA[ridge] in names]
+        less = lambda base: {  # noqa: E731
+            name: self.gap(results, name, base) for name in lla if base in names
+        }
+        smaller = {f"{one} less {other}": self.gap(results, one, other)
+                   for other, one in pairwise(lla)}  # fmt: skip
+        seen = lambda value, name: self.seen(results, value, name)  # noqa: E731
+        more = {LLA_PLAIN: self.gap(results, LLA_PLAIN, PLAIN, "density")} if {PLAIN, LLA_PLAIN} <= {*names} else {}
+        loss, counted = "Nats per token of the test text.", f"Positions with an absolute weight above {DENSE:g}."
+        common = {"untestable": self.unlearned(results)}
+        losses: list[Any] = [
+            (f"{WHERE}, figure 8a", "With normalised queries and keys local linear attention has a lower loss than "
+             "softmax", less(SOFTMAX), "below", 0.0, f"{loss} Less softmax with a fixed scale, also normalised."),
+            (f"{WHERE}, figure 8a", "A smaller ridge has a lower loss", smaller, "below", 0.0, loss),
+            (f"{WHERE}, check", "The loss is also lower than that of softmax that learns its scale", less(LEARNED),
+             "below", 0.0, f"{loss} Less softmax with a learned scale, also normalised."),
+        ]  # fmt: skip
+        looks: list[Any] = [
+            (f"{WHERE}, figure 8b", "Softmax concentrates on one or two tokens", seen("density", PLAIN), "at most",
+             2.0, counted),
+            (f"{WHERE}, figure 8b", "Local linear attention attends to more tokens", more, "above", 0.0,
+             f"{counted} Less softmax's."),
+            (f"{WHERE}, figure 8c", "Weights of local linear attention fall below zero", seen("lowest", LLA_PLAIN),
+             "below", -DENSE, "The lowest weight; the paper has -0.5."),
+            (f"{WHERE}, figure 8c", "Weights of local linear attention rise above one", seen("highest", LLA_PLAIN),
+             "above", 1.0, "The highest weight; the paper has 1.8."),
+        ]  # fmt: skip
+        return [*claims_of(PAPER, losses, effect=0.1, **common), *claims_of(PAPER, looks, effect=0.5, **common)]
+
+    def seen(self, results: Results, value: str, name: str) -> dict[str, Estimate]:
+        """Return the mean of a column of a model; nothing where it was not trained."""
+        rows = select(self.chosen(results), model=name)
+        return {name: mean_interval(rows[value])} if len(rows) else {}
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        shows = {"positions above 0.1": interval("density"), "lowest weight": interval("lowest"),
+                 "highest weight": interval("highest"), "negative mass": interval("negative")}  # fmt: skip
+        note = ("± half the 95 % interval over seeds. Means over tokens of the second half of a window, heads and "
+                "layers; lowest and highest: of all.")  # fmt: skip
+        runs = self.chosen(results)
+        return {"Losses": self.losses_table(results), "Weights": pivot(runs, ["model"], shows, note=note)}
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        runs = self.chosen(results).assign(text="test")
+        label = f"positions with an absolute weight above {DENSE:g}"
+        return {"curves": self.curves(results), "density": dots(runs, "density", "model", "text", x_label=label)}
+
+
+@torch.no_grad()
+def weights_seen(model: Any, tokens: Tensor) -> dict[str, float]:
+    """Return how the weights of a model look on windows [W, T]: positions with an absolute weight above `DENSE`, the
+    sum of negative weights, and the lowest and the highest weight. Queries are those of the second half."""
+    from regard.inspect.capture import capture
+
+    with capture(model, weights=True) as seen:
+        model(input_ids=tokens.long(), use_cache=False)
+    found: dict[str, list[Tensor]] = {"density": [], "negative": [], "lowest": [], "highest": []}
+    for layer in seen.layers.values():
+        whole = layer.weights if layer.effective_weights is None else layer.effective_weights
+        assert whole is not None
+        s = whole[:, :, tokens.shape[1] // 2 :].double()
+        found["density"].append((s.abs() > DENSE).sum(-1).double().mean())
+        found["negative"].append(-s.clamp(max=0).sum(-1).mean())
+        found["lowest"].append(s.min())
+        found["highest"].append(s.max())
+    made = {"density": torch.mean, "negative": torch.mean, "lowest": torch.min, "highest": torch.max}
+    return {name: float(how(torch.stack(found[name]))) for name, how in made.items()}

@@ -1,0 +1,23 @@
+"""Fetch the releases named in releases.txt from the package index: `python tests/peers/fetch.py FOLDER`.
+
+pip compares each file with its hash and fails if they differ.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+RELEASES = Path(__file__).with_name("releases.txt")
+
+
+def fetch(folder: Path) -> list[Path]:
+    """Return the files in `folder`, one per release."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*command, "--require-hashes", "--requirement", str(RELEASES), "--dest", str(folder)], check=True)
+    return sorted(folder.iterdir())
+
+
+if __name__ == "__main__":
+    print(*fetch(Path(sys.argv[1])), sep="\n")

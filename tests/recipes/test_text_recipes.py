@@ -1,0 +1,163 @@
+"""Recipes that train language models on a text: the best rate is taken, and verdicts follow the numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from regard.models import HybridForCausalLM
+from regard.models.base.catalogue import model_of
+from regard.recipes import recipes
+from regard_recipes.fwpkm.slot_use import slots_read
+from regard_recipes.lib.recipe import Results, frame_of
+from regard_recipes.lib.text_recipe import TextRecipe
+from regard_recipes.local_linear.lla_pretraining import LLA_PLAIN, PLAIN, RIDGES, SOFTMAX, weights_seen
+from regard_recipes.sparse_attention.out_of_distribution import OTHER, OWN, losses_along, other_text, windows
+
+TEXTS = [name for name, kind in recipes.items() if isinstance(kind, type) and issubclass(kind, TextRecipe)]
+FACTS = {"floor": 3.0, "other floor": 3.2}
+
+
+def make(name: str, size: str = "quick", **changes: Any) -> Any:
+    kind = recipes.get(name)
+    return kind(kind.configure(size, **changes))
+
+
+def results(rows: list[dict[str, Any]]) -> Results:
+    """Return results with two seeds of every row, the second a little higher."""
+    numbers = ("test", "loss", "density", "lowest", "highest", "coverage")
+    both = [{**row, "seed": seed, **{name: row[name] + seed / 1e4 for name in numbers if name in row}}
+            for row in rows for seed in (0, 1)]  # fmt: skip
+    return Results(frame_of(both), FACTS, {})
+
+
+def verdicts(made: Any, rows: list[dict[str, Any]]) -> list[str]:
+    return [claim.verdict for claim in made.claims(results(rows))]
+
+
+def run(model: str, rate: float = 1e-3, held_out: float = 2.0, **found: Any) -> dict[str, Any]:
+    return {"kind": "run", "model": model, "rate": rate, "held_out": held_out, **found}
+
+
+def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:
+    rows = [run("softmax", 1e-3, 2.5, test=2.1), run("softmax", 3e-3, 2.2, test=2.4),
+            run("relumax", 1e-3, 2.3, test=2.6), run("relumax", 3e-3, math.nan, test=math.nan)]  # fmt: skip
+    made = make("out-of-distribution")
+    chosen = made.chosen(results(rows))
+    assert dict(zip(chosen["model"], chosen["rate"], strict=True)) == {"softmax": 3e-3, "relumax": 1e-3}
+    assert made.gap(results(rows), "relumax", "softmax").mean == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("size", ["quick", "small", "paper"])
+def test_every_known_model_can_be_made(name: str, size: str) -> None:
+    made = make(name, size, models=())
+    for model in made.known:
+        config = made.model_config(model, 300)
+        with torch.device("meta"):
+            assert model_of(config)(config).config.hidden_size == made.config.width
+
+
+def test_pretraining_verdicts_follow_the_numbers() -> None:
+    made = make("lla-pretraining", models=())
+    loss = dict(zip(made.known, (3.8, 3.0, 3.5, 3.4, 3.3, 3.6, 3.5), strict=True))
+    looks = {PLAIN: {"density": 1.5, "lowest": 0.0, "highest": 1.0},
+             LLA_PLAIN: {"density": 3.0, "lowest": -0.5, "highest": 1.8}}  # fmt: skip
+    nothing = {"density": 0.0, "lowest": 0.0, "highest": 1.0}
+    rows = [run(name, test=value, **looks.get(name, nothing)) for name, value in loss.items()]
+    assert verdicts(made, rows) == ["holds", "holds", "fails", "holds", "holds", "holds", "holds"]
+    worse = [{**row, "test": 4.0 if row["model"] != SOFTMAX else 3.8} for row in rows]
+    assert verdicts(made, worse)[:2] == ["fails", "fails"]
+    unlearned = [{**row, "held_out": 3.5} for row in rows]
+    assert set(verdicts(made, unlearned)) == {"not testable at this size"}
+    some = make("lla-pretraining", models=(SOFTMAX,))
+    assert some.claims(results([run(SOFTMAX, test=3.0, **nothing)])) == []
+
+
+def test_weights_of_softmax_are_counted_as_by_hand() -> None:
+    made = make("lla-pretraining", width=16)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 50, (2, 12))
+    net = HybridForCausalLM(made.model_config(PLAIN, 50)).eval()
+    found = weights_seen(net, tokens)
+    with torch.no_grad():
+        layers = net(input_ids=tokens, output_attentions=True).attentions
+    half = [weights[:, :, 6:] for weights in layers]
+    assert found["density"] == pytest.approx(sum(float((s > 0.1).sum(-1).float().mean()) for s in half) / len(half))
+    assert (found["negative"], found["lowest"]) == (0.0, 0.0)
+    assert found["highest"] == pytest.approx(max(float(s.max()) for s in half), rel=1e-5)
+    assert len(RIDGES) == 3
+
+
+def test_out_of_distribution_verdicts_follow_the_numbers() -> None:
+    made = make("out-of-distribution", models=())
+    levels = {"softmax": 2.5, "normrelu": 2.51, "biweight": 2.48, "triweight": 2.49, "sparsemax": 2.6, "relumax": 2.4}
+
+    def rows(floor: float = 0.0) -> list[dict[str, Any]]:
+        parts = [
+            {"kind": "part", "model": name, "rate": 1e-3, "text": text, "start": 1 + 8 * place, "seed": 0,
+             "loss": floor + level + (0.5 if place == 0 and text == OTHER else 0.0) - 0.01 * place}
+            for name, level in levels.items() for text in (OWN, OTHER) for place in range(16)
+        ]  # fmt: skip
+        return [*parts, *(run(name, test=2.0) for name in levels)]
+
+    assert verdicts(made, rows()) == ["holds", "holds", "holds", "holds"]
+    assert set(verdicts(made, rows(floor=2.0))) == {"not testable at this size"}
+    levels["relumax"] = 2.7
+    assert verdicts(made, rows())[1:3] == ["fails", "fails"]
+
+
+def test_losses_along_a_window_are_those_of_its_tokens() -> None:
+    made = make("lla-pretraining", width=16)
+    net = HybridForCausalLM(made.model_config(PLAIN, 50)).eval()
+    tokens = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
+    found = losses_along(net, tokens, batch=2)
+    with torch.no_grad():
+        wanted = [float(cross_entropy(net(tokens[:, :t]).logits[:, -1], tokens[:, t])) for t in range(1, 9)]
+    assert found.tolist() == pytest.approx(wanted, rel=1e-4)
+    assert windows(torch.arange(10), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_stories_are_the_same_every_time() -> None:
+    source, text = other_text(None, 2000, "test")
+    assert source == "stories of a grammar"
+    assert len(text) >= 2000 - 1
+    assert text == other_text(None, 2000, "test")[1]
+    assert " ." not in text
+
+
+def test_slot_use_verdicts_follow_the_numbers() -> None:
+    made = make("slot-use", models=())
+
+    def rows(**coverage: float) -> list[dict[str, Any]]:
+        shares = {"no norm, many slots": 0.64, "batch norm, many slots": 0.98, "batch norm, few slots": 0.4}
+        shares |= {name.replace("_", " ").replace("norm ", "norm, "): value for name, value in coverage.items()}
+        return [run(name, test=2.0, coverage=share, even=1.0) for name, share in shares.items()]
+
+    assert verdicts(made, rows()) == ["holds", "holds", "holds"]
+    assert verdicts(made, rows(batch_norm_many_slots=0.3)) == ["fails", "fails", "fails"]
+
+
+def test_slots_are_counted_as_by_hand() -> None:
+    made = make("slot-use", width=16, sub_keys=4, top_k=2, memory_dim=8)
+    torch.manual_seed(0)
+    net = HybridForCausalLM(made.model_config("batch norm, many slots", 50)).eval()
+    memory = next(m for m in net.modules() if type(m).__name__ == "ProductKeyMemory")
+    tokens = torch.randint(0, 50, (3, 8))
+    seen: list[torch.Tensor] = []
+    handle = memory.q_norm.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
+    found = slots_read(net, tokens, batch=2)
+    handle.remove()
+    queries = torch.cat([each.flatten(0, -2) for each in seen]).view(24, 4, 2, -1)
+    scores = torch.einsum("thcd,hcnd->thcn", queries, memory.keys.detach())
+    joint = (scores[:, :, 0, :, None] + scores[:, :, 1, None]).flatten(2)
+    slots = joint.topk(2).indices.flatten().bincount(minlength=16).double()
+    assert found["coverage"] == float((slots > 0).double().mean())
+    assert found["reads"] == slots.sum() / 16 == 12.0
+    assert found["even"] == pytest.approx(1 - (15 / 16) ** 192)
+    share = slots / slots.sum()
+    assert found["kl"] == pytest.approx(float((share * (share * 16).clamp(min=1e-300).log()).sum()))
