@@ -13,8 +13,23 @@ from torch import Tensor
 
 import regard
 
-from .draw import Arguments, Call, Draw, arguments, public
-from .kinds import OBJECTS, Anything, Flag, Floats, Integers, Kind, Mask, Other, Real, Refused, Sentence, Whole, Word
+from .draw import Arguments, Call, Draw, arguments, called, public
+from .kinds import (
+    OBJECTS,
+    Among,
+    Anything,
+    Flag,
+    Floats,
+    Integers,
+    Kind,
+    Mask,
+    Other,
+    Real,
+    Refused,
+    Sentence,
+    Whole,
+    Word,
+)
 
 IMPLS = tuple(regard.registries()["impl"].names())
 KNOWN = [s for s in SPECS.values() if oracle.knows(oracle.read(s))]
@@ -174,6 +189,65 @@ def _numbers(draw: Draw, spec: regard.Spec, rows: tuple[int, ...], dtype: torch.
             room = 1.0 if info.low is None else min(1.0, centre - info.low)
             found[name] = draw.uniform(centre, centre + 0.2 * room, *rows, dtype=dtype)
     return found
+
+
+def _boundaries(draw: Draw, sequences: int) -> Tensor:
+    """Boundaries of sequences, some of them without tokens."""
+    lengths = torch.cat([torch.zeros(1, dtype=torch.long), draw.integers(4, sequences)])
+    lengths[1] += 1
+    return lengths.cumsum(0).to(draw.one(torch.int32, torch.int64))
+
+
+@public("segment_ids")
+def segment_ids(draw: Draw) -> Call:
+    ends = _boundaries(draw, draw.whole(1, 3))
+    total = int(ends[-1])
+    length = (draw.one(None, total), Among(these=(total,), none=True))
+    wrong = Integers(fixed=(), alone=True, also=(ends[:0], ends.flip(0), ends + 1))
+    return called("segment_ids", regard.segment_ids, cu_seqlens=(ends, wrong), length=length)
+
+
+@public("varlen_attention")
+def varlen(draw: Draw) -> Call:
+    sequences, heads, dim = draw.whole(1, 3), draw.whole(1, 2), draw.whole(1, 4)
+    ends_q, ends_k = _boundaries(draw, sequences), _boundaries(draw, sequences)
+    spec = draw.one("softmax", "biweight", "epanechnikov*anchored(margin=1)")
+    causal, window = draw.flag(), draw.one(None, 2)
+    query = draw.normal(int(ends_q[-1]), heads, dim)
+    key, value = (draw.normal(int(ends_k[-1]), heads, dim) for _ in range(2))
+
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        if not k.shape[2]:
+            return 0 * q[0].transpose(0, 1)
+        visible = oracle.visible(
+            1, heads, q.shape[2], k.shape[2], is_causal=causal, window=window, query_offset=k.shape[2] - q.shape[2]
+        )
+        return oracle.attention(oracle.read(regard.Spec.parse(spec)), q, k, v, visible)[0][0].transpose(0, 1)
+
+    def truth(**wide: Any) -> Tensor:
+        parts = (wide["query"].tensor_split(ends_q[1:-1].long()), *(
+            wide[name].tensor_split(ends_k[1:-1].long()) for name in ("key", "value")
+        ))  # fmt: skip
+        return torch.cat([alone(*each) for each in zip(*parts, strict=True)])
+
+    longest = lambda ends: Whole(low=int(ends.diff().max()), none=True)  # noqa: E731
+    numbers = Integers(fixed=(0,), also=(ends_q[:0], ends_q.flip(0)))
+    found = arguments(
+        query=(query, Floats(fixed=(0,))),
+        key=(key, Floats(fixed=(0, 1, 2))),
+        value=(value, Floats(fixed=(0, 1))),
+        cu_seqlens_q=(ends_q, numbers),
+        cu_seqlens_k=(ends_k, Integers(none=len(query) == len(key), fixed=(0,), also=(ends_k[:0],))),
+        max_seqlen_q=(draw.one(None, int(ends_q.diff().max())), longest(ends_q)),
+        max_seqlen_k=(None, longest(ends_k)),
+        spec=(spec, Sentence()),
+        is_causal=causal,
+        window=(window, Whole(low=1, none=True)),
+    )
+    call = called("varlen_attention", regard.varlen_attention, **found)
+    call.truth, call.gradients = truth, ("query", "key", "value")
+    return call
 
 
 @public("local_linear_attention")

@@ -36,6 +36,7 @@ def segment_ids(cu_seqlens: Tensor, length: int | None = None) -> Tensor:
         ArgumentError: not integers of one axis. On a CPU, and elsewhere under `regard.checks.debug`: entries that do
             not rise from 0 to `length`.
     """
+    checks.optional_whole("segment_ids", "length", length, 0)
     return _ids("segment_ids", "cu_seqlens", cu_seqlens, length)
 
 
@@ -75,17 +76,20 @@ def varlen_attention(
 
     Cost: that of `regard.attention`, with the padded batch for N sequences of the greatest lengths.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        checks.tensor(CALL, name, x, "T", "H", "D", like=query)
+    checks.tensor(CALL, "query", query, "Tq", "H", "D")
+    checks.tensor(CALL, "key", key, "Tk", "Hkv", "D", like=query)
+    checks.tensor(CALL, "value", value, "Tk", "Hkv", "Dv", like=query)
+    same = len(key) == len(value)
+    require(same, CALL, f"key has shape {shape(key)} and value {shape(value)}, expected the same length.")
     left = [name for name in LEFT_OUT if name in arguments]
     require(not left, CALL, f"does not take {', '.join(left)}; regard.attention does, with regard.segment_ids.")
-    ids = _ids(CALL, "cu_seqlens_q", cu_seqlens_q, len(query))
+    ids = _ids(CALL, "cu_seqlens_q", cu_seqlens_q, query)
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
         require(len(key) == len(query), CALL, "cu_seqlens_k is missing: there are more or fewer keys than queries.")
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         out: Tensor = checks.within(CALL, None, attention, q, k, v, spec, segment_ids=ids, **arguments)
         return out[0].transpose(0, 1)
-    _ids(CALL, "cu_seqlens_k", cu_seqlens_k, len(key))
+    _ids(CALL, "cu_seqlens_k", cu_seqlens_k, key)
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ArgumentError(
             f"{CALL}: cu_seqlens_q has shape {shape(cu_seqlens_q)} and cu_seqlens_k {shape(cu_seqlens_k)}, expected as "
@@ -100,14 +104,21 @@ def varlen_attention(
     return rows[ids[0], torch.arange(len(query), device=query.device) - cu_seqlens_q.long()[ids[0]]]
 
 
-def _ids(call: str, name: str, ends: Tensor, length: int | None) -> Tensor:
-    """Return `segment_ids` after checking the boundaries, which are called `name`."""
+def _ids(call: str, name: str, ends: Tensor, of: Tensor | int | None) -> Tensor:
+    """Return `segment_ids` after checking the boundaries, which are called `name`. They end at the length of `of`."""
     checks.integers(call, name, ends, "N + 1")
     require(len(ends) > 0, call, f"{name} is empty, expected 0 and the end of each sequence.")
-    length = int(ends[-1]) if length is None else checks.whole(call, "length", length, 0)
-    if checks.debugging() or (ends.device.type == "cpu" and not torch.compiler.is_compiling()):
-        rise = bool((ends.diff() >= 0).all()) and int(ends[0]) == 0 and int(ends[-1]) == length
-        require(rise, call, f"{name} is {checks.shown(ends.tolist())}, expected entries that rise from 0 to {length}.")
+    if isinstance(of, Tensor):
+        checks.on_device(call, name, ends, of.device)
+    known = ends.device.type != "meta"
+    require(known or of is not None, call, f"{name} is on the meta device and cannot be read: length is needed.")
+    length = len(of) if isinstance(of, Tensor) else int(ends[-1]) if of is None else of
+    if known and (checks.debugging() or (ends.device.type == "cpu" and not torch.compiler.is_compiling())):
+        rise = bool((ends.diff() >= 0).all()) and int(ends[0]) == 0
+        require(rise, call, f"{name} is {checks.shown(ends.tolist())}, expected entries that rise from 0.")
+        what = {"cu_seqlens_q": "query has length", "cu_seqlens_k": "key has length"}.get(name, "length is")
+        last = int(ends[-1])
+        require(last == length, call, f"{what} {checks.shown(length)}, but {name} ends at {last}.")
     at = torch.arange(length, device=ends.device)
     return torch.searchsorted(ends.long()[1:], at, right=True)[None]
 
