@@ -41,13 +41,13 @@ class DemoConfig:
     Ends with tables on the terminal, and with report.html, figures, table.md and results.json in a folder.
     """
 
-    steps: int = 1000
+    steps: int = 1400
     """Optimiser steps of each language model."""
     recall_steps: int = 500
     """Most optimiser steps of each model that learns to recall; 0 leaves this part out."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    specs: str = "softmax,biweight,relumax"
+    specs: str = "softmax,biweight"
     """The language models: attention specs with commas between them, such as 'softmax,triweight*anchored(margin=1)'.
     `regard list presets` shows the named ones."""
     out: Path = Path("demo-out")
@@ -122,7 +122,7 @@ def _train_all(
     if config.recall_steps:
         calls |= {
             f"recall with {name}": partial(demo_recall.recall, name, steps=config.recall_steps, seed=config.seed)
-            for name in demo_recall.MODELS
+            for name in reversed(demo_recall.MODELS)  # the slow ones first
         }
     found: dict[str, Any] = {}
     with progress.status(f"training {len(calls)} models, {max(1, config.workers)} at a time") as status:
@@ -130,11 +130,11 @@ def _train_all(
             found[name] = outcome
             progress.print(f"{len(found)}/{len(calls)} {name}: {outcome.brief}", highlight=False)
             status.update(f"training the other {len(calls) - len(found)} models")
-    ended = [found[name] for name in calls]
+    recalls = [f"recall with {name}" for name in demo_recall.MODELS]
     return demo_output.Result(
         settings=demo_train.shared_settings(plans[0]), text=described, visible=(demo_train.CONTEXT + 1) / 2,
-        baseline=baseline, outcomes=tuple(ended[: len(plans)]), recalls=tuple(ended[len(plans) :]),
-        seconds=time.perf_counter() - start,
+        baseline=baseline, outcomes=tuple(found[settings.spec[0]] for settings in plans),
+        recalls=tuple(found[name] for name in recalls if name in found), seconds=time.perf_counter() - start,
     )  # fmt: skip
 
 
