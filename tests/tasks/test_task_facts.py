@@ -137,6 +137,9 @@ def test_tiny_math_operands_are_in_one_split() -> None:
         seen[split] = {text.split("?")[0] for text in texts}
     assert not seen["train"] & seen["test"]
     assert Problem(3, "+", 5).split == Problem(5, "+", 3).split
+    known = TinyMath(operands="seen")
+    numbers = [known.words.decode(e.answer.tolist()).split() for e in known.examples(0, range(100), "test")]
+    assert {Problem(int(a), operation, int(b)).split for _, a, operation, b, *_ in numbers} == {"train"}
 
 
 def test_tiny_math_holds_phrasings_out() -> None:

@@ -11,8 +11,9 @@ A model is given the story and writes the rest. The paper's stories were written
 released; these come from templates, with the four operations, distracting numbers (ages, times, bystanders, prices),
 indirect phrasings and four forms of explanation.
 
-Splits: an operation with its operands (28 - 12) belongs to one split, by a hash of it. The phrasings in `HELD_OUT`
-come in the split "test" alone, where `phrasings` is "held-out".
+Splits: an operation with its operands (28 - 12) belongs to one split, by a hash of it; with `operands` "seen" all
+splits have those of the split "train", in new stories. The phrasings in `HELD_OUT` come in the split "test" alone, where
+`phrasings` is "held-out".
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ class TinyMath(WordTask):
         explanation: whether a sentence of explanation comes before the answer.
         phrasings: "all" in every split; "held-out": the last phrasing of each operation in the split test alone, and
             no other there.
+        operands: "held-out": the operands of a split come in no other one; "seen": all splits have those of the split
+            "train".
 
     Raises:
         ArgumentError: a setting out of range.
@@ -169,6 +172,7 @@ class TinyMath(WordTask):
     distractors: tuple[int, int] = (1, 3)
     explanation: bool = True
     phrasings: str = "all"
+    operands: str = "held-out"
 
     def __post_init__(self) -> None:
         check_sizes(self, largest=6, factor=2)
@@ -177,6 +181,8 @@ class TinyMath(WordTask):
             raise refuse(call, "operations", self.operations, f"some of {', '.join(OPERATIONS)}")
         if self.phrasings not in ("all", "held-out"):
             raise refuse(call, "phrasings", self.phrasings, "'all' or 'held-out'")
+        if self.operands not in ("held-out", "seen"):
+            raise refuse(call, "operands", self.operands, "'held-out' or 'seen'")
         flag(call, "explanation", self.explanation)
         least, most = self.distractors
         wrong = f"distractors is {self.distractors}, expected 0 <= least <= most <= {len(DISTRACTORS)}."
@@ -188,6 +194,7 @@ class TinyMath(WordTask):
 
     def problem(self, random: Random, split: str) -> Problem:
         """Return an operation with its operands that belongs to a split."""
+        split = "train" if self.operands == "seen" else split
         return drawn(lambda: self._any_problem(random), lambda found: found.split == split, self, split)
 
     def _any_problem(self, random: Random) -> Problem:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from ...checks import ArgumentError, flag, instance, require, whole
@@ -64,7 +65,7 @@ def score_task(
             "free-running exact".
 
     Returns:
-        The scores by metric: those of `task.scores`, and the free-running ones. A metric that no example has is left
+        The scores by metric: those of `task.scores`, "loss" in nats per label, and the free-running ones. A metric that no example has is left
         out.
 
     Raises:
@@ -88,7 +89,9 @@ def score_task(
         with torch.no_grad():
             for start in range(0, examples, batch):
                 for example, logits in _forward(model, drawn[start : start + batch]):
-                    for metric, number in task.scores(logits, example).items():
+                    asked = example.asked
+                    loss = float(cross_entropy(logits[asked], example.labels[asked]))
+                    for metric, number in {**task.scores(logits, example), "loss": loss}.items():
                         found.setdefault(metric, []).append(number)
             for example, answer in _written(model, drawn, batch) if generate else ():
                 right = answer == example.answer
