@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	@touch $@
 
-demo: setup ## train four small models on real text and write a table, figures and report.html
+demo: setup ## train small models on real text and on recall, and write tables, figures and report.html
 	$(BIN)/regard demo $(ARGS)
 
 test: setup lint typecheck ## lint, types and the tests (minutes)

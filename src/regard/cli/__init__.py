@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
 COMMANDS = {
-    "demo": (None, "train four small models on real text, and write a table and a report"),
+    "demo": (None, "train small models on real text and on recall, and write tables and a report"),
     "train": ("regard.cli.commands:train", "train a language model on your text"),
     "eval": ("regard.cli.commands:evaluate", "measure a trained model on held-out text"),
     "generate": ("regard.cli.commands:generate", "continue a prompt with a trained model"),

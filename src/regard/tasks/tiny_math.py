@@ -12,8 +12,8 @@ released; these come from templates, with the four operations, distracting numbe
 indirect phrasings and four forms of explanation.
 
 Splits: an operation with its operands (28 - 12) belongs to one split, by a hash of it; with `operands` "seen" all
-splits have those of the split "train", in new stories. The phrasings in `HELD_OUT` come in the split "test" alone, where
-`phrasings` is "held-out".
+splits have those of the split "train", in new stories. The phrasings in `HELD_OUT` come in the split "test" alone,
+where `phrasings` is "held-out".
 """
 
 from __future__ import annotations

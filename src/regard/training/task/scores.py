@@ -65,8 +65,8 @@ def score_task(
             "free-running exact".
 
     Returns:
-        The scores by metric: those of `task.scores`, "loss" in nats per label, and the free-running ones. A metric that no example has is left
-        out.
+        The scores by metric: those of `task.scores`, "loss" in nats per label, and the free-running ones. A metric that
+        no example has is left out.
 
     Raises:
         ArgumentError: a model with too few tokens or positions, or `generate` for a task whose answers do not continue
