@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from regard.tasks import TokenTask
 
 TRANSFORMER, ICLM, MEAN = "Transformer", "ICLM", "mean grade"
-MOSAICS = {f"Memory Mosaic, {name}": {"mixers": name} for name in ("softmax", "biweight")}
-MODELS: dict[str, dict[str, Any]] = {TRANSFORMER: {"mixers": "softmax"}, ICLM: {"variant": "full"}, **MOSAICS}
+MOSAICS = {f"Memory Mosaic, {name}": {"model": "memory-mosaic", "mixers": name} for name in ("softmax", "biweight")}
+MODELS: dict[str, dict[str, Any]] = {
+    TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
+    ICLM: {"model": "iclm", "variant": "full"},
+    **MOSAICS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +61,6 @@ class StoriesRecipe(TaskRecipe):
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
         return {"stories": Stories.named(self.config.setting)}
-
-    def make_model(self, name: str, task: TokenTask) -> Any:
-        from regard.models import (
-            HybridConfig,
-            HybridForCausalLM,
-            ICLMConfig,
-            ICLMForCausalLM,
-            MemoryMosaicConfig,
-            MemoryMosaicForCausalLM,
-        )
-
-        own = self.config
-        fields = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
-                  "num_attention_heads": own.heads, **MODELS[name]}  # fmt: skip
-        if name == ICLM:
-            return ICLMForCausalLM(ICLMConfig(**fields))
-        if name in MOSAICS:
-            return MemoryMosaicForCausalLM(MemoryMosaicConfig(**fields))
-        return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu"))
 
     def scored(self, model: Any, name: str, test: TokenTask) -> Iterator[dict[str, Any]]:
         yield from super().scored(model, name, test)

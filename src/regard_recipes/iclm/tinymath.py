@@ -16,17 +16,17 @@ from regard.tasks.tiny_math import TinyMath
 from ..lib.claims import Claim, one
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 SEEN, HELD_OUT = "new stories", "new operands"
 TRANSFORMER, BARE, ICLM, ICLM_BARE = "Transformer", "Transformer, no MLP", "ICLM", "ICLM, no MLP on f"
 MODELS: dict[str, dict[str, Any]] = {
-    TRANSFORMER: {"feed_forward": "gelu"},
-    BARE: {"feed_forward": "none"},
-    ICLM: {"variant": "full"},
-    ICLM_BARE: {"variant": "full", "f_mlp": "none"},
-    "ICLM, no MLP": {"variant": "full", "f_mlp": "none", "phi_mlp": "none"},
+    TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
+    BARE: {"mixers": "softmax", "feed_forward": "none"},
+    ICLM: {"model": "iclm", "variant": "full"},
+    ICLM_BARE: {"model": "iclm", "variant": "full", "f_mlp": "none"},
+    "ICLM, no MLP": {"model": "iclm", "variant": "full", "f_mlp": "none", "phi_mlp": "none"},
 }
 
 
@@ -65,18 +65,6 @@ class TinyMathRecipe(TaskRecipe):
 
     def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
         return {**self.training_tasks(), HELD_OUT: TinyMath(**TinyMath.settings[self.config.setting])}
-
-    def make_model(self, name: str, task: TokenTask) -> Any:
-        from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
-
-        own = self.config
-        fields = {
-            "vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
-            "num_attention_heads": own.heads, "initializer_range": first_range(own.width), **MODELS[name],
-        }  # fmt: skip
-        if "variant" in fields:
-            return ICLMForCausalLM(ICLMConfig(**fields))
-        return HybridForCausalLM(HybridConfig(**fields, mixers="softmax"))
 
     def claims(self, results: Results) -> list[Claim]:
         both = lambda one, other: {one, other} <= set(self.models)  # noqa: E731

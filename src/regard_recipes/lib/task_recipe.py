@@ -63,7 +63,8 @@ class TaskRecipe(Recipe):
     """A recipe of models trained on a task.
 
     Attributes:
-        known: names of models to fields of their configuration.
+        known: names of models to fields of their configuration; "model" names the language model, by default
+            "transformer".
         slow: names of models that are trained only where `models` names them.
         metric: that chooses the learning rate and ends training.
         learned: validation score from which on a model counts as having learned a task.
@@ -85,10 +86,20 @@ class TaskRecipe(Recipe):
         return {name: self.training_tasks()[name]}
 
     def make_model(self, name: str, task: TokenTask) -> Any:
-        """Return a model with first weights from torch's generator."""
-        from regard.models import HybridConfig, HybridForCausalLM
+        """Return a model with first weights from torch's generator, by its fields in `known` and those of `shared`."""
+        from regard.models import language_models
 
-        return HybridForCausalLM(HybridConfig(vocab_size=task.vocabulary, **self.known[name]))
+        width = self.config.width
+        fields = {"vocab_size": task.vocabulary, "hidden_size": width, **self.shared(), **self.known[name]}
+        kind = fields.pop("model", "transformer")
+        if kind != "memory-mosaic":  # whose first weights have a scale of their own
+            fields.setdefault("initializer_range", first_range(width))
+        entry = language_models.get(kind)
+        return entry.model(entry.config(**fields))
+
+    def shared(self) -> Mapping[str, Any]:
+        """Return the fields of the configuration that all models have beside the width."""
+        return {"num_hidden_layers": self.config.layers, "num_attention_heads": self.config.heads}
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -16,20 +16,26 @@ from regard.tasks.mqar import MQAR
 from ..lib.claims import Claim, one
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range, mamba
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, mamba
 
-PAPER, LLA, SOFTMAX, MAMBA = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mamba"
+PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
+MAMBA, ICLM = "Mamba", "ICLM"
+BARE = {"feed_forward": "none"}
 MODELS: dict[str, dict[str, Any]] = {
-    SOFTMAX: {"mixers": "softmax"},
-    "biweight": {"mixers": "biweight"},
-    LLA: {"mixers": "local-linear", "ridges": "learned", "qk_norm": "rms"},
-    "linear": {"mixers": "elu"},
-    "delta rule": {"mixers": "deltanet"},
-    "gated delta rule": {"mixers": "gated-deltanet", "mixer_options": {"gated-deltanet": {"num_heads": 1}}},
-    "Mesa": {"mixers": "mesa"},
+    SOFTMAX: {"mixers": "softmax", **BARE},
+    "biweight": {"mixers": "biweight", **BARE},
+    LLA: {"mixers": "local-linear", "ridges": "learned", "qk_norm": "rms", **BARE},
+    "linear": {"mixers": "elu", **BARE},
+    "delta rule": {"mixers": "deltanet", **BARE},
+    "gated delta rule": {"mixers": "gated-deltanet", "mixer_options": {"gated-deltanet": {"num_heads": 1}}, **BARE},
+    "Mesa": {"mixers": "mesa", **BARE},
+    ICLM: {"model": "iclm", "variant": "full"},
     MAMBA: {},
-    "linear, FwPKM at layer 1": {"mixers": "elu", "memories": "FwPKM@1"},
-}
+    "linear, FwPKM at layer 1": {
+        "mixers": "elu", "memories": "FwPKM@1", "memory_options": {"fwpkm": {"sub_keys": 16, "chunk_size": 8}},
+        **BARE,
+    },
+}  # fmt: skip
 """Attention has rotary positions; the delta rules, Mesa and Mamba have short convolutions. Mamba is that of
 transformers, which is slow without a GPU."""
 STATES = ("linear", "delta rule", "gated delta rule", "Mesa", MAMBA)
@@ -66,18 +72,11 @@ class AssociativeRecall(TaskRecipe):
         return {str(n): MQAR(tokens=own.vocabulary, length=8 * n, pairs=n) for n in own.pairs}
 
     def make_model(self, name: str, task: TokenTask) -> Any:
-        from regard.models import HybridConfig, HybridForCausalLM
-
         width = self.config.width
-        if name == MAMBA:
-            return mamba(task.vocabulary, width, 2, width**2)
-        fields: dict[str, Any] = {
-            "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 1, "feed_forward": "none",
-            "initializer_range": first_range(width), "vocab_size": task.vocabulary, **MODELS[name],
-        }  # fmt: skip
-        if "memories" in fields:
-            fields["memory_options"] = {"fwpkm": {"sub_keys": 32, "chunk_size": 16}}
-        return HybridForCausalLM(HybridConfig(**fields))
+        return mamba(task.vocabulary, width, 2, width**2) if name == MAMBA else super().make_model(name, task)
+
+    def shared(self) -> Mapping[str, Any]:
+        return {"num_hidden_layers": 2, "num_attention_heads": 1}
 
     def claims(self, results: Results) -> list[Claim]:
         if not {LLA, SOFTMAX} <= set(self.models):

@@ -17,7 +17,7 @@ from regard.tasks.permutation_tracking import PermutationTracking
 from ..lib.claims import Claim
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range, mamba
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, mamba
 
 PAPER, LLA, SOFTMAX, MAMBA = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mamba"
 MOVED = "accuracy on moved places"
@@ -40,6 +40,7 @@ class StateTrackingConfig(TaskRecipeConfig):
     questions: int = 4  # Questions of a sequence; the paper has 8.
     width: int = 64  # Channels.
     layers: int = 2  # Layers.
+    heads: int = 4  # Heads.
     rates: tuple[float, ...] = (1e-3, 3e-3)
     """Learning rates, of which each model takes the one with the best mean score on the validation split."""
     steps: int = 3000
@@ -67,18 +68,10 @@ class StateTracking(TaskRecipe):
         return {str(n): PermutationTracking(places=n, items=own.items, questions=own.questions) for n in own.places}
 
     def make_model(self, name: str, task: TokenTask) -> Any:
-        from regard.models import HybridConfig, HybridForCausalLM
-
         own = self.config
         if name == MAMBA:
             return mamba(task.vocabulary, own.width, own.layers, own.width**2 // 4)
-        sizes: dict[str, Any] = {
-            "initializer_range": first_range(own.width),
-            "hidden_size": own.width,
-            "num_hidden_layers": own.layers,
-            "num_attention_heads": 4,
-        }
-        return HybridForCausalLM(HybridConfig(vocab_size=task.vocabulary, **sizes, **MODELS[name]))
+        return super().make_model(name, task)
 
     def claims(self, results: Results) -> list[Claim]:
         if not {LLA, SOFTMAX} <= set(self.models):

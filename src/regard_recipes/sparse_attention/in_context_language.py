@@ -16,14 +16,14 @@ from regard.tasks.regbench import RegBench
 from ..lib.claims import Claim
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
 PAPER, SOFTMAX, VALID, APART = "Sparse attention", "softmax", "valid", "total variation"
 COMPACT = ("sparsemax", "biweight", "triweight", "relumax")
 TRANSFORMER = "Transformer, softmax"
 MODELS: dict[str, dict[str, Any]] = {
-    **{name: {"mixers": name} for name in (SOFTMAX, *COMPACT)},
-    TRANSFORMER: {"mixers": "softmax"},
+    **{name: {"model": "memory-mosaic", "mixers": name} for name in (SOFTMAX, *COMPACT)},
+    TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
 }
 
 
@@ -69,17 +69,6 @@ class InContextLanguage(TaskRecipe):
     def training_tasks(self) -> Mapping[str, TokenTask]:
         sizes = {} if self.config.setting == "paper" else RegBench.settings[self.config.setting]
         return {f"{n:,}" if n else "endless": RegBench(**sizes, automata=n) for n in self.config.automata}
-
-    def make_model(self, name: str, task: TokenTask) -> Any:
-        from regard.models import HybridConfig, HybridForCausalLM, MemoryMosaicConfig, MemoryMosaicForCausalLM
-
-        own = self.config
-        fields = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
-                  "num_attention_heads": own.heads, **MODELS[name]}  # fmt: skip
-        if name == TRANSFORMER:
-            first = first_range(own.width)
-            return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu", initializer_range=first))
-        return MemoryMosaicForCausalLM(MemoryMosaicConfig(**fields))
 
     def claims(self, results: Results) -> list[Claim]:
         tasks = list(self.training_tasks())

@@ -16,14 +16,15 @@ from regard.tasks import TokenTask, tasks
 from ..lib.claims import Claim
 from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
 PAPER, SOFTMAX = "Sparse attention", "softmax"
 LOG = "Transformer, softmax with learned scale × log n"
 MODELS: dict[str, dict[str, Any]] = {
-    **{name: {"mixers": name} for name in (SOFTMAX, "sparsemax", "biweight", "triweight", "relumax")},
-    LOG: {"mixers": "softmax", "temperatures": "log"},
-}
+    **{name: {"model": "memory-mosaic", "mixers": name}
+       for name in (SOFTMAX, "sparsemax", "biweight", "triweight", "relumax")},
+    LOG: {"mixers": "softmax", "temperatures": "log", "feed_forward": "gelu"},
+}  # fmt: skip
 """Memory Mosaics by kernel, and a Transformer whose scale grows with the length."""
 COMPACT = ("sparsemax", "biweight", "triweight")
 
@@ -39,6 +40,7 @@ class LengthConfig(TaskRecipeConfig):
     factors: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # Test lengths, in multiples of the longest in training.
     width: int = 64  # Channels.
     layers: int = 2  # Blocks.
+    heads: int = 4  # Heads.
     steps: int = 3000
     """Most optimiser steps of each model."""
     examples: int = 128
@@ -69,17 +71,6 @@ class LengthGeneralization(TaskRecipe):
         longest = task.most
         found = {str(n): replace(task, least=n * longest, most=n * longest) for n in self.config.factors}
         return found
-
-    def make_model(self, name: str, task: TokenTask) -> Any:
-        from regard.models import HybridConfig, HybridForCausalLM, MemoryMosaicConfig, MemoryMosaicForCausalLM
-
-        own = self.config
-        sizes = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers}
-        fields = {**sizes, "num_attention_heads": 4, **MODELS[name]}
-        if name == LOG:
-            first = first_range(own.width)
-            return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu", initializer_range=first))
-        return MemoryMosaicForCausalLM(MemoryMosaicConfig(**fields))
 
     def claims(self, results: Results) -> list[Claim]:
         longest = str(max(self.config.factors))
