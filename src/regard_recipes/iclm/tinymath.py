@@ -34,14 +34,16 @@ MODELS: dict[str, dict[str, Any]] = {
 class TinyMathConfig(TaskRecipeConfig):
     """Train ICLM and Transformer on word problems, with and without feed-forward layers."""
 
-    setting: str = "quick"  # Setting of the task: 'quick' (numbers up to 20, no explanations) or 'paper'.
+    setting: str = "small"  # Setting of the task: 'quick' (numbers up to 20), 'small' (up to 81) or 'paper'.
     width: int = 64  # Channels.
     layers: int = 4  # Layers; of ICLM, half as many pairs of blocks.
     heads: int = 4  # Heads.
     batch: int = 32
     """Examples of a step."""
-    steps: int = 2000
-    """Most optimiser steps of each model."""
+    steps: int = 1200
+    """Optimiser steps of each model."""
+    stop_at: float = 1.1
+    """Validation score that ends training; by default none does."""
 
 
 @recipe("tinymath")
@@ -54,7 +56,7 @@ class TinyMathRecipe(TaskRecipe):
     limits: ClassVar = {**TaskRecipe.limits, "width": (8, 8192), "layers": (2, 256),
                         "heads": (1, 256)}  # fmt: skip
     sizes: ClassVar = {
-        "quick": {"seeds": 2, "steps": 40, "rates": (3e-3,), "examples": 32, "width": 32,
+        "quick": {"setting": "quick", "seeds": 2, "steps": 40, "rates": (3e-3,), "examples": 32, "width": 32,
                   "models": (TRANSFORMER, ICLM)},
         "paper": {"setting": "paper", "width": 512, "layers": 8, "heads": 8,
                   "steps": 30_000, "rates": (1e-4, 3e-4, 1e-3)},

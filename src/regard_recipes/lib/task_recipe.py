@@ -44,9 +44,9 @@ class TaskRecipeConfig(RecipeConfig):
 
 
 def first_range(width: int) -> float:
-    """Return the standard deviation of first weights: 0.1, and 1/sqrt(width) of models wider than 100. With 0.02, the
+    """Return the standard deviation of first weights: 0.05, and 1/sqrt(width) of models wider than 400. With 0.02, the
     default of transformers, small models take much longer to learn a task."""
-    return min(0.1, width**-0.5)
+    return min(0.05, width**-0.5)
 
 
 def mamba(vocabulary: int, width: int, layers: int, numbers: int) -> Any:
