@@ -30,9 +30,12 @@ def train(argv: list[str]) -> int:
     validate(config)  # before the slow imports
     if config.task is not None:
         return _train_task(config)
+    from ..training.processes import main_process
     from ..training.run import train as run
 
     summary = run(config)
+    if not main_process():
+        return 0
     support = [] if summary.support is None else [("support", f"{summary.support:.1f} keys per query")]
     lines = [
         ("held-out loss", f"{summary.loss:.4f} nats/token"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +25,7 @@ from .errors import TrainingInterrupted, one_line
 from .evaluation import Units
 from .generate import opening
 from .models import language_model
+from .processes import check_agreement, main_process, refuse_sharding_on_cpu
 from .quiet import quiet_transformers, unconverged_once
 from .storage import folder
 from .storage.checkpoints import last_good, remove_after, step_of, write_summary, writing
@@ -99,7 +99,7 @@ def train(
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     validate(config)
-    if _main_process():  # only this one, which may fill the folder before the others check it
+    if main_process():  # only this one, which may fill the folder before the others check it
         folder.check_out(config, call="train")
     with ExitStack() as held:
         if config.resume and (config.out / "run.json").is_file():
@@ -113,7 +113,8 @@ def train(
             torch.manual_seed(config.seed)
             model = (build_model or language_model)(config, corpus.tokenizer)
         arguments = _arguments(config)
-        if _main_process() and checkpoint is None:
+        check_agreement(config, folder.text_source(text), call="train")
+        if main_process() and checkpoint is None:
             _hold(config, held)
             folder.check_out(config, call="train")  # again, since another run may have begun there
             saved = replace(config, data=text.path)
@@ -121,7 +122,7 @@ def train(
         trainer = _trainer(config, arguments, model, corpus)
         if checkpoint is not None:
             check_checkpoint(checkpoint, trainer, call="train")
-            if _main_process():
+            if main_process():
                 with writing(config.out, config.out):  # restore the state after the checkpoint
                     remove_after(config.out, step_of(checkpoint))
                     (config.out / "summary.json").unlink(missing_ok=True)
@@ -138,7 +139,7 @@ def train(
 
 def _hold(config: TrainConfig, held: ExitStack) -> None:
     """Lock the run folder until `held` is closed, in the main process."""
-    if _main_process():
+    if main_process():
         held.enter_context(only_run(config.out, call="train"))
 
 
@@ -183,7 +184,7 @@ def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichPr
     """Add the callbacks that evaluate, show progress and write metrics; the run folder exists by now."""
     trainer.add_callback(Schedule(config.eval_every))
     trainer.add_callback(progress)
-    if not _main_process():
+    if not main_process():
         return
     metrics = MetricsFile(config.out / "metrics.jsonl", step=step)
     if metrics.damaged:
@@ -199,6 +200,7 @@ def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichPr
 def _arguments(config: TrainConfig) -> TrainingArguments:
     """Return the arguments of Trainer; raise `ArgumentError` if the device does not support the dtype."""
     device = resolve_device(config.device, call="train")
+    refuse_sharding_on_cpu(device, call="train")
     settings: dict[str, Any] = {
         "output_dir": str(config.out),
         "max_steps": config.steps,
@@ -255,7 +257,7 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
 def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> RunSummary:
     """Write `model/`, evaluate on the whole held-out text, and write `summary.json`."""
     model = trainer.model
-    if _main_process():
+    if main_process():
         with trainer.own_config():
             folder.save_model(config.out, model, corpus.tokenizer)
     result, clock = trainer.measure(corpus.held_out), trainer.clock
@@ -268,11 +270,6 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
         prompt=corpus.prompt,
         **measured,
     )
-    if _main_process():
+    if main_process():
         write_summary(config.out, asdict(summary))
     return summary
-
-
-def _main_process() -> bool:
-    """Return whether this process writes: the only one, or the first of those that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"

@@ -19,6 +19,7 @@ from ..config import TrainConfig
 from ..device import resolve_device
 from ..errors import TrainingInterrupted
 from ..models import model_config
+from ..processes import refuse_several
 from ..quiet import quiet_transformers
 from ..storage import folder
 from ..storage.checkpoints import last_good, step_of, write_summary
@@ -67,6 +68,7 @@ def train_task(
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     validate(config)
+    refuse_several("a run on a task", call=CALL)
     task = check_task(config, CALL)
     source = folder.task_source(config.task or "", repr(task))
     folder.check_out(config, call=CALL)
