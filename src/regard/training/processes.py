@@ -47,8 +47,8 @@ def check_agreement(config: TrainConfig, source: dict[str, Any], *, call: str) -
         for name, value in other.items():
             if value != found[0][name]:
                 raise ArgumentError(
-                    f"{call}: {name} is {value} in process {rank}, but {found[0][name]} in process 0; start all processes "
-                    f"with the same command, data and versions."
+                    f"{call}: {name} is {value} in process {rank}, but {found[0][name]} in process 0; start all "
+                    f"processes with the same command, data and versions."
                 )
 
 
