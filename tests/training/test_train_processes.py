@@ -89,3 +89,12 @@ def test_what_several_processes_cannot_do(tiny: Callable, tmp_path: Path, monkey
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ArgumentError, match="a run on a task takes one process, got 2"):
         train_task(TrainConfig(task="mqar", out=tmp_path / "task"))
+
+
+@pytest.mark.parametrize("name", ["context_parallel", "fsdp"])
+def test_examples_of_several_processes(name: str, tmp_path: Path) -> None:
+    """Each compares its numbers with those of one process."""
+    script = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    found = two(str(script), str(tmp_path / "checkpoint"))
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.count("equal those of one process") == 2
