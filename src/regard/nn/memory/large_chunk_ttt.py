@@ -151,11 +151,10 @@ class LargeChunkTTT(nn.Module):
         self.hook_read, self.hook_out = HookPoint(), HookPoint()
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new first weights, N(0, 1 / inputs)."""
         for weight in (self.gate, self.up, self.down):
-            weight.normal_(std=weight.shape[-1] ** -0.5)
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, num_heads: int, **options: Any) -> LargeChunkTTT:
