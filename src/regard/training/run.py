@@ -28,6 +28,7 @@ from .generate import opening
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
 from .storage import folder
+from .storage.card import write_card
 from .storage.checkpoints import last_good, remove_after, step_of, write_summary, writing
 from .storage.lock import only_run
 from .storage.resuming import check_checkpoint
@@ -270,6 +271,8 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
     )
     if _main_process():
         write_summary(config.out, asdict(summary))
+        with trainer.own_config(), writing(config.out / "model", config.out):
+            write_card(config.out / "model", config, model, corpus.text, summary)
     return summary
 
 

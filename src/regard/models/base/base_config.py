@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import get_annotations
@@ -13,6 +14,7 @@ from ... import Spec
 from ...checks import ArgumentError, closest, flags, number, refuse, require, suggestion
 from ...grammar import as_spec
 from ...nn.arguments import positive_int
+from .auto_module import write_auto_module
 
 # Keywords that transformers passes besides the fields, when it loads or converts a configuration.
 _TRANSFORMERS_KEYS = {
@@ -102,6 +104,15 @@ class RegardConfig(PreTrainedConfig):
         unknown = {name: value for name, value in unused.items() if name not in LOADING_KEYS}
         config._refuse_unknown({n: v for n, v in unknown.items() if not return_unused or closest(n, names, 0.85)})
         return (config, unused) if return_unused else config
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: transformers would copy source files into the folders of saved models."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save as transformers does, with the file by which programs that do not import regard find its classes."""
+        write_auto_module(self, save_directory)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @property
     def call(self) -> str:

@@ -20,6 +20,10 @@ class CheckedLoading(PreTrainedModel):
     """A transformers model whose `from_pretrained` refuses checkpoints that do not fit."""
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: transformers would copy source files into the folders of saved models."""
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model with transformers' `from_pretrained`; with path None, from `config` and `state_dict`.
 

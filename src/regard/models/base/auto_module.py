@@ -1,0 +1,38 @@
+"""The file in a saved model's folder by which transformers finds the model's classes in the installed regard.
+
+`config.json` names classes of this file in `auto_map`, so that `AutoModelForCausalLM.from_pretrained(folder,
+trust_remote_code=True)` works in a program that does not import regard. The file holds one import. regard itself never
+runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .base_config import RegardConfig
+
+MODULE = "regard_auto"
+_TEXT = '"""Classes of regard, for transformers: pip install "regard[lm]"."""\n\n'
+
+
+def write_auto_module(config: RegardConfig, folder: str | os.PathLike[str]) -> None:
+    """Write the file for a configuration, and set its `auto_map`; do nothing if its model is not registered."""
+    from .catalogue import language_models
+
+    model = next((entry.model for _, entry in language_models.items() if isinstance(config, entry.config)), None)
+    if model is None:
+        return
+    classes = {"AutoConfig": type(config), "AutoModel": model.model_class, "AutoModelForCausalLM": model}
+    public = sys.modules["regard.models"]  # inner modules may move from one release to the next
+    lines = []
+    for each in classes.values():
+        home = "regard.models" if getattr(public, each.__name__, None) is each else each.__module__
+        lines.append(f"from {home} import {each.__name__}\n")
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / f"{MODULE}.py").write_text(_TEXT + "".join(lines), encoding="utf-8")
+    config.auto_map = {auto: f"{MODULE}.{each.__name__}" for auto, each in classes.items()}
