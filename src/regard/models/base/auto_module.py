@@ -19,13 +19,13 @@ MODULE = "regard_auto"
 _TEXT = '"""Classes of regard, for transformers: pip install "regard[lm]"."""\n\n'
 
 
-def write_auto_module(config: RegardConfig, folder: str | os.PathLike[str]) -> None:
-    """Write the file for a configuration, and set its `auto_map`; do nothing if its model is not registered."""
+def write_auto_module(config: RegardConfig, folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Write the file for a configuration and return the `auto_map`: empty, without a file, if it is not registered."""
     from .catalogue import language_models
 
     model = next((entry.model for _, entry in language_models.items() if isinstance(config, entry.config)), None)
     if model is None:
-        return
+        return {}
     classes = {"AutoConfig": type(config), "AutoModel": model.model_class, "AutoModelForCausalLM": model}
     public = sys.modules["regard.models"]  # inner modules may move from one release to the next
     lines = []
@@ -35,4 +35,4 @@ def write_auto_module(config: RegardConfig, folder: str | os.PathLike[str]) -> N
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / f"{MODULE}.py").write_text(_TEXT + "".join(lines), encoding="utf-8")
-    config.auto_map = {auto: f"{MODULE}.{each.__name__}" for auto, each in classes.items()}
+    return {auto: f"{MODULE}.{each.__name__}" for auto, each in classes.items()}

@@ -97,6 +97,7 @@ class RegardConfig(PreTrainedConfig):
         wrong = f"the configuration is of model type {given!r}, expected {cls.model_type!r}"
         auto = "transformers.AutoModelForCausalLM chooses the class by itself"
         require(given == cls.model_type, cls.__name__, f"{wrong}; {auto}.")
+        config_dict = {name: value for name, value in config_dict.items() if name != "auto_map"}  # we are its classes
         return_unused = kwargs.pop("return_unused_kwargs", False)  # then the caller checks unused keywords
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         config.normalise()
@@ -111,8 +112,11 @@ class RegardConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save as transformers does, with the file by which programs that do not import regard find its classes."""
-        write_auto_module(self, save_directory)
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        self.auto_map = write_auto_module(self, save_directory)
+        try:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        finally:
+            del self.auto_map  # of the file, not of the model
 
     @property
     def call(self) -> str:
