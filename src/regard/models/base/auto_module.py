@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .base_config import RegardConfig
 
 MODULE = "regard_auto"
 _TEXT = '"""Classes of regard, for transformers: pip install "regard[lm]"."""\n\n'
 
 
-def write_auto_module(config: RegardConfig, folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Write the file for a configuration and return the `auto_map`: empty, without a file, if it is not registered."""
-    from .catalogue import language_models
-
-    model = next((entry.model for _, entry in language_models.items() if isinstance(config, entry.config)), None)
-    if model is None:
+def write_auto_module(classes: Mapping[str, type], folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Write the file for classes by the name of their Auto class, and return the `auto_map`; no file for no classes."""
+    if not classes:
         return {}
-    classes = {"AutoConfig": type(config), "AutoModel": model.model_class, "AutoModelForCausalLM": model}
     public = sys.modules["regard.models"]  # inner modules may move from one release to the next
     lines = []
     for each in classes.values():

@@ -65,6 +65,8 @@ class RegardConfig(PreTrainedConfig):
         "per_layer_config": "mixers sets the type of each layer",
     }
     """Fields of transformers that the model does not use, with the reason; they are refused instead of ignored."""
+    auto_classes: ClassVar[dict[str, type]] = {}
+    """Configuration and models by the name of transformers' Auto class, set when the model is registered."""
     size_field: ClassVar[str]
     """The field that `match_parameters` changes."""
 
@@ -112,7 +114,7 @@ class RegardConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save as transformers does, with the file by which programs that do not import regard find its classes."""
-        self.auto_map = write_auto_module(self, save_directory)
+        self.auto_map = write_auto_module(self.auto_classes, save_directory)
         try:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         finally:
