@@ -272,7 +272,7 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
     if _main_process():
         write_summary(config.out, asdict(summary))
         with trainer.own_config(), writing(config.out / "model", config.out):
-            write_card(config.out / "model", config, model, corpus.text, summary)
+            write_card(config.out / "model", config, model, corpus.text, asdict(summary))
     return summary
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data.text import Text
-    from ..run import RunSummary
 
 _BODY = """
 # {name}
@@ -53,8 +52,11 @@ predicted once, from at least half a window before it.
 """
 
 
-def write_card(folder: Path, config: TrainConfig, model: PreTrainedModel, text: Text, summary: RunSummary) -> None:
-    """Write README.md, with the metadata that the Hugging Face Hub reads. Names of folders on this machine stay out."""
+def write_card(folder: Path, config: TrainConfig, model: PreTrainedModel, text: Text, summary: dict[str, Any]) -> None:
+    """Write README.md, with the metadata that the Hugging Face Hub reads; `summary` is that of summary.json.
+
+    Names of folders on this machine stay out.
+    """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     from ...models import language_models
@@ -64,9 +66,9 @@ def write_card(folder: Path, config: TrainConfig, model: PreTrainedModel, text: 
     about = next((entry.about for entry in kinds), f"A {type(model).__name__}.")
     name, source = config.out.resolve().name, text.path.name
     measured = {
-        "loss in nats per token": summary.loss,
-        "bits per character": summary.bits_per_char,
-        "bits per byte": summary.bits_per_byte,
+        "loss in nats per token": summary["loss"],
+        "bits per character": summary["bits_per_char"],
+        "bits per byte": summary["bits_per_byte"],
     }
     results = [
         EvalResult(
@@ -84,10 +86,10 @@ def write_card(folder: Path, config: TrainConfig, model: PreTrainedModel, text: 
         name=name,
         about=about,
         version=__version__,
-        parameters=summary.parameters,
+        parameters=summary["parameters"],
         config=type(model.config).__name__,
         fields=_table({field: getattr(model.config, field) for field in own_fields(type(model.config))}),
-        steps=summary.step,
+        steps=summary["step"],
         text=source,
         characters=len(text.content),
         sha256=text.sha256,
