@@ -22,7 +22,8 @@ def bigram_model() -> HybridForCausalLM:
     """Return the model of `table`: its layer adds zero, and the norm multiplies a one-hot embedding by sqrt(WIDTH)."""
     config = HybridConfig(
         vocab_size=SIZES["vocab_size"], hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2,
-        feed_forward="none", tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, max_position_embeddings=16, rms_norm_eps=1e-12,
+        feed_forward="none", tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, max_position_embeddings=16,
+        rms_norm_eps=1e-12,
     )  # fmt: skip
     model = HybridForCausalLM(config).eval()
     model.model.layers[0].self_attn.o_proj.weight.zero_()

@@ -68,6 +68,6 @@ def harness_scores(
         for key, value in metrics.items():
             metric, comma, choice = key.partition(",")
             if comma and not metric.endswith("_stderr"):
-                error = metrics.get(f"{metric}_stderr,{choice}")
-                scores.append((task, metric, value, error if isinstance(error, float) else None))
+                spread = metrics.get(f"{metric}_stderr,{choice}")
+                scores.append((task, metric, value, spread if isinstance(spread, float) else None))
     return HarnessScores(scores, tokenizer.decode(judge.prefix_token_id))

@@ -19,7 +19,7 @@ from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
 from .data.text import Text, load_text, split_text
-from .data.tokenizers import TOKENIZERS, encode
+from .data.tokenizers import build_tokenizer, encode
 from .data.windows import SampledWindows
 from .device import resolve_device
 from .errors import TrainingInterrupted, one_line
@@ -149,7 +149,7 @@ def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
     if config.resume:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
-        tokenizer = TOKENIZERS.get(config.tokenizer)(learn)
+        tokenizer = build_tokenizer(config.tokenizer, learn)
     tokens, held_out_tokens = encode(tokenizer, learn), encode(tokenizer, held_out)
     count, held = len(tokens), len(held_out_tokens)
     less = f"less than one --context {config.context}; give more text"
