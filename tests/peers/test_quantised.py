@@ -1,4 +1,4 @@
-"""Weight-only quantisation of saved models on a CPU, by bitsandbytes and torchao: near the model itself, or an error."""
+"""Weight-only quantisation on a CPU, by bitsandbytes and torchao: near the model itself, or an error."""
 
 from __future__ import annotations
 
