@@ -153,3 +153,14 @@ def test_regard_eval_scores_tasks_and_names_the_prefix(local, capsys):
     assert "'</s>'" in shown.splitlines()[-1]
     assert main(["eval", str(model), "--lm-eval", "local_pagse", "--tasks", str(tasks), "--device", "cpu"]) == 2
     assert "unknown task 'local_pagse'" in capsys.readouterr().err
+
+
+def test_lm_eval_has_the_tasks_of_the_documented_suite():
+    from lm_eval.tasks import TaskManager
+
+    page = Path(__file__).parents[2] / "docs" / "hub-and-evaluation.md"
+    (line,) = (line for line in page.read_text().splitlines() if line.startswith("regard eval runs/iclm --lm-eval"))
+    words = line.split()
+    asked = words[words.index("--lm-eval") + 1 : words.index("--limit")]
+    assert len(asked) == 5
+    assert set(asked) <= set(TaskManager().all_tasks)
