@@ -18,7 +18,7 @@ from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
 from .data.text import Text, load_text, split_text
-from .data.tokenizers import TOKENIZERS, encode
+from .data.tokenizers import build_tokenizer, encode
 from .data.windows import SampledWindows
 from .device import resolve_device
 from .errors import TrainingInterrupted, one_line
@@ -28,6 +28,7 @@ from .models import language_model
 from .processes import check_agreement, main_process, refuse_sharding_on_cpu
 from .quiet import quiet_transformers, unconverged_once
 from .storage import folder
+from .storage.card import write_card
 from .storage.checkpoints import last_good, remove_after, step_of, write_summary, writing
 from .storage.lock import only_run
 from .storage.resuming import check_checkpoint
@@ -149,7 +150,7 @@ def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
     if config.resume:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
-        tokenizer = TOKENIZERS.get(config.tokenizer)(learn)
+        tokenizer = build_tokenizer(config.tokenizer, learn)
     tokens, held_out_tokens = encode(tokenizer, learn), encode(tokenizer, held_out)
     count, held = len(tokens), len(held_out_tokens)
     less = f"less than one --context {config.context}; give more text"
@@ -272,4 +273,6 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
     )
     if main_process():
         write_summary(config.out, asdict(summary))
+        with trainer.own_config(), writing(config.out / "model", config.out):
+            write_card(config.out / "model", config, model, corpus.text, asdict(summary))
     return summary
