@@ -34,7 +34,7 @@ def train(argv: list[str]) -> int:
     validate(config)  # before the slow imports
     if config.task is not None:
         return _train_task(config)
-    from ..training.processes import main_process
+    from ..training.device import main_process
     from ..training.run import train as run
 
     summary = run(config)
@@ -143,7 +143,7 @@ def evaluate(argv: list[str]) -> int:
 
 def _eval_harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: EvalOptions) -> int:
     """Score a model on tasks of lm-eval."""
-    from ..training.harness import harness_scores
+    from ..training.task.harness import harness_scores
 
     given = ("data", "context", "stride")
     if any(getattr(options, name) is not None for name in given):

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation, Units, evaluate, mean_support, row_means
     from .generate import generate_text
     from .models import language_model, model_config
-    from .reproducer import rerun
     from .run import RunSummary, train
     from .storage.folder import load_model
+    from .storage.reproducer import rerun
 
 _HOMES = {
     "config": ("TrainConfig",),
@@ -35,7 +35,7 @@ _HOMES = {
     "storage.folder": ("load_model",),
     "generate": ("generate_text",),
     "models": ("language_model", "model_config"),
-    "reproducer": ("rerun",),
+    "storage.reproducer": ("rerun",),
     "run": ("RunSummary", "train"),
     "data.text": ("Text", "load_text", "split_text"),
     "data.tokenizers": ("TOKENIZERS", "byte_tokenizer", "char_tokenizer", "encode", "gpt2_tokenizer"),

@@ -20,12 +20,11 @@ from .config import TrainConfig
 from .data.text import Text, load_text, split_text
 from .data.tokenizers import build_tokenizer, encode
 from .data.windows import SampledWindows
-from .device import resolve_device
+from .device import check_agreement, main_process, refuse_sharding_on_cpu, resolve_device
 from .errors import TrainingInterrupted, one_line
 from .evaluation import Units
 from .generate import opening
 from .models import language_model
-from .processes import check_agreement, main_process, refuse_sharding_on_cpu
 from .quiet import quiet_transformers, unconverged_once
 from .storage import folder
 from .storage.card import write_card

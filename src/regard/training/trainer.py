@@ -28,12 +28,12 @@ from transformers.trainer_pt_utils import nested_gather
 from ..checks import ArgumentError, require
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock, StepNumber
+from .device import main_process
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
 from .muon import MuonAdamW
-from .processes import main_process
-from .reproducer import NON_FINITE, first_non_finite, keep, non_finite_gradient
 from .storage.checkpoints import last_good, sealing
+from .storage.reproducer import NON_FINITE, first_non_finite, keep, non_finite_gradient
 from .storage.resuming import put_weights
 
 

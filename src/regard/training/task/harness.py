@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import ArgumentError
-from .errors import one_error
+from ...checks import ArgumentError
+from ..errors import one_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -46,10 +46,10 @@ def rerun(folder: str | Path) -> str | None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from ..checks import ArgumentError
-    from .quiet import quiet_transformers
-    from .storage.files import regular_size
-    from .storage.saved_model import read_model
+    from ...checks import ArgumentError
+    from ..quiet import quiet_transformers
+    from .files import regular_size
+    from .saved_model import read_model
 
     path = Path(folder)
     with quiet_transformers():
