@@ -2,8 +2,9 @@
 
 Every case below is a call of a public function. What it would launch is compiled for sm_80 and sm_90
 (`regard.triton.tools.compiled`), and registers, local memory and shared memory of every kernel go into
-tests/triton/resources.json, which `tests/triton/test_compile.py` holds the kernels to, and as a table into
-benchmarks/results/gpu-resources.md.
+tests/triton/resources/VERSION.json, which `tests/triton/test_compile.py` holds the kernels to, and as a table into
+benchmarks/results/gpu-resources-VERSION.md. VERSION is that of Triton, such as 3.9: another compiler takes other
+registers. To compile with another one, `pip install --target FOLDER --no-deps triton==3.6.0` and set PYTHONPATH=FOLDER.
 
 Ceilings may only fall: where a kernel would take more local memory than the file says, --write refuses, unless --reason
 says why it must be so.
@@ -22,14 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 import regard
 from regard.triton.tools.compiled import SHARED, resources_of
 
 ROOT = Path(__file__).resolve().parents[1]
-STORED = ROOT / "tests" / "triton" / "resources.json"
-TABLE = ROOT / "benchmarks" / "results" / "gpu-resources.md"
+VERSION = ".".join(triton.__version__.split(".")[:2])
+STORED = ROOT / "tests" / "triton" / "resources" / f"{VERSION}.json"
+TABLE = ROOT / "benchmarks" / "results" / f"gpu-resources-{VERSION}.md"
 COMPACT = ("softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ARCHS = tuple(SHARED)

@@ -1,8 +1,8 @@
 """Every kernel, as public functions launch it, compiled for sm_80 and sm_90 without a device: what may be spilt, and
-the ceilings of resources.json, which only fall.
+the ceilings of resources/VERSION.json, which only fall.
 
-With another version of Triton than the file's the ceilings are not held to, since another compiler may spill elsewhere;
-that nothing is spilt where nothing may be is.
+REGARD_TRITON=FOLDER compiles with the Triton in a folder (`pip install --target FOLDER --no-deps triton==3.6.0`). Every
+version has a file of its own, since another compiler spills elsewhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 from regard.triton.compact import rules as compact
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_resources.py"
-STORED = ROOT / "tests" / "triton" / "resources.json"
+OTHER = os.environ.get("REGARD_TRITON", "")
+
+
+def version() -> str:
+    """The version of Triton that compiles, without its last part."""
+    found = next(Path(OTHER).glob("triton-*.dist-info")).name.split("-")[1] if OTHER else triton.__version__
+    return ".".join(found.removesuffix(".dist").split(".")[:2])
+
+
+STORED = ROOT / "tests" / "triton" / "resources" / f"{version()}.json"
 FAMILIES = ("compact", "local linear", "decoding", "memory")
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of a program, by NVIDIA's tables of compute capabilities."""
@@ -51,6 +60,8 @@ def run(folder: Path, *arguments: object) -> dict[str, Any]:
     out = folder / "rows.json"
     command = [sys.executable, str(SCRIPT), "--out", str(out), *map(str, arguments)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    if OTHER:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (OTHER, os.environ.get("PYTHONPATH"))))
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, env=environment, check=False)
     assert done.returncode == 0, "\n".join((done.stdout + done.stderr).splitlines()[-60:])
     return json.loads(out.read_text(encoding="utf-8"))
@@ -131,7 +142,7 @@ def test_the_file_knows_every_case_and_gives_a_reason_for_what_is_spilt(script: 
 
 
 def test_the_table_shows_the_file(script: Any, stored: dict[str, Any]) -> None:
-    page = script.TABLE.read_text(encoding="utf-8")
+    page = script.TABLE.with_name(f"gpu-resources-{version()}.md").read_text(encoding="utf-8")
     assert page == script.table(stored), RENEW
     row = stored["kernels"][0]
     cell = f"{row['registers']}, {row['local']}, {row['shared'] / 1024:.3g} KiB"

@@ -5,6 +5,7 @@ Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimension
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -30,13 +31,14 @@ NARROW = 32
 """Most rows of a streamed block on devices whose products take operands from registers."""
 
 
-def _streamed(size: int) -> int:
-    """Return the rows of a streamed block on the current device."""
+def _streamed(size: int, device: torch.device) -> int:
+    """Return the rows of a streamed block on a device."""
     if interpreted():
         return size
     from triton.runtime import driver
 
-    arch = driver.active.get_current_target().arch
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        arch = driver.active.get_current_target().arch
     return min(size, NARROW) if isinstance(arch, int) and arch < 90 else size
 
 
@@ -61,7 +63,7 @@ class _Call(NamedTuple):
         heads, blocks = self.sizes[4] // max(1, queries), -(-queries // own)
         padded = blocks if self.soft else -(-queries // self.mask_tile[0]) * (self.mask_tile[0] // own)
         ties = torch.zeros(heads, padded, dtype=torch.uint8, device=table.device)
-        lists, form = self._lists(2, own, _streamed(tiles.keys), 1)
+        lists, form = self._lists(2, own, _streamed(tiles.keys, table.device), 1)
         launch(
             compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, self.factor, self.matrices,
             *self.span[:2], self.span.mask, lists.listed, lists.counts, table, ties, outs, *self.sizes[:4],
@@ -71,7 +73,7 @@ class _Call(NamedTuple):
 
     def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, outs: tuple[Tensor, ...]) -> None:
         """Fill outs: dk, dv."""
-        lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows), self.sizes[1], ties)
+        lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows, table.device), self.sizes[1], ties)
         blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
         heads, _, queries, keys, _ = self.sizes
         launch(

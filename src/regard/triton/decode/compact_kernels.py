@@ -216,7 +216,7 @@ def output_kernel(
     lost = reach == 0
     visible, nearest = tl.load(best + own * 2, mask=held, other=1), tl.load(best + own * 2 + 1, mask=held, other=-1)
     v = v[0] + batch * v[1] + head * v[2], v[3]
-    total = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    total = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * KEYS
         near = held & (top - tl.load(tops + own * room + n, mask=held, other=float("-inf")) < reach)
@@ -278,7 +278,7 @@ def online_kernel(
     by *= LOG2E
     wrong = non_finite(a)
     top = tl.full((FORM.rows,), float("-inf"), tl.float32)
-    mass, total = tl.zeros((FORM.rows,), tl.float32), tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    mass, total = tl.full((FORM.rows,), 0.0, tl.float32), tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.keys
         keys = load_keys(k, j, j + tl.arange(0, FORM.keys) < sight[7], FORM)

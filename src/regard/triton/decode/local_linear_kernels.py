@@ -259,7 +259,7 @@ def tilted_kernel(
     lse = tl.load(state + own * 2, mask=held, other=0.0) + tl.log2(tl.where(mass > 0, mass, 1.0))
     lse = tl.where(mass > 0, lse, 0.0)
     wrong = non_finite(a)
-    total = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    total = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
         p = tl.exp2(products(a, keys, FORM.rows) * by[:, None] - lse[:, None])
@@ -288,13 +288,13 @@ def probed_kernel(
     columns, wrong = tl.arange(0, FORM.value_wide), non_finite(a)
     top = tl.full((FORM.rows,), float("-inf"), tl.float32)
     mass, tilt, level_s = (
-        tl.zeros((FORM.rows,), tl.float32),
-        tl.zeros((FORM.rows,), tl.float32),
-        tl.zeros((FORM.rows,), tl.float32),
+        tl.full((FORM.rows,), 0.0, tl.float32),
+        tl.full((FORM.rows,), 0.0, tl.float32),
+        tl.full((FORM.rows,), 0.0, tl.float32),
     )
     plain, tilted = (
-        tl.zeros((FORM.rows, FORM.value_wide), tl.float32),
-        tl.zeros((FORM.rows, FORM.value_wide), tl.float32),
+        tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32),
+        tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32),
     )
     for n in range(tiles[1], tiles[2]):
         keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)

@@ -97,9 +97,12 @@ def _moments(
     q_at, q_row = of_head(matrices[0], batch, own)
     q = load_block(q_at, first, q_row, queries, FORM.own, FORM.dim, FORM.wide)
     c = row_factor(factor[0] + at, factor[1], rows, queries, FORM.factors)
-    top = tl.zeros((FORM.own,), tl.float32) + float("-inf")
-    mass, vmass = tl.zeros((FORM.own,), tl.float32), tl.zeros((FORM.own,), tl.float32)
-    total, vtotal = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own, FORM.value_wide), tl.float32)
+    top = tl.full((FORM.own,), 0.0, tl.float32) + float("-inf")
+    mass, vmass = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+    total, vtotal = (
+        tl.full((FORM.own, FORM.wide), 0.0, tl.float32),
+        tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32),
+    )
     for side in tl.static_range(SIDES):
         for n in range(tile_count(tiles, side == 0)):
             k, v, visible = _key_tile(n, tiles, kv, sight, keys, side == 0, FORM)
@@ -203,9 +206,9 @@ def _output(
     lo = own_rows(rest_ptr, first, queries, FORM) if FORM.split else hi
     away = tl.load(numbers + rows, mask=rows < queries, other=0.0)
     unit = tl.load(numbers + plane + rows, mask=rows < queries, other=1.0)
-    rest, used = tl.zeros((FORM.own, FORM.value_wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
-    top, support = tl.zeros((FORM.own,), tl.float32) + float("-inf"), tl.zeros((FORM.own,), tl.float32)
-    square, negative = tl.zeros((FORM.own,), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    rest, used = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+    top, support = tl.full((FORM.own,), 0.0, tl.float32) + float("-inf"), tl.full((FORM.own,), 0.0, tl.float32)
+    square, negative = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for side in tl.static_range(SIDES):
         for n in range(tile_count(tiles, side == 0)):
             k, v, visible = _key_tile(n, tiles, kv, sight, keys, side == 0, FORM)

@@ -218,8 +218,8 @@ def sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM: tl.constexpr):
     """Return (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i, for d [R, W] in the dtype of the keys
     and away = mean . d. The covariance times d is the first minus the second times the mean."""
     start, count, left, full = tiles
-    total = tl.zeros((FORM.own, FORM.wide), tl.float32)
-    used = tl.zeros((FORM.own,), tl.float32)
+    total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
+    used = tl.full((FORM.own,), 0.0, tl.float32)
     for n in tl.range(0, count - full, num_stages=EDGES):
         first = start + edge_tile(n, left, full) * FORM.tile
         k, p = weighted_tile(q, c, lse, sight, k_at, first, keys, True, FORM)

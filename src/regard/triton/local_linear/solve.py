@@ -69,7 +69,7 @@ TILES = TileTable.by_width(
 @triton.jit
 def _terms(q, c, lse, sight, k_at, keys, start, tiles, FORM: tl.constexpr):
     """Return sum_j p_ij |k_j|^2, the size of what a product with C sums."""
-    found = tl.zeros((FORM.own,), tl.float32)
+    found = tl.full((FORM.own,), 0.0, tl.float32)
     for n in range(tiles):
         k, p = weighted_tile(q, c, lse, sight, k_at, start + n * FORM.tile, keys, True, FORM)
         kf = k.to(tl.float32)
@@ -140,7 +140,7 @@ def _solve(
         d = load_tile(scratch + D * (FORM.own * FORM.wide), FORM.own, FORM.wide).to(k_at[0].dtype.element_ty)
         away = tl.load(numbers + FORM.own * AWAY)
         if HELD:
-            total, used = _held_sweep(d, away, held, tl.zeros((FORM.own, FORM.wide), tl.float32), FORM.split)
+            total, used = _held_sweep(d, away, held, tl.full((FORM.own, FORM.wide), 0.0, tl.float32), FORM.split)
         else:
             total, used = sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM)
         running, phase, again = follow(
