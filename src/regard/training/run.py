@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
 
 from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
-from .data.text import Text, load_text, split_text
-from .data.tokenizers import TOKENIZERS, encode
+from .data.corpus import Corpus, encode_part, open_source, work_folder
+from .data.text import Source
+from .data.tokenizers import TOKENIZERS
 from .data.windows import SampledWindows
 from .device import resolve_device
 from .errors import TrainingInterrupted, one_line
-from .evaluation import Units
 from .generate import opening
 from .models import language_model
 from .processes import check_agreement, main_process, refuse_sharding_on_cpu
@@ -61,19 +60,6 @@ class RunSummary:
     prompt: str
 
 
-@dataclass(frozen=True)
-class _Corpus:
-    """Training and held-out tokens with the sizes of their texts, and a prompt from the held-out text."""
-
-    text: Text
-    tokenizer: PreTrainedTokenizerBase
-    train: Tensor
-    held_out: Tensor
-    train_units: Units
-    held_out_units: Units
-    prompt: str
-
-
 @quiet_transformers()
 def train(
     config: TrainConfig,
@@ -104,7 +90,7 @@ def train(
     with ExitStack() as held:
         if config.resume and (config.out / "run.json").is_file():
             _hold(config, held)
-        text = load_text(config.data or "", call="train")
+        text = open_source(config, call="train")
         checkpoint, skipped = (
             folder.check_resume(config, folder.text_source(text), call="train") if config.resume else (None, [])
         )
@@ -143,34 +129,36 @@ def _hold(config: TrainConfig, held: ExitStack) -> None:
         held.enter_context(only_run(config.out, call="train"))
 
 
-def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
+def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
     """Split the text, build the tokenizer (load it when resuming), and encode both parts, of at least one context."""
-    learn, held_out = split_text(text.content, config.validation)
     if config.resume:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
-        tokenizer = TOKENIZERS.get(config.tokenizer)(learn)
-    tokens, held_out_tokens = encode(tokenizer, learn), encode(tokenizer, held_out)
-    count, held = len(tokens), len(held_out_tokens)
+        tokenizer = TOKENIZERS.get(config.tokenizer)(text.split(config.validation)[0])
+    place = work_folder(config.out)
+    try:
+        learn, held_out = (encode_part(tokenizer, part, text, place) for part in text.split(config.validation))
+    except OSError as error:
+        raise ArgumentError(f"train: cannot write the tokens to {place}: {error.strerror or error}.") from None
+    count, held = len(learn.tokens), len(held_out.tokens)
     less = f"less than one --context {config.context}; give more text"
     few = f"the text in {text.path} has {count} tokens to train on, {less} or a smaller --context."
     require(count >= config.context, "train", few)
     few = f"the held-out part of {text.path} has {held} tokens, {less}, a larger --validation or a smaller --context."
     require(held >= config.context, "train", few)
-    units = Units.of(learn, len(tokens)), Units.of(held_out, len(held_out_tokens))
-    return _Corpus(text, tokenizer, tokens, held_out_tokens, *units, prompt=opening(tokenizer, held_out))
+    return Corpus(text, tokenizer, learn, held_out, prompt=opening(tokenizer, held_out.beginning))
 
 
-def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: _Corpus) -> RegardTrainer:
+def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: Corpus) -> RegardTrainer:
     windows = {"context": config.context, "steps": config.steps, "seed": config.seed}
     trainer = RegardTrainer(
         model=model,
         args=args,
-        train_dataset=SampledWindows(corpus.train, per_step=config.per_step * args.world_size, **windows),
+        train_dataset=SampledWindows(corpus.train.tokens, per_step=config.per_step * args.world_size, **windows),
         processing_class=corpus.tokenizer,
-        held_out=corpus.held_out[: config.eval_tokens],
-        train_units=corpus.train_units,
-        held_out_units=corpus.held_out_units,
+        held_out=corpus.held_out.tokens[: config.eval_tokens],
+        train_units=corpus.train.units,
+        held_out_units=corpus.held_out.units,
         context=config.context,
         eval_batch=config.batch,
         muon=config.optimizer == "muon",
@@ -254,13 +242,13 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
         raise TrainingInterrupted(f"interrupted after step {steps}; {last_good(config.out)}")
 
 
-def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> RunSummary:
+def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunSummary:
     """Write `model/`, evaluate on the whole held-out text, and write `summary.json`."""
     model = trainer.model
     if main_process():
         with trainer.own_config():
             folder.save_model(config.out, model, corpus.tokenizer)
-    result, clock = trainer.measure(corpus.held_out), trainer.clock
+    result, clock = trainer.measure(corpus.held_out.tokens), trainer.clock
     measured = {name: getattr(result, name) for name in ("loss", "bits_per_char", "bits_per_byte", "support")}
     summary = RunSummary(
         out=str(config.out),

@@ -34,7 +34,7 @@ from .saved_tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..data.text import Text
+    from ..data.text import Source
 
 FORMAT = 1
 _MAY_CHANGE = ("data", "steps", "device", "out", "resume", "overwrite")  # the text itself is compared by digest
@@ -69,9 +69,9 @@ def _check_links(out: Path, call: str) -> None:
         require(not path.is_symlink(), call, message)
 
 
-def text_source(text: Text) -> dict[str, Any]:
+def text_source(text: Source) -> dict[str, Any]:
     """Return what `run.json` says of a text."""
-    size = {"characters": len(text.content), "bytes": len(text.content.encode())}
+    size = {"characters": text.characters, "bytes": text.bytes}
     return {"path": str(text.path), "sha256": text.sha256, "files": text.files, **size}
 
 
