@@ -17,9 +17,9 @@ from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
 from .data.corpus import Corpus, encode_part, open_source, work_folder
+from .data.stream import StreamedWindows
 from .data.text import Source
 from .data.tokenizers import TOKENIZERS
-from .data.windows import SampledWindows
 from .device import resolve_device
 from .errors import TrainingInterrupted, one_line
 from .generate import opening
@@ -108,6 +108,8 @@ def train(
         trainer = _trainer(config, arguments, model, corpus)
         if checkpoint is not None:
             check_checkpoint(checkpoint, trainer, call="train")
+            if isinstance(trainer.train_dataset, StreamedWindows):
+                trainer.train_dataset.load(checkpoint)
             if main_process():
                 with writing(config.out, config.out):  # restore the state after the checkpoint
                     remove_after(config.out, step_of(checkpoint))
@@ -141,12 +143,13 @@ def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
     except OSError as error:
         raise ArgumentError(f"train: cannot write the tokens to {place}: {error.strerror or error}.") from None
     count, held = len(learn.tokens), len(held_out.tokens)
+    streams = text.stream is not None
     less = f"less than one --context {config.context}; give more text"
     few = f"the text in {text.path} has {count} tokens to train on, {less} or a smaller --context."
-    require(count >= config.context, "train", few)
+    require(streams or count >= config.context, "train", few)
     few = f"the held-out part of {text.path} has {held} tokens, {less}, a larger --validation or a smaller --context."
     require(held >= config.context, "train", few)
-    return Corpus(text, tokenizer, learn, held_out, prompt=opening(tokenizer, held_out.beginning))
+    return Corpus(text, tokenizer, None if streams else learn, held_out, prompt=opening(tokenizer, held_out.beginning))
 
 
 def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: Corpus) -> RegardTrainer:
@@ -154,10 +157,10 @@ def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedMode
     trainer = RegardTrainer(
         model=model,
         args=args,
-        train_dataset=SampledWindows(corpus.train.tokens, per_step=config.per_step * args.world_size, **windows),
+        train_dataset=corpus.windows(per_step=config.per_step * args.world_size, **windows),
         processing_class=corpus.tokenizer,
         held_out=corpus.held_out.tokens[: config.eval_tokens],
-        train_units=corpus.train.units,
+        train_units=(corpus.train or corpus.held_out).units,
         held_out_units=corpus.held_out.units,
         context=config.context,
         eval_batch=config.batch,

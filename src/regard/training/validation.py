@@ -30,9 +30,11 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     """
     _check_numbers(config, call)
     if new and config.data is None and config.task is None:
-        raise ArgumentError(f"{call}: no training text; give --data FILE or --data FOLDER, or a task with --task NAME.")
+        mend = "give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME"
+        raise ArgumentError(f"{call}: no training text; {mend}.")
     if config.task is not None:
         check_task(config, call)
+    _check_data(config, call)
     if config.resume and config.overwrite:
         raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
     if not config.spec:
@@ -51,6 +53,21 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     _check_heads(config, call, rotary=has_field(config.model, "rope_theta"))
     if new:
         _check_sizes(config, specs, check_model(config, call), call)
+
+
+def _check_data(config: TrainConfig, call: str) -> None:
+    """Check that options of data sets come with a data set, and that a stream has a tokenizer to begin with."""
+    from .data.documents import is_dataset
+
+    if not is_dataset(config.data):
+        for name in ("split", "subset", "text_column", "stream"):
+            if getattr(config, name) not in (None, False):
+                raise ArgumentError(f"{call}: {flag(name)} is for data sets; give --data datasets:NAME with it.")
+    if config.stream and config.tokenizer in ("char", "bpe"):
+        learned = (
+            f"--tokenizer {config.tokenizer} is learned from all of the text, but --stream reads it once, in order"
+        )
+        raise ArgumentError(f"{call}: {learned}; choose --tokenizer byte or gpt2.")
 
 
 def check_task(config: TrainConfig, call: str) -> TokenTask:

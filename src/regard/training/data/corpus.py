@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ..config import TrainConfig
 from ..evaluation import Units
+from .documents import is_dataset, open_documents
+from .stream import StreamedWindows
 from .text import Source, open_text
 from .tokenizers import encode_chunks
-from .windows import on_disk
+from .windows import SampledWindows, on_disk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,17 +34,26 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on and held-out tokens, and a prompt from the held-out text."""
+    """Tokens to train on (None for a stream) and held-out tokens, and a prompt from the held-out text."""
 
     text: Source
     tokenizer: PreTrainedTokenizerBase
-    train: Part
+    train: Part | None
     held_out: Part
     prompt: str
+
+    def windows(self, *, per_step: int, steps: int, context: int, seed: int) -> SampledWindows | StreamedWindows:
+        """Return the examples of a run."""
+        if self.train is not None:
+            return SampledWindows(self.train.tokens, context=context, steps=steps, per_step=per_step, seed=seed)
+        assert self.text.stream is not None
+        return StreamedWindows(self.text.stream, self.tokenizer, context=context, steps=steps, per_step=per_step)
 
 
 def open_source(config: TrainConfig, *, call: str) -> Source:
     """Return the text of a config; raise `ArgumentError` if there is none, or it cannot be read."""
+    if is_dataset(config.data):
+        return open_documents(config, call=call)
     return open_text(config.data or "", call=call)
 
 

@@ -14,9 +14,13 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...errors import ArgumentError
 from ..storage.files import regular_size
+
+if TYPE_CHECKING:
+    from .documents import Documents
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".csv", ".tsv", ".html", ".xml"),
@@ -58,7 +62,8 @@ class Source:
         files: number of files; 0 for a dataset on the Hub.
         chunks: returns an iterator over the text: consecutive parts of any size, or whole documents.
         documents: whether each chunk is a document, which ends with an end-of-text token.
-        characters, bytes, sha256: of the text.
+        characters, bytes, sha256: of the text; of a stream, of its held-out part.
+        stream: the documents to train on if they are read once, in order. `chunks` then has the held-out ones.
     """
 
     path: Path
@@ -68,6 +73,7 @@ class Source:
     characters: int
     bytes: int
     sha256: str
+    stream: Documents | None = None
 
     @classmethod
     def of(cls, path: Path, files: int, chunks: Callable[[], Iterator[str]], *, documents: bool, call: str) -> Source:
@@ -83,7 +89,9 @@ class Source:
 
     def split(self, validation: float) -> tuple[Iterator[str], Iterator[str]]:
         """Return iterators over the first `1 - validation` of the characters, to train on, and over the rest, which is
-        held out. A document belongs to the part in which it begins."""
+        held out. A document belongs to the part in which it begins. Of a stream, the first iterator is empty."""
+        if self.stream is not None:
+            return iter(()), self.chunks()
         cut = self.characters - round(self.characters * validation)
         return self._learned(cut), self._held_out(cut)
 
