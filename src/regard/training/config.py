@@ -134,6 +134,8 @@ class OutputOptions:
     """Examples of a task per evaluation."""
     save_every: int = 200
     """Steps between checkpoints."""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Trackers that also get what is logged: 'tensorboard' (in the run folder), 'wandb' or 'trackio'."""
     keep: int = 2
     """Checkpoints to keep. Older ones are deleted once a newer one is complete."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
@@ -168,6 +169,9 @@ def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedMode
         keep=config.keep,
     )
     trainer.remove_callback(PrinterCallback)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback):
+            callback.logging_dir = str(config.out / "tensorboard")
     return trainer
 
 
@@ -181,11 +185,6 @@ def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichPr
     if metrics.damaged:
         progress.console.print(f"metrics.jsonl: removed {metrics.damaged} damaged lines", highlight=False)
     trainer.add_callback(metrics)
-    with suppress(ImportError):  # TensorBoard is optional
-        from torch.utils.tensorboard import SummaryWriter
-        from transformers.integrations import TensorBoardCallback
-
-        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(config.out / "tensorboard"))))
 
 
 def _arguments(config: TrainConfig) -> TrainingArguments:
@@ -218,7 +217,9 @@ def _arguments(config: TrainConfig) -> TrainingArguments:
         "eval_strategy": "no",  # see callbacks.Schedule
         "save_strategy": "steps",
         "save_steps": config.save_every,
-        "report_to": "none",
+        "report_to": list(config.report_to) or "none",
+        "run_name": config.out.name,
+        "project": "regard",
         "disable_tqdm": True,
     }
     try:

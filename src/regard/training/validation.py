@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
@@ -44,6 +45,7 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
 
     TOKENIZERS.get(config.tokenizer)
     if new:
+        _check_trackers(config, call)
         from .device import resolve_device
 
         resolve_device(config.device, call=call)
@@ -78,9 +80,16 @@ def check_task(config: TrainConfig, call: str) -> TokenTask:
 
     if config.data is not None:
         raise ArgumentError(f"{call}: --task and --data were both given; give one of them.")
-    if config.accumulate != 1 or config.dtype != "float32":
-        raise ArgumentError(f"{call}: a run on a task takes neither --accumulate nor --dtype; omit them.")
+    if config.accumulate != 1 or config.dtype != "float32" or config.report_to:
+        raise ArgumentError(f"{call}: a run on a task takes none of --accumulate, --dtype and --report-to; omit them.")
     return make_task(tasks.given(call, "--task", config.task), config.setting, config.task_option, call)
+
+
+def _check_trackers(config: TrainConfig, call: str) -> None:
+    for name in config.report_to:
+        if find_spec(name) is None:
+            missing = f"--report-to {name} needs the package {name}, which is not installed"
+            raise ArgumentError(f"{call}: {missing}; pip install {name}.")
 
 
 def _check_numbers(config: TrainConfig, call: str) -> None:

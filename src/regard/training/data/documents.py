@@ -9,7 +9,7 @@ Of a stream, the first documents are held out: those with at least four characte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...checks import ArgumentError, require
 from ..errors import one_error
+from .stream import Documents
 from .text import Source
 
 if TYPE_CHECKING:
@@ -62,44 +63,6 @@ def open_documents(options: TrainConfig, *, call: str) -> Source:
     documents.begin = documents.rows.state_dict()
     source = Source.of(path, 0, lambda: iter(held_out), documents=True, call=call)
     return replace(source, stream=documents)
-
-
-class Documents:
-    """The documents of a data set, in order.
-
-    Args:
-        rows: a `Dataset` or an `IterableDataset` with one column.
-        column: its name.
-        where: the beginning of error messages.
-    """
-
-    def __init__(self, rows: Any, column: str, where: str) -> None:
-        self.rows, self.column, self.where = rows, column, where
-        self.begin: Any = None
-
-    def __iter__(self) -> Iterator[str]:
-        with one_error(self.where):
-            for number, row in enumerate(self.rows):
-                text = row[self.column]
-                if text is not None and not isinstance(text, str):
-                    what = f"column {self.column!r} of row {number} holds {type(text).__name__}, expected text"
-                    raise ArgumentError(f"{self.where}: {what}; choose another with --text-column.")
-                if text and not text.isspace():
-                    yield text
-
-    def after(self, state: Any = None) -> Iterator[tuple[str, Any]]:
-        """Yield, without end, each document of a stream and the state before it (JSON data); continue after a state,
-        default that after the held-out documents."""
-        state = self.begin if state is None else state
-        while True:
-            self.rows.load_state_dict(state)
-            found = False
-            for text in self:
-                yield text, state
-                found, state = True, self.rows.state_dict()
-            few = "all documents are held out; give more, or smaller --eval-tokens and --context"
-            require(found or state != self.begin, self.where, f"{few}.")
-            state = self.begin
 
 
 def _load(options: DataOptions, call: str) -> Any:

@@ -1,4 +1,4 @@
-"""Windows of a stream of documents, in the order of the documents."""
+"""Documents of a data set, and windows of a stream of them, in the order of the documents."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ...checks import ArgumentError, require
 from ..errors import one_error
 from ..storage.files import read_text
 from .tokenizers import encode
@@ -18,10 +19,46 @@ from .tokenizers import encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .documents import Documents
-
 PLACE = "stream.json"
 """File of a checkpoint: the place in the stream from which the run continues."""
+
+
+class Documents:
+    """The documents of a data set, in order.
+
+    Args:
+        rows: a `Dataset` or an `IterableDataset` with one column.
+        column: its name.
+        where: the beginning of error messages.
+    """
+
+    def __init__(self, rows: Any, column: str, where: str) -> None:
+        self.rows, self.column, self.where = rows, column, where
+        self.begin: Any = None
+
+    def __iter__(self) -> Iterator[str]:
+        with one_error(self.where):
+            for number, row in enumerate(self.rows):
+                text = row[self.column]
+                if text is not None and not isinstance(text, str):
+                    what = f"column {self.column!r} of row {number} holds {type(text).__name__}, expected text"
+                    raise ArgumentError(f"{self.where}: {what}; choose another with --text-column.")
+                if text and not text.isspace():
+                    yield text
+
+    def after(self, state: Any = None) -> Iterator[tuple[str, Any]]:
+        """Yield, without end, each document of a stream and the state before it (JSON data); continue after a state,
+        default that after the held-out documents."""
+        state = self.begin if state is None else state
+        while True:
+            self.rows.load_state_dict(state)
+            found = False
+            for text in self:
+                yield text, state
+                found, state = True, self.rows.state_dict()
+            few = "all documents are held out; give more, or smaller --eval-tokens and --context"
+            require(found or state != self.begin, self.where, f"{few}.")
+            state = self.begin
 
 
 class StreamedWindows(Dataset):

@@ -20,7 +20,7 @@ from ...errors import ArgumentError
 from ..storage.files import regular_size
 
 if TYPE_CHECKING:
-    from .documents import Documents
+    from .stream import Documents
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".csv", ".tsv", ".html", ".xml"),
