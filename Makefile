@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers docs lint format typecheck clean
+.PHONY: help setup demo test test-all test-peers test-hf docs lint format typecheck clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,10 @@ test-all: setup lint typecheck ## every test (about an hour)
 test-peers: ## check regard with TRL, PEFT, lm-eval and others, in an environment of their own
 	$(MAKE) setup VENV=.venv-peers EXTRAS='$(EXTRAS),peers'
 	OMP_NUM_THREADS=1 .venv-peers/bin/python -m pytest tests/peers -q $(ARGS)
+
+test-hf: ## run transformers' own tests of models over regard's; TRANSFORMERS_SOURCE=CHECKOUT adds those of generate
+	$(MAKE) setup VENV=.venv-peers EXTRAS='$(EXTRAS),peers'
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -c tests/hf/pytest.ini tests/hf -q $(ARGS)
 
 docs: ## build the documentation into site/, to be read from disk
 	$(MAKE) setup EXTRAS='$(EXTRAS),docs'

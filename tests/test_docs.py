@@ -17,6 +17,7 @@ from pages import program
 
 import regard
 from regard.cli import main
+from regard.cli.commands import EvalOptions
 from regard.cli.options import parse
 from regard.recipes import recipes
 from regard.training import TrainConfig
@@ -71,7 +72,9 @@ def commands() -> list[str]:
     return sorted({line for text in texts for line in re.findall(r"^ *regard ([a-z]+ [^\n]+)$", text, flags=re.M)})
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.split()[0] in ("train", "reproduce", "list")])
+@pytest.mark.parametrize(
+    "line", [line for line in commands() if line.split()[0] in ("train", "eval", "reproduce", "list")]
+)
 def test_the_options_of_every_command_exist(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, *words = shlex.split(line, comments=True)
     monkeypatch.chdir(tmp_path)
@@ -80,6 +83,8 @@ def test_the_options_of_every_command_exist(line: str, tmp_path: Path, monkeypat
     elif name == "reproduce" and words[0] in recipes:
         with contextlib.suppress(SystemExit):  # --help
             assert options(recipes.get(words[0]), words[1:])
+    elif name == "eval":
+        parse(EvalOptions, words, command="eval")
     elif name == "train" and "--resume" not in words:
         if "--data" in words:
             words[words.index("--data") + 1] = "text.txt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shlex
 import signal
@@ -431,3 +432,20 @@ def test_garbage_is_collected_again_after_a_command(words: list[str], capsys: py
 
     main(words)
     assert gc.isenabled()
+
+
+def test_perplexity_is_that_of_a_model_made_by_hand(tmp_path: Path, regard: Callable) -> None:
+    from hand_made import bigram_model, table
+    from small_words import tokenizer
+
+    bigram_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    ids = [2 + 7 * i % 27 for i in range(40)]
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in ids))
+    shown = regard("eval", tmp_path / "model", "--data", tmp_path / "text.txt", "--stride", 3).out
+    nats = -table()[ids[:-1], ids[1:]].log().mean().item()
+    size = (tmp_path / "text.txt").stat().st_size
+    found = {line[:20].strip(): float(line[20:].split()[0].replace(",", "")) for line in shown.splitlines()}
+    assert found["perplexity"] == pytest.approx(math.exp(nats), rel=1e-5)
+    assert found["bits per byte"] == pytest.approx(nats / math.log(2) * len(ids) / size, rel=1e-5)
+    assert "the first token is not predicted" in shown

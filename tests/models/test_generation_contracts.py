@@ -4,10 +4,15 @@ import copy
 
 import pytest
 import torch
-from any_model import every_case, every_model, in_chunks, make, moved, plain_case, refused, text
+from any_model import PARTS, every_case, every_model, in_chunks, make, moved, plain_case, refused, text
 from transformers import DynamicCache
 
 from regard.checks import ArgumentError
+from regard.models import language_models
+
+PIECES = ("interpolated", "lact", "memory-")
+"""Parts whose calls with a cache of any length are several graphs."""
+IN_ONE_GRAPH = [name for name in PARTS if not any(part in name for part in PIECES)]
 
 
 def prompts():
@@ -104,3 +109,13 @@ def test_a_cache_given_to_generate(name, mixers):
         assert name != "transformer", "which takes transformers' own cache"
     else:
         assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*language_models.names(), *IN_ONE_GRAPH])
+def test_a_compiled_model_writes_the_same_in_one_graph(case):
+    model, tokens = make(case, dtype=torch.float32), text(2, 5)
+    expected = model.generate(tokens, max_new_tokens=8, do_sample=False)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=True, fullgraph=True)
+    assert torch.equal(model.generate(tokens, max_new_tokens=8, do_sample=False), expected)

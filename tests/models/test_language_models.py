@@ -60,7 +60,7 @@ def test_gpt2_with_rotary_positions_has_its_parameters():
 def test_saved_and_loaded_by_path_alone(case, tmp_path):
     model, tokens = any_model.make(case, dtype=torch.float32), any_model.text(2)
     model.save_pretrained(tmp_path)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json", ".py"}
     config = AutoConfig.from_pretrained(tmp_path)
     assert {**config.to_dict(), "_name_or_path": ""} == {
         **model.config.to_dict(),

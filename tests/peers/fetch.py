@@ -12,10 +12,10 @@ from pathlib import Path
 RELEASES = Path(__file__).with_name("releases.txt")
 
 
-def fetch(folder: Path) -> list[Path]:
-    """Return the files in `folder`, one per release."""
+def fetch(folder: Path, releases: Path = RELEASES) -> list[Path]:
+    """Return the files in `folder`, one per release of a list."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*command, "--require-hashes", "--requirement", str(RELEASES), "--dest", str(folder)], check=True)
+    subprocess.run([*command, "--require-hashes", "--requirement", str(releases), "--dest", str(folder)], check=True)
     return sorted(folder.iterdir())
 
 

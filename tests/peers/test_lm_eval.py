@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from any_model import make, text
+from hand_made import bigram_model, table
 from small_words import tokenizer
 
+from regard.cli import main
 from regard.models import language_models
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `peers` brings it")
@@ -98,3 +104,63 @@ def test_generation_until_a_word(saved):
     for found, prompt in zip(judge.generate_until(asked, disable_tqdm=True), prompts, strict=True):
         made = model.generate(prompt[None], max_new_tokens=5, do_sample=False, eos_token_id=1, pad_token_id=0)
         assert found.strip() == tokenizer().decode(made[0, len(prompt) :]).split("</s>")[0].strip()
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """(folder of the bigram model, folder of tasks, texts): perplexity of texts longer and shorter than the context."""
+    folder = tmp_path_factory.mktemp("bigram")
+    bigram_model().save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    texts = [tokens(length, length) for length in (5, 40)]  # the context is 16
+    rows, file = [json.dumps({"page": words(each.tolist())}) for each in texts], folder / "rows.jsonl"
+    file.write_text("\n".join(rows))
+    task = {
+        "task": "local_pages", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{page}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+    }  # fmt: skip
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "local_pages.yaml").write_text(json.dumps(task))  # JSON is YAML
+    return folder / "model", folder / "tasks", texts
+
+
+def by_hand(texts):
+    """Bits per byte of texts whose first token is predicted from the end token, 1: lm-eval's prefix token."""
+    nats = -sum(table()[[1, *each[:-1]], each].log().sum().item() for each in texts)
+    return nats / math.log(2) / sum(len(words(each.tolist())) for each in texts)
+
+
+def test_the_command_of_lm_eval_finds_the_classes(local, tmp_path):
+    model, tasks, texts = local
+    program = "import sys; sys.argv[0] = 'lm_eval'; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    options = {
+        "model": "hf", "model_args": f"pretrained={model},dtype=float32,trust_remote_code=True", "device": "cpu",
+        "tasks": "local_pages", "include_path": str(tasks), "output_path": str(tmp_path),
+    }  # fmt: skip
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    subprocess.run([sys.executable, "-c", program, *given], check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    (file,) = Path(tmp_path).rglob("results_*.json")
+    found = json.loads(file.read_text())["results"]["local_pages"]
+    assert found["bits_per_byte,none"] == pytest.approx(by_hand(texts), abs=1e-4)
+
+
+def test_regard_eval_scores_tasks_and_names_the_prefix(local, capsys):
+    model, tasks, texts = local
+    assert main(["eval", str(model), "--lm-eval", "local_pages", "--tasks", str(tasks), "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert f"local_pages bits_per_byte    {by_hand(texts):.4f}" in shown
+    assert "'</s>'" in shown.splitlines()[-1]
+    assert main(["eval", str(model), "--lm-eval", "local_pagse", "--tasks", str(tasks), "--device", "cpu"]) == 2
+    assert "unknown task 'local_pagse'" in capsys.readouterr().err
+
+
+def test_lm_eval_has_the_tasks_of_the_documented_suite():
+    from lm_eval.tasks import TaskManager
+
+    page = Path(__file__).parents[2] / "docs" / "hub-and-evaluation.md"
+    (line,) = (line for line in page.read_text().splitlines() if line.startswith("regard eval runs/iclm --lm-eval"))
+    words = line.split()
+    asked = words[words.index("--lm-eval") + 1 : words.index("--limit")]
+    assert len(asked) == 5
+    assert set(asked) <= set(TaskManager().all_tasks)

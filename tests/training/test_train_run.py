@@ -6,9 +6,11 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from transformers.integrations import integration_utils
 from regard.checks import ArgumentError
 from regard.models import language_models
 from regard.training import TrainConfig, load_model, train
+from regard.training.data.tokenizers import bpe_tokenizer
 from regard.training.fields import to_mapping
 from regard.training.storage.checkpoints import checkpoints, fault, last_complete
 
@@ -330,3 +333,16 @@ def test_two_processes_equal_one_with_twice_the_batch(
     command = [sys.executable, *command, "train", "--config", str(file)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     same_up_to_rounding(out, two.out)
+
+
+def test_a_run_with_the_tokenizer_of_a_folder_resumes_without_the_folder(tmp_path: Path) -> None:
+    text, words = tmp_path / "text.txt", tmp_path / "words"
+    text.write_text("the cat and the dog and the bird " * 60)
+    bpe_tokenizer(text.read_text()).save_pretrained(words)
+    sizes = {"context": 8, "layers": 1, "width": 16, "heads": 2, "batch": 2, "device": "cpu", "save_every": 2}
+    config = TrainConfig(data=text, out=tmp_path / "run", tokenizer=str(words), steps=2, **sizes)
+    train(config, console=Console(quiet=True))
+    model, tokenizer = load_model(tmp_path / "run", call="test")
+    assert len(tokenizer) == model.config.vocab_size > 258
+    shutil.rmtree(words)
+    assert train(replace(config, steps=4, resume=True), console=Console(quiet=True)).step == 4

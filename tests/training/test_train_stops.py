@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from steps import At
 from transformers import PreTrainedTokenizerBase
 
-from regard.training import TrainingInterrupted, TrainingStopped
+from regard.checks import ArgumentError
+from regard.training import TrainingInterrupted, TrainingStopped, rerun
 from regard.training.fields import to_mapping
 from regard.training.storage.checkpoints import last_complete
 
@@ -52,9 +55,34 @@ def test_non_finite_numbers_stop_the_run(
     assert f"last good checkpoint is {out / 'checkpoint-4'}" in error
     assert last_complete(out)[0] == out / "checkpoint-4"
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
+    kept = out / "non-finite"
+    assert f"regard.training.rerun({str(kept)!r})" in error
+    if poison is poison_weight:
+        with pytest.raises(ArgumentError, match=r"rerun: .*not finite: model\.layers\.0"):
+            rerun(kept)
+    else:  # what a hook did is not in the weights
+        assert rerun(kept) is None
     summary = run(save_every=2, resume=True)  # the weights saved there are sound
     assert summary.step == 6
     assert summary.loss == summary.loss
+
+
+def test_a_step_that_overflows_again(refused: Callable, out: Path) -> None:
+    def enlarge(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(1e38)
+
+    error = refused("step 5", At(4, enlarge), error=TrainingStopped)
+    assert f"first non-finite tensor: {rerun(out / 'non-finite')};" in error
+
+
+def test_a_batch_that_is_missing_or_damaged(refused: Callable, out: Path) -> None:
+    refused("step 5", At(4, poison_gradient), error=TrainingStopped)
+    for content in (b"no numbers", None):
+        path = out / "non-finite" / "batch.safetensors"
+        path.write_bytes(content) if content else path.unlink()
+        with pytest.raises(ArgumentError, match=r"rerun: .*batch\.safetensors cannot be read"):
+            rerun(out / "non-finite")
 
 
 def test_before_the_first_checkpoint_there_is_none_to_name(refused: Callable) -> None:
@@ -129,28 +157,38 @@ def test_a_full_disk_under_the_final_model(
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_last_complete_checkpoint_loads(tiny: Callable, out: Path) -> None:
-    """A process that saves after every step is killed a few times; each time the run goes on from there."""
+def test_killed_twenty_times_the_run_is_as_if_it_had_not_been(tiny: Callable, run: Callable, out: Path) -> None:
+    """A process that saves after every step is killed at random moments, writes of checkpoints among them."""
+    sizes = {"steps": 300, "save_every": 1, "log_every": 1, "eval_every": 100}
+    straight = out.parent / "straight"
+    run(out=straight, **sizes)
     config = out.parent / "config.json"
-    config.write_text(json.dumps(to_mapping(tiny(steps=4000, save_every=1, log_every=1, eval_every=4000))))
+    config.write_text(json.dumps(to_mapping(tiny(**sizes))))
     command = [sys.executable, "-m", "regard", "train", "--config", str(config)]
-    reached = 0
-    for attempt in range(5):
-        more = ["--resume"] if attempt else []
+    source, reached = random.Random(0), 0
+    for kill in range(20):
         process = subprocess.Popen(
-            [*command, *more], stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [*command, *(["--resume"] if kill else [])],
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        deadline = time.monotonic() + 120
+        deadline, wanted = time.monotonic() + 120, reached + source.randint(1, 4)
         while time.monotonic() < deadline and process.poll() is None:
-            steps = [int(p.name.rpartition("-")[2]) for p in out.glob("checkpoint-*")]
-            if max(steps, default=0) >= reached + 5:
+            if max((int(p.name.rpartition("-")[2]) for p in out.glob("checkpoint-*")), default=0) >= wanted:
                 break
-            time.sleep(0.01 + 0.003 * attempt)
+            time.sleep(0.001)
+        time.sleep(0.05 * source.random())
         assert process.poll() is None
         process.kill()
         process.wait()
         folder, _ = last_complete(out)
         assert folder is not None
-        step = int(folder.name.rpartition("-")[2])
-        assert step >= reached + 3
-        reached = step
+        reached = int(folder.name.rpartition("-")[2])
+    assert run(out=out, resume=True, **sizes).step == 300
+    whole, broken = (load_file(each / "model" / "model.safetensors") for each in (straight, out))
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    losses = [
+        [json.loads(line).get("loss") for line in (each / "metrics.jsonl").read_text().splitlines()]
+        for each in (straight, out)
+    ]
+    assert losses[0] == losses[1]

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from regard.checks import ArgumentError
 from regard.training import TOKENIZERS, byte_tokenizer, char_tokenizer, encode
 from regard.training.data import tokenizers
-from regard.training.data.tokenizers import bpe_tokenizer
+from regard.training.data.tokenizers import bpe_tokenizer, build_tokenizer
 
 ALPHABET = "abc <pad>\n\t é漢🎉Ġ'.,"
 CHAR, BYTE = char_tokenizer(ALPHABET), byte_tokenizer()
@@ -91,3 +92,29 @@ def test_frequent_pairs_are_merged_up_to_a_number_of_tokens(monkeypatch: pytest.
     few = bpe_tokenizer(text)
     assert len(few) == 260
     assert few.decode(few("é the")["input_ids"]) == "é the"
+
+
+def test_another_models_tokenizer_is_taken_by_its_folder(tmp_path: Path) -> None:
+    learned = bpe_tokenizer("the cat and the dog and the bird " * 20)
+    learned.pad_token = None
+    learned.save_pretrained(tmp_path)
+    found = build_tokenizer(str(tmp_path), "not used")
+    assert (found.pad_token, found.eos_token, found.padding_side) == ("<eos>", "<eos>", "left")
+    assert encode(found, "the dog, é").tolist() == encode(learned, "the dog, é").tolist()
+
+
+def test_tokenizers_that_training_cannot_use(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"cannot load the tokenizer .*/none"):
+        build_tokenizer(str(tmp_path / "none"), "")
+    backend = json.loads(byte_tokenizer().backend_tokenizer.to_str()) | {"added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ArgumentError, match="neither a pad_token nor an eos_token"):
+        build_tokenizer(str(tmp_path), "")
+    code = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "eos_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ArgumentError, match="trust_remote_code"):
+        build_tokenizer(str(tmp_path), "")
+    with pytest.raises(ArgumentError, match=r"unknown tokenizer 'cahr'\. Did you mean 'char'"):
+        build_tokenizer("cahr", "")

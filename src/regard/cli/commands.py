@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from .show import print_pairs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..training.data.text import Source
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -36,7 +39,7 @@ def train(argv: list[str]) -> int:
     validate(config)  # before the slow imports
     if config.task is not None:
         return _train_task(config)
-    from ..training.processes import main_process
+    from ..training.device import main_process
     from ..training.run import train as run
 
     summary = run(config)
@@ -84,7 +87,13 @@ class EvalOptions:
     stride: int | None = None
     """Tokens by which windows advance; a smaller stride gives more context. By default half the context."""
     batch: int = 16
-    """Windows per forward pass."""
+    """Windows, or examples of tasks, per forward pass."""
+    lm_eval: tuple[str, ...] = ()
+    """Score on these tasks of the package lm-eval instead, such as hellaswag piqa. Most of them download their data."""
+    limit: int | None = None
+    """Examples per task of --lm-eval, the first ones. By default all."""
+    tasks: Path | None = None
+    """Folder of YAML files with further tasks for --lm-eval."""
     device: str = "auto"
     """'cpu', 'cuda', 'mps', or 'auto' for the fastest available."""
 
@@ -92,7 +101,7 @@ class EvalOptions:
 def evaluate(argv: list[str]) -> int:
     """Run `regard eval`."""
     options = parse(EvalOptions, argv, command="eval", epilogue=_EVAL)
-    for name, least in (("context", 2), ("stride", 1), ("batch", 1)):
+    for name, least in (("context", 2), ("stride", 1), ("batch", 1), ("limit", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ArgumentError(f"eval: --{name} is {value}, expected at least {least}.")
@@ -106,6 +115,8 @@ def evaluate(argv: list[str]) -> int:
     if options.run.is_dir() and (saved_task := task_run(options.run, call="eval")) is not None:
         return _eval_task(saved_task, options, device)
     model, tokenizer = load_model(options.run, call="eval")
+    if options.lm_eval:
+        return _eval_harness(model.to(device), tokenizer, options)
     text, chunks, saved = _eval_text(options)
     context = options.context or (saved.context if saved else model.config.max_position_embeddings)
     if options.stride is not None and options.stride >= context:
@@ -122,6 +133,7 @@ def evaluate(argv: list[str]) -> int:
         raise ArgumentError(f"eval: with --batch {options.batch} and --context {context}: {error}") from None
     lines = [
         ("loss", f"{result.loss:.6f} nats/token over {result.tokens:,} tokens"),
+        ("perplexity", f"{math.exp(result.loss):.4f} per token; the first token is not predicted (no prefix token)"),
         ("bits per character", f"{result.bits_per_char:.6f}"),
         ("bits per byte", f"{result.bits_per_byte:.6f}"),
         ("speed", f"{result.tokens_per_second:,.0f} tokens/s"),
@@ -132,6 +144,24 @@ def evaluate(argv: list[str]) -> int:
     if unknown:
         lines.append(("unknown characters", f"{unknown:,} (each counted as one token <unk>)"))
     print_pairs(lines)
+    return 0
+
+
+def _eval_harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: EvalOptions) -> int:
+    """Score a model on tasks of lm-eval."""
+    from ..training.task.harness import harness_scores
+
+    given = ("data", "context", "stride")
+    if any(getattr(options, name) is not None for name in given):
+        raise ArgumentError("eval: --lm-eval scores tasks; omit --data, --context and --stride.")
+    found = harness_scores(
+        model, tokenizer, options.lm_eval, limit=options.limit, batch=options.batch, folder=options.tasks
+    )
+    rows = [
+        (f"{task} {metric}", f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+        for task, metric, value, error in found.scores
+    ]
+    print_pairs([*rows, ("prefix token", repr(found.prefix))])
     return 0
 
 

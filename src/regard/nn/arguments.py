@@ -10,6 +10,24 @@ from ..checks import ArgumentError, optional_whole, refuse, require, shape, size
 from ..precision import autocast
 
 
+def is_plain(weight: Tensor) -> bool:
+    """Return whether a weight holds its numbers as they are; quantised ones are integers or of one byte."""
+    return weight.is_floating_point() and weight.dtype.itemsize > 1
+
+
+def as_input(x: Tensor, layer: nn.Linear) -> Tensor:
+    """Return x in the dtype of the layer's matrix; as it is for a quantised layer, which converts it itself."""
+    return x.to(layer.weight.dtype) if is_plain(layer.weight) else x
+
+
+def plain_matrix(call: str, layer: nn.Linear) -> Tensor:
+    """Return the matrix of a layer, for computing with it directly; raise `ArgumentError` if it is quantised."""
+    if not is_plain(layer.weight):
+        mend = "leave the layer out when quantising (llm_int8_skip_modules, modules_to_not_convert)"
+        raise ArgumentError(f"{call}: a matrix is quantised ({layer.weight.dtype}), which cannot be read; {mend}.")
+    return layer.weight
+
+
 def check_hidden(call: str, name: str, given: Any, size: int, layer: nn.Module) -> None:
     """Check hidden states [B, T, C] with T >= 1 in the dtype of `layer`'s weights.
 
@@ -19,7 +37,7 @@ def check_hidden(call: str, name: str, given: Any, size: int, layer: nn.Module) 
     if given.shape[1] == 0:
         raise ArgumentError(f"{call}: {name} has shape {shape(given)}, expected {sizes(('B', 'T', size))} with T >= 1.")
     weight = next(layer.parameters(), None)
-    if weight is None or not weight.is_floating_point() or weight.dtype.itemsize == 1:
+    if weight is None or not is_plain(weight):
         return
     if given.is_meta and not weight.is_meta:
         raise ArgumentError(f"{call}: {name} is on meta, but the layer on {weight.device}; move one with .to().")

@@ -238,7 +238,9 @@ class FunctionalGradient(nn.Module):
             raise refuse(CALL, "cache", cache, "a cache with pending and extend, or None")
         check_hidden(CALL, "covariates", covariates, self.covariate_size, self.k_proj)
         rows = covariates.shape[1]
-        of = {"like": covariates, "of": "covariates", "why": f" for covariates {shape(covariates)}"}
+        # torch.compile cannot trace the text of a symbolic length
+        why = "" if torch.compiler.is_compiling() else f" for covariates {shape(covariates)}"
+        of = {"like": covariates, "of": "covariates", "why": why}
         tensor(CALL, "values", values, covariates.shape[0], "n", self.value_size, **of)
         if values.dtype != covariates.dtype and not autocast(values.device.type):
             raise ArgumentError(f"{CALL}: values is {values.dtype}, but covariates {covariates.dtype}; convert one.")

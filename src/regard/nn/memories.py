@@ -46,6 +46,9 @@ class MemoryLayer(nn.Module):
     defaults: ClassVar[Mapping[str, Any]]
     forward: Callable[..., tuple[Tensor, Any]]
 
+    def reset_parameters(self) -> None:
+        """Draw new initial values of the layer's own tensors; by default there are none."""
+
     def fast_numbers(self) -> int:
         """Return how many numbers are written at test time and are not parameters."""
         return 0

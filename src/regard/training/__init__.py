@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .models import language_model, model_config
     from .run import RunSummary, train
     from .storage.folder import load_model
+    from .storage.reproducer import rerun
 
 _HOMES = {
     "config": ("TrainConfig",),
@@ -34,6 +35,7 @@ _HOMES = {
     "storage.folder": ("load_model",),
     "generate": ("generate_text",),
     "models": ("language_model", "model_config"),
+    "storage.reproducer": ("rerun",),
     "run": ("RunSummary", "train"),
     "data.text": ("Text", "load_text", "split_text"),
     "data.tokenizers": ("TOKENIZERS", "byte_tokenizer", "char_tokenizer", "encode", "gpt2_tokenizer"),

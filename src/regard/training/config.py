@@ -33,7 +33,8 @@ class DataOptions:
     """Read a data set as it is needed, in order, without a copy on this machine."""
     tokenizer: str = "char"
     """Tokens: 'char' (one per known character), 'byte' (one per UTF-8 byte), 'bpe' (at most 32,000, learned from the
-    text) or 'gpt2' (GPT-2's 50257 tokens)."""
+    text), 'gpt2' (GPT-2's 50257 tokens), or another model's: a folder, or a name with a slash on the Hugging Face
+    Hub."""
     validation: float = 0.1
     """Fraction of the text, at its end, that is held out for evaluation."""
     context: int = 256

@@ -20,14 +20,14 @@ from .config import TrainConfig
 from .data.corpus import Corpus, encode_part, open_source, work_folder
 from .data.stream import StreamedWindows
 from .data.text import Source
-from .data.tokenizers import TOKENIZERS
-from .device import resolve_device
+from .data.tokenizers import build_tokenizer
+from .device import check_agreement, main_process, refuse_sharding_on_cpu, resolve_device
 from .errors import TrainingInterrupted, one_line
 from .generate import opening
 from .models import language_model
-from .processes import check_agreement, main_process, refuse_sharding_on_cpu
 from .quiet import quiet_transformers, unconverged_once
 from .storage import folder
+from .storage.card import write_card
 from .storage.checkpoints import last_good, remove_after, step_of, write_summary, writing
 from .storage.lock import only_run
 from .storage.resuming import check_checkpoint
@@ -137,7 +137,7 @@ def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
     if config.resume:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
-        tokenizer = TOKENIZERS.get(config.tokenizer)(text.split(config.validation)[0])
+        tokenizer = build_tokenizer(config.tokenizer, text.split(config.validation)[0])
     place = work_folder(config.out)
     try:
         learn, held_out = (encode_part(tokenizer, part, text, place) for part in text.split(config.validation))
@@ -264,4 +264,6 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunS
     )
     if main_process():
         write_summary(config.out, asdict(summary))
+        with trainer.own_config(), writing(config.out / "model", config.out):
+            write_card(config.out / "model", config, model, corpus.text, asdict(summary))
     return summary

@@ -29,10 +29,12 @@ from ..checks import ArgumentError, require
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock, StepNumber
 from .data.stream import StreamedWindows
+from .device import main_process
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
 from .muon import MuonAdamW
 from .storage.checkpoints import last_good, sealing
+from .storage.reproducer import NON_FINITE, first_non_finite, keep, non_finite_gradient
 from .storage.resuming import put_weights
 
 
@@ -144,17 +146,15 @@ class RegardTrainer(Trainer):
         if not torch.isfinite(loss):
             with self.compute_loss_context_manager():
                 culprit = first_non_finite(self.model, inputs)
-            raise TrainingStopped(self._stopped(f"the loss is {loss.item()}", culprit))
+            raise TrainingStopped(self._stopped(f"the loss is {loss.item()}", culprit, inputs))
         return result
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients of one micro-batch; raise `TrainingStopped` before the step if one is not finite."""
-        loss = super().training_step(*args, **kwargs)
-        named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
-        if not torch.isfinite(nn.utils.get_total_norm([grad for _, grad in named])):
-            bad = next((name for name, grad in named if not torch.isfinite(grad).all()), None)
-            culprit = f"the gradient of {bad}" if bad else "the norm of all gradients (each is finite)"
-            raise TrainingStopped(self._stopped("the gradient is not finite", culprit))
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        culprit = non_finite_gradient(self.model)
+        if culprit is not None:
+            raise TrainingStopped(self._stopped("the gradient is not finite", culprit, inputs))
         return loss
 
     @contextmanager
@@ -167,9 +167,13 @@ class RegardTrainer(Trainer):
         finally:
             config.use_cache = training
 
-    def _stopped(self, what: str, culprit: str) -> str:
+    def _stopped(self, what: str, culprit: str, inputs: dict[str, Any]) -> str:
+        run = Path(self.args.output_dir)
+        kept = keep(
+            run / (NON_FINITE if main_process() else f"{NON_FINITE}-{self.args.process_index}"), self.model, inputs
+        )
         place = f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}"
-        return f"{place}; {last_good(Path(self.args.output_dir))}"
+        return f"{place}; {kept}{last_good(run)}"
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         put_weights(self.model if model is None else model, Path(resume_from_checkpoint), call="train")
@@ -207,35 +211,3 @@ class SinceLog(TrainerCallback, ExportableState):
             raise ArgumentError(f"train: the checkpoint of step {state.global_step} holds a damaged SinceLog: {kept}.")
         self.trainer._tr_loss.fill_(loss)
         self.trainer._globalstep_last_logged = step
-
-
-@torch.no_grad()
-def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
-    """Return the first parameter, or else the first module output in one more pass, that holds NaN or infinity."""
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            return f"parameter {name}"
-    outputs: list[str] = []
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not outputs and not all(torch.isfinite(t).all() for t in _float_tensors(output)):
-                outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
-
-        return hook
-
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
-    try:
-        model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs[0] if outputs else "the loss itself (every output of a module is finite)"
-
-
-def _float_tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested outputs."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in items for tensor in _float_tensors(item)]

@@ -41,9 +41,10 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     if not config.spec:
         raise ArgumentError(f"{call}: --spec is empty; give a spec such as softmax.")
     specs = _specs(config, call)
-    from .data.tokenizers import TOKENIZERS
+    from .data.tokenizers import TOKENIZERS, is_elsewhere
 
-    TOKENIZERS.get(config.tokenizer)
+    if not is_elsewhere(config.tokenizer):
+        TOKENIZERS.get(config.tokenizer)
     if new:
         _check_trackers(config, call)
         from .device import resolve_device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import get_annotations
@@ -13,6 +14,7 @@ from ... import Spec
 from ...checks import ArgumentError, closest, flags, number, refuse, require, suggestion
 from ...grammar import as_spec
 from ...nn.arguments import positive_int
+from .auto_module import write_auto_module
 
 # Keywords that transformers passes besides the fields, when it loads or converts a configuration.
 _TRANSFORMERS_KEYS = {
@@ -63,6 +65,8 @@ class RegardConfig(PreTrainedConfig):
         "per_layer_config": "mixers sets the type of each layer",
     }
     """Fields of transformers that the model does not use, with the reason; they are refused instead of ignored."""
+    auto_classes: ClassVar[dict[str, type]] = {}
+    """Configuration and models by the name of transformers' Auto class, set when the model is registered."""
     size_field: ClassVar[str]
     """The field that `match_parameters` changes."""
 
@@ -95,6 +99,7 @@ class RegardConfig(PreTrainedConfig):
         wrong = f"the configuration is of model type {given!r}, expected {cls.model_type!r}"
         auto = "transformers.AutoModelForCausalLM chooses the class by itself"
         require(given == cls.model_type, cls.__name__, f"{wrong}; {auto}.")
+        config_dict = {name: value for name, value in config_dict.items() if name != "auto_map"}  # we are its classes
         return_unused = kwargs.pop("return_unused_kwargs", False)  # then the caller checks unused keywords
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         config.normalise()
@@ -102,6 +107,18 @@ class RegardConfig(PreTrainedConfig):
         unknown = {name: value for name, value in unused.items() if name not in LOADING_KEYS}
         config._refuse_unknown({n: v for n, v in unknown.items() if not return_unused or closest(n, names, 0.85)})
         return (config, unused) if return_unused else config
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: transformers would copy source files into the folders of saved models."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save as transformers does, with the file by which programs that do not import regard find its classes."""
+        self.auto_map = write_auto_module(self.auto_classes, save_directory)
+        try:
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        finally:
+            del self.auto_map  # of the file, not of the model
 
     @property
     def call(self) -> str:

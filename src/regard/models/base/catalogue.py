@@ -29,6 +29,8 @@ class LanguageModel:
     about: str
 
     def __post_init__(self) -> None:
+        classes = {"AutoConfig": self.config, "AutoModel": self.model.model_class, "AutoModelForCausalLM": self.model}
+        self.config.auto_classes = classes
         AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
         AutoModel.register(self.config, self.model.model_class, exist_ok=True)
         AutoModelForCausalLM.register(self.config, self.model, exist_ok=True)

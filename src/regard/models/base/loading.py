@@ -20,6 +20,10 @@ class CheckedLoading(PreTrainedModel):
     """A transformers model whose `from_pretrained` refuses checkpoints that do not fit."""
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: transformers would copy source files into the folders of saved models."""
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model with transformers' `from_pretrained`; with path None, from `config` and `state_dict`.
 
@@ -107,5 +111,6 @@ def misfits(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:
         wrong.append("the tensors are those of another model")
     if wrong:
         return wrong
-    values = ((name, value) for name, value in tensors.items() if value.is_floating_point() and not value.is_meta)
+    plain = (torch.Tensor, torch.nn.Parameter)  # quantised tensors are of classes of their own, with few operations
+    values = ((n, x) for n, x in tensors.items() if type(x) in plain and x.is_floating_point() and not x.is_meta)
     return [f"not finite: {name}" for name, value in values if not value.isfinite().all()][:1]

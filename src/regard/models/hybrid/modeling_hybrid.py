@@ -54,6 +54,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         options: Any = config.memory_options or {}  # read by config.normalise
         for name in config.layer_memories().get(layer_idx, []):
             memory = memory_layers.get(name)(config.hidden_size, **options.get(name, {}))
+            own = (*memory.parameters(recurse=False), *memory.buffers(recurse=False))
+            memory._is_hf_initialized = not any(x.is_meta for x in own)  # transformers: it has drawn its values
             if memory.replaces_feed_forward:
                 self.mlp = memory
             else:
@@ -144,11 +146,13 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise as transformers does, then learned temperatures, ridges and token mixers."""
+        """Initialise as transformers does, then learned temperatures, ridges, token mixers and memories."""
         super()._init_weights(module)
         init_attention(module)
-        if isinstance(module, TokenMixer):
-            module.init_weights()
+        if hasattr(module, "init_weights") and not isinstance(module, RegardPreTrainedModel):
+            module.init_weights()  # of a mixer, or of a part of one
+        if isinstance(module, MemoryLayer):
+            module.reset_parameters()
 
 
 class HybridModel(HybridPreTrainedModel, RegardModel):

@@ -53,7 +53,8 @@ class TokenMixer(nn.Module, ABC):
     def init_weights(self) -> None:
         """Initialise the parameters that transformers does not know, after its own initialisation; by default none.
 
-        Use `transformers.initialization`, which leaves loaded parameters unchanged.
+        Use `transformers.initialization`, which leaves loaded parameters unchanged. transformers passes over a module
+        without parameters of its own, so a submodule whose parameters need this defines `init_weights` itself.
         """
 
 

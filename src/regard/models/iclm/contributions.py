@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...checks import ArgumentError, is_integer, refuse
+from ...nn.arguments import plain_matrix
 from ..base.base import RegardForCausalLM
 from .slots import of_tokens
 
@@ -183,7 +184,9 @@ def trace(
         positions=chosen,
         weights=wide(weights),
         values=wide(values),
-        outputs=wide(a.o_proj.weight.unflatten(1, (a.num_heads, -1)).transpose(0, 1) for a in attns),
+        outputs=wide(
+            plain_matrix("contributions", a.o_proj).unflatten(1, (a.num_heads, -1)).transpose(0, 1) for a in attns
+        ),
         added=wide(of_tokens(x, slots, tokens, 1)[:, chosen] for x in record["added"]),
         scale=scale,
         gain=plain(inner.ln_final.weight),

@@ -174,8 +174,11 @@ class ICLMPreTrainedModel(RegardPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise as transformers does, and the start vector like an embedding."""
+        """Initialise as transformers does, the last norm too, and the start vector like an embedding."""
         super()._init_weights(module)
+        if isinstance(module, FinalNorm):  # transformers knows norms by the names of their classes
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
         if isinstance(module, StartVector):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
 

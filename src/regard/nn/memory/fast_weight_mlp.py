@@ -88,13 +88,12 @@ class FastWeightMLP(FastWeightLayer):
         self._make(hidden_size, in_dim, value_dim, first, learn_initial, **mix)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new first weights, uniform in +-1/sqrt(inputs), as `torch.nn.Linear` does."""
         for name in NAMES:
             weight = getattr(self, name)
             bound = (weight.shape[1] - 1) ** -0.5
-            weight.uniform_(-bound, bound)
+            torch.nn.init.uniform_(weight, -bound, bound)
 
     def extra_repr(self) -> str:
         """Return sizes and rule, for `print(model)`."""

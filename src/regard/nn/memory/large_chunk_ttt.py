@@ -20,7 +20,7 @@ from ...memory.large_chunk import LargeChunkMemory, LargeChunkState, flush, larg
 from ...memory.stream import check_held
 from ...pairwise.attention import attention, diagnosed_attention
 from ...recurrent.states import State, require_state
-from ..arguments import check_heads, check_hidden, check_layer_idx, check_positions, positive_int
+from ..arguments import as_input, check_heads, check_hidden, check_layer_idx, check_positions, positive_int
 from ..attention.norm import HeadRMSNorm
 from ..attention.rotary import rotate
 from ..hooks import HookPoint
@@ -151,11 +151,10 @@ class LargeChunkTTT(nn.Module):
         self.hook_read, self.hook_out = HookPoint(), HookPoint()
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new first weights, N(0, 1 / inputs)."""
         for weight in (self.gate, self.up, self.down):
-            weight.normal_(std=weight.shape[-1] ** -0.5)
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, num_heads: int, **options: Any) -> LargeChunkTTT:
@@ -206,7 +205,7 @@ class LargeChunkTTT(nn.Module):
         segments(CALL, segment_ids, batch, length, hidden_states.device)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
         flag(CALL, "output_attentions", output_attentions)
-        hidden = tokens.hidden.to(self.o_proj.weight.dtype)
+        hidden = as_input(tokens.hidden, self.o_proj)
         query, key = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden))
         value = self.v_proj(hidden)
         read, fast = self._learn(hidden, query, key, value, position_embeddings, tokens, layer, segment_ids)

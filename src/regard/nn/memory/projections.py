@@ -23,7 +23,7 @@ from ...checks import ArgumentError, boolean_mask, finite, flags, floating, numb
 from ...memory.slot_memory import mixed
 from ...memory.stream import check_held
 from ...precision import clean
-from ..arguments import positive_int
+from ..arguments import as_input, positive_int
 from ..attention.norm import HeadRMSNorm
 from ..hooks import HookPoint
 from ..memories import MemoryLayer
@@ -150,7 +150,7 @@ def z_score(x: Tensor) -> Tensor:
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Apply `layer` to x, cast to the dtype of its matrix."""
-    return layer(x.to(layer.weight.dtype))
+    return layer(as_input(x, layer))
 
 
 class FastWeightLayer(MemoryLayer):

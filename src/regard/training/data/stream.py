@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from ...checks import ArgumentError, require
 from ..errors import one_error
 from ..storage.files import read_text
-from .tokenizers import encode
+from .tokenizers import encode_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,9 +126,8 @@ class StreamedWindows(Dataset):
         """Yield windows from a place on, int32 [C], each with the place after it."""
         state, skip = place or (None, 0)
         left = torch.empty(0, dtype=torch.int32)
-        end = torch.tensor([self.tokenizer.eos_token_id], dtype=torch.int32)
         for text, before in self.documents.after(state):
-            tokens = torch.cat([encode(self.tokenizer, text), end])
+            tokens = torch.cat(list(encode_chunks(self.tokenizer, [text], documents=True)))
             left, skip = torch.cat([left, tokens[skip:]]), 0
             while len(left) >= self.context:
                 window, left = left[: self.context], left[self.context :]

@@ -12,6 +12,7 @@ character tokenizer, in which each unknown character becomes `<unk>`.
 from __future__ import annotations
 
 import json
+import os
 import re
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...checks import require
 from ...registry import Registry
 from ..errors import one_error
 from .gpt2_files import gpt2_vocabulary
@@ -91,6 +93,35 @@ def gpt2_tokenizer(text: str | Iterable[str] = "") -> PreTrainedTokenizerBase:
     return _byte_level(*gpt2_vocabulary(), use_regex=True, pad_token=end, eos_token=end)
 
 
+def is_elsewhere(name: str) -> bool:
+    """Return whether a tokenizer is not one of `TOKENIZERS` but a folder or a name with a slash, as on the Hub."""
+    return name not in TOKENIZERS and ("/" in name or os.sep in name or os.path.isdir(name))
+
+
+def build_tokenizer(name: str, text: str | Iterable[str]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of that name in `TOKENIZERS`, built for `text`, or another model's by `AutoTokenizer`.
+
+    The end of text is used as padding if the other model has none; an attention mask tells them apart.
+
+    Raises:
+        ArgumentError: an unknown name, or a tokenizer that cannot be loaded, needs code of its own, is not a fast
+            one, or has neither padding nor an end of text.
+    """
+    if not is_elsewhere(name):
+        return TOKENIZERS.get(name)(text)
+    from transformers import AutoTokenizer
+
+    with one_error(f"train: cannot load the tokenizer {name}"):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
+    require(tokenizer.is_fast, "train", f"the tokenizer {name} has no fast form (tokenizer.json), which is needed.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    padded = tokenizer.pad_token is not None
+    require(padded, "train", f"the tokenizer {name} has neither a pad_token nor an eos_token; give it one and save it.")
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     """Return the tokens of a text, int32 [n], without special tokens.
 
@@ -110,6 +141,8 @@ def encode_chunks(
     With `documents`, each chunk is a text of its own, and an end-of-text token follows it. A text in which the
     tokenizer has no known place to cut is taken into memory; raises as `encode`.
     """
+    told = tokenizer.eos_token_id is not None or not documents
+    require(told, "encode", "the tokenizer has no eos_token, which ends each document; give it one and save it.")
     seams, end = _seams(tokenizer), [tokenizer.eos_token_id]
     if documents:  # "" has no tokens of its own
         pieces = (

@@ -47,7 +47,7 @@ _MAY_CHANGE = (
     "overwrite",
 )  # the text itself is compared by digest
 _FILES = ("config.json", "run.json", "summary.json", "metrics.jsonl")
-_OURS = (*_FILES, *(name + ".tmp" for name in _FILES), "tokenizer", "model", "model.tmp", "tensorboard")
+_OURS = ("non-finite", *_FILES, *(name + ".tmp" for name in _FILES), "tokenizer", "model", "model.tmp", "tensorboard")
 
 
 def check_out(config: TrainConfig, *, call: str) -> None:

@@ -16,10 +16,9 @@ from ...models.base.catalogue import language_models
 from ...tasks import TokenTask
 from ..callbacks import MetricsFile, StopGently
 from ..config import TrainConfig
-from ..device import resolve_device
+from ..device import refuse_several, resolve_device
 from ..errors import TrainingInterrupted
 from ..models import model_config
-from ..processes import refuse_several
 from ..quiet import quiet_transformers
 from ..storage import folder
 from ..storage.checkpoints import last_good, step_of, write_summary

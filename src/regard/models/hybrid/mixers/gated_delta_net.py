@@ -51,6 +51,15 @@ class GatedDeltaCacheLayer(StateCacheLayer):
     delta: GatedDeltaState | None
 
 
+class GatedDeltaNetwork(qwen.Qwen3NextGatedDeltaNet):
+    """Qwen3-Next's layer; it sets its own parameters, since transformers passes over modules that have none."""
+
+    def init_weights(self) -> None:
+        """Set the decay of the heads as Qwen3-Next does."""
+        init.ones_(self.dt_bias)
+        init.copy_(self.A_log, torch.empty_like(self.A_log, device="cpu").uniform_(0.01, 16).log_())
+
+
 @token_mixers.register("gated-deltanet", "gdn")
 class GatedDeltaNet(StateMixer):
     """A short convolution, then a linear memory with a forget gate, updated by the delta rule.
@@ -91,17 +100,13 @@ class GatedDeltaNet(StateMixer):
             linear_value_head_dim=head_dim, linear_conv_kernel_dim=conv_size,
         )  # fmt: skip
         self.layer_idx = check_layer_idx("GatedDeltaNet", layer_idx)
-        self.net = qwen.Qwen3NextGatedDeltaNet(config, 0)
+        self.net = GatedDeltaNetwork(config, 0)
+        self.net._is_hf_initialized = not self.net.A_log.is_meta  # transformers: it has drawn its values
 
     @staticmethod
     def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> GatedDeltaNet:
         """Build the layer of a hybrid model."""
         return GatedDeltaNet(config.hidden_size, **options, norm_eps=config.rms_norm_eps, layer_idx=layer_idx)
-
-    def init_weights(self) -> None:
-        """Set the decay of the heads as Qwen3-Next does."""
-        init.ones_(self.net.dt_bias)
-        init.copy_(self.net.A_log, torch.empty_like(self.net.A_log, device="cpu").uniform_(0.01, 16).log_())
 
     def advance(
         self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ....nn.arguments import plain_matrix
 from ....recurrent.packing import by_document, documents
 from ....recurrent.states import State
 from ..convolutions import long_convolution
@@ -58,8 +59,9 @@ class Hyena(RecurrentMixer):
         lag = torch.arange(length, device=self.log_rate.device, dtype=wide)
         turns = lag[:, None] * 2.0 ** torch.arange(WAVES, device=lag.device) * (2 * pi / LONGEST)
         features = torch.cat([lag[:, None] / LONGEST, turns.sin(), turns.cos()], -1)
-        hidden = nn.functional.linear(features, self.filter_in.weight.to(wide), self.filter_in.bias.to(wide)).sin()
-        made = nn.functional.linear(hidden, self.filter_out.weight.to(wide)).T.unflatten(0, self.log_rate.shape)
+        first, last = (plain_matrix(f"Hyena: {n}", getattr(self, n)) for n in ("filter_in", "filter_out"))
+        hidden = nn.functional.linear(features, first.to(wide), self.filter_in.bias.to(wide)).sin()
+        made = nn.functional.linear(hidden, last.to(wide)).T.unflatten(0, self.log_rate.shape)
         return made * torch.exp(-self.log_rate.to(wide).exp()[..., None] * lag)
 
     def recall(self, heads: Heads) -> tuple[Tensor, State | None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from transformers import initialization as init
+
 from ....memory.large_chunk import LargeChunkState
 from ....nn.memory.large_chunk_ttt import LargeChunkTTT, WindowState
 from ...base.cache_layers import StateCacheLayer
@@ -41,8 +43,11 @@ class LargeChunkMixer(LargeChunkTTT, TokenMixer):
         return LargeChunkMixer(*sizes, layer_idx=layer_idx, norm_eps=eps, **options)
 
     def init_weights(self) -> None:
-        """Set the first fast weights."""
+        """Set the first fast weights, and the scales and shifts of queries and keys."""
         self.reset_parameters()
+        for part in ("q", "k"):
+            init.ones_(getattr(self, f"{part}_scale"))
+            init.zeros_(getattr(self, f"{part}_shift"))
 
     def write_waiting(self, layer: LargeChunkCacheLayer) -> None:
         """Write the last, incomplete chunk."""

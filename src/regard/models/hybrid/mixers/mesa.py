@@ -29,8 +29,9 @@ class MesaNet(RecurrentMixer):
         self.ridge = nn.Parameter(torch.zeros(num_heads, head_dim))
 
     def init_weights(self) -> None:
-        """Set the forgetting gates so that a head keeps most of what it knows."""
+        """Set the forgetting gates so that a head keeps most of what it knows, and the ridges."""
         init.constant_(self.keep.bias, 4.0)
+        init.zeros_(self.ridge)
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
         rates: dict[str, Any] = {

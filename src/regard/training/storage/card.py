@@ -1,0 +1,120 @@
+"""The model card: README.md in the folder of a trained model, made from its configuration, its data and its results."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._version import __version__
+from ..config import DataOptions, OptimiserOptions, TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..data.text import Source
+
+_BODY = """
+# {name}
+
+{about} Trained with [regard](https://pypi.org/project/regard/) {version}.
+
+{parameters:,} parameters; `{config}`.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer  # pip install "regard[lm]"
+
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+The code that is trusted is `regard_auto.py`, an import of the installed regard. After `import regard.models`,
+`trust_remote_code` is not needed.
+
+## Model
+
+{fields}
+
+## Training
+
+{steps:,} steps on {text}: {held_out}
+
+{options}
+
+## Results
+
+Over all held-out text, in windows of {context} tokens that advance by half of that; every token but the first is
+predicted once, from at least half a window before it.
+
+{results}
+"""
+
+
+def write_card(
+    folder: Path, config: TrainConfig, model: PreTrainedModel, text: Source, summary: dict[str, Any]
+) -> None:
+    """Write README.md, with the metadata that the Hugging Face Hub reads; `summary` is that of summary.json.
+
+    Names of folders on this machine stay out.
+    """
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    from ...models import language_models
+    from ...models.base.base_config import own_fields
+
+    kinds = (entry for _, entry in language_models.items() if isinstance(model.config, entry.config))
+    about = next((entry.about for entry in kinds), f"A {type(model).__name__}.")
+    name, source = config.out.resolve().name, text.path.name
+    measured = {
+        "loss in nats per token": summary["loss"],
+        "bits per character": summary["bits_per_char"],
+        "bits per byte": summary["bits_per_byte"],
+    }
+    results = [
+        EvalResult(
+            task_type="text-generation", dataset_type="text", dataset_name=f"{source}, held-out part",
+            metric_type=metric.replace(" ", "_"), metric_name=metric, metric_value=round(value, 6),
+        )
+        for metric, value in measured.items()
+    ]  # fmt: skip
+    data = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["regard", model.config.model_type],
+        model_name=name, eval_results=results,
+    )  # fmt: skip
+    options = [field.name for part in (DataOptions, OptimiserOptions) for field in fields(part) if field.name != "data"]
+    body = _BODY.format(
+        name=name,
+        about=about,
+        version=__version__,
+        parameters=summary["parameters"],
+        config=type(model.config).__name__,
+        fields=_table({field: getattr(model.config, field) for field in own_fields(type(model.config))}),
+        steps=summary["step"],
+        text=source,
+        held_out=_held_out(text, config.validation),
+        context=config.context,
+        options=_table({option: getattr(config, option) for option in options if not _unused(config, option)}),
+        results=_table({metric: f"{value:.4f}" for metric, value in measured.items()}),
+    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n{body}").save(folder / "README.md")
+
+
+def _held_out(text: Source, validation: float) -> str:
+    """Return the size of the text and which part was held out."""
+    size = f"{text.characters:,} characters, SHA-256 `{text.sha256}`"
+    if text.stream is not None:
+        return f"a stream, of which the first documents were held out ({size})."
+    return f"{size}. Its last {validation:.0%} were held out."
+
+
+def _unused(config: TrainConfig, option: str) -> bool:
+    """Return whether an option has no part in a run on a text."""
+    return option in ("task", "setting", "task_option", "device") or getattr(config, option) is None
+
+
+def _table(rows: dict[str, Any]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines])

@@ -1,0 +1,107 @@
+"""A step with numbers that are not finite: what is kept of it, and how to run it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NON_FINITE = "non-finite"
+"""The folder inside a run folder."""
+BATCH = "batch.safetensors"
+
+
+def keep(folder: Path, model: Any, inputs: dict[str, Any]) -> str:
+    """Save the weights and the batch of a step; return a clause for the error, empty if the disk does not take them."""
+    from safetensors.torch import save_file
+
+    try:
+        model.save_pretrained(folder)
+        save_file(
+            {n: x.detach().cpu().contiguous() for n, x in inputs.items() if isinstance(x, Tensor)}, folder / BATCH
+        )
+    except Exception:  # of many kinds; the error that is being reported matters more
+        return ""
+    return f"regard.training.rerun({str(folder)!r}) runs the step again; "
+
+
+def rerun(folder: str | Path) -> str | None:
+    """Run a step again that ended a run, and return the first tensor that is not finite.
+
+    Args:
+        folder: `non-finite` inside the run folder. It holds the weights before the step as a model that
+            `from_pretrained` reads, and the batch in `batch.safetensors`.
+
+    Returns:
+        The name of a parameter, of the output of a layer, or of a gradient; None if all numbers are finite here.
+
+    Raises:
+        ArgumentError: a folder without such files, files that cannot be read, or weights that are not finite: the error
+            names them.
+
+    What is in memories with fast weights, which earlier steps wrote, is not part of the weights.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from ...checks import ArgumentError
+    from ..quiet import quiet_transformers
+    from .files import regular_size
+    from .saved_model import read_model
+
+    path = Path(folder)
+    with quiet_transformers():
+        model = read_model(path, call="rerun").train()
+    try:
+        regular_size(path / BATCH)
+        inputs: dict[str, Any] = load_file(path / BATCH)
+    except (OSError, SafetensorError) as error:
+        raise ArgumentError(f"rerun: {path / BATCH} cannot be read: {error}.") from None
+    loss = model(**inputs).loss
+    if not torch.isfinite(loss):
+        return first_non_finite(model, inputs)
+    loss.backward()
+    return non_finite_gradient(model)
+
+
+def non_finite_gradient(model: nn.Module) -> str | None:
+    """Return which gradient, or the norm of all of them, is not finite; None if none."""
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    if torch.isfinite(nn.utils.get_total_norm([grad for _, grad in named])):
+        return None
+    bad = next((name for name, grad in named if not torch.isfinite(grad).all()), None)
+    return f"the gradient of {bad}" if bad else "the norm of all gradients (each is finite)"
+
+
+@torch.no_grad()
+def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
+    """Return the first parameter, or else the first module output in one more pass, that holds NaN or infinity."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"parameter {name}"
+    outputs: list[str] = []
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not outputs and not all(torch.isfinite(t).all() for t in _float_tensors(output)):
+                outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs[0] if outputs else "the loss itself (every output of a module is finite)"
+
+
+def _float_tensors(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in nested outputs."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for item in items for tensor in _float_tensors(item)]

@@ -1,0 +1,37 @@
+"""TRL's SFTTrainer: ten steps on texts, with gradient checkpointing, and the model that it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from any_model import make, text
+from small_words import tokenizer
+from transformers import AutoModelForCausalLM
+
+from regard.models import language_models
+
+trl = pytest.importorskip("trl", reason="the extra `peers` brings it")
+datasets = pytest.importorskip("datasets", reason="trl brings it")
+pytestmark = pytest.mark.peers
+
+
+@pytest.mark.parametrize("name", language_models.names())
+def test_ten_steps(name: str, tmp_path: Path) -> None:
+    model = make(name, "biweight", torch.float32)
+    rows = [" ".join(f"w{i}" for i in ids.tolist()) for ids in text(8, 12).clamp(min=2)]
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path), max_steps=10, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1,
+        gradient_checkpointing=True, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, save_steps=10,
+        max_length=16,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"text": rows})
+    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-10").eval()
+    tokens = text(2, 9)
+    torch.testing.assert_close(again(tokens).logits, trainer.model.eval()(tokens).logits)
