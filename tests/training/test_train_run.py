@@ -272,7 +272,7 @@ def test_tensorboard_hears_what_is_logged(run: Callable, out: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run(steps=2, save_every=1, report_to=("tensorboard",))
-    run(steps=3, resume=True, report_to=("tensorboard",))
+    run(steps=3, save_every=1, resume=True, report_to=("tensorboard",))
     told = EventAccumulator(str(out / "tensorboard"))
     told.Reload()
     logged = {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
