@@ -9,9 +9,10 @@ decoding: one query against a cache;
 memory: reading and writing a memory of fast weights;
 models: training steps of small language models, one for every preset, and of a hybrid model with memories.
 
-The JSON is written after every row. What a row fails with is stored in its place; where the device is lost with it, the
-run goes on in a fresh process. `--resume` measures what an earlier run had no time for. Peers are measured where they
-are installed: `pip install adasplash flash-linear-attention`.
+Rows run in a process of their own, which is killed when one takes too long and started again when the device is lost.
+The JSON is written before every row, which is then "running", and after it; what it fails with is stored in its place.
+`--resume` measures what an earlier run had no time for, and leaves out what hung. Peers are measured where they are
+installed: `pip install adasplash flash-linear-attention`.
 
 `--dry` runs every row at toy size on the CPU, in Triton's interpreter: it shows that the script runs, no more.
 """
@@ -19,23 +20,22 @@ are installed: `pip install adasplash flash-linear-attention`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if importlib.util.find_spec("regard") is None:  # a machine with torch and these sources alone
     sys.path.insert(0, str(ROOT / "src"))
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_worker import Worker  # noqa: E402
 
 PARTS = ("compact", "local_linear", "decoding", "memory", "models")
 STORED = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -45,8 +45,8 @@ FIGURE = ROOT / "docs" / "results" / "gpu-attention.png"
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-s", type=float, default=540, help="seconds that the rows may take (default 540)")
-    parser.add_argument("--row-s", type=float, default=120, help="seconds after which a row is given up (default 120)")
+    parser.add_argument("--minutes", type=float, default=9, help="minutes that the rows may take (default 9)")
+    parser.add_argument("--row-s", type=float, default=120, help="seconds after which a row is killed (default 120)")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=PARTS, help="parts to run; with none, only --write")
     parser.add_argument("--match", default="", help="only rows whose name holds this")
     parser.add_argument("--list", action="store_true", help="print the rows in their order, and stop")
@@ -65,7 +65,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def rows_of(bench: Any, parts: tuple[str, ...], match: str) -> list[Any]:
     """The rows of these parts in the order in which they run."""
-    found = [row for part in PARTS if part in parts for row in importlib.import_module(f"gpu_{part}").rows(bench)]
+    found = [row for part in parts for row in importlib.import_module(f"gpu_{part}").rows(bench)]
     names = [row.name for row in found]
     assert len(set(names)) == len(names), "two rows of one name"
     return sorted((row for row in found if match in row.name), key=lambda row: row.priority)
@@ -98,123 +98,83 @@ def main() -> int:
         print("no GPU here; --dry shows that the script runs, --list what it would measure.", file=sys.stderr)
         return 1
     if rows:
-        run(args, bench, rows, stored, out)
+        worker = Worker(dry=args.dry, tune_peers=args.tune_peers, parts=tuple(args.part), match=args.match)
+        try:
+            run(args, worker, rows, stored, out)
+        finally:
+            worker.stop()
     if args.write:
         write(args, gpu_table, stored)
     return 0
 
 
-def run(args: argparse.Namespace, bench: Any, rows: list[Any], stored: dict[str, Any], out: Path) -> None:
-    """Measure row after row and write the JSON after each."""
-    from gpu_measure import ceilings, provenance
-
+def run(args: argparse.Namespace, worker: Worker, rows: list[Any], stored: dict[str, Any], out: Path) -> None:
+    """Measure row after row and write the JSON before and after each."""
     begun = time.perf_counter()
-    stored.setdefault("runs", []).append(provenance(bench))
-    if not bench.dry and not args.cold:
+    stored.setdefault("runs", []).append(worker.ask("provenance"))
+    if not args.dry and not args.cold:
         save(out, stored)
-        warm_up(args, out, begun)
-    stored["ceilings"] = ceilings(bench)
-    done = stored.setdefault("rows", {})
+        warm_up(args, out, begun, stored["runs"][-1]["hardware"])
+    stored["ceilings"] = worker.ask("ceilings")
+    done, number = stored.setdefault("rows", {}), len(stored["runs"]) - 1
     for row in rows:
         before = done.get(row.name, {}).get("status")
-        if before == "measured" or (before in ("failed", "not available") and args.keep_errors):
+        if done.get(row.name, {}).get("error", "").startswith("left out"):
             continue
-        left = args.budget_s - (time.perf_counter() - begun)
-        if left < row.seconds and not bench.dry:
-            done.setdefault(row.name, {"part": row.part, "status": "no time"})
-        else:
-            limit = 3600 if bench.dry else min(args.row_s, max(left, 1))
-            done[row.name] = measured(row, limit, len(stored["runs"]) - 1)
-            say(row.name, done[row.name], time.perf_counter() - begun)
-        save(out, stored)
-        if done[row.name]["status"] == "failed" and lost(bench):
+        if before == "running":  # an earlier run was stopped with it
+            done[row.name] = {"part": row.part, "status": "hung", "error": "the run ended during this row"}
             leave_out(row, rows, done)
+        if before in ("measured", "hung", "running") or (before in ("failed", "not available") and args.keep_errors):
+            continue
+        left = 60 * args.minutes - (time.perf_counter() - begun)
+        if left < row.seconds and not args.dry:
+            done.setdefault(row.name, {"part": row.part, "status": "no time"})
             save(out, stored)
-            again(args, out, left - done[row.name]["seconds"])
+            continue
+        done[row.name] = {"part": row.part, "status": "running"}
+        save(out, stored)
+        entry = measured(row, worker, 3600 if args.dry else min(args.row_s, max(left, 1)))
+        done[row.name] = {"run": number, **entry}
+        say(row.name, entry, time.perf_counter() - begun)
+        if entry.pop("lost", False):
+            leave_out(row, rows, done)
+        save(out, stored)
     stored["runs"][-1]["seconds"] = round(time.perf_counter() - begun, 1)
     save(out, stored)
 
 
-def warm_up(args: argparse.Namespace, out: Path, begun: float) -> None:
+def measured(row: Any, worker: Worker, limit: float) -> dict[str, Any]:
+    """Return what a row finds; one that hangs or ends the process is stored too, and the next has a fresh process."""
+    start = time.perf_counter()
+    try:
+        entry = worker.ask(row.name, limit)
+    except TimeoutError as error:
+        entry = {"part": row.part, "status": "hung", "error": str(error), "lost": True}
+    except ChildProcessError as error:
+        entry = {"part": row.part, "status": "failed", "error": str(error), "lost": True}
+    if entry.get("lost"):
+        worker.stop()
+    return {"seconds": round(time.perf_counter() - start, 1), **entry}
+
+
+def warm_up(args: argparse.Namespace, out: Path, begun: float, hardware: dict[str, Any]) -> None:
     """A quarter of the time at most, which the rows then save."""
     import gpu_warm
-    import torch
 
     chosen = ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume"]
-    capability = 90 if torch.cuda.get_device_capability()[0] >= 9 else 80
-    done = gpu_warm.warm(chosen, args.budget_s / 4, capability)
+    capability = 90 if int(hardware["capability"].split(".")[0]) >= 9 else 80
+    done = gpu_warm.warm(chosen, 15 * args.minutes, capability)
     print(f"{time.perf_counter() - begun:6.1f} s  compiled ahead; {done} processes had done their share", flush=True)
 
 
-def measured(row: Any, limit: float, run: int) -> dict[str, Any]:
-    """What a row finds, or what it fails with."""
-    from gpu_peers import Missing
-
-    start, entry = time.perf_counter(), {"part": row.part, "run": run}
-    try:
-        with within(limit):
-            entry |= {"status": "measured", **row.run()}
-    except Missing as reason:
-        entry |= {"status": "not available", "reason": str(reason)}
-    except Exception as error:  # whatever it is: the other rows still count
-        entry |= {"status": "failed", "error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
-        entry["trace"] = traceback.format_exc().splitlines()[-6:]
-    entry["seconds"] = round(time.perf_counter() - start, 1)
-    return entry
-
-
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Within it a TimeoutError rises after so long, as soon as Python has its turn."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than {seconds:.3g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def lost(bench: Any) -> bool:
-    """Whether nothing runs on the device any more, after an illegal access say; what failed holds no memory."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    if bench.dry:
-        return False
-    try:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    except RuntimeError:
-        return True
-    return False
-
-
 def leave_out(row: Any, rows: list[Any], done: dict[str, Any]) -> None:
-    """What runs the same kernels as a row with which the device was lost is not tried: each such row would cost a start
-    of the process."""
+    """Mark what runs the same kernels as a row that hung or lost the device: each would cost a start."""
     place = 1 if row.part == "correctness" else -1
     for other in rows:
         same = other.part == row.part and other.name.split(", ")[place] == row.name.split(", ")[place]
         if same and done.get(other.name, {}).get("status") != "measured" and other.name != row.name:
-            error = f"left out: the device was lost with {row.name!r}"
+            error = f"left out: {row.name!r} hung or lost the device"
             done[other.name] = {"part": other.part, "status": "failed", "error": error, "seconds": 0.0}
-
-
-def again(args: argparse.Namespace, out: Path, left: float) -> None:
-    """Go on in a fresh process, with what is left of the time."""
-    print("the device is lost to this process; going on in another", flush=True)
-    command = [sys.executable, str(Path(__file__)), "--budget-s", str(max(left - 10, 0)), "--row-s", str(args.row_s)]
-    command += ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume", "--keep-errors"]
-    command += ["--page", str(args.page), "--figure", str(args.figure)]
-    command += ["--cold"] + ["--write"] * args.write + ["--tune-peers"] * args.tune_peers
-    os.execv(sys.executable, command)
 
 
 def say(name: str, entry: dict[str, Any], since: float) -> None:

@@ -76,7 +76,7 @@ def criteria(stored: Entry) -> list[Criterion]:
 def correct(stored: Entry) -> Iterator[Criterion]:
     every = [row for row in stored.get("rows", {}).values() if row["part"] == "correctness"]
     measured = [row for row in every if row["status"] == "measured"]
-    wrong = sum(not row["right"] for row in measured) + sum(row["status"] == "failed" for row in every)
+    wrong = sum(not row["right"] for row in measured) + sum(row["status"] in ("failed", "hung") for row in every)
     found = float(wrong) if measured or wrong else None
     counts = (len(measured), max(len(every), 1))
     yield Criterion("configurations whose outputs or gradients are off", "0", found, wrong == 0, counts)

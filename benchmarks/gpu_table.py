@@ -214,7 +214,7 @@ def models(stored: Entry) -> Iterator[str]:
 
 def missing(stored: Entry) -> Iterator[str]:
     """What has no number, and why."""
-    words = {"failed": "error", "not available": "reason"}
+    words = {"failed": "error", "hung": "error", "not available": "reason"}
     found: dict[str, list[str]] = {}
     for name, row in stored.get("rows", {}).items():
         if row["status"] != "measured":

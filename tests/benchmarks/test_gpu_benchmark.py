@@ -12,7 +12,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -219,56 +218,61 @@ def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
 # How it runs -------------------------------------------------------------------------------------------------------
 
 
-def options_for(out: Path, **others: Any) -> argparse.Namespace:
-    given = {"budget_s": 60.0, "row_s": 0.5, "part": PARTS, "keep_errors": False, "match": "", "out": out, "cold": True}
-    return argparse.Namespace(**{**given, **others})
+FAKE = """
+import os, time
+from pathlib import Path
+from gpu_measure import Row
+from gpu_peers import Missing
+
+def told(name, result):
+    with open(os.environ["REGARD_TOLD"], "a") as file:
+        print(name, os.getpid(), file=file)
+    if isinstance(result, Exception):
+        raise result
+    return result() if callable(result) else result
+
+def rows(bench):
+    found = {
+        "a, x": {"ms": 1.0}, "b, x": ValueError("out of range"), "c, x": Missing("not installed: pip install c"),
+        "d, hangs": lambda: time.sleep(300), "e, dies": lambda: os._exit(3), "f, dies": {"ms": 9.0},
+        "g, x": {"ms": 2.0}, "h, long": {"ms": 3.0},
+    }
+    for at, (name, result) in enumerate(found.items()):
+        yield Row(name, "fake", at, lambda n=name, r=result: told(n, r), 1000 if "long" in name else 0.1)
+"""
 
 
-def test_errors_are_stored_and_time_is_kept(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, row, missing = module("gpu"), module("gpu_measure").Row, module("gpu_peers").Missing
-    monkeypatch.setattr(module("gpu_measure"), "ceilings", lambda _: {"tflops": 1.0, "gbps": 1.0})
-    monkeypatch.setattr(module("gpu_measure"), "provenance", lambda _: {"command": "x"})
-    monkeypatch.setattr(script, "lost", lambda _: False)
-    asked: list[str] = []
-
-    def fails(error: Exception) -> Callable[[], dict[str, Any]]:
-        def call() -> dict[str, Any]:
-            asked.append(str(error))
-            raise error
-
-        return call
-
-    def slow() -> dict[str, Any]:
-        time.sleep(20)
-        return {}
-
-    rows = [
-        row("a", "compact", 0, lambda: {"ms": 1.0}, 0.1),
-        row("b", "compact", 1, fails(ValueError("out of range")), 0.1),
-        row("c", "compact", 2, fails(missing("not installed: pip install c")), 0.1),
-        row("d", "compact", 3, slow, 0.1),
-        row("e", "compact", 4, lambda: {"ms": 2.0}, 1000),
-        row("f", "compact", 5, lambda: {"ms": 3.0}, 0.1),
-    ]
-    out = tmp_path / "gpu.json"
+def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpu_fake.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("REGARD_TOLD", str(tmp_path / "told"))
+    script, worker = module("gpu"), module("gpu_worker")
+    rows, out = script.rows_of(bench(module), ("fake",), ""), tmp_path / "gpu.json"
+    made = worker.Worker(dry=True, tune_peers=False, parts=("fake",), match="")
+    more = {"minutes": 5.0, "row_s": 2.0, "keep_errors": False, "cold": True, "dry": False}
     stored: dict[str, Any] = {}
-    on_a_gpu = argparse.Namespace(dry=False)
-    script.run(options_for(out), on_a_gpu, rows, stored, out)
+    script.run(argparse.Namespace(**more), made, rows, stored, out)
     found = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert {name: entry["status"] for name, entry in found.items()} == {
-        "a": "measured", "b": "failed", "c": "not available", "d": "failed", "e": "no time", "f": "measured",
+        "a, x": "measured", "b, x": "failed", "c, x": "not available", "d, hangs": "hung", "e, dies": "failed",
+        "f, dies": "failed", "g, x": "measured", "h, long": "no time",
     }  # fmt: skip
-    assert found["b"]["error"] == "ValueError: out of range"
-    assert found["c"]["reason"] == "not installed: pip install c"
-    assert "took more than" in found["d"]["error"]
-    assert found["f"]["ms"] == 3.0
-    again = [row("a", "compact", 0, fails(ValueError("measured already")), 0.1), *rows[1:3], rows[4]]
-    script.run(options_for(out, budget_s=2000.0, keep_errors=True), on_a_gpu, again, stored, out)
-    assert stored["rows"]["a"] == found["a"]
-    assert (stored["rows"]["e"]["ms"], stored["rows"]["e"]["run"]) == (2.0, 1)
-    assert asked == ["out of range", "not installed: pip install c"]
-    script.run(options_for(out), on_a_gpu, again, stored, out)
-    assert asked[2:] == ["out of range", "not installed: pip install c"]
+    assert found["b, x"]["error"] == "ValueError: out of range"
+    assert found["c, x"]["reason"] == "not installed: pip install c"
+    assert found["d, hangs"]["error"] == "took more than 2 s"
+    assert found["e, dies"]["error"] == "the process ended with exit code 3"
+    assert found["f, dies"]["error"] == "left out: 'e, dies' hung or lost the device"
+    told = [line.rsplit(" ", 1) for line in (tmp_path / "told").read_text().splitlines()]
+    assert [name for name, _ in told] == ["a, x", "b, x", "c, x", "d, hangs", "e, dies", "g, x"]
+    assert len({process for _, process in told}) == 3
+    stored["rows"]["g, x"]["status"] = "running"  # as if the whole run had been killed with it
+    script.run(argparse.Namespace(**more | {"keep_errors": True, "minutes": 50.0}), made, rows, stored, out)
+    made.stop()
+    assert {name: stored["rows"][name]["status"] for name in ("d, hangs", "g, x", "h, long")} == {
+        "d, hangs": "hung", "g, x": "hung", "h, long": "measured",
+    }  # fmt: skip
+    assert stored["rows"]["h, long"]["run"] == 1
+    assert (tmp_path / "told").read_text().splitlines()[len(told) :][0].startswith("h, long ")
 
 
 def test_the_results_page_shows_what_is_stored(module: Any) -> None:
