@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from steps import At
 
 from regard.cli import main
+from regard.training import TrainingStopped
 from regard.training.data.stream import StreamedWindows
 from regard.training.data.tokenizers import byte_tokenizer
 
@@ -166,6 +167,15 @@ def test_a_file_that_does_not_exist(refused: Callable, lines: Path) -> None:
     refused("nowhere.jsonl does not exist; give a file, a folder or a name", data=Path("datasets:nowhere.jsonl"))
     lines.write_text('{"text": "x"}\n{"text": ')
     refused("cannot (load|read) --data datasets:", data=Path(f"datasets:{lines}"))
+
+
+@needed
+def test_a_stream_that_breaks_off(refused: Callable, lines: Path, out: Path) -> None:
+    (lines.parent / "second.jsonl").write_text('{"text": ')
+    pattern = Path(f"datasets:{lines.parent}/*.jsonl")
+    message = "train: datasets:.*; the last good checkpoint is .*checkpoint-[0-9]+; continue with"
+    refused(message, error=TrainingStopped, data=pattern, steps=500, save_every=20, eval_every=999, **STREAM)
+    assert all((folder / "stream.json").exists() for folder in out.glob("checkpoint-*"))
 
 
 def test_without_the_package(refused: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

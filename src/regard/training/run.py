@@ -22,7 +22,7 @@ from .data.stream import StreamedWindows
 from .data.text import Source
 from .data.tokenizers import build_tokenizer
 from .device import check_agreement, main_process, refuse_sharding_on_cpu, resolve_device
-from .errors import TrainingInterrupted, one_line
+from .errors import TrainingInterrupted, TrainingStopped, one_line
 from .generate import opening
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
@@ -239,6 +239,11 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except TrainingInterrupted as error:
             raise TrainingInterrupted(f"{error}; {last_good(config.out)}") from None
+        except ArgumentError as error:
+            if trainer.state.global_step == 0:
+                raise
+            # a stream that broke off
+            raise TrainingStopped(f"{str(error).rstrip('.')}; {last_good(config.out)}") from None
         finally:
             progress.close()
     if stop.requested and trainer.state.global_step < config.steps:
