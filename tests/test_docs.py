@@ -86,9 +86,6 @@ def test_the_options_of_every_command_exist(line: str, tmp_path: Path, monkeypat
     elif name == "eval":
         parse(EvalOptions, words, command="eval")
     elif name == "train" and "--resume" not in words:
-        if "--data" in words:
-            words[words.index("--data") + 1] = "text.txt"
-            (tmp_path / "text.txt").write_text("abcdefgh" * 2000, encoding="utf-8")
         validate(parse(TrainConfig, words, command="train"))
 
 

@@ -172,7 +172,10 @@ def test_help_of_everything(regard: Callable) -> None:
         ("train extra", "unexpected argument 'extra'"),
         ("train --config", "--config expects a file"),
         ("train --config none.toml", "config file none.toml does not exist"),
-        ("train", "no training text; give --data FILE or --data FOLDER, or a task with --task NAME."),
+        (
+            "train",
+            "no training text; give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME.",
+        ),
         ("train --data nowhere.txt", "nowhere.txt does not exist"),
         ("train --data {text} --spec biwait", "--spec: "),
         ("train --data {text} --spec biwait", "'biweight'"),
@@ -189,7 +192,7 @@ def test_help_of_everything(regard: Callable) -> None:
         ("train --resume --out nowhere", "nowhere holds no run."),
         (
             "train --resume --out {run} --width 8",
-            "--width is 8 but the run in {run} began with 16; only --steps, --device and the path of --data may",
+            "--width is 8 but the run in {run} began with 16; only --steps, --device, --report-to and",
         ),
         ("eval", "regard eval: error: RUN is missing."),
         ("eval nowhere", "nowhere does not exist"),

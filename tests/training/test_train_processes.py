@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,22 @@ def command(text_file: Path, out: Path, **changes: int) -> list[str]:
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     return ["-m", "regard", "train", "--data", str(text_file), "--out", str(out), "--device", "cpu",
             *TINY.split(), *flags]  # fmt: skip
+
+
+@pytest.mark.skipif(find_spec("datasets") is None, reason="needs the extra data")
+def test_two_processes_read_a_stream_as_one_does(
+    run: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    lines = tmp_path / "lines.txt"
+    lines.write_text(text_file.read_text().replace(" ", "\n"))
+    run(out=tmp_path / "one", batch=4, data=Path(f"datasets:{lines}"), stream=True, tokenizer="byte")
+    words = [word.replace(str(lines), f"datasets:{lines}") for word in command(lines, tmp_path / "two")]
+    found = two(*words, "--stream", "--tokenizer", "byte")
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    places = [(tmp_path / name / "checkpoint-3" / "stream.json").read_text() for name in ("one", "two")]
+    assert places[0] == places[1]
 
 
 def test_two_processes_are_one_with_twice_the_batch(run: Callable, text_file: Path, tmp_path: Path) -> None:

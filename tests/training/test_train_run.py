@@ -11,16 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from steps import At
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.integrations import integration_utils
 
 from regard.checks import ArgumentError
 from regard.models import language_models
@@ -59,7 +59,7 @@ def straight(run: Callable, tmp_path: Path) -> Path:
 
 def test_the_run_folder(tiny: Callable, run: Callable, out: Path) -> None:
     summary = run(steps=7, keep=2)
-    assert {path.name for path in out.iterdir()} - {"tensorboard"} == {
+    assert {path.name for path in out.iterdir()} == {
         *("config.json", "run.json", "summary.json", "metrics.jsonl", "tokenizer", "model", "run.lock"),
         *("checkpoint-6", "checkpoint-7"),
     }
@@ -267,18 +267,41 @@ def test_bfloat16_keeps_float32_weights(run: Callable, tmp_path: Path, out: Path
     assert {value.dtype for value in weights(out / "model").values()} == {torch.float32}
 
 
-def test_tensorboard_hears_what_is_logged(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = MagicMock()
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = writer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: True)
-    run(steps=3)
-    assert {Path(call.args[0] if call.args else call.kwargs["log_dir"]).name for call in writer.mock_calls[:1]} == {
-        "tensorboard"
-    }
-    told = {(call.args[0], call.args[2]) for call in writer.return_value.add_scalar.mock_calls}
-    assert {("train/bits_per_char", 1), ("train/support", 3), ("eval/loss", 3)} <= told
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs the package tensorboard")
+def test_tensorboard_hears_what_is_logged(run: Callable, out: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(steps=2, save_every=1, report_to=("tensorboard",))
+    run(steps=3, save_every=1, resume=True, report_to=("tensorboard",))
+    told = EventAccumulator(str(out / "tensorboard"))
+    told.Reload()
+    logged = {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
+    assert {event.step: event.value for event in told.Scalars("train/loss")} == pytest.approx(logged)
+    assert [event.step for event in told.Scalars("eval/loss")] == [3]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_other_trackers_hear_what_is_logged(
+    run: Callable, refused: Callable, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    told = []
+
+    class Tracker(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            told.append((args.run_name, args.project))
+
+        def on_log(self, args, state, control, logs=None, **_):
+            told.append((state.global_step, "support" in logs))
+
+    if find_spec(name) is None:
+        refused(
+            f"--report-to {name} needs the package {name}, which is not installed; pip install {name}",
+            report_to=(name,),
+        )
+    monkeypatch.setattr("regard.training.validation.find_spec", lambda name: True)
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, name, Tracker)
+    run(steps=2, eval_every=9, report_to=(name,))
+    assert told[:3] == [("run", "regard"), (1, True), (2, True)]
 
 
 def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -18,7 +19,11 @@ from .options import parse
 from .show import print_pairs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..training.data.text import Source
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
@@ -101,9 +106,8 @@ def evaluate(argv: list[str]) -> int:
         if value is not None and value < least:
             raise ArgumentError(f"eval: --{name} is {value}, expected at least {least}.")
     from ..checks import require
-    from ..training.data.tokenizers import encode
+    from ..training.data.corpus import encode_part
     from ..training.device import resolve_device
-    from ..training.evaluation import Units
     from ..training.evaluation import evaluate as measure
     from ..training.storage.folder import load_model, task_run
 
@@ -113,16 +117,18 @@ def evaluate(argv: list[str]) -> int:
     model, tokenizer = load_model(options.run, call="eval")
     if options.lm_eval:
         return _eval_harness(model.to(device), tokenizer, options)
-    content, saved = _eval_text(options)
+    text, chunks, saved = _eval_text(options)
     context = options.context or (saved.context if saved else model.config.max_position_embeddings)
     if options.stride is not None and options.stride >= context:
         raise ArgumentError(f"eval: --stride is {options.stride}, expected 1 to {context - 1} (context - 1).")
-    tokens = encode(tokenizer, content)
+    part = encode_part(tokenizer, chunks, text, Path(gettempdir()))
+    tokens = part.tokens
     few = f"the text has {len(tokens)} tokens, less than one context of {context}"
     require(len(tokens) >= context, "eval", f"{few}; give more text or a smaller --context.")
-    units = Units.of(content, len(tokens))
     try:
-        result = measure(model.to(device), tokens, units, context=context, stride=options.stride, batch=options.batch)
+        result = measure(
+            model.to(device), tokens, part.units, context=context, stride=options.stride, batch=options.batch
+        )
     except ArgumentError as error:
         raise ArgumentError(f"eval: with --batch {options.batch} and --context {context}: {error}") from None
     lines = [
@@ -172,20 +178,22 @@ def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
     return 0
 
 
-def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
-    """Return the text to measure on, and the run's config if the folder is a run."""
-    from ..training.data.text import load_text, split_text
+def _eval_text(options: EvalOptions) -> tuple[Source, Iterator[str], TrainConfig | None]:
+    """Return the source and the chunks of the text to measure on, and the run's config if the folder is a run."""
+    from ..training.data.corpus import open_source
+    from ..training.data.text import open_text
     from ..training.storage.folder import check_source, saved_config, text_source
 
     is_run = (options.run / "run.json").is_file()
     saved = saved_config(options.run, call="eval") if is_run else None
     if options.data is not None:
-        return load_text(options.data, call="eval").content, saved
+        text = open_text(options.data, call="eval")
+        return text, text.chunks(), saved
     if saved is None or saved.data is None:
         raise ArgumentError(f"eval: {options.run} is a model without a run; give the text with --data FILE.")
-    text = load_text(saved.data, call="eval")
+    text = open_source(saved, call="eval")
     check_source(options.run, text_source(text), call="eval")
-    return split_text(text.content, saved.validation)[1], saved
+    return text, text.split(saved.validation)[1], saved
 
 
 @dataclass(frozen=True)

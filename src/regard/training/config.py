@@ -21,7 +21,16 @@ class DataOptions:
     """The text and its tokens."""
 
     data: Path | None = None
-    """Training text: a UTF-8 file, or a folder whose text files are read in sorted order."""
+    """Training text: a UTF-8 file, a folder whose text files are read in sorted order, or 'datasets:NAME': documents
+    that the package datasets reads from JSON, Parquet, CSV or text files, or by a name on the Hugging Face Hub."""
+    split: str | None = None
+    """Split of a data set. By default 'train'."""
+    subset: str | None = None
+    """Subset of a data set on the Hub, such as 'wikitext-2-raw-v1'."""
+    text_column: str | None = None
+    """Column of a data set that holds the text. By default 'text'."""
+    stream: bool = False
+    """Read a data set as it is needed, in order, without a copy on this machine."""
     tokenizer: str = "char"
     """Tokens: 'char' (one per known character), 'byte' (one per UTF-8 byte), 'bpe' (at most 32,000, learned from the
     text), 'gpt2' (GPT-2's 50257 tokens), or another model's: a folder, or a name with a slash on the Hugging Face
@@ -126,6 +135,8 @@ class OutputOptions:
     """Examples of a task per evaluation."""
     save_every: int = 200
     """Steps between checkpoints."""
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Trackers that also get what is logged: 'tensorboard' (in the run folder), 'wandb' or 'trackio'."""
     keep: int = 2
     """Checkpoints to keep. Older ones are deleted once a newer one is complete."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
-from .data.text import Text, load_text, split_text
-from .data.tokenizers import build_tokenizer, encode
-from .data.windows import SampledWindows
+from .data.corpus import Corpus, encode_part, open_source, work_folder
+from .data.stream import StreamedWindows
+from .data.text import Source
+from .data.tokenizers import build_tokenizer
 from .device import check_agreement, main_process, refuse_sharding_on_cpu, resolve_device
-from .errors import TrainingInterrupted, one_line
-from .evaluation import Units
+from .errors import TrainingInterrupted, TrainingStopped, one_line
 from .generate import opening
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
@@ -61,19 +61,6 @@ class RunSummary:
     prompt: str
 
 
-@dataclass(frozen=True)
-class _Corpus:
-    """Training and held-out tokens with the sizes of their texts, and a prompt from the held-out text."""
-
-    text: Text
-    tokenizer: PreTrainedTokenizerBase
-    train: Tensor
-    held_out: Tensor
-    train_units: Units
-    held_out_units: Units
-    prompt: str
-
-
 @quiet_transformers()
 def train(
     config: TrainConfig,
@@ -104,7 +91,7 @@ def train(
     with ExitStack() as held:
         if config.resume and (config.out / "run.json").is_file():
             _hold(config, held)
-        text = load_text(config.data or "", call="train")
+        text = open_source(config, call="train")
         checkpoint, skipped = (
             folder.check_resume(config, folder.text_source(text), call="train") if config.resume else (None, [])
         )
@@ -122,6 +109,8 @@ def train(
         trainer = _trainer(config, arguments, model, corpus)
         if checkpoint is not None:
             check_checkpoint(checkpoint, trainer, call="train")
+            if isinstance(trainer.train_dataset, StreamedWindows):
+                trainer.train_dataset.load(checkpoint)
             if main_process():
                 with writing(config.out, config.out):  # restore the state after the checkpoint
                     remove_after(config.out, step_of(checkpoint))
@@ -143,40 +132,46 @@ def _hold(config: TrainConfig, held: ExitStack) -> None:
         held.enter_context(only_run(config.out, call="train"))
 
 
-def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
+def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
     """Split the text, build the tokenizer (load it when resuming), and encode both parts, of at least one context."""
-    learn, held_out = split_text(text.content, config.validation)
     if config.resume:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
-        tokenizer = build_tokenizer(config.tokenizer, learn)
-    tokens, held_out_tokens = encode(tokenizer, learn), encode(tokenizer, held_out)
-    count, held = len(tokens), len(held_out_tokens)
+        tokenizer = build_tokenizer(config.tokenizer, text.split(config.validation)[0])
+    place = work_folder(config.out)
+    try:
+        learn, held_out = (encode_part(tokenizer, part, text, place) for part in text.split(config.validation))
+    except OSError as error:
+        raise ArgumentError(f"train: cannot write the tokens to {place}: {error.strerror or error}.") from None
+    count, held = len(learn.tokens), len(held_out.tokens)
+    streams = text.stream is not None
     less = f"less than one --context {config.context}; give more text"
     few = f"the text in {text.path} has {count} tokens to train on, {less} or a smaller --context."
-    require(count >= config.context, "train", few)
+    require(streams or count >= config.context, "train", few)
     few = f"the held-out part of {text.path} has {held} tokens, {less}, a larger --validation or a smaller --context."
     require(held >= config.context, "train", few)
-    units = Units.of(learn, len(tokens)), Units.of(held_out, len(held_out_tokens))
-    return _Corpus(text, tokenizer, tokens, held_out_tokens, *units, prompt=opening(tokenizer, held_out))
+    return Corpus(text, tokenizer, None if streams else learn, held_out, prompt=opening(tokenizer, held_out.beginning))
 
 
-def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: _Corpus) -> RegardTrainer:
+def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: Corpus) -> RegardTrainer:
     windows = {"context": config.context, "steps": config.steps, "seed": config.seed}
     trainer = RegardTrainer(
         model=model,
         args=args,
-        train_dataset=SampledWindows(corpus.train, per_step=config.per_step * args.world_size, **windows),
+        train_dataset=corpus.windows(per_step=config.per_step * args.world_size, **windows),
         processing_class=corpus.tokenizer,
-        held_out=corpus.held_out[: config.eval_tokens],
-        train_units=corpus.train_units,
-        held_out_units=corpus.held_out_units,
+        held_out=corpus.held_out.tokens[: config.eval_tokens],
+        train_units=(corpus.train or corpus.held_out).units,
+        held_out_units=corpus.held_out.units,
         context=config.context,
         eval_batch=config.batch,
         muon=config.optimizer == "muon",
         keep=config.keep,
     )
     trainer.remove_callback(PrinterCallback)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback):
+            callback.logging_dir = str(config.out / "tensorboard")
     return trainer
 
 
@@ -190,11 +185,6 @@ def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichPr
     if metrics.damaged:
         progress.console.print(f"metrics.jsonl: removed {metrics.damaged} damaged lines", highlight=False)
     trainer.add_callback(metrics)
-    with suppress(ImportError):  # TensorBoard is optional
-        from torch.utils.tensorboard import SummaryWriter
-        from transformers.integrations import TensorBoardCallback
-
-        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(config.out / "tensorboard"))))
 
 
 def _arguments(config: TrainConfig) -> TrainingArguments:
@@ -227,7 +217,9 @@ def _arguments(config: TrainConfig) -> TrainingArguments:
         "eval_strategy": "no",  # see callbacks.Schedule
         "save_strategy": "steps",
         "save_steps": config.save_every,
-        "report_to": "none",
+        "report_to": list(config.report_to) or "none",
+        "run_name": config.out.name,
+        "project": "regard",
         "disable_tqdm": True,
     }
     try:
@@ -247,6 +239,11 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except TrainingInterrupted as error:
             raise TrainingInterrupted(f"{error}; {last_good(config.out)}") from None
+        except ArgumentError as error:
+            if trainer.state.global_step == 0:
+                raise
+            # a stream that broke off
+            raise TrainingStopped(f"{str(error).rstrip('.')}; {last_good(config.out)}") from None
         finally:
             progress.close()
     if stop.requested and trainer.state.global_step < config.steps:
@@ -254,13 +251,13 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
         raise TrainingInterrupted(f"interrupted after step {steps}; {last_good(config.out)}")
 
 
-def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> RunSummary:
+def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunSummary:
     """Write `model/`, evaluate on the whole held-out text, and write `summary.json`."""
     model = trainer.model
     if main_process():
         with trainer.own_config():
             folder.save_model(config.out, model, corpus.tokenizer)
-    result, clock = trainer.measure(corpus.held_out), trainer.clock
+    result, clock = trainer.measure(corpus.held_out.tokens), trainer.clock
     measured = {name: getattr(result, name) for name in ("loss", "bits_per_char", "bits_per_byte", "support")}
     summary = RunSummary(
         out=str(config.out),

@@ -28,6 +28,7 @@ from transformers.trainer_pt_utils import nested_gather
 from ..checks import ArgumentError, require
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock, StepNumber
+from .data.stream import StreamedWindows
 from .device import main_process
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
@@ -184,6 +185,8 @@ class RegardTrainer(Trainer):
         self.since_log = {"loss": loss, "step": self._globalstep_last_logged}
         with sealing(folder, run, self.keep, main=self.args.should_save), self.own_config():
             super()._save_checkpoint(*args, **kwargs)
+            if isinstance(self.train_dataset, StreamedWindows) and self.args.should_save:
+                self.train_dataset.save(folder, self.state.global_step)
             self.accelerator.wait_for_everyone()
 
 

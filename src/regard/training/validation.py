@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
@@ -30,9 +31,11 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     """
     _check_numbers(config, call)
     if new and config.data is None and config.task is None:
-        raise ArgumentError(f"{call}: no training text; give --data FILE or --data FOLDER, or a task with --task NAME.")
+        mend = "give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME"
+        raise ArgumentError(f"{call}: no training text; {mend}.")
     if config.task is not None:
         check_task(config, call)
+    _check_data(config, call)
     if config.resume and config.overwrite:
         raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
     if not config.spec:
@@ -43,6 +46,7 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     if not is_elsewhere(config.tokenizer):
         TOKENIZERS.get(config.tokenizer)
     if new:
+        _check_trackers(config, call)
         from .device import resolve_device
 
         resolve_device(config.device, call=call)
@@ -54,6 +58,21 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
         _check_sizes(config, specs, check_model(config, call), call)
 
 
+def _check_data(config: TrainConfig, call: str) -> None:
+    """Check that options of data sets come with a data set, and that a stream has a tokenizer to begin with."""
+    from .data.documents import is_dataset
+
+    if not is_dataset(config.data):
+        for name in ("split", "subset", "text_column", "stream"):
+            if getattr(config, name) not in (None, False):
+                raise ArgumentError(f"{call}: {flag(name)} is for data sets; give --data datasets:NAME with it.")
+    if config.stream and config.tokenizer in ("char", "bpe"):
+        learned = (
+            f"--tokenizer {config.tokenizer} is learned from all of the text, but --stream reads it once, in order"
+        )
+        raise ArgumentError(f"{call}: {learned}; choose --tokenizer byte or gpt2.")
+
+
 def check_task(config: TrainConfig, call: str) -> TokenTask:
     """Return the task of a run; raise `ArgumentError` for a wrong task, setting, field or value, for a text beside it,
     or for an option that a run on a task does not take."""
@@ -62,9 +81,16 @@ def check_task(config: TrainConfig, call: str) -> TokenTask:
 
     if config.data is not None:
         raise ArgumentError(f"{call}: --task and --data were both given; give one of them.")
-    if config.accumulate != 1 or config.dtype != "float32":
-        raise ArgumentError(f"{call}: a run on a task takes neither --accumulate nor --dtype; omit them.")
+    if config.accumulate != 1 or config.dtype != "float32" or config.report_to:
+        raise ArgumentError(f"{call}: a run on a task takes none of --accumulate, --dtype and --report-to; omit them.")
     return make_task(tasks.given(call, "--task", config.task), config.setting, config.task_option, call)
+
+
+def _check_trackers(config: TrainConfig, call: str) -> None:
+    for name in config.report_to:
+        if find_spec(name) is None:
+            missing = f"--report-to {name} needs the package {name}, which is not installed"
+            raise ArgumentError(f"{call}: {missing}; pip install {name}.")
 
 
 def _check_numbers(config: TrainConfig, call: str) -> None:

@@ -1,4 +1,4 @@
-"""Reading text from a UTF-8 file or a folder of them, and splitting it by position.
+"""Reading text from a UTF-8 file or a folder of them in chunks, and splitting it by position.
 
 Of a folder, every file whose suffix is in `TEXT_SUFFIXES` is read, in the order of its path relative to the folder
 (compared part by part, as Unicode), with a newline between two files if the first lacks one. Hidden files and folders
@@ -8,20 +8,29 @@ nothing else is changed, line ends included.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...errors import ArgumentError
 from ..storage.files import regular_size
+
+if TYPE_CHECKING:
+    from .stream import Documents
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".csv", ".tsv", ".html", ".xml"),
     *(".json", ".jsonl", ".toml", ".yaml", ".yml", ".ini", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp"),
     *(".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".sql", ".jl", ".lua", ".r", ".rb", ".hs", ".ml"),
 )
+
+
+CHUNK = 1 << 20
+"""Bytes of a file that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,66 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
-def load_text(path: Path | str, *, call: str = "load_text") -> Text:
-    """Read a UTF-8 file, or all text files of a folder (see the module).
+@dataclass(frozen=True)
+class Source:
+    """A text that is read again whenever it is needed, and is never in memory as a whole.
+
+    Attributes:
+        path: absolute path of the file or folder, or `datasets:NAME`.
+        files: number of files; 0 for a dataset on the Hub.
+        chunks: returns an iterator over the text: consecutive parts of any size, or whole documents.
+        documents: whether each chunk is a document, which ends with an end-of-text token.
+        characters, bytes, sha256: of the text; of a stream, of its held-out part.
+        stream: the documents to train on if they are read once, in order. `chunks` then has the held-out ones.
+    """
+
+    path: Path
+    files: int
+    chunks: Callable[[], Iterator[str]]
+    documents: bool
+    characters: int
+    bytes: int
+    sha256: str
+    stream: Documents | None = None
+
+    @classmethod
+    def of(cls, path: Path, files: int, chunks: Callable[[], Iterator[str]], *, documents: bool, call: str) -> Source:
+        """Read a text once to measure it; raise `ArgumentError` if it has nothing but white space."""
+        digest, characters, size, blank = hashlib.sha256(), 0, 0, True
+        for chunk in chunks():
+            data = chunk.encode(errors="surrogatepass")
+            digest.update(data + b"\xff" if documents else data)  # a byte that UTF-8 never has
+            characters, size, blank = characters + len(chunk), size + len(data), blank and not chunk.strip()
+        if blank:
+            raise ArgumentError(f"{call}: {path} is empty; give a file, a folder or a dataset that holds text.")
+        return cls(path, files, chunks, documents, characters, size, digest.hexdigest())
+
+    def split(self, validation: float) -> tuple[Iterator[str], Iterator[str]]:
+        """Return iterators over the first `1 - validation` of the characters, to train on, and over the rest, which is
+        held out. A document belongs to the part in which it begins. Of a stream, the first iterator is empty."""
+        if self.stream is not None:
+            return iter(()), self.chunks()
+        cut = self.characters - round(self.characters * validation)
+        return self._learned(cut), self._held_out(cut)
+
+    def _learned(self, cut: int) -> Iterator[str]:
+        for chunk in self.chunks():
+            if cut <= 0:
+                return
+            yield chunk if self.documents else chunk[:cut]
+            cut -= len(chunk)
+
+    def _held_out(self, cut: int) -> Iterator[str]:
+        for chunk in self.chunks():
+            if cut <= 0:
+                yield chunk
+            elif cut < len(chunk) and not self.documents:
+                yield chunk[cut:]
+            cut -= len(chunk)
+
+
+def open_text(path: Path | str, *, call: str = "open_text") -> Source:
+    """Measure a UTF-8 file, or all text files of a folder (see the module), to be read in chunks.
 
     Raises:
         ArgumentError: the path does not exist, cannot be read, is a pipe or a device, holds no text, or is not UTF-8.
@@ -60,13 +127,13 @@ def load_text(path: Path | str, *, call: str = "load_text") -> Text:
         files = [path]
     else:
         raise ArgumentError(f"{call}: {path} does not exist; give a UTF-8 text file or a folder of them.")
-    parts = [part for part in (_read(file, call) for file in files) if part]
-    joined = "".join(part if part.endswith("\n") else part + "\n" for part in parts)
-    if parts and not parts[-1].endswith("\n"):
-        joined = joined[:-1]
-    if not joined.strip():
-        raise ArgumentError(f"{call}: {path} is empty; give a file or folder that holds text.")
-    return Text(joined, path.resolve(), len(files))
+    return Source.of(path.resolve(), len(files), lambda: _joined(files, call), documents=False, call=call)
+
+
+def load_text(path: Path | str, *, call: str = "load_text") -> Text:
+    """Return the text of a UTF-8 file, or of all text files of a folder (see the module); raise as `open_text`."""
+    source = open_text(path, call=call)
+    return Text("".join(source.chunks()), source.path, source.files)
 
 
 def split_text(content: str, validation: float) -> tuple[str, str]:
@@ -83,12 +150,32 @@ def _text_files(folder: Path) -> Iterator[Path]:
                 yield Path(root) / name
 
 
-def _read(file: Path, call: str) -> str:
+def _joined(files: list[Path], call: str) -> Iterator[str]:
+    """Yield the texts of some files, with a newline between two if the first lacks one."""
+    end = "\n"
+    for file in files:
+        for number, chunk in enumerate(_read(file, call)):
+            if number == 0 and end != "\n":
+                yield "\n"
+            yield chunk
+            end = chunk[-1]
+
+
+def _read(file: Path, call: str) -> Iterator[str]:
+    """Yield the characters of a file, never an empty chunk."""
+    decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0
     try:
         regular_size(file)  # a pipe or a device could be read forever, and a resumed run reads its text again
-        return file.read_bytes().decode("utf-8-sig")
+        with open(file, "rb") as opened:
+            while data := opened.read(CHUNK):
+                read += len(data)
+                if chunk := decoder.decode(data):
+                    yield chunk
+        if chunk := decoder.decode(b"", final=True):
+            yield chunk
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        offset = read - len(error.object) + error.start
+        byte = f"byte 0x{error.object[error.start]:02x} at offset {offset}"
         mend = "convert it, for instance with `iconv -f latin1 -t utf-8`"
         raise ArgumentError(f"{call}: {file} is not UTF-8 ({byte}); {mend}.") from None
     except OSError as error:

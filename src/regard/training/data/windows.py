@@ -9,10 +9,30 @@ Shapes: n tokens in the text, C the context (tokens per window).
 from __future__ import annotations
 
 import hashlib
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+
+def on_disk(tokens: Iterable[Tensor], folder: Path) -> Tensor:
+    """Return tokens, int32 each, as one tensor [n] in a file without a name in `folder`, which the system deletes with
+    the tensor and reads where it is accessed. Memory does not depend on n.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with TemporaryFile(dir=folder) as file:
+        for part in tokens:
+            file.write(part.numpy().tobytes())
+        if not file.tell():
+            return torch.empty(0, dtype=torch.int32)
+        file.flush()
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.int32)
 
 
 def window_starts(seed: int, step: int, count: int, positions: int) -> Tensor:

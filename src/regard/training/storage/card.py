@@ -12,7 +12,7 @@ from ..config import DataOptions, OptimiserOptions, TrainConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..data.text import Text
+    from ..data.text import Source
 
 _BODY = """
 # {name}
@@ -39,7 +39,7 @@ The code that is trusted is `regard_auto.py`, an import of the installed regard.
 
 ## Training
 
-{steps:,} steps on {text}: {characters:,} characters, SHA-256 `{sha256}`. Its last {validation:.0%} were held out.
+{steps:,} steps on {text}: {held_out}
 
 {options}
 
@@ -52,7 +52,9 @@ predicted once, from at least half a window before it.
 """
 
 
-def write_card(folder: Path, config: TrainConfig, model: PreTrainedModel, text: Text, summary: dict[str, Any]) -> None:
+def write_card(
+    folder: Path, config: TrainConfig, model: PreTrainedModel, text: Source, summary: dict[str, Any]
+) -> None:
     """Write README.md, with the metadata that the Hugging Face Hub reads; `summary` is that of summary.json.
 
     Names of folders on this machine stay out.
@@ -91,14 +93,20 @@ def write_card(folder: Path, config: TrainConfig, model: PreTrainedModel, text: 
         fields=_table({field: getattr(model.config, field) for field in own_fields(type(model.config))}),
         steps=summary["step"],
         text=source,
-        characters=len(text.content),
-        sha256=text.sha256,
-        validation=config.validation,
+        held_out=_held_out(text, config.validation),
         context=config.context,
         options=_table({option: getattr(config, option) for option in options if not _unused(config, option)}),
         results=_table({metric: f"{value:.4f}" for metric, value in measured.items()}),
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{body}").save(folder / "README.md")
+
+
+def _held_out(text: Source, validation: float) -> str:
+    """Return the size of the text and which part was held out."""
+    size = f"{text.characters:,} characters, SHA-256 `{text.sha256}`"
+    if text.stream is not None:
+        return f"a stream, of which the first documents were held out ({size})."
+    return f"{size}. Its last {validation:.0%} were held out."
 
 
 def _unused(config: TrainConfig, option: str) -> bool:

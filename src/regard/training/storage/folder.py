@@ -7,7 +7,7 @@ metrics.jsonl    one JSON object per logged step
 checkpoint-N/    what is needed to continue after step N, sealed by COMPLETE.json
 model/           the trained model with its tokenizer, also sealed; loads with AutoModelForCausalLM.from_pretrained
 summary.json     the result on the whole held-out text
-tensorboard/     if TensorBoard is installed
+tensorboard/     with --report-to tensorboard
 run.lock         locked while a run writes to the folder
 """
 
@@ -34,10 +34,18 @@ from .saved_tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..data.text import Text
+    from ..data.text import Source
 
 FORMAT = 1
-_MAY_CHANGE = ("data", "steps", "device", "out", "resume", "overwrite")  # the text itself is compared by digest
+_MAY_CHANGE = (
+    "data",
+    "steps",
+    "device",
+    "out",
+    "report_to",
+    "resume",
+    "overwrite",
+)  # the text itself is compared by digest
 _FILES = ("config.json", "run.json", "summary.json", "metrics.jsonl")
 _OURS = ("non-finite", *_FILES, *(name + ".tmp" for name in _FILES), "tokenizer", "model", "model.tmp", "tensorboard")
 
@@ -69,9 +77,9 @@ def _check_links(out: Path, call: str) -> None:
         require(not path.is_symlink(), call, message)
 
 
-def text_source(text: Text) -> dict[str, Any]:
+def text_source(text: Source) -> dict[str, Any]:
     """Return what `run.json` says of a text."""
-    size = {"characters": len(text.content), "bytes": len(text.content.encode())}
+    size = {"characters": text.characters, "bytes": text.bytes}
     return {"path": str(text.path), "sha256": text.sha256, "files": text.files, **size}
 
 
@@ -159,7 +167,7 @@ def check_resume(config: TrainConfig, source: dict[str, Any], *, call: str) -> t
     for name in now:
         if name not in _MAY_CHANGE and now[name] != then[name]:
             began = f"the run in {out} began with {then[name]!r}"
-            may = "only --steps, --device and the path of --data may change on --resume"
+            may = "only --steps, --device, --report-to and the path of --data may change on --resume"
             raise ArgumentError(f"{call}: {flag(name)} is {now[name]!r} but {began}; {may}.")
     check_source(out, source, call=call)
     folder, skipped = last_complete(out)

@@ -1,0 +1,79 @@
+"""What a run reads: where its text comes from, and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..config import TrainConfig
+from ..evaluation import Units
+from .documents import is_dataset, open_documents
+from .stream import StreamedWindows
+from .text import Source, open_text
+from .tokenizers import encode_chunks
+from .windows import SampledWindows, on_disk
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BEGINNING = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens of a part of a text, int32 [n], the sizes of the part, and its first few thousand characters."""
+
+    tokens: Tensor
+    units: Units
+    beginning: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to train on (None for a stream) and held-out tokens, and a prompt from the held-out text."""
+
+    text: Source
+    tokenizer: PreTrainedTokenizerBase
+    train: Part | None
+    held_out: Part
+    prompt: str
+
+    def windows(self, *, per_step: int, steps: int, context: int, seed: int) -> SampledWindows | StreamedWindows:
+        """Return the examples of a run."""
+        if self.train is not None:
+            return SampledWindows(self.train.tokens, context=context, steps=steps, per_step=per_step, seed=seed)
+        assert self.text.stream is not None
+        return StreamedWindows(self.text.stream, self.tokenizer, context=context, steps=steps, per_step=per_step)
+
+
+def open_source(config: TrainConfig, *, call: str) -> Source:
+    """Return the text of a config; raise `ArgumentError` if there is none, or it cannot be read."""
+    if is_dataset(config.data):
+        return open_documents(config, call=call)
+    return open_text(config.data or "", call=call)
+
+
+def encode_part(tokenizer: PreTrainedTokenizerBase, chunks: Iterator[str], text: Source, folder: Path) -> Part:
+    """Encode a part of a text, with the tokens in a file without a name in `folder` (`on_disk`)."""
+    characters = size = 0
+    beginning = ""
+
+    def counted() -> Iterator[str]:
+        nonlocal characters, size, beginning
+        for chunk in chunks:
+            if len(beginning) < _BEGINNING:
+                beginning += chunk[:_BEGINNING]
+            characters, size = characters + len(chunk), size + len(chunk.encode())
+            yield chunk
+
+    tokens = on_disk(encode_chunks(tokenizer, counted(), documents=text.documents), folder)
+    return Part(tokens, Units(len(tokens), characters, size), beginning)
+
+
+def work_folder(out: Path) -> Path:
+    """Return a run folder or, before it exists, the nearest folder above it."""
+    return next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
