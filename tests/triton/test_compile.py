@@ -19,7 +19,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from regard.triton.compact import rules as compact
+from regard.triton.compact import rules as compact  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_resources.py"
