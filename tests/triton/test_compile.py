@@ -33,6 +33,7 @@ def version() -> str:
 
 
 STORED = ROOT / "tests" / "triton" / "resources" / f"{version()}.json"
+NEWEST = "3.9"
 FAMILIES = ("compact", "local linear", "decoding", "memory")
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of a program, by NVIDIA's tables of compute capabilities."""
@@ -76,8 +77,9 @@ def words(row: dict[str, Any]) -> str:
 
 
 def allowed(case: Any, row: dict[str, Any]) -> float:
-    """Bytes that a kernel may spill, whatever the file says."""
-    if not case.strict(row["pass"]):
+    """Bytes that a kernel may spill, whatever the file says. Tiles were chosen with the newest version of Triton; what an
+    older one spills is held by its file alone."""
+    if not case.strict(row["pass"]) or version() != NEWEST:
         return math.inf
     return EXCEPTED if "float32" in case.name else 0
 
