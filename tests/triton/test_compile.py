@@ -77,8 +77,10 @@ def words(row: dict[str, Any]) -> str:
 
 
 def allowed(case: Any, row: dict[str, Any]) -> float:
-    """Bytes that a kernel may spill, whatever the file says. Tiles were chosen with the newest version of Triton; what an
-    older one spills is held by its file alone."""
+    """Bytes that a kernel may spill, whatever the file says.
+
+    Tiles were chosen with the newest version of Triton; what an older one spills is held by its file alone.
+    """
     if not case.strict(row["pass"]) or version() != NEWEST:
         return math.inf
     return EXCEPTED if "float32" in case.name else 0
