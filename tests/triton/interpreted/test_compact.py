@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from attention_calls import (
     BATCH,
     CALLS,
@@ -28,7 +29,7 @@ from torch import Tensor
 
 import regard
 from regard.triton.compact import implementation as compact
-from regard.triton.compact import rules
+from regard.triton.compact import lists, rules, search
 from regard.triton.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
@@ -51,6 +52,16 @@ def checked(leaves: list[Tensor], rule: str, seen: Tensor, most: tuple[float, fl
     """Compare output and gradients with the dense form of the same numbers."""
     out, exact = triton(leaves, rule, **call), wide(leaves)
     compared(out, attend(*exact, seen, rule), leaves, exact, most, (rule, call.keys()))
+
+
+@pytest.mark.parametrize("rule", ["adaptive 2", pytest.param("adaptive 1", marks=pytest.mark.slow)])
+def test_marks_that_take_several_turns_to_read(rule: str, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beyond 16,384 keys, where the blocks of a row are more than are read at once."""
+    monkeypatch.setattr(search, "CHUNK", tl.constexpr(4))
+    monkeypatch.setattr(lists, "CHUNK", 4)
+    how = {"is_causal": True}
+    with tiles.forced(rows=16, keys=16):
+        checked(draw(160, 160), RULES[rule], seen_pairs(BATCH, HEADS, 160, 160, **how), (2e-6, 2e-5), **how)
 
 
 @pytest.mark.parametrize(("rule", "call"), pairs(ORDERS, QUICK))
