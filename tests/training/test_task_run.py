@@ -22,7 +22,7 @@ def test_a_run_on_a_task_is_trained_scored_and_read_again(tmp_path: Path, capsys
     out = tmp_path / "run"
     assert run("--task", "sort", "--task-option", "most=5", "--spec", "biweight", "--optimizer", "muon", out=out) == 0
     shown = capsys.readouterr().out
-    names = {"accuracy", "exact", "free-running accuracy", "free-running exact"}
+    names = {"accuracy", "exact", "loss", "free-running accuracy", "free-running exact"}
     assert all(name in shown for name in names)
     assert "floor" in shown
     summary = json.loads((out / "summary.json").read_text())
