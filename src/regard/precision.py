@@ -38,6 +38,11 @@ def clean(x: Tensor) -> tuple[Tensor, Tensor | None]:
     return torch.where(bad[..., None], 0, x), bad
 
 
+def clean_each(*tensors: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """Call `clean` for each tensor."""
+    return [clean(x) for x in tensors]
+
+
 def all_clean(*tensors: Tensor) -> bool:
     """Return whether `clean` would find nothing in the tensors; False if they cannot be read here."""
     return _at_hand(*tensors) and all(map(_within, tensors))

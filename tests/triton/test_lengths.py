@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import regard
 from regard.triton.runtime.launch import watched
-from regard.triton.tools.compiled import _pretended, _zeros
+from regard.triton.tools.compiled import pretended, zeros
 
 LENGTHS = (512, 1000, 777, 2048, 513)
 MULTIPLES, OTHERS = (512, 2048, 1040), (777, 1000, 513)
@@ -48,7 +48,7 @@ def variants(call: Callable[[int], Any], length: int) -> dict[str, set[Any]]:
         kinds = tuple(kind(x, p.do_not_specialize) for x, p in zip(args, kernel.params, strict=False))
         found[kernel.__name__].add((kinds, tuple(sorted((name, str(x)) for name, x in options.items()))))
 
-    with _pretended(90), _zeros(), watched(see):
+    with pretended(90), zeros(), watched(see):
         call(length)
     return found
 

@@ -30,7 +30,7 @@ from ..checks import (
 )
 from ..grammar import Spec, as_spec
 from ..grammar.spec import LOCAL_LINEAR
-from ..precision import all_clean, clean, either, full_precision, overflowing, row_number, transformed
+from ..precision import all_clean, clean, clean_each, either, full_precision, overflowing, row_number, transformed
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
 from .layout import Layout, any_layout
 from .local_regression import LARGEST, repeat_heads
@@ -176,14 +176,14 @@ def _never(problem: Problem) -> bool:
     return False
 
 
-def _as_it_came(x: Tensor) -> tuple[Tensor, None]:
-    """Return x unchanged: replaces `clean` if the implementation handles non-finite numbers itself."""
-    return x, None
+def _as_they_came(*tensors: Tensor) -> list[tuple[Tensor, None]]:
+    """Return tensors unchanged: replaces `clean_each` if the implementation handles non-finite numbers itself."""
+    return [(x, None) for x in tensors]
 
 
-def _contiguous(x: Tensor) -> tuple[Tensor, None]:
-    """Return x in the layout of `clean`: replaces `clean` if a check found nothing."""
-    return x.contiguous(), None
+def _contiguous(*tensors: Tensor) -> list[tuple[Tensor, None]]:
+    """Return tensors in the layout of `clean_each`: replaces it if a check found nothing."""
+    return [(x.contiguous(), None) for x in tensors]
 
 
 def _problem(
@@ -236,18 +236,17 @@ def _prepare(
     """
     native = getattr(implementation, "native", _never)(problem)
     raw = native and getattr(implementation, "raw", _never)(problem)
-    look: Callable[..., Any] = _as_it_came if raw else getattr(implementation, "clean", clean)
+    look: Callable[..., Any] = _as_they_came if raw else getattr(implementation, "clean", clean_each)
     spec, shared = problem.spec, key is query
     if debugging():
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             finite(CALL, name, tensor)
     if not native and query.dtype not in (torch.float32, torch.float64):
         query, key, value = query.float(), key.float(), value.float()
-    if look is clean and all_clean(query, key, value):
+    if look is clean_each and all_clean(query, key, value):
         look = _contiguous
-    query, query_bad = look(query)
-    key, key_bad = (query, query_bad) if shared else look(key)
-    value, value_bad = look(value)
+    looked = look(query, value) if shared else look(query, key, value)
+    (query, query_bad), (key, key_bad), (value, value_bad) = looked[0], looked[-2], looked[-1]
     q, k = (query, key) if native else spec.similarity.features(query, key)
     if not native and getattr(spec.similarity, "grows", True):
         (q, q_bad), (k, k_bad) = clean(q), clean(k)
@@ -255,7 +254,8 @@ def _prepare(
     over = overflowing(q, scale)
     if over is not None:
         shared, query_bad, q = False, either(query_bad, over), torch.where(over[..., None], 0, q)
-    non_finite = _non_finite_rows(query_bad, either(key_bad, value_bad), visible, query.shape[1])
+    see = getattr(implementation, "seen_rows", _seen_rows)
+    non_finite = None if raw else see(visible, query.shape[1], query_bad, key_bad, value_bad)
     if native:
         x, y = (query, key) if spec.degree else (None, None)
         return Inputs(q, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), non_finite
@@ -324,9 +324,11 @@ def _usable(x: Any, most: float) -> tuple[Any, Tensor | None]:
     return torch.where(bad, 1, x), bad.any(-1)
 
 
-def _non_finite_rows(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility, heads: int) -> Tensor | None:
+def _seen_rows(
+    visible: Visibility, heads: int, query_bad: Tensor | None, key_bad: Tensor | None, value_bad: Tensor | None
+) -> Tensor | None:
     """Return the rows [B, H, Tq] that see a non-finite pair, or see any pair and have a non-finite query."""
-    seen = None
+    seen, bad = None, either(key_bad, value_bad)
     if bad is not None:
         seen = visible.any_seen(repeat_heads(bad, heads))
     if query_bad is not None:

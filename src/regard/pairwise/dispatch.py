@@ -141,7 +141,8 @@ class Implementation(Protocol):
     #   native(problem) -> bool: whether it takes queries and keys instead of features (`Inputs`);
     #   raw(problem) -> bool: whether it takes tensors with non-finite numbers, and returns NaN in exactly the rows that
     #       see one;
-    #   clean(x): replaces `precision.clean`;
+    #   clean(*tensors): replaces `precision.clean_each`;
+    #   seen_rows(visible, heads, query_bad, key_bad, value_bad): replaces `attention._seen_rows`;
     #   hesitates(problem) -> str | None: why "auto" should not choose it although it supports the problem.
 
 

@@ -13,6 +13,7 @@ Legend: B batch, H heads, Tq queries, Tk keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Visibility:
         offset: an int, or int64 [B].
         mask: boolean [B or 1, H or 1, Tq or 1, Tk or 1], or None.
         runs: int64 [2, B or 1, Tk], the first key of each key's run and the key after its last, or None.
+        kept: what an implementation made of all this and needs again.
     """
 
     queries: int
@@ -38,6 +40,7 @@ class Visibility:
     offset: int | Tensor = 0
     mask: Tensor | None = None
     runs: Tensor | None = None
+    kept: Any = None
 
     @property
     def positional(self) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..pairwise.diagnostics import Diagnostics
 from ..pairwise.dispatch import Cost, Inputs, Problem, register_impl
+from ..pairwise.visibility import Visibility
 from .compact import implementation as compact
 from .decode import compact as compact_decode
 from .decode import local_linear as local_linear_decode
@@ -39,11 +40,17 @@ class Triton:
         """Return whether one query decodes: a cleaned copy of the cache would be twice the bytes that are read."""
         return self.native(problem) and _decodes(problem)
 
-    def clean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Call `precision.clean` as one pass over the numbers."""
+    def clean(self, *tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Call `precision.clean_each` as one launch."""
         from .runtime.finite import clean
 
-        return clean(x)
+        return clean(*tensors)
+
+    def seen_rows(self, visible: Visibility, heads: int, *bad: Tensor) -> Tensor:
+        """Return which rows see non-finite numbers, by two launches."""
+        from .runtime.span import seen_rows
+
+        return seen_rows(visible, *bad)
 
     def cost(self, problem: Problem) -> Cost:
         return _kernels(problem.spec.degree, _decodes(problem)).cost(problem)

@@ -20,7 +20,7 @@ def test_vectors_that_are_not_finite_are_zero_and_named(shape: tuple[int, ...], 
         if at < len(flat):
             flat[at, place % shape[-1]] = value
             expected[at] = True
-    good, bad = clean(x)
+    good, bad = clean(x)[0]
     assert torch.equal(bad.flatten(), expected)
     assert torch.equal(good.view(-1, shape[-1])[~expected], flat[~expected])
     assert not good.view(-1, shape[-1])[expected].any()
@@ -29,7 +29,7 @@ def test_vectors_that_are_not_finite_are_zero_and_named(shape: tuple[int, ...], 
 def test_strides_are_followed() -> None:
     x = torch.randn(2, 19, 3, 8).transpose(1, 2)
     x[1, 2, 7, 3] = torch.nan
-    good, bad = clean(x)
+    good, bad = clean(x)[0]
     assert bad.nonzero().tolist() == [[1, 2, 7]]
     assert torch.equal(good, torch.where(bad[..., None], 0, x))
 
@@ -38,7 +38,35 @@ def test_gradients_stop_at_such_vectors() -> None:
     x = torch.randn(1, 1, 4, 3)
     x[0, 0, 2, 1] = torch.inf
     x.requires_grad_()
-    (clean(x)[0] * 3).sum().backward()
+    (clean(x)[0][0] * 3).sum().backward()
     expected = torch.full((4, 3), 3.0)
     expected[2] = 0
     assert torch.equal(x.grad[0, 0], expected)
+
+
+def test_three_tensors_at_once_are_as_each_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, 4, 19, 8), (2, 2, 70, 8), (2, 2, 70, 33)]
+    tensors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    with torch.no_grad():
+        for x in tensors:
+            x[1, 1, 7, 3] = torch.nan
+    weights = [torch.randn(shape, generator=generator) for shape in shapes]
+    found = clean(*tensors)
+    sum((good * w).sum() for (good, _), w in zip(found, weights, strict=True)).backward()
+    for x, w, (good, bad) in zip(tensors, weights, found, strict=True):
+        alone, expected = clean(x.detach())[0]
+        assert torch.equal(good, alone)
+        assert torch.equal(bad, expected)
+        assert bad.sum() == 1
+        assert torch.equal(x.grad, torch.where(bad[..., None], 0, w))
+
+
+def test_second_derivatives_and_unused_outputs() -> None:
+    x, y = torch.randn(1, 1, 4, 3, dtype=torch.float32), torch.randn(1, 2, 5, 3)
+    x[0, 0, 2, 1] = torch.inf
+    x, y = x.requires_grad_(), y.requires_grad_()
+    good, bad = clean(y, x)[1]
+    (first,) = torch.autograd.grad((good**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.allclose(second, torch.where(bad[..., None], 0, 6 * x.detach()))

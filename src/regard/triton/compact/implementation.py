@@ -50,7 +50,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     rule = rule_of(inputs.spec, inputs.params)
     assert isinstance(rule, Rule), rule  # `supports` has refused all else
     q, k, v = (rows_together(x) for x in (inputs.q, inputs.k, inputs.v))
-    span = Span.of(inputs.visible, q.device)
+    span = Span.of(inputs.visible, q)
     factor, scale = tensor_or_number(inputs.factor)
     given, number = tensor_or_number(inputs.params.get(rule.row), rule.number)
     leaves = (q, k, v, factor, given)

@@ -69,7 +69,7 @@ def decode(
     """Return the attention of few queries, [B, H, Tq, Dv] in the dtype of the values. `factor` is a number or [B, H,
     Tq], `given` the rule's number for every row [B, H, Tq], or None. If `raw`, vectors may be non-finite (or beyond
     2^56) anywhere, and rows that see one become NaN; otherwise only vectors that no row sees may be non-finite."""
-    ranges = ranges_of(visible, q.device)
+    ranges = ranges_of(visible, q)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
     given = None if given is None else row_tensor(given, q)
     q, k, v = (rows_together(x) for x in (q, k, v))

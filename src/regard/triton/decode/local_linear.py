@@ -100,7 +100,7 @@ def decode(
         ArgumentError: neither a probe nor a way to solve."""
     if probe is None and how == 0:
         raise ArgumentError("local_linear_decode: the learned solver needs params={'probe': r}, r [B, H, Tq, D].")
-    ranges = ranges_of(visible, q.device)
+    ranges = ranges_of(visible, q)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
     number, own = (0.0, row_tensor(ridge, q)) if isinstance(ridge, Tensor) else (float(ridge), None)
     probe = None if probe is None else row_tensor(probe, q)

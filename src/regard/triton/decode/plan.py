@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...pairwise.visibility import Visibility
-from ..runtime.span import batch_stride, ends_of, mask_steps
+from ..runtime.span import Span, batch_stride, mask_steps
 from ..runtime.tiles import Tiles, padded
 
 if TYPE_CHECKING:
@@ -49,15 +49,15 @@ class Ranges(NamedTuple):
         return batch_stride(self.low), *mask_steps(self.mask)
 
 
-def ranges_of(visible: Visibility, device: torch.device) -> Ranges:
-    """Return the ranges of a call whose mask, if any, is over keys."""
-    low, high, mask = ends_of(visible, device)
+def ranges_of(visible: Visibility, like: Tensor) -> Ranges:
+    """Return the ranges of a call whose mask, if any, is over keys, on the device of `like`."""
+    span = Span.of(visible, like, by_keys=False)
     first, last = visible.span(0, visible.queries)
     most = last - first
     if visible.window is not None:
         width = visible.window if visible.causal else 2 * visible.window - 1
         most = min(most, width + visible.queries - 1)
-    return Ranges(low.to(torch.int32), high.to(torch.int32), mask, max(most, 1))
+    return Ranges(span.low, span.high, span.mask, max(most, 1))
 
 
 def rows_of(count: int, dtype: torch.dtype) -> int:

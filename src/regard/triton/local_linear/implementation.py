@@ -88,7 +88,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     assert inputs.x is not None
     assert inputs.y is not None
     x, y, v = (rows_together(z, FARTHEST) for z in (inputs.x, inputs.y, inputs.v))
-    span = Span.of(inputs.visible, x.device)
+    span = Span.of(inputs.visible, x)
     factor, scale = tensor_or_number(inputs.factor)
     given = type(inputs.spec.solver) is Learned
     ridge, number = (None, 1.0) if given else tensor_or_number(inputs.ridge)

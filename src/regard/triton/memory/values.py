@@ -192,7 +192,7 @@ class TableValues:
     def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Do `precision.clean` by a kernel; see `slot_memory.Rounds`."""
         kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
-        return clean(x) if kernel else precision.clean(x)
+        return clean(x)[0] if kernel else precision.clean(x)
 
     def looked(self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
         """Return what tokens find and read, by kernels; see `slot_memory.Rounds`."""

@@ -4,17 +4,25 @@ Causal and strict order, windows, packed sequences, offsets and unequal lengths 
 ends do not decrease from query to query; the queries that see a key form a range, too. A mask over keys is applied
 within it.
 
-Legend: B batch, H heads, Tq queries, Tk keys.
+Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...pairwise.visibility import Visibility
+from .launch import launch
+from .operators import operator
+from .tiles import Tiles
+
+_BLOCK, _TILES = 256, Tiles()
+"""Rows or keys of a program, and its warps."""
+_SCANNED = 1024
+"""Keys that a program of `seen_before_kernel` takes at a time."""
 
 
 class Span(NamedTuple):
@@ -48,23 +56,32 @@ class Span(NamedTuple):
         return batch_stride(self.low), *self.mask_steps
 
     @classmethod
-    def of(cls, visible: Visibility, device: torch.device) -> Span:
-        """Return the ranges of a call whose mask, if any, is over keys."""
-        low, high, mask = ends_of(visible, device)
-        keys = torch.arange(visible.keys, device=device).expand(low.shape[0], -1).contiguous()
-        first = torch.searchsorted(high, keys, right=True)  # first query whose range ends after the key
-        last = torch.searchsorted(low, keys, right=True)
-        first, last = first.to(torch.int32), torch.maximum(first, last).to(torch.int32)
-        return cls(low.to(torch.int32), high.to(torch.int32), first, last, mask)
+    def of(cls, visible: Visibility, like: Tensor, by_keys: bool = True) -> Span:
+        """Return the ranges of a call whose mask, if any, is over keys, on the device of `like`; computed once. Without
+        `by_keys`, first and last are empty."""
+        if visible.kept is None:
+            mask = visible.mask
+            if mask is not None:
+                mask = mask[..., 0, :].expand(*mask.shape[:2], visible.keys).to(torch.uint8).contiguous()
+            offset, window = visible.offset, visible.window
+            given = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+            sizes = visible.queries, visible.keys, 0 if window is None else window
+            order = visible.causal, visible.strict, by_keys
+            low, high, first, last = _spans(like, visible.runs, *given, *sizes, *order)
+            visible.kept = cls(low, high, first, last, mask)
+        found: Span = visible.kept
+        return found
 
 
-def ends_of(visible: Visibility, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return low, high (int64) and mask of a call whose mask, if any, is over keys, contiguous."""
-    low, high = (x.contiguous() for x in visible.bounds(0, visible.queries, device))
-    mask = visible.mask
-    if mask is not None:
-        mask = mask[..., 0, :].expand(*mask.shape[:2], visible.keys).to(torch.uint8).contiguous()
-    return low, high, mask
+def seen_rows(visible: Visibility, query_bad: Tensor, key_bad: Tensor, value_bad: Tensor) -> Tensor:
+    """Return which rows see a bad key or value, or are bad and see any: boolean [B, H, Tq].
+
+    Args:
+        visible: of a call whose mask, if any, is over keys.
+        query_bad, key_bad, value_bad: boolean [B, H, Tq], [B, Hkv, Tk], [B, Hkv, Tk].
+    """
+    span = Span.of(visible, query_bad)
+    return _seen(query_bad, key_bad, value_bad, span.low, span.high, span.mask)
 
 
 def batch_stride(x: Tensor) -> int:
@@ -75,3 +92,66 @@ def batch_stride(x: Tensor) -> int:
 def mask_steps(mask: Tensor | None) -> tuple[int, int]:
     """Return the steps of a mask from one sequence, and from one head, to the next: 0 if these share it."""
     return (0, 0) if mask is None else (batch_stride(mask), mask.stride(1) if mask.shape[1] > 1 else 0)
+
+
+def _empty_spans(like: Tensor, runs: Tensor | None, offset: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    batch = 1 if runs is None else runs.shape[1]
+    batch = batch if offset is None else offset.shape[0]
+    keys = rest[2] if rest[-1] else 0
+    sizes = rest[1], rest[1], keys, keys
+    return tuple(torch.empty(batch, size, dtype=torch.int32, device=like.device) for size in sizes)
+
+
+def _make_spans(
+    like: Tensor, runs: Tensor | None, offset: Tensor | None, shift: int, queries: int, keys: int, window: int,
+    causal: bool, strict: bool, by_keys: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from .span_kernels import spans_kernel
+
+    found = _empty_spans(like, runs, offset, shift, queries, keys, by_keys)
+    unread = found[0]
+    own = (unread, unread) if runs is None else tuple(x.contiguous() for x in runs)
+    launch(
+        spans_kernel, (-(-max(queries, keys if by_keys else 0) // _BLOCK), found[0].shape[0]), found, own,
+        unread if offset is None else offset.contiguous(), shift, queries, keys, window, tiles=_TILES,
+        BLOCK=_BLOCK, CAUSAL=causal, STRICT=strict, WINDOW=window > 0, OFFSETS=offset is not None, BY_KEYS=by_keys,
+        RUNS=0 if runs is None else 1 if runs.shape[1] == 1 else 2,
+    )  # fmt: skip
+    return found
+
+
+_spans = operator(
+    "spans", _make_spans,
+    "(Tensor like, Tensor? runs, Tensor? offset, SymInt shift, SymInt queries, SymInt keys, SymInt window, "
+    "bool causal, bool strict, bool by_keys) -> (Tensor, Tensor, Tensor, Tensor)", _empty_spans,
+)  # fmt: skip
+
+
+def _find_seen(
+    query_bad: Tensor, key_bad: Tensor, value_bad: Tensor, low: Tensor, high: Tensor, mask: Tensor | None
+) -> Tensor:
+    from .span_kernels import seen_before_kernel, seen_rows_kernel
+
+    (batch, heads, queries), (key_heads, keys) = query_bad.shape, key_bad.shape[1:]
+    apart = mask is not None and mask.shape[1] > 1
+    many, found = heads if apart else key_heads, torch.empty_like(query_bad, memory_format=torch.contiguous_format)
+    before = torch.empty(2 if mask is not None else 1, batch, many, keys, dtype=torch.int32, device=low.device)
+    shown, masked = low if mask is None else mask, mask is not None
+    group = max(1, many // max(1, key_heads))
+    launch(
+        seen_before_kernel, (batch * many,), key_bad.contiguous(), value_bad.contiguous(), shown, before, many, group,
+        keys, before.stride(0), *mask_steps(mask), tiles=_TILES, BLOCK=_SCANNED, MASKED=masked,
+    )  # fmt: skip
+    launch(
+        seen_rows_kernel, (-(-queries // _BLOCK), batch * heads), query_bad.contiguous(), before, low, high, found,
+        heads, max(1, heads // max(1, many)), queries, keys, before.stride(0), batch_stride(low), tiles=_TILES,
+        BLOCK=_BLOCK, MASKED=masked,
+    )  # fmt: skip
+    return found
+
+
+_seen = operator(
+    "seen", _find_seen,
+    "(Tensor query_bad, Tensor key_bad, Tensor value_bad, Tensor low, Tensor high, Tensor? mask) -> Tensor",
+    lambda query_bad, *_: torch.empty_like(query_bad, memory_format=torch.contiguous_format),
+)  # fmt: skip

@@ -87,7 +87,7 @@ def resources_of(call: Callable[[], Any], arch: int = 90) -> list[Resources]:
         own = _measured(kernel.warmup(*args, grid=grid, **options), arch)
         found[own.kernel] = found[own.kernel].worst(own) if own.kernel in found else own
 
-    with _pretended(arch), _zeros(), watched(compiled):
+    with pretended(arch), zeros(), watched(compiled):
         call()
     return list(found.values())
 
@@ -148,7 +148,7 @@ class _Driver:
 
 
 @contextmanager
-def _pretended(arch: int) -> Iterator[None]:
+def pretended(arch: int) -> Iterator[None]:
     """Let Triton compile for that capability."""
     from triton.runtime.driver import driver
 
@@ -164,7 +164,7 @@ def _pretended(arch: int) -> Iterator[None]:
 
 
 @contextmanager
-def _zeros() -> Iterator[None]:
+def zeros() -> Iterator[None]:
     """Fill allocated tensors with zeros: torch operations between two launches must find numbers in range."""
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

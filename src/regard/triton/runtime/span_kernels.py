@@ -1,0 +1,119 @@
+"""The kernels of `span`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _ends(row, runs, batch, offset, keys, window, CAUSAL: tl.constexpr, STRICT: tl.constexpr, WINDOW: tl.constexpr,
+          RUNS: tl.constexpr):  # fmt: skip
+    """Return the range of keys [low, high) of queries `row`, as `Visibility.bounds` does. RUNS: 1 if all sequences
+    share them, 2 if each has its own."""
+    at = row.to(tl.int64) + offset
+    low = at * 0
+    high = low + keys
+    if CAUSAL:
+        high = at if STRICT else at + 1
+        if WINDOW:
+            low = high - window
+    elif WINDOW:
+        low = at - window + 1
+        high = at + window
+    if RUNS:
+        place = tl.minimum(tl.maximum(at, 0), keys - 1)
+        if RUNS == 2:
+            place += batch.to(tl.int64) * keys
+        there = place >= 0  # there may be no keys
+        low = tl.maximum(low, tl.load(runs[0] + place, mask=there, other=0))
+        high = tl.minimum(high, tl.load(runs[1] + place, mask=there, other=0))
+    low, high = tl.minimum(tl.maximum(low, 0), keys), tl.minimum(tl.maximum(high, 0), keys)
+    return low.to(tl.int32), high.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["shift", "queries", "keys", "window"])
+def spans_kernel(
+    found, runs, offsets, shift, queries, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    STRICT: tl.constexpr, WINDOW: tl.constexpr, OFFSETS: tl.constexpr, RUNS: tl.constexpr, BY_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Store the ranges of BLOCK queries and of BLOCK keys of one sequence. The first query whose range ends, or begins,
+    after a key is found by bisection, since ends do not decrease."""
+    batch = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.cast(shift, tl.int64)
+    if OFFSETS:
+        offset = tl.load(offsets + batch)
+    low, high = _ends(at, runs, batch, offset, keys, window, CAUSAL, STRICT, WINDOW, RUNS)
+    of_queries, of_keys = tl.cast(batch, tl.int64) * queries + at, tl.cast(batch, tl.int64) * keys + at
+    tl.store(found[0] + of_queries, low, mask=at < queries)
+    tl.store(found[1] + of_queries, high, mask=at < queries)
+    if BY_KEYS:
+        first, last = at * 0, at * 0  # how many queries are known to end, and to begin, at the key or before
+        first_end, last_end = first + queries, last + queries
+        left = queries
+        while left > 0:
+            middle = (first + first_end) // 2
+            _, high = _ends(middle, runs, batch, offset, keys, window, CAUSAL, STRICT, WINDOW, RUNS)
+            before, open_ = high <= at, first < first_end
+            first, first_end = tl.where(open_ & before, middle + 1, first), tl.where(open_ & ~before, middle, first_end)
+            middle = (last + last_end) // 2
+            low, _ = _ends(middle, runs, batch, offset, keys, window, CAUSAL, STRICT, WINDOW, RUNS)
+            before, open_ = low <= at, last < last_end
+            last, last_end = tl.where(open_ & before, middle + 1, last), tl.where(open_ & ~before, middle, last_end)
+            left = left // 2
+        tl.store(found[2] + of_keys, first, mask=at < keys)
+        tl.store(found[3] + of_keys, tl.maximum(first, last), mask=at < keys)
+
+
+@triton.jit(do_not_specialize=["many", "group", "keys", "room", "mask_batch", "mask_head"])
+def seen_before_kernel(
+    key_bad, value_bad, mask, before, many, group, keys, room, mask_batch, mask_head, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Store how many keys that may be seen are bad up to each key of one head, and if MASKED how many there are."""
+    program = tl.program_id(0)
+    batch, head = tl.cast(program // many, tl.int64), program % many
+    own, to = (batch * (many // group) + head // group) * keys, tl.cast(program, tl.int64) * keys
+    bad_before, before_here = 0, 0
+    for start in range(0, keys, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        there = at < keys
+        bad = tl.load(key_bad + own + at, mask=there, other=0) | tl.load(value_bad + own + at, mask=there, other=0)
+        bad = (bad != 0).to(tl.int32)
+        if MASKED:
+            shown = tl.load(mask + batch * mask_batch + head * mask_head + at, mask=there, other=0).to(tl.int32)
+            bad = bad * shown
+            tl.store(before + room + to + at, before_here + tl.cumsum(shown, 0), mask=there)
+            before_here += tl.sum(shown, 0)
+        tl.store(before + to + at, bad_before + tl.cumsum(bad, 0), mask=there)
+        bad_before += tl.sum(bad, 0)
+
+
+@triton.jit
+def _within(before, low, high, held):
+    """Return how many are counted in [low, high), from running totals."""
+    upto = tl.load(before + high - 1, mask=held & (high > 0), other=0)
+    return upto - tl.load(before + low - 1, mask=held & (low > 0), other=0)
+
+
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "room", "range_step"])
+def seen_rows_kernel(
+    query_bad, before, low, high, found, heads, group, queries, keys, room, range_step, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Store which of BLOCK rows of one head see a bad key, or are bad and see any."""
+    program = tl.program_id(1)
+    batch = tl.cast(program // heads, tl.int64)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = row < queries
+    low = tl.load(low + batch * range_step + row, mask=held, other=0)
+    high = tl.maximum(tl.load(high + batch * range_step + row, mask=held, other=0), low)
+    totals = before + tl.cast(program // group, tl.int64) * keys
+    if MASKED:  # noqa: SIM108 - decided when the kernel is compiled
+        some = _within(totals + room, low, high, held) > 0
+    else:
+        some = high > low
+    at = tl.cast(program, tl.int64) * queries + row
+    bad = some & (tl.load(query_bad + at, mask=held, other=0) != 0)
+    tl.store(found + at, (bad | (_within(totals, low, high, held) > 0)).to(tl.int8), mask=held)
