@@ -43,7 +43,7 @@ def _tensors(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
         "state": Other(none=True, also=(regard.FastWeightState,)),
         "form": Word(words=FORMS),
         "chunk_size": Whole(low=1, none=True),
-        "attn_mask": Mask(none=True, fixed=()),
+        "attn_mask": Mask(none=True, fixed=(), broadcast=True),  # also [T], for all sequences
         "is_causal": Flag(),
         "exclude_self": Flag(),
         "scale": Real(low=0.0, strict=True, none=True, rows=rows),

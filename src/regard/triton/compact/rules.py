@@ -35,10 +35,11 @@ _SHORT = [(32, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 1)]
 _LONG = [(128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)]
 STREAM = _tables("compact_stream", _LONG, _SHORT)
 STAND_IN = _tables("compact_stand_in", 3 * [(64, 64, 8, 2)], [(64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)])
-SEARCH = _tables("compact_search", [(128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)], _SHORT)
-WEIGH = _tables("compact_weigh", _LONG, _SHORT)
-WEIGH_KEPT = _tables("compact_weigh_kept", [(128, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
-"""WEIGH for a backward pass, whose further outputs take registers."""
+SEARCH = _tables("compact_search", [(64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)], _SHORT)
+WEIGH = _tables("compact_weigh", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)], _SHORT)
+WEIGH_KEPT = _tables("compact_weigh_kept", [(64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
+"""WEIGH for a backward pass, whose further outputs take registers. With 64 rows several programs fit on a
+multiprocessor, so that one computes while another waits; 128 rows have room for one (`docs/gpu.md`)."""
 
 
 def mask_tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
