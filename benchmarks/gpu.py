@@ -1,13 +1,14 @@
 """What regard's kernels do on a GPU, side by side with what else one could run: `python benchmarks/gpu.py --write`.
 
-Rows of six parts, the most important first, until the time is up:
+Rows of seven parts, the most important first, until the time is up:
 
 correctness: outputs and gradients on the device against dense float64 forms;
 compact: compact attention, torch's flash and cuDNN attention, both versions of AdaSplash, the plain forms;
 local_linear: local linear attention and Parallax, the naive form, flash-linear-attention's Parallax and Mesa;
 decoding: one query against a cache;
 memory: reading and writing a memory of fast weights;
-models: training steps of small language models, one for every preset, and of a hybrid model with memories.
+models: training steps of small language models, one for every preset, and of a hybrid model with memories;
+tools: the kernels of a call by their time, and what compute-sanitizer and ncu say of them, where they are installed.
 
 Rows run in a process of their own, which is killed when one takes too long and started again when the device is lost.
 The JSON is written before every row, which is then "running", and after it; what it fails with is stored in its place.
@@ -37,10 +38,11 @@ if importlib.util.find_spec("regard") is None:  # a machine with torch and these
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_worker import Worker  # noqa: E402
 
-PARTS = ("compact", "local_linear", "decoding", "memory", "models")
+PARTS = ("compact", "local_linear", "decoding", "memory", "models", "tools")
 STORED = ROOT / "benchmarks" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "results.md"
 FIGURE = ROOT / "docs" / "results" / "gpu-attention.png"
+"""The roofline lies beside it, `gpu-roofline.png`."""
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -193,10 +195,10 @@ def save(out: Path, stored: dict[str, Any]) -> None:
 
 
 def write(args: argparse.Namespace, gpu_table: Any, stored: dict[str, Any]) -> None:
-    drawn = gpu_table.figure(stored, args.figure)
+    drawn = {gpu_table.figure: args.figure, gpu_table.roofline: args.figure.with_name("gpu-roofline.png")}
+    names = [os.path.relpath(path, args.page.parent) for draw, path in drawn.items() if draw(stored, path)]
     page = args.page.read_text(encoding="utf-8")
-    name = os.path.relpath(args.figure, args.page.parent) if drawn else None
-    args.page.write_text(gpu_table.placed(page, gpu_table.tables(stored, name)), encoding="utf-8")
+    args.page.write_text(gpu_table.placed(page, gpu_table.tables(stored, names)), encoding="utf-8")
     print(f"wrote the tables into {args.page}")
 
 

@@ -1,15 +1,15 @@
-"""The tables and the figure of `gpu.py` in docs/results.md, made from the stored JSON alone; torch is not needed."""
+"""The tables and figures of `gpu.py` in docs/results.md, made from the stored JSON alone; torch is not needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from cpu_table import dump, markdown, number
 from gpu_criteria import JUDGED, Entry, criteria, rows_of, select
 
-__all__ = ["BEGIN", "END", "dump", "figure", "placed", "tables"]
+__all__ = ["BEGIN", "END", "dump", "figure", "placed", "roofline", "tables"]
 BEGIN, END = "<!-- benchmarks/gpu.py: begin -->", "<!-- benchmarks/gpu.py: end -->"
 PASSES = ("forward", "both")
 
@@ -26,12 +26,14 @@ def placed(page: str, text: str) -> str:
     return f"{head}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
 
 
-def tables(stored: Entry, figure_name: str | None = None) -> str:
+def tables(stored: Entry, figures: Sequence[str] = ()) -> str:
     """All tables, as Markdown: the criteria, whatever was measured, and then each part that has rows."""
     blocks = [*provenance(stored), *judged(stored)]
-    if figure_name:
-        blocks.append(f"![time of causal attention over the length]({figure_name})")
-    for make in (correctness, compact, row_sums, local_linear, floors, decoding, memory, models, missing):
+    said = {"roofline": "rates over operations a byte, and what the device reaches"}
+    for name in figures:
+        words = next((text for key, text in said.items() if key in name), "time of causal attention over the length")
+        blocks.append(f"![{words}]({name})")
+    for make in (correctness, compact, row_sums, local_linear, floors, decoding, memory, models, tools, missing):
         blocks += make(stored)
     return "".join(f"\n{block}\n" for block in blocks) + "\n"
 
@@ -212,6 +214,27 @@ def models(stored: Entry) -> Iterator[str]:
         yield markdown(["", "impl", "ms", "tokens/s", "MiB"], table)
 
 
+def tools(stored: Entry) -> Iterator[str]:
+    rows = {name: row for name, row in stored.get("rows", {}).items() if row["part"] == "tools"}
+    rows = {name: row for name, row in rows.items() if row["status"] == "measured"}
+    for kind, first in {"profile": "by torch's profiler", "ncu": "by ncu"}.items():
+        own = {name.partition(", ")[2]: row["kernels"] for name, row in rows.items() if name.startswith(kind)}
+        columns = list(dict.fromkeys(key for kernels in own.values() for one in kernels for key in one))
+        if own:
+            yield f"The longest kernels of a call, {first}."
+            table = [[name, *(number_or_text(one.get(key)) for key in columns)]
+                     for name, kernels in own.items() for one in kernels[:5]]  # fmt: skip
+            yield markdown(["", *columns], table)
+    judged_ = [[name, "none" if row["right"] else "**see the JSON**"] for name, row in rows.items() if "right" in row]
+    if judged_:
+        yield "Faults that compute-sanitizer finds."
+        yield markdown(["", "faults"], judged_)
+
+
+def number_or_text(x: Any) -> str:
+    return "" if x is None else x if isinstance(x, str) else number(x)
+
+
 def missing(stored: Entry) -> Iterator[str]:
     """What has no number, and why."""
     words = {"failed": "error", "hung": "error", "not available": "reason"}
@@ -251,6 +274,50 @@ def figure(stored: Entry, path: Path) -> bool:
     fig.savefig(path, dpi=120)
     pyplot.close(fig)
     return True
+
+
+def roofline(stored: Entry, path: Path) -> bool:
+    """Rates of regard's kernels over operations a byte, and what the device reaches; whether there was something to
+    draw. Operations are those that the rates of the tables count, bytes those of inputs and outputs, each once."""
+    points = list(intensities(stored))
+    if not points:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    top, memory_rate = stored["ceilings"]["tflops"], stored["ceilings"]["gbps"] / 1e3
+    fig, axis = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+    most = max(2 * max(x for _, x, _ in points), 10 * top / memory_rate)
+    least = min(0.5, *(x for _, x, _ in points))
+    axis.plot(
+        [least, top / memory_rate, most], [least * memory_rate, top, top], color="black", label="measured ceilings"
+    )
+    for name in dict.fromkeys(name for name, _, _ in points):
+        own = [(x, y) for one, x, y in points if one == name]
+        axis.plot(*zip(*own, strict=True), "o", markersize=4, label=name)
+    axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axis.legend(fontsize=6)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=120)
+    pyplot.close(fig)
+    return True
+
+
+def intensities(stored: Entry) -> Iterator[tuple[str, float, float]]:
+    """Yield (name, operations a byte, TFLOP/s) of the rows of regard that have a rate."""
+    for part, rate in {"compact": "dense_tflops", "local_linear": "tflops"}.items():
+        for row in rows_of(stored, part):
+            done = row.get("forward", {})
+            if rate in done and row["contestant"].startswith("regard"):
+                own = row["config"]
+                size = 4 * 2 * own.get("batch", 1) * own["heads"] * own["length"] * own["dim"]  # q, k, v, out, bfloat16
+                yield row["contestant"], done[rate] * done["ms"] * 1e9 / size, done[rate]
+    for row in rows_of(stored, "decoding"):
+        if row["contestant"].startswith("regard") and "gbps" in row:
+            group = row["config"]["heads"] / row["config"]["kv_heads"]  # two operations a number and query head
+            yield f"{row['contestant']}, one query", group, group * row["gbps"] / 1e3
 
 
 def curves(rows: list[Entry]) -> Iterable[tuple[str, list[tuple[float, float]]]]:

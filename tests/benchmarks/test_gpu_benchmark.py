@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
 STORED = ROOT / "benchmarks" / "results" / "gpu.json"
 BEGIN, END = "<!-- benchmarks/gpu.py: begin -->\n", "<!-- benchmarks/gpu.py: end -->"
-PARTS = ("compact", "local_linear", "decoding", "memory", "models")
+PARTS = ("compact", "local_linear", "decoding", "memory", "models", "tools")
 
 
 def bench(module: Any, dry: bool = True) -> Any:
@@ -59,7 +59,7 @@ def test_every_row_runs_at_toy_size(tmp_path: Path, module: Any, part: str) -> N
     assert not failed
     for name, row in found["rows"].items():
         if row["status"] == "not available":
-            assert any(peer in name for peer in ("adasplash", "fla ", "cudnn")), name
+            assert part == "tools" or any(peer in name for peer in ("adasplash", "fla ", "cudnn")), name
         elif row["part"] == "correctness":
             assert row["right"] is True, (name, row)
     origin = found["runs"][0]
@@ -71,6 +71,7 @@ def test_every_row_runs_at_toy_size(tmp_path: Path, module: Any, part: str) -> N
     assert text.endswith("below\n")
     assert "Toy sizes in the interpreter" in text
     assert (tmp_path / "figure.png").exists() == (part == "compact")
+    assert (tmp_path / "gpu-roofline.png").exists() == (part in ("compact", "local_linear", "decoding"))
 
 
 @pytest.mark.slow
@@ -121,7 +122,8 @@ def stored_for(module: Any, faster: float) -> dict[str, Any]:
     below; the order of the numbers decides every criterion."""
     rows = {}
     for row in module("gpu").rows_of(bench(module, dry=False), PARTS, ""):
-        rows[row.name] = {"part": row.part, "status": "measured", **fake(row.name, row.part, faster)}
+        if row.part != "tools":
+            rows[row.name] = {"part": row.part, "status": "measured", **fake(row.name, row.part, faster)}
     return {"rows": rows, "ceilings": {"tflops": 800.0, "gbps": 4000.0}, "runs": []}
 
 
@@ -196,7 +198,7 @@ def test_a_criterion_tells_what_was_left_out_and_counts_what_failed(module: Any)
     assert (first.found, first.met) == (2.0, False)
     stored["rows"]["training step, GDN"]["delta_rule"] = "torch"  # as slow as the memories would have to be
     assert module("gpu_criteria").criteria(stored)[-1].verdict == "not measured"
-    assert "GDN by PyTorch operations" in module("gpu_table").tables(stored, None)
+    assert "GDN by PyTorch operations" in module("gpu_table").tables(stored)
 
 
 def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
@@ -206,13 +208,68 @@ def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
         | {"versions": {"torch": "x"}, "hardware": {"name": "a GPU", "driver": "1"}}
     ]
     stored["rows"]["attention, T 1024, D 64, live 1, cudnn"] = {"part": "compact", "status": "failed", "error": "E: oh"}
-    text = module("gpu_table").tables(stored, "figure.png")
+    text = module("gpu_table").tables(stored, ["figure.png"])
     assert "a GPU" in text
     assert "800 TFLOP/s" in text
     assert "(figure.png)" in text
     assert "- failed: E: oh: attention, T 1024, D 64, live 1, cudnn" in text
     assert "| regard biweight | 0.8 / 2.4 (1, 1 MiB) |" in text
     assert "Not measured" not in text
+
+
+def test_the_roofline_holds_what_has_a_rate(module: Any) -> None:
+    table = module("gpu_table")
+    config = {"length": 1024, "dim": 64, "batch": 2, "heads": 4}
+    passes = {"forward": {"ms": 1.0, "dense_tflops": 0.5}, "both": {"ms": 2.0}}
+    one = {"config": {**config, "kv_heads": 2, "heads": 8}, "gbps": 3000.0, "contestant": "regard softmax"}
+    rows = {
+        "a": {"part": "compact", "status": "measured", "config": config, "contestant": "regard biweight", **passes},
+        "b": {"part": "compact", "status": "measured", "config": config, "contestant": "flash", **passes},
+        "c": {"part": "decoding", "status": "measured", **one},
+    }
+    found = list(table.intensities({"rows": rows, "ceilings": {"tflops": 800.0, "gbps": 4000.0}}))
+    assert found[0] == ("regard biweight", pytest.approx(0.5e9 / (4 * 2 * 2 * 4 * 1024 * 64)), 0.5)
+    assert found[1:] == [("regard softmax, one query", 4.0, 12.0)]
+
+
+NCU = """==PROF== Connected
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","short(int)","gpu__time_duration.sum","ns","1,500"
+"1","7","long(float)","gpu__time_duration.sum","ns","2,000,000"
+"1","7","long(float)","dram__bytes.sum","byte","2,097,152"
+"1","7","long(float)","sm__throughput.avg.pct_of_peak_sustained_elapsed","%","25"
+"""
+
+
+def test_what_ncu_prints_is_read(module: Any) -> None:
+    tools = module("gpu_tools")
+    assert tools.read_ncu(NCU) == [
+        {"kernel": "long", "us": 2000.0, "mib": 2.0, "of_compute": 0.25},
+        {"kernel": "short", "us": 1.5},
+    ]
+    with pytest.raises(RuntimeError, match="no table"):
+        tools.read_ncu("==ERROR== no permission")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["biweight", "decoding, local-linear", "memory"])
+def test_calls_of_the_tools_run(module: Any, name: str) -> None:
+    pytest.importorskip("triton")
+    script = Path(module("gpu_tools").__file__)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, str(script), name, "--small"], check=True, env=environment, timeout=300)
+
+
+@pytest.mark.slow
+def test_training_at_toy_size(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out, names = tmp_path / "train.json", ["biweight", "softmax, window of 256, FwPKM"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_train.py"), "--dry", "--out", str(out), "--write"]
+    subprocess.run([*command, "--model", *names], check=True, timeout=500)
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert list(found) == names
+    assert all(math.isfinite(row["held_out"]) and row["curve"] for row in found.values())
+    assert out.with_suffix(".md").read_text(encoding="utf-8").count("| biweight |") == 1
 
 
 # How it runs -------------------------------------------------------------------------------------------------------
@@ -278,9 +335,10 @@ def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, m
 def test_the_results_page_shows_what_is_stored(module: Any) -> None:
     table = module("gpu_table")
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    figure = "results/gpu-attention.png" if (ROOT / "docs" / "results" / "gpu-attention.png").exists() else None
+    drawn = [f"results/gpu-{name}.png" for name in ("attention", "roofline")]
+    drawn = [name for name in drawn if (ROOT / "docs" / name).exists()]
     shown = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
-    assert shown == table.tables(stored, figure), "run `python benchmarks/gpu.py --part --write`"
+    assert shown == table.tables(stored, drawn), "run `python benchmarks/gpu.py --part --write`"
     if not stored:
         assert shown.count("not measured") == len(table.criteria({})) == 16
         assert "**Not measured**" in shown
