@@ -138,18 +138,15 @@ class Regression(Recipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        own, call = self.config, self.call()
-        try:
-            for cell in self.cells():
-                task(own, cell)
-            names = [method.name for method in methods(own.specs, own.residuals, own.tol, own.seed)]
-        except ArgumentError as error:
-            raise ArgumentError(f"{call}: {error}") from None
+        own = self.config
+        for cell in self.cells():
+            task(own, cell)
+        names = [method.name for method in methods(own.specs, own.residuals, own.tol, own.seed)]
         if "softmax" not in own.specs:
-            raise ArgumentError(f"{call}: --specs lacks softmax, to which all others are compared; add it.")
+            raise ArgumentError("--specs lacks softmax, to which all others are compared; add it.")
         for name in names:
             if names.count(name) > 1:
-                raise ArgumentError(f"{call}: {name} would be measured twice; name every kernel once.")
+                raise ArgumentError(f"{name} would be measured twice; name every kernel once.")
 
     def cells(self) -> list[Cell]:
         own = self.config
