@@ -28,7 +28,7 @@ from regard.recurrent.mesa import mesa_attention
 from regard.tasks import ConeRegression
 
 from ..lib.claims import Claim, Estimate, exact, mean_interval, unpaired
-from ..lib.display import MISSING, Show, first, lines, pivot
+from ..lib.display import MISSING, Show, first, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import q_centred_blocks
 from .lla_variants_cost import COSTS, Sizes
@@ -317,18 +317,18 @@ class Variants(Recipe):
         return Table(header, tuple(rows), note)
 
     def figures(self, results: Results) -> dict[str, bytes]:
+        import pandas as pd
+
         frame = results.frame
-        at = lambda ridge: frame[frame["ridge"].isna() | (frame["ridge"] == ridge)]  # noqa: E731
-        panels = {f"{protocol}, ridge {ridge:g}": select(at(ridge), protocol=protocol)
-                  for ridge in self.config.ridges for protocol in (SELF, PAST)}  # fmt: skip
-        timed = {name: rows[rows["microseconds"].notna()] for name, rows in panels.items()}
-        parts = {name: select(rows, group=["blocks", SIGMA]) for name, rows in panels.items()}
-        y = {"error": "error / zero predictor's"}
-        how: dict[str, Any] = {"log_x": True, "log_y": True, "wrap": 2}
-        return {
-            "time": lines(timed, "microseconds", y, "group", x_label="µs a query, forward", **how),
-            "blocks": lines(parts, "blocks", y, "group", x_label="diagonal blocks", **how),
-        }
+        alike = frame["ridge"].isna()  # without a ridge, the same with all
+        own = pd.concat([frame[alike | (frame["ridge"] == ridge)].assign(ridge=ridge) for ridge in self.config.ridges])
+        timed, parts = own[own["microseconds"].notna()], select(own, group=["blocks", SIGMA])
+        against = lambda rows, x, x_label: lines(  # noqa: E731
+            panels(rows, "{protocol}, ridge {ridge:g}"), x, {"error": "error / zero predictor's"}, "group",
+            x_label=x_label, log_x=True, log_y=True, wrap=2,
+        )  # fmt: skip
+        return {"time": against(timed, "microseconds", "µs a query, forward"),
+                "blocks": against(parts, "blocks", "diagonal blocks")}  # fmt: skip
 
     def notes(self, results: Results) -> list[str]:
         own = self.config

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from regard.tasks import TokenTask, tasks
 
 from ..lib.claims import Claim
-from ..lib.display import interval, lines, pivot
+from ..lib.display import interval, lines, panels, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
@@ -94,6 +94,5 @@ class LengthGeneralization(TaskRecipe):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         rows = self.scores(results).assign(factor=lambda f: f["test"].astype(int))
-        panels = {str(task): group for task, group in rows.groupby("task", sort=False)}
-        return {"lengths": lines(panels, "factor", {"score": "exact answers"}, "model", log_x=True,
+        return {"lengths": lines(panels(rows, "{task}"), "factor", {"score": "exact answers"}, "model", log_x=True,
                                  x_label="test length over training length")}  # fmt: skip
