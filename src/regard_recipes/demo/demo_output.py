@@ -25,9 +25,8 @@ from regard.inspect.report import Page, Part, Sample, Section, render
 from regard.inspect.summary import layer_table
 from regard.inspect.tables import Table
 from regard.training import TrainingStopped
-from regard.training.storage.lock import LOCK
 
-from ..lib.results import existing_parent
+from ..lib import results
 from .demo_kernels import KernelWeights
 from .demo_recall import Recall, recall_curves, recall_table
 
@@ -108,25 +107,11 @@ def check_out(out: Path, call: str) -> None:
     Raises:
         ArgumentError: it is a file, holds something else, cannot be written, or the disk is nearly full.
     """
-    home = existing_parent(out, call)
-    if out.is_dir() and any(path.name != LOCK for path in out.iterdir()) and not is_demo(out):
-        raise ArgumentError(
-            f"{call}: --out {out} is not empty and holds no earlier demo; choose another folder (nothing was deleted)."
-        )
-    free = shutil.disk_usage(home).free
+    free = shutil.disk_usage(results.check_out(out, call, MADE_BY)).free
     if free < FREE:
         raise ArgumentError(
             f"{call}: the disk of --out {out} has {free / 2**20:.0f} MiB free; {FREE / 2**20:.0f} are needed."
         )
-
-
-def is_demo(out: Path) -> bool:
-    """Return whether a demo, finished or not, wrote the folder."""
-    try:
-        found = json.loads((out / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.get("made_by") == MADE_BY
 
 
 def begin(out: Path, text: str, call: str) -> None:

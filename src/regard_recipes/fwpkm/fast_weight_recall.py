@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from regard.checks import ArgumentError
 from regard.tasks import CrossDocumentRecall
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
@@ -94,13 +93,9 @@ class FastWeightRecall(Recipe):
 
         from ._fast_weight_recall_model import make_model
 
-        own, call = self.config, self.call()
-        try:
-            with torch.device("meta"):
-                for stress in (False, True):
-                    make_model(own, own.rules[0], stress=stress)
-        except ArgumentError as error:
-            raise ArgumentError(f"{call}: {error}") from None
+        with torch.device("meta"):
+            for stress in (False, True):
+                make_model(self.config, self.config.rules[0], stress=stress)
 
     def cells(self) -> list[Cell]:
         rules = self.config.rules

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 from .claims import mean_interval, paired
@@ -116,6 +117,14 @@ def label(value: Any) -> str:
     if value is None or value != value:
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def panels(frame: Frame, title: str) -> dict[str, Frame]:
+    """Return `title`, in which columns stand as in "d = {d}", to the rows that have these values, for every combination
+    in the order in which they first come."""
+    names = [name for _, name, *_ in Formatter().parse(title) if name]
+    groups = frame.groupby(names, sort=False)
+    return {title.format(**dict(zip(names, key, strict=True))): rows for key, rows in groups}
 
 
 def lines(

@@ -128,7 +128,8 @@ class Recipe(ABC):
         return f"reproduce: {cls.name}"
 
     def check(self) -> None:  # noqa: B027
-        """Raise an ArgumentError where an option is out of range, before anything is computed or written."""
+        """Raise an ArgumentError where an option is out of range, before anything is computed or written. The start
+        of its message may be left out."""
 
     def prepare(self) -> Mapping[str, Any]:
         """Load what all cells share into attributes. Called once, in the main process.
@@ -192,7 +193,10 @@ def check_shared(made: Recipe) -> None:
         check_number(f"{call}: --{name.replace('_', '-')}", getattr(config, name), low, high)
     for name, known in made.choices.items():
         check_names(call, f"--{name.replace('_', '-')}", getattr(config, name), list(known))
-    made.check()
+    try:
+        made.check()
+    except ArgumentError as error:  # what a recipe makes, such as a task, does not know who makes it
+        raise ArgumentError(str(error) if str(error).startswith(call) else f"{call}: {error}") from None
 
 
 def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]) -> None:

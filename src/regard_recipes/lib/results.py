@@ -21,6 +21,7 @@ from typing import Any
 from regard.checks import ArgumentError
 from regard.doctor import report as installation
 from regard.training.fields import from_mapping, to_mapping
+from regard.training.storage.lock import LOCK
 
 from .recipe import Cell, Recipe, Results, Row, frame_of
 
@@ -181,11 +182,14 @@ def _key(cell: Cell, seed: int) -> str:
     return json.dumps([cell, seed], sort_keys=True)
 
 
-def existing_parent(out: Path, call: str) -> Path:
-    """Return the nearest folder that exists, `out` itself or one above it.
+def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
+    """Check that a command may write to `out`; nothing is changed.
+
+    Returns:
+        The nearest folder that exists, `out` itself or one above it.
 
     Raises:
-        ArgumentError: `out` is a file, or cannot be written.
+        ArgumentError: it is a file, holds what the command did not write, or cannot be written.
     """
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
@@ -194,30 +198,22 @@ def existing_parent(out: Path, call: str) -> Path:
         home = home.parent
     if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
         raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
+    found = [path for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
+    if found and not any(_is_result(path, made_by) for path in out.glob("*.json*")):
+        raise ArgumentError(
+            f"{call}: --out {out} is not empty and holds no result of `{made_by}`; choose another folder (nothing "
+            f"was deleted)."
+        )
     return home
 
 
-def check_out(out: Path, call: str) -> None:
-    """Check that a recipe may write to `out`. Nothing is changed.
-
-    Raises:
-        ArgumentError: it is a file, holds what no recipe wrote, or cannot be written.
-    """
-    existing_parent(out, call)
-    if out.is_dir() and any(out.iterdir()) and not any(_is_result(path) for path in out.glob("*.json*")):
-        raise ArgumentError(
-            f"{call}: --out {out} is not empty and holds no result of `{MADE_BY}`; choose another folder (nothing "
-            f"was deleted)."
-        )
-
-
-def _is_result(path: Path) -> bool:
+def _is_result(path: Path, made_by: str) -> bool:
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text.split("\n", 1)[0] if path.suffix == ".jsonl" else text)
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get("made_by") == MADE_BY
+    return isinstance(found, dict) and found.get("made_by") == made_by
 
 
 def hardware() -> dict[str, str]:

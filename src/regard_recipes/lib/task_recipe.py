@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from regard.checks import ArgumentError
 
 from .claims import Estimate, paired
-from .display import interval, lines, pivot, stat
+from .display import interval, lines, panels, pivot, stat
 from .rates import at_best_rate
 from .recipe import Cell, Frame, Recipe, RecipeConfig, Results, select
 
@@ -184,6 +184,4 @@ class TaskRecipe(Recipe):
 
     def curves(self, results: Results) -> bytes:
         """Return a figure of the validation score against steps, a panel for each task."""
-        rows = self.chosen(results, "curve")
-        panels = {str(task): group for task, group in rows.groupby("task", sort=False)}
-        return lines(panels, "step", {"validation": self.metric}, "model")
+        return lines(panels(self.chosen(results, "curve"), "{task}"), "step", {"validation": self.metric}, "model")

@@ -24,7 +24,7 @@ from regard.grammar import Spec
 from regard.pairwise.attention import attention
 
 from ..lib.claims import Claim, log_slope, paired
-from ..lib.display import Show, first, interval, lines, pivot
+from ..lib.display import Show, first, interval, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
 PAPER = "Local Linear Attention"
@@ -188,10 +188,9 @@ class BoundaryBias(Recipe):
         }
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        chosen = best(results)
-        panels = {f"d = {d}": select(chosen, d=d) for d in self.config.dims}
+        over = panels(best(results), "d = {d}")
         y = {part: f"{part}: squared error" for part in PARTS}
-        return {"errors": lines(panels, "n", y, "estimator", x_label="design points n", log_x=True, log_y=True)}
+        return {"errors": lines(over, "n", y, "estimator", x_label="design points n", log_x=True, log_y=True)}
 
     def notes(self, results: Results) -> list[str]:
         chosen = best(results)

@@ -28,7 +28,7 @@ from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
 
 from ..lib.claims import Claim, exact, one
-from ..lib.display import MISSING, Show, first, lines, pivot
+from ..lib.display import MISSING, Show, first, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
 
@@ -250,9 +250,7 @@ class Numerics(Recipe):
         course = course.assign(line=course["method"] + course["dtype"].where(course["method"] == REGARD, "").radd(" "))
         along = frame[(frame["kind"] == "block") & ~frame["budget"].fillna("").str.startswith("steps")]
         along = along.assign(line=along["budget"] + ", " + along["dtype"])
-        panels = {f"{data}, ridge {ridge:g}": {"data": data, "ridge": ridge}
-                  for data in self.config.families for ridge in self.config.ridges}  # fmt: skip
-        over = lambda rows: {title: select(rows, **where) for title, where in panels.items()}  # noqa: E731
+        over = partial(panels, title="{data}, ridge {ridge:g}")
         error, mean, wrap = {"relative": "relative error"}, {"mean_steps": "mean iterations"}, len(self.config.ridges)
         return {
             "steps": lines(over(course), "step", error, "line", x_label="steps", log_x=True, log_y=True, wrap=wrap),

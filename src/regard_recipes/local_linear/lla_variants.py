@@ -28,7 +28,7 @@ from regard.recurrent.mesa import mesa_attention
 from regard.tasks import ConeRegression
 
 from ..lib.claims import Claim, Estimate, exact, mean_interval, unpaired
-from ..lib.display import MISSING, Show, first, lines, pivot
+from ..lib.display import MISSING, Show, first, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import q_centred_blocks
 from .lla_variants_cost import COSTS, Sizes
@@ -58,19 +58,9 @@ class VariantsConfig(RecipeConfig):
     repeats: int = 5  # Timings of every variant.
 
 
-class Call(NamedTuple):
-    """Keys (also the queries) and values [B, 1, T, d], the ridge, whether a position's own pair is hidden from it, and
-    whether iterations are counted."""
-
-    k: Tensor
-    v: Tensor
-    ridge: float
-    strict: bool
-    counted: bool
-
-
-Solve = Callable[[Call], tuple[Tensor, Tensor | None]]
-"""Predictions, and if counted the iterations of every row where there are some."""
+Solve = Callable[[Tensor, Tensor, float, bool, bool], tuple[Tensor, Tensor | None]]
+"""(keys and queries, values [B, 1, T, d], ridge, whether a position's own pair is hidden from it, whether iterations
+are counted) -> predictions, and if counted the iterations of every row where there are some."""
 
 
 class Variant(NamedTuple):
@@ -92,30 +82,30 @@ class Variant(NamedTuple):
         return Sizes(n, config.dim, steps or 0.0, self.blocks, ROWS)
 
 
-def _sdpa(c: Call) -> tuple[Tensor, None]:
-    if c.strict:
-        return attention(c.k, c.k, c.v, "softmax", exclude_self=True), None
-    return scaled_dot_product_attention(c.k, c.k, c.v, is_causal=True), None
+def _sdpa(k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, None]:
+    if strict:
+        return attention(k, k, v, "softmax", exclude_self=True), None
+    return scaled_dot_product_attention(k, k, v, is_causal=True), None
 
 
-def _mesa(c: Call) -> tuple[Tensor, Tensor | None]:
-    how: dict[str, Any] = {"solver": "cg", "tol": 1e-3, "max_iter": 4 * c.k.shape[-1], "exclude_self": c.strict}
-    found = mesa_attention(c.k, c.k, c.v, ridge=c.ridge, return_diagnostics=c.counted, **how)
-    return found[0], found[2]["iterations"] if c.counted else None
+def _mesa(k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, Tensor | None]:
+    how: dict[str, Any] = {"solver": "cg", "tol": 1e-3, "max_iter": 4 * k.shape[-1], "exclude_self": strict}
+    found = mesa_attention(k, k, v, ridge=ridge, return_diagnostics=counted, **how)
+    return found[0], found[2]["iterations"] if counted else None
 
 
 def _softmax(window: int | None) -> Solve:
     how: dict[str, Any] = {"is_causal": True, "window": window, "impl": "blocked"}
-    return lambda c: (attention(c.k, c.k, c.v, "softmax", exclude_self=c.strict, **how), None)
+    return lambda k, v, ridge, strict, counted: (attention(k, k, v, "softmax", exclude_self=strict, **how), None)
 
 
 def _local_linear(solver: Solver, window: int | None = None) -> Solve:
     how: dict[str, Any] = {"solver": solver, "window": window, "is_causal": True, "impl": "blocked"}
 
-    def run(c: Call) -> tuple[Tensor, Tensor | None]:
-        more: dict[str, Any] = {"ridge": c.ridge, "exclude_self": c.strict, "return_diagnostics": c.counted}
-        found = local_linear_attention(c.k, c.k, c.v, **how, **more)
-        return (found[0], found[1].solver["iterations"]) if c.counted else (found, None)
+    def run(k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, Tensor | None]:
+        more: dict[str, Any] = {"ridge": ridge, "exclude_self": strict, "return_diagnostics": counted}
+        found = local_linear_attention(k, k, v, **how, **more)
+        return (found[0], found[1].solver["iterations"]) if counted else (found, None)
 
     return run
 
@@ -189,15 +179,12 @@ class Variants(Recipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        own, call = self.config, self.call()
-        try:
-            ConeRegression(own.dim, own.length, own.segment, own.noise)
-        except ArgumentError as error:
-            raise ArgumentError(f"{call}: {error}") from None
+        own = self.config
+        ConeRegression(own.dim, own.length, own.segment, own.noise)
         if own.dim & (own.dim - 1) or not 2 <= own.dim <= 128:
-            raise ArgumentError(f"{call}: --dim is {own.dim}, expected a power of two from 2 to 128.")
+            raise ArgumentError(f"--dim is {own.dim}, expected a power of two from 2 to 128.")
         if own.tols[-1] != min(own.tols):
-            raise ArgumentError(f"{call}: --tols is {own.tols}; give the smallest last, windows are solved to it.")
+            raise ArgumentError(f"--tols is {own.tols}; give the smallest last, windows are solved to it.")
 
     def cells(self) -> list[Cell]:
         known, ridges = variants(self.config), self.config.ridges
@@ -220,14 +207,14 @@ class Variants(Recipe):
         """Yield a row for each protocol."""
         found: dict[str, dict[str, Any]] = {}
         for protocol in (SELF, PAST):
-            out, steps = variant.run(Call(data.keys, data.values, ridge, protocol == PAST, True))
+            out, steps = variant.run(data.keys, data.values, ridge, protocol == PAST, True)
             direct = variant.cost.endswith("direct")
             count = None if steps is None or direct else significant(steps.double().mean().item())
             found[protocol] = {"protocol": protocol, **data.share(out), "steps": count}
         times = []
         for _ in range(self.config.repeats):
             start = time.perf_counter()
-            variant.run(Call(data.keys, data.values, ridge, False, False))
+            variant.run(data.keys, data.values, ridge, False, False)
             times.append(1e6 * (time.perf_counter() - start) / (len(data.keys) * self.config.length))
         cost, sizes = COSTS[variant.cost], variant.sizes(self.config, found[SELF]["steps"])
         numbers = {
@@ -330,18 +317,18 @@ class Variants(Recipe):
         return Table(header, tuple(rows), note)
 
     def figures(self, results: Results) -> dict[str, bytes]:
+        import pandas as pd
+
         frame = results.frame
-        at = lambda ridge: frame[frame["ridge"].isna() | (frame["ridge"] == ridge)]  # noqa: E731
-        panels = {f"{protocol}, ridge {ridge:g}": select(at(ridge), protocol=protocol)
-                  for ridge in self.config.ridges for protocol in (SELF, PAST)}  # fmt: skip
-        timed = {name: rows[rows["microseconds"].notna()] for name, rows in panels.items()}
-        parts = {name: select(rows, group=["blocks", SIGMA]) for name, rows in panels.items()}
-        y = {"error": "error / zero predictor's"}
-        how: dict[str, Any] = {"log_x": True, "log_y": True, "wrap": 2}
-        return {
-            "time": lines(timed, "microseconds", y, "group", x_label="µs a query, forward", **how),
-            "blocks": lines(parts, "blocks", y, "group", x_label="diagonal blocks", **how),
-        }
+        alike = frame["ridge"].isna()  # without a ridge, the same with all
+        own = pd.concat([frame[alike | (frame["ridge"] == ridge)].assign(ridge=ridge) for ridge in self.config.ridges])
+        timed, parts = own[own["microseconds"].notna()], select(own, group=["blocks", SIGMA])
+        against = lambda rows, x, x_label: lines(  # noqa: E731
+            panels(rows, "{protocol}, ridge {ridge:g}"), x, {"error": "error / zero predictor's"}, "group",
+            x_label=x_label, log_x=True, log_y=True, wrap=2,
+        )  # fmt: skip
+        return {"time": against(timed, "microseconds", "µs a query, forward"),
+                "blocks": against(parts, "blocks", "diagonal blocks")}  # fmt: skip
 
     def notes(self, results: Results) -> list[str]:
         own = self.config

@@ -26,7 +26,7 @@ from regard.checks import ArgumentError
 from regard.tasks import ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
-from ..lib.display import MISSING, Show, lines, pivot
+from ..lib.display import MISSING, Show, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .regression_at_test_time_methods import Method, methods
 
@@ -138,18 +138,15 @@ class Regression(Recipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        own, call = self.config, self.call()
-        try:
-            for cell in self.cells():
-                task(own, cell)
-            names = [method.name for method in methods(own.specs, own.residuals, own.tol, own.seed)]
-        except ArgumentError as error:
-            raise ArgumentError(f"{call}: {error}") from None
+        own = self.config
+        for cell in self.cells():
+            task(own, cell)
+        names = [method.name for method in methods(own.specs, own.residuals, own.tol, own.seed)]
         if "softmax" not in own.specs:
-            raise ArgumentError(f"{call}: --specs lacks softmax, to which all others are compared; add it.")
+            raise ArgumentError("--specs lacks softmax, to which all others are compared; add it.")
         for name in names:
             if names.count(name) > 1:
-                raise ArgumentError(f"{call}: {name} would be measured twice; name every kernel once.")
+                raise ArgumentError(f"{name} would be measured twice; name every kernel once.")
 
     def cells(self) -> list[Cell]:
         own = self.config
@@ -197,7 +194,7 @@ class Regression(Recipe):
         ], effect=0.1)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        shown = in_view(results)
+        shown = with_shares(in_view(results))
         clean = select(shown, **{"query noise": 0.0})
         softmax = select(clean, method="softmax")
         over: Callable[[str], Show] = lambda part: lambda rows: versus(rows, softmax, part)  # noqa: E731
@@ -208,8 +205,7 @@ class Regression(Recipe):
         own = select(clean, method=LLA)
         title = "Squared error of LLA in units of softmax attention's"
         made = {title: pivot(own, ["protocol", "d", "S"], {part: over(part) for part in PARTS}, note=note)}
-        zero = {key: rows["whole"].mean() for key, rows in shown[shown["method"] == "zero"].groupby(KEY)}
-        share: Show = lambda rows: small(rows["whole"].mean() / zero[tuple(rows[KEY].iloc[0])])  # noqa: E731
+        share: Show = lambda rows: small(rows["share"].mean())  # noqa: E731
         for protocol in PROTOCOLS:
             rows = select(clean[clean["method"] != "zero"], protocol=protocol)
             title = f"Squared error in units of the zero predictor's, {protocol}"
@@ -220,27 +216,22 @@ class Regression(Recipe):
         return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        own, shown = self.config, in_view(results)
+        own, shown = self.config, with_shares(in_view(results))
         mean = select(shown, **{"query noise": 0.0}).groupby([*KEY, "method"], sort=False)["whole"].mean()
         ratio = (mean / mean.xs(LLA, level="method")).rename("ratio").reset_index()
         ratio = ratio[~ratio["method"].isin(["zero", "oracle"])]
-        panels = {f"S = {s}, {protocol}": select(ratio, S=s, protocol=protocol)
-                  for s in own.segments for protocol in PROTOCOLS}  # fmt: skip
         y = {"ratio": "error / LLA's"}
-        made = {"ratio": lines(panels, "d", y, "method", log_x=True, log_y=True, wrap=2)}
-        zero = shown[shown["method"] == "zero"].groupby(KEY)["whole"].mean().rename("zero")
-        swept = shown[(shown["S"] == own.noisy_segment) & shown["method"].isin(DRAWN)].merge(zero.reset_index(), on=KEY)
-        swept = swept.assign(share=swept["whole"] / swept["zero"])
-        panels = {f"d = {d}, {protocol}": select(swept, d=d, protocol=protocol)
-                  for d in own.dims for protocol in PROTOCOLS}  # fmt: skip
+        over = panels(ratio.sort_values(["S", "protocol"], kind="stable"), "S = {S}, {protocol}")
+        made = {"ratio": lines(over, "d", y, "method", log_x=True, log_y=True, wrap=2)}
         if own.query_noise:
-            y = {"share": "error / zero predictor's"}
-            made["noise"] = lines(panels, "query noise", y, "method", log_y=True, wrap=2)
-        curves = in_view(results, "curve")
+            swept = select(shown, S=own.noisy_segment, method=DRAWN)
+            y, over = {"share": "error / zero predictor's"}, panels(swept, "d = {d}, {protocol}")
+            made["noise"] = lines(over, "query noise", y, "method", log_y=True, wrap=2)
+        curves = in_view(results, "curve").sort_values(["S", "d"], kind="stable")
         for protocol in PROTOCOLS:
-            panels = {f"d = {d}, S = {s}": points(select(curves, protocol=protocol, d=d, S=s), own.length)
-                      for s in own.segments for d in own.dims}  # fmt: skip
-            made[protocol] = lines(panels, "position", {"error": "squared error"}, "method", log_y=True,
+            each = panels(select(curves, protocol=protocol), "d = {d}, S = {S}")
+            over = {title: points(rows, own.length) for title, rows in each.items()}
+            made[protocol] = lines(over, "position", {"error": "squared error"}, "method", log_y=True,
                                    wrap=len(own.dims), title=f"{protocol} ({SHOWN[protocol]})")  # fmt: skip
         return made
 
@@ -258,6 +249,12 @@ def in_view(results: Results, kind: str = "error") -> Frame:
     """Return the rows that figures and tables show: self-included as given, strictly past as chosen."""
     rows = results.select(kind=kind)
     return rows[rows["how"] == rows["protocol"].map(SHOWN)]
+
+
+def with_shares(rows: Frame) -> Frame:
+    """Return rows with a column "share": their error in units of the zero predictor's mean error in the same cell."""
+    zero = select(rows, method="zero").groupby(KEY)["whole"].mean()
+    return rows.assign(share=rows["whole"] / rows[KEY].join(zero, on=KEY)["whole"])
 
 
 def points(rows: Frame, length: int) -> Frame:

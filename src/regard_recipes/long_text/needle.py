@@ -8,7 +8,7 @@ three protocols of `needle_reading`: that of the paper, which answers before it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from regard.checks import ArgumentError
 
 from ..fwpkm.memory_layouts import MEMORIES, RESTRICTED, Row
 from ..lib.claims import Claim, Estimate, exact, share_interval, unpaired
-from ..lib.display import MISSING, Show, first, lines, median, only, pivot
+from ..lib.display import MISSING, Show, first, lines, median, only, panels, pivot
 from ..lib.language_training import Corpus, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
@@ -107,15 +107,14 @@ class Needle(LayoutRecipe):
         whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
         last = {"length": long, "protocol": "flushed", "read": self.config.reads}
 
-        def gaps(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Estimate]:
-            return known({name: seen.gap((row, one), (row, other)) for name, row in learned.items()})
-
-        without = {name: seen.gap((row, last), (Row(row.layout), {**whole, "length": long}))
-                   for name, row in learned.items() if row.remembers}  # fmt: skip
+        gaps = lambda one, other: seen.gaps(  # noqa: E731
+            {name: ((row, one), (row, other)) for name, row in learned.items()}
+        )
+        without = seen.gaps({name: ((row, last), (Row(row.layout), {**whole, "length": long}))
+                             for name, row in learned.items() if row.remembers})  # fmt: skip
         pairs = [(Row(layout, "FwPKM"), Row(full, "FwPKM")) for layout, full in RESTRICTED.items()]
         pairs = [pair for pair in pairs if set(pair) <= set(self.rows()) and set(pair) & set(learned.values())]
-        windows = known({f"{one.layout} less {other.layout}": seen.gap((one, last), (other, last))
-                         for one, other in pairs})  # fmt: skip
+        windows = seen.gaps({f"{one.layout} less {other.layout}": ((one, last), (other, last)) for one, other in pairs})
         reads = {name: exact(seen.needed(row, long) - seen.needed(row, short)) for name, row in learned.items()}
         counts = ", ".join(f"{name} {count.mean:+.0f}" for name, count in reads.items())
         at_short, at_long = (f"Share of exact answers at {length} tokens" for length in (short, long))
@@ -124,7 +123,7 @@ class Needle(LayoutRecipe):
              f"{at_short}, written before the question less after it (the paper's protocol).{left_out}"),
             ("finding 4", "A second read boosts retrieval", gaps({**whole, "read": 2}, whole), 0, GOOD, never,
              f"{at_short} by the paper's protocol, second read less first.{left_out}"),
-            ("finding 5", "Memories generalise to longer texts", known(without), 0, GOOD,
+            ("finding 5", "Memories generalise to longer texts", without, 0, GOOD,
              never if long > context else "no haystack is longer than a training window",
              f"{at_long} after windows of {context}, last read, written before the question, less the same layout "
              f"without a memory.{left_out}"),
@@ -189,9 +188,9 @@ class Needle(LayoutRecipe):
         wide = rows.pivot_table("share", ["model", "length", "read"], "protocol", sort=False).reset_index()
         last = wide.groupby(["model", "length"], sort=False).last().reset_index()
         last = last.assign(flushed=last["flushed"].fillna(last["whole"])) if "flushed" in last else last
-        panels = {f"{length:.0f} tokens": own for length, own in wide.groupby("length", sort=False)}
         y: dict[str, str] = {name: f"exact answers, {name}" for name in PROTOCOLS if name in wide}
-        made = {"reads": lines(panels, "read", y, "model", title="Exact answers after 1, 2, ... reads")}
+        over = panels(wide, "{length:.0f} tokens")
+        made = {"reads": lines(over, "read", y, "model", title="Exact answers after 1, 2, ... reads")}
         column = "flushed" if "flushed" in last else "whole"
         made["lengths"] = lines({PROTOCOL_NAMES[column]: last}, "length", {column: "exact answers, last read"}, "model",
                                 x_label="tokens of a haystack", log_x=True)  # fmt: skip
@@ -216,11 +215,12 @@ class Seen:
         """Return the answers by a protocol; those of models without fast weights are the same by each."""
         return self.answers[(self.answers["protocol"] == protocol) | ~self.answers["fast"]]
 
-    def gap(self, one: tuple[Row, dict[str, Any]], other: tuple[Row, dict[str, Any]]) -> Estimate | None:
-        """Return the share of exact answers of one model and way of reading less that of another; None where either
-        was not asked."""
-        parts = [select(rows_of_model(self.all, row), **{"state": "new", **where}) for row, where in (one, other)]
-        return unpaired(share(parts[0]), share(parts[1])) if all(map(len, parts)) else None
+    def gaps(self, cases: Mapping[str, Sequence[tuple[Row, dict[str, Any]]]]) -> dict[str, Estimate]:
+        """Return by name the share of exact answers of one model and way of reading less that of another, where both
+        were asked."""
+        of = lambda row, where: select(rows_of_model(self.all, row), **{"state": "new", **where})  # noqa: E731
+        parts = {name: [of(*case) for case in pair] for name, pair in cases.items()}
+        return {name: unpaired(*map(share, pair)) for name, pair in parts.items() if all(map(len, pair))}
 
     def needed(self, row: Row, length: int) -> int:
         """Return after how many reads by the paper's protocol the share is first `GOOD` or more; if never, one more
@@ -233,11 +233,6 @@ class Seen:
         found = select(self.answers, length=length).groupby(["layout", "memory", "protocol", "read"], sort=False)
         good = [key for key, rows in found if share(rows).mean >= GOOD]
         return [row for row in dict.fromkeys(Row(*key[:2]) for key in good) if row.rereads]
-
-
-def known(estimates: Mapping[str, Estimate | None]) -> dict[str, Estimate]:
-    """Return the estimates without those that are None."""
-    return {name: found for name, found in estimates.items() if found is not None}
 
 
 def share(rows: Frame) -> Estimate:

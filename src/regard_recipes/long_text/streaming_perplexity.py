@@ -20,7 +20,7 @@ from regard.inspect.gates import BINS
 
 from ..fwpkm.memory_layouts import FULL, LACT, RESTRICTED, Row
 from ..lib.claims import Claim, paired
-from ..lib.display import MISSING, Show, dots, first, heat, lines, median, only, pivot, spread
+from ..lib.display import MISSING, Show, dots, first, heat, lines, median, only, panels, pivot, spread
 from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
@@ -184,8 +184,7 @@ class StreamingPerplexity(LayoutRecipe):
         along = results.select(kind="segment", text="long")
         fair = [rule == fair_rule(Row(*row)) for rule, *row in zip(along["rule"], along["layout"], along["memory"],
                                                                     strict=True)]  # fmt: skip
-        panels = dict(list(along[fair].groupby("layout", sort=False)))
-        made["segments"] = lines(panels, "segment", {"loss": "nats per token, fair"}, "memory",
+        made["segments"] = lines(panels(along[fair], "{layout}"), "segment", {"loss": "nats per token, fair"}, "memory",
                                  x_label="segment of a long document")  # fmt: skip
         gates = results.select(kind="gate")
         if len(gates):
@@ -193,8 +192,7 @@ class StreamingPerplexity(LayoutRecipe):
             counts = gates.groupby(level=0)["counts"]
             gates = gates.assign(bin=(counts.cumcount() + 0.5) / BINS, share=gates["counts"] / counts.transform("sum"),
                                  gate=gates["model"] + ", " + gates["hook"])  # fmt: skip
-            panels = {text: select(gates, text=text) for text in TEXTS}
-            made["gates"] = heat(panels, "gate", "bin", "share", lambda share: f"{100 * share:.0f}",
+            made["gates"] = heat(panels(gates, "{text}"), "gate", "bin", "share", lambda share: f"{100 * share:.0f}",
                                  label="share of the gates in percent, by value")  # fmt: skip
         return made
 

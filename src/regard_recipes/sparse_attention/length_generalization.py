@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from regard.tasks import TokenTask, tasks
 
 from ..lib.claims import Claim
-from ..lib.display import interval, lines, pivot
+from ..lib.display import interval, lines, panels, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
@@ -108,10 +108,7 @@ class LengthGeneralization(TaskRecipe):
         return {**made, "Training": self.training_table(results)}
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        panels = {
-            f"{task}, {title}": group.assign(factor=lambda f: f["test"].astype(int))
-            for metric, title in METRICS.items()
-            for task, group in self.scores(results, metric).groupby("task", sort=False)
-        }
-        return {"lengths": lines(panels, "factor", {"score": "share"}, "model", log_x=True,
+        rows = self.chosen(results)
+        rows = rows.assign(factor=rows["test"].astype(int), kind=rows["metric"].map(METRICS)).dropna(subset="kind")
+        return {"lengths": lines(panels(rows, "{task}, {kind}"), "factor", {"score": "share"}, "model", log_x=True,
                                  x_label="test length over training length")}  # fmt: skip

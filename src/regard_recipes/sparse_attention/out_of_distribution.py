@@ -19,7 +19,7 @@ from torch import Tensor
 from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Estimate, claims_of, paired
-from ..lib.display import interval, lines, pivot
+from ..lib.display import interval, lines, panels, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 from ..mosaic.mosaic_kernels import WEIGHTINGS
@@ -154,9 +154,8 @@ class OutOfDistribution(TextRecipe):
         }
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        rows = self.chosen(results, "part")
-        panels = {str(text): group for text, group in rows.groupby("text", sort=False)}
-        return {"positions": lines(panels, "start", {"loss": "nats per token"}, "model", x_label="position"),
+        over = panels(self.chosen(results, "part"), "{text}")
+        return {"positions": lines(over, "start", {"loss": "nats per token"}, "model", x_label="position"),
                 "curves": self.curves(results)}  # fmt: skip
 
     def notes(self, results: Results) -> list[str]:

@@ -24,9 +24,9 @@ MASK_TILE = 64
 
 
 def _tables(name: str, narrow: list[Row], wide: list[Row]) -> dict[int, TileTable]:
-    """Return the tables of a kernel by bytes of a number, each with one alternative."""
+    """Return the tables of a kernel by bytes of a number, each with alternatives."""
     return {
-        2: TileTable.by_width(f"{name}_2", narrow, [], [(64, 64, 4, 3)]),
+        2: TileTable.by_width(f"{name}_2", narrow, [], [(64, 64, 4, 3), (128, 64, 8, 3)]),
         4: TileTable.by_width(f"{name}_4", [], wide, [(64, 32, 4, 2)]),
     }
 
@@ -35,11 +35,11 @@ _SHORT = [(32, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 1)]
 _LONG = [(128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)]
 STREAM = _tables("compact_stream", _LONG, _SHORT)
 STAND_IN = _tables("compact_stand_in", 3 * [(64, 64, 8, 2)], [(64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)])
-SEARCH = _tables("compact_search", [(64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2)], _SHORT)
-WEIGH = _tables("compact_weigh", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)], _SHORT)
-WEIGH_KEPT = _tables("compact_weigh_kept", [(64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
-"""WEIGH for a backward pass, whose further outputs take registers. With 64 rows several programs fit on a
-multiprocessor, so that one computes while another waits; 128 rows have room for one (`docs/gpu.md`)."""
+SEARCH = _tables("compact_search", [(64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)], _SHORT)
+WEIGH = _tables("compact_weigh", [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)], _SHORT)
+WEIGH_KEPT = _tables("compact_weigh_kept", [(64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
+"""WEIGH for a backward pass, whose further outputs take registers. Of programs with 64 rows two or three fit on a
+multiprocessor, where only one with 128 does: one computes while another waits. At 128 features they would spill."""
 
 
 def mask_tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
