@@ -20,10 +20,11 @@ from torch.nn.functional import normalize
 
 import regard
 from regard.nn import Attention
+from regard.nn.attention.ridge import RidgeProjection
 from regard.tasks import InContextRegression
 
 from ..lib.claims import Claim
-from ..lib.display import interval, pivot
+from ..lib.display import interval, lines, pivot, stat
 from ..lib.recipe import Cell, Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
@@ -123,9 +124,10 @@ class InContextRegressionRecipe(TaskRecipe):
         own, task = self.config, self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
         model = self.make_model(cell["model"], task).to(own.device)
-        start = time.perf_counter()
+        exact, start = replace(task, noise=0.0), time.perf_counter()
+        yield from self.ridges(model, exact, "before")
         loss = trained(model, task, own, cell["rate"], seed)
-        exact = replace(task, noise=0.0)
+        yield from self.ridges(model, exact, "after")
         scores = [self.error(model, exact, first) for first in (0, TESTED)]
         yield {
             "kind": "run", "validation": -scores[0], "diverged": not math.isfinite(loss), "steps": own.steps,
@@ -133,6 +135,18 @@ class InContextRegressionRecipe(TaskRecipe):
             "parameters": sum(p.numel() for p in model.parameters()),
         }  # fmt: skip
         yield {"kind": "test", "test": cell["task"], "metric": MSE, "score": scores[1]}
+
+    def ridges(self, model: Regressor, task: InContextRegression, when: str) -> Iterator[dict[str, Any]]:
+        """Yield the ridges that tokens of validation prompts get in each layer that learns them."""
+        seen: list[Tensor] = []
+        learners = [each for each in model.modules() if isinstance(each, RidgeProjection)]
+        handles = [each.register_forward_hook(lambda own, given, out: seen.append(out)) for each in learners]
+        self.error(model, task, 0)
+        for handle in handles:
+            handle.remove()
+        for layer, ridges in enumerate(seen):
+            low, median, high = ridges.double().quantile(torch.tensor([0.05, 0.5, 0.95]).double()).tolist()
+            yield {"kind": "ridge", "when": when, "layer": layer + 1, "low": low, "median": median, "high": high}
 
     def error(self, model: Regressor, task: InContextRegression, first: int) -> float:
         """Return the mean squared error on examples from `first` on, of a stream that training does not use."""
@@ -158,11 +172,15 @@ class InContextRegressionRecipe(TaskRecipe):
                  for n, values in results.facts["floors"].items()]  # fmt: skip
         note = f"Mean squared error by segment length S, ± half the 95 % interval over seeds. {'; '.join(known)}."
         scores = pivot(self.scores(results), ["model"], {"": interval("score")}, "task", note=note)
-        return {"Errors": scores, "Training": self.training_table(results)}
+        made = {"Errors": scores, "Training": self.training_table(results)}
+        ridges = self.chosen(results, "ridge")
+        if len(ridges):
+            shows = {name: stat(name, "mean", "{:.3g}") for name in ("low", "median", "high")}
+            note = "Ridges of tokens before and after training: 5 %, 50 % and 95 % of them are lower, means over seeds."
+            made["Learned ridges"] = pivot(ridges, ["task", "layer"], shows, "when", note=note)
+        return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        from ..lib.display import lines
-
         rows = self.scores(results).assign(segment=lambda f: f["task"].astype(int))
         return {
             "errors": lines({"": rows}, "segment", {"score": "mean squared error"}, "model", log_x=True, log_y=True)
