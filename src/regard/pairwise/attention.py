@@ -113,11 +113,11 @@ def attention(
 
     Returns:
         The output [B, H, Tq, Dv] in the dtype of `query`, or (output, Diagnostics). Rows without a visible key
-        are 0, with gradient 0. A row that sees a non-finite or too large query, key or value is NaN and its gradient
-        is 0. What a row cannot see never changes it, even NaN. Too large means: an entry beyond 2^56 (2^500 in
-        float64), or beyond 2^28 (2^250) for similarities that square it (relu2, euclidean); or a query whose absolute
-        entries times the scale sum to more than 2^70 (2^522). An output or gradient beyond the range of its dtype
-        (65504 in float16) is infinite, as elsewhere in torch.
+        are 0, with gradient 0. A row that sees a non-finite or too large query, key or value, or has a parameter that
+        is NaN or infinite, is NaN and its gradient is 0. What a row cannot see never changes it, even NaN. Too large
+        means: an entry beyond 2^56 (2^500 in float64), or beyond 2^28 (2^250) for similarities that square it (relu2,
+        euclidean); or a query whose absolute entries times the scale sum to more than 2^70 (2^522). An output or
+        gradient beyond the range of its dtype (65504 in float16) is infinite, as elsewhere in torch.
 
     Raises:
         ArgumentError: shapes, dtypes or names that do not fit.
@@ -159,8 +159,10 @@ def attention(
     implementation = choose(problem, impl)
     with full_precision(device.type):
         inputs, non_finite = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
-        if spec.degree:
-            non_finite = either(non_finite, _add_local(inputs, local))
+        bad = either(_clean_params(inputs), _add_local(inputs, local) if spec.degree else None)
+        if bad is not None:
+            ones = bad.new_ones(batch, heads, keys)
+            non_finite = either(non_finite, bad & visible.any_seen(ones))
         out, diagnostics = implementation.run(inputs)
         out = out if non_finite is None else torch.where(non_finite[..., None], torch.nan, out)
         out = out if out.dtype == query.dtype else out.to(query.dtype)
@@ -291,8 +293,8 @@ def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | 
     """Set the ridge and the probe of the local linear model.
 
     Returns:
-        Which rows [B, H, Tq] see a key and have a ridge or probe that is not usable (NaN, or an infinite probe), or
-        None. It is replaced by 1, since products over rows would spread it to all of them.
+        Which rows [B, H, Tq] have a ridge or probe that is not usable (NaN, or an infinite probe), or None. It is
+        replaced by 1, since products over rows would spread it to all of them.
 
     Raises:
         ArgumentError: a learned solver without its probe, or a probe that is not [B, H, Tq, D].
@@ -308,20 +310,26 @@ def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | 
     ridge, ridge_bad = _usable(ridge, most=torch.inf)
     ridge = ridge.clamp(max=LARGEST) if isinstance(ridge, Tensor) else min(ridge, LARGEST)
     probe, probe_bad = _usable(probe, most=torch.finfo(inputs.q.dtype).max)
-    bad = either(ridge_bad, probe_bad)
-    if bad is not None:
-        ones = bad.new_ones(*inputs.q.shape[:2], inputs.visible.keys)
-        bad = bad & inputs.visible.any_seen(ones)
     inputs.ridge, inputs.probe = ridge, probe if isinstance(probe, Tensor) else None
-    return bad
+    bad = either(ridge_bad, probe_bad)
+    return None if bad is None else bad.any(-1)
+
+
+def _clean_params(inputs: Inputs) -> Tensor | None:
+    """Replace parameters of rows that are not finite by 1; return which rows [B, H, Tq] have one, or None."""
+    found = None
+    for name, x in inputs.params.items():
+        inputs.params[name], bad = _usable(x, most=torch.finfo(inputs.q.dtype).max)
+        found = either(found, bad)
+    return found
 
 
 def _usable(x: Any, most: float) -> tuple[Any, Tensor | None]:
-    """Replace NaN, -inf and what is above `most` in a tensor [..., 1 or D] by 1; return it and which rows had any."""
+    """Replace NaN, -inf and what is above `most` in a tensor by 1; return it and where these were."""
     if not isinstance(x, Tensor):
         return x, None
     bad = ~((x > -torch.inf) & (x <= most))
-    return torch.where(bad, 1, x), bad.any(-1)
+    return torch.where(bad, 1, x), bad
 
 
 def _seen_rows(

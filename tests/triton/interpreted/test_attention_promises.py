@@ -428,3 +428,15 @@ def test_gradients_in_bfloat16_are_rounded_once() -> None:
     floor = ratio(expected.to(torch.bfloat16), expected)
     for a, b in zip(found, [expected, *wanted], strict=True):
         assert ratio(a, b) <= 4 * floor
+
+
+@pytest.mark.parametrize(("spec", "param"), [("relumax", "margin"), ("normrelu", "bias")])
+def test_rows_with_parameters_that_are_not_finite(spec: str, param: str) -> None:
+    q, k, v = (torch.randn(1, 1, 6, 16).requires_grad_() for _ in range(3))
+    numbers = torch.ones(1, 1, 6)
+    numbers[0, 0, 2], numbers[0, 0, 4] = torch.nan, torch.inf
+    out = regard.attention(q, k, v, spec, is_causal=True, params={param: numbers}, impl="triton")
+    assert out.isnan().all(-1).flatten().tolist() == [False, False, True, False, True, False]
+    out[0, 0, [0, 1, 3, 5]].sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    assert not q.grad[0, 0, [2, 4]].any()
