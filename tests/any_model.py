@@ -31,7 +31,7 @@ TRANSFORMER = {
     "qk_norm": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "qk_norm": "l2"},
     "learned": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "temperatures": "learned",
                 "tie_word_embeddings": False},
-    "log": {"mixers": ["linear", "biweight"], "num_hidden_layers": 2, "temperatures": "log"},
+    "log": {"mixers": ["linear", "biweight"], "num_hidden_layers": 2, "temperatures": "log", "output_norm": True},
     "power": {"mixers": ["linear", "softmax"], "num_hidden_layers": 2, "temperatures": "power", "window": 4},
     "shared": {"mixers": ["linear", "softmax"], "num_hidden_layers": 2, "share_query_key": True, "exclude_self": True,
                "output_gate": True, "temperatures": ["power(exponent=0.5)", "log"]},

@@ -62,6 +62,7 @@ def attention(draw: Draw) -> Arguments:
         ridge=("fixed", Other(also=("learned",))),
         norm_eps=(1e-6, POSITIVE),
         output_gate=draw.flag(),
+        output_norm=draw.flag(),
     )
 
 

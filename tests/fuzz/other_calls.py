@@ -68,6 +68,7 @@ def hybrid(draw: Draw) -> Arguments:
         training_window=(None, Whole(none=True, low=1)),
         training_window_share=(0.9, Real(low=0.0, high=1.0)),
         output_gate=draw.flag(),
+        output_norm=draw.flag(),
         rotary_share=(1.0, Real(low=1e-9, high=1.0)),
         memories=(None, Other(none=True, test=empty, also=("FwPKM", "FwPKM@9", "x@1", "@"))),
         memory_place=("before-mixer", WORD),

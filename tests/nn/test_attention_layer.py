@@ -331,3 +331,16 @@ def test_a_query_that_is_not_a_number_spoils_its_own_row_and_later_ones():
         out = regard.attention(x, x, by.draw(B, H, T, D, seed=1), name, is_causal=True)
         assert torch.isfinite(out[:, :, :3]).all()
         assert torch.isnan(out[:, :, 3:]).all()
+
+
+def test_output_norm_normalises_every_head() -> None:
+    normed = Attention(8, 2, spec="linear", output_norm=True)
+    plain = Attention(8, 2, spec="linear")
+    plain.load_state_dict({name: x for name, x in normed.state_dict().items() if not name.startswith("out_norm")})
+    seen: list[torch.Tensor] = []
+    for layer in (normed, plain):
+        layer.o_proj.register_forward_pre_hook(lambda module, given: seen.append(given[0].unflatten(-1, (2, 4))))
+        layer(torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)))
+    heads, raw = seen
+    torch.testing.assert_close(heads, raw / (raw.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+    assert "output_norm=True" in repr(normed)

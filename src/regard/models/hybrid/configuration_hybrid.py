@@ -42,6 +42,7 @@ class HybridConfig(RegardConfig):
             the step decide which steps, so that all processes and resumed runs agree. The trainer sets that number;
             without it forward passes are counted.
         output_gate: gated attention (see `regard.nn.Attention`).
+        output_norm: an RMS norm of every head's output (see `regard.nn.Attention`).
         rotary_share: share of a head's channels with rotary positions, above 0 and at most 1.
         memories: memories at chosen layers, such as "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10", or a mapping of layers to
             names of `regard.nn.memory_layers`; layers count from 0. A trained memory (PKM) replaces the feed-forward
@@ -89,6 +90,7 @@ class HybridConfig(RegardConfig):
     training_window_share: float = 0.9
     training_window_seed: int = 0
     output_gate: bool = False
+    output_norm: bool = False
     rotary_share: float = 1.0
     memories: str | dict[Any, Any] | None = None
     memory_place: str = "before-mixer"
@@ -177,6 +179,7 @@ class HybridConfig(RegardConfig):
             "num_kv_heads": self.num_key_value_heads, "head_dim": self.head_dim, "layer_idx": layer_idx,
             "share_query_key": self.share_query_key, "exclude_self": self.exclude_self, "qk_norm": self.qk_norm,
             "norm_eps": self.rms_norm_eps, "output_gate": self.output_gate,
+            "output_norm": self.output_norm,
         }  # fmt: skip
 
     def normalise(self) -> None:
@@ -202,7 +205,7 @@ class HybridConfig(RegardConfig):
             number(self.call, name, getattr(self, name), low=0.0, strict=True)
         number(self.call, "rotary_share", self.rotary_share, low=0.0, strict=True)
         number(self.call, "rotary_share", self.rotary_share, high=1.0)
-        self.check_flags("share_query_key", "exclude_self", "output_gate")
+        self.check_flags("share_query_key", "exclude_self", "output_gate", "output_norm")
         check_qk_norm(self.call, self.qk_norm)
         check_shared(self.call, self.share_query_key, self.num_attention_heads, self.num_key_value_heads)
         mixers, temperatures, ridges = self.layer_mixers(), self.layer_temperatures(), self.layer_ridges()

@@ -91,9 +91,11 @@ class Attention(nn.Module):
             keys (which a ridge or an `h` refer to) are comparable across layers. None: no normalisation.
         ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text: "fixed" (the value of the spec),
             "learned" from the token, one value per head, or "learned-per-dimension". The projection is `ridge_proj`.
-        norm_eps: added to the mean square in `qk_norm`.
+        norm_eps: added to the mean square in `qk_norm` and `output_norm`.
         output_gate: multiply the heads' output by sigmoid(`gate_proj`(token)), channel by channel, before the output
             projection (gated attention, Qiu et al. 2025, arXiv:2505.06708).
+        output_norm: normalise every head's output to root mean square 1, times a learned gain [D] (`out_norm`), before
+            the gate and the output projection (Qin et al. 2022, arXiv:2210.10340): for weights that do not sum to 1.
 
     A local linear spec regresses on the normalised and rotated keys. If its solver is "learned" (Parallax, arXiv
     2605.29157), `r_proj` computes the probe of every head, normalised (`r_norm`) and rotated like a query.
@@ -130,11 +132,19 @@ class Attention(nn.Module):
         ridge: str | Ridge = "fixed",
         norm_eps: float = 1e-6,
         output_gate: bool = False,
+        output_norm: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        flags(CALL, bias=bias, share_query_key=share_query_key, exclude_self=exclude_self, output_gate=output_gate)
+        flags(
+            CALL,
+            bias=bias,
+            share_query_key=share_query_key,
+            exclude_self=exclude_self,
+            output_gate=output_gate,
+            output_norm=output_norm,
+        )
         self.hidden_size = hidden_size
         self.head_dim = check_heads(CALL, hidden_size, num_heads, self.num_kv_heads, head_dim)
         self.window = check_window(CALL, window)
@@ -157,6 +167,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         self.gate_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias) if output_gate else None
+        self.out_norm = HeadRMSNorm(self.head_dim, norm_eps) if output_norm else None
         for name, value in self.temperature.start().items():
             self.register_parameter(name, nn.Parameter(torch.full((num_heads,), value)))
         self.probed = self.spec.degree == 1 and self.spec.solver.name == "learned"
@@ -183,6 +194,7 @@ class Attention(nn.Module):
             "share_query_key": self.share_query_key or None,
             "exclude_self": self.exclude_self or None,
             "output_gate": True if self.gate_proj is not None else None,
+            "output_norm": True if self.out_norm is not None else None,
         }
         shown = [f"{name}={value!r}" for name, value in options.items() if value is not None]
         return ", ".join([f"num_heads={self.num_heads}", *shown])
@@ -243,7 +255,7 @@ class Attention(nn.Module):
             mask = self._mask(attention_mask, query, key)
             local = self._local_params(hidden_states, position_embeddings)
             out, weights = self._attend(query, key, value, mask, output_attentions, local, segment_ids)
-        heads = out.transpose(1, 2).flatten(2)
+        heads = (out if self.out_norm is None else self.out_norm(out)).transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             heads = heads * self.gate_proj(hidden_states).sigmoid()
         return self.hook_out(self.o_proj(heads)), weights
