@@ -124,7 +124,9 @@ def convert(model: Model, spec: Spec | str) -> Model:
         mend = "use a model whose layers use transformers' AttentionInterface"
         own = f"{type((fixed or parts)[0]).__name__} computes attention by itself and would not change"
         raise ArgumentError(f"convert: {own}; {mend}.")
-    model.set_attn_implementation(spec if isinstance(spec, str) and spec in _SPECS else _register(_name(spec), spec))
+    name = spec if isinstance(spec, str) and spec in _SPECS else _register(_name(spec), spec)
+    for part in parts:  # also those with a configuration of their own, which some releases leave as they are
+        part.set_attn_implementation(name)
     return model
 
 

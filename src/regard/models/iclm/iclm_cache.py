@@ -63,6 +63,11 @@ class SlotLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return max(super().get_seq_length() - self.start, 0)
 
+    def reset(self) -> None:
+        """Forget every token; older releases of transformers set keys and values to zero and keep their number."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, given as a negative number; and the start slot, if no token is left."""
         check_crop(tokens_to_remove)
