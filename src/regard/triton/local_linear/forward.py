@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..runtime.blocks import LENGTHS, load_block, seen, store_block
 from ..runtime.launch import launch
-from ..runtime.tiles import TileTable
+from ..runtime.tiles import Tiles, TileTable
 from .math import (
     LOG2E,
     Rows,
@@ -44,11 +44,13 @@ MOMENTS = TileTable.by_width(
     "local_linear_moments",
     [(64, 32, 4, 3), (64, 16, 8, 2), (64, 32, 8, 2)],
     [(32, 32, 4, 1), (32, 16, 8, 2), (16, 16, 8, 1)],
+    [(64, 64, 4, 2), (128, 64, 8, 2)],
 )
 _WIDE = [(32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 1)]
-OUTPUT = TileTable.by_width("local_linear_output", [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)], _WIDE)
+_MORE = [(64, 32, 4, 3), (128, 64, 8, 2)]
+OUTPUT = TileTable.by_width("local_linear_output", [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE)
 OUTPUT_MASKED = TileTable.by_width(
-    "local_linear_output_masked", [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)], _WIDE
+    "local_linear_output_masked", [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE
 )
 """Smaller tiles, since a mask takes a register for every key."""
 PART = tl.constexpr(16)
@@ -239,11 +241,14 @@ def moments(call: Rows, solved: bool) -> Moments:
     float32)."""
     mean, vmean = call.new(call.form.dim), call.new(call.form.value_dim)
     found = Moments(call.new(), mean, vmean, torch.empty_like(mean) if solved else mean.new_empty(0))
-    tiles = MOMENTS.pick(call.width, call.dtype)
-    launch(
-        _moments, call.grid(tiles.rows), call.matrices, number_or_rows(call.factor, found.lse), call.visible,
-        tuple(found), *call.sizes, *call.span.steps, tiles=tiles, FORM=call.fitted(tiles, solved=solved),
-    )  # fmt: skip
+
+    def run(tiles: Tiles) -> None:
+        launch(
+            _moments, call.grid(tiles.rows), call.matrices, number_or_rows(call.factor, found.lse), call.visible,
+            tuple(found), *call.sizes, *call.span.steps, tiles=tiles, FORM=call.fitted(tiles, solved=solved),
+        )  # fmt: skip
+
+    run(MOMENTS.pick(call.width, call.dtype, run, (solved,)))
     return found
 
 
@@ -254,10 +259,13 @@ def output(t: Tensor, call: Rows, found: Moments, *, solved: bool, counted: bool
     counts = call.new(COUNTS) if counted else t.new_empty(0, dtype=torch.float32)
     terms = torch.empty((1 + call.form.split, *call.shape, call.form.dim), dtype=call.dtype, device=t.device)
     slopes = torch.empty((2, *call.shape), dtype=torch.float32, device=t.device)
-    tiles = (OUTPUT_MASKED if call.form.masked else OUTPUT).pick(call.width, call.dtype)
-    launch(
-        _output, call.grid(tiles.rows), matrix_of(t), terms, slopes, call.matrices, found[:3],
-        number_or_rows(call.factor, slopes), call.visible, (out, counts), *call.sizes, *call.span.steps,
-        tiles=tiles, FORM=call.fitted(tiles, solved=solved, counted=counted),
-    )  # fmt: skip
+
+    def run(tiles: Tiles) -> None:
+        launch(
+            _output, call.grid(tiles.rows), matrix_of(t), terms, slopes, call.matrices, found[:3],
+            number_or_rows(call.factor, slopes), call.visible, (out, counts), *call.sizes, *call.span.steps,
+            tiles=tiles, FORM=call.fitted(tiles, solved=solved, counted=counted),
+        )  # fmt: skip
+
+    run((OUTPUT_MASKED if call.form.masked else OUTPUT).pick(call.width, call.dtype, run, (solved, counted)))
     return out, counts

@@ -63,6 +63,7 @@ TILES = TileTable.by_width(
     "local_linear_solve",
     [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)],
     [(32, 32, 4, 1), (32, 16, 8, 2), (16, 16, 8, 1)],
+    [(64, 32, 4, 3), (64, 64, 4, 2)],
 )
 
 
@@ -158,12 +159,16 @@ def solve(
 
     Cost: 8 D a pair and step with keys in bfloat16, 6 D in float32; true residuals take at least one more step."""
     found = torch.empty_like(right), call.new(2), lse.new_empty(lse.shape, dtype=torch.int32)
-    tiles, alone = TILES.pick(right.shape[-1], call.dtype), DIRECT.pick(right.shape[-1], call.dtype)
+    alone = DIRECT.pick(right.shape[-1], call.dtype)
     few = alone.keys if rule.direct else 0
-    rows = triton.cdiv(right.shape[2], tiles.rows) * tiles.rows
-    scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
-    for held in (False, True):
-        _launch(right, call, ridge, (lse, mean), scratch, found, rule, tiles, few, held)
+
+    def run(tiles: Tiles) -> None:
+        rows = triton.cdiv(right.shape[2], tiles.rows) * tiles.rows
+        scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
+        for held in (False, True):
+            _launch(right, call, ridge, (lse, mean), scratch, found, rule, tiles, few, held)
+
+    run(TILES.pick(right.shape[-1], call.dtype, run, (call.form.masked, rule.direct)))
     if few:
         solve_few(right, call, ridge, lse, found, alone)
     return found
