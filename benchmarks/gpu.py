@@ -26,6 +26,7 @@ import importlib.util
 import json
 import os
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -57,6 +58,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep-errors", action="store_true", help="with --resume: do not try again what failed")
     parser.add_argument("--cold", action="store_true", help="do not compile in several processes first")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--cache", type=Path, help="tarball of compiled kernels: unpacked first, and written at the end"
+    )
     parser.add_argument("--tune-peers", action="store_true", help="let AdaSplash tune itself anew for every length")
     parser.add_argument("--out", type=Path, help=f"the JSON (default {STORED})")
     parser.add_argument("--write", action="store_true", help="write the tables of the JSON into --page")
@@ -100,11 +104,13 @@ def main() -> int:
         print("no GPU here; --dry shows that the script runs, --list what it would measure.", file=sys.stderr)
         return 1
     if rows:
+        unpack(args.cache)
         worker = Worker(dry=args.dry, tune_peers=args.tune_peers, parts=tuple(args.part), match=args.match)
         try:
             run(args, worker, rows, stored, out)
         finally:
             worker.stop()
+            pack(args.cache)
     if args.write:
         write(args, gpu_table, stored)
     return 0
@@ -167,6 +173,27 @@ def warm_up(args: argparse.Namespace, out: Path, begun: float, hardware: dict[st
     capability = 90 if int(hardware["capability"].split(".")[0]) >= 9 else 80
     done = gpu_warm.warm(chosen, 15 * args.minutes, capability)
     print(f"{time.perf_counter() - begun:6.1f} s  compiled ahead; {done} processes had done their share", flush=True)
+
+
+def kernels() -> Path:
+    """Where Triton keeps what it compiled."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def unpack(cache: Path | None) -> None:
+    """Put compiled kernels of an earlier run where Triton finds them; they are taken for the same sources alone."""
+    if cache is not None and cache.exists():
+        kernels().mkdir(parents=True, exist_ok=True)
+        with tarfile.open(cache) as archive:
+            archive.extractall(kernels(), filter="data")
+
+
+def pack(cache: Path | None) -> None:
+    """Write what Triton compiled into a tarball, if one is asked for."""
+    if cache is not None and kernels().is_dir():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(cache, "w:gz") as archive:
+            archive.add(kernels(), arcname=".")
 
 
 def leave_out(row: Any, rows: list[Any], done: dict[str, Any]) -> None:

@@ -332,6 +332,20 @@ def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, m
     assert (tmp_path / "told").read_text().splitlines()[len(told) :][0].startswith("h, long ")
 
 
+def test_compiled_kernels_travel_as_a_tarball(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, here, there = module("gpu"), tmp_path / "here", tmp_path / "there"
+    (here / "abc").mkdir(parents=True)
+    (here / "abc" / "kernel.cubin").write_bytes(b"code")
+    cache = tmp_path / "out" / "kernels.tar.gz"
+    script.unpack(None)
+    script.unpack(cache)  # not there yet
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(here))
+    script.pack(cache)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(there))
+    script.unpack(cache)
+    assert (there / "abc" / "kernel.cubin").read_bytes() == b"code"
+
+
 def test_the_results_page_shows_what_is_stored(module: Any) -> None:
     table = module("gpu_table")
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
