@@ -100,7 +100,7 @@ def profiled(name: str, bench: Bench) -> dict[str, Any]:
     found: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name].append(event.device_time)
+            found[event.name].append(event.time_range.elapsed_us())
     total = sum(map(sum, found.values()))
     kernels = [
         {"kernel": kernel, "launches": len(times), "us": digits(sum(times)), "share": digits(sum(times) / total, 3)}

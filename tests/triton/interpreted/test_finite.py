@@ -70,3 +70,10 @@ def test_second_derivatives_and_unused_outputs() -> None:
     (first,) = torch.autograd.grad((good**3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert torch.allclose(second, torch.where(bad[..., None], 0, 6 * x.detach()))
+
+
+def test_operators_pass_opcheck() -> None:
+    x, y = torch.randn(1, 2, 5, 3, requires_grad=True), torch.randn(1, 1, 7, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.regard.triton_clean, (x, y, None))
+    bad = torch.zeros(1, 2, 5, dtype=torch.bool)
+    torch.library.opcheck(torch.ops.regard.triton_clean_backward, (x, None, None, bad, None, None))

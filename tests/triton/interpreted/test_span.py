@@ -62,3 +62,13 @@ def test_no_rows_no_keys() -> None:
     for queries, keys in ((0, 5), (5, 0)):
         bad = [torch.ones(shape, dtype=torch.bool) for shape in ((2, 4, queries), (2, 2, keys), (2, 2, keys))]
         assert not seen_rows(Visibility(queries, keys, causal=True), *bad).any()
+
+
+def test_operators_pass_opcheck() -> None:
+    g = torch.Generator().manual_seed(0)
+    bad = [torch.rand(shape, generator=g) < 0.2 for shape in ((2, 4, 7), (2, 2, 9), (2, 2, 9))]
+    like, offset = torch.zeros(1), torch.tensor([2, 0])
+    low, high, *_ = torch.ops.regard.triton_spans(like, None, offset, 0, 7, 9, 3, True, False, True)
+    torch.library.opcheck(torch.ops.regard.triton_spans, (like, None, offset, 0, 7, 9, 3, True, False, True))
+    torch.library.opcheck(torch.ops.regard.triton_spans, (like, runs_of(IDS), None, 0, 9, 9, 0, True, True, False))
+    torch.library.opcheck(torch.ops.regard.triton_seen, (*bad, low, high, None))

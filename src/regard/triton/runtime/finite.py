@@ -98,22 +98,25 @@ def _pulled(grads: Sequence[Some], bad: Sequence[Tensor]) -> list[Some]:
 
 
 def _save(ctx: Any, inputs: tuple[Some, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.given = [x is not None for x in inputs]  # outputs of what was not given are empty
     ctx.save_for_backward(*output[3:])
     ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, *grads: Some) -> tuple[Some, ...]:
-    return tuple(_pulled(grads[:3], ctx.saved_tensors))
+    given = [x if there else None for x, there in zip(grads, ctx.given, strict=False)]
+    return tuple(_pulled(given, ctx.saved_tensors))
 
 
 def _save_flags(ctx: Any, inputs: tuple[Some, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.given = [x is not None for x in inputs[:3]]
     ctx.save_for_backward(*(x for x in inputs[3:] if x is not None))
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_again(ctx: Any, *grads: Some) -> tuple[Some, ...]:
-    return (*_pulled(grads, ctx.saved_tensors), None, None, None)
+    return (*_differentiate(ctx, *grads), None, None, None)
 
 
 _clean.register_autograd(_differentiate, setup_context=_save)
