@@ -118,7 +118,8 @@ def uncopied(patch: pytest.MonkeyPatch) -> None:
     """Let kernels read the tensors of the call, not the copies that the check for non-finite numbers makes."""
     from regard.triton.attention import Triton
 
-    patch.setattr(Triton, "clean", lambda self, x: (x, None))
+    patch.setattr(Triton, "clean", lambda self, *tensors: [(x, None) for x in tensors])
+    patch.setattr(Triton, "seen_rows", lambda self, *given: None)
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
