@@ -54,19 +54,33 @@ def outside(call: str, tokens: Tensor, vocabulary: int) -> str:
     return f"{call}: input_ids holds {span}, expected integers from 0 to {vocabulary - 1}, the vocabulary."
 
 
-def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-    """Return the attention mask as booleans [B, N], after checking its type and shape."""
+def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int, places: int = 0) -> Tensor | None:
+    """Return the attention mask as booleans [B, N], after checking its type and shape.
+
+    With `places`, the length of a cache whose token count is on a device, `tokens` is the least N and `places` the
+    largest; further columns are those of places that are not filled yet.
+    """
     if attention_mask is None:
         return None
     if not is_integer(attention_mask) and getattr(attention_mask, "dtype", None) != torch.bool:
         raise refuse(call, "attention_mask", attention_mask, "booleans or integers, nonzero where a token is real")
-    if tuple(attention_mask.shape) != (batch, tokens):
+    fits = attention_mask.dim() == 2 and tokens <= attention_mask.shape[1] <= places
+    if tuple(attention_mask.shape) != (batch, tokens) and not (fits and attention_mask.shape[0] == batch):
         expected = f"expected [{batch}, {tokens}]: one entry per token so far, cached ones included"
         raise ArgumentError(f"{call}: attention_mask has shape {shape(attention_mask)}, {expected}.")
     return attention_mask != 0
 
 
-def token_positions(call: str, position_ids: Tensor | None, mask: Tensor | None, past: int, hidden: Tensor) -> Tensor:
+def columns(mask: Tensor, past: int | Tensor, tokens: int) -> Tensor:
+    """Return the columns [B, T] of this call's tokens, for a mask or numbers [B, N] of all tokens so far."""
+    if isinstance(past, Tensor):  # of a cache of fixed length
+        return mask.index_select(-1, past + torch.arange(tokens, device=mask.device))
+    return mask[:, past : past + tokens]
+
+
+def token_positions(
+    call: str, position_ids: Tensor | None, mask: Tensor | None, past: int | Tensor, hidden: Tensor
+) -> Tensor:
     """Return positions [B or 1, T]: those given, or the number of real tokens before each."""
     batch, tokens = hidden.shape[:2]
     if position_ids is not None:
@@ -76,8 +90,8 @@ def token_positions(call: str, position_ids: Tensor | None, mask: Tensor | None,
             raise ArgumentError(f"{call}: position_ids has shape {shape(position_ids)}, expected {expected}.")
         return position_ids
     if mask is None:
-        return torch.arange(past, past + tokens, device=hidden.device)[None]
-    return (mask.cumsum(-1) - 1).clamp_min(0)[:, past:]
+        return (torch.arange(tokens, device=hidden.device) + past)[None]
+    return columns((mask.cumsum(-1) - 1).clamp_min(0), past, tokens)
 
 
 def not_predicted(attention_mask: Tensor | None, documents: Documents | None, last: int) -> Tensor | None:

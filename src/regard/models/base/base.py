@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -25,8 +25,18 @@ from ...checks import ArgumentError, instance, integers, refuse, require
 from ...nn.arguments import require_growing
 from ...nn.hooks import HookPoint
 from . import packing
-from .arguments import IGNORED, key_mask, not_predicted, outside, positions_kept, refuse_misspelt, token_positions
+from .arguments import (
+    IGNORED,
+    columns,
+    key_mask,
+    not_predicted,
+    outside,
+    positions_kept,
+    refuse_misspelt,
+    token_positions,
+)
 from .base_config import RegardConfig
+from .cache_layers import fixed_length, tokens_cached
 from .loading import CheckedLoading
 from .packing import Documents
 
@@ -36,19 +46,22 @@ class Context:
     """Arguments of a decoder other than the embeddings.
 
     Attributes:
-        mask: boolean [B, N], True where a token is real; None if all are.
+        mask: boolean [B, N], True where a token is real; None if all are. A cache of fixed length may add columns for
+            places that are not filled yet.
+        real: the columns [B, T] of this call's tokens in the mask, or None.
         positions: integers [B or 1, T], the number of real tokens before each.
         cache: read and extended, or None.
-        past: tokens in the cache, padding included.
+        past: tokens in the cache, padding included; an integer tensor if the cache has a fixed length and tokens.
         output_attentions: also return the attention weights.
         segments: integers [B or 1, T] that increase by one where a document begins; None if every row is one document.
             Only for models with `honours_segments`, and never with a cache.
     """
 
     mask: Tensor | None
+    real: Tensor | None
     positions: Tensor
     cache: Cache | None
-    past: int
+    past: int | Tensor
     output_attentions: bool
     segments: Tensor | None = None
 
@@ -87,9 +100,11 @@ class RegardModel(RegardPreTrainedModel):
             Defined by the subclass.
         honours_segments: whether `decode` separates the documents of `Context.segments`; if not, packed documents are
             refused.
+        fixed_caches: whether caches of fixed length are taken, and `new_cache(length=...)` returns one.
     """
 
     honours_segments: ClassVar[bool] = False
+    fixed_caches: ClassVar[bool] = False
     embed_tokens: nn.Embedding
     decode: Callable[[Tensor, Context], Decoded]
     new_cache: Callable[..., Cache]
@@ -119,12 +134,13 @@ class RegardModel(RegardPreTrainedModel):
         hidden_wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embedded = self._embed(input_ids, inputs_embeds)
         cache = self._cache(past_key_values, use_cache, pairs=bool(output_attentions))
-        past = 0 if cache is None else cache.get_seq_length()
-        mask = key_mask(self.call, attention_mask, embedded.shape[0], past + embedded.shape[1])
+        past, (batch, tokens) = tokens_cached(cache), embedded.shape[:2]
+        least = tokens if isinstance(past, Tensor) else past + tokens
+        mask = key_mask(self.call, attention_mask, batch, least, fixed_length(cache))
         positions = token_positions(self.call, position_ids, mask, past, embedded)
-        real = None if mask is None else mask[:, past:]
+        real = None if mask is None else columns(mask, past, tokens)
         packed["segment_ids"] = segment_ids
-        documents = Documents.of(self.call, tuple(embedded.shape[:2]), real, position_ids, packed)
+        documents = Documents.of(self.call, (batch, tokens), real, position_ids, packed)
         segments = None
         if documents is not None:
             asked = past_key_values is not None or bool(use_cache)
@@ -132,9 +148,9 @@ class RegardModel(RegardPreTrainedModel):
             if segments is not None:
                 require(self.honours_segments, self.call, f"{documents.packed}, which this model does not keep apart.")
                 cache, positions = None, documents.positions(positions) if position_ids is None else positions
-        if mask is not None:  # masked tokens become zeros, so that NaN there reaches no product, forward or backward
-            embedded = embedded.masked_fill(~mask[:, past:, None], 0)
-        decoded = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions), segments))
+        if real is not None:  # masked tokens become zeros, so that NaN there reaches no product, forward or backward
+            embedded = embedded.masked_fill(~real[..., None], 0)
+        decoded = self.decode(embedded, Context(mask, real, positions, cache, past, bool(output_attentions), segments))
         states = (*decoded.states, decoded.hidden) if hidden_wanted else None
         attentions = tuple(w for w in decoded.attentions if w is not None) if output_attentions else None
         return BaseModelOutputWithPast(decoded.hidden, cache, states, attentions)
@@ -179,7 +195,8 @@ class RegardModel(RegardPreTrainedModel):
             where = "with gradient checkpointing in training; call model.eval() or leave it out"
             raise ArgumentError(f"{self.call}: {given} cannot be used {where}.")
         if cache is not None:
-            require_growing(cache, self.call)
+            if not self.fixed_caches:
+                require_growing(cache, self.call)
             return cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -196,7 +213,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
     - attention_mask: [B, N] over all tokens so far, boolean or integer, nonzero where a token is real. Masked tokens
       affect no other token, in values and in gradients.
     - position_ids: [B, T]; default: the number of real tokens before each.
-    - past_key_values: a growing cache from an earlier call, which is extended.
+    - past_key_values: a cache from an earlier call, which is extended. Models with attention in every layer also take
+      one of fixed length, such as transformers' `StaticCache`.
     - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is predicted. Masked tokens are
       neither predicted nor predicted from. The loss is 0 if no token is predicted.
     - use_cache: fill a new cache; default: the configuration's value, and False in training.
@@ -274,12 +292,29 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         """Use the model's own cache unless one is given or named; one with keys and values where they are needed."""
         pairs = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         pairs = pairs or generation_config.output_attentions or self.config.output_attentions
-        named = generation_config.cache_implementation not in (None, "dynamic")
-        given = model_kwargs.get("past_key_values") is not None
-        if named or given or generation_config.use_cache is False:
+        named, own = generation_config.cache_implementation, None
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            if named in (None, "dynamic"):
+                own = self.model.new_cache(pairs=bool(pairs))
+            elif named == "static" and self.model.fixed_caches:
+                own = self.model.new_cache(pairs=bool(pairs), length=sizes[1])
+        if own is None or type(own) is StaticCache:  # transformers keeps a StaticCache from call to call
             super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         else:
-            model_kwargs["past_key_values"] = self.model.new_cache(pairs=bool(pairs))
+            model_kwargs["past_key_values"] = own
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: RegardConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        **others: Any,
+    ) -> Tensor | None:
+        """Extend a mask [B, N] to the length of the cache, for `generate`, so that its shape stays equal."""
+        if attention_mask is None:
+            return None
+        return F.pad(attention_mask, (0, max(fixed_length(past_key_values) - attention_mask.shape[1], 0)))
 
     @can_return_tuple
     def forward(
@@ -300,8 +335,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         """Return logits [B, T, V] of the next token, and the loss if labels are given; arguments as in the class.
 
         Raises:
-            ArgumentError: a wrong rank, dtype or shape, an empty sequence, a static cache, or, on a CPU, tokens outside
-                the vocabulary (elsewhere torch raises its own error).
+            ArgumentError: a wrong rank, dtype or shape, an empty sequence, a cache of another kind, or, on a CPU, tokens
+                outside the vocabulary (elsewhere torch raises its own error).
         """
         packed = packing.take({"segment_ids": segment_ids}, kwargs)
         refuse_misspelt(type(self).__name__, kwargs)
@@ -313,6 +348,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         logits = self.unembed["hook_out"](self.lm_head(outputs.last_hidden_state[:, kept]))
         loss = None
         if labels is not None:
+            if attention_mask is not None and fixed_length(past_key_values):
+                so_far = int(past_key_values.get_seq_length())
+                attention_mask = attention_mask[:, :so_far]
             tokens = tuple(outputs.last_hidden_state.shape[:2])
             real = None if attention_mask is None else attention_mask[:, -tokens[1] :] != 0
             documents = Documents.of(type(self).__name__, tokens, real, position_ids, packed)

@@ -132,6 +132,24 @@ class StateCacheLayer(OwnCacheLayer):
                 setattr(self, name, fn(state))
 
 
+def fixed_length(cache: Cache | None) -> int:
+    """Return the number of places of a cache that has a fixed number in every layer; 0 if it grows or has windows only.
+
+    Only in such a cache may the number of tokens so far be a tensor, which nothing on the host waits for.
+    """
+    if cache is None or not cache.is_compileable:
+        return 0
+    return max([0, *(layer.max_cache_len for layer in cache.layers if not layer.is_sliding)])
+
+
+def tokens_cached(cache: Cache | None) -> int | Tensor:
+    """Return the number of tokens in a cache, padding included: a tensor if every layer counts on a device."""
+    if cache is None or not cache.layers:
+        return 0
+    counts = [layer.get_seq_length() for layer in cache.layers]
+    return next((n for n in counts if not isinstance(n, Tensor)), counts[0])
+
+
 Kind = TypeVar("Kind", bound=StateCacheLayer)
 
 

@@ -14,11 +14,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from ... import Spec
 from ...checks import require
+from ...nn.arguments import positive_int
 from ...nn.memories import memory_layers
 from ...recurrent.linear import LinearState, finite_features
 from ..base.cache_layers import StateCacheLayer
@@ -66,13 +74,15 @@ class MemoryCacheLayer(StateCacheLayer):
         super().reorder_cache(beam_idx)
 
 
-def hybrid_cache(config: HybridConfig, *, pairs: bool = False) -> Cache:
+def hybrid_cache(config: HybridConfig, *, pairs: bool = False, length: int | None = None) -> Cache:
     """Return an empty cache for a hybrid model.
 
     Args:
         config: of the model.
         pairs: keep keys and values in every attention layer, as attention weights (`output_attentions`) and the removal
             of tokens need them. Cost: O(T) memory, and O(T) time per token.
+        length: keep keys and values in tensors with places for this many tokens from the beginning, so that their
+            shapes and addresses stay equal, as compiled graphs need; states have a fixed size in any case.
 
     Returns:
         One layer per layer of the model: sums for attention with finite features and no window; keys and values, of the
@@ -80,10 +90,14 @@ def hybrid_cache(config: HybridConfig, *, pairs: bool = False) -> Cache:
         with a state follows. A model without token mixers and memories also works with a `transformers.DynamicCache`.
     """
     mixers, windows = config.layer_mixers(), config.layer_windows()
-    layers = [_mixer_layer(config, *kind, pairs) for kind in zip(mixers, windows, strict=True)]
+    if length is not None:
+        positive_int("hybrid_cache", "length", length)
+    layers = [_mixer_layer(config, *kind, pairs, length) for kind in zip(mixers, windows, strict=True)]
     memories = [MemoryCacheLayer(depth) for depth in remembering(config.layer_memories())]
     if not memories and all(type(layer) is DynamicLayer for layer in layers):
         return DynamicCache(config=config)
+    if length is not None and not memories and all(type(layer) is StaticLayer for layer in layers):
+        return StaticCache(config, max_cache_len=length)
     return Cache(layers=[*layers, *memories])
 
 
@@ -92,9 +106,16 @@ def remembering(memories: Mapping[int, Any]) -> list[int]:
     return [depth for depth, names in sorted(memories.items()) if any(memory_layers.get(n).remembers for n in names)]
 
 
-def _mixer_layer(config: HybridConfig, mixer: Spec | str, window: int | None, pairs: bool) -> CacheLayerMixin:
+def _mixer_layer(
+    config: HybridConfig, mixer: Spec | str, window: int | None, pairs: bool, length: int | None
+) -> CacheLayerMixin:
     if isinstance(mixer, str):
         return token_mixers.get(mixer).cache_layer()
-    if window is not None:  # transformers counts the current token, too
-        return DynamicSlidingWindowLayer(sliding_window=window + int(config.exclude_self))
-    return DynamicLayer() if pairs or not finite_features(mixer) else RegardCacheLayer()
+    if window is not None:
+        window += int(config.exclude_self)  # transformers counts the current token, too
+        if length is not None:
+            return StaticSlidingWindowLayer(max_cache_len=length, sliding_window=window)
+        return DynamicSlidingWindowLayer(sliding_window=window)
+    if not pairs and finite_features(mixer):
+        return RegardCacheLayer()
+    return DynamicLayer() if length is None else StaticLayer(max_cache_len=length)

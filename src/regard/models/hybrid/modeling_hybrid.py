@@ -163,6 +163,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
     """
 
     honours_segments = True
+    fixed_caches = True
 
     def __init__(self, config: HybridConfig) -> None:
         config.normalise()
@@ -178,9 +179,9 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         self.norm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
-    def new_cache(self, *, pairs: bool = False) -> Cache:
+    def new_cache(self, *, pairs: bool = False, length: int | None = None) -> Cache:
         """Return an empty cache from `hybrid_cache`."""
-        return hybrid_cache(self.config, pairs=pairs)
+        return hybrid_cache(self.config, pairs=pairs, length=length)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
         """Run the layers, then the last norm."""
@@ -190,8 +191,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         if context.segments is not None:
             for depth, layer in enumerate(self.layers):
                 layer.require_segments(self.call, depth)
-        tokens = None if context.mask is None else context.mask[:, context.past :]
-        tokens = None if all_real(tokens) else tokens
+        tokens = None if all_real(context.real) else context.real
         narrow = self._training_mask(context, embedded)
         angles = rotary_angles(context.positions, self.config.rotary_dim, self.config.rope_theta, embedded.dtype)
         hidden, states, attentions = embedded, [], []
@@ -218,9 +218,10 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         window = self.config.training_window
         if window is None or not self.training or not self._restricted():
             return None
-        total = context.past + embedded.shape[1]
+        tokens = embedded.shape[1]
+        total = context.past + tokens if context.mask is None else context.mask.shape[1]
         key = torch.arange(total, device=embedded.device)
-        query = key[context.past :, None]
+        query = torch.arange(tokens, device=embedded.device)[:, None] + context.past
         near = (key <= query) & (key > query - window - int(self.config.exclude_self))
         return near[None, None] if context.mask is None else near & context.mask[:, None, None]
 

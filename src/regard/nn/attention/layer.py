@@ -36,9 +36,9 @@ from ..arguments import (
     check_positions,
     check_shared,
     check_window,
-    require_growing,
 )
 from ..hooks import HookPoint, report_weights
+from .fixed_cache import Order, fixed_layer, visible_places
 from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
@@ -216,9 +216,10 @@ class Attention(nn.Module):
                 of a head; None for no positions.
             attention_mask: boolean, True where a key may be attended: [B, Tk] over all tokens so far, or
                 [B, 1 or H, T, Tk], combined with causality and window. A query without a visible key gives zeros.
-            past_key_values: a growing cache, to which keys and values are appended in place. If its layer is a
-                `SumsLayer`, it holds a state of fixed size and a token costs O(D Dv) at any length; only the mask's
-                columns of new tokens are then read, since a pair cannot be removed from a sum.
+            past_key_values: a cache, to which keys and values are appended in place. If its layer is a `SumsLayer`, it
+                holds a state of fixed size and a token costs O(D Dv) at any length; only the mask's columns of new
+                tokens are then read, since a pair cannot be removed from a sum. If its layer has a fixed length
+                (transformers' `StaticCache`), Tk is that length, and a shorter mask is extended by False.
             output_attentions: also return the weights, from the dense reference: those with weights times values =
                 output, some of which are negative for a local linear spec.
             segment_ids: integers [B or 1, T] of packed documents: a token attends only to its own run of equal numbers.
@@ -229,9 +230,9 @@ class Attention(nn.Module):
             the cache still holds.
 
         Raises:
-            ArgumentError: a wrong rank, dtype or shape; a padded (static) cache; a cache without `layer_idx`, or with
-                `segment_ids`; a cache of states for a spec without a finite feature map, or asked for the weights of
-                earlier tokens.
+            ArgumentError: a wrong rank, dtype or shape; a cache without `layer_idx`, or with `segment_ids`; more tokens
+                than a cache of fixed length has places for; a cache of states for a spec without a finite feature map,
+                or asked for the weights of earlier tokens.
         """
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
@@ -250,15 +251,26 @@ class Attention(nn.Module):
         if sums is not None:
             out, weights = self._attend_to_sums(sums, query, key, value, attention_mask, output_attentions)
         else:
+            order = self.order
             if past_key_values is not None:
-                key, value = self._append(past_key_values, key, value)
+                fixed = fixed_layer(CALL, past_key_values, self.layer_idx)
+                if fixed is not None:
+                    tokens = query.shape[2]
+                    attention_mask = visible_places(CALL, fixed, attention_mask, tokens, order, key.device)
+                    order = Order()
+                key, value = self._append(past_key_values, key, value, order.window)
             mask = self._mask(attention_mask, query, key)
             local = self._local_params(hidden_states, position_embeddings)
-            out, weights = self._attend(query, key, value, mask, output_attentions, local, segment_ids)
+            out, weights = self._attend(query, key, value, mask, output_attentions, local, order, segment_ids)
         heads = (out if self.out_norm is None else self.out_norm(out)).transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             heads = heads * self.gate_proj(hidden_states).sigmoid()
         return self.hook_out(self.o_proj(heads)), weights
+
+    @property
+    def order(self) -> Order:
+        """Causality and window of every call, with a cache that grows or without one."""
+        return Order(True, self.exclude_self, self.window)
 
     def _project(self, hidden_states: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, T, D], keys and values [B, Hkv, T, D]; queries and keys may be one tensor."""
@@ -292,7 +304,6 @@ class Attention(nn.Module):
         """Return this layer's linear-attention state, or None if the cache holds keys and values."""
         if self.layer_idx is None:
             raise ArgumentError(f"{CALL}: past_key_values: a cache was given to a layer without layer_idx; set it.")
-        require_growing(cache, CALL)
         layers = getattr(cache, "layers", ())
         layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
         if not hasattr(layer, "linear_state"):
@@ -324,7 +335,7 @@ class Attention(nn.Module):
             "state": state,
             "attn_mask": mask,
             "exclude_self": self.exclude_self,
-            **self._temper(query, key, mask, None, state),
+            **self._temper(query, key, mask, self.order, state=state),
         }
         out, sums.linear_state = linear_attention(query, key, value, self.spec, **arguments)
         if not output_attentions and self.observer is None:
@@ -334,18 +345,20 @@ class Attention(nn.Module):
                 f"{CALL}: weights of earlier tokens were asked for, but the cache holds only sums over them; use a "
                 f"transformers.DynamicCache, or no cache."
             )
-        return self._attend(query, key, value, mask, output_attentions, {})
+        return self._attend(query, key, value, mask, output_attentions, {}, self.order)
 
-    def _append(self, cache: KeyValueCache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _append(
+        self, cache: KeyValueCache, key: Tensor, value: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Append to the cache; return all keys and values that it holds, [B, Hkv, Tk, D]."""
         assert self.layer_idx is not None  # checked by _sums
         tokens = key.shape[2]
         key, value = cache.update(key, value, self.layer_idx)
-        if self.window is not None:
-            needed = min(cache.get_seq_length(self.layer_idx), self.window + self.exclude_self + tokens - 1)
+        if window is not None:
+            needed = min(cache.get_seq_length(self.layer_idx), window + self.exclude_self + tokens - 1)
             if key.shape[2] < needed:
                 raise ArgumentError(
-                    f"{CALL}: the cache gave {key.shape[2]} tokens of the {needed} that window={self.window} "
+                    f"{CALL}: the cache gave {key.shape[2]} tokens of the {needed} that window={window} "
                     f"needs; let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)."
                 )
         return key, value
@@ -376,6 +389,7 @@ class Attention(nn.Module):
         mask: Tensor | None,
         output_attentions: bool,
         local: dict[str, float | Tensor],
+        order: Order,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Call `regard.attention` with this layer's parameters; return [B, H, T, D] and weights or None."""
@@ -383,13 +397,11 @@ class Attention(nn.Module):
         dense = output_attentions or self.hook_pattern.active or observed
         arguments: dict[str, Any] = {
             "attn_mask": mask,
-            "is_causal": True,
-            "exclude_self": self.exclude_self,
-            "window": self.window,
+            **order._asdict(),
             "segment_ids": segment_ids,
             "enable_gqa": self.num_kv_heads != self.num_heads,
             "impl": "reference" if dense else "auto",
-            **self._temper(query, key, mask, segment_ids),
+            **self._temper(query, key, mask, order, segment_ids),
         }
         if local:
             arguments["params"] = {**arguments.get("params", {}), **local}
@@ -411,7 +423,8 @@ class Attention(nn.Module):
         query: Tensor,
         key: Tensor,
         mask: Tensor | None,
-        segment_ids: Tensor | None,
+        order: Order,
+        segment_ids: Tensor | None = None,
         state: LinearState | None = None,
     ) -> dict[str, Any]:
         """Return the temperature as arguments of `regard.attention`."""
@@ -419,8 +432,8 @@ class Attention(nn.Module):
         if self.temperature.counted:
             tokens, keys = query.shape[2], key.shape[2]
             runs = None if segment_ids is None else runs_of(segment_ids)
-            order = {"causal": True, "strict": self.exclude_self, "window": self.window, "offset": keys - tokens}
-            n = Visibility(tokens, keys, mask=mask, runs=runs, **order).counts(query.device)
+            seen = {"causal": order.is_causal, "strict": order.exclude_self, "window": order.window}
+            n = Visibility(tokens, keys, mask=mask, runs=runs, offset=keys - tokens, **seen).counts(query.device)
             if state is not None:  # the last feature of every key is one, so that its sum counts the keys
                 n = n + state.keys[:, :1, -1:].long()
         learned = {name: getattr(self, name) for name in self.temperature.start()}
