@@ -23,8 +23,6 @@ EXCEPTIONS: dict[tuple[str, ...], str] = {
     ("test_custom_4d_attention_mask",): "masks are of tokens, [B, N]; packed documents are given by segment_ids",
     ("test_sliding_window_mask",): f"{OWN}: windows are a field of the configuration",
     ("test_model_rope_*",): "rotary positions have only `rope_theta` or `rotary_share`",
-    ("test_*static_cache*", "test_generate_compilation_all_outputs", "test_generate_compile_model_forward_fullgraph"):
-        "caches grow; a cache of fixed size is an error",
     ("test_recurrent_layers_mask_padding_on_continued_forward",): f"{OWN}: tests/models/test_model_contracts.py",
     ("test_torch_export_*", "test_onnx_export_*", "test_executorch_*"): f"{OWN}: tests/models/test_export.py",
     ("test_tp_plan_matches_params", "test_tied_head_has_a_tp_plan_entry"): "there is no plan for tensor parallelism",
@@ -36,6 +34,13 @@ EXCEPTIONS: dict[tuple[str, ...], str] = {
 }  # fmt: skip
 """Tests that apply to no model here."""
 OF_MODELS: dict[tuple[str, str], str] = {
+    **{(models, name): reason
+       for models, reason in [
+           ("iclm|memory-mosaic", "caches grow; a cache of fixed length is an error"),
+           ("hybrid", "states are not in a StaticCache: tests/models/test_fixed_cache.py"),
+       ]
+       for name in ["test_*static_cache*", "test_generate_compilation_all_outputs",
+                    "test_generate_compile_model_forward_fullgraph"]},
     ("hybrid|memory-mosaic", "test_assisted_decoding_*"): "a state cannot be cropped, so assisted decoding is an error",
     ("hybrid", "test_attention_outputs"): "layers without weights are left out, as in transformers' hybrid models",
     ("hybrid", "test_can_init_all_missing_weights"):

@@ -89,9 +89,9 @@ def test_a_mask_may_have_columns_for_all_places():
     )
     torch.testing.assert_close(found.loss, want.loss)
     torch.testing.assert_close(found.logits[mask.bool()], want.logits[mask.bool()], atol=1e-5, rtol=0)
+    wider, cache = torch.nn.functional.pad(wide, (0, 1), value=1), StaticCache(model.config, max_cache_len=32)
     with pytest.raises(ArgumentError, match=r"attention_mask has shape \[\d+, 33\]"):
-        wider = torch.nn.functional.pad(wide, (0, 1), value=1)
-        model(tokens, attention_mask=wider, past_key_values=StaticCache(model.config, max_cache_len=32))
+        model(tokens, attention_mask=wider, past_key_values=cache)
 
 
 def test_which_layer_keeps_what():
@@ -136,6 +136,12 @@ def test_models_whose_caches_grow_say_so(name):
     model, tokens = make(name, "biweight", torch.float32), text(1, 5)
     with pytest.raises(ArgumentError, match="padded to a fixed length; use a cache that grows"):
         model.generate(tokens, max_new_tokens=3, cache_implementation="static")
+
+
+def test_a_mixer_that_needs_the_order_of_keys():
+    model, tokens = make("transformer", "interpolated", torch.float32), text(1, 5)
+    with pytest.raises(ArgumentError, match="InterpolatedMixer: past_key_values has a fixed length"):
+        model(tokens, past_key_values=StaticCache(model.config, max_cache_len=8))
 
 
 @pytest.mark.slow

@@ -335,8 +335,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         """Return logits [B, T, V] of the next token, and the loss if labels are given; arguments as in the class.
 
         Raises:
-            ArgumentError: a wrong rank, dtype or shape, an empty sequence, a cache of another kind, or, on a CPU, tokens
-                outside the vocabulary (elsewhere torch raises its own error).
+            ArgumentError: a wrong rank, dtype or shape, an empty sequence, a cache of another kind, or, on a CPU,
+                tokens outside the vocabulary (elsewhere torch raises its own error).
         """
         packed = packing.take({"segment_ids": segment_ids}, kwargs)
         refuse_misspelt(type(self).__name__, kwargs)
@@ -348,7 +348,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         logits = self.unembed["hook_out"](self.lm_head(outputs.last_hidden_state[:, kept]))
         loss = None
         if labels is not None:
-            if attention_mask is not None and fixed_length(past_key_values):
+            if attention_mask is not None and past_key_values is not None and fixed_length(past_key_values):
                 so_far = int(past_key_values.get_seq_length())
                 attention_mask = attention_mask[:, :so_far]
             tokens = tuple(outputs.last_hidden_state.shape[:2])

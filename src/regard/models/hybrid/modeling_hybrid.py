@@ -143,6 +143,7 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
     config: HybridConfig
     config_class = HybridConfig
     _no_split_modules = ["HybridDecoderLayer"]  # noqa: RUF012  (transformers reads a class attribute)
+    _can_compile_fullgraph = True  # with attention in every layer
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -7,7 +7,7 @@ multiple of Hkv), D channels of a head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -253,7 +253,7 @@ class Attention(nn.Module):
         else:
             order = self.order
             if past_key_values is not None:
-                fixed = fixed_layer(CALL, past_key_values, self.layer_idx)
+                fixed = fixed_layer(CALL, past_key_values, cast(int, self.layer_idx))  # checked by _sums
                 if fixed is not None:
                     tokens = query.shape[2]
                     attention_mask = visible_places(CALL, fixed, attention_mask, tokens, order, key.device)
@@ -347,9 +347,7 @@ class Attention(nn.Module):
             )
         return self._attend(query, key, value, mask, output_attentions, {}, self.order)
 
-    def _append(
-        self, cache: KeyValueCache, key: Tensor, value: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def _append(self, cache: KeyValueCache, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Append to the cache; return all keys and values that it holds, [B, Hkv, Tk, D]."""
         assert self.layer_idx is not None  # checked by _sums
         tokens = key.shape[2]
@@ -432,8 +430,9 @@ class Attention(nn.Module):
         if self.temperature.counted:
             tokens, keys = query.shape[2], key.shape[2]
             runs = None if segment_ids is None else runs_of(segment_ids)
-            seen = {"causal": order.is_causal, "strict": order.exclude_self, "window": order.window}
-            n = Visibility(tokens, keys, mask=mask, runs=runs, offset=keys - tokens, **seen).counts(query.device)
+            causal, strict, window = order
+            seen = Visibility(tokens, keys, causal, strict, window, keys - tokens, mask=mask, runs=runs)
+            n = seen.counts(query.device)
             if state is not None:  # the last feature of every key is one, so that its sum counts the keys
                 n = n + state.keys[:, :1, -1:].long()
         learned = {name: getattr(self, name) for name in self.temperature.start()}

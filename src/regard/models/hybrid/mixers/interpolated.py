@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from ....checks import ArgumentError, within
 from ....grammar import Spec
 from ....nn import Attention
+from ....nn.attention.fixed_cache import Order
 from ....recurrent.interpolated import interpolated_attention, require_averages
 from ....recurrent.trends import Trend, as_trend
 from ..token_mixers import TokenMixer, token_mixers
@@ -52,13 +53,18 @@ class InterpolatedMixer(Attention, TokenMixer):
         mask: Tensor | None,
         output_attentions: bool,
         local: dict[str, float | Tensor],
+        order: Order,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Return [B, H, T, D] and None; observers receive the diagnostics of the weights that average the residuals."""
         if self.hook_pattern.active:
             raise ArgumentError("InterpolatedMixer: hook_pattern has a hook, but the output is not weights @ values.")
+        if not order.is_causal:
+            grows = "past_key_values has a fixed length, and the trend needs a cache that grows"
+            raise ArgumentError(f"InterpolatedMixer: {grows}; use model.model.new_cache().")
         if self.observer is not None:
-            super()._attend(query, key, value, mask, False, local, segment_ids)
+            super()._attend(query, key, value, mask, False, local, order, segment_ids)
         given: dict[str, Any] = {"attn_mask": mask, "exclude_self": self.exclude_self, "segment_ids": segment_ids}
-        given |= {"enable_gqa": self.num_kv_heads != self.num_heads, **self._temper(query, key, mask, segment_ids)}
+        heads = {"enable_gqa": self.num_kv_heads != self.num_heads}
+        given |= {**heads, **self._temper(query, key, mask, order, segment_ids)}
         return interpolated_attention(query, key, value, self.trend, self.spec, **given), None
