@@ -56,8 +56,10 @@ def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:
 @pytest.mark.parametrize("size", ["quick", "small", "paper"])
 def test_every_known_model_can_be_made(name: str, size: str) -> None:
     made = make(name, size, models=())
-    for model in made.known:
-        config = made.model_config(model, 300)
+    cells = made.cells()
+    assert {cell["model"] for cell in cells} >= set(made.known)
+    for cell in cells:
+        config = made.model_config(cell, 300)
         with torch.device("meta"):
             assert model_of(config)(config).config.hidden_size == made.config.width
 
@@ -82,7 +84,7 @@ def test_weights_of_softmax_are_counted_as_by_hand() -> None:
     made = make("lla-pretraining", width=16)
     torch.manual_seed(0)
     tokens = torch.randint(0, 50, (2, 12))
-    net = HybridForCausalLM(made.model_config(PLAIN, 50)).eval()
+    net = HybridForCausalLM(made.model_config({"model": PLAIN}, 50)).eval()
     found = weights_seen(net, tokens)
     with torch.no_grad():
         layers = net(input_ids=tokens, output_attentions=True).attentions
@@ -113,7 +115,7 @@ def test_out_of_distribution_verdicts_follow_the_numbers() -> None:
 
 def test_losses_along_a_window_are_those_of_its_tokens() -> None:
     made = make("lla-pretraining", width=16)
-    net = HybridForCausalLM(made.model_config(PLAIN, 50)).eval()
+    net = HybridForCausalLM(made.model_config({"model": PLAIN}, 50)).eval()
     tokens = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
     found = losses_along(net, tokens, batch=2)
     with torch.no_grad():
@@ -145,7 +147,7 @@ def test_slot_use_verdicts_follow_the_numbers() -> None:
 def test_slots_are_counted_as_by_hand() -> None:
     made = make("slot-use", width=16, sub_keys=4, top_k=2, memory_dim=8)
     torch.manual_seed(0)
-    net = HybridForCausalLM(made.model_config("batch norm, many slots", 50)).eval()
+    net = HybridForCausalLM(made.model_config({"model": "batch norm, many slots"}, 50)).eval()
     memory = next(m for m in net.modules() if type(m).__name__ == "ProductKeyMemory")
     tokens = torch.randint(0, 50, (3, 8))
     seen: list[torch.Tensor] = []

@@ -45,7 +45,8 @@ TINY: dict[str, dict[str, Any]] = {
     "in-context-language": TASK,
     "in-context-regression": {**TASK, "width": 8, "dim": 2, "length": 8, "segments": (4,)},
     "kernel-selection": {
-        "kernels": ("exponential", "linear", "rbf", "clipped-geometric"), "earlier": ("rbf",), "seeds": 2, "layers": 1,
+        "models": ("exponential", "linear", "rbf", "clipped-geometric"), "rates": (1e-3,), "earlier": ("rbf",),
+        "seeds": 2, "layers": 1,
         "width": 16, "heads": 2, "context": 16, "batch": 2, "steps": 4, "measured": 300, "looks": 2,
     },
     "kernel-zoo": {"points": 13, "plane": 7},

@@ -19,7 +19,7 @@ from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, claims_of, mean_interval, paired
 from ..lib.display import dots, first, interval, pivot
-from ..lib.recipe import Results, recipe, select
+from ..lib.recipe import Cell, Results, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 
 PAPER, WHERE = "Fast-weight Product Key Memory", "section 3.3.1"
@@ -68,12 +68,12 @@ class SlotUse(TextRecipe):
                 raise ArgumentError(f"{self.call()}: {given}, expected at most the {own.sub_keys} --sub-keys.")
         super().check()
 
-    def model_config(self, name: str, vocabulary: int) -> Any:
+    def model_config(self, cell: Cell, vocabulary: int) -> Any:
         from regard.models import HybridConfig
 
         from ..lib.language_training import initial_range
 
-        own, kind = self.config, MODELS[name]
+        own, kind = self.config, MODELS[cell["model"]]
         heads, top_k = (4, own.top_k) if kind["reads"] == WIDE else (1, own.few)
         memory = {"sub_keys": own.sub_keys, "key_dim": own.memory_dim, "value_dim": own.memory_dim, "heads": heads,
                   "top_k": top_k, "query_norm": kind["norm"]}  # fmt: skip

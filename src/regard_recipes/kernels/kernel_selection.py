@@ -2,25 +2,25 @@
 
 The paper (section 7) trains a small Transformer on characters and reports results without numbers. Here every kernel is
 trained normalised and not, on the same windows; its default form also with q = k, and the steepest with q = k on
-earlier tokens only, since a token is most similar to itself. The baselines are a bigram model and attention with equal
-weights on the whole past.
+earlier tokens only, since a token is most similar to itself. A weighted sum that is not normalised grows with the
+number of keys, so that an RMS norm of every head's output follows it. The baselines are a bigram model and attention
+with equal weights on the whole past.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from regard import Spec
 from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
-from ..lib.display import Show, dots, gap, lines, median, pivot, spread
-from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
-from ..lib.recipe import Cell, Recipe, Results, check_names, recipe, select
+from ..lib.display import Show, dots, gap, lines, median, pivot, spread, stat
+from ..lib.language_training import initial_range
+from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
+from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 from .shared_query_key import CACHED, PAPER, memory_bytes, memory_columns
 
 # The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.
@@ -30,28 +30,23 @@ MEAN = "mean of the past"  # the baseline of equal weights
 NORMALISED, PLAIN = "normalised", "not normalised"
 APART, SHARED, EARLIER = "apart", "q = k", "q = k, earlier tokens only"
 RISE = 0.05  # nats by which a training loss may rise between looks, whose windows differ, and count as falling
+FORM = ("model", "weights", "query_key")  # columns that name a model
 MARGINAL = 0.02  # nats per character that "marginally better" is taken to mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSelectionConfig(LanguageConfig):
+class KernelSelectionConfig(TextRecipeConfig):
     """Train the ten kernels of the kernel-selection paper, normalised and not, with queries apart and q = k."""
 
-    seeds: int = 3
-    """Models of each kind; they differ in first weights and windows."""
-    kernels: tuple[str, ...] = KERNELS  # Kernels of Table 1.
+    models: tuple[str, ...] = KERNELS
+    """Kernels of Table 1."""
     earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
     """Of these, the ones that are trained with q = k on earlier tokens only too."""
-    data: Path | None = None
-    """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    layers: int = 2  # Layers of every model.
-    width: int = 64  # Width of every model.
-    heads: int = 4  # Heads of every layer.
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    """Learning rates, of which each form takes the one with the least mean loss on the validation text."""
     batch: int = 8
-    steps: int = 450
-    looks: int = 6
-    learning_rate: float = 3e-3  # The highest; after 5 % of the steps it falls along a cosine to a tenth.
-    measured: int = 8192  # Held-out characters that the loss is measured on.
+    steps: int = 700
+    looks: int = 7
 
 
 def spec_of(kernel: str, weights: str | None = None) -> Spec:
@@ -68,58 +63,44 @@ def default_weights(kernel: str) -> str:
 
 
 @recipe("kernel-selection")
-class KernelSelection(Recipe):
+class KernelSelection(TextRecipe):
     """The ten kernels of the kernel-selection paper in equal language models: losses, time, and what q = k costs."""
 
     Config = KernelSelectionConfig
     sizes: ClassVar = {
-        "quick": {"seeds": 1, "steps": 150, "measured": 4096, "looks": 5},
+        "quick": {"seeds": 1, "steps": 150, "rates": (3e-3,), "measured": 4096, "looks": 5},
         # The paper's model and text; steps, batch and learning rate are those of nanoGPT's characters.
         "paper": {
             "layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 64, "dtype": "bfloat16", "device": "auto",
-            "steps": 5000, "learning_rate": 1e-3, "measured": 100_000, "looks": 20,
+            "steps": 5000, "rates": (1e-3,), "measured": 100_000, "looks": 20,
         },
     }  # fmt: skip
-
-    choices: ClassVar = {"kernels": KERNELS}
+    known: ClassVar = {kernel: {} for kernel in KERNELS}
+    per: ClassVar = FORM
 
     def check(self) -> None:
         if self.config.earlier:
             check_names(self.call(), "--earlier", self.config.earlier, KERNELS)
-        if "exponential" not in self.config.kernels:
-            raise ArgumentError(f"{self.call()}: --kernels lacks exponential, to which all others are compared.")
-        self.budget().check(self.call())
-        for cell in self.cells():
-            self.model_config(cell, 256)
+        super().check()
+        if "exponential" not in self.models:
+            raise ArgumentError(f"{self.call()}: --models lacks exponential, to which all others are compared.")
 
     def prepare(self) -> Mapping[str, Any]:
-        from ..demo import demo_text
         from ..demo.ngram import NGram
 
-        context = self.config.context
-        text = demo_text.prepare(self.config.data, context=context + 1, excerpt=context, call=self.call())
-        self.corpus, self.vocabulary = Corpus(text.train_tokens, text.held_out_tokens), len(text.tokenizer)
-        bigram = NGram(text.train_tokens.tolist(), self.vocabulary, 2)
-        held_out = text.held_out_tokens[: self.config.measured].tolist()
-        return {"text": text.described(), "bigram": bigram.loss(held_out)}
+        facts = super().prepare()
+        bigram = NGram(self.corpus.train_tokens.tolist(), self.vocabulary, 2)
+        return {**facts, "bigram": bigram.loss(self.test_tokens.tolist())}
 
     def cells(self) -> list[Cell]:
-        kernels = self.config.kernels
         kinds = [(MEAN, NORMALISED, APART)]
-        kinds += [(kernel, weights, APART) for weights in (NORMALISED, PLAIN) for kernel in kernels]
-        kinds += [(kernel, default_weights(kernel), SHARED) for kernel in kernels]
-        kinds += [(kernel, default_weights(kernel), EARLIER) for kernel in kernels if kernel in self.config.earlier]
-        return [dict(zip(("kernel", "weights", "query_key"), kind, strict=True)) for kind in kinds]
+        kinds += [(kernel, weights, APART) for weights in (NORMALISED, PLAIN) for kernel in self.models]
+        kinds += [(kernel, default_weights(kernel), SHARED) for kernel in self.models]
+        kinds += [(kernel, default_weights(kernel), EARLIER) for kernel in self.models if kernel in self.config.earlier]
+        return [{**dict(zip(FORM, kind, strict=True)), "rate": rate} for kind in kinds for rate in self.config.rates]
 
-    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        config = self.model_config(cell, self.vocabulary)
-        memory = partial(memory_bytes, batch=self.config.batch, context=self.config.context)
-        run = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=memory)
-        return run_rows(run)
-
-    def budget(self) -> Budget:
-        """Return what every model is given."""
-        return Budget.of(self.config)
+    def measured(self, model: Any) -> dict[str, Any]:
+        return super().measured(model) | memory_bytes(model, self.config.batch, self.config.context)
 
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return a GPT-2 with rotary positions that attends in this way."""
@@ -129,30 +110,32 @@ class KernelSelection(Recipe):
         return HybridConfig(
             vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
             intermediate_size=4 * own.width, feed_forward="gelu", norm="layer", max_position_embeddings=own.context,
-            initializer_range=initial_range(own.width), mixers=spec_of(cell["kernel"], cell["weights"]),
-            share_query_key=cell["query_key"] != APART, exclude_self=cell["query_key"] == EARLIER,
+            initializer_range=initial_range(own.width), mixers=spec_of(cell["model"], cell["weights"]),
+            output_norm=cell["weights"] == PLAIN, share_query_key=cell["query_key"] != APART,
+            exclude_self=cell["query_key"] == EARLIER,
         )  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
-        runs, bigram, falls = results.select(kind="run"), results.facts["bigram"], falling(results)
-        mean = select(runs, kernel=MEAN)
-        cell = lambda kernel, weights=NORMALISED: select(runs, kernel=kernel, weights=weights, query_key=APART)  # noqa: E731
+        runs, bigram = self.chosen(results), results.facts["bigram"]
+        falls = falling(self.chosen(results, "look"))
+        mean = select(runs, model=MEAN)
+        cell = lambda kernel, weights=NORMALISED: select(runs, model=kernel, weights=weights, query_key=APART)  # noqa: E731
         forms = {query_key: [flag for (kernel, _, own), flag in falls.items() if own == query_key and kernel != MEAN]
                  for query_key in (APART, SHARED)}  # fmt: skip
         steady = f"training loss lower at the end than at first, and never up by more than {RISE:g} nats between looks"
         share = lambda query_key: exact(sum(forms[query_key]) / len(forms[query_key]))  # noqa: E731
         linear, clipped = cell("linear", PLAIN), falls.get(("clipped-geometric", NORMALISED, APART))
-        halves = select(runs, query_key=SHARED, kernel="exponential")["query_key_bytes"].iloc[0]
+        halves = select(runs, query_key=SHARED, model="exponential")["query_key_bytes"].iloc[0]
         halves /= cell("exponential")["query_key_bytes"].iloc[0]
-        nats = "Held-out nats per character"
+        nats = "Nats per character of the test text"
         told: list[Any] = [
             ("All tested kernels converge", share(APART), "at least", 1,
              f"Share of {len(forms[APART])} forms, normalised and not: {steady}."),
             ("The linear kernel suffices without normalisation",
-             {"equal weights": paired(linear, mean, "held_out"), "bigram": mean_interval(linear["held_out"] - bigram)}
+             {"equal weights": paired(linear, mean, "test"), "bigram": mean_interval(linear["test"] - bigram)}
              if len(linear) else {}, "below", 0, f"{nats}, less equal weights' and a bigram model's."),
             ("RBF is marginally better than the exponential kernel",
-             paired(cell("rbf"), cell("exponential"), "held_out") if len(cell("rbf")) else {}, "below", 0,
+             paired(cell("rbf"), cell("exponential"), "test") if len(cell("rbf")) else {}, "below", 0,
              f"{nats}, RBF less exponential; marginal is taken as {MARGINAL:g}."),
             ("The clipped geometric series converges with normalised weights",
              {} if clipped is None else exact(float(clipped)), "at least", 1, f"1 if {steady}."),
@@ -165,67 +148,70 @@ class KernelSelection(Recipe):
         return [replace(claim, effect=MARGINAL) if claim.wording.startswith("RBF") else claim for claim in made]
 
     def tables(self, results: Results) -> dict[str, Any]:
-        runs, falls = results.select(kind="run"), falling(results)
-        base = select(runs, kernel="exponential", weights=NORMALISED, query_key=APART)
+        runs, falls = self.chosen(results), falling(self.chosen(results, "look"))
+        base = select(runs, model="exponential", weights=NORMALISED, query_key=APART)
         losses: dict[str, Show] = {
-            "held-out nats/char": spread("held_out", 4), "above exponential": gap("held_out", base, 4),
-            "training": spread("train", 4), "falls steadily": lambda rows: "yes" if falls[key_of(rows)] else "no",
+            "rate": stat("rate", "mean", "{:g}"), "test nats/char": spread("test", 4),
+            "above exponential": gap("test", base, 4), "training": spread("train", 4),
+            "falls steadily": lambda rows: "yes" if falls[key_of(rows)] else "no",
             "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
         }  # fmt: skip
-        own = {kernel: select(runs, kernel=kernel, weights=default_weights(kernel)) for kernel in self.config.kernels}
+        own = {kernel: select(runs, model=kernel, weights=default_weights(kernel)) for kernel in self.models}
         apart = {kernel: select(rows, query_key=APART) for kernel, rows in own.items()}
-        cost: Show = lambda rows: gap("held_out", apart[rows["kernel"].iloc[0]], 4)(rows)  # noqa: E731
+        cost: Show = lambda rows: gap("test", apart[rows["model"].iloc[0]], 4)(rows)  # noqa: E731
         sharing = {"costs, nats/char": cost, **memory_columns("{:,.0f} KiB")}
         shared = select(runs, query_key=[SHARED, EARLIER])
-        shared = shared.sort_values("kernel", kind="stable", key=lambda column: column.map(KERNELS.index))
+        shared = shared.sort_values("model", kind="stable", key=lambda column: column.map(KERNELS.index))
         both = f"{self.config.seeds} seeds: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
         costs = f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence."
-        index = {"kernel": "kernel", "query_key": "query and key"}
+        index = {"model": "kernel", "query_key": "query and key"}
         return {
-            "Kernels": pivot(select(runs, query_key=APART), ["kernel", "weights"], losses, note=both),
+            "Kernels": pivot(
+                select(runs, query_key=APART), {"model": "kernel", "weights": "weights"}, losses, note=both
+            ),
             "One vector for query and key": pivot(shared, index, sharing, note=costs),
         }
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        looks, runs = results.select(kind="look"), results.select(kind="run")
-        mean = select(looks, kernel=MEAN)
+        looks, runs = self.chosen(results, "look"), self.chosen(results)
+        mean = select(looks, model=MEAN)
         import pandas as pd
 
-        apart, kernels = select(looks, query_key=APART), list(self.config.kernels)
+        apart, kernels = select(looks, query_key=APART), list(self.models)
         panels = {f"weights {weights}": select(apart, weights=weights) for weights in (NORMALISED, PLAIN)}
         panels["q = k"] = select(looks, query_key=SHARED)
-        panels = {name: pd.concat([select(rows, kernel=kernels), mean]) for name, rows in panels.items()}
+        panels = {name: pd.concat([select(rows, model=kernels), mean]) for name, rows in panels.items()}
         kind = runs["weights"].where(runs["query_key"] == APART, runs["query_key"])
-        y = {"train": "training loss, nats/char", "held_out": "held-out loss, nats/char"}
+        y = {"train": "training loss, nats/char", "held_out": "validation loss, nats/char"}
         return {
-            "curves": lines(panels, "step", y, "kernel", x_label="optimiser step"),
-            "final": dots(runs.assign(kind=kind), "held_out", "kernel", "kind", x_label="held-out nats per character"),
+            "curves": lines(panels, "step", y, "model", x_label="optimiser step"),
+            "final": dots(runs.assign(kind=kind), "test", "model", "kind", x_label="test nats per character"),
         }
 
     def notes(self, results: Results) -> list[str]:
-        runs, bigram = results.select(kind="run", query_key=APART), results.facts["bigram"]
-        mean = select(runs, kernel=MEAN)["held_out"].mean()
-        means = runs[runs["kernel"] != MEAN].groupby(["kernel", "weights"])["held_out"].mean()
+        runs, bigram = self.chosen(results, query_key=APART), results.facts["bigram"]
+        mean = select(runs, model=MEAN)["test"].mean()
+        means = runs[runs["model"] != MEAN].groupby(["model", "weights"])["test"].mean()
         return [
             f"A bigram model has {bigram:.4f} nats per character, equal weights on the whole past {mean:.4f}. Of "
             f"{len(means)} forms {(means < bigram).sum()} are below the bigram model, {(means < mean).sum()} below "
             f"equal weights.",
-            f"All models have the learning rate {self.config.learning_rate:g}, which was tuned for none of them.",
+            "An RMS norm of every head's output follows weights that are not normalised.",
             "With q = k a token is most similar to itself; 'earlier tokens only' hides it.",
         ]
 
 
-def falling(results: Results) -> dict[tuple[str, str, str], bool]:
-    """Return for each cell whether the training loss falls steadily in every seed."""
+def falling(looks: Frame) -> dict[tuple[str, str, str], bool]:
+    """Return for each model whether the training loss falls steadily in every seed."""
     found: dict[tuple[str, str, str], bool] = {}
-    for _, rows in results.select(kind="look").groupby(["kernel", "weights", "query_key", "seed"], sort=False):
+    for _, rows in looks.groupby([*FORM, "seed"], sort=False):
         train = rows.sort_values("step")["train"].astype(float)
         steady = train.notna().all() and train.iloc[-1] <= train.iloc[0] and not (train.diff() > RISE).any()
         found[key_of(rows)] = found.get(key_of(rows), True) and bool(steady)
     return found
 
 
-def key_of(rows: Any) -> tuple[str, str, str]:
-    """Return the cell of rows."""
-    kernel, weights, query_key = rows[["kernel", "weights", "query_key"]].iloc[0]
+def key_of(rows: Frame) -> tuple[str, str, str]:
+    """Return what names the model of rows."""
+    kernel, weights, query_key = rows[list(FORM)].iloc[0]
     return kernel, weights, query_key

@@ -50,14 +50,16 @@ class TextRecipe(Recipe):
 
     Attributes:
         known: names of models to what `model_config` needs to know of them.
+        per: columns of a cell that name a model; each such model has its own best rate.
     """
 
     known: ClassVar[Mapping[str, Mapping[str, Any]]]
+    per: ClassVar[Sequence[str]] = ("model",)
     limits: ClassVar = {"rates": (1e-8, 1.0), "width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
 
     @abstractmethod
-    def model_config(self, name: str, vocabulary: int) -> Any:
-        """Return the configuration of a model."""
+    def model_config(self, cell: Cell, vocabulary: int) -> Any:
+        """Return the configuration of the model of a cell."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -71,9 +73,9 @@ class TextRecipe(Recipe):
         TOKENIZERS.get(self.config.tokenizer)
         for rate in self.config.rates:
             self.budget(rate).check(self.call())
-        for name in self.models:
+        for cell in self.cells():
             try:
-                self.model_config(name, 256)
+                self.model_config(cell, 256)
             except ArgumentError as error:
                 raise ArgumentError(f"{self.call()}: --width, --layers or --heads: {error}") from None
 
@@ -103,9 +105,8 @@ class TextRecipe(Recipe):
         return [{"model": model, "rate": rate} for model in self.models for rate in self.config.rates]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        name, rate = cell["model"], cell["rate"]
-        config, budget = self.model_config(name, self.vocabulary), self.budget(rate)
-        call = f"{name}, rate {rate:g}"
+        config, budget = self.model_config(cell, self.vocabulary), self.budget(cell["rate"])
+        call = ", ".join(f"{name} {value}" for name, value in cell.items())
         run = train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measured)
         return run_rows(run)
 
@@ -120,7 +121,7 @@ class TextRecipe(Recipe):
         """Return the rows of a kind at each model's best rate."""
         runs = results.select(kind="run")
         runs = runs.assign(validation=-runs["held_out"].astype(float).fillna(math.inf))
-        return select(at_best_rate(results.select(kind=kind), runs, ["model"]), **where)
+        return select(at_best_rate(results.select(kind=kind), runs, self.per), **where)
 
     def gap(
         self, results: Results, model: str, base: str, value: str = "test", kind: str = "run", **where: Any
@@ -143,7 +144,7 @@ class TextRecipe(Recipe):
                  "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3)}  # fmt: skip
         note = (f"Nats per token, ± half the 95 % interval over seeds. Without context, by the frequencies of the "
                 f"training text: {results.facts['floor']:.2f}.")  # fmt: skip
-        return pivot(self.chosen(results), ["model"], shows, note=note)
+        return pivot(self.chosen(results), list(self.per), shows, note=note)
 
     def curves(self, results: Results) -> bytes:
         """Return a figure of the validation loss against steps."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval
 from ..lib.display import dots, interval, pivot
-from ..lib.recipe import Results, recipe, select
+from ..lib.recipe import Cell, Results, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 
 PAPER, WHERE = "Local Linear Attention", "appendix F.3"
@@ -62,7 +62,7 @@ class Pretraining(TextRecipe):
                   "dtype": "bfloat16", "device": "auto"},
     }  # fmt: skip
 
-    def model_config(self, name: str, vocabulary: int) -> Any:
+    def model_config(self, cell: Cell, vocabulary: int) -> Any:
         from regard.models import HybridConfig
 
         from ..lib.language_training import initial_range
@@ -70,7 +70,7 @@ class Pretraining(TextRecipe):
         own = self.config
         return HybridConfig(
             vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
-            max_position_embeddings=own.context, initializer_range=initial_range(own.width), **MODELS[name],
+            max_position_embeddings=own.context, initializer_range=initial_range(own.width), **MODELS[cell["model"]],
         )  # fmt: skip
 
     def measured(self, model: Any) -> dict[str, Any]:

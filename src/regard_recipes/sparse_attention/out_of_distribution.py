@@ -20,7 +20,7 @@ from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Estimate, claims_of, paired
 from ..lib.display import interval, lines, panels, pivot
-from ..lib.recipe import Results, recipe
+from ..lib.recipe import Cell, Results, recipe
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 from ..mosaic.mosaic_kernels import WEIGHTINGS
 
@@ -73,13 +73,13 @@ class OutOfDistribution(TextRecipe):
             raise ArgumentError(f"{self.call()}: {given}; expected {' or '.join(TOKENIZERS)}.")
         super().check()
 
-    def model_config(self, name: str, vocabulary: int) -> Any:
+    def model_config(self, cell: Cell, vocabulary: int) -> Any:
         from regard.models import MemoryMosaicConfig
 
         own = self.config
         return MemoryMosaicConfig(
             vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
-            max_position_embeddings=own.context, **self.known[name],
+            max_position_embeddings=own.context, **self.known[cell["model"]],
         )  # fmt: skip
 
     def load(self, text: LanguageText) -> dict[str, Any]:
