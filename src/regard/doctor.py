@@ -26,6 +26,9 @@ def _versions() -> dict[str, str]:
             entries[package] = version(package)
         except PackageNotFoundError:
             entries[package] = "not installed"
+    import torch
+
+    entries["torch"] = str(torch.__version__)  # with the build, such as +cu130
     return entries
 
 

@@ -235,6 +235,27 @@ def test_a_killed_run_goes_on(squares: type[Squares], tmp_path: Path, capsys: An
     assert 77.0 not in [row[4] for row in record(out)["rows"]]
 
 
+def test_more_seeds_are_added_to_what_is_there(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    call = ("--out", out, "--workers", 0, "--values", 1, 2)
+    assert reproduce(*call, "--seeds", 2) == 0
+    journal = out / f"{NAME}.jsonl"
+    marked = journal.read_text().replace('"square": 11.0', '"square": 77.0')
+    journal.write_text(marked)
+    assert reproduce(*call, "--seeds", 3) == 0
+    found = record(out)
+    assert sorted({row[2] for row in found["rows"]}) == [0, 1, 2]
+    assert len(found["rows"]) == 2 * 3 * 3
+    assert 77.0 in [row[4] for row in found["rows"]]
+    assert found["config"]["seeds"] == 3
+    assert reproduce(*call, "--seeds", 2) == 0  # fewer: a new run
+    assert 77.0 not in [row[4] for row in record(out)["rows"]]
+    journal.write_text("\n".join(journal.read_text().splitlines()[:-1]) + "\n")  # killed before its end
+    assert reproduce(*call, "--seeds", 1) == 2
+    assert "unfinished run with other options (--seeds 2)" in capsys.readouterr().err
+    assert reproduce(*call, "--seeds", 4) == 0
+
+
 def test_processes_measure_the_same_and_their_end_is_reported(squares: type[Squares], tmp_path: Path) -> None:
     import recipe_of_processes as other
 

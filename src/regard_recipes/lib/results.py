@@ -48,7 +48,8 @@ class Journal:
 
     @classmethod
     def open(cls, made: Recipe, argv: Sequence[str]) -> Journal:
-        """Return the journal of a new run, or of the unfinished one in the folder if it has the same options.
+        """Return the journal of a new run, or of the one in the folder if it has the same options and is not finished,
+        or has fewer seeds.
 
         Raises:
             ArgumentError: the folder cannot be used, or holds an unfinished run with other options.
@@ -62,10 +63,14 @@ class Journal:
             "installation": {**installation(), "hardware": hardware()},
         }  # fmt: skip
         before, lines, finished = read_journal(path) if path.exists() else (None, [], False)
-        if finished or before is None:
+        if before is None:
             return cls(path, header)
         old, new = before["config"], header["config"]
         differs = [name for name in new if name not in FREE and old.get(name) != new[name]]
+        if differs == ["seeds"] and new["seeds"] > old["seeds"]:
+            return cls(path, header, lines)
+        if finished:
+            return cls(path, header)
         if differs:
             was = ", ".join(f"--{name.replace('_', '-')} {old.get(name)}" for name in differs)
             raise ArgumentError(

@@ -54,7 +54,7 @@ def test_writing_rows(tokens: int, k: int, rows: int, width: int, sort: bool, mo
     memory_write.swapped(table, order.slots, log)
     assert torch.equal(table, after)
     again = before.clone()
-    memory_write.written(again, order.slots, order.entries, shares, errors)
+    memory_write.written(again, order.slots, order.entries, shares, errors, None)
     assert torch.equal(again, after)
     hit = torch.zeros(2, rows, dtype=torch.bool)
     for m in range(2):
@@ -67,7 +67,7 @@ def test_rows_in_bfloat16_are_rounded_once() -> None:
     table = drawn(2, 12, 5).bfloat16()
     wanted = written_by_hand(table, slots, shares, errors, counted)
     order = memory_write.order_of(slots, counted, 12)
-    memory_write.written(table, order.slots, order.entries, shares, errors)
+    memory_write.written(table, order.slots, order.entries, shares, errors, None)
     assert ((table.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6).all()
 
 

@@ -129,8 +129,8 @@ def _ordered(slots: Tensor, *_: Any) -> tuple[Tensor, ...]:
 order_of = _operator("write.order_of", "(Tensor slots, Tensor? counted, int n) -> (Tensor, Tensor, Tensor)", _ordered)
 written = _operator(
     "write.written",
-    "(Tensor(a!) table, Tensor slots, Tensor entries, Tensor shares, Tensor errors, Tensor(b!)? log=None, *,"
-    " bool add=False) -> ()",
+    "(Tensor(a!) table, Tensor slots, Tensor entries, Tensor shares, Tensor errors, Tensor(b!)? log, *,"
+    " bool add=False) -> ()",  # no default for log: torch 2.10 cannot count the changes of an argument left out
     lambda *_, **__: None,
     ("table", "log"),
 )

@@ -153,7 +153,7 @@ class Read(torch.autograd.Function):
         if upstream is not None and ctx.needs_input_grad[1]:
             token = upstream.new_zeros(())
             ordered, entries, _ = order_of(slots, good, version.table.shape[1])
-            written(version.gradient(), ordered, entries, weights, upstream, add=True)
+            written(version.gradient(), ordered, entries, weights, upstream, None, add=True)
         return own, token, None, None, None, by_value, None if gate is None else by_gate
 
 
@@ -172,7 +172,7 @@ class Rows(torch.autograd.Function):
         slots = ctx.slots.flatten(1)[..., None]  # treat every entry as a token
         ordered, entries, _ = order_of(slots, None, ctx.version.table.shape[1])
         ones = torch.ones_like(slots, dtype=torch.float32)
-        written(ctx.version.gradient(), ordered, entries, ones, upstream.flatten(1, 2), add=True)
+        written(ctx.version.gradient(), ordered, entries, ones, upstream.flatten(1, 2), None, add=True)
         return upstream.new_zeros(()), None, None
 
 

@@ -166,7 +166,7 @@ def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> Order:
 
 
 def written(
-    table: Tensor, slots: Tensor, entries: Tensor, shares: Tensor, errors: Tensor, log: Tensor | None = None, *,
+    table: Tensor, slots: Tensor, entries: Tensor, shares: Tensor, errors: Tensor, log: Tensor | None, *,
     add: bool = False,
 ) -> None:  # fmt: skip
     """Write rows of `table` [M, N, Dv], contiguous, float32 or bfloat16, in place, for slots and entries of an `Order`,
