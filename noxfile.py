@@ -46,7 +46,8 @@ def versions(session: nox.Session, pins: str) -> None:
     names = ("torch", "transformers")
     torch, transformers = (oldest(name, session.python) if pins == "oldest" else name for name in names)
     torch = install_torch(session, torch)
-    session.install(f".[{','.join(TESTED)}]", torch, transformers)
+    older = ["numpy<2.4"] if pins == "oldest" else []  # the interpreter of Triton 3.6, which comes with torch 2.10
+    session.install(f".[{','.join(TESTED)}]", torch, transformers, *older)
     arguments = session.posargs or ["-m", "not slow", "-n", "2", "--dist", "worksteal", "-q"]
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
