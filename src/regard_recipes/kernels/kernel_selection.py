@@ -45,8 +45,8 @@ class KernelSelectionConfig(TextRecipeConfig):
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
     """Learning rates, of which each form takes the one with the least mean loss on the validation text."""
     batch: int = 8
-    steps: int = 700
-    looks: int = 7
+    steps: int = 450
+    looks: int = 6
 
 
 def spec_of(kernel: str, weights: str | None = None) -> Spec:
