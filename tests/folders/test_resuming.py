@@ -130,6 +130,8 @@ RECORD = {
     "steps": (fields(max_steps=[1]), "max_steps is [1]"),
     "batch a table": (fields(train_batch_size={}), "train_batch_size is {}"),
     "no batch": (fields(train_batch_size=None), "train_batch_size is None"),
+    "no callback": (fields(stateful_callbacks={}), "the state of SinceLog is missing"),
+    "control": (fields(stateful_callbacks={"SinceLog": {}, "TrainerControl": 1}), "the state of TrainerControl"),
     "best": (fields(best_model_checkpoint=["x"]), "best_model_checkpoint is ['x']"),
 }
 STATES = {

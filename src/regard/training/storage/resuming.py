@@ -47,7 +47,7 @@ def check_checkpoint(folder: Path, trainer: Trainer, *, call: str) -> None:
         with one_error(f"{where}: {path.name}"):
             _check_generators(_load(path))
     with one_error(f"{where}: trainer_state.json"):
-        _check_state(read_mapping(folder / "trainer_state.json", call=call), step_of(folder))
+        _check_state(read_mapping(folder / "trainer_state.json", call=call), trainer, step_of(folder))
 
 
 def put_weights(model: nn.Module, folder: Path, *, call: str) -> None:
@@ -184,9 +184,11 @@ def _check_generators(saved: Any) -> None:
     torch.Generator().set_state(saved["cpu"])
 
 
-def _check_state(saved: dict[str, Any], step: int) -> None:
-    """Check the fields of Trainer's state, and that its step is that of the folder's name."""
+def _check_state(saved: dict[str, Any], trainer: Trainer, step: int) -> None:
+    """Check the fields of Trainer's state, that its step is that of the folder's name, and that it has the states of
+    the callbacks, which Trainer replaces when it saves."""
     from transformers import TrainerState
+    from transformers.trainer_callback import ExportableState
 
     plain = TrainerState()
     known = {field.name for field in fields(TrainerState)}
@@ -197,6 +199,11 @@ def _check_state(saved: dict[str, Any], step: int) -> None:
         _require(isinstance(value, kinds), f"{name} is {value!r}")
         _require(not isinstance(value, float) or isfinite(value), f"{name} is {value!r}")
     _require("train_batch_size" in saved, "train_batch_size is missing")
+    kept = saved.get("stateful_callbacks", {})
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        name = type(callback).__name__
+        if isinstance(callback, ExportableState):
+            _require(isinstance(kept.get(name), dict), f"the state of {name} is missing")
     reached = saved.get("global_step")
     _require(_plain(reached) == _plain(step), f"global_step is {reached!r}, expected {step}")
 
