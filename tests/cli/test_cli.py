@@ -201,6 +201,8 @@ def test_help_of_everything(regard: Callable) -> None:
         ("eval {run} --stride 16", "error: --stride is 16, expected 1 to 15"),
         ("eval {run} --stride 0", "--stride is 0"),
         ("eval {run} --data {empty}", "is empty"),
+        ("eval {run} --data {text} --split test", "--split is for data sets; give --data datasets:NAME with it"),
+        ("eval {run} --data datasets:nowhere.csv", "nowhere.csv does not exist"),
         ("eval {run} --context 9999", "less than one context of 9999"),
         ("eval {run}/model", "give the text with --data"),
         ("generate {run} --temperature -1", "--temperature is -1.0, expected 0 or more."),

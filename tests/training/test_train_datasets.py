@@ -55,6 +55,25 @@ class Seen:
 
 
 @needed
+def test_a_data_set_is_measured_as_its_text(
+    run: Callable, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One document is the text of a file, but for the end of text that follows it."""
+    out = run(tokenizer="byte", steps=1).out
+    text, table = tmp_path / "one.txt", tmp_path / "one.jsonl"
+    text.write_text(" ".join(DOCUMENTS))
+    table.write_text(json.dumps({"words": text.read_text()}) + "\n")
+    found = []
+    for data in ([text], [f"datasets:{table}", "--text-column", "words"]):
+        assert main(["eval", str(out), "--stride", "1", "--data", *map(str, data)]) == 0
+        found.append(float(capsys.readouterr().out.split("loss")[1].split()[0]))
+    assert found[0] != found[1]
+    assert abs(found[0] - found[1]) < 0.01
+    assert main(["eval", str(out), "--data", f"datasets:{lines}", "--text-column", "x"]) == 2
+    assert "has no column 'x'; give one of its columns with --text-column: text, number" in capsys.readouterr().err
+
+
+@needed
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "text", "folder", "saved"])
 def test_documents_are_packed_in_order(
     kind: str, run: Callable, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,14 @@ class EvalOptions:
     run: Run
     """Folder of a training run (its --out), or of a saved model."""
     data: Path | None = None
-    """UTF-8 file or folder to measure on. By default the text that was held out in training."""
+    """UTF-8 file or folder to measure on, or 'datasets:NAME' as in `regard train`. By default the text that was held
+    out in training."""
+    split: str | None = None
+    """Split of a data set. By default 'train'."""
+    subset: str | None = None
+    """Subset of a data set on the Hub, such as 'wikitext-2-raw-v1'."""
+    text_column: str | None = None
+    """Column of a data set that holds the text. By default 'text'."""
     context: int | None = None
     """Tokens per window. By default the context length of the training."""
     stride: int | None = None
@@ -151,8 +158,7 @@ def _eval_harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, op
     """Score a model on tasks of lm-eval."""
     from ..training.task.harness import harness_scores
 
-    given = ("data", "context", "stride")
-    if any(getattr(options, name) is not None for name in given):
+    if _of_a_text(options):
         raise ArgumentError("eval: --lm-eval scores tasks; omit --data, --context and --stride.")
     found = harness_scores(
         model, tokenizer, options.lm_eval, limit=options.limit, batch=options.batch, folder=options.tasks
@@ -165,13 +171,19 @@ def _eval_harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, op
     return 0
 
 
+def _of_a_text(options: EvalOptions) -> bool:
+    """Return whether an option for the measurement on a text is given."""
+    names = ("data", "split", "subset", "text_column", "context", "stride")
+    return any(getattr(options, name) is not None for name in names)
+
+
 def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
     """Score the model of a run on the test examples of its task."""
     from ..training.storage.folder import load_task_model
     from ..training.task.run import scored
     from ..training.validation import check_task
 
-    if any(value is not None for value in (options.data, options.context, options.stride)):
+    if _of_a_text(options):
         raise ArgumentError(f"eval: the run in {options.run} is on a task; omit --data, --context and --stride.")
     found = scored(config, check_task(config, "eval"), load_task_model(options.run, call="eval").to(device))
     print_pairs([(name, str(score)) for name, score in found.items()])
@@ -180,14 +192,17 @@ def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
 
 def _eval_text(options: EvalOptions) -> tuple[Source, Iterator[str], TrainConfig | None]:
     """Return the source and the chunks of the text to measure on, and the run's config if the folder is a run."""
+    from ..training.config import TrainConfig
     from ..training.data.corpus import open_source
-    from ..training.data.text import open_text
     from ..training.storage.folder import check_source, saved_config, text_source
+    from ..training.validation import check_data
 
     is_run = (options.run / "run.json").is_file()
     saved = saved_config(options.run, call="eval") if is_run else None
+    asked = TrainConfig(**{name: getattr(options, name) for name in ("data", "split", "subset", "text_column")})
+    check_data(asked, "eval")
     if options.data is not None:
-        text = open_text(options.data, call="eval")
+        text = open_source(asked, call="eval")
         return text, text.chunks(), saved
     if saved is None or saved.data is None:
         raise ArgumentError(f"eval: {options.run} is a model without a run; give the text with --data FILE.")

@@ -35,7 +35,7 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
         raise ArgumentError(f"{call}: no training text; {mend}.")
     if config.task is not None:
         check_task(config, call)
-    _check_data(config, call)
+    check_data(config, call)
     if config.resume and config.overwrite:
         raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
     if not config.spec:
@@ -58,7 +58,7 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
         _check_sizes(config, specs, check_model(config, call), call)
 
 
-def _check_data(config: TrainConfig, call: str) -> None:
+def check_data(config: TrainConfig, call: str) -> None:
     """Check that options of data sets come with a data set, and that a stream has a tokenizer to begin with."""
     from .data.documents import is_dataset
 
