@@ -50,7 +50,7 @@ def test_a_run_on_a_task_is_trained_scored_and_read_again(tmp_path: Path, capsys
         (["--task", "mqar", "--task-option", "pairs=2", "--task-option", "pairs=3"], "given twice"),
         (["--task", "needle"], "no task of tokens"),
         (["--task", "mqar", "--data", "x"], "give one of them"),
-        (["--task", "mqar", "--accumulate", "2"], "none of --accumulate, --dtype and --report-to"),
+        (["--task", "mqar", "--accumulate", "2"], "none of --accumulate, --dtype, --report-to and --shard"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(

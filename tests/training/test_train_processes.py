@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from regard.checks import ArgumentError
-from regard.training import TrainConfig, train
+from regard.training import TrainConfig, rerun, train
+from regard.training.sharding import shard
 
 pytestmark = pytest.mark.slow
 LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -96,14 +98,77 @@ def test_processes_that_disagree(text_file: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+SHARDED = """
+import sys
+from regard.cli import main
+from regard.training import trainer
+split = trainer.shard
+def watched(model):
+    split(model)
+    weights = list(model.parameters())
+    print("holds", sum(w.to_local().numel() for w in weights), "of", sum(w.numel() for w in weights), flush=True)
+trainer.shard = watched
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("option", ["--layers=2", "--option=memories=FwPKM@0"])
+def test_a_sharded_model_is_one_with_twice_the_batch(text_file: Path, tmp_path: Path, option: str) -> None:
+    """Losses, weights and optimiser states are those of one process, and so are the files; it continues bit for bit."""
+    one, both, broken = tmp_path / "one", tmp_path / "both", tmp_path / "broken"
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    words = [sys.executable, *command(text_file, one, batch=4), option]
+    assert subprocess.run(words, capture_output=True, timeout=300).returncode == 0
+    found = two(str(script), *command(text_file, both)[2:], option, "--shard")
+    assert found.returncode == 0, found.stderr[-2000:]
+    parts = [line.split() for line in found.stdout.splitlines() if line.startswith("holds")]
+    whole = int(parts[0][3])
+    assert sum(int(part[1]) for part in parts) == whole
+    assert all(0.3 < int(part[1]) / whole < 0.7 for part in parts)
+    assert losses(both) == pytest.approx(losses(one), abs=1e-5)
+    names = [{path.name for path in (run / "checkpoint-6").iterdir()} - {"rng_state.pth"} for run in (one, both)]
+    assert names[0] == names[1] - {"rng_state_0.pth", "rng_state_1.pth"}
+    for file in ("model/model.safetensors", "checkpoint-6/model.safetensors"):
+        torch.testing.assert_close(load_file(both / file), load_file(one / file), rtol=0, atol=1e-5)
+    states = [torch.load(run / "checkpoint-6" / "optimizer.pt", weights_only=True) for run in (one, both)]
+    torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=1e-5)
+
+    shutil.copytree(both, broken)
+    for part in ("checkpoint-6", "model"):
+        shutil.rmtree(broken / part)
+    again = two("-m", "regard", "train", "--resume", "--out", str(broken))
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert losses(broken) == losses(both)
+    first, second = (load_file(run / "model" / "model.safetensors") for run in (both, broken))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_sharded_run_stops_at_a_number_that_is_not_finite(text_file: Path, tmp_path: Path) -> None:
+    words = [*command(text_file, tmp_path / "run"), "--learning-rate", "1e30", "--clip", "1e30", "--shard"]
+    found = two(*words)
+    assert found.returncode != 0
+    assert found.stderr.count("regard train: error: the ") == 2
+    assert "first non-finite tensor: " in found.stderr
+    assert rerun(tmp_path / "run" / "non-finite") is not None
+
+
 def test_what_several_processes_cannot_do(tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ArgumentError, match="accelerate shards models on accelerators only"):
+    with pytest.raises(ArgumentError, match="ACCELERATE_USE_FSDP is set; unset it, and give --shard"):
         train(tiny())
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with pytest.raises(ArgumentError, match="--shard splits the model over several processes, got 1"):
+        train(tiny(shard=True))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ArgumentError, match="--shard does not take --optimizer muon"):
+        train(tiny(shard=True, optimizer="muon"))
+    model = torch.nn.Module()
+    model.gate = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ArgumentError, match="parameter gate has no axes and cannot be split"):
+        shard(model)
     from regard.training.task.run import train_task
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ArgumentError, match="a run on a task takes one process, got 2"):
         train_task(TrainConfig(task="mqar", out=tmp_path / "task"))
 

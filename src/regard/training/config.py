@@ -107,6 +107,8 @@ class OptimiserOptions:
     """Random seed of the initial weights and of the sampled sequences."""
     device: str = "auto"
     """'cpu', 'cuda', 'mps', or 'auto' for the fastest available."""
+    shard: bool = False
+    """Split weights, gradients and optimiser states over the processes that torchrun started (FSDP2)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass. Weights and their updates are float32 either way."""
 

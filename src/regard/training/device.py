@@ -78,10 +78,12 @@ def check_agreement(config: TrainConfig, source: dict[str, Any], *, call: str) -
                 )
 
 
-def refuse_sharding_on_cpu(device: str, *, call: str) -> None:
-    """Raise `ArgumentError` if FSDP is asked for on a CPU, where accelerate would replicate the model instead."""
-    if device == "cpu" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ArgumentError(
-            f"{call}: ACCELERATE_USE_FSDP is set, but accelerate shards models on accelerators only and would "
-            f"replicate this one; unset it, or choose --device cuda."
-        )
+def check_sharding(config: TrainConfig, *, call: str) -> None:
+    """Raise `ArgumentError` if `--shard` cannot be followed, or if accelerate is told to shard the model."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise ArgumentError(f"{call}: ACCELERATE_USE_FSDP is set; unset it, and give --shard.")
+    if config.shard:
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        require(not alone, call, "--shard splits the model over several processes, got 1; start them with torchrun.")
+        muon = config.optimizer == "muon"
+        require(not muon, call, "--shard does not take --optimizer muon, which needs whole matrices; choose adamw.")

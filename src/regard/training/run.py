@@ -21,11 +21,12 @@ from .data.corpus import Corpus, encode_part, open_source, work_folder
 from .data.stream import StreamedWindows
 from .data.text import Source
 from .data.tokenizers import build_tokenizer
-from .device import check_agreement, main_process, refuse_sharding_on_cpu, resolve_device
+from .device import check_agreement, check_sharding, main_process, resolve_device
 from .errors import TrainingInterrupted, TrainingStopped, one_line
 from .generate import opening
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
+from .sharding import whole_weights
 from .storage import folder
 from .storage.card import write_card
 from .storage.checkpoints import last_good, remove_after, step_of, write_summary, writing
@@ -166,6 +167,7 @@ def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedMode
         context=config.context,
         eval_batch=config.batch,
         muon=config.optimizer == "muon",
+        shard=config.shard,
         keep=config.keep,
     )
     trainer.remove_callback(PrinterCallback)
@@ -190,7 +192,7 @@ def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichPr
 def _arguments(config: TrainConfig) -> TrainingArguments:
     """Return the arguments of Trainer; raise `ArgumentError` if the device does not support the dtype."""
     device = resolve_device(config.device, call="train")
-    refuse_sharding_on_cpu(device, call="train")
+    check_sharding(config, call="train")
     settings: dict[str, Any] = {
         "output_dir": str(config.out),
         "max_steps": config.steps,
@@ -253,10 +255,10 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
 
 def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunSummary:
     """Write `model/`, evaluate on the whole held-out text, and write `summary.json`."""
-    model = trainer.model
+    model, weights = trainer.model, whole_weights(trainer.model)
     if main_process():
         with trainer.own_config():
-            folder.save_model(config.out, model, corpus.tokenizer)
+            folder.save_model(config.out, model, corpus.tokenizer, weights)
     result, clock = trainer.measure(corpus.held_out.tokens), trainer.clock
     measured = {name: getattr(result, name) for name in ("loss", "bits_per_char", "bits_per_byte", "support")}
     summary = RunSummary(

@@ -8,6 +8,7 @@
 - a checkpoint is sealed once written, and a failed write gives one clear error;
 - weights are loaded from safetensors only, and none may be missing;
 - a checkpoint includes the losses since the last log;
+- with `shard`, the processes of a run share out the model, and what is saved are whole tensors;
 - the config is saved with the `use_cache` that the model was built with.
 """
 
@@ -33,6 +34,7 @@ from .device import main_process
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
 from .muon import MuonAdamW
+from .sharding import finite_everywhere, is_sharded, shard, split_states, whole, whole_weights
 from .storage.checkpoints import last_good, sealing
 from .storage.reproducer import NON_FINITE, first_non_finite, keep, non_finite_gradient
 from .storage.resuming import put_weights
@@ -47,6 +49,7 @@ class RegardTrainer(Trainer):
         context, eval_batch: tokens per window, and windows per evaluation batch.
         keep: number of checkpoints to keep.
         muon: whether Muon updates the matrices of hidden layers (`MuonAdamW`).
+        shard: whether the processes of the run share out the model (`sharding`).
         **kwargs: arguments of `transformers.Trainer`.
     """
 
@@ -63,10 +66,11 @@ class RegardTrainer(Trainer):
         eval_batch: int,
         keep: int,
         muon: bool = False,
+        shard: bool = False,
         **kwargs: Any,
     ) -> None:
         self.held_out, self.context, self.eval_batch, self.keep = held_out, context, eval_batch, keep
-        self.muon = muon
+        self.muon, self.shard = muon, shard
         self.train_units, self.held_out_units = train_units, held_out_units
         self.clock = Clock()
         # Trainer sets it to False in the config
@@ -92,6 +96,8 @@ class RegardTrainer(Trainer):
         Raises:
             ArgumentError: a memory with sparse gradients, which need an optimiser of their own.
         """
+        if self.shard and self.is_in_train and not is_sharded(self.model):
+            self._shard()
         network = self.model if model is None else model
         if self.optimizer is None and (self.muon or memory_parameters(network)[0]):
             groups = optimizer_groups(network, weight_decay=self.args.weight_decay)
@@ -104,6 +110,13 @@ class RegardTrainer(Trainer):
                 kind, settings = self.get_optimizer_cls_and_kwargs(self.args, network)
                 self.optimizer = kind(groups.dense, **settings)
         return super().create_optimizer(model)
+
+    def _shard(self) -> None:
+        """Split the model, which holds the weights of a checkpoint by now; accelerate then leaves it as it is."""
+        shard(self.model)
+        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast
+        self.model._is_accelerate_prepared = True
+        self.optimizer = None  # of the check of a checkpoint, for the whole parameters
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the learning rate schedule, which does not apply to groups with a fixed rate."""
@@ -143,7 +156,7 @@ class RegardTrainer(Trainer):
         """Return the loss; raise `TrainingStopped`, naming step and first non-finite tensor, if it is not finite."""
         result = super().compute_loss(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
-        if not torch.isfinite(loss):
+        if not (finite_everywhere(loss) if is_sharded(self.model) else torch.isfinite(loss)):
             with self.compute_loss_context_manager():
                 culprit = first_non_finite(self.model, inputs)
             raise TrainingStopped(self._stopped(f"the loss is {loss.item()}", culprit, inputs))
@@ -169,14 +182,37 @@ class RegardTrainer(Trainer):
 
     def _stopped(self, what: str, culprit: str, inputs: dict[str, Any]) -> str:
         run = Path(self.args.output_dir)
-        kept = keep(
-            run / (NON_FINITE if main_process() else f"{NON_FINITE}-{self.args.process_index}"), self.model, inputs
-        )
-        place = f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}"
-        return f"{place}; {kept}{last_good(run)}"
+        place = run / (NON_FINITE if main_process() else f"{NON_FINITE}-{self.args.process_index}")
+        kept = keep(place, self.model, inputs, whole_weights(self.model))
+        when = f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}"
+        return f"{when}; {kept}{last_good(run)}"
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         put_weights(self.model if model is None else model, Path(resume_from_checkpoint), call="train")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, whole tensors if it is sharded."""
+        weights = whole_weights(self.model)
+        if weights is None:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.model):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        state = whole(self.optimizer.state_dict())
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / "optimizer.pt")
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if is_sharded(self.model):
+            assert self.optimizer is not None
+            split_states(self.optimizer)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = Path(self.args.output_dir)

@@ -81,8 +81,9 @@ def check_task(config: TrainConfig, call: str) -> TokenTask:
 
     if config.data is not None:
         raise ArgumentError(f"{call}: --task and --data were both given; give one of them.")
-    if config.accumulate != 1 or config.dtype != "float32" or config.report_to:
-        raise ArgumentError(f"{call}: a run on a task takes none of --accumulate, --dtype and --report-to; omit them.")
+    if config.accumulate != 1 or config.dtype != "float32" or config.report_to or config.shard:
+        refused = "--accumulate, --dtype, --report-to and --shard"
+        raise ArgumentError(f"{call}: a run on a task takes none of {refused}; omit them.")
     return make_task(tasks.given(call, "--task", config.task), config.setting, config.task_option, call)
 
 

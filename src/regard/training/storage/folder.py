@@ -32,6 +32,7 @@ from .lock import LOCK
 from .saved_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..data.text import Source
@@ -207,13 +208,16 @@ def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Path:
-    """Write `model/` completely, or raise TrainingStopped and write nothing."""
+def save_model(
+    out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None,
+    weights: dict[str, Tensor] | None = None,
+) -> Path:  # fmt: skip
+    """Write `model/` completely, of a sharded model the `weights`; or raise TrainingStopped and write nothing."""
     final, temporary = out / "model", out / "model.tmp"
     try:
         with writing(final, out):
             shutil.rmtree(temporary, ignore_errors=True)
-            model.save_pretrained(temporary)
+            model.save_pretrained(temporary, state_dict=weights)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
             seal(temporary)

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..sharding import gathered
+
 NON_FINITE = "non-finite"
 """The folder inside a run folder."""
 BATCH = "batch.safetensors"
 
 
-def keep(folder: Path, model: Any, inputs: dict[str, Any]) -> str:
-    """Save the weights and the batch of a step; return a clause for the error, empty if the disk does not take them."""
+def keep(folder: Path, model: Any, inputs: dict[str, Any], weights: dict[str, Tensor] | None = None) -> str:
+    """Save the weights (of a sharded model: `weights`) and the batch of a step; return a clause for the error, empty if
+    the disk does not take them."""
     from safetensors.torch import save_file
 
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         save_file(
             {n: x.detach().cpu().contiguous() for n, x in inputs.items() if isinstance(x, Tensor)}, folder / BATCH
         )
@@ -69,9 +72,9 @@ def rerun(folder: str | Path) -> str | None:
 def non_finite_gradient(model: nn.Module) -> str | None:
     """Return which gradient, or the norm of all of them, is not finite; None if none."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    if torch.isfinite(nn.utils.get_total_norm([grad for _, grad in named])):
+    if torch.isfinite(gathered(nn.utils.get_total_norm([grad for _, grad in named]))):
         return None
-    bad = next((name for name, grad in named if not torch.isfinite(grad).all()), None)
+    bad = next((name for name, grad in named if not torch.isfinite(gathered(grad)).all()), None)
     return f"the gradient of {bad}" if bad else "the norm of all gradients (each is finite)"
 
 
@@ -79,7 +82,7 @@ def non_finite_gradient(model: nn.Module) -> str | None:
 def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
     """Return the first parameter, or else the first module output in one more pass, that holds NaN or infinity."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        if not torch.isfinite(gathered(parameter)).all():
             return f"parameter {name}"
     outputs: list[str] = []
 
