@@ -46,4 +46,3 @@ def _verified(name: str) -> str:
     if hashlib.sha256(content).hexdigest() != _SHA256[name]:
         raise ArgumentError(f"{CALL}: {path} is not GPT-2's file (its SHA-256 differs); {again}.")
     return content.decode("utf-8")
-    return content.decode("utf-8")
