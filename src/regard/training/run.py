@@ -235,6 +235,7 @@ def _arguments(config: TrainConfig) -> TrainingArguments:
 
 def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, progress: RichProgress) -> None:
     """Train, or raise TrainingInterrupted after a signal, with a checkpoint saved."""
+    begin = step_of(checkpoint) if checkpoint else 0
     with StopGently() as stop:
         trainer.add_callback(stop)
         try:
@@ -242,7 +243,7 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
         except TrainingInterrupted as error:
             raise TrainingInterrupted(f"{error}; {last_good(config.out)}") from None
         except ArgumentError as error:
-            if trainer.state.global_step == 0:
+            if trainer.state.global_step == begin:
                 raise
             # a stream that broke off
             raise TrainingStopped(f"{str(error).rstrip('.')}; {last_good(config.out)}") from None
