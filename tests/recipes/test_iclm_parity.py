@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import checked, make, tiny, verdicts
+from tiny_runs import checked, tiny, verdicts
 
 from regard.checks import ArgumentError
 from regard_recipes.iclm import iclm_parity as recipe
@@ -27,8 +26,8 @@ def transformer_parameters(vocabulary: int, layers: int, width: int, inner: int)
 def test_what_is_trained() -> None:
     results = tiny("iclm-parity")[1]
     runs = results.select(kind="run")
-    assert len(runs) == 7
-    counts = runs.set_index("model")["parameters"].to_dict()
+    assert len(runs) == 14  # of seven models with two learning rates
+    counts = runs.groupby("model")["parameters"].first().to_dict()
     shown = int(results.facts["text"]["tokenizer"].split(", ")[1].split()[0])
     assert counts["transformer"] == transformer_parameters(shown, 2, 16, 64)
     assert counts["transformer-no-mlp"] == transformer_parameters(shown, 2, 16, 0)
@@ -40,37 +39,13 @@ def test_what_is_trained() -> None:
     assert runs["held_out"].between(2, 6).all()
 
 
-def test_one_rate_for_a_family() -> None:
+def test_tables_show_every_rate_and_its_edges() -> None:
     own, results = tiny("iclm-parity")
-    trials = results.facts["trials"]
-    assert [(t["family"], t["model"], t["rate"]) for t in trials] == [
-        (family, model, rate) for family, model in (("transformer", "transformer"), ("iclm", "iclm-wv"))
-        for rate in (1e-3, 3e-3)
-    ]  # fmt: skip
-    for row in results.select(kind="run").itertuples():
-        losses = {t["rate"]: t["held_out"] for t in trials if t["family"] == recipe.KINDS[row.model].family}
-        assert row.rate == min(losses, key=losses.__getitem__)
-    titles = ["ICLM and Transformer", "Learning rates tried", "Parameters at the paper's sizes"]
-    assert list(own.tables(results)) == titles
+    tables = own.tables(results)
+    rates = "Validation loss by learning rate"
+    assert list(tables) == ["ICLM and Transformer", rates, "Parameters at the paper's sizes"]
+    assert tables[rates].header == ("model", "0.001", "0.003")
     assert "edge of the grid" in own.notes(results)[0]  # of two rates each is
-
-
-def test_rates_are_tried_on_other_tokens_than_results_are_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    lost = SimpleNamespace(held_out=(1.0,))
-    monkeypatch.setattr(
-        recipe, "run_calls", lambda calls, workers: given.extend(calls.values()) or dict.fromkeys(calls, lost)
-    )
-    own = make("iclm-parity")
-    own.prepare()
-    text = read_text(None, "char", context=32, measured=300, choice=150, call="test")
-    assert len(given) == 4
-    for call in given:
-        _, corpus, budget, seed = call.args
-        assert torch.equal(corpus.train_tokens, text.train_tokens)
-        assert torch.equal(corpus.held_out_tokens, text.choice_tokens)
-        assert (budget.steps, seed) == (2, 1)
-    assert torch.equal(own.corpus.held_out_tokens, text.held_out_tokens)
 
 
 def test_the_paper_s_sizes_are_counted() -> None:
@@ -96,23 +71,23 @@ def judged(
     seeds: int = 3, seconds: float = 1.0, memory: float = 50, full: int = 1120, **above: float
 ) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, ...]]]:
     """Claims and rows of the first table, where each model has the perplexity 10, or this share more of it."""
-    own = made(seeds=seeds, shapes=("2x16x2",), rates=(1e-3,))
+    own = made(seeds=seeds, layers=2, width=16, heads=2, rates=(1e-3,))
     rows = []
     for each in own.cells():
         name = each["model"]
         wv = name == "iclm-wv"
         for seed in range(seeds):
             loss = math.log(10 * (1 + above.get(name.replace("-", "_"), 0.0))) + 0.1 * seed
-            run = {"parameters": 112 if name == "iclm-full" else 100, "train": loss, "held_out": loss, "rate": 1e-3,
+            run = {"parameters": 112 if name == "iclm-full" else 100, "train": loss, "held_out": loss, "test": loss,
                    "step_seconds": 1.0, "step_cpu_seconds": seconds if wv else 1.0,
                    "before_bytes": 1000, "peak_bytes": 1000 + (memory if wv else 50)}  # fmt: skip
             rows.append({**each, "seed": seed, "kind": "run", **run})
             rows.append({**each, "seed": seed, "kind": "look", "step": 1, "train": loss, "held_out": loss})
     sizes = {"a": {**dict.fromkeys(recipe.MAIN, 1000), "iclm-full": full, "iclm-full-matched": None}}
-    results = Results(frame_of(rows), {"trials": [], "paper_sizes": sizes}, {})
+    results = Results(frame_of(rows), {"floor": 9.0, "paper_sizes": sizes}, {})
     assert len(own.figures(results)) == 2
     return verdicts(own, rows, dict(results.facts)), {
-        row[1]: row for row in own.tables(results)["ICLM and Transformer"].rows
+        row[0]: row for row in own.tables(results)["ICLM and Transformer"].rows
     }
 
 
@@ -126,9 +101,9 @@ def test_verdicts_follow_the_numbers() -> None:
     assert verdict(told, EQUAL) == ("holds", "iclm-wv 0.010 ± 0.000; iclm-full-matched 0.020 ± 0.000")
     assert verdict(told, FULL) == ("holds", "iclm-full (+12.0% parameters) -0.030 ± 0.000")
     assert verdict(told, SLIGHT)[0] == verdict(told, COST)[0] == verdict(told, COUNT)[0] == "holds"
-    assert rows["iclm-wv-no-f-mlp"][7:9] == ("+5.0% ± 0.0%", "+4.0% ± 0.0%")
-    assert rows["transformer"][7:9] == rows["iclm-wv"][8:9] * 2 == ("", "")
-    assert rows["iclm-full"][2:4] == ("112", "+12.00%")
+    assert rows["iclm-wv-no-f-mlp"][6:8] == ("+5.0% ± 0.0%", "+4.0% ± 0.0%")
+    assert rows["transformer"][6:8] == rows["iclm-wv"][7:8] * 2 == ("", "")
+    assert rows["iclm-full"][1:3] == ("112", "+12.00%")
 
 
 def test_verdicts_can_fail() -> None:
@@ -141,22 +116,15 @@ def test_verdicts_can_fail() -> None:
     assert verdict(judged(seeds=1)[0], EQUAL)[0] == "not testable at this size"
     lost, rows = judged(iclm_wv=math.nan)
     assert verdict(lost, EQUAL)[0] == "undecided"
-    assert rows["iclm-wv"][5:8] == ("diverged", "diverged", "diverged")
-
-
-def test_the_best_rate_is_taken_and_never_one_that_diverged() -> None:
-    assert recipe.best_rate({1.0: 2.0, 2.0: 1.5, 3.0: math.nan}, (1.0, 2.0, 3.0)) == 2.0
-    assert recipe.best_rate({1.0: 1, 2.0: 1, 3.0: 2}, (1.0, 2.0, 3.0)) == 1.0
-    assert recipe.best_rate({}, (5.0,)) == 5.0
+    assert rows["iclm-wv"][4:7] == ("diverged", "diverged", "diverged")
 
 
 def test_a_full_model_without_an_equal_is_left_out() -> None:
-    own = made(shapes=("4x64x16",), models=("transformer", "iclm-full-matched"), rates=(1e-3,))
+    own = made(layers=4, width=64, heads=16, models=("transformer", "iclm-full-matched"))
     assert [each["model"] for each in own.cells()] == ["transformer"]
-    rows = [{"shape": "4x64x16", "model": "transformer", "kind": "run", "rate": 1e-3, "held_out": 1.0,
-             "peak_bytes": 1, "before_bytes": 0}]  # fmt: skip
-    said = own.notes(Results(frame_of(rows), {"trials": []}, {}))
-    assert said == ["iclm-full-matched is left out at 4x64x16: even without f's feed-forward layers it is larger."]
+    rows = [{"model": "transformer", "kind": "run", "rate": 3e-3, "held_out": 1.0, "seed": 0}]
+    said = own.notes(Results(frame_of(rows), {}, {}))
+    assert said == ["iclm-full-matched is left out: even without f's feed-forward layers it is larger than its rival."]
 
 
 def test_the_text_of_a_tokenizer_of_bytes(tmp_path):

@@ -57,7 +57,8 @@ def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:
 def test_every_known_model_can_be_made(name: str, size: str) -> None:
     made = make(name, size, models=())
     cells = made.cells()
-    assert {cell["model"] for cell in cells} >= set(made.known)
+    left_out = {name for name in made.known if name not in {cell["model"] for cell in cells}}
+    assert left_out <= ({"iclm-full-matched"} if size == "paper" else set())  # larger than its rival at that size
     for cell in cells:
         config = made.model_config(cell, 300)
         with torch.device("meta"):

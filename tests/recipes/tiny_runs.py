@@ -38,10 +38,7 @@ TINY: dict[str, dict[str, Any]] = {
         "layers": 2, "width": 16, "steps": 2, "block_steps": 2, "measured": 300, "looks": 1, "texts": 2, "prompt": 12,
         "context": 16,
     },
-    "iclm-parity": {
-        "steps": 3, "trial_steps": 2, "rates": (1e-3, 3e-3), "measured": 300, "looks": 2, "shapes": ("2x16x2",),
-        "batch": 2, "seeds": 1,
-    },
+    "iclm-parity": {**TEXT, "steps": 3, "rates": (1e-3, 3e-3), "looks": 2, "seeds": 1},
     "in-context-language": TASK,
     "in-context-regression": {**TASK, "width": 8, "dim": 2, "length": 8, "segments": (4,)},
     "kernel-selection": {

@@ -73,11 +73,11 @@ class TextRecipe(Recipe):
         TOKENIZERS.get(self.config.tokenizer)
         for rate in self.config.rates:
             self.budget(rate).check(self.call())
-        for cell in self.cells():
-            try:
+        try:
+            for cell in self.cells():
                 self.model_config(cell, 256)
-            except ArgumentError as error:
-                raise ArgumentError(f"{self.call()}: --width, --layers or --heads: {error}") from None
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.call()}: --width, --layers or --heads: {error}") from None
 
     def budget(self, rate: float) -> Budget:
         """Return how a model is trained."""
