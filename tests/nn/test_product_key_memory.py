@@ -279,7 +279,7 @@ def test_groups_of_a_trained_run_keep_their_rate() -> None:
     base = Base()
     trainer = RegardTrainer.__new__(RegardTrainer)
     trainer.model, trainer.optimizer, trainer.lr_scheduler = base, None, None
-    trainer.optimizer_cls_and_kwargs, trainer.muon = None, False
+    trainer.optimizer_cls_and_kwargs, trainer.muon, trainer.shard = None, False, False
     trainer.args = transformers.TrainingArguments(
         output_dir="unused",
         learning_rate=0.2,
@@ -303,6 +303,6 @@ def test_groups_of_a_trained_run_keep_their_rate() -> None:
     assert set(own) == {1e-3}
     refused = RegardTrainer.__new__(RegardTrainer)
     refused.model, refused.optimizer, refused.args = Model(sparse_grad=True), None, trainer.args
-    refused.muon = False
+    refused.muon, refused.shard = False, False
     with pytest.raises(ArgumentError, match="sparse_grad=True"):
         refused.create_optimizer()

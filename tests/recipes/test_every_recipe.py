@@ -65,7 +65,7 @@ def test_a_seed_gives_the_same_numbers_alone(name: str, monkeypatch: pytest.Monk
     stored = pd.DataFrame([line["measured"] for line in lines if line["cell"] == plain(cell) and line["seed"] == 0])
     again, other = (pd.DataFrame(plain(list(made.measure(cell, seed)))) for seed in (0, 1))
     own = [column for column in stored if column not in MACHINE]
-    pd.testing.assert_frame_equal(stored[own], again[own], rtol=1e-9)  # sums may differ in the last bit
+    pd.testing.assert_frame_equal(stored[own], again[own], rtol=1e-5)  # float32 sums may differ in their last bits
     if name != "kernel-zoo":
         assert not stored[own].equals(other[own])
 
