@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from regard.models import language_models, token_mixers
+from regard.models.base.arguments import CACHE
 from regard.nn.memories import memory_layers
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "pad_token_id": 0}
@@ -159,7 +160,7 @@ def in_chunks(model, tokens, sizes, mask=None, cache=None):
         seen += chunk.shape[1]
         whole = None if mask is None else mask[:, :seen]
         out = model(chunk, attention_mask=whole, past_key_values=cache, use_cache=True)
-        cache, parts = out.past_key_values, [*parts, out.logits]
+        cache, parts = getattr(out, CACHE), [*parts, out.logits]
     return torch.cat(parts, 1), cache
 
 

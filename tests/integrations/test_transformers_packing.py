@@ -18,6 +18,7 @@ from regard.checks import ArgumentError
 from regard.integrations import transformers as integration
 from regard.integrations.transformers import register
 from regard.models import language_models
+from regard.models.base.arguments import CACHE
 
 register("local-linear[softmax]")
 LENGTHS = (7, 1, 9, 3)
@@ -183,7 +184,7 @@ def test_documents_reach_attention_and_no_matrix_is_made(monkeypatch):
 def test_what_transformers_closes_over_is_still_known():
     """The documents are read out of a function of transformers; where that changes, masks of pairs are made again."""
     model, packed = tiny("llama", "regard_biweight"), batch(texts())
-    arguments = {"config": model.config, "attention_mask": None, "past_key_values": None}
+    arguments = {"config": model.config, "attention_mask": None, CACHE: None}
     embedded = torch.zeros(1, sum(LENGTHS), 32)
     found = create_causal_mask(inputs_embeds=embedded, position_ids=packed["position_ids"], **arguments)
     assert found.shape == (1, sum(LENGTHS))

@@ -140,7 +140,7 @@ def test_models_whose_caches_grow_say_so(name):
 
 def test_a_mixer_that_needs_the_order_of_keys():
     model, tokens = make("transformer", "interpolated", torch.float32), text(1, 5)
-    with pytest.raises(ArgumentError, match="InterpolatedMixer: past_key_values has a fixed length"):
+    with pytest.raises(ArgumentError, match="InterpolatedMixer: cache has a fixed length"):
         model(tokens, past_key_values=StaticCache(model.config, max_cache_len=8))
 
 

@@ -253,13 +253,13 @@ def test_what_is_kept():
 
 def test_caches_that_do_not_fit():
     model, tokens = make("iclm"), text(3)
-    with pytest.raises(ArgumentError, match="past_key_values is a DynamicCache, which cannot hold keys that wait"):
+    with pytest.raises(ArgumentError, match="cache is a DynamicCache, which cannot hold keys that wait"):
         model(tokens, past_key_values=DynamicCache())
     with pytest.raises(ArgumentError, match="is for 1 covariate and 1 f blocks, the model has 2 and 2"):
         model(tokens, past_key_values=make("iclm", num_hidden_layers=2).model.new_cache())
     with pytest.raises(ArgumentError, match="keys wait for their values here; use extend"):
         model.model.new_cache().update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 2)
-    with pytest.raises(ArgumentError, match="past_key_values is of 3 sequences and the tokens of 1"):
+    with pytest.raises(ArgumentError, match="cache is of 3 sequences and the tokens of 1"):
         model(tokens[:1], past_key_values=model(tokens).past_key_values)
 
 

@@ -236,7 +236,7 @@ def test_what_counts_as_padding_in_a_prompt_is_what_transformers_infers(name):
 def test_a_cache_that_another_model_filled(name):
     deep, tokens = make(name, num_hidden_layers=4), torch.arange(5)[None]
     cache = deep(tokens).past_key_values
-    with pytest.raises(ArgumentError, match="past_key_values"):
+    with pytest.raises(ArgumentError, match="cache"):
         make(name)(tokens, past_key_values=cache)
 
 
@@ -311,7 +311,7 @@ def test_configurations_are_copied_and_written(name, tmp_path):
         ({"input_ids": text(), "attention_mask": torch.ones(1, 3, dtype=torch.long)}, "attention_mask has shape"),
         ({"input_ids": text(), "attention_mask": torch.ones(1, T)}, "attention_mask is a torch.float32 tensor"),
         ({"input_ids": text(), "position_ids": torch.zeros(3, T, dtype=torch.long)}, "position_ids has shape"),
-        ({"input_ids": text(), "past_key_values": [1]}, r"past_key_values is \[1\] \(list\)"),
+        ({"input_ids": text(), "past_key_values": [1]}, r"cache is \[1\] \(list\)"),
         ({"input_ids": text(), "attention_mask": torch.ones(T, dtype=torch.long)}, r"expected \[1, 13\]"),
         ({"input_ids": text(), "attention_mask": torch.ones(1, 1, T, T, dtype=torch.bool)}, r"expected \[1, 13\]"),
         ({"input_ids": text(), "attention_mask": torch.ones(2, T, dtype=torch.bool)}, r"expected \[1, 13\]"),

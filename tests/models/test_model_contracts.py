@@ -34,6 +34,7 @@ from transformers.cache_utils import DynamicLayer
 from regard import presets
 from regard.checks import ArgumentError
 from regard.models import language_models
+from regard.models.base.arguments import CACHE_NAMES
 
 every_case_with_embeddings = cases([case for case in CASES if takes_embeddings(case)])
 WITHIN_CHUNKS = ("mixer-gated-deltanet", "mixer-lact", "memory-of-two-kinds")
@@ -338,6 +339,24 @@ def test_gradients_flow_through_a_cache(case):
     cache = model(tokens[:, :6], use_cache=True).past_key_values
     model(tokens[:, 6:], past_key_values=cache).logits.square().mean().backward()
     same(gradients(model), expected, 10 * tolerance(case))
+
+
+@every_model
+@torch.no_grad()
+def test_a_cache_has_the_names_of_all_versions_of_transformers(name):
+    """`cache` since transformers 5.24, `past_key_values` before: each works with any of them, in `generate` too."""
+    model, tokens = make(name), text(2)
+    expected = model(tokens, use_cache=False).logits[:, 6:]
+    whole = model.generate(tokens, max_new_tokens=4, do_sample=False, use_cache=False)
+    for given in CACHE_NAMES:
+        cache = model.model.new_cache()
+        model(tokens[:, :6], **{given: cache})
+        twin = copy.deepcopy(cache)
+        found = model(tokens[:, 6:], **{given: cache}).logits
+        torch.testing.assert_close(found, expected, atol=tolerance(name), rtol=0)
+        assert torch.equal(model.generate(tokens, **{given: twin}, max_new_tokens=4, do_sample=False), whole)
+    with pytest.raises(ArgumentError, match="cache and past_key_values are two names of one argument"):
+        model(tokens[:, :1], cache=cache, past_key_values=model.model.new_cache())
 
 
 def compiled_and_eager(case, bound, *, masked=True, **how):

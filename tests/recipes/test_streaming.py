@@ -53,9 +53,9 @@ class Bigram(nn.Module):
         self.model = SimpleNamespace(new_cache=lambda: SimpleNamespace(layers=[]))
         self.modes: list[bool] = []
 
-    def forward(self, input_ids: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, cache: object) -> SimpleNamespace:
         self.modes.append(self.training)
-        return SimpleNamespace(logits=self.table[input_ids], past_key_values=past_key_values)
+        return SimpleNamespace(logits=self.table[input_ids], cache=cache)
 
 
 @pytest.mark.parametrize("segment", [1, 7, 50, 400])

@@ -210,7 +210,8 @@ def _packed(mask_function: Callable[..., Any]) -> Tensor | None:
     both = _closed_over(mask_function).get("mask_functions", ())
     if len(both) != 2:
         return None
-    documents, order = map(_closed_over, both)
+    # transformers 5.24 has them in the other order
+    documents, order = sorted(map(_closed_over, both), key=lambda names: "packed_sequence_mask" not in names)
     alone = documents.keys() == {"packed_sequence_mask"} and order.get("mask_function") is causal_mask_function
     return documents["packed_sequence_mask"] if alone else None
 

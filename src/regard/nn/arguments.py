@@ -122,6 +122,6 @@ def require_growing(cache: object, call: str) -> None:
     """Check that `cache` is not padded to a fixed length: queries are taken to be at the end of its keys."""
     if getattr(cache, "is_compileable", False):
         raise ArgumentError(
-            f"{call}: past_key_values is a {type(cache).__name__}, which is padded to a fixed length; "
+            f"{call}: cache is a {type(cache).__name__}, which is padded to a fixed length; "
             f"use a cache that grows, such as transformers.DynamicCache."
         )

@@ -45,10 +45,10 @@ def look_at_slots(model: Any, asked: tuple[Tensor, Tensor, Tensor], reads: int) 
         cache = None
         for _ in range(reads):
             cache = passed(model, cache, memory=True, recurrent=False)
-            model(input_ids=haystacks.to(device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=haystacks.to(device), cache=cache, logits_to_keep=1)
         given, said = questions.to(device), []
         for _ in range(answers.shape[1]):
-            logits = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(input_ids=given, cache=cache, logits_to_keep=1).logits
             given = logits[:, -1:].argmax(-1)
             said.append(given.cpu())
         traces = {layer_name(name): trace.retrieved() for name, trace in seen.items()}

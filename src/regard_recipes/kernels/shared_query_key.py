@@ -133,7 +133,8 @@ def memory_bytes(model: HybridForCausalLM, batch: int, context: int, cached: int
     query_key, kept = activations(model, torch.zeros(batch, context, dtype=torch.long, device=device))
     with torch.no_grad():
         tokens = torch.zeros(1, cached, dtype=torch.long, device=device)
-        cache = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+        cache = model.model.new_cache()
+        model.eval()(input_ids=tokens, cache=cache)
     held = sum(getattr(layer, "bytes", 0) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return {"query_key_bytes": query_key, "kept_bytes": kept, "cache_bytes": held}
 

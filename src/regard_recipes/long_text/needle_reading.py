@@ -128,7 +128,7 @@ class _Reader:
         """Return the cache after a haystack, with the memories of `before`."""
         cache = passed(self.model, before, memory=True, recurrent=self.recurrent)
         for piece in haystack.split(self.piece, dim=1):
-            self.model(input_ids=piece.to(self.device).long(), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.model(input_ids=piece.to(self.device).long(), cache=cache, logits_to_keep=1)
         return cache
 
     def close(self, cache: Any) -> None:
@@ -146,7 +146,7 @@ class _Reader:
             flush_memory(self.model, cache)
         given, answer = question.to(self.device).long(), []
         for place in range(self.length):
-            logits = self.model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = self.model(input_ids=given, cache=cache, logits_to_keep=1).logits
             if place == 0 and self.protocol == "whole":
                 flush_memory(self.model, cache)
             given = logits[:, -1:].argmax(-1)

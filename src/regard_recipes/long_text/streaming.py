@@ -133,9 +133,10 @@ def streamed(
 def _read(model: Any, piece: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Return the nats of each target of a piece, [B, S], and the cache after it."""
     piece = piece.to(next(model.parameters()).device)
-    found = model(input_ids=piece[:, :-1], past_key_values=cache, use_cache=True)
+    cache = model.model.new_cache() if cache is None else cache
+    found = model(input_ids=piece[:, :-1], cache=cache)
     losses = F.cross_entropy(found.logits.float().transpose(1, 2), piece[:, 1:], reduction="none")
-    return losses.cpu(), found.past_key_values
+    return losses.cpu(), cache
 
 
 def passed(model: Any, cache: Any, memory: bool, recurrent: bool) -> Any:

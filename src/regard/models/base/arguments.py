@@ -10,16 +10,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...checks import ArgumentError, closest, integers, is_integer, refuse, require, shape
 from . import packing
 from .packing import Documents
 
 IGNORED = -100  # label of a position that the loss leaves out
+CACHE_NAMES = ("cache", "past_key_values")  # of a cache in transformers: since 5.24, and before
+CACHE = next(name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)  # as installed
 _ARGUMENTS = (
-    *("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache"),
-    *("logits_to_keep", "output_attentions", "output_hidden_states", "return_dict", *packing.ARGUMENTS),
+    *("input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "inputs_embeds", "labels"),
+    *("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict", *packing.ARGUMENTS),
 )
+
+
+def one_cache(call: str, cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """Return the cache that was given under either of its names; None if there is none."""
+    both = cache is not None and past_key_values is not None and cache is not past_key_values
+    require(
+        not both, call, "cache and past_key_values are two names of one argument, and both were given; leave one out."
+    )
+    return past_key_values if cache is None else cache
 
 
 def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | None) -> slice | Tensor:

@@ -26,10 +26,13 @@ from ...nn.arguments import require_growing
 from ...nn.hooks import HookPoint
 from . import packing
 from .arguments import (
+    CACHE,
+    CACHE_NAMES,
     IGNORED,
     columns,
     key_mask,
     not_predicted,
+    one_cache,
     outside,
     positions_kept,
     refuse_misspelt,
@@ -87,7 +90,7 @@ class RegardPreTrainedModel(CheckedLoading):
     config: RegardConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)
+    _skip_keys_device_placement = [*CACHE_NAMES]  # noqa: RUF012  (transformers reads a class attribute)
 
 
 class RegardModel(RegardPreTrainedModel):
@@ -121,19 +124,21 @@ class RegardModel(RegardPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         segment_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **packed: Any,
     ) -> BaseModelOutputWithPast:
         """Return hidden states [B, T, C] after the last norm; arguments and errors as in `RegardForCausalLM`."""
+        given = one_cache(self.call, cache, past_key_values)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         hidden_wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embedded = self._embed(input_ids, inputs_embeds)
-        cache = self._cache(past_key_values, use_cache, pairs=bool(output_attentions))
+        cache = self._cache(given, use_cache, pairs=bool(output_attentions))
         past, (batch, tokens) = tokens_cached(cache), embedded.shape[:2]
         least = tokens if isinstance(past, Tensor) else past + tokens
         mask = key_mask(self.call, attention_mask, batch, least, fixed_length(cache))
@@ -143,7 +148,7 @@ class RegardModel(RegardPreTrainedModel):
         documents = Documents.of(self.call, (batch, tokens), real, position_ids, packed)
         segments = None
         if documents is not None:
-            asked = past_key_values is not None or bool(use_cache)
+            asked = given is not None or bool(use_cache)
             segments = documents.segments(self.call, cache_kept=cache is not None, cache_asked=asked)
             if segments is not None:
                 require(self.honours_segments, self.call, f"{documents.packed}, which this model does not keep apart.")
@@ -185,13 +190,13 @@ class RegardModel(RegardPreTrainedModel):
         The default is None in training, where nothing reads it and recomputation would fill it twice, and in exports.
         """
         if torch.compiler.is_exporting():
-            exported = "a cache cannot be exported; leave past_key_values and use_cache out."
+            exported = "a cache cannot be exported; leave cache and use_cache out."
             require(cache is None and not use_cache, self.call, exported)
             return None
         if cache is not None:
-            instance(self.call, "past_key_values", cache, Cache, "a transformers Cache")
+            instance(self.call, "cache", cache, Cache, "a transformers Cache")
         if self.gradient_checkpointing and self.training and (cache is not None or use_cache):
-            given = "use_cache=True" if cache is None else "past_key_values"
+            given = "use_cache=True" if cache is None else "cache"
             where = "with gradient checkpointing in training; call model.eval() or leave it out"
             raise ArgumentError(f"{self.call}: {given} cannot be used {where}.")
         if cache is not None:
@@ -213,8 +218,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
     - attention_mask: [B, N] over all tokens so far, boolean or integer, nonzero where a token is real. Masked tokens
       affect no other token, in values and in gradients.
     - position_ids: [B, T]; default: the number of real tokens before each.
-    - past_key_values: a cache from an earlier call, which is extended. Models with attention in every layer also take
-      one of fixed length, such as transformers' `StaticCache`.
+    - cache: a cache from an earlier call, which is extended. Models with attention in every layer also take one of
+      fixed length, such as transformers' `StaticCache`. `past_key_values`, its name before transformers 5.24, means
+      the same.
     - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is predicted. Masked tokens are
       neither predicted nor predicted from. The loss is 0 if no token is predicted.
     - use_cache: fill a new cache; default: the configuration's value, and False in training.
@@ -248,6 +254,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             ArgumentError: an empty prompt, one longer than `max_position_embeddings`, tokens out of the vocabulary,
                 or a row that is all padding.
         """
+        cache = one_cache(f"{type(self).__name__}.generate", *(kwargs.pop(name, None) for name in CACHE_NAMES))
+        if cache is not None:
+            kwargs[CACHE] = cache
         tokens = kwargs.get("input_ids") if inputs is None else inputs
         prompt = kwargs.get("inputs_embeds") if tokens is None else tokens
         given = args[0] if args else kwargs.get("generation_config")
@@ -293,7 +302,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         pairs = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         pairs = pairs or generation_config.output_attentions or self.config.output_attentions
         named, own = generation_config.cache_implementation, None
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             if named in (None, "dynamic"):
                 own = self.model.new_cache(pairs=bool(pairs))
             elif named == "static" and self.model.fixed_caches:
@@ -301,20 +310,24 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         if own is None or type(own) is StaticCache:  # transformers keeps a StaticCache from call to call
             super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         else:
-            model_kwargs["past_key_values"] = own
+            model_kwargs[CACHE] = own
 
     @staticmethod
     def create_masks_for_generate(
         config: RegardConfig,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         **others: Any,
     ) -> Tensor | None:
         """Extend a mask [B, N] to the length of the cache, for `generate`, so that its shape stays equal."""
         if attention_mask is None:
             return None
-        return F.pad(attention_mask, (0, max(fixed_length(past_key_values) - attention_mask.shape[1], 0)))
+        return F.pad(
+            attention_mask,
+            (0, max(fixed_length(one_cache("generate", cache, past_key_values)) - attention_mask.shape[1], 0)),
+        )
 
     @can_return_tuple
     def forward(
@@ -322,7 +335,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -330,6 +343,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         segment_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, V] of the next token, and the loss if labels are given; arguments as in the class.
@@ -338,24 +352,25 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             ArgumentError: a wrong rank, dtype or shape, an empty sequence, a cache of another kind, or, on a CPU,
                 tokens outside the vocabulary (elsewhere torch raises its own error).
         """
+        cache = one_cache(type(self).__name__, cache, past_key_values)
         packed = packing.take({"segment_ids": segment_ids}, kwargs)
         refuse_misspelt(type(self).__name__, kwargs)
         outputs = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache,
             output_attentions, output_hidden_states, return_dict=True, **packed,
         )  # fmt: skip
         kept = positions_kept(type(self).__name__, logits_to_keep, labels)
         logits = self.unembed["hook_out"](self.lm_head(outputs.last_hidden_state[:, kept]))
         loss = None
         if labels is not None:
-            if attention_mask is not None and past_key_values is not None and fixed_length(past_key_values):
-                so_far = int(past_key_values.get_seq_length())
+            if attention_mask is not None and cache is not None and fixed_length(cache):
+                so_far = int(cache.get_seq_length())
                 attention_mask = attention_mask[:, :so_far]
             tokens = tuple(outputs.last_hidden_state.shape[:2])
             real = None if attention_mask is None else attention_mask[:, -tokens[1] :] != 0
             documents = Documents.of(type(self).__name__, tokens, real, position_ids, packed)
             loss = self._loss(logits, labels, attention_mask, documents, kwargs)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
+        return CausalLMOutputWithPast(loss, logits, getattr(outputs, CACHE), outputs.hidden_states, outputs.attentions)
 
     def _loss(
         self, logits: Tensor, labels: Tensor, mask: Tensor | None, documents: Documents | None, extra: dict[str, Any]
@@ -390,5 +405,5 @@ def tell_step(model: nn.Module, step: int) -> None:
 def check_depth(call: str, cache: Cache, layers: int) -> None:
     """Check that a cache that holds tokens has as many layers as the model."""
     if len(cache.layers) != layers and cache.get_seq_length() > 0:
-        other = f"past_key_values holds {len(cache.layers)} layers of another model, expected {layers}"
+        other = f"cache holds {len(cache.layers)} layers of another model, expected {layers}"
         raise ArgumentError(f"{call}: {other}; leave it out or give model.model.new_cache().")

@@ -58,7 +58,7 @@ class RegardConfig(PreTrainedConfig):
             transformers alone would store as an attribute and ignore.
     """
 
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)
     unused: ClassVar[dict[str, str]] = {
         "temperature": "generate(temperature=) sets the sampling temperature",
         "layer_types": "mixers sets the type of each layer",

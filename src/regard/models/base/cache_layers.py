@@ -158,6 +158,6 @@ def own_layer(call: str, cache: Cache, index: int, kind: type[Kind]) -> Kind:
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     if not isinstance(layer, kind):
-        kinds = f"past_key_values is a {type(cache).__name__} without {kind.__name__} at layer {index}"
+        kinds = f"cache is a {type(cache).__name__} without {kind.__name__} at layer {index}"
         raise ArgumentError(f"{call}: {kinds}; leave it out, or take model.model.new_cache().")
     return layer

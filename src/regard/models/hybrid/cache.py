@@ -46,7 +46,7 @@ class RegardCacheLayer(StateCacheLayer):
         "this layer holds sums, which regard.nn.Attention updates; for keys and values use a transformers.DynamicCache."
     )
     no_way_back = (
-        "tokens cannot be removed from sums, as assisted decoding does; leave past_key_values out or give a "
+        "tokens cannot be removed from sums, as assisted decoding does; leave the cache out or give a "
         "transformers.DynamicCache, which keeps keys and values."
     )
     linear_state: LinearState | None

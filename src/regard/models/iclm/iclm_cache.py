@@ -46,10 +46,10 @@ class ICLMCache(Cache):
     def require_fits(self, call: str, batch: int, covariate_layers: int, function_layers: int) -> None:
         """Check that the cache was made for this many blocks and holds this many sequences."""
         made, model = (self.covariate_layers, self.function_layers), (covariate_layers, function_layers)
-        blocks = "past_key_values is for {} covariate and {} f blocks, the model has {} and {}".format(*made, *model)
+        blocks = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*made, *model)
         require(made == model, call, f"{blocks}; use model.model.new_cache().")
         cached = next((x.shape[0] for x in self.shared.grown.values()), batch)
-        other = f"past_key_values is of {cached} sequences and the tokens of {batch}; use one cache per batch."
+        other = f"cache is of {cached} sequences and the tokens of {batch}; use one cache per batch."
         require(cached == batch, call, other)
 
 

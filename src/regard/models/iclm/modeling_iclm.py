@@ -266,7 +266,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         if not isinstance(cache, ICLMCache):
             kind = f"a {type(cache).__name__}, which cannot hold keys that wait for their values"
             mend = "leave it out or give model.model.new_cache()"
-            raise ArgumentError(f"{self.call}: past_key_values is {kind}; {mend}.")
+            raise ArgumentError(f"{self.call}: cache is {kind}; {mend}.")
         cache.require_fits(self.call, batch, len(self.phi), len(self.f))
         return cache
 

@@ -60,7 +60,7 @@ class InterpolatedMixer(Attention, TokenMixer):
         if self.hook_pattern.active:
             raise ArgumentError("InterpolatedMixer: hook_pattern has a hook, but the output is not weights @ values.")
         if not order.is_causal:
-            grows = "past_key_values has a fixed length, and the trend needs a cache that grows"
+            grows = "cache has a fixed length, and the trend needs a cache that grows"
             raise ArgumentError(f"InterpolatedMixer: {grows}; use model.model.new_cache().")
         if self.observer is not None:
             super()._attend(query, key, value, mask, False, local, order, segment_ids)
