@@ -171,6 +171,7 @@ SUNK = {"strongest": 0.6, "first": 0.6}
         ([], {}, {PHI: "not testable", F_SINKS: "not testable", PLACE: "not testable", BARE: "not testable"}),
         ([head_row("phi", **SUNK)], {}, {PHI: "holds", F_SINKS: "holds", PLACE: "not testable"}),
         ([head_row("phi", **SUNK), head_row("phi", strongest=0.4)], {}, {PHI: "fails"}),
+        ([head_row("phi", **SUNK), *[head_row("phi")] * 19], {}, {PHI: "not testable", F_SINKS: "not testable"}),
         ([head_row("phi", strongest=0.6, first=0.35)], {}, {PHI: "holds"}),  # "at least": another may be stronger
         ([head_row("f", strongest=0.7)], {}, {F_SINKS: "fails"}),
         ([head_row("phi", **SUNK), head_row("transformer", strongest=0.6)], {}, {PLACE: "holds"}),
