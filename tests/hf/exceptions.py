@@ -20,6 +20,7 @@ EXCEPTIONS: dict[tuple[str, ...], str] = {
      "test_sdpa_padding_matches_padding_free_with_position_ids"):
         "specs and `impl` choose the attention; `attn_implementation` is not used",
     ("test_eager_padding_matches_padding_free_with_position_ids",): f"{OWN}: tests/models/test_packing.py",
+    ("test_bc_cache_name_forward",): f"{OWN}: both names of a cache hold, without a warning",
     ("test_custom_4d_attention_mask",): "masks are of tokens, [B, N]; packed documents are given by segment_ids",
     ("test_sliding_window_mask",): f"{OWN}: windows are a field of the configuration",
     ("test_model_rope_*",): "rotary positions have only `rope_theta` or `rotary_share`",
