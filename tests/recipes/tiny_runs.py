@@ -68,6 +68,7 @@ TINY: dict[str, dict[str, Any]] = {
         "dim": 32, "pairs": (8, 64), "stored": 48, "noise": (0.5, 4.0), "erased": (0.25, 0.9),
         "zeroed": (0.1, 0.5, 0.9), "jitter": (0.5, 4.0), "cues": 32, "seeds": 3, "scales": (1.0, 30.0),
     },
+    "recurring-names": {**TASK, "sentences": 12, "people": 2, "sub_keys": 8},
     "shared-query-key": {"steps": 2, "seeds": 2, "specs": "softmax,elu"},
     "slot-use": {**TEXT, "models": ("no norm, many slots", "batch norm, many slots"), "sub_keys": 8, "memory_dim": 8},
     "state-tracking": {**TASK, "models": ("softmax", "Mamba")},

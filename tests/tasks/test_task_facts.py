@@ -15,6 +15,7 @@ from regard.tasks import (
     MQMTAR,
     InContextRegression,
     PermutationTracking,
+    RecurringNames,
     RegBench,
     Stories,
     TinyMath,
@@ -93,6 +94,25 @@ def test_back_off_learns_from_the_example() -> None:
     examples = task.examples(0, range(10), "test")
     found = [mean(task.scores(task.back_off(e, n), e)["total variation"] for e in examples) for n in (1, 2, 3)]
     assert found[0] > found[1] > found[2] > 0.05
+
+
+@pytest.mark.parametrize("setting", ["quick", "terse"])
+def test_what_a_person_has_stays_the_same_in_a_document(setting: str) -> None:
+    """Read from the words: a statement is a name, with verbs the verb and "a", then the thing and a full stop."""
+    task = RecurringNames.named(setting)
+    words = {number: word for word, number in task.words.numbers.items()}
+    for example in task.examples(0, range(10)):
+        text, last = [words[int(token)] for token in example.tokens], dict[tuple[str, ...], tuple[int, str]]()
+        for at in range(len(text)):
+            places = {place for place, where in example.parts.items() if where[at]}
+            if not places:
+                continue
+            assert text[at + 1] == "."
+            fact = (text[at - 3], text[at - 2]) if task.verbs else (text[at - 1],)
+            before, thing = last.get(fact, (None, text[at]))
+            assert text[at] == thing
+            assert places == {"new" if before is None else "near" if at - before <= task.window else "far"}
+            last[fact] = at, text[at]
 
 
 def test_mqar_fillers_are_never_keys_of_the_sequence() -> None:

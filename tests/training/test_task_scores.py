@@ -8,7 +8,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
-from regard.tasks import MQAR, RegBench, Reverse, TokenTask
+from regard.tasks import MQAR, RecurringNames, RegBench, Reverse, TokenTask
 from regard.training.task import TaskScore, score_task
 
 
@@ -54,6 +54,21 @@ def test_an_untrained_model_is_near_the_floor() -> None:
     found = score_task(HybridForCausalLM(config), task, examples=24, generate=True)
     assert found["accuracy"].mean < 0.3
     assert found["free-running exact"].mean == 0.0
+
+
+def test_losses_of_parts_make_up_the_loss() -> None:
+    """The labels of recurring names are those of near and far statements; new ones have none."""
+    task = RecurringNames.named("terse")
+    torch.manual_seed(0)
+    config = HybridConfig(vocab_size=task.vocabulary, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = HybridForCausalLM(config)
+    for index in range(3):
+        found = {name: score.values[0] for name, score in score_task(model, task, examples=1, seed=index).items()}
+        parts = task.example(index, 0, "test").parts
+        near, far = int(parts["near"].sum()), int(parts["far"].sum())
+        whole = (near * found["loss on near"] + far * found["loss on far"]) / (near + far)
+        assert found["loss"] == pytest.approx(whole, rel=1e-5)
+        assert "loss on new" not in found
 
 
 def test_a_mean_has_its_standard_error() -> None:

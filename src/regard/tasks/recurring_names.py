@@ -2,12 +2,13 @@
 
 A document is a stream of short sentences. Some are statements about a person ("Ann keeps a kite ."), the same whenever
 the person comes up again; others are about nobody. Who keeps what is drawn anew for each document, so that the last
-word of a statement can be predicted only from an earlier statement of the same document. Recurrences are scored
-separately by distance: "near", the person's last statement lies inside the window, and "far", it does not.
+word of a statement can be predicted only from an earlier statement of the same document. Statements are scored
+separately: "new", the first of their kind; "near", the last one lies inside the window; and "far", it does not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
@@ -37,6 +38,8 @@ class RecurringNames(WordTask):
         sentences: of a document.
         people: of a document.
         share: of sentences that are statements about a person.
+        verbs: kinds of statements about a person, at most 4. With 0 a statement is a name and a thing ("Ann kite ."),
+            which small models learn to recall in a few hundred steps.
         window: tokens; an earlier statement further away than that is "far".
         everything: whether every token has a label (for training a language model), not recurring last words alone.
 
@@ -47,27 +50,30 @@ class RecurringNames(WordTask):
     name: ClassVar[str] = "recurring-names"
     settings: ClassVar[Settings] = {
         "quick": {"sentences": 40, "people": 4, "window": 32},
+        "terse": {"sentences": 24, "people": 6, "share": 0.8, "verbs": 0, "window": 8},
         "long": {"sentences": 1024, "people": 24, "window": 256},
     }
 
     sentences: int = 256
     people: int = 16
     share: float = 0.5
+    verbs: int = len(VERBS)
     window: int = 64
     everything: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, sentences=2, people=1, window=1)
+        check_sizes(self, sentences=2, people=1, verbs=0, window=1)
         flag(type(self).__name__, "everything", self.everything)
         call = type(self).__name__
         require(self.people <= len(NAMES), call, f"people is {self.people}, expected at most {len(NAMES)}.")
+        require(self.verbs <= len(VERBS), call, f"verbs is {self.verbs}, expected at most {len(VERBS)}.")
         require(0.0 < self.share <= 1.0, call, f"share is {self.share}, expected a number above 0, at most 1.")
         listed = [word for sentence in FILLER for word in sentence.split()]
         self._list([*listed, "a", *VERBS, *NAMES, *OBJECTS])
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        people = random.sample(NAMES, self.people)
-        facts = {(who, verb): random.choice(OBJECTS) for who in people for verb in VERBS}
+        people, verbs = random.sample(NAMES, self.people), VERBS[: self.verbs] or ("",)
+        facts = {(who, verb): random.choice(OBJECTS) for who in people for verb in verbs}
         numbers, tokens = self.words.numbers, list[int]()
         last: dict[tuple[str, str], int] = {}
         places: dict[str, list[int]] = {"new": [], "near": [], "far": []}
@@ -75,8 +81,9 @@ class RecurringNames(WordTask):
             if random.random() >= self.share:
                 tokens += [numbers[word] for word in random.choice(FILLER).split()]
                 continue
-            fact = random.choice(people), random.choice(VERBS)
-            tokens += [numbers[word] for word in (*fact, "a", facts[fact], ".")]
+            fact = random.choice(people), random.choice(verbs)
+            said = (*fact, "a", facts[fact], ".") if self.verbs else (fact[0], facts[fact], ".")
+            tokens += [numbers[word] for word in said]
             at = len(tokens) - 2
             part = "new" if fact not in last else "near" if at - last[fact] <= self.window else "far"
             places[part].append(at)
@@ -84,24 +91,27 @@ class RecurringNames(WordTask):
         asked = range(len(tokens)) if self.everything else sorted(places["near"] + places["far"])
         return example_of(tokens, {at: tokens[at] for at in asked}, places)
 
+    def statements(self, tokens: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yield of each statement the words that it is about and the position of its last word."""
+        names, (words, further) = {self.words.numbers[name] for name in NAMES}, (2, 3) if self.verbs else (1, 1)
+        for at, token in enumerate(tokens):
+            if token in names:
+                yield tuple(tokens[at : at + words]), at + further
+
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the last word of each statement from its earlier occurrence, int64 [T]; elsewhere the token itself,
         since nothing before it predicts it."""
         tokens, found = example.tokens.tolist(), example.tokens.clone()
-        verbs = {self.words.numbers[verb] for verb in VERBS}
-        known: dict[tuple[int, int], int] = {}
-        for at, token in enumerate(tokens):
-            if token in verbs:
-                fact = tokens[at - 1], token
-                found[at + 2] = known.get(fact, tokens[at + 2])
-                known[fact] = tokens[at + 2]
+        known: dict[tuple[int, ...], int] = {}
+        for fact, at in self.statements(tokens):
+            found[at] = known.get(fact, tokens[at])
+            known[fact] = tokens[at]
         return found
 
     def trivial(self, example: TokenExample) -> Tensor:
         """Return the last word of the statement before, about any person, int64 [T]."""
         tokens, found = example.tokens.tolist(), example.tokens.clone()
-        verbs, last = {self.words.numbers[verb] for verb in VERBS}, self.words.numbers[OBJECTS[0]]
-        for at, token in enumerate(tokens):
-            if token in verbs:
-                found[at + 2], last = last, tokens[at + 2]
+        last = self.words.numbers[OBJECTS[0]]
+        for _, at in self.statements(tokens):
+            found[at], last = last, tokens[at]
         return found

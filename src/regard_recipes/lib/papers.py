@@ -74,6 +74,8 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item("section 3", "one-step rewriting, addressing", "fast-weight-recall", ("section 3", "protocol")),
         Item("section 4.2, findings 1 to 3, figures 3 and 8", "streaming perplexity and gates", "streaming-perplexity",
              ("finding", "check")),
+        Item("sections 4.2 and 5.2, on names", "a written memory against a frozen one", "recurring-names",
+             ("section 4.2", "section 5.2")),
         Item("section 4.3, findings 3 to 6, figures 4 and 9", "needles in repeated readings", "needle",
              ("finding", "check")),
         Item("section 5, figures 5, 6 and 10", "two case studies: slots, gates", "fwpkm-case-studies", ("section 5",)),

@@ -65,8 +65,8 @@ def score_task(
             "free-running exact".
 
     Returns:
-        The scores by metric: those of `task.scores`, "loss" in nats per label, and the free-running ones. A metric that
-        no example has is left out.
+        The scores by metric: those of `task.scores`, "loss" and "loss on PART" in nats per label, and the free-running
+        ones. A metric that no example has is left out.
 
     Raises:
         ArgumentError: a model with too few tokens or positions, or `generate` for a task whose answers do not continue
@@ -90,8 +90,10 @@ def score_task(
             for start in range(0, examples, batch):
                 for example, logits in _forward(model, drawn[start : start + batch]):
                     asked = example.asked
-                    loss = float(cross_entropy(logits[asked], example.labels[asked]))
-                    for metric, number in {**task.scores(logits, example), "loss": loss}.items():
+                    losses = cross_entropy(logits, example.labels, reduction="none")  # 0 where there is no label
+                    nats = {"loss": asked} | {f"loss on {part}": asked & at for part, at in example.parts.items()}
+                    means = {name: float(losses[at].mean()) for name, at in nats.items() if at.any()}
+                    for metric, number in {**task.scores(logits, example), **means}.items():
                         found.setdefault(metric, []).append(number)
             for example, answer in _written(model, drawn, batch) if generate else ():
                 right = answer == example.answer
