@@ -61,7 +61,7 @@ def test_a_seed_gives_the_same_numbers_alone(name: str, monkeypatch: pytest.Monk
     _, lines, _ = read_journal(tiny(name)[0].config.out / f"{name}.jsonl")
     made = make(name)
     made.prepare()
-    cell = made.cells()[0 if name == "mosaic-kernels" else -1]  # its last ones have a single seed
+    cell = made.cells()[-1]
     stored = pd.DataFrame([line["measured"] for line in lines if line["cell"] == plain(cell) and line["seed"] == 0])
     again, other = (pd.DataFrame(plain(list(made.measure(cell, seed)))) for seed in (0, 1))
     own = [column for column in stored if column not in MACHINE]
@@ -119,13 +119,10 @@ MISTAKES = [
     ("lla-variants", "--dim 12", "--dim is 12, expected a power of two"),
     ("lla-variants", "--segment 100", "expected a power of two, at most 2^dim"),
     ("lla-variants", "--tols 0.001 0.1", "give the smallest last"),
-    ("mosaic-kernels", "--weightings softmax biwait", "--weightings names 'biwait', which is unknown. Did you mean"),
-    ("mosaic-kernels", "--weightings biweight", "lacks softmax"),
+    ("mosaic-kernels", "--models softmax biwait", "--models names 'biwait', which is unknown. Did you mean"),
+    ("mosaic-kernels", "--models biweight", "lacks softmax"),
     ("mosaic-kernels", "--released fast fast", "--released names 'fast' twice"),
-    ("mosaic-kernels", "--depths 1 1", "--depths names 1 twice"),
-    ("mosaic-kernels", "--learning-rates 1e-3 1e-3 1e-3", "--learning-rates has 3 numbers for 2 depths"),
-    ("mosaic-kernels", "--deep-seeds 0", "--deep-seeds is 0"),
-    ("mosaic-kernels", "--k-seeds 4", "--k-seeds is 4, expected 1 to --seeds, 3"),
+    ("mosaic-kernels", "--layers 1 1", "--layers names 1 twice"),
     ("mosaic-kernels", "--heads 5", "64"),
     ("mosaic-kernels", "--steps 0", "--steps is 0"),
     ("needle", "--layouts GDN GDN", "--layouts names 'GDN' twice"),

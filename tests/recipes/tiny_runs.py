@@ -58,9 +58,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "lla-pretraining": {**TEXT, "models": ("softmax, normalised", "local linear, ridge 0.1, normalised")},
     "mosaic-kernels": {
-        "weightings": ("softmax", "topk-uniform", "normrelu", "biweight"), "released": ("fast",), "depths": (1, 2),
-        "ks": (3,), "seeds": 2, "width": 16, "heads": 2, "context": 16, "batch": 2, "steps": 4, "deep_steps": 3,
-        "measured": 300, "looks": 2,
+        **TEXT, "models": ("softmax", "topk-uniform", "normrelu", "biweight"), "released": ("fast",), "layers": (1, 2),
+        "ks": (3,), "seeds": 2, "context": 16, "steps": 4, "looks": 2,
     },
     "needle": {**LAYOUTS, "samples": 4, "lengths": (40, 70), "also": ("FwMLP",), "words": 9},
     "out-of-distribution": {**TEXT, "models": ("softmax", "relumax")},

@@ -15,7 +15,7 @@ def at_best_rate(rows: Frame, runs: Frame, per: Sequence[str]) -> Frame:
         runs: one row for each model, rate and seed, with a column `validation` besides.
         per: columns that name a model.
     """
-    mean = runs.groupby([*per, "rate"], sort=False)["validation"].mean().reset_index()
-    best = mean.loc[mean.groupby(list(per), sort=False)["validation"].idxmax(), [*per, "rate"]]
+    mean = runs.groupby([*per, "rate"], sort=False, dropna=False)["validation"].mean().reset_index()
+    best = mean.loc[mean.groupby(list(per), sort=False, dropna=False)["validation"].idxmax(), [*per, "rate"]]
     key = [*per, "rate"]
     return rows[rows.set_index(key).index.isin(best.set_index(key).index)]
