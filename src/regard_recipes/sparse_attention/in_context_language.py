@@ -17,6 +17,8 @@ from ..lib.claims import Claim
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from .length_generalization import LOG
+from .length_generalization import MODELS as OTHERS
 
 PAPER, SOFTMAX, VALID, APART = "Sparse attention", "softmax", "valid", "total variation"
 COMPACT = ("sparsemax", "biweight", "triweight", "relumax")
@@ -24,6 +26,7 @@ TRANSFORMER = "Transformer, softmax"
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"model": "memory-mosaic", "mixers": name} for name in (SOFTMAX, *COMPACT)},
     TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
+    LOG: OTHERS[LOG],
 }
 
 
