@@ -4,6 +4,7 @@
 - Files outside docs/ that pages link to are part of the site: CONTRIBUTING.md and CHANGELOG.md as pages, others as they
   are, under `repository/`.
 - Notebooks become pages.
+- Pages of mechanisms get tables of the papers' claims (`site_claims.py`).
 - The search runs from disk: browsers start no worker from a file there, so its code is kept in a script of the site.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import latex2mathml.converter
 import nbformat
 from mkdocs.structure.files import File, Files
+from site_claims import filled
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -70,7 +72,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links that leave docs/ to the files that `on_files` added."""
+    """Fill in tables of claims, and point links that leave docs/ to the files that `on_files` added."""
+    markdown = filled(markdown)
     here = page.file.src_uri
     source = next((name for name, place in PAGES.items() if place == here), f"docs/{here}")
 

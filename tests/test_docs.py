@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
+import importlib
 import json
 import re
 import runpy
@@ -30,8 +32,16 @@ PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "resul
 BESIDE = {"huggingface", "finetune-with-lora"}
 """Pages that other tests run: tests/integrations/test_huggingface_page.py and tests/peers/test_peft.py."""
 MECHANISMS = [page for page in PAGES if page.parent.name == "mechanisms" and page.stem != "index"]
+WITHOUT_CLAIMS = {"associative-memory", "interpolated"}
+"""Mechanisms on which the papers make no claim that a recipe measures."""
 SECTIONS = ["Problem", "Formula", "Cost", "When to use it", "When not", "What the papers say and what we measured"]
 OLD = r"\bsentences?\b|\bspoilt\b|\bkeys that count\b|\bdesk size\b|\bgranule\b|\bbandwidth rule\b"
+WITH_EXAMPLES = [
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+    for path in sorted((ROOT / "src").rglob("*.py"))
+    if ">>> " in path.read_text(encoding="utf-8")
+]
+"""Modules with examples in their docstrings."""
 GENERATED = {"grammar", "results", "gpu"}
 """Pages with tables that the sources or the benchmarks write, in words of their own."""
 
@@ -64,6 +74,13 @@ def test_every_page_shows_what_comes_out(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     wrong = {Path(page).name: said for page, said in json.loads(done.stdout).items() if said is not None}
     assert not wrong, "\n".join(f"{page}: {said}" for page, said in wrong.items())
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_the_examples_in_docstrings_give_what_they_show(module: str) -> None:
+    done = doctest.testmod(importlib.import_module(module))
+    assert done.attempted > 1
+    assert done.failed == 0
 
 
 def commands() -> list[str]:
@@ -138,6 +155,9 @@ def test_a_page_of_a_mechanism_has_every_part(page: Path) -> None:
     assert program(page)
     measured = text.split(f"## {SECTIONS[-1]}")[1]
     assert re.search(r"\]\(\.\./(results/|test-time-regression)", measured)
+    claims = runpy.run_path(str(DOCS / "site_claims.py"))["filled"](measured)
+    assert "<!--" not in claims
+    assert ("| claim | verdict |" in claims) == (page.stem not in WITHOUT_CLAIMS)
 
 
 def test_every_preset_memory_and_linear_model_has_a_page_of_its_mechanism() -> None:

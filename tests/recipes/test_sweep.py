@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def test_the_grid(tmp_path: Path) -> None:
     assert (made.config.seeds, made.config.steps) == (2, 4)
     task = made.training_tasks()["symbols 4"]
     assert type(made.make_model("mosaic", task)).__name__ == "MemoryMosaicForCausalLM"
+
+
+def test_the_grid_of_the_page(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "tasks.md"
+    (grid,) = re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    made = sweep(tmp_path, grid)
+    check_shared(made)
+    assert len(made.cells()) == 2 * 2 * 2
+    assert {cell["model"] for cell in made.cells()} == {"softmax", "biweight"}
 
 
 @pytest.mark.parametrize(
