@@ -196,3 +196,22 @@ for name in names:
             print(name, found)
 """
     assert ran(code) == ""
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+for name in ("models", "integrations.transformers", "training"):
+    try:
+        exec(f"from regard.{name} import *")
+    except ModuleNotFoundError as error:
+        print(name, error)
+"""
+
+
+def test_an_import_without_its_extra_names_the_command_that_installs_it() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True)
+    command = "transformers is not installed; pip install 'regard[lm]'"
+    assert done.stdout.splitlines() == [
+        f"{name} {command}" for name in ("models", "integrations.transformers", "training")
+    ]

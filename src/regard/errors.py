@@ -1,12 +1,20 @@
-"""The exception for wrong arguments, and suggestions for misspelt names, without torch for the command line.
+"""The exception for wrong arguments, suggestions for misspelt names, and the commands that install missing packages,
+without torch for the command line.
 
-Elsewhere both come from `regard.checks`.
+Elsewhere the first two come from `regard.checks`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+EXTRAS = {
+    "lm": ("tyro", "rich", "transformers", "accelerate", "tokenizers", "safetensors", "matplotlib", "jinja2", "tomli"),
+    "recipes": ("numpy", "pandas", "scipy"),
+}
+"""Packages of the extras that modules import when they are loaded."""
 
 
 class ArgumentError(ValueError):
@@ -25,3 +33,24 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
     if close:
         return f" Did you mean {' or '.join(repr(c) for c in close)}?"
     return f" Choose from: {', '.join(known)}."
+
+
+def missing(error: ModuleNotFoundError, wanted: str | None = None) -> str | None:
+    """Return what is not installed and the command that installs its extra, or the extra `wanted`; None if no extra
+    brings the package."""
+    package = (error.name or "").partition(".")[0]
+    for extra, packages in EXTRAS.items():
+        if package in packages:
+            return f"{error.name} is not installed; pip install 'regard[{wanted or extra}]'"
+    return None
+
+
+@contextmanager
+def extra_imports() -> Iterator[None]:
+    """Name the command that installs an extra, if an import inside the block does not find a package of it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if what := missing(error):
+            raise ModuleNotFoundError(what, name=error.name) from None
+        raise

@@ -380,6 +380,9 @@ def test_a_missing_extra_is_named(regard: Callable, monkeypatch: pytest.MonkeyPa
     assert regard("doctor").code == regard("list", "kernels").code == 0  # which need no model
     result = regard("train", "--help")
     assert (result.code, result.error) == (2, "regard train: error: tyro is not installed; pip install 'regard[lm]'")
+    for name in [name for name in sys.modules if name.startswith("regard_recipes.lib.reproduce")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "tyro is not installed; pip install 'regard[recipes]'" in regard("reproduce", "errata").error
 
 
 HEAVY = ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "numba", "regard_recipes.long_text.needle")

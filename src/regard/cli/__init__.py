@@ -24,8 +24,6 @@ COMMANDS = {
     "doctor": ("regard.cli.show:doctor", "show versions, devices, and available implementations"),
 }
 """Command name to ("module:function", one line of help). None: an entry point of the group "regard.commands"."""
-_LM = ("tyro", "rich", "transformers", "accelerate", "tokenizers", "safetensors", "matplotlib", "jinja2", "tomli")
-"""Packages of the extra `lm`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,10 +69,10 @@ def _guarded(name: str, rest: list[str]) -> int:
         sys.stderr.close()
         return 0
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        for packages, extra in ((_LM, "lm"), (("pandas", "scipy"), "recipes")):
-            if missing in packages:
-                return _fail(f"{prefix}{error.name} is not installed; pip install 'regard[{extra}]'", 2)
+        from ..errors import missing
+
+        if what := missing(error, "recipes" if COMMANDS[name][0] is None else None):
+            return _fail(prefix + what, 2)
         raise
     except Exception as error:
         from ..errors import ArgumentError

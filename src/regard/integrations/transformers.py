@@ -33,8 +33,12 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from ..errors import extra_imports
+
+with extra_imports():
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .. import Spec, attention, presets
 from ..checks import ArgumentError, shape

@@ -4,7 +4,11 @@ Importing this package registers them with `AutoConfig`, `AutoModel` and `AutoMo
 can be loaded by path. It requires the extra `lm`.
 """
 
-from .base.base_config import RegardConfig
+from ..errors import extra_imports
+
+with extra_imports():
+    from .base.base_config import RegardConfig
+
 from .base.catalogue import LanguageModel, language_models
 from .base.matching import Matched, count_parameters, match_parameters
 from .hybrid.cache import RegardCacheLayer, hybrid_cache

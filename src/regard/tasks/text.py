@@ -79,7 +79,8 @@ def dataset(name: str, most: int) -> str:
 
         rows = iter(load_dataset(name, split="train", streaming=True))
     except ImportError:
-        raise ArgumentError("Text: source='datasets:NAME' needs the package datasets (pip install datasets).") from None
+        needs = "source='datasets:NAME' needs the package datasets, which is not installed"
+        raise ArgumentError(f"Text: {needs}; pip install 'regard[data]'.") from None
     except Exception as error:  # of many kinds: no such name, no network, a script that may not run
         raise ArgumentError(f"Text: the dataset {name!r} cannot be loaded: {error}") from None
     parts: list[str] = []

@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..errors import extra_imports
+
 if TYPE_CHECKING:
     from .config import TrainConfig
     from .data.text import Text, load_text, split_text
@@ -47,4 +49,5 @@ __all__ = sorted(_HOME_OF)
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    with extra_imports():
+        return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
