@@ -1,9 +1,19 @@
-"""Makes `oracles` importable from every folder of tests, marks the second tier, and runs the longest tests first."""
+"""Makes `oracles` importable from every folder of tests, marks the second tier, and runs the longest tests first.
+
+Tensors this small are slower on several threads, and much slower when test workers share the cores.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+import torch
 from tiers import LONGEST, second_tier
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,3 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # a long test at the end leaves a worker idle
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget what other tests compiled, and then what this one did."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-import torch
 from commands import regard
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(1)
 __all__ = ["regard"]
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from commands import Result, regard
 from hostile import COMMANDS, answer
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(1)
 __all__ = ["regard"]
 
 

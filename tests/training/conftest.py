@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(1)
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box, quietly; é and ü ask: why?\n"
 

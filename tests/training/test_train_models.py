@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mistakes import refuses
 from safetensors.torch import load_file, save_file
 
 from regard.checks import ArgumentError
@@ -111,8 +112,7 @@ def test_flags_of_the_transformer_reach_it_and_are_refused_where_they_have_no_me
     flag = "--" + next(reversed(changes)).replace("_", "-")
     for name in MODELS:
         if not hasattr(made(name), field):
-            with pytest.raises(ArgumentError, match=rf"train: {flag} is not for --model {name}, which has no {field}"):
-                made(name, **changes)
+            refuses(rf"train: {flag} is not for --model {name}, which has no {field}", made, name, **changes)
     if field == "window":  # at least one model must have been asked
         assert any(not hasattr(made(name), field) for name in MODELS)
 
@@ -137,9 +137,7 @@ def test_flags_of_the_transformer_reach_it_and_are_refused_where_they_have_no_me
     ],
 )
 def test_options_that_cannot_be(name: str, option: str, message: str) -> None:
-    with pytest.raises(ArgumentError, match="^train: " + message.format(name)) as caught:
-        made(name, option=(option,))
-    assert "\n" not in str(caught.value)
+    refuses("^train: " + message.format(name), made, name, option=(option,))
 
 
 def test_layers_may_be_token_mixers_and_have_memories(run: Callable, out: Path) -> None:
@@ -158,19 +156,15 @@ def test_layers_may_be_token_mixers_and_have_memories(run: Callable, out: Path) 
     shutil.rmtree(out / "checkpoint-4")
     (out / "summary.json").unlink()
     assert run(resume=True, **sizes).loss == straight.loss  # windows are drawn by the step
-    with pytest.raises(ArgumentError, match="--model iclm: ICLMConfig: mixers: unknown spec 'gdn'"):
-        check_model(small("iclm", spec=("gdn",)), "train")
+    refuses("--model iclm: ICLMConfig: mixers: unknown spec 'gdn'", check_model, small("iclm", spec=("gdn",)), "train")
 
 
 def test_an_option_given_twice_and_a_model_that_is_not_there() -> None:
-    with pytest.raises(ArgumentError, match="--option norm is given twice"):
-        made("transformer", option=("norm=rms", "norm=layer"))
-    with pytest.raises(ArgumentError, match=r"unknown model 'transfomer'\. Did you mean 'transformer'"):
-        validate(small("transfomer"))
-    with pytest.raises(
-        ArgumentError, match=r"train: --model iclm: ICLMConfig: num_hidden_layers is 3, expected an even"
-    ):
-        validate(small("iclm", layers=3))
+    refuses("--option norm is given twice", made, "transformer", option=("norm=rms", "norm=layer"))
+    refuses(r"unknown model 'transfomer'\. Did you mean 'transformer'", validate, small("transfomer"))
+    refuses(
+        r"train: --model iclm: ICLMConfig: num_hidden_layers is 3, expected an even", validate, small("iclm", layers=3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,8 +197,7 @@ def test_values_are_read_by_type(text: str, hint: object, value: object) -> None
     ("text", "hint"), [("1.5", int), ("x", int | float), ("1", bool), ("1,x", list[int]), ("", float)]
 )
 def test_values_of_another_type(text: str, hint: object) -> None:
-    with pytest.raises(ArgumentError, match=r"^where is .*, expected"):
-        from_text(text, hint, "where")
+    refuses(r"^where is .*, expected", from_text, text, hint, "where")
 
 
 def test_a_run_of_before_there_were_models_goes_on(run: Callable, out: Path) -> None:
@@ -353,5 +346,4 @@ def test_prompts_that_cannot_be_continued(saved: Path) -> None:
         ("", "the prompt is empty"),
         ("a" * 17, "has 17 tokens, more than the model's context of 16"),
     ):
-        with pytest.raises(ArgumentError, match=f"^generate: .*{message}"):
-            generate_text(model, tokenizer, prompt)
+        refuses(f"^generate: .*{message}", generate_text, model, tokenizer, prompt)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,36 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from mistakes import refuses
 from rich.console import Console
-from safetensors.torch import load_file
-from steps import At
+from steps import At, crash, metrics, same_model, same_up_to_rounding, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.integrations import integration_utils
 
-from regard.checks import ArgumentError
-from regard.models import language_models
 from regard.training import TrainConfig, load_model, train
 from regard.training.data.tokenizers import bpe_tokenizer
-from regard.training.fields import to_mapping
 from regard.training.storage.checkpoints import checkpoints, fault, last_complete
-
-TIMES = ("tokens_per_second", "eval_tokens_per_second", "eval_seconds")
-
-
-def metrics(out: Path) -> list[dict]:
-    """The metrics without what depends on the clock."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def crash(_: object) -> None:
-    """End the process, as far as the trainer can tell."""
-    raise SystemError("crash")
-
 
 SIZES = {"steps": 8, "save_every": 4, "accumulate": 2}
 
@@ -107,8 +83,7 @@ def test_two_runs_are_bit_equal(run: Callable, straight: Path, out: Path) -> Non
     torch.manual_seed(99)  # whatever the program drew before
     run(**SIZES)
     assert metrics(out) == metrics(straight)
-    first, second = weights(straight / "model"), weights(out / "model")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    same_model(straight, out)
 
 
 def test_half_and_half_equals_straight(run: Callable, refused: Callable, straight: Path, out: Path) -> None:
@@ -117,9 +92,7 @@ def test_half_and_half_equals_straight(run: Callable, refused: Callable, straigh
     torch.manual_seed(99)
     run(resume=True, **SIZES)
     assert metrics(out) == metrics(straight)
-    first, second = weights(straight / "model"), weights(out / "model")
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    same_model(straight, out)
     optimizers = [
         torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"] for folder in (straight, out)
     ]
@@ -219,8 +192,7 @@ def test_texts_that_are_too_short(refused: Callable, tmp_path: Path, out: Path, 
 
 def test_models_that_cannot_be_loaded(run: Callable, tmp_path: Path, out: Path) -> None:
     def fails(folder: Path, message: str) -> None:
-        with pytest.raises(ArgumentError, match=message):
-            load_model(folder, call="eval")
+        refuses(message, load_model, folder, call="eval")
 
     fails(tmp_path / "nowhere", "does not exist")
     fails(tmp_path, "neither a run nor a model")
@@ -239,17 +211,6 @@ def test_accumulated_batches_are_one_batch(run: Callable, tmp_path: Path) -> Non
     run(out=tmp_path / "whole", batch=4, eval_every=9)
     run(out=tmp_path / "parts", batch=1, accumulate=4, eval_every=9)
     same_up_to_rounding(tmp_path / "whole", tmp_path / "parts")
-
-
-def same_up_to_rounding(one: Path, other: Path) -> None:
-    """The same metrics and weights, but for the support of the first batch of windows, which may be another batch."""
-    for first, second in zip(metrics(one), metrics(other), strict=True):
-        first.pop("eval_support", None)
-        second.pop("eval_support", None)
-        assert first == pytest.approx(second, rel=2e-5)
-    values = weights(other / "model")
-    for name, value in weights(one / "model").items():
-        torch.testing.assert_close(values[name], value, rtol=0, atol=2e-5)
 
 
 def test_the_learning_rate_warms_up_and_falls_along_a_cosine(run: Callable, out: Path) -> None:
@@ -316,23 +277,6 @@ def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:
         "step 3/3  held out",
     ]
     assert all("bits/char" in line and "tokens/s" in line and "support" in line for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", language_models.names())
-def test_two_processes_equal_one_with_twice_the_batch(
-    name: str, tiny: Callable, run: Callable, tmp_path: Path, out: Path
-) -> None:
-    run(batch=4, model=name, layers=2)
-    two = tiny(out=tmp_path / "two", batch=2, model=name, layers=2)
-    file = tmp_path / "two.json"
-    file.write_text(json.dumps(to_mapping(two)))
-    program = tmp_path / "program.py"
-    program.write_text("import sys; from regard.cli import main; sys.exit(main(sys.argv[1:]))")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    command = [sys.executable, *command, "train", "--config", str(file)]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    same_up_to_rounding(out, two.out)
 
 
 def test_a_run_with_the_tokenizer_of_a_folder_resumes_without_the_folder(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mistakes import refuses
 
 from regard.checks import ArgumentError
 from regard.training import load_text, split_text
@@ -56,11 +57,9 @@ def test_files_that_are_no_text(tmp_path: Path, content: bytes, message: str) ->
 
 
 def test_paths_that_hold_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="does not exist"):
-        load_text(tmp_path / "nowhere.txt")
+    refuses("does not exist", load_text, tmp_path / "nowhere.txt")
     (tmp_path / "x.png").write_bytes(b"")
-    with pytest.raises(ArgumentError, match="holds no text files"):
-        load_text(tmp_path)
+    refuses("holds no text files", load_text, tmp_path)
 
 
 def test_the_split_is_by_position_in_characters() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import refuses
 from transformers import AutoTokenizer
 
-from regard.checks import ArgumentError
 from regard.training import TOKENIZERS, byte_tokenizer, char_tokenizer, encode
 from regard.training.data import tokenizers
 from regard.training.data.tokenizers import bpe_tokenizer, build_tokenizer
@@ -104,17 +104,13 @@ def test_another_models_tokenizer_is_taken_by_its_folder(tmp_path: Path) -> None
 
 
 def test_tokenizers_that_training_cannot_use(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"cannot load the tokenizer .*/none"):
-        build_tokenizer(str(tmp_path / "none"), "")
+    refuses(r"cannot load the tokenizer .*/none", build_tokenizer, str(tmp_path / "none"), "")
     backend = json.loads(byte_tokenizer().backend_tokenizer.to_str()) | {"added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(ArgumentError, match="neither a pad_token nor an eos_token"):
-        build_tokenizer(str(tmp_path), "")
+    refuses("neither a pad_token nor an eos_token", build_tokenizer, str(tmp_path), "")
     code = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "eos_token": "<eos>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ArgumentError, match="trust_remote_code"):
-        build_tokenizer(str(tmp_path), "")
-    with pytest.raises(ArgumentError, match=r"unknown tokenizer 'cahr'\. Did you mean 'char'"):
-        build_tokenizer("cahr", "")
+    refuses("trust_remote_code", build_tokenizer, str(tmp_path), "")
+    refuses(r"unknown tokenizer 'cahr'\. Did you mean 'char'", build_tokenizer, "cahr", "")
