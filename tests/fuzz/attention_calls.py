@@ -33,6 +33,7 @@ from .kinds import (
 
 IMPLS = tuple(regard.registries()["impl"].names())
 KNOWN = [s for s in SPECS.values() if oracle.knows(oracle.read(s))]
+FINE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOCAL = [s for s in KNOWN if s.degree == 0 and s.convex and s.kernel.name != "uniform"]
 
 
@@ -347,7 +348,10 @@ def _scores(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
         "impl": draw.one("auto", "reference", "cpu"),
     }
     kinds: dict[str, Kind] = {
-        "scores": Scores(also=(torch.ones(2).long(), torch.ones(3) > 0)),
+        "scores": Kind(  # of any shape but a scalar
+            also=(scores.long(), scores > 0, scores.to(torch.complex64), scores.to(torch.float8_e4m3fn)),
+            skip=lambda v, given: isinstance(v, Tensor) and v.dtype in FINE and v.dim() > 0,
+        ),
         "dim": Whole(low=-len(size), high=len(size) - 1),
         "mask": Mask(none=True, fixed=tuple(a for a in range(len(size)) if size[a] > 1), broadcast=True),
         "impl": Word(words=("auto", "cpu", "reference")),
@@ -370,14 +374,6 @@ def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: ora
 
     tolerance = 1e-7 if given["scores"].dtype == torch.float64 else 2e-3
     return Call(name, getattr(regard, name), given, kinds, truth, tolerance, ("scores",))
-
-
-class Scores(Kind):
-    """Scores of any shape but a scalar."""
-
-    def values(self, given: Any) -> list[Any]:
-        bad = [v for v in super().values(given) if not (isinstance(v, Tensor) and v.is_floating_point() and v.dim())]
-        return [*bad, given.to(torch.complex64), given.to(torch.float8_e4m3fn)]
 
 
 def _number(draw: Draw, low: float, high: float, scores: Tensor, dim: int) -> Any:

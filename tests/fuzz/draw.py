@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kinds import Anything, Flag, Kind, Word
+from .kinds import POSITIVE, RATE, Anything, Flag, Kind, Real, Whole, Word
+
+Arguments = dict[str, Any]
+EPS = ("norm_eps", "rms_norm_eps", "layer_norm_eps", "initializer_range", "eps")
+USUAL: dict[str, Kind] = {
+    **dict.fromkeys(EPS, POSITIVE),
+    **dict.fromkeys(("key_eps", "learning_rate", "address_weight"), RATE),
+    **dict.fromkeys(("scale_limit", "persistent_scale_limit"), Real()),
+    "rope_theta": Real(low=0.0, strict=True, most=1e30),
+    "layer_idx": Whole(none=True, low=0),
+}
+"""What arguments of these names may be, whatever has them."""
 
 
 @dataclass
@@ -90,6 +102,18 @@ class Draw:
         return torch.randint(high, size, generator=self._generator())
 
 
+def derived(draw: Draw, run: Callable[..., Any], named: Arguments) -> Arguments:
+    """The arguments of `run` that its signature tells: a flag for each bool, and for the names in `USUAL` its default.
+    Those in `named` stay as they are."""
+    found: Arguments = {}
+    for name, parameter in inspect.signature(run).parameters.items():
+        if parameter.annotation in (bool, "bool"):
+            found[name] = draw.flag()
+        elif name in USUAL and parameter.default is not inspect.Parameter.empty:
+            found[name] = (parameter.default, USUAL[name])
+    return found | named
+
+
 def called(name: str, run: Callable[..., Any], /, **arguments: Any) -> Call:
     """The call of a function, by its arguments as `split` takes them."""
     return Call(name, run, *split(arguments))
@@ -104,7 +128,6 @@ def made(name: str, make: Callable[..., Any], /, **arguments: Any) -> Call:
     return called(name, run, **arguments)
 
 
-Arguments = dict[str, Any]
 CALLS: dict[str, Callable[[Draw], Call]] = {}
 """All public calls that the fuzzer draws, by name."""
 
@@ -122,7 +145,8 @@ def alike(kind: Kind, **values: Any) -> Arguments:
 def public(key: str, run: Callable[..., Any] | None = None, *, name: str = "", result: bool = True) -> Any:
     """Register a function that draws a call, or only the arguments of `run`.
 
-    Errors call `run` by `name` (default: `key`). With `result=False` its result is not looked into.
+    Errors call `run` by `name` (default: `key`). With `result=False` its result is not looked into. What is drawn may
+    leave out what `derived` finds.
     """
 
     def register(draws: Callable[[Draw], Any]) -> Callable[[Draw], Call]:
@@ -131,7 +155,7 @@ def public(key: str, run: Callable[..., Any] | None = None, *, name: str = "", r
             if isinstance(found, Call):
                 return found
             assert run is not None
-            return (called if result else made)(name or key, run, **found)
+            return (called if result else made)(name or key, run, **derived(draw, run, found))
 
         CALLS[key] = drawn
         return drawn

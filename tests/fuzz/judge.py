@@ -19,7 +19,12 @@ from .kinds import finite, label
 
 def replacements(call: Call) -> list[tuple[str, Any]]:
     """Every argument with every value that may take its place."""
-    return [(name, value) for name, kind in call.kinds.items() for value in kind.values(call.given.get(name))]
+    return [
+        (name, value)
+        for name, kind in call.kinds.items()
+        for value in kind.values(call.given.get(name))
+        if not kind.skip(value, call.given.get(name))
+    ]
 
 
 def judged(call: Call, name: str, value: Any) -> tuple[str, str]:

@@ -64,12 +64,14 @@ class Kind:
         also: further values that are not valid.
         fine: further values that are valid, compared by identity or equality.
         most: valid numbers above this are left out: they take too much time or memory.
+        skip: which values are left out, given the value that they replace.
     """
 
     none: bool = False
     also: tuple[Any, ...] = ()
     fine: tuple[Any, ...] = ()
     most: float = math.inf
+    skip: Callable[[Any, Any], bool] = lambda value, given: False
 
     def accepts(self, value: Any) -> bool:
         if value is None:
@@ -269,6 +271,8 @@ NEVER = Other(test=lambda value: value is False)
 """A flag that can only be False."""
 STEPS = Other(test=lambda value: value is False or (isinstance(value, int) and value >= 1))
 """`meta_grad`: True, False or a number of chunks."""
+RAISES: Callable[[Any, Any], bool] = lambda value, given: value is object  # noqa: E731
+"""To leave out what raises an error of its own where a function is called."""
 SIZE = Whole(low=1, most=10**6)
 POSITIVE = Real(low=0.0, strict=True)
 RATE = Real(low=0.0)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 import regard
 from regard import nn
+from regard.models import GatedDeltaNet
 from regard.nn.attention.norm import QK_NORMS
 from regard.nn.functional_gradient import VARIANTS
 from regard.nn.mosaic.contextual_memory import LEARNED
 
-from .draw import Arguments, Call, Draw, alike, arguments, called, made, public
+from .draw import Arguments, Call, Draw, alike, arguments, called, public
 from .kinds import (
     NEVER,
     POSITIVE,
@@ -52,17 +53,11 @@ def attention(draw: Draw) -> Arguments:
         num_kv_heads=(None, Among(none=True, these=(heads,) if share else tuple(range(1, heads + 1)))),
         head_dim=(4, HEAD),
         spec=(draw.one("softmax", "biweight"), Sentence(also=("elu",) if rule == "log" else ())),
-        layer_idx=(draw.one(None, 0), LAYER),
         window=(draw.one(None, 3), Whole(none=True, low=1)),
-        bias=draw.flag(),
         temperature=(rule, LOCAL_RULES),
         share_query_key=share,
-        exclude_self=draw.flag(),
         qk_norm=draw.word(*QK_NORMS, none=True),
         ridge=("fixed", Other(also=("learned",))),
-        norm_eps=(1e-6, POSITIVE),
-        output_gate=draw.flag(),
-        output_norm=draw.flag(),
     )
 
 
@@ -74,10 +69,6 @@ def contextual(draw: Draw) -> Arguments:
         num_heads=(draw.one(1, 2), SIZE),
         head_dim=(4, HEAD),
         spec=(draw.one("softmax", "biweight"), Sentence()),
-        layer_idx=(None, LAYER),
-        **draw.flags("bias", "average"),
-        key_eps=(0.0, RATE),
-        scale_limit=(10.0, Real()),
         look_ahead=draw.word("sum", "convex"),
         learned=(LEARNED, Other(test=empty, also=("h", ["alhpa"], [3]))),
         start=draw.word("wide", "spec"),
@@ -91,9 +82,6 @@ def persistent(draw: Draw) -> Arguments:
         num_heads=(draw.one(1, 2), SIZE),
         head_dim=(4, HEAD),
         spec=(draw.one("softmax", "biweight"), Sentence(also=("linear",))),
-        **draw.flags("own_keys", "bias", "average"),
-        key_eps=(0.0, RATE),
-        scale_limit=(10.0, Real()),
         **alike(SIZE, hidden_size=8, slots=3, copies=1),
     )
 
@@ -107,8 +95,6 @@ def gradient(draw: Draw) -> Arguments:
         num_heads=(heads, DIVIDES),
         spec=(draw.one("softmax", "linear"), Sentence(also=("gaussian*fixed*linear(ridge=0.3,solver=learned)",))),
         variant=variant,
-        average=draw.flag(),
-        layer_idx=(None, LAYER),
     )
 
 
@@ -121,10 +107,8 @@ def fast_mlp(draw: Draw) -> Arguments:
         learning_rate=(0.1, RATE),
         target=draw.word("mean", "look-ahead"),
         value_norm=norm,
-        gating=draw.flag(),
         meta_grad=(draw.one(True, 2), STEPS),
-        **draw.flags("shared", "learn_initial"),
-        norm_eps=(1e-5, POSITIVE),
+        shared=draw.flag(),
         **alike(SIZE, hidden_size=6, in_dim=3, hidden_dim=4),
     )
 
@@ -167,11 +151,8 @@ def pkm(draw: Draw) -> Arguments:
         key_dim=(4, HALVES),
         top_k=(2, Whole(low=1, high=4)),
         query_norm=draw.word("rms", "batch", "none"),
-        swilu=draw.flag(),
         score=draw.word(*SCORES),
         spec=("softmax", SIGNED),
-        **draw.flags("bias", "sparse_grad"),
-        eps=(1e-5, POSITIVE),
         **alike(SIZE, hidden_size=6, value_dim=3, heads=2),
     )
 
@@ -186,20 +167,13 @@ def lact(draw: Draw) -> Arguments:
         window=(4, Whole(low=1, high=2**48)),
         chunk_size=(4, Whole(low=1)),
         optimizer=draw.word("sgd", "momentum", "muon", "momentum-muon"),
-        layer_idx=(draw.one(None, 0), LAYER),
-        **draw.flags("bias", "qk_norm", "fast_rotary"),
         meta_grad=(draw.one(True, 2), STEPS),
-        norm_eps=(1e-6, POSITIVE),
     )
 
 
-@public("GatedDeltaNet")
-def gated_delta(draw: Draw) -> Call:
-    from regard.models import GatedDeltaNet
-
-    sizes = {"hidden_size": (8, SIZE), "num_heads": (2, SIZE), "head_dim": (4, SIZE), "conv_size": (3, SIZE)}
-    layer = (draw.one(None, 0), LAYER)
-    return made("GatedDeltaNet", GatedDeltaNet, **sizes, norm_eps=(1e-6, POSITIVE), layer_idx=layer)
+@public("GatedDeltaNet", GatedDeltaNet, result=False)
+def gated_delta(draw: Draw) -> Arguments:
+    return alike(SIZE, hidden_size=8, num_heads=2, head_dim=4, conv_size=3)
 
 
 # Forward passes ----------------------------------------------------------------------------------------------------
@@ -345,10 +319,14 @@ def expected_embedding(draw: Draw) -> Call:
     def truth(**w: Any) -> Tensor:
         return (w["f"] @ w["table"].T).softmax(-1) @ w["table"]
 
+    def same(v: Any, given: Tensor) -> bool:  # of any rank
+        alike = isinstance(v, Tensor) and (v.dtype, v.device) == (given.dtype, given.device)
+        return alike and v.shape[-1:] == given.shape[-1:]
+
     call = called(
         "expected_embedding",
         nn.expected_embedding,
-        f=(draw.normal(2, 3, 4), _Rank(fixed=(2,), dtype=False, broadcast=True)),
+        f=(draw.normal(2, 3, 4), Floats(fixed=(2,), dtype=False, broadcast=True, skip=same)),
         table=(draw.normal(5, 4), Floats(fixed=(1,), dtype=False)),
         chunk=(draw.whole(1, 6), SIZE),
     )
@@ -356,28 +334,15 @@ def expected_embedding(draw: Draw) -> Call:
     return call
 
 
-class _Rank(Floats):
-    """A tensor of any rank."""
-
-    def values(self, given: Any) -> list[Any]:
-        like = lambda v: v.dtype == given.dtype and v.shape[-1:] == given.shape[-1:] and v.device == given.device  # noqa: E731
-        return [v for v in super().values(given) if not (isinstance(v, Tensor) and like(v))]
-
-
 @public("rotary_angles", nn.rotary_angles)
 def rotary_angles(draw: Draw) -> Arguments:
+    fine = lambda v, given: isinstance(v, Tensor) and (v.is_meta or v.dtype == torch.int64)  # noqa: E731
     return arguments(
-        position_ids=(draw.integers(9, 1, 3), _Ids(fixed=(), kind="integer")),
+        position_ids=(draw.integers(9, 1, 3), Integers(fixed=(), skip=fine)),
         head_dim=(4, HALVES),
         theta=(1e4, Real(low=0.0, strict=True, most=1e30)),
         dtype=(torch.float64, Other(also=("float32", torch.int64, torch.bool))),
     )
-
-
-class _Ids(Floats):
-    def values(self, given: Any) -> list[Any]:
-        fine = lambda v: isinstance(v, Tensor) and (v.is_meta or v.dtype == torch.int64)  # noqa: E731
-        return [v for v in super().values(given) if not fine(v)]
 
 
 @public("rotate", nn.rotate)
@@ -390,8 +355,7 @@ def rotate(draw: Draw) -> Arguments:
 
 @public("optimizer_groups", nn.optimizer_groups)
 def optimizer_groups(draw: Draw) -> Arguments:
-    model, rates = (nn.Attention(8, 2), Other()), {"weight_decay": (0.1, RATE), "memory_rate": (1e-3, RATE)}
-    return arguments(model=model, **rates, memory_keys=draw.flag())
+    return arguments(model=(nn.Attention(8, 2), Other()), **alike(RATE, weight_decay=0.1, memory_rate=1e-3))
 
 
 @public("as_temperature", nn.as_temperature)

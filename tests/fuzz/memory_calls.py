@@ -21,6 +21,7 @@ from .attention_calls import Params
 from .draw import Arguments, Call, Draw, alike, arguments, called, public, split
 from .kinds import (
     NEVER,
+    RAISES,
     RATE,
     SIZE,
     STEPS,
@@ -193,14 +194,8 @@ def transform(draw: Draw) -> Call:
     memory, keys, values = _memory(draw)
     memory.write(keys, values)
     bad = (lambda t: t[:, :, :1, :1, None], lambda t: t.half(), lambda t: None, lambda t: t.to("meta"))
-    return Call("AssociativeMemory.transform", memory.transform, {"fn": lambda t: 0.5 * t}, {"fn": _Function(also=bad)})
-
-
-class _Function(Other):
-    """A function of a tensor; what raises by itself is left out."""
-
-    def values(self, given: Any) -> list[Any]:
-        return [v for v in super().values(given) if v is not object]
+    halved = (lambda t: 0.5 * t, Other(also=bad, skip=RAISES))
+    return called("AssociativeMemory.transform", memory.transform, fn=halved)
 
 
 # Product keys ------------------------------------------------------------------------------------------------------
@@ -248,16 +243,14 @@ def product_key_read(draw: Draw) -> Arguments:
     given = _search(draw)
     (query, _), n = given["query"], given["keys"][0].shape[-2]
     values = draw.normal(n * n, draw.whole(1, 3), dtype=query.dtype)
-    return arguments(
-        **given, values=(values, Floats(fixed=(0,), dtype=False)), spec=(draw.one(*WEIGHTS), SIGNED), joint=draw.flag()
-    )
+    return arguments(**given, values=(values, Floats(fixed=(0,), dtype=False)), spec=(draw.one(*WEIGHTS), SIGNED))
 
 
 @public("slot_weights", product_key.slot_weights)
 def slot_weights(draw: Draw) -> Arguments:
     found = product_key.product_key_search(**split(_search(draw))[0])
     spec = (draw.one(*WEIGHTS), SIGNED)
-    return arguments(found=(found, Other()), spec=spec, joint=draw.flag())
+    return arguments(found=(found, Other()), spec=spec)
 
 
 # Fast weights ------------------------------------------------------------------------------------------------------
@@ -331,7 +324,6 @@ def write_rule(draw: Draw) -> Arguments:
     return arguments(
         name=name,
         key_update=draw.word("entropy", "mse", "none"),
-        **draw.flags("look_ahead", "border", "gate_loss"),
         **alike(RATE, learning_rate=0.5, address_weight=2.0),
     )
 

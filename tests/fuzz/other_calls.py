@@ -14,7 +14,7 @@ from regard.inspect import gates, measures, mechanisms
 from regard.integrations import transformers as bridge
 
 from .draw import Arguments, Call, Draw, alike, arguments, called, made, public
-from .kinds import POSITIVE, RATE, SIZE, Among, Flag, Floats, Integers, Kind, Other, Real, Sentence, Whole
+from .kinds import RAISES, RATE, SIZE, Among, Anything, Flag, Floats, Integers, Kind, Other, Real, Sentence, Whole
 
 TINY = {
     "vocab_size": 11,
@@ -28,7 +28,6 @@ TOKEN = Whole(none=True, low=0, high=10)
 WORD = Other(also=("x",))
 EVEN = Whole(low=2, even=True, most=10**6)
 WIDTH = Whole(low=1, none=True, most=10**6)
-THETA = Real(low=0.0, strict=True, most=1e30)
 
 
 def empty(value: Any) -> bool:
@@ -46,9 +45,7 @@ def _base(draw: Draw, **own: Any) -> dict[str, Any]:
         "num_attention_heads": (2, Among(these=(1, 2), also=(3, -2))),
         "max_position_embeddings": (16, SIZE),
         "mixers": (draw.one("softmax", "biweight"), Other(also=(["softmax"], *PER_LAYER.also))),
-        "initializer_range": (0.02, POSITIVE),
-        "tie_word_embeddings": draw.flag(),
-        "use_cache": draw.flag(),
+        "is_encoder_decoder": (False, Anything()),
         "pad_token_id": (pad, TOKEN),
         "bos_token_id": (None, TOKEN),
     } | own
@@ -67,8 +64,6 @@ def hybrid(draw: Draw) -> Arguments:
         window=(draw.one(None, 3), Whole(none=True, low=1)),
         training_window=(None, Whole(none=True, low=1)),
         training_window_share=(0.9, Real(low=0.0, high=1.0)),
-        output_gate=draw.flag(),
-        output_norm=draw.flag(),
         rotary_share=(1.0, Real(low=1e-9, high=1.0)),
         memories=(None, Other(none=True, test=empty, also=("FwPKM", "FwPKM@9", "x@1", "@"))),
         memory_place=("before-mixer", WORD),
@@ -77,9 +72,6 @@ def hybrid(draw: Draw) -> Arguments:
         ridges=("fixed", Other(also=("x", ["fixed"], "learned"))),
         qk_norm=draw.word("rms", "l2", none=True),
         share_query_key=False,
-        exclude_self=draw.flag(),
-        rope_theta=(1e4, THETA),
-        rms_norm_eps=(1e-6, POSITIVE),
         training_window_seed=(0, Whole()),
         **alike(SIZE, hidden_size=8, num_attention_heads=2),
     )
@@ -94,13 +86,7 @@ def mosaic(draw: Draw) -> Arguments:
         persistent=("softmax", Other(also=("softmx", ["softmax"], "linear"))),
         persistent_slots=(3, WIDTH),
         persistent_copies=(1, SIZE),
-        key_eps=(0.0, RATE),
-        scale_limit=(10.0, Real()),
-        persistent_scale_limit=(10.0, Real()),
         learned=(("h", "bias"), Other(test=nothing, also=("h", ["x"], [3]))),
-        bias=draw.flag(),
-        norm_eps=(1e-5, POSITIVE),
-        scale_logits=draw.flag(),
         **alike(
             WORD,
             persistent_keys="own",
@@ -125,13 +111,9 @@ def iclm(draw: Draw) -> Arguments:
         phi_mixers=("softmax", PER_LAYER),
         **{name: (word, WORD) for name, word in words.items()},
         f_attention_heads=None,
-        **draw.flags("f_rope", "f_average"),
         gd_steps=1,
         d_phi=None,
         d_f=None,
-        **draw.flags("tie_phi", "norm_values"),
-        rope_theta=(1e4, THETA),
-        layer_norm_eps=(1e-5, POSITIVE),
         **alike(WORD, f_feed_forward="gelu", expectation="none"),
         **alike(WIDTH, intermediate_size=6, f_intermediate_size=6),
     )
@@ -177,7 +159,7 @@ def cone(draw: Draw) -> Arguments:
 def recall(draw: Draw) -> Arguments:
     numbers = {"values": (8, FAR), "pairs": (4, Whole(low=1, high=8)), "documents": (2, FAR), "reads": (2, FAR)}
     keys = (8, Whole(low=4, high=2**40))
-    return arguments(keys=keys, **numbers, shuffled=draw.flag())
+    return arguments(keys=keys, **numbers)
 
 
 @public("NeedleInHaystack", tasks.NeedleInHaystack, result=False)
@@ -265,16 +247,9 @@ def eigenvalues(draw: Draw) -> Arguments:
 @public("histogram")
 def histogram(draw: Draw) -> Call:
     call, name = draw.one((gates.histogram, "histogram"), (gates.bin_counts, "bin_counts"))
-    ranked = _Ranked(fixed=(), dtype=False, broadcast=True)
+    fine = lambda v, given: isinstance(v, Tensor) and v.is_floating_point() and v.dtype.itemsize > 1 and v.dim()  # noqa: E731
+    ranked = Floats(fixed=(), dtype=False, broadcast=True, skip=fine)  # any with an axis
     return made(name, call, gates=(draw.uniform(0.0, 1.0, 2, 5), ranked), bins=(4, SIZE))
-
-
-class _Ranked(Floats):
-    """Any floating tensor with an axis."""
-
-    def values(self, given: Any) -> list[Any]:
-        fine = lambda v: isinstance(v, Tensor) and v.is_floating_point() and v.dtype.itemsize > 1 and v.dim()  # noqa: E731
-        return [v for v in super().values(given) if not fine(v)]
 
 
 @public("token_surprisal", gates.token_surprisal, result=False)
@@ -348,13 +323,6 @@ IDS = (
 )
 
 
-class _Names(Other):
-    """Names of hook points, or a filter; what raises by itself is left out."""
-
-    def values(self, given: Any) -> list[Any]:
-        return [v for v in super().values(given) if v is not object]
-
-
 def _ran(draw: Draw) -> dict[str, Any]:
     """What `run_with_cache` and `run_with_hooks` share."""
     first = next(iter(inspect.named_hook_points(_model())))
@@ -370,7 +338,7 @@ def _ran(draw: Draw) -> dict[str, Any]:
 def with_cache(draw: Draw) -> Arguments:
     first = next(iter(inspect.named_hook_points(_model())))
     fine = lambda v: v is len or (isinstance(v, (list, tuple)) and not v)  # noqa: E731
-    names = (draw.one(first, [first], None), _Names(none=True, also=("x", [3], ["x"]), test=fine))
+    names = (draw.one(first, [first], None), Other(none=True, also=("x", [3], ["x"]), test=fine, skip=RAISES))
     return arguments(**_ran(draw), names=names)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import regard
 
-from .draw import Call, Draw, public
+from .attention_calls import Params
+from .draw import Arguments, Call, Draw, arguments, public
 from .kinds import Flag, Floats, Kind, Mask, Other, Real, Refused, Sentence, Whole, Word
 
 FORMS = ("chunked", "parallel", "recurrent")
@@ -115,6 +116,27 @@ def linear(draw: Draw) -> Call:
         return _walk(wide, given, step, read, [])
 
     return _finish(Call("linear_attention", regard.linear_attention, given, kinds, truth))
+
+
+TRENDS = ("mesaa", "mesa(ridge=-1)", "mesa(rige=1)", "mesa(ridge=", lambda *x, **how: 3, lambda *x, **how: x[0][:, :1])
+
+
+@public("interpolated_attention", regard.interpolated_attention)
+def interpolated(draw: Draw) -> Arguments:
+    sizes = {"query": (2, 4, 5, 3), "key": (2, 2, 5, 3), "value": (2, 2, 5, 3)}
+    q, k, v = (draw.normal(*size, dtype=torch.float32) for size in sizes.values())
+    return arguments(
+        query=(q, Floats(fixed=(0, 3))),
+        key=(k, Floats(fixed=(0, 2, 3))),
+        value=(v, Floats(fixed=(0, 2))),
+        attn_mask=(torch.ones(2, 1, 1, 5) > 0, Mask(none=True, fixed=(-1,), broadcast=True)),
+        query_offset=(None, Whole(none=True, also=(torch.zeros(2), torch.tensor(2)))),
+        enable_gqa=(True, Other(test=lambda value: value is True)),
+        scale=(None, Real(low=0.0, strict=True, none=True, rows=((2, 4, 5),))),
+        spec=("softmax", Sentence(also=("linear", "elu*linear", "local-linear"))),
+        params=(None, Params(none=True)),
+        trend=("mesa", Other(also=TRENDS, skip=lambda v, given: v in (object, len))),  # whose own errors pass
+    )
 
 
 @public("delta_rule")

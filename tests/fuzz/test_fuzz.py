@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,14 +27,6 @@ VALID, INVALID = 50, 200
 HEAVY = {"HybridConfig", "MemoryMosaicConfig", "ICLMConfig", "match_parameters", "count_parameters", "convert"}
 """Calls that take long: a quarter as many of each."""
 COUNTS: Counter[tuple[str, str]] = Counter()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fuzz(examples: int):
@@ -71,6 +62,14 @@ def test_a_few_calls(name: str) -> None:
         invalid(name, random.Random(f"{name} {seed}"))
 
 
+@pytest.mark.parametrize("name", ["linear_attention", "delta_rule", "mesa_attention", "interpolated_attention"])
+def test_every_bad_value_is_named(name: str) -> None:
+    call = CALLS[name](Draw(random.Random(name)))
+    for argument, value in replacements(call):
+        kind, why = judged(call, argument, value)
+        assert kind in ("refused", "valid"), f"{kind}: {why}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_valid_calls_give_what_the_formulas_say(name: str) -> None:
@@ -90,7 +89,6 @@ def test_every_public_function_is_fuzzed() -> None:
     elsewhere = {
         "checks", "presets", "registries",  # no arguments
         "Diagnostics", "LinearState", "MesaState", "DeltaState", "FastWeightState",  # results
-        "interpolated_attention",  # tests of its own
     }  # fmt: skip
     named = {name for name in regard.__all__ if not name.startswith("__")}
     assert named - elsewhere - set(CALLS) == set()
