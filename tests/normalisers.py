@@ -1,4 +1,4 @@
-"""The softmax-like functions of `regard` on plain scores, and their weights by the formulas of `dense`."""
+"""The softmax-like functions of `regard` on plain scores, and their weights by the formulas of `contracts.oracle`."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ HOW: dict[str, dict[str, Any]] = {
     **{f"entmax-{a:.3g}": {"rule": "adaptive", "r": 1 / (a - 1)} for a in ALPHAS},
     "entmax-tensor": {"rule": "adaptive", "r": 1 / 0.3},
     "sparsemax": {"rule": "adaptive"},
-    "relumax": {"rule": "anchored", "number": 0.9},
-    "normrelu": {"rule": "fixed", "number": 0.3},
-    "normrelu-zero": {"rule": "fixed", "number": 0.3, "empty": "zero"},
-    "normrelu-nearest": {"rule": "fixed", "number": 0.3, "empty": "nearest"},
+    "relumax": {"rule": "anchored", "margin": 0.9},
+    "normrelu": {"rule": "fixed", "bias": 0.3},
+    "normrelu-zero": {"rule": "fixed", "bias": 0.3, "empty": "zero"},
+    "normrelu-nearest": {"rule": "fixed", "bias": 0.3, "empty": "nearest"},
     "topk_softmax": {"rule": "nearest", "kernel": "gaussian", "k": 3},
     "topk_uniform": {"rule": "nearest", "kernel": "uniform", "k": 3},
     "topk_uniform-straight-through": {"rule": "nearest", "kernel": "uniform", "k": 3},
     "softmax": {"rule": "nearest", "kernel": "gaussian", "k": 10**9},
 }
-"""Arguments of `dense.weights` that give the same weights."""
+"""Arguments of `oracle.of_scores` that give the same weights."""
 
 
 def function(name: str, impl: str) -> Call:

@@ -8,13 +8,13 @@ from itertools import product
 from typing import Any
 
 import torch
-from dense import close as close
 from torch import Tensor
 
 import regard
 from regard.checks import ArgumentError
 
 from . import oracle
+from .oracle import close as close
 
 REGISTRIES = regard.registries()
 KERNELS = REGISTRIES["kernel"].names()

@@ -101,17 +101,17 @@ def visible(
     segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Return which pairs are visible, boolean [B, H, Tq, Tk], one pair at a time."""
-    seen = torch.zeros(batch, heads, queries, keys, dtype=torch.bool)
-    mask = None if attn_mask is None else attn_mask.expand(batch, heads, queries, keys)
-    for b in range(batch):
-        offset = keys - queries if query_offset is None else query_offset
-        offset = int(offset[b]) if isinstance(offset, Tensor) else offset
-        for i in range(queries):
-            for j in range(keys):
-                seen[b, :, i, j] = _permitted(i + offset, j, is_causal, exclude_self, window)
-            if segment_ids is not None:
-                seen[b, :, i] &= _segment(segment_ids[b % len(segment_ids)].tolist(), i + offset)
-    return seen if mask is None else seen & mask
+    offset = torch.as_tensor(keys - queries if query_offset is None else query_offset).expand(batch)
+    rows = []
+    for b, first in enumerate(offset.tolist()):
+        line = lambda at: [_permitted(at, j, is_causal, exclude_self, window) for j in range(keys)]  # noqa: E731
+        pairs = torch.tensor([line(i + first) for i in range(queries)], dtype=torch.bool)
+        rows.append(pairs.reshape(1, queries, keys))
+        if segment_ids is not None:
+            ids = segment_ids[b % len(segment_ids)].tolist()
+            rows[-1] &= torch.stack([_segment(ids, i + first) for i in range(queries)])
+    seen = torch.stack(rows).expand(batch, heads, queries, keys) if rows else torch.ones(0, heads, queries, keys) > 0
+    return seen if attn_mask is None else seen & attn_mask
 
 
 def _segment(ids: list[int], at: int) -> Tensor:
@@ -195,6 +195,12 @@ def weights(
     z = torch.where(empty, 0, z)  # any value: the row is put to zero below
     rule = {"fixed": _fixed, "adaptive": _adaptive, "anchored": _anchored, "nearest": _nearest}[s.rule]
     return torch.where(empty, 0, rule(s, z, bias, params))
+
+
+def of_scores(z: Tensor, rule: str, kernel: str = "polynomial", **numbers: Any) -> Tensor:
+    """p of scores z, -inf where hidden, by a kernel under a rule; `numbers` are fields of `Sentence`."""
+    s = Sentence(kernel, rule, **numbers)
+    return weights(s, z, z > -torch.inf, s.bias)
 
 
 def _kernel(s: Sentence, a: Tensor, params: Mapping[str, Number]) -> Tensor:
@@ -356,6 +362,12 @@ def attention(
     return _local_linear(q, k, v, p, ridge), p
 
 
+def of_one_head(spec: Any, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, **numbers: Any) -> Tensor:
+    """What the queries [Tq, D] of one head read of keys [Tk, D] and values [Tk, Dv]; seen [Tq, Tk]."""
+    scale = numbers.pop("scale", None)
+    return attention(read(spec), *(x[None, None] for x in (q, k, v)), seen[None, None], scale, numbers)[0][0, 0]
+
+
 def usual_probe(q: Tensor) -> Tensor:
     """A probe made of each query alone, where a test gives none; no coarser than float32."""
     probe = q.detach().double().nan_to_num().clamp(-3, 3).mul(0.4).sin()
@@ -426,6 +438,17 @@ def _least_norm(x: Tensor, v: Tensor, p: Tensor) -> Tensor:
     right = root * (v[..., None, :, :] - mean_v[..., None, :])
     slope = torch.linalg.pinv(left, rtol=1e-9) @ right  # [B, H, Tq, D, Dv]
     return mean_v - (mean_x[..., None, :] @ slope)[..., 0, :]
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
+    """|actual - expected| <= tolerance * max(1, max |expected|), NaN nowhere."""
+    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} != {tuple(expected.shape)}"
+    if actual.numel() == 0:
+        return
+    actual, expected = actual.detach().double(), expected.detach().double()
+    gap = float((actual - expected).abs().max())
+    size = max(1.0, float(expected.abs().max()))
+    assert gap <= tolerance * size, f"{what}: differs by {gap:.3g} (size {size:.3g})"  # false for NaN
 
 
 PRESETS: dict[str, Sentence] = {

@@ -3,7 +3,7 @@ torch wants them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,7 @@ OPCHECKED = ("biweight", "normrelu", "topk-softmax", "cosine", "local-linear")
 INDUCTOR = ("softmax", "biweight", "relumax", "shift-cosine")
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Run = Callable[..., Tensor]
 
 

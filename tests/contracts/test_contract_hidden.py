@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from torch import Tensor
 
 import regard
-from regard.checks import ArgumentError
 
 from . import oracle
 from .cases import PAIRS, SPECS, Data, attend, draw, gradients, learned, masks, named, outputs, run, same
@@ -138,8 +138,7 @@ def test_empty_sequences(label: str, impl: str, queries: int, keys: int) -> None
 
 
 def test_no_features_is_an_argument_error() -> None:
-    with pytest.raises(ArgumentError, match="no features"):
-        regard.attention(*draw(3, dim=0).tensors, "biweight")
+    refuses("no features", regard.attention, *draw(3, dim=0).tensors, "biweight")
 
 
 @pytest.mark.parametrize(("label", "impl"), PAIRS)

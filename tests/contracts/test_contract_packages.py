@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from mistakes import refuses
 
 import regard
 
@@ -184,5 +185,4 @@ def test_a_kernel_of_another_package_is_held_to_the_contracts(installed: Path) -
 
 
 def test_nothing_built_in_can_be_replaced() -> None:
-    with pytest.raises(regard.checks.ArgumentError, match="registered already"):
-        regard.registries()["kernel"].register("gaussian")(object)
+    refuses("registered already", regard.registries()["kernel"].register("gaussian"), object)

@@ -1,23 +1,23 @@
-"""ICLM against its equations, written out once more: loops over slots, heads and pairs (ICLM paper, 7 to 12 and 18).
+"""ICLM against its equations, written out once more: loops over heads and blocks (ICLM paper, 7 to 12 and 18).
 
-The weights of a model are taken by name; nothing else of regard makes an expected value.
+The weights of a model are taken by name; the formulas of specs are those of `contracts.oracle`.
 
 Legend: T tokens of one row x_0..x_{T-1}; slot s has the tokens before x_s as its context; phi [slots, C]; f [slots, E].
 """
 
 from __future__ import annotations
 
-import dense
 import pytest
 import torch
 import torch.nn.functional as F
 from any_model import ICLM, in_chunks, text
 from any_model import make as any_make
+from contracts import oracle
+from mistakes import refuses
 from packed import documents, packed_rows
 from torch import Tensor
 
-from regard import presets
-from regard.checks import ArgumentError
+from regard import Spec, presets
 from regard.models import ICLMConfig, ICLMForCausalLM
 
 Weights = dict[str, Tensor]
@@ -25,36 +25,11 @@ GAUSSIAN = "gaussian*fixed*euclidean*unnormalised"
 UNNORMALISED = ("linear", GAUSSIAN)
 
 
-def shares(spec: str, q: Tensor, k: Tensor) -> Tensor:
-    """The weights of keys k [n, D] for a query q [D]."""
-    z = (k @ q) / len(q) ** 0.5
-    if spec in ("softmax", "local-linear"):
-        return z.softmax(0)
-    if spec in ("biweight", "triweight", "local-linear[biweight]"):
-        return dense.weights(z, "adaptive", r=3.0 if spec == "triweight" else 2.0)
-    if spec == "relumax":
-        return dense.weights(z, "anchored", r=1.0, number=1.0)
-    if spec == "epanechnikov*fixed(h=1.2)*cosine":
-        s = (k @ q) / ((q @ q + 1e-3) * ((k * k).sum(-1) + 1e-3)).sqrt()
-        return dense.weights(s, "fixed", r=1.0, number=1.2**2 / 2 - 1)
-    if spec == "uniform*nearest(k=3)":
-        return dense.weights(z, "nearest", kernel="uniform", k=3)
-    if spec == GAUSSIAN:
-        return torch.exp(-0.5 * (k - q).square().sum(-1) / len(q) ** 0.5)
-    assert spec == "linear", spec
-    return z
-
-
-def average(spec: str, q: Tensor, k: Tensor, v: Tensor, divide: bool) -> Tensor:
-    """sum_j kappa(q, k_j) v_j over all n keys; by the plane through them where the model is locally linear."""
-    p = shares(spec, q, k)
-    if spec.startswith("local-linear"):
-        x = torch.cat([torch.ones(len(k), 1, dtype=k.dtype), k - q], 1)
-        penalty = 0.1 * torch.eye(x.shape[1], dtype=k.dtype)
-        penalty[0, 0] = 0
-        return torch.linalg.solve(x.T @ (p[:, None] * x) + penalty, x.T @ (p[:, None] * v))[0]
-    out = sum(p[j] * v[j] for j in range(len(k)))
-    return out / len(k) if divide and spec in UNNORMALISED else out
+def averages(spec: str, q: Tensor, k: Tensor, v: Tensor, strict: bool = False, divide: bool = False) -> Tensor:
+    """sum_j kappa(q_s, k_j) v_j over the n keys up to slot s, or before it: [slots, Dv]."""
+    seen = torch.ones(len(q), len(k)).tril(-int(strict)) > 0
+    out = oracle.of_one_head(Spec.parse(spec), q, k, v, seen)
+    return out / seen.sum(-1, keepdim=True).clamp(min=1) if divide and spec in UNNORMALISED else out
 
 
 def norm(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -94,7 +69,7 @@ def covariates(w: Weights, at: str, phi: Tensor, spec: str, config: ICLMConfig) 
     parts = (split(w, f"{at}.attn.{n}_proj", x, config.num_attention_heads) for n in "qkv")
     for q, k, v in zip(*parts, strict=True):
         q, k = turned(q, True), turned(k, True)
-        heads.append(torch.stack([average(spec, q[s], k[: s + 1], v[: s + 1], False) for s in range(len(x))]))
+        heads.append(averages(spec, q, k, v))
     phi = phi + torch.cat(heads, 1) @ w[f"{at}.attn.o_proj.weight"].T
     return phi if config.phi_mlp == "none" else phi + feed_forward(w, f"{at}.mlp", phi)
 
@@ -112,8 +87,8 @@ def update(w: Weights, at: str, phi: Tensor, values: Tensor, spec: str, config: 
             v = split(w, f"{at}.attn.v_proj", values, count)[h]
         if config.variant == "slice":
             v = values.chunk(count, 1)[h]
-        seen = [average(spec, q[s], k[:s], v[:s], config.f_average) @ outputs[h].T for s in range(1, len(phi))]
-        rows = rows + torch.stack([torch.zeros(config.d_f, dtype=phi.dtype), *seen])
+        v = torch.cat([v, torch.zeros_like(v[:1])])[: len(k)]  # nobody sees the last slot
+        rows = rows + averages(spec, q, k, v, strict=True, divide=config.f_average) @ outputs[h].T
     return rows
 
 
@@ -207,7 +182,7 @@ def test_every_kernel_by_loops(spec, start):
     model = make(mixers=spec, start=start)
     for length in (1, 2, 3, 9):
         tokens = text(2, length, seed=length)
-        dense.close(model(tokens, use_cache=False).logits, rows_of(model, tokens), 1e-9, f"{spec}, T={length}")
+        oracle.close(model(tokens, use_cache=False).logits, rows_of(model, tokens), 1e-9, f"{spec}, T={length}")
 
 
 @torch.no_grad()
@@ -216,13 +191,13 @@ def test_every_option_by_loops_with_and_without_a_cache(options):
     model, tokens = make(**options), text(2, 9)
     expected = rows_of(model, tokens)
     shown, stages = model(tokens, use_cache=False, output_hidden_states=True), []
-    dense.close(shown.logits, expected, 1e-9, "whole")
+    oracle.close(shown.logits, expected, 1e-9, "whole")
     hidden(dict(model.named_parameters()), tokens[0], model.config, stages)
     f = shown.hidden_states[2:]  # after the states of the covariates
     assert not f[0].any()
-    dense.close(f[1][0], stages[0][-9:], 1e-9, "f after the first block")
+    oracle.close(f[1][0], stages[0][-9:], 1e-9, "f after the first block")
     for sizes in ([9], [1] * 9, [2, 1, 4, 2], [4, 5]):
-        dense.close(in_chunks(model, tokens, sizes)[0], expected, 1e-9, f"chunks of {sizes}")
+        oracle.close(in_chunks(model, tokens, sizes)[0], expected, 1e-9, f"chunks of {sizes}")
 
 
 @pytest.mark.parametrize(
@@ -272,16 +247,16 @@ def said_by(w: Weights, ids: Tensor, config: ICLMConfig, token: int) -> Tensor:
 def test_contributions_of_one_token_at_a_time(options):
     model, ids = make(**options), text(1, 6, seed=4)[0]
     found, w = model.contributions(ids[None]), dict(model.named_parameters())
-    dense.close(found.logits()[0], logits(w, ids, model.config), 1e-9, "sum of all parts")
-    dense.close((found.per_token().sum(2) + found.mlp().sum(2) + found.bias())[0], found.logits()[0], 1e-9, "sum")
-    dense.close(found.per_head().sum(3), found.per_layer(), 1e-9, "heads")
+    oracle.close(found.logits()[0], logits(w, ids, model.config), 1e-9, "sum of all parts")
+    oracle.close((found.per_token().sum(2) + found.mlp().sum(2) + found.bias())[0], found.logits()[0], 1e-9, "sum")
+    oracle.close(found.per_head().sum(3), found.per_layer(), 1e-9, "heads")
     f = hidden(w, ids, model.config)
     divisor = (f.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     for token in range(6):
         part = said_by(w, ids, model.config, token)
         part = (part - part.mean(-1, keepdim=True)) / divisor * w["model.ln_final.weight"] @ head.T
-        dense.close(found.per_token()[0, :, token], part, 1e-9, f"token {token}")
+        oracle.close(found.per_token()[0, :, token], part, 1e-9, f"token {token}")
         assert (found.per_token()[0, :token, token] == 0).all()
 
 
@@ -420,8 +395,7 @@ def test_nothing_listens_afterwards():
     model = any_make("iclm")
     model.contributions(IDS)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    with pytest.raises(ArgumentError, match="input_ids holds 0 to 99"):
-        model.contributions(torch.tensor([[0, 99]]))
+    refuses("input_ids holds 0 to 99", model.contributions, torch.tensor([[0, 99]]))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -444,7 +418,6 @@ def test_nothing_listens_afterwards():
     ],
 )
 def test_bad_calls(call, message):
-    call = dict(call)
-    tokens = call.pop("tokens", None)
-    with pytest.raises(ArgumentError, match=message):
-        any_make("iclm").contributions(**{"input_ids": IDS, **call}).per_token(tokens)
+    model, tokens, given = any_make("iclm"), call.get("tokens"), {"input_ids": IDS, **call}
+    given.pop("tokens", None)
+    refuses(message, lambda: model.contributions(**given).per_token(tokens))

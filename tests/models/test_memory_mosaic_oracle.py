@@ -1,7 +1,7 @@
-"""Memory Mosaics against their equations, written out once more: a dense decay matrix per head, a loop over tokens.
+"""Memory Mosaics against their equations, written out once more: a dense decay matrix per head, and dense attention.
 
-The weights of a model are taken by name; nothing else of regard makes an expected value. Equations: sparse-attention
-paper, 5, 6, 9 and 10.
+The weights of a model are taken by name; the formulas of specs are those of `contracts.oracle`. Equations:
+sparse-attention paper, 5, 6, 9 and 10.
 
 Legend: T tokens of one row, C model width, D channels of a head, S slots; k, v [T, D] of one head; p weights [n].
 """
@@ -9,15 +9,17 @@ Legend: T tokens of one row, C model width, D channels of a head, S slots; k, v 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import dense
 import pytest
 import torch
 import torch.nn.functional as F
 from any_model import in_chunks, text
 from any_model import make as any_make
+from contracts import oracle
 from torch import Tensor
 
+from regard import Spec
 from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM
 
 C, H, D = 12, 2, 6
@@ -25,49 +27,18 @@ Weights = dict[str, Tensor]
 FIXED = "epanechnikov*fixed(h=1.2)*cosine"
 RELEASED = f"epanechnikov*fixed(h={math.sqrt(2)!r})*cosine(eps=0.0)"
 EUCLIDEAN = "epanechnikov*fixed(h=1.0)*euclidean"
-EPS = 1e-3  # of the cosine similarity, which is (q . k) / sqrt((eps + |q|^2) (eps + |k|^2))
 
 
 def length(x: Tensor) -> Tensor:
     return (x * x).sum(-1, keepdim=True).sqrt()
 
 
-def shares(spec: str, q: Tensor, k: Tensor, beta2: Tensor | None, numbers: dict[str, Tensor]) -> Tensor:
-    """p of unit keys k [n, D] for a unit query q [D]."""
-    z = k @ q if beta2 is None else beta2 * (k @ q)
-    if spec == "softmax":
-        return z.softmax(0)
-    if spec in ("biweight", "triweight", "sparsemax"):
-        r = {"sparsemax": 1.0, "biweight": 2.0, "triweight": 3.0}[spec]
-        return dense.weights(z, "adaptive", r=1 / numbers["alpha"] if "alpha" in numbers else r)
-    if spec == "relumax":
-        return dense.weights(z, "anchored", r=1.0, number=numbers.get("margin", 1.0))
-    if spec == "normrelu":
-        return dense.weights(z, "fixed", r=1.0, number=numbers["bias"])
-    if spec == RELEASED:  # [s]_+
-        return dense.weights(z, "fixed", r=1.0, number=0.0)
-    if spec in (FIXED, EUCLIDEAN):  # [s - (1 - h^2/2)]_+
-        s = z / (1 + EPS) if spec == FIXED else z
-        return dense.weights(s, "fixed", r=1.0, number=numbers["h"] ** 2 / 2 - 1)
-    if "nearest" in spec or spec == "topk-softmax":
-        kernel, k_best = ("uniform" if spec.startswith("uniform") else "gaussian"), (3 if "k=3" in spec else 32)
-        return dense.weights(z, "nearest", kernel=kernel, k=k_best)
-    if spec == "linear":  # unnormalised
-        return z
-    assert spec in ("relu", "relu2")
-    assert beta2 is not None
-    power = 2 if spec == "relu2" else 1
-    q, k = beta2.sqrt() * q, beta2.sqrt() * k  # a feature map has no scale, so that keys have length beta
-    w = k.clamp(min=0) ** power @ q.clamp(min=0) ** power + 1e-4
-    return w / w.sum()
-
-
-def regressed(p: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: float) -> Tensor:
-    """The value at q of the plane with least sum p |v - a - B (k - q)|^2 + ridge |B|^2."""
-    x = torch.cat([torch.ones(len(k), 1, dtype=k.dtype), k - q], 1)
-    penalty = ridge * torch.eye(x.shape[1], dtype=k.dtype)
-    penalty[0, 0] = 0
-    return torch.linalg.solve(x.T @ (p[:, None] * x) + penalty, x.T @ (p[:, None] * v))[0]
+def read(spec: str, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, beta2: Tensor | None, numbers: Any) -> Tensor:
+    """What unit queries [T, D] read of unit keys [n, D]."""
+    parsed = Spec.parse(spec)
+    if beta2 is not None and not parsed.takes_scale:  # a feature map has no scale, so that keys have length beta
+        q, k, beta2 = beta2.sqrt() * q, beta2.sqrt() * k, None
+    return oracle.of_one_head(parsed, q, k, v, seen, scale=beta2, **numbers)
 
 
 def norm(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -105,15 +76,12 @@ def contextual(w: Weights, name: str, x: Tensor, spec: str, config: MemoryMosaic
         }
         if f"{name}.numbers.bias" in w:
             numbers["bias"] = w[f"{name}.numbers.bias"][h]
+        if "alpha" in numbers:
+            numbers["alpha"] = 1 + numbers["alpha"]
         ahead = vt[:-1] + c * vt[1:] if config.look_ahead == "sum" else c * vt[:-1] + (1 - c) * vt[1:]
         v = ahead / length(ahead) * torch.exp(10 * w[f"{name}.values.scale"][h])
-        rows = [0 * vt[0]]
-        for t in range(1, len(x)):
-            local = spec.startswith("local-linear")
-            weighting = (spec[13:-1] or "softmax") if local else spec
-            p = shares(weighting, k[t], k[:t], beta2, numbers)
-            rows.append(regressed(p, k[t], k[:t], v[:t], 0.1) if local else p @ v[:t])
-        heads.append(torch.stack(rows))
+        v = torch.cat([v, 0 * vt[-1:]])  # nobody sees the last pair
+        heads.append(read(spec, k, k, v, torch.ones(len(x), len(x)).tril(-1) > 0, beta2, numbers))
     return torch.cat(heads, 1) @ w[f"{name}.out_proj.weight"].T + w.get(f"{name}.out_proj.bias", 0)
 
 
@@ -124,8 +92,8 @@ def persistent(w: Weights, name: str, x: Tensor, context: str, config: MemoryMos
         beta2 = (20 * w[f"{name}.sharpness.scale"][h]).clamp(max=config.persistent_scale_limit).exp()
         copies = []
         for slot_keys, slot_values in zip(w[f"{name}.slot_keys"][:, h], w[f"{name}.slot_values"][:, h], strict=True):
-            p = torch.stack([shares(str(config.persistent), q, slot_keys, beta2, {}) for q in k])
-            copies.append(p @ slot_values)
+            everything = torch.ones(len(k), len(slot_keys)) > 0
+            copies.append(read(str(config.persistent), k, slot_keys, slot_values, everything, beta2, {}))
         heads.append(sum(copies) / len(copies) * torch.exp(10 * w[f"{name}.scale"][h]))
     return torch.cat(heads, 1) @ w[f"{name}.out_proj.weight"].T + w.get(f"{name}.out_proj.bias", 0)
 
@@ -185,7 +153,7 @@ def test_every_kernel_by_loops(spec):
     for rows in (1, 2, 3, 11):
         tokens = text(2, rows, seed=rows)
         expected = torch.stack([logits(dict(model.named_parameters()), ids, model.config) for ids in tokens])
-        dense.close(model(tokens, use_cache=False).logits, expected, 1e-9, f"{spec}, T={rows}")
+        oracle.close(model(tokens, use_cache=False).logits, expected, 1e-9, f"{spec}, T={rows}")
 
 
 @torch.no_grad()
@@ -194,7 +162,7 @@ def test_every_kernel_by_loops(spec):
 def test_every_option_by_loops(options, spec):
     model, tokens = make(mixers=spec, **options), text(2, 9)
     expected = torch.stack([logits(dict(model.named_parameters()), ids, model.config) for ids in tokens])
-    dense.close(model(tokens, use_cache=False).logits, expected, 1e-9)
+    oracle.close(model(tokens, use_cache=False).logits, expected, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -230,5 +198,5 @@ def test_pairs_of_a_long_text_stay_exact():
     model.model.layers[0].contextual.keys.rate.copy_(torch.tensor([1e-5, 2.5]))
     model.model.layers[0].persistent.keys.rate.copy_(torch.tensor([-3e-3, 0.0]))
     expected = logits(dict(model.named_parameters()), tokens[0], model.config)
-    dense.close(model(tokens, use_cache=False).logits[0], expected, 1e-9)
-    dense.close(in_chunks(model, tokens, [50, 1, 1, 40, 1, 27])[0][0], expected, 1e-9)
+    oracle.close(model(tokens, use_cache=False).logits[0], expected, 1e-9)
+    oracle.close(in_chunks(model, tokens, [50, 1, 1, 40, 1, 27])[0][0], expected, 1e-9)

@@ -7,11 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import dense
 import pytest
 import torch
 from contracts import oracle
-from dense import close
+from contracts.oracle import close
 from row_numbers import derivatives, leaves, numbers
 from torch import Tensor
 
@@ -141,7 +140,7 @@ def clustered(
 
 def truth(label: str, data: Data, call: dict[str, Any]) -> Tensor:
     """Return the output, dense."""
-    seen = dense.visible(data.q.shape[2], data.k.shape[2], **call)
+    seen = oracle.visible(*data.q.shape[:3], data.k.shape[2], **call)
     return oracle.attention(oracle.read(Spec.parse(label)), data.q, data.k, data.v, seen, data.scale, data.params)[0]
 
 
@@ -459,7 +458,7 @@ def test_diagnostics_count_what_the_weights_say(narrowing: Narrowing) -> None:
             data.q, data.k, data.v, label, scale=data.scale, params=data.params, is_causal=True, impl="cpu",
             return_diagnostics=True,
         )  # fmt: skip
-        seen = dense.visible(QUERIES, KEYS, is_causal=True)
+        seen = oracle.visible(1, 1, QUERIES, KEYS, is_causal=True)
         _, p = oracle.attention(oracle.read(Spec.parse(label)), data.q, data.k, data.v, seen, data.scale, data.params)
         p = p.detach()
         close(found.support.double(), (p > 0).sum(-1).double(), 0.0)

@@ -3,12 +3,11 @@ and without numba, and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from dense import close
+from contracts.oracle import close
 from operators import check_operators
 from test_cpu_attention import CASES, KEYS, K, arguments, attend, clustered, gradients, truth
 from torch import Tensor
@@ -30,14 +29,7 @@ def test_opcheck(label: str) -> None:
         check_operators(lambda: attend(label, data, arguments(name, 2, 2, 17, keys)), "local_constant")  # noqa: B023
 
 
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("label", ["biweight", "relumax", f"gaussian*nearest(k={K})"])
 def test_compiled_equals_eager(label: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +82,3 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     out = regard.attention(data.q, data.k, data.v, "biweight", scale=data.scale, params=data.params)
     close(out, truth("biweight", data, {}), 1e-11)
     close(gradients(out, data)["key"], gradients(truth("biweight", data, {}), data)["key"], 1e-11)
-
-
-# Memory ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from contracts import oracle
-from dense import close
+from contracts.oracle import close
 from row_numbers import derivatives, leaves, numbers
 from torch import Tensor
 

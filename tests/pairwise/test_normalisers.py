@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import dense
 import numpy as np
 import oracles
 import pytest
 import torch
-from dense import close
+from contracts import oracle
+from contracts.oracle import close
 from normalisers import ALPHAS, HOW, IMPLS, PAIRS, Call, function, normal
 from torch import Tensor
 
@@ -175,7 +175,7 @@ def test_subnormal_and_huge_scores(name: str, impl: str, dtype: torch.dtype) -> 
         exact = z.detach().double()
         if HOW[name]["rule"] in ("adaptive", "anchored"):  # scores near the threshold lose nothing by the shift
             exact = exact - exact.amax(-1, keepdim=True)
-        close(p, dense.weights(exact, **HOW[name]), 1e-4 if name == "entmax-3" else 3e-7, f"{row}")
+        close(p, oracle.of_scores(exact, **HOW[name]), 1e-4 if name == "entmax-3" else 3e-7, f"{row}")
         if p.requires_grad:
             g = torch.arange(1.0, 6.0, dtype=dtype)[None]
             assert bool(torch.autograd.grad(p, z, g)[0].isfinite().all())
@@ -244,7 +244,7 @@ def test_any_axis_and_layout(name: str, impl: str) -> None:
     """Rows along any axis of tensors that are transposed, strided or expanded, values and gradients."""
     call, z, g = function(name, impl), normal(5, 40, 6), normal(5, 40, 6, seed=1)
     plain = z.movedim(1, -1).contiguous().requires_grad_()
-    rows = dense.weights(plain, **HOW[name]).movedim(-1, 1)
+    rows = oracle.of_scores(plain, **HOW[name]).movedim(-1, 1)
     slopes = torch.autograd.grad(rows, plain, g)[0].movedim(-1, 1) if rows.requires_grad else None
     for dim in range(-3, 3):
         close(call(z.movedim(1, dim), dim=dim).movedim(dim, 1), rows, 1e-13)
@@ -267,7 +267,7 @@ def test_masks_broadcast_and_hide_any_content(name: str, impl: str) -> None:
             assert torch.equal(call(torch.where(mask, z, junk), mask=mask), hidden)
         assert not bool(hidden[~mask.expand(3, 4, 50)].any())
         if name in HOW:
-            close(hidden, dense.weights(torch.where(mask, z, -INF), **HOW[name]), 1e-13)
+            close(hidden, oracle.of_scores(torch.where(mask, z, -INF), **HOW[name]), 1e-13)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
