@@ -7,16 +7,11 @@ import threading
 
 import pytest
 import torch
+from mistakes import error_of
 
 import regard
 from regard import checks
 from regard.checks import ArgumentError
-
-
-def text_of(call, *arguments, **named) -> str:
-    with pytest.raises(ArgumentError) as caught:
-        call(*arguments, **named)
-    return str(caught.value)
 
 
 def test_argument_errors_are_value_errors() -> None:
@@ -33,24 +28,24 @@ def test_suggestions() -> None:
 
 def test_require() -> None:
     checks.require(True, "call", "never seen")
-    assert text_of(checks.require, False, "call", "what is wrong.") == "call: what is wrong."
+    assert error_of(checks.require, False, "call", "what is wrong.") == "call: what is wrong."
 
 
 def test_floating() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         checks.floating("f", "x", torch.zeros(1, dtype=dtype))
-    assert text_of(checks.floating, "f", "x", torch.zeros(1, dtype=torch.int8)) == (
+    assert error_of(checks.floating, "f", "x", torch.zeros(1, dtype=torch.int8)) == (
         "f: x has dtype torch.int8, expected a floating-point dtype; convert it with x.float()."
     )
-    assert text_of(checks.floating, "f", "x", 1.0) == "f: x is a float, expected a torch.Tensor."
+    assert error_of(checks.floating, "f", "x", 1.0) == "f: x is a float, expected a torch.Tensor."
 
 
 def test_boolean_mask() -> None:
     checks.boolean_mask("f", "m", torch.ones(2, dtype=torch.bool))
-    assert "m has dtype torch.uint8, expected torch.bool" in text_of(
+    assert "m has dtype torch.uint8, expected torch.bool" in error_of(
         checks.boolean_mask, "f", "m", torch.ones(2, dtype=torch.uint8)
     )
-    assert "m is a list, expected a boolean torch.Tensor" in text_of(checks.boolean_mask, "f", "m", [True])
+    assert "m is a list, expected a boolean torch.Tensor" in error_of(checks.boolean_mask, "f", "m", [True])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +67,7 @@ def test_broadcastable(shape: tuple[int, ...], target: tuple[int, ...], fits: bo
     if fits:
         checks.broadcastable("f", "x", torch.zeros(shape), target)
     else:
-        assert "does not broadcast to [" in text_of(checks.broadcastable, "f", "x", torch.zeros(shape), target)
+        assert "does not broadcast to [" in error_of(checks.broadcastable, "f", "x", torch.zeros(shape), target)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +92,7 @@ def test_in_range(value: object, low: float | None, high: float | None, strict: 
     if words is None:
         checks.in_range("f", "x", value, low, high, strict=strict)
     else:
-        assert text_of(checks.in_range, "f", "x", value, low, high, strict=strict) == f"f: {words}"
+        assert error_of(checks.in_range, "f", "x", value, low, high, strict=strict) == f"f: {words}"
 
 
 def test_tensors_are_looked_at_under_debug_only() -> None:
@@ -106,10 +101,10 @@ def test_tensors_are_looked_at_under_debug_only() -> None:
     checks.in_range("f", "x", bad, low=0.0, strict=True)
     checks.finite("f", "x", nan)
     with checks.debug():
-        assert text_of(checks.in_range, "f", "x", bad, low=0.0, strict=True) == "f: x is -2, expected x > 0."
-        assert text_of(checks.in_range, "f", "x", -bad, high=1.0, strict=False) == "f: x is 2, expected x <= 1."
-        assert text_of(checks.in_range, "f", "x", nan, strict=False) == "f: x holds NaN or infinite values."
-        assert text_of(checks.finite, "f", "x", nan) == "f: x holds NaN or infinite values."
+        assert error_of(checks.in_range, "f", "x", bad, low=0.0, strict=True) == "f: x is -2, expected x > 0."
+        assert error_of(checks.in_range, "f", "x", -bad, high=1.0, strict=False) == "f: x is 2, expected x <= 1."
+        assert error_of(checks.in_range, "f", "x", nan, strict=False) == "f: x holds NaN or infinite values."
+        assert error_of(checks.finite, "f", "x", nan) == "f: x holds NaN or infinite values."
         checks.in_range("f", "x", torch.zeros(0), low=1.0, strict=True)  # nothing in it is wrong
         checks.in_range("f", "x", bad.abs(), low=0.0, strict=True)
 

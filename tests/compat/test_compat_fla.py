@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from fla_loops import apart, loop, mesa, parallax
+from mistakes import refuses
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from regard.checks import ArgumentError
 from regard.compat import fla
 
 B, T, H, HV, K, V = 2, 11, 2, 4, 3, 5
@@ -228,10 +228,7 @@ def test_what_is_not_finite_stays_in_the_state() -> None:
 
 def message(name: str, **how: Any) -> str:
     x = draw(batch=how.pop("batch", B))
-    with pytest.raises(ArgumentError) as caught:
-        call(name, {**x, **how.pop("x", {})}, **how)
-    assert str(caught.value).startswith(f"{name}: ")
-    return str(caught.value)
+    return refuses(f"^{name}: ", call, name, {**x, **how.pop("x", {})}, **how)
 
 
 def test_mistakes() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hostile import answer, change_json, reseal
+from mistakes import refuses
 from transformers import AutoTokenizer
 
 from regard.checks import ArgumentError
@@ -155,15 +156,13 @@ def test_tokenizer_files(folder: Path, which: str) -> None:
 def test_files_that_are_no_tables(folder: Path, change: Callable, reason: str) -> None:
     path = folder / "tokenizer.json"
     path.write_text(change(json.dumps(json.loads(path.read_text()), separators=(",", ":"))))
-    with pytest.raises(ArgumentError, match=reason):
-        load_tokenizer(folder, call="test")
+    refuses(reason, load_tokenizer, folder, call="test")
 
 
 def test_a_file_that_is_too_large(folder: Path) -> None:
     with open(folder / "tokenizer.json", "ab") as file:
         file.truncate((1 << 28) + 1)
-    with pytest.raises(ArgumentError, match="has 268435457 bytes, at most 268435456 are read"):
-        load_tokenizer(folder, call="test")
+    refuses("has 268435457 bytes, at most 268435456 are read", load_tokenizer, folder, call="test")
 
 
 @pytest.mark.timeout(60)
@@ -172,8 +171,7 @@ def test_pipes_devices_and_folders(folder: Path, name: str) -> None:
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
         (folder / name).unlink() if not (folder / name).is_dir() else (folder / name).rmdir()
         make(folder / name)
-        with pytest.raises(ArgumentError, match="is not a regular file"):
-            load_tokenizer(folder, call="test")
+        refuses("is not a regular file", load_tokenizer, folder, call="test")
 
 
 @pytest.mark.parametrize(
@@ -190,8 +188,7 @@ def test_pipes_devices_and_folders(folder: Path, name: str) -> None:
 )
 def test_settings(folder: Path, fields: dict, reason: str) -> None:
     change_json(folder / "tokenizer_config.json", lambda table: {**table, **fields})
-    with pytest.raises(ArgumentError, match=reason):
-        load_tokenizer(folder, call="test")
+    refuses(reason, load_tokenizer, folder, call="test")
 
 
 def test_texts_are_read_whole_whatever_the_file_says(folder: Path) -> None:
@@ -209,8 +206,7 @@ def test_an_expression_without_an_end(folder: Path) -> None:
     split = {**SPLIT, "pattern": {"Regex": "(h+)+$"}}
     change_json(folder / "tokenizer.json", lambda table: {**table, "pre_tokenizer": split})
     tokenizer = load_tokenizer(folder, call="test")
-    with pytest.raises(ArgumentError, match=r"the tokenizer cannot read this text: .*retry-limit"):
-        encode(tokenizer, "h" * 40 + "!")
+    refuses(r"the tokenizer cannot read this text: .*retry-limit", encode, tokenizer, "h" * 40 + "!")
 
 
 def test_the_commands_say_it_in_one_line(run_folder: Path, command: Callable, regard: Callable) -> None:

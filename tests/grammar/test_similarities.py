@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from contracts import oracle
+from mistakes import refuses
 
 import regard
-from regard.checks import ArgumentError
 from regard.grammar import Spec, similarities
 
 RNG = np.random.default_rng(0)
@@ -45,8 +45,7 @@ def test_cosine_stays_inside_its_range() -> None:
     phi, psi = exact.features(batched(x), batched(x))
     s = (phi @ psi.transpose(-1, -2))[0, 0].numpy()
     np.testing.assert_allclose(np.diag(s), [1, 1, 0, 1], atol=1e-15)
-    with pytest.raises(ArgumentError, match="eps is -1"):
-        similarities.get("cosine")(eps=-1.0)
+    refuses("eps is -1", similarities.get("cosine"), eps=-1.0)
 
 
 def unit(x: np.ndarray) -> np.ndarray:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from mistakes import refuses
 
-from regard.checks import ArgumentError
 from regard.grammar import Dense, solvers
 from regard.grammar.solvers import Auto, BlockDiagonal, Cholesky, ConjugateGradient, Learned
 from regard.grammar.systems import SolveStatus
@@ -257,11 +257,9 @@ def test_block_diagonal_without_ridge_has_the_least_norm(blocks: int) -> None:
 
 def test_block_diagonal_needs_a_divisor() -> None:
     a = spread(28, 5.0)
-    with pytest.raises(ArgumentError, match="12 coordinates do not divide into 5 blocks"):
-        solve(BlockDiagonal(5), a, right(a))
+    refuses("12 coordinates do not divide into 5 blocks", solve, BlockDiagonal(5), a, right(a))
     for blocks in (-1, 1.5, True):
-        with pytest.raises(ArgumentError, match="blocks is"):
-            BlockDiagonal(blocks)
+        refuses("blocks is", BlockDiagonal, blocks)
 
 
 def test_learned_takes_minus_the_probe() -> None:
@@ -270,8 +268,7 @@ def test_learned_takes_minus_the_probe() -> None:
     solved = solve(Learned(), a, right(a), probe=probe)
     assert torch.equal(solved.value, -probe)
     assert (solved.status.numpy() == OK).all()
-    with pytest.raises(ArgumentError, match="no probe was given"):
-        solve(Learned(), a, right(a))
+    refuses("no probe was given", solve, Learned(), a, right(a))
 
 
 def test_auto_factors_matrices_that_are_at_hand() -> None:

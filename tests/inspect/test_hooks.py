@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from any_model import make, text
+from mistakes import refuses
 from torch import nn
 
 from regard.checks import ArgumentError
@@ -82,11 +83,9 @@ def test_names_are_labels_or_paths(model):
     wrapped.module = model  # as DistributedDataParallel holds it
     assert list(named_hook_points(wrapped)) == NAMES
     model.model.layers[0].hook_out.label = "last.hook_out"
-    with pytest.raises(ArgumentError, match=r"two hook points of Model are named 'last.hook_out'"):
-        named_hook_points(model)
+    refuses(r"two hook points of Model are named 'last.hook_out'", named_hook_points, model)
     for run in (run_with_cache, run_with_hooks):
-        with pytest.raises(ArgumentError, match=f"{run.__name__}: Linear has no hook points"):
-            run(nn.Linear(2, 2), torch.tensor([[1, 2, 3]]))
+        refuses(f"{run.__name__}: Linear has no hook points", run, nn.Linear(2, 2), torch.tensor([[1, 2, 3]]))
 
 
 def test_the_cache_holds_what_passed(model, ids):
@@ -113,8 +112,7 @@ def test_the_cache_holds_what_passed(model, ids):
 )
 def test_what_is_kept_can_be_chosen(model, ids, names, kept):
     if kept is None:
-        with pytest.raises(ArgumentError, match="idle did not run, so its hook was never called"):
-            run_with_cache(model, ids, names)
+        refuses("idle did not run, so its hook was never called", run_with_cache, model, ids, names)
     else:
         assert sorted(run_with_cache(model, ids, names)[1]) == sorted(kept)
     assert listening(model) == 0

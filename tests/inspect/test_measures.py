@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from torch import Tensor, nn
 
 import regard
-from regard.checks import ArgumentError
 from regard.inspect.measures import AttentionMaps, attention_maps
 from regard.inspect.report import Page, Section, render
 from regard.inspect.summary import layer_table
@@ -72,8 +72,7 @@ def test_maps_of_a_model() -> None:
 
 
 def test_labels_must_match() -> None:
-    with pytest.raises(ArgumentError, match="2 labels for 3 tokens"):
-        attention_maps(small(["softmax"]), torch.tensor([1, 2, 3]), ["a", "b"])
+    refuses("2 labels for 3 tokens", attention_maps, small(["softmax"]), torch.tensor([1, 2, 3]), ["a", "b"])
 
 
 def test_a_model_without_weights() -> None:
@@ -81,8 +80,7 @@ def test_a_model_without_weights() -> None:
         def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
             return input_ids
 
-    with pytest.raises(ArgumentError, match="no layer"):
-        attention_maps(Plain(), torch.tensor([1]), ["a"])
+    refuses("no layer", attention_maps, Plain(), torch.tensor([1]), ["a"])
 
 
 # Local linear layers: signed weights, density and solver statistics, against dense formulas ---------------------------

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from any_model import SIZES, make, text
+from mistakes import refuses
 
-from regard.checks import ArgumentError
 from regard.inspect import mechanisms
 from regard.inspect.mechanisms import (
     ROLES,
@@ -215,8 +215,7 @@ def test_ablations_touch_the_named_heads_only():
         expected = [1 / (row + 2)] * (row + 2) + [0.0] * (3 - row)
         for head in (0, 2):
             assert level[1, head, row].tolist() == pytest.approx(expected)
-    with pytest.raises(ArgumentError, match="head 3 does not exist, expected 0 to 2"):
-        knock_out(3)(pattern, None)
+    refuses("head 3 does not exist, expected 0 to 2", knock_out(3), pattern, None)
 
 
 def test_ablations_of_non_finite_weights_and_of_outputs():
@@ -290,10 +289,8 @@ def test_the_patterns_of_a_transformer():
     for p in found:
         assert torch.allclose(p.weights, weights[p.layer], atol=1e-6)
         assert torch.equal(p.wanted(logits), logits.argmax(-1))
-    with pytest.raises(ArgumentError, match="no f blocks"):
-        mechanisms.logit_lens(model, ids)
-    with pytest.raises(ArgumentError, match="no attention with known rows"):
-        mechanisms.patterns(model, ids, ["f"])
+    refuses("no f blocks", mechanisms.logit_lens, model, ids)
+    refuses("no attention with known rows", mechanisms.patterns, model, ids, ["f"])
 
 
 def test_the_lens_ends_with_the_prediction():

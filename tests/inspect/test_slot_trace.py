@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
+from mistakes import refuses
 from seen import HOSTILE, Elements, count, pixels
 from torch import Tensor, nn
 
-from regard.checks import ArgumentError
 from regard.inspect.gates import (
     GateTrace,
     bin_counts,
@@ -105,10 +105,8 @@ def test_a_trace_is_made_ready() -> None:
     other = slot_readings({"a": seen}, TOKENS, LABELS, [4], row=1, answers={4: 3})
     assert [slot.slot for slot in other.readings[0].slots] == [9, 9]
     assert other.answers == {4: 3}
-    with pytest.raises(ArgumentError, match="are out of range for 6 tokens"):
-        slot_readings({"a": seen}, TOKENS, LABELS, [6])
-    with pytest.raises(ArgumentError, match="5 labels for 6 tokens"):
-        slot_readings({"a": seen}, TOKENS, LABELS[:-1], [3])
+    refuses("are out of range for 6 tokens", slot_readings, {"a": seen}, TOKENS, LABELS, [6])
+    refuses("5 labels for 6 tokens", slot_readings, {"a": seen}, TOKENS, LABELS[:-1], [3])
 
 
 # Pictures --------------------------------------------------------------------------------------------------------
@@ -222,10 +220,8 @@ def test_gates_are_heard_layer_by_layer() -> None:
 
 
 def test_a_model_without_gates_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="no memory layer of Toy has a gate"):
-        gate_trace(Toy(nn.Identity()), torch.tensor([0]), ["a"])
-    with pytest.raises(ArgumentError, match="2 labels for 1 tokens"):
-        gate_trace(Toy(Memory(1.0)), torch.tensor([0]), ["a", "b"])
+    refuses("no memory layer of Toy has a gate", gate_trace, Toy(nn.Identity()), torch.tensor([0]), ["a"])
+    refuses("2 labels for 1 tokens", gate_trace, Toy(Memory(1.0)), torch.tensor([0]), ["a", "b"])
 
 
 def test_a_histogram_counts() -> None:

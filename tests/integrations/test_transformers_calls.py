@@ -9,6 +9,7 @@ from typing import Any
 import any_model
 import pytest
 import torch
+from mistakes import refuses
 from tiny_models import left_padding, right_padding, tiny, tokens
 from torch import Tensor
 from transformers import (
@@ -102,8 +103,7 @@ def test_a_preset_of_another_package_has_a_name_at_once() -> None:
 )
 def test_names_that_are_refused(positional: list[Any], named: dict[str, Any], message: str) -> None:
     before = set(AttentionInterface._global_mapping)
-    with pytest.raises(ArgumentError, match=message):
-        register(*positional, **named)
+    refuses(message, register, *positional, **named)
     assert set(AttentionInterface._global_mapping) == before
 
 
@@ -118,8 +118,7 @@ def test_names_that_are_refused(positional: list[Any], named: dict[str, Any], me
 def test_models_with_attention_of_their_own_are_not_converted(model: Any) -> None:
     made = model()
     before = made.config._attn_implementation
-    with pytest.raises(ArgumentError, match="computes attention by itself"):
-        convert(made, "biweight")
+    refuses("computes attention by itself", convert, made, "biweight")
     assert made.config._attn_implementation == before
     with pytest.raises(ArgumentError, match="model is a Linear"):
         convert(torch.nn.Linear(2, 2), "biweight")  # type: ignore[type-var]
@@ -378,8 +377,7 @@ def test_the_attention_function_compiles_as_one_graph() -> None:
 )
 def test_what_is_refused(mask: Any, more: dict[str, Any], message: str) -> None:
     q, k, v = inputs()
-    with pytest.raises(ArgumentError, match=message):
-        attend(SOFTMAX, CAUSAL, q, k, v, mask, **more)
+    refuses(message, attend, SOFTMAX, CAUSAL, q, k, v, mask, **more)
     for name, value in more.items():
         if name not in ("scaling", "is_causal"):
             assert attend(SOFTMAX, CAUSAL, q, k, v, None, **{name: None})[0].isfinite().all(), value
@@ -398,8 +396,7 @@ SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 )
 def test_models_that_ask_for_more_say_so(model: Any, message: str) -> None:
     made = convert(model(), "biweight")
-    with pytest.raises(ArgumentError, match=message):
-        made(tokens())
+    refuses(message, made, tokens())
 
 
 def test_a_relative_bias_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from mistakes import refuses
 from tiny_models import CAUSAL, DECODERS, SLIDING, VOCAB, positions, tiny, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 from transformers.masking_utils import create_causal_mask
@@ -233,11 +234,9 @@ def test_refused(family):
             model(**without, **drops(kind, model, packed))
     cache = DynamicCache(config=model.config)
     model(tokens(1, 4), past_key_values=cache)
-    with pytest.raises(ArgumentError, match="several documents, but keys come from a cache"):
-        model(**batch(documents), past_key_values=cache)
+    refuses("several documents, but keys come from a cache", model, **batch(documents), past_key_values=cache)
     fixed = StaticCache(config=model.config, max_cache_len=30)
-    with pytest.raises(ArgumentError, match="several documents, but keys come from a cache"):
-        model(**batch(documents), past_key_values=fixed)
+    refuses("several documents, but keys come from a cache", model, **batch(documents), past_key_values=fixed)
     with pytest.raises(ArgumentError, match="cu_seq_lens_q must begin with 0, end with the number of tokens"):
         model(**{**packed, "cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": None}, use_cache=True)
     with pytest.raises(ArgumentError, match="how one row is packed, but 2 rows are given"):
@@ -250,8 +249,7 @@ def test_layers_that_are_not_causal_refuse():
     model(ids, position_ids=torch.arange(2, 14)[None])
     again = torch.tensor([[2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6]])
     for mask in (None, torch.ones_like(ids)):
-        with pytest.raises(ArgumentError, match="several documents, but this layer is not causal"):
-            model(ids, position_ids=again, attention_mask=mask)
+        refuses("several documents, but this layer is not causal", model, ids, position_ids=again, attention_mask=mask)
     with pytest.raises(ArgumentError, match="this layer is not causal"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 5, 12]), cu_seq_lens_k=torch.tensor([0, 5, 12]))
     padding = torch.ones_like(ids)

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mistakes import refuses
 from streams import CHUNK, KINDS, SHARED, Fields, call, draw, first, flush, near, pieces, rows, same_row, spoil, written
 from torch import Tensor
 from torch.autograd import grad
 
-from regard.checks import ArgumentError
 from regard.memory.fast_weight_mlp import FastMLPState, fast_weight_mlp
 from regard.memory.fast_weights import FastWeightState, fast_weight_memory
 from regard.memory.large_chunk import LargeChunkState, large_chunk_ttt
@@ -184,10 +184,8 @@ def test_a_shared_memory_refuses_beams_and_documents(kind: str) -> None:
     given = draw(kind, 2, 7)
     _, state = call(kind, given)
     for change in (lambda: state.select(torch.tensor([0, 0])), lambda: state.repeat(2)):
-        with pytest.raises(ArgumentError, match="shared by the batch"):
-            change()
-    with pytest.raises(ArgumentError, match="memory per document"):
-        call(kind, given, segment_ids=torch.zeros(2, 7, dtype=torch.long))
+        refuses("shared by the batch", change)
+    refuses("memory per document", call, kind, given, segment_ids=torch.zeros(2, 7, dtype=torch.long))
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mistakes import refuses
 
-from regard.checks import ArgumentError
 from regard.inspect import capture
 from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM
 from regard.nn import ContextualMemory
@@ -129,8 +129,7 @@ def test_keys_of_both_memories():
     keys = block.contextual.keys(block.contextual_norm(x))[0]
     recalled = block.contextual(block.contextual_norm(x))[0]
     torch.testing.assert_close(block(x)[0], x + recalled + block.persistent.read(keys))
-    with pytest.raises(ArgumentError, match="wiring='parallel'"):
-        config(persistent_keys="shared")
+    refuses("wiring='parallel'", config, persistent_keys="shared")
 
 
 SHARED = {"wiring": "parallel", "persistent_keys": "shared"}
@@ -156,8 +155,7 @@ def test_initial_weights():
 
 def test_dropout_is_refused():
     for name in ("dropout", "attention_dropout"):
-        with pytest.raises(ArgumentError, match="do not form the attention weights"):
-            config(**{name: 0.05})
+        refuses("do not form the attention weights", config, **{name: 0.05})
 
 
 def test_weight_decay_leaves_numbers_of_heads_alone():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from any_model import CASES, SIZES, SMALL, cases, counts_padding, make, takes_embeddings
+from mistakes import refuses
 from packed import alone, documents, packed_rows, positions
 
 from regard import presets
@@ -24,8 +25,7 @@ def model_of(case, dtype=torch.float64, **fields):
     model = make(case, dtype=dtype, **fields)
     if not model.model.honours_segments:
         tokens, ids = packed_rows(documents())
-        with pytest.raises(ArgumentError, match="several documents"):
-            model(tokens, segment_ids=ids)
+        refuses("several documents", model, tokens, segment_ids=ids)
         pytest.skip("refuses packed documents")
     return model
 
@@ -229,8 +229,7 @@ def test_a_cache_that_is_asked_for_is_refused():
     model, (tokens, ids) = hybrid(num_hidden_layers=1), packed_rows(documents())
     for asked in ({"use_cache": True}, {"past_key_values": model.model.new_cache()}):
         for said in ({"segment_ids": ids}, {"position_ids": positions(documents())}):
-            with pytest.raises(ArgumentError, match=r"a cache was asked for; .* call with use_cache=False"):
-                model(tokens, **asked, **said)
+            refuses(r"a cache was asked for; .* call with use_cache=False", model, tokens, **asked, **said)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(RuntimeError, match="a cache was asked for"):
             compiled(tokens, **asked, position_ids=positions(documents()))
@@ -297,8 +296,7 @@ def test_one_memory_for_the_batch_is_refused():
         model = hybrid(
             num_hidden_layers=1, memories=f"{name}@0", memory_options={name: {**SMALL[name], "shared": True}}
         )
-        with pytest.raises(ArgumentError, match="segment_ids need a memory per document, but shared=True"):
-            model(tokens, segment_ids=ids)
+        refuses("segment_ids need a memory per document, but shared=True", model, tokens, segment_ids=ids)
 
 
 class Careless(TokenMixer):
@@ -338,5 +336,4 @@ def test_a_part_that_does_not_say_that_it_honours_documents_is_refused(monkeypat
     config = HybridConfig(**{**SIZES, "num_hidden_layers": 2, **fields})
     model, (tokens, ids) = HybridForCausalLM(config).eval(), packed_rows(documents())
     model(tokens, use_cache=False)
-    with pytest.raises(ArgumentError, match=rf"{kind.__name__} at layer 1 does not keep apart"):
-        model(tokens, use_cache=False, segment_ids=ids)
+    refuses(rf"{kind.__name__} at layer 1 does not keep apart", model, tokens, use_cache=False, segment_ids=ids)

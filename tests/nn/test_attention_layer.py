@@ -9,6 +9,7 @@ import layers_by_hand as by
 import pytest
 import torch
 from layers_by_hand import RIDGES, TEMPERATURES, WEIGHINGS, D, angles_of, by_hand, normalised, visible
+from mistakes import refuses
 from transformers import DynamicCache
 
 import regard
@@ -117,8 +118,7 @@ def test_rotary_angles_are_formed_in_float32():
     expected = [math.cos(1000), math.cos(1001)]
     torch.testing.assert_close(cos[0, :, 0].double(), torch.tensor(expected).double(), atol=4e-3, rtol=0)
     assert sin.shape == (1, 2, 1)
-    with pytest.raises(ArgumentError, match="head_dim is 7, expected a positive even number"):
-        rotary_angles(positions, 7)
+    refuses("head_dim is 7, expected a positive even number", rotary_angles, positions, 7)
 
 
 def test_rotate_keeps_lengths_and_dtype():
@@ -219,13 +219,11 @@ def test_any_object_with_two_methods_is_a_cache(x):
     ],
 )
 def test_bad_arguments(options, message):
-    with pytest.raises(ArgumentError, match=message):
-        Attention(**{"hidden_size": C, "num_heads": H, **options})
+    refuses(message, Attention, **{"hidden_size": C, "num_heads": H, **options})
 
 
 def test_bad_calls(x):
-    with pytest.raises(ArgumentError, match="a cache was given to a layer without layer_idx"):
-        layer()(x, past_key_values=Memory())
+    refuses("a cache was given to a layer without layer_idx", layer(), x, past_key_values=Memory())
     with pytest.raises(ArgumentError, match="segment_ids were given with a cache"):
         layer(layer_idx=0)(x, past_key_values=DynamicCache(), segment_ids=torch.zeros(1, T, dtype=torch.long))
 

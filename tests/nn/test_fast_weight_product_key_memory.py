@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from fwpkm_layers import CHUNK, SMALL, C, N, close, layer, oracle, tokens
+from mistakes import refuses
 from torch.utils.checkpoint import checkpoint
 
 from regard import WriteRule
-from regard.checks import ArgumentError
 from regard.nn import FastWeightConfig, FastWeightProductKeyMemory
 from regard.nn.memories import memory_layers
 from regard.nn.memory.fast_weight_config import MemoryStore, SlotTable, ValueMix
@@ -68,8 +68,7 @@ def test_preset_options():
     program = FastWeightProductKeyMemory.from_preset("program", C, **{**SMALL, "address_weight": 0.5}).settings.rule
     assert (paper.name, paper.address_weight, paper.border, paper.learning_rate) == ("paper", 10.0, True, 1.0)
     assert (program.name, program.address_weight, program.border) == ("reference", 0.5, False)
-    with pytest.raises(ArgumentError, match=r"unknown preset 'papers'\. Did you mean 'paper'"):
-        FastWeightProductKeyMemory.from_preset("papers", C)
+    refuses(r"unknown preset 'papers'\. Did you mean 'paper'", FastWeightProductKeyMemory.from_preset, "papers", C)
 
 
 def test_sizes_of_the_paper():
@@ -153,12 +152,9 @@ def test_every_option_has_its_default():
     plain, given = FastWeightConfig(), FastWeightConfig().with_options(**FastWeightProductKeyMemory.defaults)
     assert plain == given
     assert len(FastWeightProductKeyMemory.defaults) == 26
-    with pytest.raises(ArgumentError, match=r"unknown option 'sub_key'\. Did you mean 'sub_keys'"):
-        FastWeightProductKeyMemory(C, sub_key=4)
-    with pytest.raises(ArgumentError, match=r"config is a dict, expected a FastWeightConfig"):
-        FastWeightProductKeyMemory(C, {"sub_keys": 4})
-    with pytest.raises(ArgumentError, match="rule is 'paper', expected a WriteRule"):
-        FastWeightConfig(rule="paper")
+    refuses(r"unknown option 'sub_key'\. Did you mean 'sub_keys'", FastWeightProductKeyMemory, C, sub_key=4)
+    refuses(r"config is a dict, expected a FastWeightConfig", FastWeightProductKeyMemory, C, {"sub_keys": 4})
+    refuses("rule is 'paper', expected a WriteRule", FastWeightConfig, rule="paper")
 
 
 # Refusals -------------------------------------------------------------------------------------------------------
@@ -181,8 +177,7 @@ def test_every_option_has_its_default():
     ids=str,
 )
 def test_options_that_do_not_fit(options, says):
-    with pytest.raises(ArgumentError, match=says):
-        layer(**options)
+    refuses(says, layer, **options)
 
 
 # Precision and compilation --------------------------------------------------------------------------------------------
@@ -307,10 +302,8 @@ def test_what_a_resident_memory_keeps_is_chosen():
     made.reset()
     same(made, first)
     assert torch.equal(made(x)[0], fresh)
-    with pytest.raises(ArgumentError, match="snapshot"):
-        layer(shared=True, resident=True, sub_keys=N + 1).restore(held)
-    with pytest.raises(ArgumentError, match="resident"):
-        layer().restore(held)
+    refuses("snapshot", layer(shared=True, resident=True, sub_keys=N + 1).restore, held)
+    refuses("resident", layer().restore, held)
 
 
 def test_copies_and_conversions_have_what_was_written():

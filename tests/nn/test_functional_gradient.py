@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from mistakes import refuses
 
 from regard.checks import ArgumentError
 from regard.nn import FunctionalGradient, expected_embedding
@@ -178,14 +179,12 @@ def test_steps_are_functional_gradient_descent():
     ],
 )
 def test_what_cannot_be_built(arguments, message):
-    with pytest.raises(ArgumentError, match=message):
-        make(**arguments)
+    refuses(message, make, **arguments)
 
 
 def test_numbers_of_values_that_do_not_fit():
     layer, (phi, values) = make(), data()
-    with pytest.raises(ArgumentError, match="3 values for 7 covariates, expected one less"):
-        layer(phi, values[:, :3])
+    refuses("3 values for 7 covariates, expected one less", layer, phi, values[:, :3])
     with pytest.raises(ArgumentError, match=r"at most as many values \(9\) as covariates \(7\)"):
         layer(phi, torch.zeros(2, 9, 12).double(), is_causal=False)
 

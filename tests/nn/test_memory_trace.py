@@ -10,9 +10,9 @@ import fwpkm_layers
 import pytest
 import torch
 from fwpkm_layers import CHUNK, C, oracle, tokens
+from mistakes import refuses
 from torch import nn
 
-from regard.checks import ArgumentError
 from regard.nn.memory_trace import MemoryObserver, SlotStatistics, WriterTrace, memory_means, observed
 from regard_recipes.fwpkm._fast_weight_recall_model import train_and_measure
 from regard_recipes.fwpkm.fast_weight_recall import FastWeightRecall
@@ -206,10 +206,8 @@ def test_trace_of_a_layer(shared):
     assert hits.rate(1) == pytest.approx(sum(rates[1]) / len(rates[1]))
     assert hits.rate() == hits.rate(2) == pytest.approx(sum(rates[2]) / len(rates[2]))
     assert 0 < hits.rate(1) < hits.rate(2) < 1
-    with pytest.raises(ArgumentError, match="writers is 3"):
-        hits.rate(3)
-    with pytest.raises(ArgumentError, match=r"expected integers \[rows, T\] with rows > 1 and T > 14"):
-        found.hits(ids[:, :14])
+    refuses("writers is 3", hits.rate, 3)
+    refuses(r"expected integers \[rows, T\] with rows > 1 and T > 14", found.hits, ids[:, :14])
 
 
 def test_a_trace_goes_on_over_calls():
@@ -249,12 +247,9 @@ def test_streams_in_a_resident_memory_meet_their_predecessors():
 def test_what_an_observer_cannot_follow():
     made, x = layer(), tokens()
     made.observer = WriterTrace(made.slots)
-    with pytest.raises(ArgumentError, match="give each document a row of its own"):
-        made(x, segment_ids=torch.zeros(2, 15, dtype=torch.long))
-    with pytest.raises(ArgumentError, match="nothing was read"):
-        WriterTrace(4).retrieved()
-    with pytest.raises(ArgumentError, match="a square"):
-        SlotStatistics(15)
+    refuses("give each document a row of its own", made, x, segment_ids=torch.zeros(2, 15, dtype=torch.long))
+    refuses("nothing was read", WriterTrace(4).retrieved)
+    refuses("a square", SlotStatistics, 15)
     made.observer = SlotStatistics(made.slots)
     made(x, segment_ids=torch.zeros(2, 15, dtype=torch.long))
     assert made.observer.summary()["tokens"] == 30

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from mistakes import refuses
 from packed import runs
 
 from regard import presets
-from regard.checks import ArgumentError
 from regard.nn import ContextualMemory, PersistentMemory
 from regard.nn.mosaic.contextual_memory import wide_threshold
 from regard.nn.mosaic.features import unit
@@ -46,8 +46,7 @@ def test_every_preset_trains_every_number(spec):
 def test_every_preset_of_a_persistent_memory(spec):
     """Outputs and gradients are finite, also of zeros. Kernels that are not normalised are refused."""
     if spec in ("linear", "cosine"):
-        with pytest.raises(ArgumentError, match="normalised"):
-            PersistentMemory(C, H, 17, spec=spec)
+        refuses("normalised", PersistentMemory, C, H, 17, spec=spec)
         return
     torch.manual_seed(0)
     layer = PersistentMemory(C, H, 17, spec=spec)
@@ -145,18 +144,14 @@ def test_one_row_of_segment_ids_serves_the_batch():
     ],
 )
 def test_bad_options(options, words):
-    with pytest.raises(ArgumentError, match=words):
-        ContextualMemory(**{"hidden_size": C, "num_heads": H, **options})
+    refuses(words, ContextualMemory, **{"hidden_size": C, "num_heads": H, **options})
 
 
 def test_states():
     layer, x = memory(), tokens()
     _, state, _ = layer(x, remember=True)
     for change in ({"state": state}, {"remember": True}):
-        with pytest.raises(ArgumentError, match="segment_ids were given with a state"):
-            layer(x, segment_ids=IDS, **change)
-    with pytest.raises(ArgumentError, match="cannot go back"):
-        state.crop(3)
+        refuses("segment_ids were given with a state", layer, x, segment_ids=IDS, **change)
+    refuses("cannot go back", state.crop, 3)
     assert state.reset().keys.shape == (2, H, 0, D)
-    with pytest.raises(ArgumentError, match="own_keys"):
-        PersistentMemory(C, H, 17, own_keys=False)(x.float())
+    refuses("own_keys", PersistentMemory(C, H, 17, own_keys=False), x.float())

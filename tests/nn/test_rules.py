@@ -24,6 +24,7 @@ from layers_by_hand import (
     turn,
     visible,
 )
+from mistakes import refuses
 from transformers import DynamicCache
 
 import regard
@@ -84,8 +85,7 @@ def test_text_forms(kind, names, texts, same):
     ],
 )
 def test_bad_texts(kind, text, message):
-    with pytest.raises(ArgumentError, match=message):
-        READ[kind][1](text)
+    refuses(message, READ[kind][1], text)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in READ for name in READ[kind][0].names()])
@@ -215,10 +215,8 @@ def test_gradients_of_the_learned_numbers(text):
 
 
 def test_bad_calls():
-    with pytest.raises(ArgumentError, match="temperature log: n is missing"):
-        as_temperature("log").scale()
-    with pytest.raises(ArgumentError, match="learned has none, expected log_temperature"):
-        as_temperature("learned").scale(learned={})
+    refuses("temperature log: n is missing", as_temperature("log").scale)
+    refuses("learned has none, expected log_temperature", as_temperature("learned").scale, learned={})
     with pytest.raises(ArgumentError, match=r"learned\['log_temperature'\] has shape \[1, 4\], expected \[H\]"):
         as_temperature("learned").scale(learned={"log_temperature": torch.zeros(1, 4)})
 

@@ -1,4 +1,4 @@
-"""Calls of local linear attention: from a cache, compiled, with mistakes, with NaN where nobody looks."""
+"""Calls of local linear attention: from a cache, compiled, with NaN where nobody looks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import regard
-from regard.checks import ArgumentError
-from regard.grammar.solvers import Auto, BlockDiagonal, Cholesky, ConjugateGradient, Learned
+from regard.grammar.solvers import Auto, Cholesky, ConjugateGradient, Learned
 from regard.grammar.systems import SolveStatus
 
 local = regard.local_linear_attention
@@ -71,67 +70,15 @@ def test_weights_of_the_values_and_what_of_them_is_negative(impl: str) -> None:
     assert found.solver["status"].dtype == torch.int32
 
 
-# Mistakes ----------------------------------------------------------------------------------------------------
+# What is given -----------------------------------------------------------------------------------------------
 
 
-def message(**call: Any) -> str:
-    q, k, v = draw(2, 2, 5, 4, seed=7, dtype=torch.float32)
-    with pytest.raises(ArgumentError) as caught:
-        local(q, k, v, **call)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert len(text) < 400
-    return text
-
-
-def test_a_ridge_that_is_none() -> None:
-    for ridge in (-0.1, -1, float("nan"), float("inf"), "0.1", None, True, [0.1]):
-        assert "ridge" in message(ridge=ridge)
-    assert "ridge >= 0" in message(ridge=-0.1)
-    with regard.checks.debug():
-        assert "expected params['ridge'] >= 0" in message(ridge=torch.tensor([-0.1, 0.2]).view(2, 1))
-        assert "NaN or infinite" in message(ridge=torch.tensor(torch.nan))
-        assert "ridge" in message(ridge=torch.zeros(5), solver="cg")  # 0 has no solution that CG finds
-
-
-@pytest.mark.parametrize("shape", [(3,), (4, 1), (2, 2, 6), (2, 2, 5, 3), (2, 3, 1, 4), (1, 1, 1, 1, 1)])
-def test_a_ridge_of_the_wrong_shape(shape: tuple[int, ...]) -> None:
-    text = message(ridge=torch.ones(shape))
-    assert "ridge" in text
-    assert "which does not broadcast to" in text
-
-
-def test_a_ridge_that_is_no_floating_tensor() -> None:
-    assert "dtype torch.int64" in message(ridge=torch.ones(5, dtype=torch.int64))
-    assert "on meta" in message(ridge=torch.ones(5, device="meta"))
-
-
-def test_ridge_zero_by_solver() -> None:
-    assert "the solver cg needs ridge > 0" in message(ridge=0, solver="cg")
-    assert "the solver cg needs ridge > 0" in message(ridge=0, max_iter=5)
+def test_ridge_zero_is_the_least_norm() -> None:
     q, k, v = draw(1, 1, 5, 4, seed=8)
     for solver in ("cholesky", "auto", "block-diagonal"):
         out, found = local(q, k, v, ridge=0, solver=solver, is_causal=True, return_diagnostics=True)
         assert bool(out.isfinite().all())
         assert int(found.solver["status"][0, 0, 0]) == int(SolveStatus.MINIMUM_NORM)
-
-
-def test_solvers_and_their_numbers() -> None:
-    assert "Did you mean 'cholesky'" in message(solver="colesky")
-    for solver in ("cholesky", "block-diagonal", "learned", Cholesky()):
-        assert "max_iter and tol belong to conjugate gradients" in message(solver=solver, max_iter=3)
-    assert "max_iter and tol belong to conjugate gradients" in message(solver="cholesky", tol=1e-3)
-    for max_iter in (-1, 2.5, True):
-        assert "max_iter is" in message(solver="cg", max_iter=max_iter)
-    for tol in (0.0, -1e-3, float("nan")):
-        assert "tol is" in message(solver="cg", tol=tol)
-    assert "4 coordinates do not divide into 3 blocks" in message(solver=BlockDiagonal(3))
-    with pytest.raises(ArgumentError, match="blocks is -1"):
-        BlockDiagonal(-1)
-    assert "solver" in message(solver=3)
-    assert "ridge_mode is 'both'" in message(ridge_mode="both")
-    assert "an absolute ridge is weighed" in message(spec="biweight", ridge_mode="absolute")
-    assert "non-negative weights that sum to one" in message(spec="linear")
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
@@ -146,19 +93,6 @@ def test_a_probe_matters_only_in_rows_that_see_a_key(impl: str, bad: float) -> N
     assert torch.equal(run(unseen), run(probe))
     rows = run(seen)[0, 0].isnan().any(-1)
     assert rows.tolist() == [False, True, False, False]
-
-
-def test_a_probe_and_the_solver_that_takes_it() -> None:
-    probe = torch.zeros(2, 2, 5, 4)
-    for solver in ("auto", "cg", "cholesky"):
-        assert "a probe was given, which only solver='learned' takes" in message(solver=solver, probe=probe)
-    assert "give params={'probe': r}" in message(solver="learned")
-    for shape in ((2, 2, 5, 3), (2, 2, 5, 1), (2, 2, 4, 4), (4,), (5, 4)):
-        assert "probe" in message(solver="learned", probe=torch.zeros(shape))
-    assert "probe" in message(solver="learned", probe=0.1)
-    assert "unknown parameter 'probe'" in message(solver="cg", params={"probe": probe})
-    with regard.checks.debug():
-        assert "NaN or infinite" in message(solver="learned", probe=probe / 0)
 
 
 def test_a_spec_may_be_a_sentence_of_either_degree() -> None:

@@ -310,6 +310,3 @@ def test_later_tokens_change_no_bit_whatever_they_do_to_the_solver(
     for changed in results[1:]:
         for name, one, two in zip("oqkv", results[0], changed, strict=True):
             assert torch.equal(one, two), (name, float((one - two).abs().max()))
-
-
-# Memory ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from contracts import oracle
-from dense import close
+from contracts.oracle import close
 from regression import dense, draw, entmax15, fit, lower, ratio, rectified, shares, softmax, systems
 from torch import Tensor
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import error_of
 from torch import Tensor
 
 import regard
-from regard.checks import ArgumentError
 
 Q_ENDS, K_ENDS = [0, 4, 4, 9, 10], [0, 6, 8, 8, 15]
 """Four sequences: the second has no queries, the third no keys, and the first more keys than queries."""
@@ -106,25 +106,19 @@ def test_segment_ids_serve_states_too() -> None:
         torch.testing.assert_close(state.values[n], after.values[0])
 
 
-def message(run: Any, *args: Any, **how: Any) -> str:
-    with pytest.raises(ArgumentError) as caught:
-        run(*args, **how)
-    return str(caught.value)
-
-
 def test_mistakes() -> None:
     q, k, v = (x.detach() for x in packed(10, 15, 4))
     ends, others = torch.tensor(Q_ENDS), torch.tensor(K_ENDS)
     call = regard.varlen_attention
-    assert "query has length 10, but cu_seqlens_q ends at 15" in message(call, q, k, v, others, ends)
-    assert "cu_seqlens_q is [4, 6], expected" in message(call, q, k, v, torch.tensor([4, 6]), others)
-    assert "segment_ids: cu_seqlens is [0, 5, 3]" in message(regard.segment_ids, torch.tensor([0, 5, 3]))
-    assert "cu_seqlens is a torch.float32 tensor [2]" in message(regard.segment_ids, torch.zeros(2))
-    assert "cu_seqlens is empty" in message(regard.segment_ids, ends[:0])
-    assert "expected as many sequences" in message(call, q, k, v, ends, torch.tensor([0, 15]))
-    assert "cu_seqlens_k is missing" in message(call, q, k, v, ends)
-    assert "query has shape [1, 10, 4, 3], expected [Tq, H, D]" in message(call, q[None], k, v, ends)
-    assert "max_seqlen_k is 6, but a sequence has 7" in message(call, q, k, v, ends, others, 5, 6)
-    assert "does not take attn_mask" in message(call, q, k, v, ends, others, attn_mask=None)
-    assert "varlen_attention: " in message(call, q, k[:, :2], v[:, :2], ends, others)
-    assert "varlen_attention: unknown" in message(call, q, k, v, ends, others, impl="nonsense")
+    assert "query has length 10, but cu_seqlens_q ends at 15" in error_of(call, q, k, v, others, ends)
+    assert "cu_seqlens_q is [4, 6], expected" in error_of(call, q, k, v, torch.tensor([4, 6]), others)
+    assert "segment_ids: cu_seqlens is [0, 5, 3]" in error_of(regard.segment_ids, torch.tensor([0, 5, 3]))
+    assert "cu_seqlens is a torch.float32 tensor [2]" in error_of(regard.segment_ids, torch.zeros(2))
+    assert "cu_seqlens is empty" in error_of(regard.segment_ids, ends[:0])
+    assert "expected as many sequences" in error_of(call, q, k, v, ends, torch.tensor([0, 15]))
+    assert "cu_seqlens_k is missing" in error_of(call, q, k, v, ends)
+    assert "query has shape [1, 10, 4, 3], expected [Tq, H, D]" in error_of(call, q[None], k, v, ends)
+    assert "max_seqlen_k is 6, but a sequence has 7" in error_of(call, q, k, v, ends, others, 5, 6)
+    assert "does not take attn_mask" in error_of(call, q, k, v, ends, others, attn_mask=None)
+    assert "varlen_attention: " in error_of(call, q, k[:, :2], v[:, :2], ends, others)
+    assert "varlen_attention: unknown" in error_of(call, q, k, v, ends, others, impl="nonsense")

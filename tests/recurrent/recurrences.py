@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from dense import close as close
+from contracts.oracle import close as close
 from torch import Tensor
 from torch.nn.functional import normalize
 

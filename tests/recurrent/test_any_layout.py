@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from torch import Tensor
 
 import regard
-from regard.checks import ArgumentError
 
 B, H, T, D = 2, 4, 6, 3
 NUMBERS = {"log_decay", "beta", "ridge", "scale", "probe"}
@@ -87,14 +87,12 @@ def test_the_argument_is_shown_and_checked(function: Any) -> None:
     shown = inspect.signature(function).parameters["layout"]
     assert (shown.kind, shown.default) == (shown.KEYWORD_ONLY, "bhtd")
     x = draw(B, T, H, D)
-    with pytest.raises(ArgumentError, match=r"layout is 'thd', expected 'bhtd' or 'bthd'"):
-        function(x, x, x, layout="thd")
+    refuses(r"layout is 'thd', expected 'bhtd' or 'bthd'", function, x, x, x, layout="thd")
 
 
 def test_errors_say_in_which_layout_they_show_shapes() -> None:
     x = draw(B, T, H, D)
-    with pytest.raises(ArgumentError, match=r"\[2, 4, 5, 3\].*Shapes are shown for layout='bhtd'"):
-        regard.attention(x, x[:, 1:], x, layout="bthd")
+    refuses(r"\[2, 4, 5, 3\].*Shapes are shown for layout='bhtd'", regard.attention, x, x[:, 1:], x, layout="bthd")
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from packed import runs
 from recurrences import CASES, FORMS, ORDERS, Case, Inputs, fields, grads, loss
 from regression import ratio
 from torch import Tensor
 
 import regard
-from regard.checks import ArgumentError
 from regard.recurrent.packing import Documents
 
 LENGTH = 100
@@ -197,13 +197,10 @@ def test_ids_that_do_not_fit_are_refused(name: str) -> None:
         IDS[:1].expand(3, -1), IDS.tolist(), "packed", 3, True, IDS.to("meta"),
     ]  # fmt: skip
     for ids in bad:
-        with pytest.raises(ArgumentError, match=r"^\w+: segment_ids"):
-            case.run(x, segment_ids=ids)
+        refuses(r"^\w+: segment_ids", case.run, x, segment_ids=ids)
     few = {n: t[:, :, :50] if n in ("q", "scale", "bias") else t for n, t in x.items()}
-    with pytest.raises(ArgumentError, match="segment_ids"):
-        case.run(few, segment_ids=IDS, is_causal=False)
-    with pytest.raises(ArgumentError, match="state"):
-        case.run(x, segment_ids=IDS, state=case.run(x)[1])
+    refuses("segment_ids", case.run, few, segment_ids=IDS, is_causal=False)
+    refuses("state", case.run, x, segment_ids=IDS, state=case.run(x)[1])
 
 
 @pytest.mark.slow

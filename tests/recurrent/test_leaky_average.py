@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mistakes import refuses
 from packed import runs
 
-from regard.checks import ArgumentError
 from regard.recurrent.leaky import LeakyState, leaky_average
 
 RATES = torch.tensor([0.0, 0.05, 0.5, 5.0], dtype=torch.float64)
@@ -169,8 +169,7 @@ def test_low_precision_is_summed_in_float32():
 )
 def test_bad_arguments(change, words):
     arguments = {"x": torch.zeros(2, 4, 3, 2), "rate": RATES.float(), **change}
-    with pytest.raises(ArgumentError, match=words):
-        leaky_average(arguments.pop("x"), arguments.pop("rate"), **arguments)
+    refuses(words, leaky_average, arguments.pop("x"), arguments.pop("rate"), **arguments)
 
 
 def test_compiles_without_a_break():

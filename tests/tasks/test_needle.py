@@ -6,8 +6,8 @@ import math
 import re
 
 import pytest
+from mistakes import refuses
 
-from regard.checks import ArgumentError
 from regard.tasks import NeedleInHaystack, NeedleResult, NeedleScore, Share, Task, tasks
 from regard.tasks.needle import unique_id
 
@@ -135,10 +135,8 @@ def test_a_share_without_trials_is_zero() -> None:
     ],
 )
 def test_mistakes(changes: dict, message: str) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(message)):
-        NeedleInHaystack(**{"text": WORDS, "length": 100, **changes})
+    refuses(re.escape(message), NeedleInHaystack, **{"text": WORDS, "length": 100, **changes})
 
 
 def test_needles_that_do_not_fit() -> None:
-    with pytest.raises(ArgumentError, match="5 needles have 35 pieces, more than a haystack of length 30"):
-        NeedleInHaystack(WORDS, 30).example(0, 0)
+    refuses("5 needles have 35 pieces, more than a haystack of length 30", NeedleInHaystack(WORDS, 30).example, 0, 0)
