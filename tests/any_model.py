@@ -1,7 +1,5 @@
 """Small models of every kind that is registered, and texts for them: what the tests of models share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

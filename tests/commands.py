@@ -1,7 +1,5 @@
 """Command lines, run in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Tensors this small are slower on several threads, and much slower when test workers share the cores.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

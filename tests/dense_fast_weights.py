@@ -4,8 +4,6 @@ dense losses, and torch.autograd.grad for what a write does. Imports nothing of 
 Legend: one memory; R rows, L tokens of a chunk, H heads, n sub-keys of a half, N = n^2, k slots a head, d = Dk / 2.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """A language model whose probabilities are chosen: each token is predicted from the one before it alone."""
 
-from __future__ import annotations
-
 import torch
 from any_model import SIZES
 from torch import Tensor

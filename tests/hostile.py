@@ -1,7 +1,5 @@
 """Run folders that someone changed: sealing them again, as who means harm would."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable

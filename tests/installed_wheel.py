@@ -1,7 +1,5 @@
 """Use an installed wheel and what an extra brings: `python -I tests/installed_wheel.py [EXTRA]`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys

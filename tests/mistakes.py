@@ -1,7 +1,5 @@
 """Calls that end in an error of regard."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The softmax-like functions of `regard` on plain scores, and their weights by the formulas of `contracts.oracle`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any

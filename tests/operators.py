@@ -1,7 +1,5 @@
 """Calls of the package's own operators, for `torch.library.opcheck`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Legend: z scores of one row [n] or of rows [..., n]; p weights of the same shape.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

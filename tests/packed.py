@@ -1,7 +1,5 @@
 """Documents packed into rows, in every way in which callers say so, and the same documents alone."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

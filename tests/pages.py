@@ -4,8 +4,6 @@ The blocks of a page are one program. A `text` block that follows a `python` blo
 Prints one line of JSON: for every page None, or what went wrong.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ glibc is told to give freed blocks back at once. Left to itself it keeps some, d
 nothing about what a pass needs.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

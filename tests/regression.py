@@ -6,8 +6,6 @@ Legend: q [.., Tq, D], k [.., Tk, D], v [.., Tk, Dv]; w kernel weights and p wei
 a number, [.., Tq] or, one for every coordinate, [.., Tq, D], in the units of w.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A tokenizer for the vocabulary of the small models (`any_model.SIZES`): a word a token, `w2 w3 ...`."""
 
-from __future__ import annotations
-
 from any_model import SIZES
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

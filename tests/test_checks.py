@@ -1,7 +1,5 @@
 """The checks themselves: what they let through, what they refuse, and when tensors are looked at."""
 
-from __future__ import annotations
-
 import math
 import threading
 

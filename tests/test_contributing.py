@@ -1,7 +1,5 @@
 """CONTRIBUTING.md shows how each kind of part is added: every example is one file, and the code after it runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The layout of the source: no import circles, no import upward, small folders."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The notebooks run, and the first gives the text that is stored in it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

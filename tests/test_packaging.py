@@ -1,7 +1,5 @@
 """Version, changelog, citation, extras and workflows say the same."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Registries: names, aliases, duplicates, what third parties may and may not do."""
 
-from __future__ import annotations
-
 import sys
 import types
 from importlib.metadata import EntryPoint

@@ -1,7 +1,5 @@
 """The list of the second tier names tests that exist, and is made as `tiers` says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The figures of the tutorial show what regard computes; the one that the reader moves is checked in node."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import runpy

@@ -10,8 +10,6 @@ A case is listed if it takes more than `LIMIT` seconds of a quiet core. The chea
 first tier if it takes at most `REPRESENTATIVE` seconds. Functions in `ALWAYS` stay with all their cases.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The modules of the benchmarks."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

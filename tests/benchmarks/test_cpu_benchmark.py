@@ -4,8 +4,6 @@ run of everything takes a minute and a half: what looks at it is slow.
 Its numbers are worth nothing here; how they hang together is.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

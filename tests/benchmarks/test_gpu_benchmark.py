@@ -4,8 +4,6 @@ and that the dense forms it checks kernels against are what they should be.
 Its times are worth nothing here; how they hang together is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """How many kernels a call starts on a GPU: small ones around the large take the host's time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

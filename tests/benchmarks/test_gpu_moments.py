@@ -1,7 +1,5 @@
 """Ways to sum moments: two bfloat16 terms are as exact as said, one is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

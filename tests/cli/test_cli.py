@@ -1,7 +1,5 @@
 """The command line: one path through it, and every mistake as one line that says what is possible."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

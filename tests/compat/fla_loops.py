@@ -3,8 +3,6 @@
 Legend: q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta [B, T, HV], state [B, HV, K, V].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """`regard.compat.entmax` against the package entmax, and against what defines each function."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`regard.compat.fla` against loops over the tokens in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Operators that work in many small blocks if a test asks for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from regard.pairwise.blocked import block_rows

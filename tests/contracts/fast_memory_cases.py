@@ -1,7 +1,5 @@
 """Memory layers as their contract is tested: small, with options varied, and tokens to read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

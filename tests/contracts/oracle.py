@@ -8,8 +8,6 @@ Legend: B batch, H heads, Tq queries, Tk keys, D features; z scores, w kernel va
 [B, H, Tq, Tk]; row numbers (scale, params) are floats or [B, H, Tq].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

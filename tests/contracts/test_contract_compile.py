@@ -1,8 +1,6 @@
 """torch.compile: one whole graph for all lengths, equal to eager, forward and backward; custom operators as
 torch wants them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Derivatives against finite differences in float64, second derivatives, and torch.func."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ Expected values come from the layer itself on other inputs that must give the sa
 other rows, without padding, on their own. What the numbers are is checked beside each layer.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """What a row cannot see never matters, what it can see always does, and a row that sees nothing is zero."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

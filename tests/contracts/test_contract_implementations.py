@@ -1,7 +1,5 @@
 """Every implementation is the reference, at every length and precision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

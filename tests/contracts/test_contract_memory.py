@@ -1,7 +1,5 @@
 """Memory beside inputs and gradients, measured in a fresh process."""
 
-from __future__ import annotations
-
 import pytest
 from peak import on_linux, peak
 

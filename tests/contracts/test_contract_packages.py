@@ -1,7 +1,5 @@
 """Importing takes torch alone, and another package's part joins in through an entry point."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Every kernel x rule x degree x similarity x normalisation equals the dense oracle, values and gradients, or
 is refused for a reason listed here."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers, shapes and devices at the edge of what is allowed: sizes that overflow, empty batches, the meta device."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Laws of a single row: ties, equal scores, very large and very small ones, numbers shared in odd ways."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What goes on around a call must not change it: autocast, forward mode, torch.func transforms, narrow windows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What a call may not depend on: batching, the order of keys, how a sequence is cut, strides, shared heads."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from typing import Any
 

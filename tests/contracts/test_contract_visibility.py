@@ -1,7 +1,5 @@
 """Who may influence whom: exactly what causal order, window, offset and mask say."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -8,8 +8,6 @@ embedding bag, for which a gather does the same on a CPU, and the parameters the
 since it overwrites them before autograd has used them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

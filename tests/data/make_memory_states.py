@@ -6,8 +6,6 @@ The file was made at 40896ff. A newer version must load it and give the same out
 format is dropped on purpose.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One small run, and copies of it to spoil."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

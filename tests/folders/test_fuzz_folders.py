@@ -5,8 +5,6 @@ as damage, where the seals stay as they were, and as malice, where they are writ
 another one (who changes a weight or a setting and seals it gets what was asked for), but the end is as clean.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

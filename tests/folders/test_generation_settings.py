@@ -1,7 +1,5 @@
 """The same arguments give the same text, whatever generation settings are saved with a model or set on it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run folder from elsewhere may hold links: training never writes where they point."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """No code that lies in a folder runs, whatever standard input holds."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

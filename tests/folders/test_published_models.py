@@ -1,7 +1,5 @@
 """A saved model carries what the Hugging Face Hub and programs that do not import regard need."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

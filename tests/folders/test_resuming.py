@@ -1,7 +1,5 @@
 """Checkpoints whose seal fits and whose contents do not: nothing of the run is touched."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The config and the record of a run: checked by every command that reads them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models of transformers itself, read by `load_model`: what AutoModelForCausalLM reads, without the folder's say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

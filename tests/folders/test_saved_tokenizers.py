@@ -1,7 +1,5 @@
 """Tokenizer files that are damaged or contradict themselves: one clear error each."""
 
-from __future__ import annotations
-
 import json
 import os
 from base64 import b64encode

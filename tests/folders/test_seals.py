@@ -1,7 +1,5 @@
 """Seals: what a list of files may name, and what it must."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

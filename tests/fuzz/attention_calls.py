@@ -1,7 +1,5 @@
 """Valid calls of the attention functions, of the sentences of the grammar and of the functions of score tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the fuzzer draws: numbers, tensors and valid calls."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable

@@ -7,8 +7,6 @@ The calls are the valid ones of the fuzzer, with fixed seeds, and the logits, lo
 Digests hold for one machine and one version of torch only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

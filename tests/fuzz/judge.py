@@ -1,7 +1,5 @@
 """Judges a call: a valid one by its expected result, one with a bad argument by its error."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 valid. The fuzzer puts each of them into an otherwise valid call.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

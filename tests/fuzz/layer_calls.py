@@ -1,7 +1,5 @@
 """Valid calls of the layers of `regard.nn`: constructors and forward passes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Valid calls of the memories: associative, product-key, fast-weight and leaky."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dense_fast_weights

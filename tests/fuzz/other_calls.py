@@ -1,7 +1,5 @@
 """Valid calls of the rest: configurations, tasks, measures, hooks and the bridge to transformers."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Valid calls of the linear attentions, against the same recurrences one token at a time in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """All public calls that the fuzzer draws, by name: those that the modules imported here register."""
 
-from __future__ import annotations
-
 from . import attention_calls, layer_calls, memory_calls, other_calls, recurrent_calls
 from .draw import CALLS
 

@@ -5,8 +5,6 @@ them with gradients. A call in which one argument is replaced must end in an `Ar
 argument, or, where the value is documented as valid, in something finite.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections import Counter

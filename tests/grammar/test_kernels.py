@@ -1,7 +1,5 @@
 """Kernels where the contracts do not reach: above their limits, in the relative view, and the guard of signed sums."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

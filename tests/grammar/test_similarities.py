@@ -1,7 +1,5 @@
 """Similarities by their formulas, and bandwidths in units of distance by the distances themselves."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Solvers against numpy, singular, ill-conditioned and badly scaled systems included."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Sentences: reading, writing, presets, and messages that teach."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The threshold search: how many Newton steps it needs, and that it says so when they do not suffice."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

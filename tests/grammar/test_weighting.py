@@ -1,7 +1,5 @@
 """The protocol every estimator and fast form rests on: blocks of keys, statistics, flags, the derivative's parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

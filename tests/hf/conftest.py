@@ -1,7 +1,5 @@
 """A test of transformers that is skipped without a reason of ours in exceptions.py fails."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import pytest

@@ -1,7 +1,5 @@
 """The tests of transformers that do not apply to regard's models: one table, with the reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fnmatch import fnmatch
 

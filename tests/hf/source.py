@@ -5,8 +5,6 @@ them, whose mixins are empty then. TRANSFORMERS_SOURCE=PATH names a checkout of 
 these folders are taken.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

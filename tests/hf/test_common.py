@@ -3,8 +3,6 @@
 `make test-hf`. What does not apply to regard is in exceptions.py, with the reason.
 """
 
-from __future__ import annotations
-
 import unittest
 from typing import Any
 from unittest.mock import patch

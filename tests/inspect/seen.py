@@ -1,7 +1,5 @@
 """What is in an HTML page or a PNG."""
 
-from __future__ import annotations
-
 import io
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """Figures: that they are drawn, and that what must be told apart can be."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 `tests/models/test_hooks_everywhere.py` tests every hook point of every registered model.
 """
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Attention maps of a model, what is measured on them, and what is seen of local linear layers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

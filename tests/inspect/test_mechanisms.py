@@ -1,7 +1,5 @@
 """Measures of heads on patterns written by hand, whose values are known."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """The page: complete, self-contained, and safe against what is in the text; and tables in every print."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

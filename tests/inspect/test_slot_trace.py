@@ -1,7 +1,5 @@
 """Memories over a text: retrieved slots as tables, figures and pages, with hits against a count by hand; and gates."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

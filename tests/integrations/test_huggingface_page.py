@@ -1,7 +1,5 @@
 """What docs/huggingface.md and its example show is what comes out."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The names, the mask function and the attention function by themselves, and what they refuse."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

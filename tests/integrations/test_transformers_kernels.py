@@ -1,8 +1,6 @@
 """Kernels in stock models against dense attention functions: weights of the entmax package, and regressions fitted
 with them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

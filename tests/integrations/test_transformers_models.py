@@ -1,8 +1,6 @@
 """Stock models of transformers with regard's attention: against torch's, against the entmax package, and against
 themselves by another way (cache, padding, chunks, compiled, checkpointed)."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small stock models of transformers with random weights, from their configurations alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 memory for all rows of the batch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Writing, reading and forgetting, against dense formulas in numpy and linear algebra written from the definitions."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

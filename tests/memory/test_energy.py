@@ -1,7 +1,5 @@
 """Energies: values from the definitions, gradients by finite differences, and that no step raises them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reading and writing of fast-weight product-key memory against dense losses and autograd, in float64."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

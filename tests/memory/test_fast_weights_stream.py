@@ -1,8 +1,6 @@
 """Streams of fast-weight product-key memory beyond what `test_streams.py` tests of every memory: shared memories,
 non-finite tokens, observers and states that do not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

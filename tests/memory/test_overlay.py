@@ -1,7 +1,5 @@
 """The sparse store of memories' values: every number against dense float64 torch that is written here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

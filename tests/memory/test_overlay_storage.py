@@ -1,7 +1,5 @@
 """How a store keeps what was written: narrow numbers, full tables, copies, tensors."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Product-key search and reading against all n^2 slots, written out."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

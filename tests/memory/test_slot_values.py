@@ -1,7 +1,5 @@
 """Both stores of memories' values under random operations, against plain tables and autograd in float64."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

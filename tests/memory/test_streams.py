@@ -4,8 +4,6 @@ Layers with these memories are tested in `tests/contracts`, and models with them
 repetition of rows among others.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from itertools import pairwise

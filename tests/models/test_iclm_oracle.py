@@ -5,8 +5,6 @@ The weights of a model are taken by name; the formulas of specs are those of `co
 Legend: T tokens of one row x_0..x_{T-1}; slot s has the tokens before x_s as its context; phi [slots, C]; f [slots, E].
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Tensors that a checkpoint lacks get the initial values of a new model, not what lies in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -6,8 +6,6 @@ sparse-attention paper, 5, 6, 9 and 10.
 Legend: T tokens of one row, C model width, D channels of a head, S slots; k, v [T, D] of one head; p weights [n].
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Token mixers beside the contracts of models: the recurrences of their papers, and what single mixers do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, DIN, F, DV widths of input, inner layer and output, C model width.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """A small fast-weight product-key memory layer, its tokens and its definition."""
 
-from __future__ import annotations
-
 import torch
 from fwpkm_oracle import Oracle
 from torch import Tensor

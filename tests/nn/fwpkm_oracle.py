@@ -1,7 +1,5 @@
 """The whole layer from its formulas, in float64; `dense_fast_weights` has those of its memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

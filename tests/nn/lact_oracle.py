@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, C model width, H attention heads, HF heads of fast weights, D = C / HF, F inner width.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -27,8 +27,6 @@ sub key set") take one for every set of sub-keys ("entropy").
 `tests/data/gated_delta_rule.npz`: the naive recurrence of fla-core 0.5.2 (naive_recurrent_gated_delta_rule; float32).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -2,8 +2,6 @@
 
 What every memory layer keeps is tested in `tests/contracts`, and what a write does in `tests/memory`."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

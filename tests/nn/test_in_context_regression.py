@@ -2,8 +2,6 @@
 layers of attention without feed-forward parts see pairs (x, y) of several segments, each with a linear map of its own
 on a cone of its own, and answer queries."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

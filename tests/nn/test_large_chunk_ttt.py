@@ -3,8 +3,6 @@
 What every memory keeps is tested in `tests/memory/test_streams.py`, and what every mixer keeps (caches, padding, packed
 documents) in `tests/models`."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate, pairwise
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Statistics and traces of slots against plain counting."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Product-key memory with slow weights: values, gradients and counts against dense float64 formulas written here."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

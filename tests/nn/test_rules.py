@@ -1,7 +1,5 @@
 """Rules of a layer, temperatures and ridges: their texts, their numbers against formulas in float64, and in layers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

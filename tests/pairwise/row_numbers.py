@@ -1,7 +1,5 @@
 """What the tests of impl="cpu" share: numbers of rows, and derivatives by name."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """impl="cpu" of attention as torch and its callers see it: operators, compiled graphs, which implementation runs with
 and without numba, and memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

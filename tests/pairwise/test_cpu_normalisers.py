@@ -1,8 +1,6 @@
 """The softmax-like functions with impl="cpu": derivatives, transforms, graphs and export; which implementation runs,
 with and without numba."""
 
-from __future__ import annotations
-
 import builtins
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 their tiles and spans, rows with a few tiles in reach and gaps between them, every rule and kernel with all of its
 derivatives, against dense float64 formulas; threads, processes and what is compiled."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What runs, and why the others do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mistakes import refuses

@@ -1,7 +1,5 @@
 """Bad values for every argument of the calls with a state: each error names the call and the argument."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

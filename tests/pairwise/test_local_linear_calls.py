@@ -1,7 +1,5 @@
 """Calls of local linear attention: from a cache, compiled, with NaN where nobody looks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Derivatives of local linear attention: finite differences, autograd of the dense regression in float64, and what they
 must add up to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Local linear attention where numbers are hard: coarse inputs, shifted, degenerate and huge keys, budgets of steps."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

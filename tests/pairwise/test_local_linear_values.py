@@ -1,7 +1,5 @@
 """Local linear attention against the weighted ridge regression that it is, and against what follows from that."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

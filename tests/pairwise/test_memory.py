@@ -1,7 +1,5 @@
 """Peak memory of a forward and a backward pass, measured in a fresh process."""
 
-from __future__ import annotations
-
 import pytest
 from peak import on_linux, peak
 

@@ -1,8 +1,6 @@
 """Mistakes in calling attention, local linear attention and the normalisers: one line that names the call, what came
 and what was expected. That every bad value of every argument is named is tested in `tests/fuzz`; here are the words."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """First and second derivatives of every normaliser in the scores and in every parameter, by differences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The softmax-like functions on plain scores: accuracy, degenerate rows, axes and masks, in both implementations."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

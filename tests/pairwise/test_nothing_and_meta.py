@@ -1,7 +1,5 @@
 """The calls with a state where there is nothing, and where tensors hold no numbers (the meta device)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

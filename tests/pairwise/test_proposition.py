@@ -4,8 +4,6 @@ Unit keys k_i and queries q, s_i = k_i . q, scores z = s / gamma, so that |k_i -
 weights are [1 - |k_i - q|^2 / H^2]_+^r, normalised, from distances in extended precision.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import oracles
 import pytest

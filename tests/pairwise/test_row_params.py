@@ -1,7 +1,5 @@
 """Parameters and scales that are NaN or infinite: their rows are NaN, and no others; parameters without gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

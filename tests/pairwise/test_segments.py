@@ -1,7 +1,5 @@
 """Packed sequences: `segment_ids` of `regard.attention` against a loop over the sequences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A call of which nothing is recorded takes a shorter way to the same function, and finite inputs are seen at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The nearest keys of plain scores: exactly k, ties by index."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracles
 import torch

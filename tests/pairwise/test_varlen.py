@@ -1,7 +1,5 @@
 """Packed sequences by their boundaries: `regard.segment_ids` and `regard.varlen_attention`."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

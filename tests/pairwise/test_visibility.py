@@ -1,7 +1,5 @@
 """Which keys a query sees, against a loop over pairs that says it in words."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -3,8 +3,6 @@
 pip compares each file with its hash and fails if they differ.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

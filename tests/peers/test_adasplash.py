@@ -6,8 +6,6 @@ Triton reads TRITON_INTERPRET when it is imported, which other tests do before. 
 process of its own it writes what AdaSplash computes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The test suite of the package entmax passes with `entmax` replaced by `regard.compat.entmax`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

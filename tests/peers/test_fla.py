@@ -4,8 +4,6 @@ The naive forms compute in float32 and take [B, T, H, D]; regard takes [B, H, T,
 there and `segment_ids` here.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -3,8 +3,6 @@
 The naive forms compute in float32; those of the delta rule and of retention take [B, H, T, D], the others [B, T, H, D].
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

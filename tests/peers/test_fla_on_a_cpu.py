@@ -1,7 +1,5 @@
 """A model with Gated DeltaNet runs on a CPU where flash-linear-attention, whose kernels are for GPUs, is installed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from any_model import in_chunks, make, padded, text

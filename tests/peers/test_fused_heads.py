@@ -1,7 +1,5 @@
 """TRL computes `lm_head(base_model(...))` in a loss of its own: it is the model's loss, and its gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

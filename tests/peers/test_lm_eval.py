@@ -1,7 +1,5 @@
 """lm-eval loads a saved model by its path, measures the log-likelihoods that the model itself gives, and generates."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

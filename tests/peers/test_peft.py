@@ -1,7 +1,5 @@
 """PEFT's LoRA: adapters attach, nothing else is trained, and merging them leaves the logits as they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight-only quantisation on a CPU, by bitsandbytes and torchao: near the model itself, or an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

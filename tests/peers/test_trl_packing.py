@@ -1,8 +1,6 @@
 """TRL packs documents into rows, or lays a batch side by side without padding. Every document has the loss that it has
 alone, step after step, in all models of ours and in stock models with regard attention."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """TRL's SFTTrainer: ten steps on texts, with gradient checkpointing, and the model that it saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

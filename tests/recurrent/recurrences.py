@@ -4,8 +4,6 @@ Legend: B = 2 rows, H = 4 query heads, Hkv = 2 key heads, T positions, D = 4 cha
 Inputs are dictionaries: q [B, H, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], g (log decay), beta, ridge, scale, bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """`layout="bthd"` of every function that has it: the same numbers with tokens before heads."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Variants of the delta rule in the literature, each against a loop over its own formula in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from recurrences import FORMS, close

@@ -1,7 +1,5 @@
 """Packed sequences: `segment_ids` of the calls with a state against every document in a call of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Equation 9 of the local-linear-attention paper against a loop over its queries."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The leaky average against its definition, a dense T x T matrix of decays in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mistakes import refuses

@@ -1,7 +1,5 @@
 """Linear attention: the guard of sums that cancel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

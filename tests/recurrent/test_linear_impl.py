@@ -1,7 +1,5 @@
 """impl="linear": which calls it takes, and the sums over many chunks against all pairs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

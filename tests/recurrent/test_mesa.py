@@ -1,7 +1,5 @@
 """Mesa attention: least squares, hard systems and what is reported of them, speed."""
 
-from __future__ import annotations
-
 import itertools
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Every call with a state of fixed size against its definition in float64."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from dataclasses import replace

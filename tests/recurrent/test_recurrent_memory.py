@@ -1,7 +1,5 @@
 """Memory of the calls with a state, forward and backward, in a fresh process: linear in the length."""
 
-from __future__ import annotations
-
 import pytest
 from peak import on_linux, peak
 

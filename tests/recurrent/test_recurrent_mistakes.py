@@ -1,7 +1,5 @@
 """Wrong arguments of the calls with a state are named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

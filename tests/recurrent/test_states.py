@@ -1,7 +1,5 @@
 """What every state of fixed size can do: beam search, batching, saving, resetting, reading."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

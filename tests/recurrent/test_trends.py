@@ -1,7 +1,5 @@
 """Global linear models by name: what is read, what is refused, and the specs written when they were part of a spec."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Needles in a haystack: where they stand, that they can be made again, and how answers are counted."""
 
-from __future__ import annotations
-
 import math
 import re
 

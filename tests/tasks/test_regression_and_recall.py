@@ -1,7 +1,5 @@
 """Tasks of numbers and of documents that are read several times, against numpy and plain loops."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Facts of single tasks: lengths, splits, floors and graders."""
 
-from __future__ import annotations
-
 from itertools import product
 from statistics import mean
 from typing import Any

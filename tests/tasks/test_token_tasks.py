@@ -1,7 +1,5 @@
 """What every task of tokens promises, for each of its named settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A small English text and the smallest run that exercises everything."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

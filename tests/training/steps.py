@@ -1,7 +1,5 @@
 """What tests of training share: a callback, and what lies in the folder of a run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run on a task that was killed continues from its last checkpoint, with the numbers of a run that was not."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

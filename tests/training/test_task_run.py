@@ -1,7 +1,5 @@
 """`regard train --task`: the folder, the scores, and mistakes that are found before anything is written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

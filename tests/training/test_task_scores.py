@@ -1,7 +1,5 @@
 """`score_task`: what a model that knows the answer, and one that does not, score."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mistakes import refuses

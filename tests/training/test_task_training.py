@@ -1,7 +1,5 @@
 """Training on a task: it learns, stops when it may and sees the same examples every time; and Muon with AdamW."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mistakes import refuses

@@ -1,7 +1,5 @@
 """Configs: ranges, files, and one-line errors that say what is possible."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import fields

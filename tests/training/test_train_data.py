@@ -1,7 +1,5 @@
 """Sampling is a pure function of (seed, step); strided windows score each token once."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Data sets of the package `datasets` as the text of a run: local files, packing, streams, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib.util import find_spec

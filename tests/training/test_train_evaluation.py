@@ -1,7 +1,5 @@
 """Held-out loss against a hand-made model and plain Python sums."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

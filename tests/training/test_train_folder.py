@@ -1,7 +1,5 @@
 """Who may write in a run folder: one process at a time, and after a kill at any moment somebody."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

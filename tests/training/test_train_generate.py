@@ -1,7 +1,5 @@
 """Sampling with a seeded generator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mistakes import refuses

@@ -1,7 +1,5 @@
 """GPT-2's byte-pair encoding, from files alone: against merges done one by one, in pieces, and without a network."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

@@ -1,7 +1,5 @@
 """Training local linear models: what is logged, what is shown once, and that the ridge is learned."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable

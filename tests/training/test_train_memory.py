@@ -1,7 +1,5 @@
 """Memory of a run does not grow with its text."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Every model of the catalogue, chosen by name: its flags and options, whole runs, several processes, and what is
 refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs in two processes, started by torchrun: they give the numbers of one process with batches twice as large."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A whole run: what lies in the folder, what resumes bit for bit, and what is refused before work is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

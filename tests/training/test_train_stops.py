@@ -1,7 +1,5 @@
 """What ends a run early: non-finite numbers, signals, a full disk. The last good checkpoint always stays."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

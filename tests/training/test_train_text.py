@@ -1,7 +1,5 @@
 """Reading text: the folder rule, the split, and files that are no text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizers: exact round trips, nothing special hidden in text, loadable without our code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
