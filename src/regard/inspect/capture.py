@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +62,7 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
     seen = Capture()
     try:
         for position, layer in enumerate(layers):
-            layer.observer = _Recorder(seen, position)
+            layer.observer = _recorder(seen, position)
             layer.observe_weights = weights
         yield seen
     finally:
@@ -71,22 +70,11 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
             layer.observer, layer.observe_weights = observer, observe_weights
 
 
-@dataclass(frozen=True)
-class _Recorder:
-    """Observer of one layer."""
+def _recorder(seen: Capture, position: int) -> Callable[[int | None, Diagnostics], None]:
+    def record(layer_idx: int | None, diagnostics: Diagnostics) -> None:
+        seen.layers[position if layer_idx is None else layer_idx] = diagnostics.detached()
 
-    seen: Capture
-    position: int
-
-    def __call__(self, layer_idx: int | None, diagnostics: Diagnostics) -> None:
-        key = self.position if layer_idx is None else layer_idx
-        self.seen.layers[key] = _detached(diagnostics)
-
-
-def _detached(diagnostics: Any) -> Any:
-    """Return the diagnostics detached from the graph, which would otherwise stay in memory."""
-    fields = ((f.name, getattr(diagnostics, f.name)) for f in dataclasses.fields(diagnostics))
-    return dataclasses.replace(diagnostics, **{name: x.detach() for name, x in fields if isinstance(x, Tensor)})
+    return record
 
 
 def check_labels(call: str, labels: Any, input_ids: Tensor) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..checks import ArgumentError, instance, integers, refuse, require, tensor, whole, within
 from .capture import check_labels, eval_mode
-from .hooks import hooked, named_hook_points
+from .hooks import named_hook_points, run_with_cache
 
 GATE = "hook_gate"
 """Name of the hook point of a gate."""
@@ -69,14 +69,12 @@ def gate_trace(
     mend = 'give a model with memories such as HybridConfig(memories="FwPKM@2") and gating=True'
     missing = f"no memory layer of {type(model).__name__} has a gate; {mend}."
     require(bool(names), call, missing)
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    record = lambda name: lambda gate, hook: parts[name].append(gate.detach().reshape(-1).float().cpu())  # noqa: E731
-    hooks = [(name, record(name)) for name in names]
-    with eval_mode(model), _chunked(model, chunk_size), hooked(model, hooks, required=False):
-        model(input_ids=input_ids.long()[None].to(next(model.parameters()).device), use_cache=False)
-    gates = {name: torch.cat(values) for name, values in parts.items() if values}
-    require(bool(gates), call, missing)
-    return GateTrace(tuple(labels), tuple(map(layer_name, gates)), torch.stack(list(gates.values())))
+    tokens = input_ids.long()[None].to(next(model.parameters()).device)
+    with eval_mode(model), _chunked(model, chunk_size):
+        _, found = within(call, None, run_with_cache, model, tokens, names.__contains__)
+    require(bool(found), call, missing)
+    gates = torch.stack([gate.reshape(-1).float().cpu() for gate in found.values()])
+    return GateTrace(tuple(labels), tuple(map(layer_name, found)), gates)
 
 
 def _chunked(model: nn.Module, tokens: int | None) -> Any:

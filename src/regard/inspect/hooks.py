@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def named_hook_points(model: nn.Module) -> dict[str, HookPoint]:
     for path, module in model.named_modules():
         if not isinstance(module, HookPoint):
             continue
-        name = module.label if module.label is not None else _plain(path)
+        name = module.label if module.label is not None else reduce(str.removeprefix, _WRAPPERS, path)
         if name in points:
             raise ArgumentError(f"named_hook_points: two hook points of {_kind(model)} are named {name!r}.")
         points[name] = module
@@ -160,7 +161,6 @@ def _points(model: nn.Module, call: str) -> dict[str, HookPoint]:
 
 
 def _pairs(call: str, hooks: Any) -> list[tuple[str | Filter, HookFunction]]:
-    """Return the pairs (name or filter, function) after checking them."""
     expected = "pairs (name or filter of names, function)"
     if not isinstance(hooks, Iterable) or isinstance(hooks, (str, bytes, Tensor)):
         raise refuse(call, "hooks", hooks, expected)
@@ -173,7 +173,6 @@ def _pairs(call: str, hooks: Any) -> list[tuple[str | Filter, HookFunction]]:
 
 
 def _names(which: str | Filter, points: dict[str, HookPoint], call: str) -> list[str]:
-    """Return the names of the selected points."""
     if callable(which):
         return [name for name in points if which(name)]
     if not isinstance(which, str) or which not in points:
@@ -196,12 +195,6 @@ def _listener(name: str, function: HookFunction, called: dict[str, bool], call: 
         return replaced
 
     return listen
-
-
-def _plain(path: str) -> str:
-    for wrapper in _WRAPPERS:
-        path = path.removeprefix(wrapper)
-    return path
 
 
 def _kind(model: nn.Module) -> str:

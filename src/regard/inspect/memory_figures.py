@@ -44,8 +44,7 @@ def gate_text(trace: GateTrace, *, title: str, columns: int = 100) -> bytes:
 
 
 def wrap(labels: Sequence[str], columns: int) -> list[list[tuple[str, int]]]:
-    """Return lines of at most `columns` characters, each a list of (character, number of its token), which also end at
-    every line end of the text."""
+    """Return lines of up to `columns` pairs (character, number of its token); line ends of the text end a line."""
     lines: list[list[tuple[str, int]]] = [[]]
     for token, label in enumerate(labels):
         for char in label:

@@ -90,7 +90,6 @@ def render(page: Page) -> str:
 
 
 def template(name: str) -> Template:
-    """Return a template of this package."""
     source = importlib.resources.files(__package__).joinpath(f"templates/{name}").read_text("utf-8")
     # jinja2 selects autoescape by the file's suffix only if it loads the file itself
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

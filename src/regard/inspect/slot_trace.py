@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checks import ArgumentError
-
-if TYPE_CHECKING:
-    from ..nn.memory_trace import Retrieved
+from ..nn.memory_trace import Retrieved
 
 HIT = "[HIT]"
 

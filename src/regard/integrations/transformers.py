@@ -124,7 +124,8 @@ def convert(model: Model, spec: Spec | str) -> Model:
         as_spec(spec, "convert")
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     fixed = [part for part in parts if not part._can_set_attn_implementation()]
-    if fixed or not any(map(_looks_up_attention, model.modules())):
+    files = (sys.modules.get(type(layer).__module__) for layer in model.modules())
+    if fixed or not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):  # transformers' table of functions
         mend = "use a model whose layers use transformers' AttentionInterface"
         own = f"{type((fixed or parts)[0]).__name__} computes attention by itself and would not change"
         raise ArgumentError(f"convert: {own}; {mend}.")
@@ -132,11 +133,6 @@ def convert(model: Model, spec: Spec | str) -> Model:
     for part in parts:  # also those with a configuration of their own, which some releases leave as they are
         part.set_attn_implementation(name)
     return model
-
-
-def _looks_up_attention(layer: nn.Module) -> bool:
-    """Return whether the file that defines the layer uses transformers' table of attention functions."""
-    return hasattr(sys.modules.get(type(layer).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
 def _name(spec: Spec | str) -> str:
@@ -221,7 +217,6 @@ def _packed(mask_function: Callable[..., Any]) -> Tensor | None:
 
 
 def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the variables in a function's closure by name."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     return {} if code is None else {n: cell.cell_contents for n, cell in zip(code.co_freevars, cells, strict=True)}
 
@@ -299,7 +294,10 @@ def attend(
         tokens = (query.shape[0], query.shape[2])
         documents = _documents(module, tokens, key.shape[2], causal, attention_mask, kwargs)
         if documents is not None:
-            _keep_apart(seen, documents)
+            if _of_pairs(seen.get("attn_mask")):
+                seen["attn_mask"] = seen["attn_mask"] & (documents[:, None, :, None] == documents[:, None, None, :])
+            else:
+                seen["segment_ids"] = documents
     if scaling is not None and spec.takes_scale:
         if isinstance(scaling, Tensor) and scaling.dim():
             raise ArgumentError(f"{CALL}: scaling has shape {shape(scaling)}, expected one number for all heads.")
@@ -432,14 +430,6 @@ def _look(
             faults[f"the rows hold several documents, {why}"] = documents.begins.any()
     segments = replace(documents, faults=faults).segments(CALL, cache_kept=False, cache_asked=False)
     return None if blind else segments
-
-
-def _keep_apart(seen: dict[str, Any], documents: Tensor) -> None:
-    """Add documents to the arguments of `regard.attention`: to a full mask if there is one."""
-    if _of_pairs(seen.get("attn_mask")):
-        seen["attn_mask"] = seen["attn_mask"] & (documents[:, None, :, None] == documents[:, None, None, :])
-    else:
-        seen["segment_ids"] = documents
 
 
 def _of_pairs(mask: Tensor | None) -> bool:

@@ -28,8 +28,8 @@ from torch.nn.functional import silu
 from ..checks import ArgumentError, choice, flags, floating, instance, number, refuse, require, shape, tensor
 from ..precision import full_precision
 from ..recurrent.states import require_state
-from .stream import ChunkSettings, Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
-from .tokens import Tensors, Waiting, finite_tokens, hidden_where, joined, marked
+from .stream import ChunkMemory, Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
+from .tokens import Tensors, Waiting, finite_tokens, hidden_where, joined, marked, taken
 
 CALL = "fast_weight_mlp"
 NAMES = ("gate", "up", "down")
@@ -97,11 +97,9 @@ class NetworkState(StreamState):
 
     @property
     def network(self) -> SwiGLU:
-        """The M networks."""
         return SwiGLU(self.gate, self.up, self.down)
 
     def to_tensors(self) -> Tensors:
-        """Return name to tensor, contiguous, for safetensors; `from_tensors` restores the state."""
         none = self.gate.new_zeros(len(self.writes), 0)
         held = dict.fromkeys(self.WAITING, none) | {"good": none.bool()}
         held |= marked(self.waiting.tokens()) if self.waiting.pieces else {}
@@ -114,11 +112,8 @@ class NetworkState(StreamState):
         """Return the state that `to_tensors` wrote. A tensor that is missing or unknown is an ArgumentError."""
         fast = {f.name for f in fields(cls)} - {"waiting"}
         known = fast | {*cls.WAITING, "valid", "finite", "waits"}
-        require(
-            set(tensors) == known,
-            f"{cls.__name__}.from_tensors",
-            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}.",
-        )
+        wrong = f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}."
+        require(set(tensors) == known, f"{cls.__name__}.from_tensors", wrong)
         counts, writes = (tuple(int(n) for n in tensors[name]) for name in ("waits", "writes"))
         good = tensors["valid"].bool() & tensors["finite"].bool()
         piece = {**{name: tensors[name] for name in cls.WAITING}, "good": good}
@@ -147,28 +142,21 @@ def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, 
     require(state.shared == empty.shared, call, f"state has shared={state.shared}, but this call {empty.shared}.")
     waiting = state.waiting.tokens()
     held = next((len(x) for x in waiting.values()), rows if state.shared else len(state.writes))
-    require(
-        held == rows and len(state.waits) == len(state.writes) == len(empty.writes),
-        call,
-        f"state is of {held} rows{' that share a memory' if state.shared else ''}, but {rows} are given now; select or "
-        f"repeat its rows, or begin with state=None.",
-    )
+    fits = held == rows and len(state.waits) == len(state.writes) == len(empty.writes)
+    wrong = f"state is of {held} rows{' that share a memory' * state.shared}, but {rows} are given now"
+    require(fits, call, f"{wrong}; select or repeat its rows, or begin with state=None.")
     require_state(call, state, kind, {name: tuple(x.shape) for name, x in empty.memory.items()}, empty.gate)
     for name, size in sizes.items() if waiting else ():
         if waiting[name].shape[2:] != size:
-            raise ArgumentError(
-                f"{call}: state holds {name} {shape(waiting[name])}, but these tensors need [..., "
-                f"{', '.join(map(str, size))}]; give each layer its own state."
-            )
+            why = f"these tensors need [..., {', '.join(map(str, size))}]; give each layer its own state"
+            raise ArgumentError(f"{call}: state holds {name} {shape(waiting[name])}, but {why}.")
 
 
-class NetworkMemory(ChunkSettings):
-    """The base of the settings of memories whose fast weights are SwiGLU networks."""
+class NetworkMemory(ChunkMemory):
+    """The base of memories whose fast weights are SwiGLU networks."""
 
     shared: bool
     start: Callable[[SwiGLU, int], Any]
-    read: Callable[..., tuple[Tensor, Tensors]]
-    write: Callable[..., Tensors]
 
     def run(
         self, call: str, new: Tensors, weights: SwiGLU, state: N | None, where: tuple[Any, Any], frozen: bool
@@ -243,7 +231,9 @@ class FastMLPMemory(NetworkMemory):
         it; a token without such a successor is not learned from."""
         tokens = marked(tokens)
         following = {n: torch.zeros_like(x[:, :1]) for n, x in tokens.items()} if following is None else following
-        tokens = good_first(joined((tokens, following)))
+        tokens = joined((tokens, following))
+        if not tokens["good"].all():  # move the good tokens of every row to its left, in their order
+            tokens = taken(tokens, torch.argsort(~tokens["good"], dim=1, stable=True))
         there = tokens["good"]
         pairs = (there[:, :-1] & there[:, 1:])[..., None]
         query, own, after = tokens["query"][:, :-1], tokens["value"][:, :-1], tokens["value"][:, 1:]
@@ -252,16 +242,6 @@ class FastMLPMemory(NetworkMemory):
         share = 2 / (pairs.sum(1, keepdim=True).clamp_min(1) * wanted.shape[-1]).to(wanted.dtype)
         steps = state.network.gradients(query, lambda found: torch.where(pairs, share * (found - wanted), 0))
         return {n: w - self.learning_rate * g for n, w, g in zip(NAMES, state.network, steps, strict=True)}
-
-
-def good_first(tokens: Tensors) -> Tensors:
-    """Move the good tokens of every row to its left, in their order."""
-    there = tokens["good"]
-    if there.all():
-        return tokens
-    order = torch.argsort(~there, dim=1, stable=True)
-    rows = torch.arange(len(order), device=order.device)[:, None]
-    return {name: x[rows, order] for name, x in tokens.items()}
 
 
 def folded(x: Tensor, memories: int) -> Tensor:
@@ -310,9 +290,8 @@ def fast_weight_mlp(
         floating(CALL, name, x)
         tensor(CALL, name, x, like=query)
         if x.dim() != 3 or 0 in x.shape[1:] or x.shape[:2] != query.shape[:2]:
-            raise ArgumentError(
-                f"{CALL}: {name} has shape {shape(x)}, expected query [B, T, Din] and value [B, T, Dv] with T >= 1."
-            )
+            expected = "query [B, T, Din] and value [B, T, Dv] with T >= 1"
+            raise ArgumentError(f"{CALL}: {name} has shape {shape(x)}, expected {expected}.")
     check_tokens(CALL, query, mask, segment_ids, memory.shared)
     given = f"for query {shape(query)} and value {shape(value)}, biases last"
     first = first_network(CALL, weights, query, (query.shape[2], value.shape[2]), 1, given)

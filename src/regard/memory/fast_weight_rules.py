@@ -53,7 +53,6 @@ class Written:
     scores: Tensor | None = None  # [M, P, H, k]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Written:
-        """Apply `fn` to every tensor."""
         return Written(**{f.name: None if (x := getattr(self, f.name)) is None else fn(x) for f in fields(self)})
 
 
@@ -134,7 +133,6 @@ class WriteRule:
 
     @classmethod
     def of(cls, rule: str | WriteRule) -> WriteRule:
-        """Return `rule` itself, or the rule of that name."""
         if isinstance(rule, WriteRule):
             return rule
         return cls(instance(CALL, "rule", rule, str, "a WriteRule or its name"))
@@ -151,17 +149,15 @@ class WriteRule:
         if self.key_update == "none":
             return keys
         if tokens.query is None or tokens.halves is None or tokens.half_scores is None:
-            raise ArgumentError(
-                f"{CALL}: key_update is {self.key_update!r}, but the tokens that wait to be written were read under "
-                f"'none'; flush(state) before the rule changes."
-            )
+            why = "the tokens that wait to be written were read under 'none'; flush(state) before the rule changes"
+            raise ArgumentError(f"{CALL}: key_update is {self.key_update!r}, but {why}.")
         query, halves = _sets(tokens.query.unflatten(-1, (2, -1))), _sets(tokens.halves)
         half_scores = _sets(tokens.half_scores)
         rate = self.learning_rate
         if self.key_update != "mse":
             rate *= self.address_weight
             pooled = keys.shape[1] if self.key_update == "pooled-entropy" else 1
-            counted = _by_token(tokens.counted, len(query))
+            counted = tokens.counted.repeat_interleave(len(query) // len(tokens.counted), 0)
             upstream = _entropy_gradient(half_scores, halves, counted, keys.shape[-2], pooled)
         else:
             upstream = _sets(_error_gradient(tokens, self.gate_loss, values, keys.shape[-2], spec))
@@ -176,11 +172,6 @@ class WriteRule:
 def _sets(x: Tensor) -> Tensor:
     """Reshape [M, P, H, 2, ...] to [G, P, ...]."""
     return by_set(x, shared=False)[0]
-
-
-def _by_token(x: Tensor, sets: int) -> Tensor:
-    """Repeat [M, P] to [G, P]."""
-    return x.repeat_interleave(sets // len(x), 0)
 
 
 def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int, pooled: int) -> Tensor:

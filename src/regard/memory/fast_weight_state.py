@@ -78,12 +78,10 @@ class FastWeightState(StreamState):
 
     @property
     def batch(self) -> int:
-        """B."""
         return len(self.seen)
 
     @property
     def bytes(self) -> int:
-        """The memory of all tensors."""
         return super().bytes + self.initial_keys.nbytes + self.values.bytes
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> FastWeightState:
@@ -118,7 +116,6 @@ class FastWeightState(StreamState):
         return replace(super().repeat(n), values=self.values.repeat(n), seen=repeated(self.seen, n))
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return name to tensor, contiguous, for safetensors; `from_tensors` restores the state."""
         names = {kind: name for name, kind in slot_values.items()}
         found = {
             **super().to_tensors(),
@@ -147,11 +144,8 @@ class FastWeightState(StreamState):
         require(not missing, call, f"{', '.join(missing)} missing; give what to_tensors() wrote.")
         counts = tuple(tensors["counts"].tolist())
         needed = NEEDED if any(counts) else set()
-        require(
-            needed <= set(parts["waiting"]) <= NEEDED | OPTIONAL,
-            call,
-            f"got waiting tensors {', '.join(sorted(parts['waiting'])) or 'none'}; give what to_tensors() wrote.",
-        )
+        wrong = f"got waiting tensors {', '.join(sorted(parts['waiting'])) or 'none'}; give what to_tensors() wrote."
+        require(needed <= set(parts["waiting"]) <= NEEDED | OPTIONAL, call, wrong)
         store = slot_values.get(bytes(tensors["store"].tolist()).decode())
         state = cls(
             keys=tensors["keys"],
@@ -188,10 +182,8 @@ def _require_whole(call: str, state: FastWeightState) -> None:
             found[f"waiting.{name}"] = tuple(x.shape), (*rows, *sizes.get(name, ()))
     for name, (size, wanted) in found.items():
         if size != wanted:
-            raise ArgumentError(
-                f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; give all that one "
-                f"to_tensors() wrote."
-            )
+            mend = "give all that one to_tensors() wrote"
+            raise ArgumentError(f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; {mend}.")
 
 
 def check_state(
@@ -200,34 +192,23 @@ def check_state(
     """Check that `state` fits the tensors of a call, and return it."""
     if not isinstance(state, FastWeightState):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a FastWeightState or None.")
-    held = (tuple(state.keys.shape[1:]), (state.values.slots, state.values.width))
+    sizes = (tuple(state.keys.shape[1:]), (state.values.slots, state.values.width))
     wanted = (tuple(keys.shape), tuple(values.shape))
-    if held != wanted:
-        raise ArgumentError(
-            f"{call}: state holds keys {list(held[0])} and values {list(held[1])}, but this memory has "
-            f"{list(wanted[0])} and {list(wanted[1])}; give each memory its own state."
-        )
+    if sizes != wanted:
+        why = f"this memory has {list(wanted[0])} and {list(wanted[1])}; give each memory its own state"
+        raise ArgumentError(f"{call}: state holds keys {list(sizes[0])} and values {list(sizes[1])}, but {why}.")
     if state.shared != shared:
-        raise ArgumentError(
-            f"{call}: state is of {'one memory for the batch' if state.shared else 'a memory for each sequence'}, but "
-            f"shared={shared}; begin a new stream with state=None."
-        )
+        held = "one memory for the batch" if state.shared else "a memory for each sequence"
+        raise ArgumentError(f"{call}: state is of {held}, but shared={shared}; begin a new stream with state=None.")
     if state.keys.device != keys.device:
-        raise ArgumentError(
-            f"{call}: state is on {state.keys.device}, but the rest is on {keys.device}; move it: state.map(lambda x: "
-            f"x.to(...))."
-        )
+        mend = "move it: state.map(lambda x: x.to(...))"
+        raise ArgumentError(f"{call}: state is on {state.keys.device}, but the rest is on {keys.device}; {mend}.")
     if state.batch != batch:
-        require(
-            shared and state.waiting.empty,
-            call,
-            f"state is of {state.batch} sequences, but {batch} came; select() or repeat() them"
-            + (", or flush(state) before the batch changes its size." if shared else "."),
-        )
+        mend = "select() or repeat() them" + ", or flush(state) before the batch changes its size" * shared
+        wrong = f"state is of {state.batch} sequences, but {batch} came; {mend}."
+        require(shared and state.waiting.empty, call, wrong)
         state = replace(state, seen=(max(state.seen, default=0),) * batch)
     if not state.waiting.empty and state.waiting.pieces[0]["slots"].shape[-1] != top_k:
-        raise ArgumentError(
-            f"{call}: top_k is {top_k}, but {max(state.waits)} tokens that wait to be written were read with "
-            f"another; flush(state) before it changes."
-        )
+        waiting = f"{max(state.waits)} tokens that wait to be written were read with another"
+        raise ArgumentError(f"{call}: top_k is {top_k}, but {waiting}; flush(state) before it changes.")
     return state

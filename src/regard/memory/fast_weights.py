@@ -127,15 +127,12 @@ def _check_tensors(query: Tensor, value: Tensor, gate: Tensor | None, keys: Tens
         raise ArgumentError(f"{CALL}: query is {shape(query)}, expected [B, T, H, Dk] with an even Dk.")
     batch, tokens, heads, width = query.shape
     if keys.dim() != 4 or tuple(keys.shape[:2]) != (heads, 2) or keys.shape[-1] != width // 2:
-        raise ArgumentError(
-            f"{CALL}: keys is {shape(keys)}, but query {shape(query)} needs [{heads}, 2, n, {width // 2}]."
-        )
+        why = f"query {shape(query)} needs [{heads}, 2, n, {width // 2}]"
+        raise ArgumentError(f"{CALL}: keys is {shape(keys)}, but {why}.")
     slots = keys.shape[2] ** 2
     if values.dim() != 2 or values.shape[0] != slots or tuple(value.shape) != (batch, tokens, values.shape[1]):
-        raise ArgumentError(
-            f"{CALL}: values is {shape(values)} and value {shape(value)}, expected [{slots}, Dv] and [{batch}, "
-            f"{tokens}, Dv] for query {shape(query)} and keys {shape(keys)}."
-        )
+        expected = f"[{slots}, Dv] and [{batch}, {tokens}, Dv] for query {shape(query)} and keys {shape(keys)}"
+        raise ArgumentError(f"{CALL}: values is {shape(values)} and value {shape(value)}, expected {expected}.")
     if gate is not None and tuple(gate.shape) != (batch, tokens):
         raise ArgumentError(f"{CALL}: gate is {shape(gate)}, expected [{batch}, {tokens}], as query {shape(query)}.")
     require_top_k(CALL, top_k, keys.shape[2])

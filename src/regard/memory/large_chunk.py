@@ -95,7 +95,6 @@ class LargeChunkState(NetworkState):
 
     @property
     def norms_first(self) -> Tensor:
-        """The norms of the first weights."""
         return all_norms(SwiGLU(self.gate_first, self.up_first, self.down_first))
 
 
@@ -125,7 +124,6 @@ class LargeChunkMemory(NetworkMemory):
 
     @property
     def rule(self) -> Optimizer:
-        """The optimiser."""
         return OPTIMIZERS[self.optimizer]
 
     def start(self, weights: SwiGLU, batch: int) -> LargeChunkState:

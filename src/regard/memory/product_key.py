@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, finite, flag, floating, instance, number, require, shape, tensor, whole, within
+from ..checks import finite, flag, floating, instance, number, refuse, require, shape, tensor, whole, within
 from ..grammar import Spec, as_spec
 from ..precision import clean, full_precision
 from ..registry import Registry
@@ -153,10 +153,9 @@ def weights_spec(call: str, spec: str | Spec) -> Spec:
     """Return `spec` as a Spec, after checking that it can weight selected slots."""
     known = as_spec(spec, call)
     if not known.convex or known.degree or known.similarity.name != "dot":
-        raise ArgumentError(
-            f"{call}: spec is {str(known)!r}, expected weights over scores that are not negative and sum to one, of "
-            f"degree 0, without a similarity of their own, such as 'softmax' or 'sparsemax'."
-        )
+        kind = "that are not negative and sum to one, of degree 0, without a similarity of their own"
+        expected = f"weights over scores {kind}, such as 'softmax' or 'sparsemax'"
+        raise refuse(call, "spec", str(known), expected)
     return known
 
 
@@ -214,19 +213,14 @@ def check_eps(call: str, name: str, eps: Any) -> float:
 def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> float:
     floating(call, "query", query)
     tensor(call, "keys", keys, like=query)
-    require(
-        query.dim() == 4 and query.shape[-1] % 2 == 0 and query.shape[-1] > 0,
-        call,
-        f"query is {shape(query)}, expected [B, T, H, Dk] with an even Dk, whose halves meet a set of sub-keys each.",
-    )
+    expected = "[B, T, H, Dk] with an even Dk, whose halves meet a set of sub-keys each"
+    fits = query.dim() == 4 and query.shape[-1] % 2 == 0 and query.shape[-1] > 0
+    require(fits, call, f"query is {shape(query)}, expected {expected}.")
     (batch, _, heads, width), own = query.shape, keys.dim() == 5
     wanted = (batch, heads, 2) if own else (heads, 2)
-    require(
-        keys.dim() in (4, 5) and tuple(keys.shape[:-2]) == wanted and keys.shape[-1] == width // 2,
-        call,
-        f"keys is {shape(keys)}, but query {shape(query)} needs [{heads}, 2, n, {width // 2}] or "
-        f"[{batch}, {heads}, 2, n, {width // 2}].",
-    )
+    fits = keys.dim() in (4, 5) and tuple(keys.shape[:-2]) == wanted and keys.shape[-1] == width // 2
+    needed = f"[{heads}, 2, n, {width // 2}] or [{batch}, {heads}, 2, n, {width // 2}]"
+    require(fits, call, f"keys is {shape(keys)}, but query {shape(query)} needs {needed}.")
     require_top_k(call, top_k, keys.shape[-2])
     finite(call, "query", query)
     finite(call, "keys", keys)
@@ -243,8 +237,8 @@ class InverseDistance:
     """-log(eps + |q - K|^2) (equation 21)."""
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
-        squares, index = _selected(lambda q, of: -_squares(q, of), query, keys, k)
-        return -torch.log(eps + _Best.apply(query, keys, index, -squares, True)), index
+        nearness, index = _selected(_nearness, query, keys, k)
+        return -torch.log(eps + _Best.apply(query, keys, index, -nearness, True)), index
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
         by_square = _spread(-upstream * scores.exp(), index, keys.shape[1])  # ds/d(d^2) = -1 / (eps + d^2)
@@ -263,13 +257,13 @@ class Dot:
         return _spread(upstream, index, keys.shape[1]).mT @ query
 
 
-def _squares(query: Tensor, keys: Tensor) -> Tensor:
-    """Return |q - K|^2, [G, T, n]."""
+def _nearness(query: Tensor, keys: Tensor) -> Tensor:
+    """Return -|q - K|^2, [G, T, n]."""
     if query.dtype == torch.float64:
-        return (query[:, :, None] - keys[:, None]).square().sum(-1)
+        return -(query[:, :, None] - keys[:, None]).square().sum(-1)
     q, k = _wide(query), _wide(keys)
     q2, k2 = (torch.linalg.vector_norm(x, dim=-1).square() for x in (q, k))
-    return torch.baddbmm(k2[:, None], q, k.mT, alpha=-2).add_(q2[..., None]).clamp_(min=0).to(query.dtype)
+    return -torch.baddbmm(k2[:, None], q, k.mT, alpha=-2).add_(q2[..., None]).clamp_(min=0).to(query.dtype)
 
 
 def _dots(query: Tensor, keys: Tensor) -> Tensor:
@@ -280,8 +274,7 @@ def _dots(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to float64, so that cancellation in the products leaves float32 precision, even near a key or for close
-    keys far from the origin."""
+    """Convert to float64, since products cancel near a key, and for close keys far from the origin."""
     return x if x.device.type == "mps" else x.double()  # MPS has no float64
 
 

@@ -19,8 +19,8 @@ from .fast_weight_rules import WriteRule, Written
 from .fast_weight_state import FastWeightState
 from .product_key import SOFTMAX, SlotScore, check_eps, search, slot_scores, weigh, weights_spec
 from .stores.slot_values import SlotValues, preferred, slot_values
-from .stream import ChunkSettings, check_chunk, check_meta_grad
-from .tokens import Tensors, joined, marked
+from .stream import ChunkMemory, check_chunk, check_meta_grad
+from .tokens import Tensors, hidden_where, joined, marked
 
 BLOCK = 8192
 """Tokens of the batch that are read at once, however large the chunk."""
@@ -32,12 +32,14 @@ class WriteObserver(Protocol):
     def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
         """Take the slots and weights [M, P, K] of tokens, their `position` [M, P] in the stream of batch row `row`
         [M, P], and `valid` [M, P], which of them exist."""
+        return
 
     def on_write(
         self, slots: Tensor, shares: Tensor, position: Tensor, target: Tensor, written: Tensor, row: Tensor
     ) -> None:
-        """Take the slots and shares [M, P, K] of the tokens at `position`, which move towards the value at position
-        `target` [M, P] where `written` [M, P]."""
+        """Take the slots and shares [M, P, K] of the tokens at `position` [M, P]: where `written`, each slot moves by
+        that share of the token's error towards the value of the token at position `target` [M, P]."""
+        return
 
 
 class Looked(NamedTuple):
@@ -54,8 +56,7 @@ class Looked(NamedTuple):
 
 @runtime_checkable
 class Rounds(Protocol):
-    """A store of values with kernels of its own for whole reads and writes. They return None if they cannot do what is
-    asked."""
+    """A store of values with kernels for whole reads and writes, which return None if they cannot do what is asked."""
 
     def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Do as `precision.clean`."""
@@ -75,13 +76,8 @@ def mixed(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
     return read + value if gate is None else torch.lerp(value, read, gate[..., None].to(read.dtype))
 
 
-def _shown(x: Tensor, good: Tensor | None) -> Tensor:
-    """Set x [R, w, Dv] to 0 where not good."""
-    return x if good is None else torch.where(good[..., None], x, 0)
-
-
 @dataclass(frozen=True, eq=False)
-class SlotMemory(ChunkSettings):
+class SlotMemory(ChunkMemory):
     """How a fast-weight product-key memory is read and written: the settings of `fast_weight_memory`.
 
     Args:
@@ -141,7 +137,6 @@ class SlotMemory(ChunkSettings):
 
     @property
     def kind(self) -> SlotScore:
-        """The score of a half."""
         return slot_scores.get(self.score)()
 
     def store(self, values: Tensor, query: Tensor, keys: Tensor) -> str:
@@ -191,13 +186,13 @@ class SlotMemory(ChunkSettings):
         weights = weigh(found.scores.flatten(-2), self.spec)
         slots = by_memory(found.slots.flatten(-2), state)
         read = state.values.read(by_memory(weights, state), slots).view(*query.shape[:2], state.values.width)
-        read = _shown(read, good)
-        out = _shown(mixed(read, tokens["value"], tokens.get("gate")), good) if self.mix else read
+        read = read if good is None else hidden_where(~good, read)
+        out = mixed(read, tokens["value"], tokens.get("gate")) if self.mix else read
+        out = out if good is None or not self.mix else hidden_where(~good, out)
         halves = (found.halves, found.half_scores, found.scores)
         return Looked(found.slots, weights.view_as(found.slots), read, out, *halves)
 
     def write(self, state: FastWeightState, tokens: Tensors, following: Tensors | None) -> dict[str, Any]:
-        """Return keys and values after a write of the tokens."""
         new = None
         if isinstance(state.values, Rounds) and self.observer is None and self.sync is None:
             new = state.values.rewritten(self, state.keys, tokens, following)
@@ -266,9 +261,8 @@ def _of_all_processes(x: Tensor) -> Tensor:
     from torch import distributed
 
     if not distributed.is_initialized():
-        raise ArgumentError(
-            "fast_weight_memory: sync='all_gather' needs torch.distributed; call init_process_group() first."
-        )
+        mend = "call init_process_group() first"
+        raise ArgumentError(f"fast_weight_memory: sync='all_gather' needs torch.distributed; {mend}.")
     own = x.to(torch.uint8) if x.dtype == torch.bool else x
     parts = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(parts, own.detach().contiguous())

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ from ..recurrent.states import State
 from .tokens import Tensors, Waiting, blend, device_of, hidden_where, limited, picked, repeated, width
 
 S = TypeVar("S", bound="StreamState")
-M = TypeVar("M", bound="ChunkSettings")
-H = TypeVar("H", bound="StreamState", contravariant=True)
+M = TypeVar("M", bound="ChunkMemory")
 
 
 @dataclass(frozen=True)
@@ -114,12 +113,10 @@ class StreamState(State):
         return self.waiting.bytes + sum(x.nbytes for x in own)
 
     def map(self: S, fn: Callable[[Tensor], Tensor]) -> S:
-        """Apply `fn` to every tensor."""
         tensors = {name: fn(x) for name, x in self._tensors().items()}
         return replace(self, **tensors, waiting=self.waiting.map(fn))
 
     def clone(self: S) -> S:
-        """Return a copy that shares no memory; gradients flow through it."""
         return StreamState.map(self, torch.clone)
 
     def detach(self: S) -> S:
@@ -137,20 +134,17 @@ class StreamState(State):
         """Set the memories `rows` (boolean [M]; None: all) back to their first values, and drop their waiting
         tokens."""
         rows = self._all() if rows is None else rows
-        flags = rows.tolist()
-        memory = self.memory
-        for name, first in self.MEMORY.items():
-            old = memory[name]
+        flags, memory = rows.tolist(), self.memory
+        for name, old in self.memory.items():
+            first = self.MEMORY[name]
             memory[name] = blend(rows, getattr(self, first) if first else old.new_zeros(()), old)
         writes = tuple(0 if again else n for again, n in zip(flags, self.writes, strict=True))
         return replace(self, **memory, waiting=self.waiting.written(flags), writes=writes)
 
     def _all(self) -> Tensor:
-        device = next(iter(self._tensors().values())).device
-        return torch.ones(len(self.writes), dtype=torch.bool, device=device)
+        return torch.ones(len(self.writes), dtype=torch.bool, device=device_of(self._tensors()))
 
     def reset(self: S) -> S:
-        """Return the state before the first token."""
         return replace(self.restart(), tokens=0)
 
     def select(self: S, indices: Tensor) -> S:
@@ -172,12 +166,9 @@ class StreamState(State):
         return replace(self, **rows, waiting=waiting, writes=repeated(self.writes, n))
 
     def _require_own(self, what: str) -> None:
-        require(
-            not self.shared,
-            f"{type(self).__name__}.{what}",
-            "this memory is shared by the batch, so its rows cannot be selected, repeated or reordered (beam search "
-            "does all three); use one memory per sequence (shared=False).",
-        )
+        rows = "its rows cannot be selected, repeated or reordered (beam search does all three)"
+        why = f"this memory is shared by the batch, so {rows}; use one memory per sequence (shared=False)."
+        require(not self.shared, f"{type(self).__name__}.{what}", why)
 
 
 @dataclass(frozen=True)
@@ -239,8 +230,7 @@ class Streams:
         return flat.index_put((self.index[self.valid],), x[self.valid]).unflatten(0, (batch, tokens))
 
     def begin(self, state: S, first: Mapping[str, Tensor]) -> S:
-        """Return the state of every stream, given that of every row. Documents that begin now start from the fields
-        `first`."""
+        """Return the state of every stream, given that of every row; documents that begin now start from `first`."""
         if not self.row:
             return state
         state = state.select(self._tensor(self.row))
@@ -258,11 +248,22 @@ class Streams:
         return torch.tensor(values, device=self.valid.device)
 
 
-class ChunkSettings:
-    """The base of a memory's settings, which are a frozen dataclass."""
+class ChunkMemory:
+    """The base of memories: settings, which are a frozen dataclass, and how it is read and written.
+
+    Attributes:
+        chunk_size: tokens per chunk.
+        read: given (state, tokens, keep), returns what the tokens, fields [R, w, ...], read, [R, w, D], and (if `keep`)
+            the fields that `write` needs of them.
+        write: given (state, tokens, following), returns the written fields of the state. `tokens`, [R, P, ...], are
+            written where `good` (everywhere without that field); `following`, [R, 1, ...], are the next tokens, None if
+            they have not arrived.
+    """
 
     chunk_size: int
     meta_grad: bool | int
+    read: Callable[..., tuple[Tensor, Tensors]]
+    write: Callable[..., dict[str, Any]]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @classmethod
@@ -280,29 +281,7 @@ class ChunkSettings:
         return check_meta_grad(type(self).__name__, self.meta_grad)
 
 
-class ChunkMemory(Protocol[H]):
-    """How a memory is read and written."""
-
-    @property
-    def chunk_size(self) -> int:
-        """Tokens per chunk."""
-
-    @property
-    def detach_every(self) -> int:
-        """After how many writes gradients are cut; 0: never."""
-
-    def read(self, state: H, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
-        """Return what the tokens, fields [R, w, ...], read, [R, w, D], and (if `keep`) the fields that `write` needs
-        of them."""
-
-    def write(self, state: H, tokens: Tensors, following: Tensors | None) -> dict[str, Any]:
-        """Return the written fields of the state. `tokens`, [R, P, ...], are written where `good` (everywhere without
-        that field); `following`, [R, 1, ...], are the next tokens, None if they have not arrived."""
-
-
-def follow(
-    memory: ChunkMemory[S], state: S, begun: S, new: Tensors, streams: Streams, frozen: bool
-) -> tuple[Tensor, S]:
+def follow(memory: ChunkMemory, state: S, begun: S, new: Tensors, streams: Streams, frozen: bool) -> tuple[Tensor, S]:
     """Read the tokens of a call, fields `new` [B, T, ...] of `finite_tokens`, and write every chunk that a next token
     closes. Return what was read [B, T, D] and the state of every row after it, given the state of every row and that
     of every stream, `begun`; if `frozen`, only read."""
@@ -314,7 +293,7 @@ def follow(
     return streams.join(out, batch, tokens), replace(streams.end(after), tokens=state.tokens + tokens)
 
 
-def _run(memory: ChunkMemory[S], state: S, new: Tensors, counts: Sequence[int]) -> tuple[Tensor, S]:
+def _run(memory: ChunkMemory, state: S, new: Tensors, counts: Sequence[int]) -> tuple[Tensor, S]:
     parts, places, reach = [], [], 0
     for step in schedule(state.waits, counts, memory.chunk_size):
         piece = _piece(new, step)
@@ -332,13 +311,13 @@ def _run(memory: ChunkMemory[S], state: S, new: Tensors, counts: Sequence[int]) 
     return out if all(step.uniform for step, _ in places) else _in_order(out, places, width(new)), state
 
 
-def flushed(memory: ChunkMemory[S], state: S, detach_every: int = 0) -> S:
+def flushed(memory: ChunkMemory, state: S, detach_every: int = 0) -> S:
     """Write all waiting tokens whose targets have arrived; afterwards none waits."""
     rows = [n > 0 for n in state.waits]
     return _written(memory, state, rows, None, detach_every) if any(rows) else state
 
 
-def _written(memory: ChunkMemory[S], state: S, rows: Sequence[bool], following: Tensors | None, detach_every: int) -> S:
+def _written(memory: ChunkMemory, state: S, rows: Sequence[bool], following: Tensors | None, detach_every: int) -> S:
     """Write the waiting tokens of the memories `rows`."""
     writes = tuple(n + hit for n, hit in zip(state.writes, rows, strict=True))
     cut = [bool(hit and detach_every and n % detach_every == 0) for n, hit in zip(writes, rows, strict=True)]
@@ -390,10 +369,8 @@ def check_chunk(call: str, chunk_size: object, least: int) -> int:
 def check_held(call: str, name: str, tokens: Tensor) -> None:
     """Check that `tokens` hold data, since what a memory writes depends on it."""
     if tokens.device.type == "meta":
-        raise ArgumentError(
-            f"{call}: {name} is on the meta device, where it holds no tokens; a memory that is written needs them. "
-            f"Move it with .to()."
-        )
+        why = "where it holds no tokens; a memory that is written needs them"
+        raise ArgumentError(f"{call}: {name} is on the meta device, {why}. Move it with .to().")
 
 
 def check_meta_grad(call: str, meta_grad: object) -> int:
@@ -409,11 +386,8 @@ def check_tokens(
     call: str, query: Tensor, mask: object, segment_ids: object, shared: bool, exports: bool = False
 ) -> None:
     """Check that the tokens `query` [B, T, ...] hold data, `mask` is None or boolean [B, T], and `segment_ids`
-    is None or integers [B or 1, T], which a shared memory does not take.
-
-    Args:
-        exports: whether the call can be traced by torch.export if there is neither mask nor segment_ids.
-    """
+    is None or integers [B or 1, T], which a shared memory does not take. With `exports`, torch.export can trace a call
+    without mask and segment_ids."""
     check_held(call, "query", query)
     batch, tokens = query.shape[:2]
     token_mask(call, "mask", mask, batch, tokens, like=query)
@@ -421,7 +395,6 @@ def check_tokens(
     shared_one = "segment_ids need a memory per document, but shared=True has one for the batch."
     require(segment_ids is None or not shared, call, shared_one)
     if torch.compiler.is_exporting() and not (exports and mask is None and segment_ids is None):
-        raise ArgumentError(
-            "torch.export: this layer writes its fast weights in chunks of real tokens, which no exported graph holds; "
-            "of such layers FastWeightProductKeyMemory can be exported."
-        )
+        why = "this layer writes its fast weights in chunks of real tokens, which no exported graph holds"
+        only = "of such layers FastWeightProductKeyMemory can be exported"
+        raise ArgumentError(f"torch.export: {why}; {only}.")

@@ -29,7 +29,6 @@ class Waiting:
 
     @property
     def empty(self) -> bool:
-        """Whether no token waits."""
         return not any(self.counts)
 
     @property
@@ -56,7 +55,7 @@ class Waiting:
         held, all_ = (torch.tensor(x)[:, None] for x in (self.counts, total))
         index = torch.where(place < held, place, place - held + old).clamp(max=width(both) - 1)
         device = both["good"].device
-        tokens = _taken(both, index.to(device))
+        tokens = taken(both, index.to(device))
         return Waiting(({**tokens, "good": tokens["good"] & (place < all_).to(device)},), total)
 
     def written(self, rows: Sequence[bool]) -> Waiting:
@@ -74,12 +73,10 @@ class Waiting:
         return Waiting(({name: x[index, : max(counts)] for name, x in self.tokens().items()},), counts)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Waiting:
-        """Apply `fn` to every tensor."""
         return replace(self, pieces=tuple({name: fn(x) for name, x in piece.items()} for piece in self.pieces))
 
     @property
     def bytes(self) -> int:
-        """The memory of all tensors."""
         return sum(x.nbytes for piece in self.pieces for x in piece.values())
 
 
@@ -108,12 +105,8 @@ def joined(pieces: Sequence[Tensors]) -> Tensors:
         piece.keys() == first.keys() and all(x.shape[2:] == first[name].shape[2:] for name, x in piece.items())
         for piece in pieces[1:]
     )
-    require(
-        alike,
-        "Waiting",
-        "the tokens that wait to be written were read with another top_k, key_update or gate; flush(state) before "
-        "these change.",
-    )
+    other = "the tokens that wait to be written were read with another top_k, key_update or gate"
+    require(alike, "Waiting", f"{other}; flush(state) before these change.")
     return {name: torch.cat([piece[name] for piece in pieces], 1) for name in first}
 
 
@@ -149,7 +142,7 @@ def repeated(counts: Sequence[int], n: int) -> tuple[int, ...]:
     return tuple(count for count in counts for _ in range(n))
 
 
-def _taken(tokens: Tensors, index: Tensor) -> Tensors:
+def taken(tokens: Tensors, index: Tensor) -> Tensors:
     """Return the tokens at `index` [R, w] of each row."""
     at = {x.dim(): index.view(*index.shape, *[1] * (x.dim() - 2)) for x in tokens.values()}
     return {n: x.gather(1, at[x.dim()].expand(*index.shape, *x.shape[2:])) for n, x in tokens.items()}
@@ -161,5 +154,4 @@ def width(tokens: Tensors) -> int:
 
 
 def device_of(tokens: Tensors) -> torch.device:
-    """Return the device of the fields."""
     return next(iter(tokens.values())).device

@@ -18,26 +18,8 @@ from .mosaic.persistent_memory import PersistentMemory
 from .optimizer_groups import OptimizerGroups, optimizer_groups
 
 __all__ = [
-    "Attention",
-    "ContextualMemory",
-    "FastWeightConfig",
-    "FastWeightMLP",
-    "FastWeightProductKeyMemory",
-    "FunctionalGradient",
-    "HookPoint",
-    "LargeChunkTTT",
-    "OptimizerGroups",
-    "PersistentMemory",
-    "ProductKeyMemory",
-    "Ridge",
-    "Temperature",
-    "as_ridge",
-    "as_temperature",
-    "expected_embedding",
-    "feed_forwards",
-    "optimizer_groups",
-    "ridges",
-    "rotary_angles",
-    "rotate",
-    "temperatures",
-]
+    "Attention", "ContextualMemory", "FastWeightConfig", "FastWeightMLP", "FastWeightProductKeyMemory",
+    "FunctionalGradient", "HookPoint", "LargeChunkTTT", "OptimizerGroups", "PersistentMemory", "ProductKeyMemory",
+    "Ridge", "Temperature", "as_ridge", "as_temperature", "expected_embedding", "feed_forwards", "optimizer_groups",
+    "ridges", "rotary_angles", "rotate", "temperatures",
+]  # fmt: skip

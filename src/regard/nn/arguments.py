@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, optional_whole, refuse, require, shape, sizes, tensor, whole
+from ..checks import ArgumentError, boolean_mask, on_device, refuse, require, shape, sizes, tensor, whole
 from ..precision import autocast
 
 
@@ -45,36 +46,26 @@ def check_hidden(call: str, name: str, given: Any, size: int, layer: nn.Module) 
         raise ArgumentError(f"{call}: {name} is {given.dtype}, but the layer {weight.dtype}; convert one with .to().")
 
 
-def check_positions(call: str, given: Any, like: Tensor, head_dim: int, name: str = "position_embeddings") -> None:
+def check_positions(call: str, given: Any, like: Tensor, head_dim: int) -> None:
     """Check that positions are None or (cos, sin), each [B or 1, T, R/2] with R <= D, for `like` [B, T, ...]."""
     if given is None:
         return
+    name = "position_embeddings"
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise refuse(call, name, given, "None or (cos, sin) of rotary_angles")
     batch, tokens = like.shape[:2]
     for part, x in zip(("cos", "sin"), given, strict=True):
         tensor(call, f"{name}: {part}", x, "B or 1", tokens, "R/2", like=like, of="the hidden state")
         if (x.shape[0] != 1 and x.shape[0] != batch) or 2 * x.shape[2] > head_dim or x.shape != given[0].shape:
-            raise ArgumentError(
-                f"{call}: {name}: {part} has shape {shape(x)}, expected [{batch} or 1, {tokens}, R/2], as cos, with R "
-                f"at most the {head_dim} channels of a head."
-            )
-
-
-def check_layer_idx(call: str, given: Any) -> int | None:
-    """Return the index of a layer, after checking that it is None or a whole number >= 0."""
-    index: int | None = optional_whole(call, "layer_idx", given, 0)
-    return index
+            expected = f"[{batch} or 1, {tokens}, R/2], as cos, with R at most the {head_dim} channels of a head"
+            raise ArgumentError(f"{call}: {name}: {part} has shape {shape(x)}, expected {expected}.")
 
 
 def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads: int) -> None:
     """Check that shared queries and keys have equally many heads."""
-    require(
-        not share_query_key or num_heads == num_kv_heads,
-        call,
-        f"share_query_key uses the keys as queries, so {num_heads} query heads need {num_heads} key/value heads, not "
-        f"{num_kv_heads}; leave num_kv_heads or share_query_key out.",
-    )
+    need = f"{num_heads} query heads need {num_heads} key/value heads, not {num_kv_heads}"
+    wrong = f"share_query_key uses the keys as queries, so {need}; leave num_kv_heads or share_query_key out."
+    require(not share_query_key or num_heads == num_kv_heads, call, wrong)
 
 
 def check_heads(
@@ -87,20 +78,14 @@ def check_heads(
 ) -> int:
     """Return the channels of a head, after checking that the sizes fit together."""
     given = dict(zip(names, (hidden_size, num_heads, num_kv_heads), strict=True))
-    for name, size in {**given, "head_dim": 1 if head_dim is None else head_dim}.items():
-        positive_int(call, name, size)
-    if num_heads % num_kv_heads:
-        raise ArgumentError(
-            f"{call}: {num_heads} query heads ({names[1]}) do not divide among {num_kv_heads} key/value heads "
-            f"({names[2]}); choose a divisor of {num_heads}."
-        )
+    positive_ints(call, **{**given, "head_dim": 1 if head_dim is None else head_dim})
+    queries, keys = f"{num_heads} query heads ({names[1]})", f"{num_kv_heads} key/value heads ({names[2]})"
+    uneven = f"{queries} do not divide among {keys}; choose a divisor of {num_heads}."
+    require(num_heads % num_kv_heads == 0, call, uneven)
     if head_dim is not None:
         return head_dim
-    if hidden_size % num_heads:
-        raise ArgumentError(
-            f"{call}: hidden_size {hidden_size} is not a multiple of {num_heads} heads ({names[1]}); change one, or "
-            f"give head_dim."
-        )
+    uneven = f"hidden_size {hidden_size} is not a multiple of {num_heads} heads ({names[1]})"
+    require(hidden_size % num_heads == 0, call, f"{uneven}; change one, or give head_dim.")
     return hidden_size // num_heads
 
 
@@ -111,17 +96,37 @@ def check_window(call: str, window: int | None, name: str = "window") -> int | N
     return window
 
 
-def positive_int(call: str, name: str, value: object, high: int = 2**48) -> None:
-    """Check that `value` is an integer from 1 to `high`."""
+def positive_int(call: str, name: str, value: object) -> None:
+    """Check that `value` is an integer from 1 to 2^48."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise refuse(call, name, value, "a positive integer")
-    whole(call, name, value, 1, high)
+    whole(call, name, value, 1, 2**48)
+
+
+def positive_ints(call: str, **given: object) -> None:
+    """Check every argument as `positive_int` does."""
+    for name, value in given.items():
+        positive_int(call, name, value)
+
+
+def columns_of(call: str, mask: Tensor, tokens: int, device: torch.device) -> Tensor:
+    """Return a mask as boolean [B, 1 or H, 1 or T, N], after checking that it has at least `tokens` columns."""
+    boolean_mask(call, "attention_mask", mask)
+    on_device(call, "attention_mask", mask, device)
+    if mask.dim() not in (2, 4) or mask.shape[-1] < tokens:  # torch.compile cannot trace the text of a symbolic length
+        expected = f"[B, N] or [B, 1, T, N] with N >= {tokens}, the tokens so far"
+        raise ArgumentError(f"{call}: attention_mask has shape {shape(mask)}, expected {expected}.")
+    return mask[:, None, None] if mask.dim() == 2 else mask
+
+
+def layer_of(cache: object, layer_idx: int) -> Any:
+    """Return the layer of a cache, None if it has no such layer."""
+    layers = getattr(cache, "layers", ())
+    return layers[layer_idx] if layer_idx < len(layers) else None
 
 
 def require_growing(cache: object, call: str) -> None:
     """Check that `cache` is not padded to a fixed length: queries are taken to be at the end of its keys."""
     if getattr(cache, "is_compileable", False):
-        raise ArgumentError(
-            f"{call}: cache is a {type(cache).__name__}, which is padded to a fixed length; "
-            f"use a cache that grows, such as transformers.DynamicCache."
-        )
+        mend = "use a cache that grows, such as transformers.DynamicCache"
+        raise ArgumentError(f"{call}: cache is a {type(cache).__name__}, which is padded to a fixed length; {mend}.")

@@ -33,7 +33,6 @@ class SwiGLU(nn.Module):
         return -(-hidden_size // 3) * 8
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, T, C] for x [B, T, C]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -52,7 +51,6 @@ class GELUFeedForward(nn.Module):
         return 4 * hidden_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, T, C] for x [B, T, C]."""
         return self.down_proj(F.gelu(self.up_proj(x)))
 
 

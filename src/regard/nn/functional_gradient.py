@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..checks import ArgumentError, flag, flags, floating, instance, refuse, require, shape, tensor
+from ..checks import ArgumentError, flag, flags, floating, instance, optional_whole, refuse, require, shape, tensor
 from ..grammar import Spec, as_spec
 from ..pairwise.attention import attention
 from ..pairwise.visibility import Visibility, runs_of
 from ..precision import autocast, full_precision
-from .arguments import check_hidden, check_layer_idx, check_positions, positive_int
-from .attention.layer import Observer
+from .arguments import check_hidden, check_positions, positive_int, positive_ints
+from .attention.layer import Observer, Rotary
 from .attention.rotary import rotate
 from .hooks import HookPoint
 
@@ -60,19 +60,12 @@ class Pairs:
 
     @classmethod
     def of(cls, real: Tensor, rows: int, segments: Tensor | None = None) -> Pairs:
-        """Make the pairs of a text.
-
-        Args:
-            real: boolean [B, S], True where a row is real, over all rows so far.
-            rows: how many of them, the last ones, are in this call.
-            segments: integers [B or 1, S], the documents of the rows, all of which must be in this call; or None.
-        """
+        """Return the pairs of a text, of whose rows so far `real` [B, S] are real and the last `rows` are in this call;
+        `segments` [B or 1, S] are their documents, and then all rows must be in this call."""
         size = real.shape[1]
-        require(
-            segments is None or rows == size,
-            f"{CALL} (Pairs.of)",
-            f"segments come with {size} rows, {rows} of them in this call, expected all: a cache holds one document.",
-        )
+        part = f"segments come with {size} rows, {rows} of them in this call"
+        fits = segments is None or rows == size
+        require(fits, f"{CALL} (Pairs.of)", f"{part}, expected all: a cache holds one document.")
         earlier = size - rows
         index = torch.arange(size, device=real.device).expand(real.shape)
         latest = torch.where(real, index, -1).cummax(1).values
@@ -144,34 +137,30 @@ class FunctionalGradient(nn.Module):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("value_size", value_size), ("covariate_size", covariate_size), ("num_heads", num_heads)):
-            positive_int(CALL, name, size)
+        positive_ints(CALL, value_size=value_size, covariate_size=covariate_size, num_heads=num_heads)
         even = covariate_size % num_heads == 0
         require(even, CALL, f"covariate_size {covariate_size} is not a multiple of {num_heads} heads (num_heads).")
         self.head_dim = covariate_size // num_heads
         flag(CALL, "average", average)
         if not isinstance(variant, str) or variant not in VARIANTS:
             raise refuse(CALL, "variant", variant, f"one of {', '.join(map(repr, VARIANTS))}")
-        if variant != "full" and value_size % num_heads:
-            raise ArgumentError(
-                f"{CALL}: value_size {value_size} is not a multiple of {num_heads} heads (num_heads); change one, or "
-                f"give variant='full', where every head averages the whole value."
-            )
+        mend = "change one, or give variant='full', where every head averages the whole value"
+        uneven = f"value_size {value_size} is not a multiple of {num_heads} heads (num_heads); {mend}."
+        require(variant == "full" or value_size % num_heads == 0, CALL, uneven)
         self.covariate_size, self.value_size, self.num_heads = covariate_size, value_size, num_heads
         self.spec = check_kernel(CALL, as_spec(spec, CALL))
-        self.variant, self.average, self.layer_idx = variant, average, check_layer_idx(CALL, layer_idx)
+        self.variant, self.average = variant, average
+        self.layer_idx: int | None = optional_whole(CALL, "layer_idx", layer_idx, 0)
         self.observer: Observer | None = None
         self.observe_weights = False
-        inner = num_heads * self.head_dim
-        self.q_proj = nn.Linear(covariate_size, inner, bias=False)
-        self.k_proj = nn.Linear(covariate_size, inner, bias=False)
+        self.q_proj = nn.Linear(covariate_size, covariate_size, bias=False)
+        self.k_proj = nn.Linear(covariate_size, covariate_size, bias=False)
         if variant == "wv":
             self.v_proj = nn.Linear(value_size, value_size, bias=False)
         self.o_proj = nn.Linear(value_size * (num_heads if variant == "full" else 1), value_size, bias=False)
         self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
 
     def extra_repr(self) -> str:
-        """Return heads, kernel and variant, for `print(model)`."""
         return (
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, spec={str(self.spec)!r}, variant={self.variant!r}"
         )
@@ -246,22 +235,15 @@ class FunctionalGradient(nn.Module):
             raise ArgumentError(f"{CALL}: values is {values.dtype}, but covariates {covariates.dtype}; convert one.")
         n = values.shape[1]
         if not is_causal and (cache is not None or pairs is not None or n > rows):
-            raise ArgumentError(
-                f"{CALL}: is_causal=False takes no cache and no padding, and at most as many values ({n}) as "
-                f"covariates ({rows})."
-            )
-        require(
-            cache is None or pairs is None or pairs.segments is None,
-            CALL,
-            "pairs are of several documents, but a cache was given, which holds one per row; leave one of them out.",
-        )
+            most = f"at most as many values ({n}) as covariates ({rows})"
+            raise ArgumentError(f"{CALL}: is_causal=False takes no cache and no padding, and {most}.")
+        wrong = "pairs are of several documents, but a cache was given, which holds one per row; leave one of them out."
+        require(cache is None or pairs is None or pairs.segments is None, CALL, wrong)
         if is_causal and cache is None and n != rows - 1:
-            raise ArgumentError(
-                f"{CALL}: {n} values for {rows} covariates, expected one less: value j follows covariate j, and the "
-                f"last covariate has no value yet."
-            )
+            why = "value j follows covariate j, and the last covariate has no value yet"
+            raise ArgumentError(f"{CALL}: {n} values for {rows} covariates, expected one less: {why}.")
 
-    def _heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _heads(self, x: Tensor, position_embeddings: Rotary) -> Tensor:
         """Return [B, H, R, D] for x [B, R, H D], rotated by the positions."""
         x = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         return x if position_embeddings is None else rotate(x, *position_embeddings)

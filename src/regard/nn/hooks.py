@@ -28,7 +28,6 @@ class HookPoint(nn.Module):
         return bool(self._forward_hooks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x."""
         return x
 
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import ArgumentError, require, shape
+from ..memory.slot_memory import WriteObserver
 from .arguments import positive_int
 
 NOBODY = -1
 """The position that stands for no writer."""
 
 
-class MemoryObserver:
+class MemoryObserver(WriteObserver):
     """Base class of observers: every method does nothing, and a subclass overrides those it needs.
 
     Class attributes:
@@ -39,15 +40,6 @@ class MemoryObserver:
 
     def on_tokens(self, gate: Tensor | None, counted: Tensor, non_finite: Tensor) -> None:
         """Take the tokens of one call: gates [B, T], which tokens read (boolean [B, T]), and which are not finite."""
-
-    def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
-        """Take slots and weights [M, P, K] that the tokens at position [M, P] of row [M, P] read, where valid."""
-
-    def on_write(
-        self, slots: Tensor, shares: Tensor, position: Tensor, target: Tensor, written: Tensor, row: Tensor
-    ) -> None:
-        """Take slots [M, P, K] and shares: each slot moves by that share of the error of the token at position [M, P],
-        towards the value of the token at target [M, P], where written."""
 
 
 class SlotStatistics(MemoryObserver):
@@ -172,14 +164,12 @@ class Retrieved(NamedTuple):
         were traced."""
         places = ((self.row, self.writers.row), (self.position, self.writers.target))
         reach = [max((int(x.max()) for x in pair if x.numel()), default=-1) for pair in places]
-        if (
-            tokens.dim() != 2
-            or tokens.is_floating_point()
-            or any(size <= most for size, most in zip(tokens.shape, reach, strict=True))
-        ):
+        short = any(size <= most for size, most in zip(tokens.shape, reach, strict=False))
+        if tokens.dim() != 2 or tokens.is_floating_point() or short:
+            expected = f"integers [rows, T] with rows > {reach[0]} and T > {reach[1]}"
+            every = "all that the layer was given since the trace began"
             raise ArgumentError(
-                f"Retrieved.hits: tokens is {tokens.dtype} {shape(tokens)}, expected integers [rows, T] with rows > "
-                f"{reach[0]} and T > {reach[1]}, all that the layer was given since the trace began."
+                f"Retrieved.hits: tokens is {tokens.dtype} {shape(tokens)}, expected {expected}, {every}."
             )
         tokens = nn.functional.pad(tokens.cpu().long(), (0, 1), value=NOBODY)
         following = tokens[self.row, self.position + 1]
@@ -232,7 +222,6 @@ class WriterTrace(MemoryObserver):
         self.clear()
 
     def clear(self) -> None:
-        """Delete all records."""
         self.written = Writers.none(0, self.slots, self.writers)
         self._reads: list[Retrieved] = []
         self._offset = self._end = 0

@@ -37,10 +37,9 @@ def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) 
     key = four_axes("keys", keys, call)
     value = key if values is None or values is keys else four_axes("values", values, call)
     if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
-        raise ArgumentError(
-            f"{call}: keys {shape(key)} {key.dtype} and values {shape(value)} {value.dtype} do not pair up; give them "
-            f"the same axes but the last, and the same dtype."
-        )
+        given = f"keys {shape(key)} {key.dtype} and values {shape(value)} {value.dtype}"
+        mend = "give them the same axes but the last, and the same dtype"
+        raise ArgumentError(f"{call}: {given} do not pair up; {mend}.")
     on_device(call, "values", value, key.device, "keys")
     if mask is not None:
         boolean_mask(call, "mask", mask)
@@ -68,9 +67,8 @@ def places_of(call: str, indices: Any, held: int) -> list[int]:
         raise refuse(call, "indices", indices, "a sequence of whole numbers")
     for place in indices:
         if isinstance(place, bool) or not isinstance(place, int) or not -held <= place < held:
-            raise ArgumentError(
-                f"{call}: indices: index {shown(place)} is not held; there are {held} pairs, numbered from 0."
-            )
+            mend = f"there are {held} pairs, numbered from 0"
+            raise ArgumentError(f"{call}: indices: index {shown(place)} is not held; {mend}.")
     return list(indices)
 
 
@@ -114,9 +112,8 @@ def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, h
     if query.shape[1] != heads:
         raise ArgumentError(f"{call}: queries {shape(queries)} have {query.shape[1]} heads, the memory {heads}.")
     if batch not in (None, 1, query.shape[0]):
-        raise ArgumentError(
-            f"{call}: queries {shape(queries)} are {query.shape[0]} sequences, the memory holds {batch}."
-        )
+        given = f"queries {shape(queries)} are {query.shape[0]} sequences"
+        raise ArgumentError(f"{call}: {given}, the memory holds {batch}.")
     on_device(call, "queries", query, like.device, "the memory")
     if query.dtype != like.dtype:
         raise ArgumentError(f"{call}: queries are {query.dtype} and the memory {like.dtype}; convert one with .to().")

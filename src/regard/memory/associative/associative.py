@@ -189,7 +189,6 @@ class AssociativeMemory(nn.Module):
         return self._short.keys, self._short.values
 
     def extra_repr(self) -> str:
-        """Return spec, store and sizes, for `print(memory)`."""
         bound = "" if self.capacity is None else f", capacity={self.capacity}"
         slots = "" if self.slot_keys is None else f", slots={self.slot_keys.shape[1]}, combine={self.combine!r}"
         return f"{str(self.spec)!r}, store={self.trend or self.store!r}, pairs={len(self)}{bound}{slots}"
@@ -236,10 +235,8 @@ class AssociativeMemory(nn.Module):
         self._check_fit(new.keys, new.values, call)
         room = None if self.capacity is None else self.capacity - len(self)
         if room is not None and self.overflow == "error" and len(new) > room:
-            raise ArgumentError(
-                f"{call}: {len(new)} pairs for {room} free places of {self.capacity}; forget some first, or use "
-                f"overflow='oldest'."
-            )
+            mend = "forget some first, or use overflow='oldest'"
+            raise ArgumentError(f"{call}: {len(new)} pairs for {room} free places of {self.capacity}; {mend}.")
         self._own_values |= values is not None and values is not keys
         self._sizes = (new.keys.shape[3], new.values.shape[3])
         if self.store == "sums":
@@ -253,7 +250,6 @@ class AssociativeMemory(nn.Module):
         return len(both) - len(kept)
 
     def _check_fit(self, key: Tensor, value: Tensor, call: str) -> None:
-        """Check that sizes, dtype and device are those of the memory."""
         wanted: list[tuple[str, Any, Any]] = []
         if self._sizes is not None:
             wanted += [("keys: D", key.shape[3], self._sizes[0]), ("values: Dv", value.shape[3], self._sizes[1])]
@@ -367,10 +363,9 @@ class AssociativeMemory(nn.Module):
         flag(call, "return_diagnostics", return_diagnostics)
         width = query.shape[3] if self._sizes is None else self._sizes[1]
         if (steps > 1 or return_trajectory) and width != query.shape[3]:
-            raise ArgumentError(
-                f"{call}: keys have {query.shape[3]} channels and values {width}, so that what is retrieved cannot be "
-                f"the next query; use steps=1{' and no trajectory' if return_trajectory else ''}."
-            )
+            given = f"keys have {query.shape[3]} channels and values {width}"
+            mend = f"use steps=1{' and no trajectory' * return_trajectory}"
+            raise ArgumentError(f"{call}: {given}, so that what is retrieved cannot be the next query; {mend}.")
         if return_diagnostics and self.store == "sums":
             raise ArgumentError(f"{call}: sums hold no weights to diagnose; use store='pairs'.")
         numbers = (self.scale if scale is None else scale, self.params if params is None else params)
@@ -410,14 +405,12 @@ class AssociativeMemory(nn.Module):
         if self.store == "sums":
             raise ArgumentError(f"{call}: the energy needs the pairs; use store='pairs'.")
         if not self.autoassociative:
-            raise ArgumentError(
-                f"{call}: the energy belongs to a memory whose values are its keys; write(keys) without values"
-                f"{', slots with tied=True' if self.slot_keys is not None else ''}."
-            )
+            mend = f"write(keys) without values{', slots with tied=True' if self.slot_keys is not None else ''}"
+            raise ArgumentError(f"{call}: the energy belongs to a memory whose values are its keys; {mend}.")
         query = checked_queries(call, queries, self._sizes, self._short, self.slot_keys)
         scale = self.scale if scale is None else scale
         numbers = row_numbers(call, query, scale, self.params if params is None else params)
-        parts = self._parts(query.shape[0])
+        parts = [part for part in self._parts(query.shape[0]) if isinstance(part, Pairs)]
         if len(parts) > 1 and not found.additive:
             raise ArgumentError(f"{call}: no energy is known for two reads of {self.spec} added; use combine='shared'.")
         square = query.to(torch.promote_types(query.dtype, torch.float32)).square().sum(-1) / 2
@@ -426,42 +419,36 @@ class AssociativeMemory(nn.Module):
             square = square - within(call, None, well, self.spec, query, part.keys, mask, *numbers)
         return square.reshape(queries.shape[:-1])
 
-    def _parts(self, batch: int) -> list[Pairs]:
+    def _parts(self, batch: int) -> Sequence[Pairs | Sums]:
         """Return the parts that are read separately, without empty ones."""
-        short = [self._short.expand(batch)] if isinstance(self._short, Pairs) else []
+        held = None if self._short is None else self._short.expand(batch)
         if self.slot_keys is None:
-            return short
-        long = learned(self.slot_keys, self.slot_values, batch)
-        return [long.append(short[0])] if short and self.combine == "shared" else [long, *short]
+            return [] if held is None else [held]
+        long, shared = learned(self.slot_keys, self.slot_values, batch), self.combine == "shared"
+        if isinstance(held, Sums):
+            return [held.plus(long)] if shared else [held, Sums.of(self.spec, long, self.trend)]
+        if held is None:
+            return [long]
+        return [long.append(held)] if shared else [long, held]
 
     def _step(
         self, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor], diagnostics: bool
     ) -> tuple[Tensor, tuple[Diagnostics, ...]]:
         """Return the sum of the parts' reads, and their diagnostics."""
-        if isinstance(self._short, Sums):
-            return self._read_sums(self._short.expand(query.shape[0]), query, scale, params), ()
         parts = self._parts(query.shape[0])
         if not parts:
             width = query.shape[3] if self._sizes is None else self._sizes[1]
             parts = [Pairs(query[:, :, :0], query.new_empty(*query.shape[:2], 0, width))]
         reads, found = [], []
         for part in parts:
+            if isinstance(part, Sums):
+                reads.append(part.read(query, scale, params))
+                continue
             mask = None if part.mask is None else part.mask[:, None, None]
             read = attention(
                 query, part.keys, part.values, self.spec,
                 attn_mask=mask, scale=scale, params=params, impl=self.impl, return_diagnostics=diagnostics,
             )  # fmt: skip
             reads.append(read[0] if diagnostics else read)
-            found.append(read[1] if diagnostics else None)
-        return sum(reads[1:], reads[0]), tuple(f for f in found if f is not None)
-
-    def _read_sums(
-        self, sums: Sums, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor]
-    ) -> Tensor:
-        """Return the read of the sums and the slots, together or separately."""
-        if self.slot_keys is None:
-            return sums.read(query, scale, params)
-        long = learned(self.slot_keys, self.slot_values, query.shape[0])
-        if self.combine == "shared":
-            return sums.plus(long).read(query, scale, params)
-        return sums.read(query, scale, params) + Sums.of(self.spec, long, self.trend).read(query, scale, params)
+            found += [read[1]] if diagnostics else []
+        return sum(reads[1:], reads[0]), tuple(found)

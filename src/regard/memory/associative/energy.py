@@ -56,7 +56,6 @@ class Energy(Protocol):
 
 
 def family(spec: Spec) -> Energy | None:
-    """Return the family of `spec`, or None."""
     return next((found for _, found in energies.items() if found.covers(spec)), None)
 
 
@@ -65,10 +64,8 @@ def require_energy(spec: Spec, call: str) -> Energy:
     found = family(spec)
     if found is None:
         able = ", ".join(name for name, preset in presets_registry.items() if family(preset) is not None)
-        raise ArgumentError(
-            f"{call}: no energy is known for {spec}; presets that have one: {able}; so do unnormalised sums on the "
-            f"dot product and fixed polynomial kernels on the euclidean similarity."
-        )
+        more = "unnormalised sums on the dot product and fixed polynomial kernels on the euclidean similarity"
+        raise ArgumentError(f"{call}: no energy is known for {spec}; presets that have one: {able}; so do {more}.")
     return found
 
 
@@ -204,10 +201,8 @@ class _MeanShift(_Sum):
 def integral(kernel: Any, a: Tensor, params: Params) -> Tensor:
     """Phi(a) with Phi' = K, for kernels that do not fall as the score rises. Register one with a kernel's class; a
     kernel without one (`has_integral`) is an ArgumentError."""
-    raise ArgumentError(
-        f"energy: no integral of {kernel!r} is known; give one with "
-        f"@regard.memory.associative.energy.integral.register for {type(kernel).__name__}."
-    )
+    mend = f"@regard.memory.associative.energy.integral.register for {type(kernel).__name__}"
+    raise ArgumentError(f"energy: no integral of {kernel!r} is known; give one with {mend}.")
 
 
 def has_integral(kernel: Any) -> bool:

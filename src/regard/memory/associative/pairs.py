@@ -27,7 +27,6 @@ class Pairs:
         return sum(t.nbytes for t in held.values())
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Pairs:
-        """Apply `fn` to every tensor."""
         keys = fn(self.keys)
         values = keys if self.values is self.keys else fn(self.values)
         return Pairs(keys, values, None if self.mask is None else fn(self.mask))

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...checks import ArgumentError, require, shape
 from .overlay_pool import Base, Hold, Plan, Pool, Reach, Read, Rows, Write
 from .row_pieces import SPARE
-from .slot_values import slot_values
+from .slot_values import require_names, slot_values
 
 BASE = -1
 """The pointer to the base. Pointers from 0 on are written rows of the pool; those below -1 are -2 - (a row of the pool
@@ -146,18 +146,12 @@ class OverlayValues:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> OverlayValues:
         call = "OverlayValues.from_tensors"
-        require(
-            set(tensors) == {"base", "rows", "where"},
-            call,
-            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected base, rows, where; give what to_tensors() wrote.",
-        )
+        require_names(call, tensors, "base", "rows", "where")
         base, rows, where = tensors["base"], tensors["rows"], tensors["where"]
         fit = base.dim() == 2 and rows.shape[1:] == base.shape[1:] and where.shape[1:] == base.shape[:1]
         if not (fit and rows.dim() == 2 and where.dim() == 2 and where.dtype == torch.int32):
-            raise ArgumentError(
-                f"{call}: base {shape(base)}, rows {shape(rows)} and where {shape(where)} ({where.dtype}), expected "
-                f"[N, Dv], [R, Dv] and [M, N] (torch.int32)."
-            )
+            given = f"base {shape(base)}, rows {shape(rows)} and where {shape(where)} ({where.dtype})"
+            raise ArgumentError(f"{call}: {given}, expected [N, Dv], [R, Dv] and [M, N] (torch.int32).")
         last = max(int(where.max()), -2 - int(where.min())) if where.numel() else BASE
         require(last < len(rows), call, f"where points at row {last} of {len(rows)}; the tensors are of two stores.")
         pool = Pool(base, rows.dtype)
@@ -176,7 +170,8 @@ class OverlayValues:
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlayValues:
         """Return a store with its own pool, without gradients. It shares the base, unless that is copied too."""
         packed = self._packed()
-        packed.pool.rebase(memo.get(id(self.pool.base), self.pool.base))
+        packed.pool.base = memo.get(id(self.pool.base), self.pool.base)
+        packed.pool.pieces[0] = packed.pool.base.detach()
         return packed
 
     def __reduce__(self) -> Any:
@@ -194,7 +189,6 @@ class OverlayValues:
         return torch.where(where == BASE, slots, stored)
 
     def _ids(self, slots: Tensor) -> Tensor:
-        """Return the row numbers of slots [M, P, K]."""
         return self._row(self.where.gather(1, slots.flatten(1)).view(slots.shape), slots)
 
     def _pointed(self, plan: Plan, start: int) -> Tensor:

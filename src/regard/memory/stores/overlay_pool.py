@@ -56,13 +56,8 @@ class Pool(RowPieces):
         self._gradients: RowGradients | None = None
         self._pass = -1
 
-    def rebase(self, base: Tensor) -> None:
-        """Replace the base by `base`, which has the same values."""
-        self.base, self.pieces[0] = base, base.detach()
-
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of computations."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def claim(self, count: int, before: Hold | None, spare: float) -> Hold:
@@ -192,10 +187,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(ctx: Any, *upstream: Tensor) -> Any:
         if torch.is_grad_enabled():  # in a backward pass with create_graph=True
-            raise ArgumentError(
-                "fast_weight_memory: a backward pass with create_graph=True goes through impl='sparse' or 'triton', "
-                "which have first derivatives only; choose impl='reference'."
-            )
+            why = "goes through impl='sparse' or 'triton', which have first derivatives only; choose impl='reference'"
+            raise ArgumentError(f"fast_weight_memory: a backward pass with create_graph=True {why}.")
         return plain(ctx, *upstream)
 
     return checked

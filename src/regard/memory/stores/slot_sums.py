@@ -13,6 +13,7 @@ Shapes: R tokens, K rows per token, N rows of the table, Dv its width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,10 +50,8 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
     on_device(call, "weights", weights, values.device)
     require(slots.dtype == torch.int64, call, f"slots has dtype {slots.dtype}, expected torch.int64.")
     if values.dim() != 2 or slots.shape != weights.shape or slots.dim() < 1:
-        raise ArgumentError(
-            f"{call}: values {shape(values)}, slots {shape(slots)}, weights {shape(weights)}, expected [N, Dv] and "
-            f"twice [..., K]."
-        )
+        given = f"values {shape(values)}, slots {shape(slots)}, weights {shape(weights)}"
+        raise ArgumentError(f"{call}: {given}, expected [N, Dv] and twice [..., K].")
     wide = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
     with full_precision(values.device.type):
         if torch.compiler.is_compiling() and not sparse_grad:
@@ -63,31 +62,11 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
     return out.view(*slots.shape[:-1], values.shape[1])
 
 
-def _sums(values: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    if values.dtype != weights.dtype:  # one call cannot convert rows
-        return torch.cat(
-            [
-                torch.bmm(w[:, None], values[at].to(w.dtype))[:, 0]
-                for at, w in zip(*(x.split(_step(slots, values.shape[1])) for x in (slots, weights)), strict=True)
-            ]
-        )
-    tokens, selected = slots.shape
-    offsets = torch.arange(0, tokens * selected, selected, device=slots.device)
-    return weighted_sums(values, slots.flatten(), weights.flatten(), offsets)
-
-
-def _products(values: Tensor, slots: Tensor, other: Tensor) -> Tensor:
-    step = _step(slots, values.shape[1])
-    return torch.cat(
-        [
-            torch.bmm(values[at].to(g.dtype), g[..., None])[..., 0]
-            for at, g in zip(slots.split(step), other.split(step), strict=True)
-        ]
-    )
-
-
-def _step(slots: Tensor, width: int) -> int:
-    return max(1, TILE // (slots.shape[1] * width))
+def _pieces(values: Tensor, slots: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (rows [r, K, Dv] in the dtype of `other`, `other`) of a few tokens at a time."""
+    step = max(1, TILE // (slots.shape[1] * values.shape[1]))
+    for at, own in zip(slots.split(step), other.split(step), strict=True):
+        yield values[at].to(own.dtype), own
 
 
 class _Sums(torch.autograd.Function):
@@ -95,7 +74,10 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, slots: Tensor, weights: Tensor, sparse: bool) -> Tensor:
         ctx.save_for_backward(values, slots, weights)
         ctx.sparse = sparse
-        return _sums(values, slots, weights)
+        if values.dtype != weights.dtype:  # one call cannot convert rows
+            return torch.cat([torch.bmm(w[:, None], rows)[:, 0] for rows, w in _pieces(values, slots, weights)])
+        offsets = torch.arange(0, slots.numel(), slots.shape[1], device=slots.device)
+        return weighted_sums(values, slots.flatten(), weights.flatten(), offsets)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -113,7 +95,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, slots: Tensor, other: Tensor) -> Tensor:
         ctx.save_for_backward(values, slots, other)
-        return _products(values, slots, other)
+        return torch.cat([torch.bmm(rows, g[..., None])[..., 0] for rows, g in _pieces(values, slots, other)])
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,7 +133,7 @@ def _sparse_spread(weights: Tensor, slots: Tensor, source: Tensor, rows: int, dt
     return torch.sparse_coo_tensor(at[None], parts, (rows, source.shape[1]), is_coalesced=True, check_invariants=False)
 
 
-def _by_row(weights: Tensor, slots: Tensor, source: Tensor) -> Any:
+def _by_row(weights: Tensor, slots: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (distinct rows, ascending; their sums of weights times source), a few at a time."""
     groups = Groups.of(slots.flatten())
     owner, weight = groups.order // slots.shape[1], weights.flatten()[groups.order]

@@ -90,13 +90,18 @@ class SlotValues(Protocol):
 
     @classmethod
     def from_tensors(cls: type[V], tensors: Mapping[str, Tensor]) -> V:
-        """Return the store that `to_tensors` wrote. A tensor that is missing or unknown, or a shape that does not fit,
-        is an ArgumentError."""
+        """Return the store that `to_tensors` wrote; tensors with other names or shapes are an ArgumentError."""
 
 
 slot_values: Registry[type[SlotValues]] = Registry(
     "slot value store", "regard.slot_values", home="regard.implementations"
 )
+
+
+def require_names(call: str, tensors: Mapping[str, Tensor], *names: str) -> None:
+    """Check that a store is given the tensors that it wrote."""
+    got = f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(names)}; give what to_tensors() wrote."
+    require(set(tensors) == set(names), call, got)
 
 
 def preferred(base: Tensor, *others: Any) -> str:
@@ -199,15 +204,9 @@ class DenseValues:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> DenseValues:
         call = "DenseValues.from_tensors"
-        require(
-            set(tensors) == {"values", "base"},
-            call,
-            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected base, values; give what to_tensors() wrote.",
-        )
+        require_names(call, tensors, "base", "values")
         values, base = tensors["values"], tensors["base"]
         if values.dim() != 3 or values.shape[1:] != base.shape or values.dtype != base.dtype:
-            raise ArgumentError(
-                f"{call}: values {shape(values)} ({values.dtype}) and base {shape(base)} ({base.dtype}), expected "
-                f"[M, N, Dv] and [N, Dv] of one dtype."
-            )
+            given = f"values {shape(values)} ({values.dtype}) and base {shape(base)} ({base.dtype})"
+            raise ArgumentError(f"{call}: {given}, expected [M, N, Dv] and [N, Dv] of one dtype.")
         return cls(values, base)

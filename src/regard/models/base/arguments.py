@@ -29,14 +29,12 @@ _ARGUMENTS = (
 def one_cache(call: str, cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     """Return the cache that was given under either of its names; None if there is none."""
     both = cache is not None and past_key_values is not None and cache is not past_key_values
-    require(
-        not both, call, "cache and past_key_values are two names of one argument, and both were given; leave one out."
-    )
+    mend = "leave one out"
+    require(not both, call, f"cache and past_key_values are two names of one argument, and both were given; {mend}.")
     return past_key_values if cache is None else cache
 
 
 def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | None) -> slice | Tensor:
-    """Return the index of the positions that get logits."""
     if isinstance(logits_to_keep, Tensor):
         why = "labels are shifted by one and need neighbouring positions"
         mend = "give a number, or label -100 where no token is predicted"

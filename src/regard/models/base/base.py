@@ -8,7 +8,7 @@ Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -109,6 +109,8 @@ class RegardModel(RegardPreTrainedModel):
     honours_segments: ClassVar[bool] = False
     fixed_caches: ClassVar[bool] = False
     embed_tokens: nn.Embedding
+    layers: nn.ModuleList
+    norm: nn.Module
     decode: Callable[[Tensor, Context], Decoded]
     new_cache: Callable[..., Cache]
     gradient_checkpointing = False
@@ -206,6 +208,18 @@ class RegardModel(RegardPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         return self.new_cache(pairs=pairs) if use_cache else None
+
+    def run_layers(
+        self, hidden: Tensor, context: Context, masks: Iterable[Tensor | None], *first: Any, **given: Any
+    ) -> Decoded:
+        """Run `layers` and `norm`; a layer is called with hidden states, `first`, its mask, context and `given`."""
+        states, attentions = [], []
+        given |= {"past_key_values": context.cache, "output_attentions": context.output_attentions}
+        for layer, mask in zip(self.layers, masks, strict=True):
+            states.append(hidden)
+            hidden, weights = layer(hidden, *first, attention_mask=mask, segment_ids=context.segments, **given)
+            attentions.append(weights)
+        return Decoded(self.norm(hidden), states, attentions)
 
 
 class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
@@ -324,10 +338,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         """Extend a mask [B, N] to the length of the cache, for `generate`, so that its shape stays equal."""
         if attention_mask is None:
             return None
-        return F.pad(
-            attention_mask,
-            (0, max(fixed_length(one_cache("generate", cache, past_key_values)) - attention_mask.shape[1], 0)),
-        )
+        places = fixed_length(one_cache("generate", cache, past_key_values))
+        return F.pad(attention_mask, (0, max(places - attention_mask.shape[1], 0)))
 
     @can_return_tuple
     def forward(

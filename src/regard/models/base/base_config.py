@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import get_annotations
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
@@ -14,7 +16,6 @@ from ... import Spec
 from ...checks import ArgumentError, closest, flags, number, refuse, require, suggestion
 from ...grammar import as_spec
 from ...nn.arguments import positive_int
-from .auto_module import write_auto_module
 
 # Keywords that transformers passes besides the fields, when it loads or converts a configuration.
 _TRANSFORMERS_KEYS = {
@@ -34,6 +35,10 @@ LOADING_KEYS = HUB_KEYS | {
 }
 """Keywords of `from_pretrained`, of this or an earlier version, that a configuration ignores: programs pass the same
 keywords to the configuration and to the model."""
+
+
+AUTO_MODULE = "regard_auto"
+_AUTO_TEXT = '"""Classes of regard, for transformers: pip install "regard[lm]"."""\n\n'
 
 
 class RegardConfig(PreTrainedConfig):
@@ -113,8 +118,16 @@ class RegardConfig(PreTrainedConfig):
         """Do nothing: transformers would copy source files into the folders of saved models."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Save as transformers does, with the file by which programs that do not import regard find its classes."""
-        self.auto_map = write_auto_module(self.auto_classes, save_directory)
+        """Save as transformers does, with the file by which programs that do not import regard find its classes.
+
+        The file holds imports, and `auto_map` names its classes, so that `from_pretrained(folder,
+        trust_remote_code=True)` of transformers' Auto classes works. regard itself never runs it.
+        """
+        self.auto_map = {auto: f"{AUTO_MODULE}.{each.__name__}" for auto, each in self.auto_classes.items()}
+        if self.auto_map:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            text = _AUTO_TEXT + "".join(map(_import_of, self.auto_classes.values()))
+            Path(save_directory, f"{AUTO_MODULE}.py").write_text(text, encoding="utf-8")
         try:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         finally:
@@ -175,7 +188,6 @@ class RegardConfig(PreTrainedConfig):
         return given
 
     def check_flags(self, *names: str) -> None:
-        """Check that the fields are True or False."""
         flags(self.call, **{name: getattr(self, name) for name in names})
 
     def check_choice(self, name: str, choices: Sequence[str]) -> None:
@@ -185,7 +197,6 @@ class RegardConfig(PreTrainedConfig):
             raise refuse(self.call, name, given, f"one of {', '.join(map(repr, choices))}")
 
     def _refuse_unknown(self, extra: dict[str, Any]) -> None:
-        """Refuse keywords that are neither fields nor transformers' own."""
         generation = GenerationConfig().to_dict()
         for name in extra:
             if name in self.unused:
@@ -196,7 +207,6 @@ class RegardConfig(PreTrainedConfig):
                 raise ArgumentError(f"{self.call}: unknown field {name!r}.{suggestion(name, own_fields(type(self)))}")
 
     def _check_token_ids(self) -> None:
-        """Check that special tokens are None or inside the vocabulary."""
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             given = getattr(self, name)
             several = name == "eos_token_id" and isinstance(given, list) and len(given) > 0
@@ -204,6 +214,12 @@ class RegardConfig(PreTrainedConfig):
                 if token is not None and not (type(token) is int and 0 <= token < self.vocab_size):
                     expected = f"None or a token from 0 to {self.vocab_size - 1} (vocab_size - 1)"
                     raise refuse(self.call, name, given, expected)
+
+
+def _import_of(kind: type) -> str:
+    public = sys.modules["regard.models"]  # inner modules may move from one release to the next
+    home = "regard.models" if getattr(public, kind.__name__, None) is kind else kind.__module__
+    return f"from {home} import {kind.__name__}\n"
 
 
 def own_fields(config: type[RegardConfig]) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...checks import ArgumentError
+from ...nn.arguments import layer_of
 from ...recurrent.states import State
 
 
@@ -41,20 +42,15 @@ class OwnCacheLayer(CacheLayerMixin):
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row `beam_idx[b]`."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`, integers or booleans."""
         self._map(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
-        """Move the tensors to main memory."""
-
         def leave(x: Tensor) -> Tensor:
             self.device = x.device
             return x.to("cpu", non_blocking=True)
@@ -62,7 +58,6 @@ class OwnCacheLayer(CacheLayerMixin):
         self._map(leave)
 
     def prefetch(self) -> None:
-        """Move the tensors back to their device."""
         if self.device is not None:
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
@@ -94,13 +89,11 @@ class StateCacheLayer(OwnCacheLayer):
         self.reset()
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen, padding included."""
         first = getattr(self, self.held[0])
         return 0 if first is None else first.tokens
 
     @property
     def bytes(self) -> int:
-        """Return the size of the states in bytes."""
         return sum(state.bytes for name in self.held if (state := getattr(self, name)) is not None)
 
     def reset(self) -> None:
@@ -155,8 +148,7 @@ Kind = TypeVar("Kind", bound=StateCacheLayer)
 
 def own_layer(call: str, cache: Cache, index: int, kind: type[Kind]) -> Kind:
     """Return layer `index` of a cache; raise `ArgumentError` if it holds no states of this kind."""
-    layers = getattr(cache, "layers", ())
-    layer = layers[index] if index < len(layers) else None
+    layer = layer_of(cache, index)
     if not isinstance(layer, kind):
         kinds = f"cache is a {type(cache).__name__} without {kind.__name__} at layer {index}"
         raise ArgumentError(f"{call}: {kinds}; leave it out, or take model.model.new_cache().")

@@ -63,7 +63,6 @@ class CheckedLoading(PreTrainedModel):
 
     @classmethod
     def _check_without_path(cls, config: Any, tensors: Any) -> None:
-        """Check that `config` and `state_dict` were given instead of a path."""
         call, kind = f"{cls.__name__}.from_pretrained", cls.config_class
         if config is None or tensors is None:
             raise ArgumentError(f"{call}: without a path give both config and state_dict, the tensors by name.")

@@ -59,23 +59,20 @@ class Documents:
         by_argument = _documents_by_argument(call, tokens, packing, faults)
         if tokens[1] == 1:
             return None
-        begins, source = None, "position_ids"
-        for name, numbers in by_argument.items():
+        begins, source = None, ""
+        for name, numbers in {**by_argument, "position_ids": position_ids}.items():
+            if numbers is None:
+                continue
             now, before, follows = _with_last(numbers, real)
-            changes = follows & (now != before)
+            starts = follows & (now <= before if name == "position_ids" else now != before)
             if begins is None:
-                begins, source = changes, name
+                begins, source = starts, name
+            elif name == "position_ids":
+                message = f"position_ids do not grow inside a document of {source}; leave one of them out"
+                faults[message] = (starts & ~begins).any()
             else:
                 message = f"{source} and {name} do not begin documents at the same tokens; give one of them"
-                faults[message] = (begins != changes).any()
-        if position_ids is not None:
-            now, before, follows = _with_last(position_ids, real)
-            restarts = follows & (now <= before)
-            if begins is None:
-                begins = restarts
-            else:
-                message = f"position_ids do not grow inside a document of {source}; leave one of them out"
-                faults[message] = (restarts & ~begins).any()
+                faults[message] = (begins != starts).any()
         return None if begins is None else cls(source, begins, faults)
 
     def segments(self, call: str, *, cache_kept: bool, cache_asked: bool) -> Tensor | None:

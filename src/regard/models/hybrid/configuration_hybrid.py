@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ... import Spec
@@ -164,13 +164,11 @@ class HybridConfig(RegardConfig):
         return [check_window(self.call, window) for window in windows]
 
     def read_mixer(self, mixer: str | Spec) -> Any:
-        """Return the spec or the name of the token mixer that an entry of `mixers` names."""
         if isinstance(mixer, str) and mixer.strip() in token_mixers:
             return token_mixers.canonical(mixer.strip())
         return super().read_mixer(mixer)
 
     def layer_memories(self) -> Places:
-        """Return the memories of each layer that has any."""
         return read_places(self.call, self.memories, self.num_hidden_layers)
 
     def attention_options(self, layer_idx: int) -> dict[str, Any]:
@@ -183,7 +181,6 @@ class HybridConfig(RegardConfig):
         }  # fmt: skip
 
     def normalise(self) -> None:
-        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`."""
         super().normalise()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -231,24 +228,19 @@ class HybridConfig(RegardConfig):
         return max(2, 2 * round(self.head_dim * self.rotary_share / 2))
 
     def layer_temperatures(self) -> list[Temperature]:
-        """Return the temperature of each layer, first layer first."""
-        given = self.one_per_layer("temperatures", Temperature, "log")
-        rules = [as_temperature(rule, self.call, "temperatures") for rule in given]
-        if isinstance(self.temperatures, (str, Temperature)):  # a single rule applies to the layers that take one
-            attends = [isinstance(mixer, Spec) for mixer in self.layer_mixers()]
-            if any(attends):
-                return [rule if fits else as_temperature("fixed") for rule, fits in zip(rules, attends, strict=True)]
-        return rules
+        """Return the temperature of each layer, first layer first; a single rule applies to the layers with a spec."""
+        return self._rules("temperatures", Temperature, as_temperature, "log", lambda spec: True)
 
     def layer_ridges(self) -> list[Ridge]:
         """Return the ridge of each layer, first layer first; a single rule applies to the layers with a ridge."""
-        rules = [as_ridge(rule, self.call, "ridges") for rule in self.one_per_layer("ridges", Ridge, "learned")]
-        if isinstance(self.ridges, (str, Ridge)):
-            fixed = as_ridge("fixed")
-            fits = [isinstance(mixer, Spec) and mixer.degree == 1 for mixer in self.layer_mixers()]
-            if any(fits):
-                return [rule if fit else fixed for rule, fit in zip(rules, fits, strict=True)]
-        return rules
+        return self._rules("ridges", Ridge, as_ridge, "learned", lambda spec: spec.degree == 1)
+
+    def _rules(self, name: str, kind: type, read: Any, example: str, takes: Callable[[Spec], bool]) -> list[Any]:
+        rules = [read(rule, self.call, name) for rule in self.one_per_layer(name, kind, example)]
+        fits = [isinstance(mixer, Spec) and takes(mixer) for mixer in self.layer_mixers()]
+        if not isinstance(getattr(self, name), (str, kind)) or not any(fits):
+            return rules
+        return [rule if fit else read("fixed") for rule, fit in zip(rules, fits, strict=True)]
 
 
 HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 
 from ...checks import require
@@ -22,9 +23,6 @@ from ..base.catalogue import model_of
 from .cache import MemoryCacheLayer
 from .token_mixers import TokenMixer
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 def memory_modules(model: nn.Module) -> dict[int, MemoryLayer]:
     """Return the memories of a hybrid model that are written at test time, by layer."""
@@ -32,29 +30,24 @@ def memory_modules(model: nn.Module) -> dict[int, MemoryLayer]:
     return {depth: m for depth, layer in layers if (m := getattr(layer, "memory", None)) is not None and m.remembers}
 
 
-def _written(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are written in chunks: memories, and token mixers with fast weights."""
-    return [m for m in model.modules() if hasattr(m, "frozen") and hasattr(m, "chunk_size")]
-
-
-@contextmanager
-def frozen_memory(model: nn.Module) -> Iterator[None]:
+def frozen_memory(model: nn.Module) -> AbstractContextManager[None]:
     """Read memories and fast weights in this context without writing them; states stay the same bit for bit."""
-    yield from _with(model, "frozen", True)
+    return _with(model, "frozen", True)
 
 
-@contextmanager
-def chunk_size(model: nn.Module, tokens: int) -> Iterator[None]:
+def chunk_size(model: nn.Module, tokens: int) -> AbstractContextManager[None]:
     """Write memories and fast weights after every `tokens` tokens in this context.
 
     Raises:
         ArgumentError: a memory cannot have this chunk size.
     """
-    yield from _with(model, "chunk_size", tokens)
+    return _with(model, "chunk_size", tokens)
 
 
+@contextmanager
 def _with(model: nn.Module, name: str, value: Any) -> Iterator[None]:
-    modules = _written(model)
+    # the modules that are written in chunks: memories, and token mixers with fast weights
+    modules = [m for m in model.modules() if hasattr(m, "frozen") and hasattr(m, "chunk_size")]
     before = [getattr(module, name) for module in modules]
     try:
         for module in modules:

@@ -68,7 +68,6 @@ def read_options(
 
 
 def _pairs(call: str, given: str | Mapping[Any, Any] | None) -> list[tuple[str, int]]:
-    """Return (name, layer) of each memory."""
     expected = "expected a text such as 'FwPKM@2,6,10' or 'PKM@6+FwPKM@2,10'"
     if given is None:
         return []

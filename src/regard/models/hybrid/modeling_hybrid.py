@@ -17,7 +17,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...checks import ArgumentError
+from ...checks import require
 from ...nn import Attention, HookPoint, feed_forwards, rotary_angles
 from ...nn.attention.norm import make_norm
 from ...nn.attention.ridge import RidgeProjection
@@ -100,13 +100,6 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
             given = self.mlp(normed)
         return hidden_states + self.hook_mlp_out(given), weights
 
-    def require_segments(self, call: str, depth: int) -> None:
-        """Raise `ArgumentError` if a part of this layer would mix the documents of a row."""
-        for part in (self.self_attn, self.memory, self.mlp):
-            if isinstance(part, (TokenMixer, MemoryLayer)) and not part.honours_segments:
-                mixed = f"which {type(part).__name__} at layer {depth} does not keep apart"
-                raise ArgumentError(f"{call}: the rows hold several documents, {mixed}; give each a row of its own.")
-
     def _recall(self, hidden: Tensor, mask: Tensor | None, cache: Cache | None, packed: dict[str, Tensor]) -> Tensor:
         """Return the residual stream [B, T, C] plus the memory's output."""
         if self.memory is None:
@@ -121,25 +114,16 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
 
 
 def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
-    """Build the token mixer or attention of one layer."""
     mixer = config.layer_mixers()[layer_idx]
     if isinstance(mixer, str):
         kind, options = token_mixers.get(mixer), cast(dict[str, Any], config.mixer_options)  # read by config.normalise
         return kind.build(config, layer_idx, {**kind.defaults, **options.get(mixer, {})})
-    return Attention(
-        config.hidden_size,
-        config.num_attention_heads,
-        spec=mixer,
-        window=config.layer_windows()[layer_idx],
-        temperature=config.layer_temperatures()[layer_idx],
-        ridge=config.layer_ridges()[layer_idx],
-        **config.attention_options(layer_idx),
-    )
+    rules = {"temperature": config.layer_temperatures()[layer_idx], "ridge": config.layer_ridges()[layer_idx]}
+    own: dict[str, Any] = {"window": config.layer_windows()[layer_idx], **rules, **config.attention_options(layer_idx)}
+    return Attention(config.hidden_size, config.num_attention_heads, spec=mixer, **own)
 
 
 class HybridPreTrainedModel(RegardPreTrainedModel):
-    """Base of the models with and without the output matrix."""
-
     config: HybridConfig
     config_class = HybridConfig
     _no_split_modules = ["HybridDecoderLayer"]  # noqa: RUF012  (transformers reads a class attribute)
@@ -149,7 +133,12 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise as transformers does, then learned temperatures, ridges, token mixers and memories."""
         super()._init_weights(module)
-        init_attention(module)
+        if isinstance(module, Attention):
+            for name, value in module.temperature.start().items():
+                init.constant_(getattr(module, name), value)
+        if isinstance(module, RidgeProjection):
+            init.zeros_(module.weight)
+            init.constant_(module.bias, module.rule.bias())
         if hasattr(module, "init_weights") and not isinstance(module, RegardPreTrainedModel):
             module.init_weights()  # of a mixer, or of a part of one
         if isinstance(module, MemoryLayer):
@@ -181,35 +170,26 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         self.post_init()
 
     def new_cache(self, *, pairs: bool = False, length: int | None = None) -> Cache:
-        """Return an empty cache from `hybrid_cache`."""
         return hybrid_cache(self.config, pairs=pairs, length=length)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        """Run the layers, then the last norm."""
         assert self.config.head_dim is not None  # filled in by config.normalise
         if context.cache is not None:
             check_depth(self.call, context.cache, self.cached_layers)
         if context.segments is not None:
-            for depth, layer in enumerate(self.layers):
-                layer.require_segments(self.call, depth)
+            parts = ((i, p) for i, x in enumerate(self.layers) for p in (x.self_attn, x.memory, x.mlp))
+            for depth, part in parts:
+                apart = not isinstance(part, (TokenMixer, MemoryLayer)) or part.honours_segments
+                mixed = f"which {type(part).__name__} at layer {depth} does not keep apart"
+                require(apart, self.call, f"the rows hold several documents, {mixed}; give each a row of its own.")
         tokens = None if all_real(context.real) else context.real
         narrow = self._training_mask(context, embedded)
         angles = rotary_angles(context.positions, self.config.rotary_dim, self.config.rope_theta, embedded.dtype)
-        hidden, states, attentions = embedded, [], []
-        for layer, window in zip(self.layers, self.config.layer_windows(), strict=True):
-            states.append(hidden)
-            restricted = narrow is not None and window is None and not isinstance(layer.self_attn, TokenMixer)
-            hidden, weights = layer(
-                hidden,
-                angles,
-                attention_mask=narrow if restricted else context.mask,
-                past_key_values=context.cache,
-                output_attentions=context.output_attentions,
-                tokens_mask=tokens,
-                segment_ids=context.segments,
-            )
-            attentions.append(weights)
-        return Decoded(self.norm(hidden), states, attentions)
+        masks = [context.mask] * len(self.layers)
+        for i, window in enumerate(self.config.layer_windows() if narrow is not None else ()):
+            if window is None and not isinstance(self.layers[i].self_attn, TokenMixer):
+                masks[i] = narrow
+        return self.run_layers(embedded, context, masks, angles, tokens_mask=tokens)
 
     def _training_mask(self, context: Context, embedded: Tensor) -> Tensor | None:
         """Return the mask [B or 1, 1, T, N] if training restricts full attention in this pass, otherwise None.
@@ -217,7 +197,12 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         A mask, not a window of the layers, so that recomputation uses the mask of its forward pass.
         """
         window = self.config.training_window
-        if window is None or not self.training or not self._restricted():
+        if window is None or not self.training:
+            return None
+        number = self.passes if self.training_step is None else self.training_step
+        draw = torch.Generator().manual_seed(self.config.training_window_seed * 1_000_003 + number)
+        self.passes += 1
+        if torch.rand((), generator=draw) >= self.config.training_window_share:
             return None
         tokens = embedded.shape[1]
         total = context.past + tokens if context.mask is None else context.mask.shape[1]
@@ -225,13 +210,6 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         query = torch.arange(tokens, device=embedded.device)[:, None] + context.past
         near = (key <= query) & (key > query - window - int(self.config.exclude_self))
         return near[None, None] if context.mask is None else near & context.mask[:, None, None]
-
-    def _restricted(self) -> bool:
-        """Return whether this training step has a window; passes are counted if the step is not known."""
-        number = self.passes if self.training_step is None else self.training_step
-        draw = torch.Generator().manual_seed(self.config.training_window_seed * 1_000_003 + number)
-        self.passes += 1
-        return bool(torch.rand((), generator=draw) < self.config.training_window_share)
 
 
 class HybridForCausalLM(HybridPreTrainedModel, RegardForCausalLM):
@@ -250,16 +228,6 @@ class HybridForCausalLM(HybridPreTrainedModel, RegardForCausalLM):
     """
 
     model_class = HybridModel
-
-
-def init_attention(module: nn.Module) -> None:
-    """Initialise the learned temperatures and ridges of an attention layer; do nothing for other modules."""
-    if isinstance(module, Attention):
-        for name, value in module.temperature.start().items():
-            init.constant_(getattr(module, name), value)
-    if isinstance(module, RidgeProjection):
-        init.zeros_(module.weight)
-        init.constant_(module.bias, module.rule.bias())
 
 
 ABOUT = "A pre-norm decoder with rotary positions and its own attention spec or token mixer in every layer."

@@ -11,22 +11,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ...checks import whole
-from ...nn.arguments import check_layer_idx, positive_int
+from ...checks import optional_whole, whole
+from ...nn.arguments import positive_ints
 from ...recurrent.states import State
 from ..base.cache_layers import StateCacheLayer
 from .convolutions import convolved, latest
-from .state_mixer import StateMixer, States
-
-if TYPE_CHECKING:
-    from .configuration_hybrid import HybridConfig
+from .token_mixers import StateMixer, States
 
 
 @dataclass(frozen=True)
@@ -81,10 +78,9 @@ class RecurrentMixer(StateMixer):
     ) -> None:
         super().__init__()
         call = type(self).__name__
-        for name, value in {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}.items():
-            positive_int(call, name, value)
+        positive_ints(call, hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
         whole(call, "conv_size", conv_size, 1, 2**20)
-        self.layer_idx = check_layer_idx(call, layer_idx)
+        self.layer_idx = optional_whole(call, "layer_idx", layer_idx, 0)
         self.num_heads, self.head_dim, self.conv_size = num_heads, head_dim, conv_size
         inner = num_heads * head_dim
         self.project = nn.Linear(hidden_size, 3 * inner, bias=False)
@@ -94,7 +90,7 @@ class RecurrentMixer(StateMixer):
         self.output = nn.Linear(inner, hidden_size, bias=False)
 
     @classmethod
-    def build(cls, config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> Self:
+    def build(cls, config: Any, layer_idx: int, options: Mapping[str, Any]) -> Self:
         """Build the layer of a hybrid model; its heads are the model's."""
         heads = config.num_attention_heads
         width = config.head_dim or config.hidden_size // heads
@@ -107,7 +103,6 @@ class RecurrentMixer(StateMixer):
     def advance(
         self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
-        """Return the output [B, T, C], and the memory and the convolution's inputs after all tokens."""
         memory, convolution = states
         mixed = self.project(hidden).transpose(1, 2)
         reach = self.conv_size - 1

@@ -105,7 +105,6 @@ class ICLMConfig(RegardConfig):
 
     @property
     def pairs(self) -> int:
-        """Return L/2, the number of f blocks."""
         return self.num_hidden_layers // 2
 
     @property
@@ -113,13 +112,9 @@ class ICLMConfig(RegardConfig):
         """Return the number of covariate blocks: one per pair, one less where f reads before the update."""
         return self.pairs - (self.f_reads == "pre")
 
-    @property
-    def mixed_layers(self) -> int:
-        """Return the number of f blocks, which `mixers` describes."""
-        return self.pairs
+    mixed_layers = pairs
 
     def normalise(self) -> None:
-        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`."""
         positive_int(self.call, "num_hidden_layers", self.num_hidden_layers)
         if self.num_hidden_layers % 2:
             expected = "an even number: pairs of a covariate block and an f block"
@@ -142,7 +137,6 @@ class ICLMConfig(RegardConfig):
         return [as_spec(mixer, self.call, "phi_mixers") for mixer in mixers]
 
     def _normalise_widths(self) -> None:
-        """Check widths and numbers of heads, and fill in their defaults."""
         self.d_f = self.hidden_size if self.d_f is None else self.d_f
         fits = self.d_phi is None or self.hidden_size in (self.d_f, RegardConfig.hidden_size)  # None: hidden_size
         width = f"hidden_size is {self.hidden_size} and d_f {self.d_f}, which are one width; change both."
@@ -175,7 +169,6 @@ class ICLMConfig(RegardConfig):
             raise ArgumentError(f"{self.call}: f_feed_forward is 'none' and f_mlp {self.f_mlp!r}; set f_mlp='none'.")
 
     def _normalise_steps(self) -> None:
-        """Check the number of gradient steps and the expectation."""
         positive_int(self.call, "gd_steps", self.gd_steps)
         divisor = f"gd_steps is {self.gd_steps}, expected a divisor of the {self.pairs} pairs of layers."
         require(self.pairs % self.gd_steps == 0, self.call, divisor)

@@ -35,22 +35,12 @@ class ICLMCache(Cache):
         self.covariate_layers, self.function_layers = covariate_layers, function_layers
 
     def function_layer(self, layer: int) -> PairLayer:
-        """Return the layer of f block `layer`."""
         return self.layers[self.covariate_layers + layer]
 
     @property
     def shared(self) -> PairLayer:
         """Return the layer that all f blocks share."""
         return self.layers[-1]
-
-    def require_fits(self, call: str, batch: int, covariate_layers: int, function_layers: int) -> None:
-        """Check that the cache was made for this many blocks and holds this many sequences."""
-        made, model = (self.covariate_layers, self.function_layers), (covariate_layers, function_layers)
-        blocks = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*made, *model)
-        require(made == model, call, f"{blocks}; use model.model.new_cache().")
-        cached = next((x.shape[0] for x in self.shared.grown.values()), batch)
-        other = f"cache is of {cached} sequences and the tokens of {batch}; use one cache per batch."
-        require(cached == batch, call, other)
 
 
 class SlotLayer(DynamicLayer):
@@ -115,11 +105,9 @@ class PairLayer(OwnCacheLayer):
 
     @property
     def bytes(self) -> int:
-        """Return the size of the tensors in bytes."""
         return sum(x.nbytes for kept in (self.grown, self.waiting) for x in kept.values())
 
     def reset(self) -> None:
-        """Forget every token."""
         self.grown, self.waiting, self.is_initialized = {}, {}, False
 
     def crop(self, tokens_to_remove: int) -> None:

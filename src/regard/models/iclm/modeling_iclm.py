@@ -24,7 +24,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import Spec
-from ...checks import ArgumentError
+from ...checks import ArgumentError, require
 from ...nn import Attention, FunctionalGradient, HookPoint, expected_embedding, feed_forwards, rotary_angles
 from ...nn.functional_gradient import Pairs, mean_embedding, pair_rows
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel
@@ -47,7 +47,6 @@ class ICLMFeedForward(nn.Module):
         self.hook_out = HookPoint()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, R, C] for x [B, R, C]."""
         return self.hook_out(self.feed_forward(self.norm(x)))
 
 
@@ -83,24 +82,15 @@ class FunctionBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: ICLMConfig, spec: Spec, layer: int) -> None:
         super().__init__()
-        assert config.d_phi is not None  # filled in by config.normalise
-        assert config.d_f is not None
-        assert config.f_attention_heads is not None
-        self.norm = nn.LayerNorm(config.d_phi, eps=config.layer_norm_eps)
-        self.attn = FunctionalGradient(
-            config.d_phi,
-            config.d_f,
-            config.f_attention_heads,
-            spec=spec,
-            variant=config.variant,
-            average=config.f_average,
-            layer_idx=config.covariate_blocks + layer,
-        )
+        sizes: Any = (config.d_phi, config.d_f, config.f_attention_heads)  # filled in by config.normalise
+        how: dict[str, Any] = {"variant": config.variant, "average": config.f_average}
+        self.norm = nn.LayerNorm(sizes[0], eps=config.layer_norm_eps)
+        self.attn = FunctionalGradient(*sizes, spec=spec, layer_idx=config.covariate_blocks + layer, **how)
         self.to_side = config.f_mlp == "side"
         self.mlp: ICLMFeedForward | None = None
         if config.f_mlp != "none":
             inner = config.f_intermediate_size
-            self.mlp = ICLMFeedForward(config.f_feed_forward, config.d_f, inner, config.layer_norm_eps)
+            self.mlp = ICLMFeedForward(config.f_feed_forward, sizes[1], inner, config.layer_norm_eps)
         self.hook_out = HookPoint()
 
     def forward(
@@ -166,8 +156,6 @@ class StartVector(nn.Module):
 
 
 class ICLMPreTrainedModel(RegardPreTrainedModel):
-    """Base of the models with and without the output matrix."""
-
     config: ICLMConfig
     config_class = ICLMConfig
     _no_split_modules = ["CovariateBlock", "FunctionBlock"]  # noqa: RUF012  (transformers reads a class attribute)
@@ -225,7 +213,6 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         return torch.cat((embedded, self.embed_covariates(input_ids)), -1)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        """Run both streams, then the last norm."""
         cache, config = self._checked_cache(context.cache, len(embedded)), self.config
         words = self.embed["hook_out"](embedded[..., : config.hidden_size])
         phi = words[..., : config.d_phi] if self.embed_covariates is None else embedded[..., config.hidden_size :]
@@ -260,20 +247,23 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         return Decoded(self.ln_final(slots.of_tokens(hidden, tokens)), phi_states + f_states, maps)
 
     def _checked_cache(self, cache: object, batch: int) -> ICLMCache | None:
-        """Return the cache after checking that it was made for this model."""
         if cache is None:
             return None
         if not isinstance(cache, ICLMCache):
             kind = f"a {type(cache).__name__}, which cannot hold keys that wait for their values"
             mend = "leave it out or give model.model.new_cache()"
             raise ArgumentError(f"{self.call}: cache is {kind}; {mend}.")
-        cache.require_fits(self.call, batch, len(self.phi), len(self.f))
+        made, own = (cache.covariate_layers, cache.function_layers), (len(self.phi), len(self.f))
+        blocks = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*made, *own)
+        require(made == own, self.call, f"{blocks}; use model.model.new_cache().")
+        cached = next((x.shape[0] for x in cache.shared.grown.values()), batch)
+        other = f"cache is of {cached} sequences and the tokens of {batch}; use one cache per batch."
+        require(cached == batch, self.call, other)
         return cache
 
-    def _angles(self, positions: Tensor, heads: int | None, dtype: torch.dtype) -> Angles:
-        assert heads is not None
-        assert self.config.d_phi is not None
-        return rotary_angles(positions, self.config.d_phi // heads, self.config.rope_theta, dtype)
+    def _angles(self, positions: Tensor, heads: Any, dtype: torch.dtype) -> Angles:
+        width: Any = self.config.d_phi  # filled in by config.normalise
+        return rotary_angles(positions, width // heads, self.config.rope_theta, dtype)
 
 
 class _Steps:
@@ -295,19 +285,15 @@ class _Steps:
         """Return [B, n, E] for f block `layer`, given f [B, R, E] before it."""
         span = self.config.pairs // self.config.gd_steps
         if layer and layer % span == 0:
-            self.current = self._all("value") - self._expected(f"step{layer // span}", f)
+            name, expected = f"step{layer // span}", expected_embedding(f, self.table)
+            pending = None if self.cache is None else self.cache.pending(name)
+            new, waiting = pair_rows(expected[:, None], pending, self.pairs)
+            self.new[name], self.waiting[name] = new[:, 0], waiting[:, 0]
+            self.current = self._all("value") - self._all(name)
         if layer == (self.config.gd_steps - 1) * span and self.cache is not None:
-            waiting, new = ({n: x[:, None] for n, x in kept.items()} for kept in (self.waiting, self.new))
-            self.cache.extend(waiting, **new)
+            held, made = ({n: x[:, None] for n, x in kept.items()} for kept in (self.waiting, self.new))
+            self.cache.extend(held, **made)
         return self.current
-
-    def _expected(self, name: str, f: Tensor) -> Tensor:
-        """Return E(w|f) of every pair so far, [B, n, E]."""
-        expected = expected_embedding(f, self.table)
-        pending = None if self.cache is None else self.cache.pending(name)
-        new, waiting = pair_rows(expected[:, None], pending, self.pairs)
-        self.new[name], self.waiting[name] = new[:, 0], waiting[:, 0]
-        return self._all(name)
 
     def _all(self, name: str) -> Tensor:
         """Return the entries of all pairs so far, the new ones last."""

@@ -70,7 +70,6 @@ def parity_report(*sizes: str) -> ParityReport:
 
 
 def _of(base: ICLMConfig, size: str) -> list[Cells]:
-    """Return the rows of one size."""
     target = count_parameters(transformer_like(base))
 
     def row(name: str, parameters: int) -> Cells:

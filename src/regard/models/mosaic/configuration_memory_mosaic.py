@@ -78,7 +78,6 @@ class MemoryMosaicConfig(RegardConfig):
     initializer: str = "fan-in"
 
     def normalise(self) -> None:
-        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`."""
         super().normalise()
         heads = self.num_attention_heads
         names = ("hidden_size", "num_attention_heads", "num_attention_heads")

@@ -9,6 +9,7 @@ Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,11 +52,7 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
         self.parallel = config.wiring == "parallel"
         self.shared = config.persistent_keys == "shared"
         width, heads = config.hidden_size, config.num_attention_heads
-        features: dict[str, Any] = {
-            "bias": config.bias,
-            "average": config.leaky == "average",
-            "key_eps": config.key_eps,
-        }
+        features: Any = {"bias": config.bias, "average": config.leaky == "average", "key_eps": config.key_eps}
         self.contextual_norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
         self.contextual = ContextualMemory(
             width, heads, spec=spec, layer_idx=layer_idx, scale_limit=config.scale_limit, look_ahead=config.look_ahead,
@@ -86,12 +83,8 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
             cache = own_layer("MemoryMosaicForCausalLM", past_key_values, self.layer_idx, MemoryMosaicCacheLayer)
         state = None if cache is None else cache.contextual
         normed = self.contextual_norm(hidden_states)
-        arguments: dict[str, Any] = {
-            "state": state,
-            "remember": cache is not None,
-            "output_attentions": output_attentions,
-            "segment_ids": segment_ids,
-        }
+        arguments: dict[str, Any] = {"state": state, "remember": cache is not None, "segment_ids": segment_ids}
+        arguments["output_attentions"] = output_attentions
         if self.shared:
             mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
             normed = without_hidden(normed, mask)
@@ -109,8 +102,6 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
 
 
 class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):
-    """Base of the models with and without the output matrix."""
-
     config: MemoryMosaicConfig
     config_class = MemoryMosaicConfig
     _no_split_modules = ["MemoryMosaicBlock"]  # noqa: RUF012  (transformers reads a class attribute)
@@ -165,23 +156,10 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
         if context.cache is not None:
             check_depth(self.call, context.cache, len(self.layers))
         mask = None if all_real(context.mask) else context.mask
-        hidden = embedded
-        states: list[Tensor] = []
-        attentions: list[Tensor | None] = []
-        for layer in self.layers:
-            states.append(hidden)
-            hidden, weights = layer(
-                hidden,
-                attention_mask=mask,
-                past_key_values=context.cache,
-                output_attentions=context.output_attentions,
-                segment_ids=context.segments,
-            )
-            attentions.append(weights)
-        normed = self.norm(hidden)
-        if self.config.scale_logits:
-            normed = normed * self.config.hidden_size**-0.5
-        return Decoded(normed, states, attentions)
+        decoded = self.run_layers(embedded, context, [mask] * len(self.layers))
+        if not self.config.scale_logits:
+            return decoded
+        return replace(decoded, hidden=decoded.hidden * self.config.hidden_size**-0.5)
 
 
 class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):

@@ -113,7 +113,6 @@ def from_released(weights: Mapping[str, Tensor], **changes: Any) -> MemoryMosaic
 
 
 def _config(names: _Names, weights: Mapping[str, Tensor], changes: Mapping[str, Any]) -> MemoryMosaicConfig:
-    """Return the configuration with the sizes of the tensors."""
     first = names.block.format(i=0)
     vocab, width = _need(weights, names.embedding).shape
     heads = _need(weights, first + names.tensors["contextual.keys.rate"]).numel()

@@ -12,33 +12,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ...checks import (
-    ArgumentError,
-    boolean_mask,
-    broadcastable,
-    flag,
-    flags,
-    number,
-    on_device,
-    refuse,
-    require,
-    segments,
-    shape,
-)
+from ...checks import ArgumentError, broadcastable, flags, number, optional_whole, refuse, segments, shape
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention, diagnosed_attention
 from ...pairwise.visibility import Visibility, runs_of
 from ...recurrent.linear import LinearState, finite_features, linear_attention
-from ..arguments import (
-    check_heads,
-    check_hidden,
-    check_layer_idx,
-    check_positions,
-    check_shared,
-    check_window,
-)
+from ..arguments import check_heads, check_hidden, check_positions, check_shared, check_window, columns_of, layer_of
 from ..hooks import HookPoint, report_weights
-from .fixed_cache import Order, fixed_layer, visible_places
+from .fixed_cache import Seen, fixed_layer, visible_places
 from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
@@ -58,12 +39,6 @@ class KeyValueCache(Protocol):
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, Tq, D]; return those that a query may need, the new ones last."""
-
-
-class SumsLayer(Protocol):
-    """A cache layer, `layers[layer_idx]`, that holds a linear-attention state instead of keys and values."""
-
-    linear_state: LinearState | None
 
 
 class Attention(nn.Module):
@@ -137,14 +112,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        flags(
-            CALL,
-            bias=bias,
-            share_query_key=share_query_key,
-            exclude_self=exclude_self,
-            output_gate=output_gate,
-            output_norm=output_norm,
-        )
+        flags(CALL, bias=bias, share_query_key=share_query_key, exclude_self=exclude_self)
+        flags(CALL, output_gate=output_gate, output_norm=output_norm)
         self.hidden_size = hidden_size
         self.head_dim = check_heads(CALL, hidden_size, num_heads, self.num_kv_heads, head_dim)
         self.window = check_window(CALL, window)
@@ -158,7 +127,7 @@ class Attention(nn.Module):
         check_shared(CALL, share_query_key, num_heads, self.num_kv_heads)
         self.share_query_key = share_query_key
         self.exclude_self = exclude_self
-        self.layer_idx = check_layer_idx(CALL, layer_idx)
+        self.layer_idx: int | None = optional_whole(CALL, "layer_idx", layer_idx, 0)
         self.observer: Observer | None = None
         self.observe_weights = False
         if not share_query_key:
@@ -182,7 +151,6 @@ class Attention(nn.Module):
         self.ridge_proj = RidgeProjection(hidden_size, num_heads, self.head_dim, self.ridge) if learns else None
 
     def extra_repr(self) -> str:
-        """Return heads, spec and options, for `print(model)`."""
         options = {
             "num_kv_heads": self.num_kv_heads if self.num_kv_heads != self.num_heads else None,
             "head_dim": self.head_dim,
@@ -216,10 +184,11 @@ class Attention(nn.Module):
                 of a head; None for no positions.
             attention_mask: boolean, True where a key may be attended: [B, Tk] over all tokens so far, or
                 [B, 1 or H, T, Tk], combined with causality and window. A query without a visible key gives zeros.
-            past_key_values: a cache, to which keys and values are appended in place. If its layer is a `SumsLayer`, it
-                holds a state of fixed size and a token costs O(D Dv) at any length; only the mask's columns of new
-                tokens are then read, since a pair cannot be removed from a sum. If its layer has a fixed length
-                (transformers' `StaticCache`), Tk is that length, and a shorter mask is extended by False.
+            past_key_values: a cache, to which keys and values are appended in place. If its layer, `layers[layer_idx]`,
+                has a `linear_state` (a `LinearState` or None), it holds this state of fixed size and a token costs
+                O(D Dv) at any length; only the mask's columns of new tokens are then read, since a pair cannot be
+                removed from a sum. If its layer has a fixed length (transformers' `StaticCache`), Tk is that length,
+                and a shorter mask is extended by False.
             output_attentions: also return the weights, from the dense reference: those with weights times values =
                 output, some of which are negative for a local linear spec.
             segment_ids: integers [B or 1, T] of packed documents: a token attends only to its own run of equal numbers.
@@ -236,41 +205,40 @@ class Attention(nn.Module):
         """
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
-        flag(CALL, "output_attentions", output_attentions)
+        flags(CALL, output_attentions=output_attentions)
         if past_key_values is not None and not callable(getattr(past_key_values, "update", None)):
             expected = "a cache with update(key, value, layer_idx), or None"
             raise refuse(CALL, "past_key_values", past_key_values, expected)
         if segment_ids is not None:
             if past_key_values is not None:
-                raise ArgumentError(
-                    f"{CALL}: segment_ids were given with a cache, which holds one document per row; leave one out."
-                )
+                why = "a cache, which holds one document per row; leave one out"
+                raise ArgumentError(f"{CALL}: segment_ids were given with {why}.")
             segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
         query, key, value = self._project(hidden_states, position_embeddings)
         sums = None if past_key_values is None else self._sums(past_key_values)
         if sums is not None:
             out, weights = self._attend_to_sums(sums, query, key, value, attention_mask, output_attentions)
         else:
-            order = self.order
+            seen = self.order
             if past_key_values is not None:
                 fixed = fixed_layer(CALL, past_key_values, cast(int, self.layer_idx))  # checked by _sums
                 if fixed is not None:
                     tokens = query.shape[2]
-                    attention_mask = visible_places(CALL, fixed, attention_mask, tokens, order, key.device)
-                    order = Order()
-                key, value = self._append(past_key_values, key, value, order.window)
-            mask = self._mask(attention_mask, query, key)
+                    attention_mask = visible_places(CALL, fixed, attention_mask, tokens, seen, key.device)
+                    seen = Seen()
+                key, value = self._append(past_key_values, key, value, seen.window)
+            seen = Seen(*seen[:3], self._mask(attention_mask, query, key), segment_ids)
             local = self._local_params(hidden_states, position_embeddings)
-            out, weights = self._attend(query, key, value, mask, output_attentions, local, order, segment_ids)
+            out, weights = self._attend(query, key, value, seen, output_attentions, local)
         heads = (out if self.out_norm is None else self.out_norm(out)).transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             heads = heads * self.gate_proj(hidden_states).sigmoid()
         return self.hook_out(self.o_proj(heads)), weights
 
     @property
-    def order(self) -> Order:
+    def order(self) -> Seen:
         """Causality and window of every call, with a cache that grows or without one."""
-        return Order(True, self.exclude_self, self.window)
+        return Seen(True, self.exclude_self, self.window)
 
     def _project(self, hidden_states: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, T, D], keys and values [B, Hkv, T, D]; queries and keys may be one tensor."""
@@ -300,52 +268,40 @@ class Attention(nn.Module):
         """Return [B, heads, T, D] for x [B, T, heads * D]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _sums(self, cache: KeyValueCache) -> SumsLayer | None:
-        """Return this layer's linear-attention state, or None if the cache holds keys and values."""
+    def _sums(self, cache: KeyValueCache) -> Any:
+        """Return this layer's entry in the cache, with its linear-attention state; None for keys and values."""
         if self.layer_idx is None:
             raise ArgumentError(f"{CALL}: past_key_values: a cache was given to a layer without layer_idx; set it.")
-        layers = getattr(cache, "layers", ())
-        layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        layer = layer_of(cache, self.layer_idx)
         if not hasattr(layer, "linear_state"):
             return None
-        require(
-            self.window is None and finite_features(self.spec),
-            CALL,
-            f"the cache holds sums at layer {self.layer_idx}, but {self.spec} "
-            f"{'with a window ' if self.window else ''}needs keys and values; use a transformers.DynamicCache.",
-        )
+        if self.window is not None or not finite_features(self.spec):
+            why = f"{self.spec} {'with a window ' if self.window else ''}needs keys and values"
+            mend = "use a transformers.DynamicCache"
+            raise ArgumentError(f"{CALL}: the cache holds sums at layer {self.layer_idx}, but {why}; {mend}.")
         return layer
 
     def _attend_to_sums(
-        self, sums: SumsLayer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool
+        self, sums: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Read and update the state; return [B, H, T, D] and weights or None."""
         state, mask = sums.linear_state, self._mask(mask, query, key)
         if mask is not None and mask.shape[1:3] != (1, 1):
-            raise ArgumentError(
-                f"{CALL}: attention_mask has shape {shape(mask)}, but a cache of sums needs one mask [B, Tk] for all "
-                f"heads and queries; use a transformers.DynamicCache."
-            )
+            why = "a cache of sums needs one mask [B, Tk] for all heads and queries; use a transformers.DynamicCache"
+            raise ArgumentError(f"{CALL}: attention_mask has shape {shape(mask)}, but {why}.")
         if self.hook_pattern.active:
-            raise ArgumentError(
-                f"{CALL}: a hook is registered at hook_pattern, but the cache holds sums, which have no weights; use a "
-                f"transformers.DynamicCache, or no cache."
-            )
-        arguments = {
-            "state": state,
-            "attn_mask": mask,
-            "exclude_self": self.exclude_self,
-            **self._temper(query, key, mask, self.order, state=state),
-        }
-        out, sums.linear_state = linear_attention(query, key, value, self.spec, **arguments)
+            why = "have no weights; use a transformers.DynamicCache, or no cache"
+            raise ArgumentError(f"{CALL}: a hook is registered at hook_pattern, but the cache holds sums, which {why}.")
+        seen = Seen(*self.order[:3], mask)
+        how = {"state": state, "attn_mask": mask, "exclude_self": self.exclude_self}
+        how |= self._temper(query, key, seen, state)
+        out, sums.linear_state = linear_attention(query, key, value, self.spec, **how)
         if not output_attentions and self.observer is None:
             return out, None
         if state is not None:
-            raise ArgumentError(
-                f"{CALL}: weights of earlier tokens were asked for, but the cache holds only sums over them; use a "
-                f"transformers.DynamicCache, or no cache."
-            )
-        return self._attend(query, key, value, mask, output_attentions, {}, self.order)
+            why = "the cache holds only sums over them; use a transformers.DynamicCache, or no cache"
+            raise ArgumentError(f"{CALL}: weights of earlier tokens were asked for, but {why}.")
+        return self._attend(query, key, value, seen, output_attentions, {})
 
     def _append(self, cache: KeyValueCache, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Append to the cache; return all keys and values that it holds, [B, Hkv, Tk, D]."""
@@ -355,58 +311,36 @@ class Attention(nn.Module):
         if window is not None:
             needed = min(cache.get_seq_length(self.layer_idx), window + self.exclude_self + tokens - 1)
             if key.shape[2] < needed:
-                raise ArgumentError(
-                    f"{CALL}: the cache gave {key.shape[2]} tokens of the {needed} that window={window} "
-                    f"needs; let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)."
-                )
+                mend = "let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)"
+                given = f"the cache gave {key.shape[2]} tokens of the {needed} that window={window} needs"
+                raise ArgumentError(f"{CALL}: {given}; {mend}.")
         return key, value
 
     def _mask(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         """Return the mask as [B, 1 or H, 1 or T, Tk] for the keys at hand."""
         if mask is None:
             return None
-        boolean_mask(CALL, "attention_mask", mask)
-        on_device(CALL, "attention_mask", mask, key.device)
-        batch, heads, tokens, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-        if mask.dim() not in (2, 4) or mask.shape[-1] < keys:
-            raise ArgumentError(
-                f"{CALL}: attention_mask has shape {shape(mask)}, expected [{batch}, Tk] or "
-                f"[{batch}, 1, {tokens}, Tk] with Tk >= {keys}, the tokens so far."
-            )
+        (batch, heads, tokens, _), keys = query.shape, key.shape[2]
+        mask = columns_of(CALL, mask, keys, key.device)
         # A cache with a window has dropped the oldest keys; the mask's last columns are those of the others.
         mask = mask[..., mask.shape[-1] - keys :]
-        mask = mask[:, None, None, :] if mask.dim() == 2 else mask
         broadcastable(CALL, "attention_mask", mask, (batch, heads, tokens, keys))
         return mask
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        output_attentions: bool,
-        local: dict[str, float | Tensor],
-        order: Order,
-        segment_ids: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, output_attentions: bool, local: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Call `regard.attention` with this layer's parameters; return [B, H, T, D] and weights or None."""
         observed = self.observer is not None and self.observe_weights
         dense = output_attentions or self.hook_pattern.active or observed
-        arguments: dict[str, Any] = {
-            "attn_mask": mask,
-            **order._asdict(),
-            "segment_ids": segment_ids,
-            "enable_gqa": self.num_kv_heads != self.num_heads,
-            "impl": "reference" if dense else "auto",
-            **self._temper(query, key, mask, order, segment_ids),
-        }
+        arguments: dict[str, Any] = {**seen._asdict(), **self._temper(query, key, seen)}
+        arguments |= {"enable_gqa": self.num_kv_heads != self.num_heads, "impl": "reference" if dense else "auto"}
         if local:
             arguments["params"] = {**arguments.get("params", {}), **local}
         if not dense and self.observer is None:
             return attention(query, key, value, self.spec, **arguments), None
         out, diagnostics = diagnosed_attention(query, key, value, self.spec, **arguments)
-        out, weights = report_weights(self, diagnostics, out, lambda weights: self._mix(weights, value, mask))
+        out, weights = report_weights(self, diagnostics, out, lambda weights: self._mix(weights, value, seen.attn_mask))
         return out, weights if output_attentions else None
 
     def _mix(self, weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -416,23 +350,15 @@ class Attention(nn.Module):
             weights = weights.masked_fill(~mask, 0)
         return weights.to(value.dtype) @ value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
-    def _temper(
-        self,
-        query: Tensor,
-        key: Tensor,
-        mask: Tensor | None,
-        order: Order,
-        segment_ids: Tensor | None = None,
-        state: LinearState | None = None,
-    ) -> dict[str, Any]:
+    def _temper(self, query: Tensor, key: Tensor, seen: Seen, state: LinearState | None = None) -> dict[str, Any]:
         """Return the temperature as arguments of `regard.attention`."""
         n = None
         if self.temperature.counted:
             tokens, keys = query.shape[2], key.shape[2]
+            causal, strict, window, mask, segment_ids = seen
             runs = None if segment_ids is None else runs_of(segment_ids)
-            causal, strict, window = order
-            seen = Visibility(tokens, keys, causal, strict, window, keys - tokens, mask=mask, runs=runs)
-            n = seen.counts(query.device)
+            visible = Visibility(tokens, keys, causal, strict, window, keys - tokens, mask=mask, runs=runs)
+            n = visible.counts(query.device)
             if state is not None:  # the last feature of every key is one, so that its sum counts the keys
                 n = n + state.keys[:, :1, -1:].long()
         learned = {name: getattr(self, name) for name in self.temperature.start()}

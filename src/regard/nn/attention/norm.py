@@ -26,7 +26,6 @@ class HeadRMSNorm(nn.RMSNorm):
         self.unit = unit
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., D], normalised, in its dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         gain = None if self.weight is None else self.weight.to(wide)
         out = rms_norm(x.to(wide), self.normalized_shape, gain, self.eps)

@@ -36,8 +36,6 @@ class Ridge(Rule):
     `numbers`, `bias` and `values`.
     """
 
-    name: ClassVar[str]
-
     def numbers(self, dim: int) -> int:
         """Return the number of learned values per head and token: 1, `dim` (one per channel), or 0 (not learned)."""
         return 0
@@ -48,20 +46,15 @@ class Ridge(Rule):
 
     def values(self, x: Tensor) -> Tensor:
         """Return ridges above 0 from the outputs of the projection, elementwise, at least in float32."""
-        raise ArgumentError(
-            f"ridge {self.name!r}: {type(self).__name__} has no values(x); define it to return numbers above 0 in the "
-            f"shape of x."
-        )
+        missing = f"{type(self).__name__} has no values(x); define it to return numbers above 0 in the shape of x"
+        raise ArgumentError(f"ridge {self.name!r}: {missing}.")
 
     def require(self, call: str, spec: Spec) -> None:
         """Check that `spec` is local linear with a solver that uses a ridge, or that this rule is not learned."""
         solves = spec.degree == 1 and spec.solver.name != "learned"
-        require(
-            not self.numbers(1) or solves,
-            call,
-            f"ridge {self} needs a local linear model that is solved for, and {spec} is none; leave it out or take a "
-            f"spec such as 'local-linear[biweight]'.",
-        )
+        mend = "leave it out or take a spec such as 'local-linear[biweight]'"
+        none = f"ridge {self} needs a local linear model that is solved for, and {spec} is none; {mend}."
+        require(not self.numbers(1) or solves, call, none)
 
 
 @ridges.register("fixed")
@@ -95,11 +88,8 @@ class LearnedRidge(Ridge):
         if self.link not in LINKS:
             raise ArgumentError(f"{self.name}: link is {self.link!r}, expected one of {', '.join(LINKS)}.")
         most = self.floor + 1 if self.link == "sigmoid" else math.inf
-        if not self.floor < self.start < most:
-            raise ArgumentError(
-                f"{self.name}: start is {self.start:g}, expected a number between floor {self.floor:g} and {most:g}, "
-                f"which a {self.link} above the floor can reach."
-            )
+        span = f"a number between floor {self.floor:g} and {most:g}, which a {self.link} above the floor can reach"
+        require(self.floor < self.start < most, self.name, f"start is {self.start:g}, expected {span}.")
 
     def numbers(self, dim: int) -> int:
         return 1

@@ -37,7 +37,6 @@ class Temperature(Rule):
     `name`, `start` and `multiplier`; `counted = False` if it does not need n.
     """
 
-    name: ClassVar[str]
     counted: ClassVar[bool] = True
 
     def start(self) -> dict[str, float]:
@@ -48,10 +47,8 @@ class Temperature(Rule):
         """Return m > 0, broadcastable to [B, H, Tq], for n, the numbers of visible keys [B or 1, H or 1, Tq],
         floating-point and at least 1, for empty rows too, and the parameters `learned` of `start`, each [1, H or 1, 1].
         """
-        raise ArgumentError(
-            f"temperature {self.name!r}: {type(self).__name__} has no multiplier(n, learned); define it to return the "
-            f"factor of the usual scale."
-        )
+        missing = f"{type(self).__name__} has no multiplier(n, learned)"
+        raise ArgumentError(f"temperature {self.name!r}: {missing}; define it to return the factor of the usual scale.")
 
     @property
     def neutral(self) -> bool:
@@ -117,10 +114,8 @@ class Temperature(Rule):
         if self.neutral or spec.takes_scale or "h" in spec.params:
             return
         able = ", ".join(name for name, preset in presets().items() if preset.takes_scale)
-        raise ArgumentError(
-            f"{call}: temperature {self} needs scores that have a scale, and the spec {spec} has none; leave it out or "
-            f"choose one of: {able}, or a fixed(h=...)."
-        )
+        none = f"temperature {self} needs scores that have a scale, and the spec {spec} has none"
+        raise ArgumentError(f"{call}: {none}; leave it out or choose one of: {able}, or a fixed(h=...).")
 
 
 @temperatures.register("fixed")

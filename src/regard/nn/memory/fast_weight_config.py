@@ -97,17 +97,10 @@ class MemoryStore:
         call, shared, resident = "MemoryStore", self.shared, self.resident
         flags(call, shared=shared, learn_initial=self.learn_initial, resident=resident)
         check_sync(call, self.sync, True)
-        require(
-            shared or not (resident or self.sync),
-            call,
-            f"{'resident' if resident else 'sync'} needs one memory for the batch; give shared=True.",
-        )
-        require(
-            not (resident and self.learn_initial),
-            call,
-            "learn_initial trains the first keys and values, but a resident memory starts from what it wrote; choose "
-            "one.",
-        )
+        alone = f"{'resident' if resident else 'sync'} needs one memory for the batch; give shared=True."
+        require(shared or not (resident or self.sync), call, alone)
+        both = "learn_initial trains the first keys and values, but a resident memory starts from what it wrote"
+        require(not (resident and self.learn_initial), call, f"{both}; choose one.")
         known = self.impl in ("auto", *slot_values.names(aliases=True))
         require(known, call, f"unknown impl {shown(self.impl)}.{suggestion(shown(self.impl), IMPLS)}")
         object.__setattr__(self, "storage", as_dtype(self.storage))
@@ -151,17 +144,13 @@ class FastWeightConfig:
             given = getattr(self, name)
             require(isinstance(given, kind), call, f"{name} is {shown(given)}, expected a {kind.__name__}.")
         positive_int(call, "chunk_size", self.chunk_size)
-        require(
-            self.chunk_size >= 2 or not self.rule.look_ahead,
-            call,
-            "chunk_size is 1, expected at least 2: a token's target is the value of the next one; look_ahead=False "
-            "makes it its own.",
-        )
+        short = "chunk_size is 1, expected at least 2: a token's target is the value of the next one"
+        fits = self.chunk_size >= 2 or not self.rule.look_ahead
+        require(fits, call, f"{short}; look_ahead=False makes it its own.")
         check_meta_grad(call, self.meta_grad)
 
     def with_options(self, **options: Any) -> FastWeightConfig:
-        """Return the settings with these options changed. An option that is unknown or does not fit is an
-        ArgumentError."""
+        """Return the settings with these options changed; one that is unknown or does not fit is an ArgumentError."""
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             if name not in PLACES:
@@ -177,9 +166,8 @@ class FastWeightConfig:
     def defaults(cls) -> Mapping[str, Any]:
         """Return all options with their defaults."""
         config = cls()
-        return {
-            name: getattr(getattr(config, group) if group else config, own) for name, (group, own) in PLACES.items()
-        }
+        held = {"": config, **{group: getattr(config, group) for group in GROUPS}}
+        return {name: getattr(held[group], own) for name, (group, own) in PLACES.items()}
 
 
 GROUPS: dict[str, type] = {"table": SlotTable, "rule": WriteRule, "mix": ValueMix, "store": MemoryStore}

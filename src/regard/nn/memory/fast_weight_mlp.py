@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import flag, within
 from ...memory.fast_weight_mlp import NAMES, FastMLPMemory, FastMLPState, fast_weight_mlp, flush
 from ...memory.slot_memory import mixed
-from ..arguments import positive_int
+from ..arguments import positive_ints
 from ..memories import memory_layers
 from .projections import FastWeightLayer, Projected, Tokens
 
@@ -76,9 +76,7 @@ class FastWeightMLP(FastWeightLayer):
         **options: Any,
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "in_dim": in_dim, "hidden_dim": hidden_dim, "value_dim": value_dim}
-        for name, size in sizes.items():
-            positive_int(self.call, name, size)
+        positive_ints(self.call, hidden_size=hidden_size, in_dim=in_dim, hidden_dim=hidden_dim, value_dim=value_dim)
         flag(self.call, "learn_initial", learn_initial)
         self.settings = FastMLPMemory.of(self.call, None, options)
         self.chunk_size = self.settings.chunk_size
@@ -96,7 +94,6 @@ class FastWeightMLP(FastWeightLayer):
             torch.nn.init.uniform_(weight, -bound, bound)
 
     def extra_repr(self) -> str:
-        """Return sizes and rule, for `print(model)`."""
         (inner, wide), (out, _) = self.gate.shape, self.down.shape
         flags = {"shared": self.settings.shared, "frozen": self.frozen}
         rest = "".join(f", {name}=True" for name, given in flags.items() if given)
@@ -114,7 +111,6 @@ class FastWeightMLP(FastWeightLayer):
         return mixed(read, own.value, own.gate) if mix else read, state
 
     def flush(self, state: FastMLPState) -> FastMLPState:
-        """Return the state after all waiting tokens were written whose targets have arrived."""
         return flush(state, self.settings)
 
 

@@ -151,7 +151,6 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         return fresh.to(held)  # a new tensor, since a graph may still need the old one
 
     def extra_repr(self) -> str:
-        """Return sizes and rule, for `print(model)`."""
         settings = self.settings
         flags = {"shared": settings.shared, "resident": self.resident, "frozen": self.frozen}
         rest = "".join(f", {name}=True" for name, given in flags.items() if given)
@@ -194,12 +193,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
     def _exported(
         self, query: Tensor, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> Tensor:
-        """Return what was read, by one node of an exported graph."""
-        require(
-            state is None and not self.resident,
-            CALL,
-            "an exported graph keeps nothing from call to call; export without a state, and not a resident memory.",
-        )
+        wrong = "an exported graph keeps nothing from call to call; export without a state, and not a resident memory."
+        require(state is None and not self.resident, CALL, wrong)
         settings, plain = self.settings, ("top_k", "score", "eps", "shared", "impl", "sync")
         how: dict[str, Any] = {name: getattr(settings, name) for name in plain}
         how |= {"rule": asdict(settings.rule), "spec": str(settings.spec), "frozen": self.frozen, "mix": mix}
@@ -212,10 +207,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         self, observer: MemoryObserver, tokens: Tokens, own: Projected, state: Any, segment_ids: Tensor | None
     ) -> None:
         if observer.by_memory and segment_ids is not None:
-            raise ArgumentError(
-                f"{CALL}: a {type(observer).__name__} follows every row's memory, but segment_ids pack several "
-                f"documents into a row; give each document a row of its own."
-            )
+            why = "segment_ids pack several documents into a row; give each document a row of its own"
+            raise ArgumentError(f"{CALL}: a {type(observer).__name__} follows every row's memory, but {why}.")
         if state is None:
             observer.on_start(self.resident)
         observer.on_tokens(own.gate, tokens.counted, tokens.non_finite)
@@ -256,10 +249,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         for name, tensor in (("keys", keys), ("values", values)):
             own = getattr(self, name)
             if tensor.shape != own.shape:
-                raise ArgumentError(
-                    f"{CALL}.restore: the snapshot has {name} {shape(tensor)}, but this memory {shape(own)}; "
-                    f"take it from a memory of these sizes."
-                )
+                why = f"this memory {shape(own)}; take it from a memory of these sizes"
+                raise ArgumentError(f"{CALL}.restore: the snapshot has {name} {shape(tensor)}, but {why}.")
         self.keys, self.values, self._held = keys, values, held
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastWeightProductKeyMemory:

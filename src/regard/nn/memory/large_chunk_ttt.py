@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from ...checks import ArgumentError, boolean_mask, flag, flags, number, on_device, require, segments, shape, suggestion
+from ...checks import ArgumentError, flags, number, optional_whole, require, segments, shape, suggestion
 from ...memory.large_chunk import LargeChunkMemory, LargeChunkState, flush, large_chunk_ttt
 from ...memory.stream import check_held
 from ...pairwise.attention import attention, diagnosed_attention
 from ...recurrent.states import State, require_state
-from ..arguments import as_input, check_heads, check_hidden, check_layer_idx, check_positions, positive_int
+from ..arguments import as_input, check_heads, check_hidden, check_positions, columns_of, layer_of, positive_ints
+from ..attention.layer import Rotary
 from ..attention.norm import HeadRMSNorm
 from ..attention.rotary import rotate
 from ..hooks import HookPoint
 from .projections import Tokens, clean_tokens
 
 CALL = "nn.LargeChunkTTT"
+Parts = tuple[Tensor, Tensor, Tensor]
+"""Query, key, value."""
 BASE_RATE = 1e-3
 PRESETS = {
     "512C+512W": {"chunk_size": 512, "window": 512},
@@ -50,13 +53,6 @@ class WindowState(State):
     key: Tensor
     value: Tensor
     valid: Tensor
-
-
-class LargeChunkLayer(Protocol):
-    """The mixer's entry in a cache, `layers[layer_idx]`: two states, None before the first token."""
-
-    window_state: WindowState | None
-    fast_state: LargeChunkState | None
 
 
 class LargeChunkTTT(nn.Module):
@@ -117,22 +113,20 @@ class LargeChunkTTT(nn.Module):
     ) -> None:
         super().__init__()
         head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, None)
-        positive_int(CALL, "fast_heads", fast_heads)
+        positive_ints(CALL, fast_heads=fast_heads, window=window)
         flags(CALL, bias=bias, qk_norm=qk_norm, fast_rotary=fast_rotary)
         number(CALL, "norm_eps", norm_eps, low=0.0, strict=True)
         number(CALL, "inner", inner, low=0.0, strict=True)
-        if hidden_size % fast_heads:
-            raise ArgumentError(
-                f"{CALL}: hidden_size {hidden_size} is not a multiple of {fast_heads} fast_heads; change one."
-            )
-        positive_int(CALL, "window", window)
+        uneven = f"hidden_size {hidden_size} is not a multiple of {fast_heads} fast_heads; change one."
+        require(hidden_size % fast_heads == 0, CALL, uneven)
         self.settings = LargeChunkMemory.of(CALL, None, options)
         dim = hidden_size // fast_heads
         width = int(inner * dim)
         require(width > 0, CALL, f"inner is {inner!r}, expected a factor that leaves at least one of {dim} channels.")
         self.hidden_size, self.num_heads, self.head_dim, self.fast_heads = hidden_size, num_heads, head_dim, fast_heads
         self.window, self.chunk_size, self.fast_rotary = window, self.settings.chunk_size, fast_rotary
-        self.layer_idx, self.frozen = check_layer_idx(CALL, layer_idx), False
+        self.frozen = False
+        self.layer_idx: int | None = optional_whole(CALL, "layer_idx", layer_idx, 0)
         for part in ("q", "k", "v"):
             self.add_module(f"{part}_proj", nn.Linear(hidden_size, hidden_size, bias=bias))
         self.q_norm, self.k_norm = (HeadRMSNorm(hidden_size, norm_eps) if qk_norm else nn.Identity() for _ in "qk")
@@ -164,7 +158,6 @@ class LargeChunkTTT(nn.Module):
         return cls(hidden_size, num_heads, **{**PRESETS[preset], **options})
 
     def extra_repr(self) -> str:
-        """Return heads, window, chunk and optimiser, for `print(model)`."""
         return (
             f"num_heads={self.num_heads}, fast_heads={self.fast_heads}, window={self.window}, "
             f"chunk_size={self.chunk_size}, optimizer={self.settings.optimizer!r}{', frozen=True' * self.frozen}"
@@ -185,8 +178,9 @@ class LargeChunkTTT(nn.Module):
             hidden_states, position_embeddings, output_attentions: as in `nn.Attention.forward`.
             attention_mask: boolean [B, Tk] over all tokens so far (the last T columns are the new ones), true where a
                 token is real.
-            past_key_values: a cache whose `layers[layer_idx]` is a `LargeChunkLayer`; its two states are replaced, the
-                only change in place.
+            past_key_values: a cache whose `layers[layer_idx]` holds two states, `window_state` (`WindowState`) and
+                `fast_state` (`LargeChunkState`), None before the first token. They are replaced, the only change in
+                place.
             segment_ids: integers [B or 1, T]: a change begins a new document, which sees no earlier one. The first
                 document continues from the cache.
 
@@ -204,79 +198,56 @@ class LargeChunkTTT(nn.Module):
         check_held(CALL, "hidden_states", hidden_states)
         segments(CALL, segment_ids, batch, length, hidden_states.device)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
-        flag(CALL, "output_attentions", output_attentions)
+        flags(CALL, output_attentions=output_attentions)
         hidden = as_input(tokens.hidden, self.o_proj)
         query, key = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden))
         value = self.v_proj(hidden)
-        read, fast = self._learn(hidden, query, key, value, position_embeddings, tokens, layer, segment_ids)
+        read, fast = self._learn(hidden, (query, key, value), position_embeddings, tokens, layer, segment_ids)
         query, key = (self._turned(x, position_embeddings) for x in (query, key))
         pairs = (self.hook_q(query), self.hook_k(key), self.hook_v(self._split(value)))
-        attended, weights, window = self._attend(*pairs, tokens, layer, segment_ids, output_attentions)
+        attended, weights, window = self._attend(pairs, tokens, layer, segment_ids, output_attentions)
         out = self.o_proj(attended.transpose(1, 2).flatten(2) + self.hook_read(read).flatten(2).to(attended.dtype))
         if layer is not None:
             layer.window_state, layer.fast_state = window, fast
         return self.hook_out(tokens.shown(out)), weights
 
     def flush(self, state: LargeChunkState) -> LargeChunkState:
-        """Return the state after all waiting tokens were learned from."""
         return flush(state, self.settings)
 
     def _split(self, x: Tensor) -> Tensor:
         """Split [B, T, C] into attention heads, [B, H, T, C / H]."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _turned(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _turned(self, x: Tensor, positions: Rotary) -> Tensor:
         """Split [B, T, C] into attention heads and rotate them by their positions."""
-        x = self._split(x)
-        return x if position_embeddings is None else rotate(x, *position_embeddings)
+        return self._split(x) if positions is None else rotate(self._split(x), *positions)
 
     def _learn(
-        self,
-        hidden: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        tokens: Tokens,
-        layer: LargeChunkLayer | None,
-        segment_ids: Tensor | None,
+        self, hidden: Tensor, parts: Parts, positions: Rotary, tokens: Tokens, layer: Any, segment_ids: Tensor | None
     ) -> tuple[Tensor, LargeChunkState]:
         """Return what the fast weights read, [B, T, Hf, D], and their state after the call."""
-        places = position_embeddings if self.fast_rotary else None
-        heads, wide = (self.fast_heads, -1), tokens.hidden.dtype
+        places = positions if self.fast_rotary else None
+        (query, key, value), heads, wide = parts, (self.fast_heads, -1), tokens.hidden.dtype
         query = silu(query.to(wide) * self.q_scale.to(wide) + self.q_shift.to(wide)).unflatten(-1, heads)
         key = silu(key.to(wide) * self.k_scale.to(wide) + self.k_shift.to(wide)).unflatten(-1, heads)
         units = (x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-5) for x in (query, key))
         query, key = (self._turned(x.flatten(2), places).transpose(1, 2).flatten(2).unflatten(-1, heads) for x in units)
         rates = softplus(self.rate_proj(hidden).to(wide) + math.log(math.expm1(BASE_RATE)))
         share = None if self.momentum_proj is None else self.momentum_proj(hidden).to(wide).sigmoid()
-        read, state = large_chunk_ttt(
-            query.masked_fill(tokens.non_finite[..., None, None], torch.nan),
-            key,
-            silu(value.to(wide)).unflatten(-1, heads),
-            rates.unflatten(-1, heads),
-            (self.gate, self.up, self.down),
-            self.settings,
-            share=share,
-            chunk_size=self.chunk_size,
-            state=None if layer is None else layer.fast_state,
-            mask=tokens.counted | tokens.non_finite,
-            segment_ids=segment_ids,
-            frozen=self.frozen,
-        )
+        query = query.masked_fill(tokens.non_finite[..., None, None], torch.nan)
+        value, rates = (x.unflatten(-1, heads) for x in (silu(value.to(wide)), rates))
+        how: dict[str, Any] = {"share": share, "chunk_size": self.chunk_size, "frozen": self.frozen}
+        how |= {"mask": tokens.counted | tokens.non_finite, "segment_ids": segment_ids}
+        how["state"] = None if layer is None else layer.fast_state
+        weights = (self.gate, self.up, self.down)
+        read, state = large_chunk_ttt(query, key, value, rates, weights, self.settings, **how)
         return self.read_norm(read) * silu(self.read_proj(hidden).to(wide))[..., None], state
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tokens: Tokens,
-        layer: LargeChunkLayer | None,
-        segment_ids: Tensor | None,
-        output_attentions: bool,
+        self, parts: Parts, tokens: Tokens, layer: Any, segment_ids: Tensor | None, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None, WindowState]:
         """Return attention to the window [B, H, T, C / H], its weights or None, and the next window state."""
+        query, key, value = parts
         past, valid, seen = None if layer is None else layer.window_state, tokens.counted, 0
         if past is not None:
             sizes = {"key": (*key.shape[:2], past.key.shape[2], key.shape[3]), "value": past.key.shape}
@@ -299,34 +270,26 @@ class LargeChunkTTT(nn.Module):
         return out, weights, WindowState(key[:, :, kept], value[:, :, kept], valid[:, kept], tokens=seen)
 
     def _new(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """Return the mask of the new tokens, [B, T]."""
         if mask is None:
             return None
-        boolean_mask(CALL, "attention_mask", mask)
-        on_device(CALL, "attention_mask", mask, hidden.device)
-        if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
-            mask = mask[:, 0, 0]
-        if mask.dim() != 2 or hidden.dim() != 3 or mask.shape[0] != hidden.shape[0] or mask.shape[1] < hidden.shape[1]:
-            raise ArgumentError(
-                f"{CALL}: attention_mask has shape {shape(mask)}, expected [B, Tk], a column for every token so far of "
-                f"hidden_states {shape(hidden)}; a mask of pairs cannot say what fast weights may learn: give "
-                f"segment_ids for packed documents."
-            )
-        return mask[:, mask.shape[1] - hidden.shape[1] :]
+        tokens = hidden.shape[1]
+        mask = columns_of(CALL, mask, tokens, hidden.device)
+        if mask.shape[1:3] != (1, 1) or len(mask) != len(hidden):
+            expected = f"[B, Tk], a column for every token so far of hidden_states {shape(hidden)}"
+            mend = "a mask of pairs cannot say what fast weights may learn: give segment_ids for packed documents"
+            raise ArgumentError(f"{CALL}: attention_mask has shape {shape(mask)}, expected {expected}; {mend}.")
+        return mask[:, 0, 0, -tokens:]
 
-    def _layer(self, cache: Any) -> LargeChunkLayer | None:
-        """Return this layer's entry in the cache."""
+    def _layer(self, cache: Any) -> Any:
         if cache is None:
             return None
         if self.layer_idx is None:
             raise ArgumentError(f"{CALL}: past_key_values was given to a layer without layer_idx; set it.")
-        layers = getattr(cache, "layers", ())
-        layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        layer = layer_of(cache, self.layer_idx)
         if not hasattr(layer, "window_state") or not hasattr(layer, "fast_state"):
-            raise ArgumentError(
-                f"{CALL}: past_key_values holds a {type(layer).__name__} at layer {self.layer_idx}, no place for "
-                f"window and fast weights; use the model's new_cache()."
-            )
+            mend = "no place for window and fast weights; use the model's new_cache()"
+            held = f"past_key_values holds a {type(layer).__name__} at layer {self.layer_idx}"
+            raise ArgumentError(f"{CALL}: {held}, {mend}.")
         return layer
 
 

@@ -22,7 +22,7 @@ from ...grammar import Spec
 from ...memory.product_key import product_key_search, require_top_k, slot_scores, slot_weights, weights_spec
 from ...memory.stores.slot_sums import slot_sums
 from ...precision import autocast
-from ..arguments import check_hidden, positive_int
+from ..arguments import check_hidden, positive_ints
 from ..hooks import HookPoint
 from ..memories import MemoryLayer, memory_layers
 from .projections import clean_tokens
@@ -83,9 +83,9 @@ class ProductKeyMemory(MemoryLayer):
         eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "sub_keys": sub_keys, "key_dim": key_dim, "value_dim": value_dim}
-        for name, size in {**sizes, "heads": heads}.items():
-            positive_int(CALL, name, size)
+        positive_ints(
+            CALL, hidden_size=hidden_size, sub_keys=sub_keys, key_dim=key_dim, value_dim=value_dim, heads=heads
+        )
         require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a key has two halves.")
         within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
         number(CALL, "eps", eps, low=0.0, strict=True)

@@ -23,7 +23,7 @@ from ...checks import ArgumentError, boolean_mask, finite, flags, floating, numb
 from ...memory.slot_memory import mixed
 from ...memory.stream import check_held
 from ...precision import clean
-from ..arguments import as_input, positive_int
+from ..arguments import as_input, positive_ints
 from ..attention.norm import HeadRMSNorm
 from ..hooks import HookPoint
 from ..memories import MemoryLayer
@@ -57,10 +57,8 @@ def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: in
         boolean_mask(call, "mask", mask)
         on_device(call, "mask", mask, hidden.device, "hidden")
         if mask.shape != hidden.shape[:2]:
-            raise ArgumentError(
-                f"{call}: mask has shape {shape(mask)}, expected [{hidden.shape[0]}, {hidden.shape[1]}], True for the "
-                f"tokens of hidden {shape(hidden)} that are not padding."
-            )
+            expected = f"[{hidden.shape[0]}, {hidden.shape[1]}], True for the tokens of hidden {shape(hidden)}"
+            raise ArgumentError(f"{call}: mask has shape {shape(mask)}, expected {expected} that are not padding.")
         hidden = torch.where(mask[..., None], hidden, 0)
     finite(call, "hidden", hidden)
     wide, bad = clean(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
@@ -93,22 +91,13 @@ class MemoryProjections(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        query_dim: int,
-        value_dim: int,
-        *,
-        value_norm: bool = True,
-        gating: bool = True,
-        norm_eps: float = 1e-5,
+        self, hidden_size: int, query_dim: int, value_dim: int, *, value_norm: bool, gating: bool, norm_eps: float
     ) -> None:
         super().__init__()
         call = "nn.MemoryProjections"
-        for name, size in {"hidden_size": hidden_size, "query_dim": query_dim, "value_dim": value_dim}.items():
-            positive_int(call, name, size)
-        require(
-            value_dim >= 2 or not value_norm, call, "the z-score needs value_dim >= 2; widen it, or value_norm=False."
-        )
+        positive_ints(call, hidden_size=hidden_size, query_dim=query_dim, value_dim=value_dim)
+        single = "the z-score needs value_dim >= 2; widen it, or value_norm=False."
+        require(value_dim >= 2 or not value_norm, call, single)
         number(call, "norm_eps", norm_eps, low=0.0, strict=True)
         flags(call, value_norm=value_norm, gating=gating)
         self.value_norm, self.gating = value_norm, gating
@@ -180,7 +169,6 @@ class FastWeightLayer(MemoryLayer):
         self.hook_gate, self.hook_read = HookPoint(), HookPoint()
 
     def fast_numbers(self) -> int:
-        """Return the size of the first weights, or 0 if these are parameters."""
         return sum(x.numel() for name, x in self.named_buffers(recurse=False) if name in self.fast_names)
 
     def forward(

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ...checks import flags, instance, number, one_of, refuse, require, segments, token_mask
+from ...checks import flags, instance, number, one_of, optional_whole, refuse, require, segments, token_mask
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention, diagnosed_attention
 from ...pairwise.visibility import runs_of
 from ...recurrent.leaky import LeakyState
 from ...recurrent.states import State
-from ..arguments import check_heads, check_hidden, check_layer_idx
+from ..arguments import check_heads, check_hidden
 from ..attention.layer import Observer
 from ..hooks import HookPoint, report_weights
 from .features import (
@@ -72,11 +72,9 @@ class ContextualState(State):
 
     @property
     def leaky(self) -> LeakyState:
-        """Return the state of the leaky average."""
         return LeakyState(self.sums, self.non_finite, tokens=self.tokens)
 
     def reset(self) -> ContextualState:
-        """Return the state before the first token."""
         empty = replace(self, keys=self.keys[:, :, :0], values=self.values[:, :, :0])
         return super(ContextualState, empty).reset()
 
@@ -109,7 +107,6 @@ class LearnedNumbers(nn.Module):
         initialise(self)
 
     def number_starts(self) -> dict[str, Tensor]:
-        """Return the initial parameters."""
         starts = {n: value if n == "bias" else math.log(value - (n == "alpha")) for n, value in self.starts.items()}
         return {_label(n): torch.full((self.heads,), value) for n, value in starts.items()}
 
@@ -127,17 +124,13 @@ def _label(name: str) -> str:
 
 
 def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str, float]:
-    """Return the names and initial values of the learned parameters."""
     learnable = [name for name in names if name in spec.params and (name != "bias" or spec.kernel.compact)]
     first = {name: float(spec.params[name].default) for name in learnable}
     for name, value in first.items():
         above = 1.0 if name == "alpha" else 0.0
-        require(
-            name == "bias" or value > above,
-            CALL,
-            f"{name} is {value} in {spec} and would be learned as a logarithm; start it above {above}, or leave it out "
-            f"of learned.",
-        )
+        low = f"{name} is {value} in {spec} and would be learned as a logarithm"
+        mend = f"start it above {above}, or leave it out of learned"
+        require(name == "bias" or value > above, CALL, f"{low}; {mend}.")
     if start == "spec":
         return first
     threshold = wide_threshold(dim)
@@ -204,7 +197,7 @@ class ContextualMemory(nn.Module):
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
         self.spec = contextual_spec(CALL, spec, uniform_gradient)
         check_learned(CALL, learned, start)
-        self.layer_idx = check_layer_idx(CALL, layer_idx)
+        self.layer_idx: int | None = optional_whole(CALL, "layer_idx", layer_idx, 0)
         self.observer: Observer | None = None
         self.observe_weights = False
         self.keys = KeyFeatures(hidden_size, num_heads, self.head_dim, bias=bias, average=average, eps=key_eps)
@@ -216,7 +209,6 @@ class ContextualMemory(nn.Module):
         self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
 
     def extra_repr(self) -> str:
-        """Return heads and spec, for `print(model)`."""
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, spec={str(self.spec)!r}"
 
     def forward(
@@ -269,11 +261,8 @@ class ContextualMemory(nn.Module):
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, ContextualState | None, Tensor | None]:
         """Run `forward` with given keys [B, H, T, D] of x, which has zeros at masked tokens."""
-        require(
-            segment_ids is None or (state is None and not remember),
-            CALL,
-            "segment_ids were given with a state, which holds one document per row; leave one of them out.",
-        )
+        wrong = "segment_ids were given with a state, which holds one document per row; leave one of them out."
+        require(segment_ids is None or (state is None and not remember), CALL, wrong)
         tokens = x.shape[1]
         mask = None if attention_mask is None else attention_mask[:, -tokens:]
         keys, projected = self.hook_k(keys), self.values(x)
@@ -401,12 +390,8 @@ def contextual_spec(call: str, given: str | Spec, uniform_gradient: str) -> Spec
     """Return the spec of a contextual memory, with the gradient of 0/1 weights that was asked for."""
     spec = as_spec(given, call)
     one_of(call, "uniform_gradient", uniform_gradient, UNIFORM_GRADIENTS)
-    require(
-        "probe" not in spec.params,
-        call,
-        f"spec: {spec} needs a probe learned from the tokens, which this memory does not have; choose another solver, "
-        f"such as cg or cholesky.",
-    )
+    needs = f"spec: {spec} needs a probe learned from the tokens, which this memory does not have"
+    require("probe" not in spec.params, call, f"{needs}; choose another solver, such as cg or cholesky.")
     rule = spec.bandwidth
     no_gradient = spec.kernel.name == "uniform" and rule.name == "nearest" and rule.gradient == "hard"
     if no_gradient and uniform_gradient == "straight-through":

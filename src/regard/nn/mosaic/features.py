@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checks import number, one_of
 from ...recurrent.leaky import LeakyState, leaky_average
 
 GAIN = 10.0
@@ -69,15 +68,13 @@ class Sharpness(nn.Module):
     """beta^2, the factor of cosines of keys, learned per head: exp(min(20 scale, limit)), initially e^2. Above the
     upper limit of log beta^2, the gradient is zero."""
 
-    def __init__(self, num_heads: int, limit: float = SCALE_LIMIT) -> None:
+    def __init__(self, num_heads: int, limit: float) -> None:
         super().__init__()
-        number("Sharpness", "limit", limit)
         self.limit = limit
         self.scale = nn.Parameter(torch.empty(num_heads))
         initialise(self)
 
     def number_starts(self) -> dict[str, Tensor]:
-        """Return the initial parameters."""
         return {"scale": torch.full(self.scale.shape, SCALE_START / GAIN)}
 
     def forward(self) -> Tensor:
@@ -90,8 +87,6 @@ class KeyFeatures(nn.Module):
     """Unit keys: the normalised leaky average of a projection, with a learned rate per head.
 
     Args:
-        hidden_size: C; num_heads: H; head_dim: D.
-        bias: of the projection.
         average: multiply the sum by 1 - e^-rate, as the released programs do; matters only if `eps` is not 0.
         eps: added to the length that keys are divided by: 0 in the paper, 1e-6 and 1e-10 in released programs. Zero
             vectors are safe with any value.
@@ -101,24 +96,15 @@ class KeyFeatures(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        bias: bool = False,
-        average: bool = False,
-        eps: float = 0.0,
+        self, hidden_size: int, num_heads: int, head_dim: int, *, bias: bool, average: bool, eps: float
     ) -> None:
         super().__init__()
-        number("KeyFeatures", "eps", eps, low=0.0)
         self.num_heads, self.average, self.eps = num_heads, average, eps
         self.proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.rate = nn.Parameter(torch.empty(num_heads))
         initialise(self)
 
     def number_starts(self) -> dict[str, Tensor]:
-        """Return the initial parameters."""
         return {"rate": torch.linspace(*RATES, self.num_heads) / GAIN}
 
     def forward(
@@ -138,29 +124,16 @@ class ValueFeatures(nn.Module):
     """Values that look one token ahead: a projection mixed with the next token's, with a learned length per head.
 
     Args:
-        hidden_size: C; num_heads: H; head_dim: D.
-        bias: of the projection.
         look_ahead: "sum", v + c v', as in the paper; "convex", c v + (1 - c) v', as in the released programs. v' is the
             next token's projection. The initial c is uniform between 0 and 1.
-        eps: added to the length that values are divided by.
 
     Attributes:
         mix: c [H]. scale: [H], values have length exp(10 scale).
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        bias: bool = False,
-        look_ahead: str = "sum",
-        eps: float = 0.0,
-    ) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, *, bias: bool, look_ahead: str) -> None:
         super().__init__()
-        one_of("ValueFeatures", "look_ahead", look_ahead, LOOK_AHEAD)
-        self.num_heads, self.look_ahead, self.eps = num_heads, look_ahead, eps
+        self.num_heads, self.look_ahead = num_heads, look_ahead
         self.proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.mix = nn.Parameter(torch.empty(num_heads))
         self.scale = nn.Parameter(torch.empty(num_heads))
@@ -178,4 +151,4 @@ class ValueFeatures(nn.Module):
         """Return values [B, H, T, D], given the projections of tokens and of the tokens after them."""
         mix = self.mix.to(now.dtype)[:, None, None]
         mixed = now + mix * following if self.look_ahead == "sum" else mix * now + (1 - mix) * following
-        return unit(mixed, self.eps) * (GAIN * self.scale).exp().to(now.dtype)[:, None, None]
+        return unit(mixed) * (GAIN * self.scale).exp().to(now.dtype)[:, None, None]

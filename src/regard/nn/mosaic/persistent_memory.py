@@ -14,7 +14,7 @@ from ...checks import flags, instance, require
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
 from ...recurrent.leaky import LeakyState
-from ..arguments import check_heads, positive_int
+from ..arguments import check_heads, positive_ints
 from ..hooks import HookPoint
 from .contextual_memory import check_features, check_tokens, measures_distance
 from .features import (
@@ -71,8 +71,7 @@ class PersistentMemory(nn.Module):
         check_features(CALL, key_eps, scale_limit)
         self.num_heads = num_heads
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
-        positive_int(CALL, "slots", slots)
-        positive_int(CALL, "copies", copies)
+        positive_ints(CALL, slots=slots, copies=copies)
         self.spec = persistent_spec(CALL, spec)
         self.keys = None
         if own_keys:
@@ -88,11 +87,9 @@ class PersistentMemory(nn.Module):
         initialise(self)
 
     def number_starts(self) -> dict[str, Tensor]:
-        """Return the initial parameters."""
         return {"scale": torch.full(self.scale.shape, VALUE_START / GAIN)}
 
     def extra_repr(self) -> str:
-        """Return sizes and spec, for `print(model)`."""
         copies, _, slots, _ = self.slot_keys.shape
         return f"slots={slots}, copies={copies}, spec={str(self.spec)!r}"
 
@@ -154,10 +151,7 @@ class PersistentMemory(nn.Module):
 def persistent_spec(call: str, given: str | Spec) -> Spec:
     """Return the spec of a persistent memory, after checking that it is normalised and needs no probe."""
     spec = as_spec(given, call)
-    require(
-        bool(spec.weighting.normalised) and "probe" not in spec.params,
-        call,
-        f"spec: {spec} has weights that do not sum to one, or needs a probe learned from the tokens; a persistent "
-        f"memory needs a normalised spec, such as softmax or biweight.",
-    )
+    wrong = f"spec: {spec} has weights that do not sum to one, or needs a probe learned from the tokens"
+    mend = "a persistent memory needs a normalised spec, such as softmax or biweight"
+    require(bool(spec.weighting.normalised) and "probe" not in spec.params, call, f"{wrong}; {mend}.")
     return spec

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import precision
 from ...checks import ArgumentError, require, shape
 from ...memory.product_key import Dot, InverseDistance, SlotScore
-from ...memory.stores.slot_values import slot_values
+from ...memory.stores.slot_values import require_names, slot_values
 from ..runtime.finite import clean
 from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
 from .operators import order_of, written
@@ -264,11 +264,7 @@ class TableValues:
             ArgumentError: a tensor is missing or unknown, or shapes do not fit.
         """
         call = f"{CALL}.from_tensors"
-        require(
-            set(tensors) == {"values", "base"},
-            call,
-            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected base, values; give what to_tensors() wrote.",
-        )
+        require_names(call, tensors, "base", "values")
         values, base = tensors["values"], tensors["base"]
         fit = values.dim() == 3 and values.shape[1:] == base.shape
         if not (fit and values.dtype == base.dtype and base.dtype in DTYPES):

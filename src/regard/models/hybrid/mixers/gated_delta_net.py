@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import unwrap
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +22,14 @@ from transformers import Qwen3NextConfig
 from transformers import initialization as init
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from ....checks import number
-from ....nn.arguments import check_layer_idx, positive_int
+from ....checks import number, optional_whole
+from ....nn.arguments import positive_ints
 from ....one_node import one_node
 from ....recurrent.delta import delta_rule
 from ....recurrent.states import State
 from ...base.cache_layers import StateCacheLayer
 from ..convolutions import convolved, latest
-from ..state_mixer import StateMixer, States
-from ..token_mixers import token_mixers
-
-if TYPE_CHECKING:
-    from ..configuration_hybrid import HybridConfig
+from ..token_mixers import StateMixer, States, token_mixers
 
 
 @dataclass(frozen=True)
@@ -91,27 +87,24 @@ class GatedDeltaNet(StateMixer):
     ) -> None:
         super().__init__()
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim, "conv_size": conv_size}
-        for name, value in sizes.items():
-            positive_int("GatedDeltaNet", name, value)
+        positive_ints("GatedDeltaNet", **sizes)
         norm_eps = number("GatedDeltaNet", "norm_eps", norm_eps, low=0.0, strict=True)
         config = Qwen3NextConfig(
             hidden_size=hidden_size, num_hidden_layers=1, layer_types=["linear_attention"], rms_norm_eps=norm_eps,
             linear_num_key_heads=num_heads, linear_num_value_heads=num_heads, linear_key_head_dim=head_dim,
             linear_value_head_dim=head_dim, linear_conv_kernel_dim=conv_size,
         )  # fmt: skip
-        self.layer_idx = check_layer_idx("GatedDeltaNet", layer_idx)
+        self.layer_idx = optional_whole("GatedDeltaNet", "layer_idx", layer_idx, 0)
         self.net = GatedDeltaNetwork(config, 0)
         self.net._is_hf_initialized = not self.net.A_log.is_meta  # transformers: it has drawn its values
 
     @staticmethod
-    def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> GatedDeltaNet:
-        """Build the layer of a hybrid model."""
+    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> GatedDeltaNet:
         return GatedDeltaNet(config.hidden_size, **options, norm_eps=config.rms_norm_eps, layer_idx=layer_idx)
 
     def advance(
         self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
-        """Return the output [B, T, C] and the `GatedDeltaState` after all tokens."""
         (state,) = states
         net, tokens = self.net, hidden.shape[1]
         query, key, value, z, b, a = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden), net.in_proj_ba(hidden))

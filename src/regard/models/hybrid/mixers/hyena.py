@@ -87,14 +87,8 @@ class Hyena(RecurrentMixer):
         out = long_convolution(every, self.filters(every.shape[-1]))[..., -tokens:]
         out = out + self.skip.to(wide)[..., None] * inputs
         if real is not None:  # padding moves in front of the real tokens, where it keeps none of them from the next
-            every = _padding_first(every, real)
+            n = every.shape[-1]
+            at = (torch.arange(n, device=every.device) - (~real).sum(-1)[:, None]) % n
+            every = every.gather(-1, at[:, None, None].expand_as(every))
         found = query * out.transpose(2, 3).to(query.dtype)
         return found, Inputs(every, tokens=every.shape[-1])
-
-
-def _padding_first(every: Tensor, real: Tensor) -> Tensor:
-    """Move the padding at the end of each row of inputs [B, H, D, N] (`real` [B, T] false) to its beginning."""
-    padding = (~real).sum(-1)
-    n = every.shape[-1]
-    at = (torch.arange(n, device=every.device) - padding[:, None]) % n
-    return every.gather(-1, at[:, None, None].expand_as(every))

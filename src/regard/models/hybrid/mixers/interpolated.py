@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -11,13 +11,10 @@ from transformers.cache_utils import DynamicLayer
 from ....checks import ArgumentError, within
 from ....grammar import Spec
 from ....nn import Attention
-from ....nn.attention.fixed_cache import Order
+from ....nn.attention.fixed_cache import Seen
 from ....recurrent.interpolated import interpolated_attention, require_averages
 from ....recurrent.trends import Trend, as_trend
 from ..token_mixers import TokenMixer, token_mixers
-
-if TYPE_CHECKING:
-    from ..configuration_hybrid import HybridConfig
 
 
 @token_mixers.register("interpolated")
@@ -40,31 +37,21 @@ class InterpolatedMixer(Attention, TokenMixer):
         self.trend = within("InterpolatedMixer", "trend", as_trend, trend)
 
     @staticmethod
-    def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> InterpolatedMixer:
-        """Build the layer of a hybrid model, with the model's heads."""
+    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> InterpolatedMixer:
         sizes = config.hidden_size, config.num_attention_heads
         return InterpolatedMixer(*sizes, **config.attention_options(layer_idx), **options)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        output_attentions: bool,
-        local: dict[str, float | Tensor],
-        order: Order,
-        segment_ids: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, output_attentions: bool, local: dict[str, Any]
     ) -> tuple[Tensor, None]:
         """Return [B, H, T, D] and None; observers receive the diagnostics of the weights that average the residuals."""
         if self.hook_pattern.active:
             raise ArgumentError("InterpolatedMixer: hook_pattern has a hook, but the output is not weights @ values.")
-        if not order.is_causal:
+        if not seen.is_causal:
             grows = "cache has a fixed length, and the trend needs a cache that grows"
             raise ArgumentError(f"InterpolatedMixer: {grows}; use model.model.new_cache().")
         if self.observer is not None:
-            super()._attend(query, key, value, mask, False, local, order, segment_ids)
-        given: dict[str, Any] = {"attn_mask": mask, "exclude_self": self.exclude_self, "segment_ids": segment_ids}
-        heads = {"enable_gqa": self.num_kv_heads != self.num_heads}
-        given |= {**heads, **self._temper(query, key, mask, order, segment_ids)}
+            super()._attend(query, key, value, seen, False, local)
+        given: dict[str, Any] = {n: getattr(seen, n) for n in ("attn_mask", "exclude_self", "segment_ids")}
+        given |= {"enable_gqa": self.num_kv_heads != self.num_heads, **self._temper(query, key, seen)}
         return interpolated_attention(query, key, value, self.trend, self.spec, **given), None

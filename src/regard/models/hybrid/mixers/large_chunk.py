@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from transformers import initialization as init
 
@@ -11,9 +11,6 @@ from ....memory.large_chunk import LargeChunkState
 from ....nn.memory.large_chunk_ttt import LargeChunkTTT, WindowState
 from ...base.cache_layers import StateCacheLayer
 from ..token_mixers import TokenMixer, token_mixers
-
-if TYPE_CHECKING:
-    from ..configuration_hybrid import HybridConfig
 
 
 class LargeChunkCacheLayer(StateCacheLayer):
@@ -37,8 +34,7 @@ class LargeChunkMixer(LargeChunkTTT, TokenMixer):
     cache_layer = LargeChunkCacheLayer
 
     @staticmethod
-    def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> LargeChunkMixer:
-        """Build the layer of a hybrid model, with the model's number of heads for queries, keys and values."""
+    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> LargeChunkMixer:
         sizes, eps = (config.hidden_size, config.num_attention_heads), config.rms_norm_eps
         return LargeChunkMixer(*sizes, layer_idx=layer_idx, norm_eps=eps, **options)
 
@@ -50,6 +46,5 @@ class LargeChunkMixer(LargeChunkTTT, TokenMixer):
             init.zeros_(getattr(self, f"{part}_shift"))
 
     def write_waiting(self, layer: LargeChunkCacheLayer) -> None:
-        """Write the last, incomplete chunk."""
         if layer.fast_state is not None:
             layer.fast_state = self.flush(layer.fast_state)
