@@ -1,4 +1,4 @@
-"""Runs in two processes, started by torchrun: they give the numbers of one process with batches twice as large."""
+"""Runs in two processes, started by torchrun or accelerate: the numbers of one process with batches twice as large."""
 
 import os
 import shutil
@@ -21,6 +21,12 @@ from regard.training.sharding import shard
 pytestmark = pytest.mark.slow
 LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TINY = "--context 16 --spec biweight --layers 1 --width 16 --heads 2 --log-every 1 --eval-every 3 --save-every 3"
+
+
+ACCELERATE = (
+    *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+    *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+)
 
 
 def two(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -67,6 +73,16 @@ def test_two_processes_are_one_with_twice_the_batch(name: str, run: Callable, te
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     run(out=tmp_path / "accumulated", batch=2, accumulate=2, **sizes)
     assert losses(tmp_path / "accumulated") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [(), ("--shard",)], ids=["whole", "sharded"])
+def test_accelerate_launch_starts_the_same(
+    run: Callable, text_file: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    run(out=tmp_path / "one", batch=4)
+    words = [*ACCELERATE, *command(text_file, tmp_path / "two"), *options]
+    subprocess.run(words, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
 
 
 def test_two_processes_resume(text_file: Path, tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ...checks import ArgumentError, refuse
 from .base_config import HUB_KEYS, own_fields
+
+DAMAGE = (SafetensorError, RecursionError, TypeError, KeyError, AttributeError)
+"""What transformers raises for damaged files, beside errors that name the folder (`OSError`, `ValueError`)."""
 
 
 class CheckedLoading(PreTrainedModel):
@@ -31,8 +35,9 @@ class CheckedLoading(PreTrainedModel):
         others. With `output_loading_info=True` nothing is refused and the mismatches are returned with the model.
 
         Raises:
-            ArgumentError: the checkpoint has another model type, or a tensor is missing, unknown, of another shape,
-                or not finite.
+            ArgumentError: the checkpoint has another model type, a file is damaged, or a tensor is missing, unknown,
+                of another shape, or not finite.
+            OSError: the folder or a file of it is missing, or `config.json` is no JSON.
         """
         if pretrained_model_name_or_path is None:
             cls._check_without_path(kwargs.get("config"), kwargs.get("state_dict"))
@@ -46,7 +51,11 @@ class CheckedLoading(PreTrainedModel):
             raise ArgumentError(f"{cls.__name__}.from_pretrained: {read}; set the model's by {mend}.")
         lenient = {"ignore_mismatched_sizes": True, **kwargs}  # mismatches are reported below, in one line
         path = pretrained_model_name_or_path
-        model, loading = super().from_pretrained(path, *args, output_loading_info=True, **lenient)
+        try:
+            model, loading = super().from_pretrained(path, *args, output_loading_info=True, **lenient)
+        except DAMAGE as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ArgumentError(f"{cls.__name__}.from_pretrained: cannot load {path}: {reason}.") from error
         if kwargs.get("ignore_mismatched_sizes"):
             loading["mismatched_keys"] = set()
         source = "the tensors of state_dict"
