@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from regard.models import language_models, token_mixers
 from regard.models.base.arguments import CACHE
@@ -160,6 +161,18 @@ def in_chunks(model, tokens, sizes, mask=None, cache=None):
         out = model(chunk, attention_mask=whole, past_key_values=cache, use_cache=True)
         cache, parts = getattr(out, CACHE), [*parts, out.logits]
     return torch.cat(parts, 1), cache
+
+
+def same_gradients(model, tokens, expected):
+    """Compare the gradients of the loss by all parameters with those by way of `expected` logits; none is zero."""
+    named = dict(model.named_parameters())
+    found, wanted = (
+        torch.autograd.grad(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), list(named.values()))
+        for x in (model(tokens).logits, expected)
+    )
+    for path, a, b in zip(named, found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6, msg=lambda words, path=path: f"{path}: {words}")
+        assert (b != 0).any(), f"{path} plays no part"
 
 
 def refused(error, word=""):

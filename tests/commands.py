@@ -1,7 +1,8 @@
-"""Command lines, run in this process."""
+"""Command lines, run in this process, and a small run for them to read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,23 @@ def regard(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i} says {i * i % 97} and no more, é\n" for i in range(120)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with two checkpoints; nobody writes to it."""
+    from rich.console import Console
+
+    from regard.training import TrainConfig, train
+
+    out = tmp_path_factory.mktemp("trained") / "run"
+    sizes = {"context": 16, "layers": 1, "width": 16, "heads": 2, "batch": 2, "device": "cpu"}
+    train(TrainConfig(data=text_file, out=out, steps=4, save_every=2, **sizes), console=Console(quiet=True))
+    return out

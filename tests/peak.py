@@ -4,11 +4,10 @@ glibc is told to give freed blocks back at once. Left to itself it keeps some, d
 nothing about what a pass needs.
 """
 
-import os
-import subprocess
 import sys
 
 import pytest
+from programs import python
 
 PROGRAM = """
 import sys
@@ -50,9 +49,6 @@ def peak(call: str, *shape: int) -> tuple[float, float]:
 
     `call` is the text of a lambda whose arguments are normal float32 tensors of that shape, as is its result.
     """
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, call, *map(str, shape)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=880, env=environment)
-    assert done.returncode == 0, done.stderr
-    whole, gradients = map(float, done.stdout.split())
+    words = ("-W", "ignore", "-c", PROGRAM, call, *shape)
+    whole, gradients = map(float, python(*words, timeout=880, MALLOC_MMAP_THRESHOLD_="131072").split())
     return whole, gradients

@@ -3,11 +3,10 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 pytest.importorskip("transformers")
 
@@ -43,7 +42,5 @@ def test_every_kind_of_part_has_an_example() -> None:
 
 @pytest.mark.parametrize("part", PARTS, ids=KINDS)
 def test_an_added_file_is_all_that_it_takes(copy: Path, part: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", f"import torch\ntorch.manual_seed(0)\n{blocks(part)[1]}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    path = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
+    python("-c", f"import torch\ntorch.manual_seed(0)\n{blocks(part)[1]}", PYTHONPATH=path)

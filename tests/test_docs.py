@@ -9,13 +9,12 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from pages import program
+from programs import python
 
 import regard
 from regard.cli import main
@@ -53,8 +52,7 @@ def text(name: str) -> str:
 def test_the_readme_shows_the_example_and_its_output() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     script = ROOT / "examples" / "first.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert program(ROOT / "README.md") == [(script.read_text(encoding="utf-8"), done.stdout)]
+    assert program(ROOT / "README.md") == [(script.read_text(encoding="utf-8"), python(script))]
     assert len(readme.splitlines()) <= 90
 
 
@@ -69,10 +67,8 @@ def test_no_sentence_of_the_readme_is_longer_than_30_words() -> None:
 @pytest.mark.parametrize("folder", sorted({page.parent for page in PAGES if program(page)}), ids=lambda path: path.name)
 def test_every_page_shows_what_comes_out(folder: Path, tmp_path: Path) -> None:
     pages = [str(page) for page in PAGES if page.parent == folder and program(page) and page.stem not in BESIDE]
-    command = [sys.executable, str(Path(__file__).with_name("pages.py")), *pages]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    wrong = {Path(page).name: said for page, said in json.loads(done.stdout).items() if said is not None}
+    found = json.loads(python(Path(__file__).with_name("pages.py"), *pages, cwd=tmp_path))
+    wrong = {Path(page).name: said for page, said in found.items() if said is not None}
     assert not wrong, "\n".join(f"{page}: {said}" for page, said in wrong.items())
 
 

@@ -1,11 +1,10 @@
 """The notebooks run, and the first gives the text that is stored in it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -37,10 +36,9 @@ def test_the_notebooks_are_stored_with_their_outputs(path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_code_of_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     code = "import matplotlib\nmatplotlib.use('Agg')\n" + "\n".join("".join(cell["source"]) for cell in cells(path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    found = python("-c", code, cwd=tmp_path)
     if path.stem in EXACT:
-        assert done.stdout == "".join(printed(cell) for cell in cells(path))
+        assert found == "".join(printed(cell) for cell in cells(path))
 
 
 @pytest.mark.slow

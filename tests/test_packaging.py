@@ -11,6 +11,7 @@ from pathlib import Path
 import installed_wheel
 import pytest
 import yaml
+from programs import python
 
 import regard
 from regard.registry import Registry
@@ -104,9 +105,7 @@ def test_a_wheel_holds_the_packages_alone(tmp_path: Path) -> None:
 def test_the_site_is_built_and_needs_no_network(tmp_path: Path) -> None:
     for package in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
         pytest.importorskip(package, reason="the extra `docs` brings it")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path, cwd=ROOT)
     pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
     assert len(pages) > 100
     sources = r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(https?:[^\"]*)"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from programs import python
 
 import regard
 
@@ -94,9 +93,7 @@ x = torch.zeros(1, 1, 2, 4)
 regard.attention(x, x, x, "biweight")
 print(sorted(regard.presets())[0])
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "biweight"
+    assert ran(code) == "biweight"
 
 
 def test_the_global_state_of_torch_is_left_alone() -> None:
@@ -109,8 +106,7 @@ regard.attention(x, x, x, "biweight")
 after = torch.get_rng_state(), torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
 assert torch.equal(state[0], after[0]) and state[1:] == after[1:]
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert ran.returncode == 0, ran.stderr
+    ran(code)
 
 
 def test_errors_are_caught_by_one_name() -> None:
@@ -120,9 +116,7 @@ def test_errors_are_caught_by_one_name() -> None:
 
 def ran(code: str) -> str:
     """What a program in a process of its own prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return python("-c", code).strip()
 
 
 def test_the_import_waits_for_the_first_name() -> None:
@@ -210,8 +204,7 @@ for name in ("models", "integrations.transformers", "training"):
 
 
 def test_an_import_without_its_extra_names_the_command_that_installs_it() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True)
     command = "transformers is not installed; pip install 'regard[lm]'"
-    assert done.stdout.splitlines() == [
+    assert ran(WITHOUT_TRANSFORMERS).splitlines() == [
         f"{name} {command}" for name in ("models", "integrations.transformers", "training")
     ]

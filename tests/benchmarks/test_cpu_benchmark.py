@@ -5,16 +5,14 @@ Its numbers are worth nothing here; how they hang together is.
 """
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from programs import python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
@@ -37,11 +35,7 @@ CONTESTANTS = {
 
 def run(*arguments: object) -> str:
     """What the script prints."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "cpu.py"), "--threads", "1", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(ROOT / "benchmarks" / "cpu.py", "--threads", "1", *arguments, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +282,7 @@ def test_the_contestants_of_fast_weights_compute_the_same(module: Any, monkeypat
             ours, dense = (part.functions(config)[name](*leaves) for name in ("regard", "dense autograd"))
         torch.testing.assert_close(ours, dense, atol=1e-9, rtol=0)
     wanted = torch.autograd.grad(dense.square().sum(), leaves)
-    for a, b in zip(torch.autograd.grad(ours.square().sum(), leaves), wanted, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(ours.square().sum(), leaves), wanted, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -427,10 +420,8 @@ print(peaks(lambda x: (x * 2).exp(), make, {"mib": 32})["forward"])
 
 def test_the_peak_sees_what_is_freed_again() -> None:
     """Twice 32 MiB live together, one of which is not returned."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks"), "MALLOC_MMAP_THRESHOLD_": "131072"}
-    command = [sys.executable, "-c", MEMORY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
-    assert 62 <= float(done.stdout) <= 72
+    environment = {"PYTHONPATH": str(ROOT / "benchmarks"), "MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert 62 <= float(python("-c", MEMORY, **environment)) <= 72
 
 
 def test_a_decoded_token_is_measured_in_turns_and_shown(module: Any) -> None:

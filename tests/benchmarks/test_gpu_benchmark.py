@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from entmax import entmax15, entmax_bisect, sparsemax
+from programs import python
 
 import regard
 
@@ -253,17 +254,14 @@ def test_what_ncu_prints_is_read(module: Any) -> None:
 @pytest.mark.parametrize("name", ["biweight", "decoding, local-linear", "memory"])
 def test_calls_of_the_tools_run(module: Any, name: str) -> None:
     pytest.importorskip("triton")
-    script = Path(module("gpu_tools").__file__)
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, str(script), name, "--small"], check=True, env=environment, timeout=300)
+    python(module("gpu_tools").__file__, name, "--small", TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 def test_training_at_toy_size(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out, names = tmp_path / "train.json", ["biweight", "softmax, window of 256, FwPKM"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_train.py"), "--dry", "--out", str(out), "--write"]
-    subprocess.run([*command, "--model", *names], check=True, timeout=500)
+    python(ROOT / "benchmarks" / "gpu_train.py", "--dry", "--out", out, "--write", "--model", *names)
     found = json.loads(out.read_text(encoding="utf-8"))
     assert list(found) == names
     assert all(math.isfinite(row["held_out"]) and row["curve"] for row in found.values())

@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import python
 
 from regard import registries
 from regard.cli import COMMANDS
@@ -54,14 +54,14 @@ def test_train_eval_generate(regard: Callable, text_file: Path, tmp_path: Path) 
     assert noted.err == "regard generate: note: the model does not know 'ñ'; read as <unk>\n"
 
 
-def test_eval_on_another_text(regard: Callable, run_folder: Path, tmp_path: Path) -> None:
+def test_eval_on_another_text(regard: Callable, trained: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("line 3 says 漢 and no more\n" * 3)
-    result = regard("eval", run_folder, "--data", other, "--context", 8, "--stride", 2)
+    result = regard("eval", trained, "--data", other, "--context", 8, "--stride", 2)
     assert result.code == 0
     assert "over 77 tokens" in result.out  # 26 characters three times, all but the first
     assert "unknown characters  3 (each counted as one token <unk>)" in result.out
-    model = regard("eval", run_folder / "model", "--data", other)
+    model = regard("eval", trained / "model", "--data", other)
     assert model.code == 0
 
 
@@ -99,7 +99,7 @@ def test_commas_between_specs(regard: Callable, text_file: Path, tmp_path: Path)
 
 
 def test_sizes_that_evaluation_cannot_take(
-    regard: Callable, run_folder: Path, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+    regard: Callable, trained: Path, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
     for name in ("blocked", "cpu"):  # in blocks there is no limit; what is left is the plain form, which has one
@@ -223,9 +223,9 @@ def test_help_of_everything(regard: Callable) -> None:
     ],
 )
 def test_a_mistake_is_one_line(
-    regard: Callable, text_file: Path, run_folder: Path, tmp_path: Path, words: str, message: str
+    regard: Callable, text_file: Path, trained: Path, tmp_path: Path, words: str, message: str
 ) -> None:
-    places = {"text": text_file, "run": run_folder, "tmp": tmp_path}
+    places = {"text": text_file, "run": trained, "tmp": tmp_path}
     places["base"] = f"--data {text_file} {' '.join(TINY)} --steps 1"
     files = {"empty": b"", "latin": "für".encode("latin-1"), "key.toml": b"step = 3", "deep.json": b"[" * 100_000}
     for name, content in {**files, "deep.toml": b"spec=" + b"[" * 100_000 + b"]" * 100_000}.items():
@@ -408,8 +408,7 @@ def test_what_is_not_imported(words: str, wanted: tuple[str, ...]) -> None:
         f"main({words.split()!r})\n"
         f"print(*(name for name in {HEAVY!r} if name in sys.modules))\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert set(ran.stdout.splitlines()[-1].split()) == set(wanted)
+    assert set(python("-c", program).splitlines()[-1].split()) == set(wanted)
 
 
 def test_a_damaged_line_of_metrics_is_left_out(regard: Callable, text_file: Path, tmp_path: Path) -> None:

@@ -54,8 +54,7 @@ def test_maps(name: str, how: dict[str, Any], dim: int) -> None:
         x = scores(6, 3, 6).requires_grad_()
         p = getattr(place, name)(x, dim=dim, **how)
         results.append((p, *torch.autograd.grad((p * scores(6, 3, 6, seed=1)).sum(), x)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(*results, **EXACT)
 
 
 def test_alpha_as_a_tensor_on_both_sides_of_one() -> None:
@@ -64,8 +63,7 @@ def test_alpha_as_a_tensor_on_both_sides_of_one() -> None:
         x, alpha = scores(5, 6).requires_grad_(), torch.tensor([0.3, 0.8, 1.3, 1.5, 2.5]).double().requires_grad_()
         p = place.entmax_bisect(x, alpha[:, None])
         results.append((p, *torch.autograd.grad((p * scores(5, 6, seed=1)).sum(), (x, alpha))))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(*results, **EXACT)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 0.99, 0.9999, 1.0])
@@ -157,8 +155,7 @@ def test_losses(name: str, how: dict[str, Any], reduction: str) -> None:
         x = (3 * scores(5, 6)).requires_grad_()
         loss = getattr(place, name)(**how, ignore_index=2, reduction=reduction)(x, target)
         results.append((loss, *torch.autograd.grad(loss.sum(), x)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(*results, **EXACT)
 
 
 def test_losses_are_ignored_at_every_index_and_are_zero_where_the_class_is_sure() -> None:

@@ -69,8 +69,7 @@ def test_outputs_states_and_gradients(name: str) -> None:
     expected = oracle(name, x, [start], scale=0.7)
     used = [x["q"], x["k"], x["v"], start, *fades(name, x).values()]
     slopes = [torch.autograd.grad(out.sin().sum() + end.cos().sum(), used) for out, end in (found, expected)]
-    for a, b in zip([*found, *slopes[0]], [*expected, *slopes[1]], strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close([*found, *slopes[0]], [*expected, *slopes[1]], **EXACT)
     out, none = call(name, x)
     assert none is None
     torch.testing.assert_close(out, oracle(name, x)[0], **EXACT)
@@ -86,8 +85,7 @@ def test_packed_sequences(name: str) -> None:
             return tokens["v"], states[0]
         return oracle(name, tokens, states)
 
-    for a, b in zip(found, apart(run, ENDS, [start], x), strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(found, apart(run, ENDS, [start], x), **EXACT)
     _, without = call(name, x, output_final_state=True, cu_seqlens=torch.tensor(ENDS))
     assert without[1].abs().max() == 0
 
@@ -118,8 +116,7 @@ def test_heads_of_values_gates_and_logits(name: str) -> None:
     given = {**x, ("gk" if kda else "g"): raw, "beta": logits}
     q, k = (x[n] / (x[n].square().sum(-1, keepdim=True) + 1e-6).sqrt() for n in "qk")
     expected = loop(q, k, x["v"], gate, 2 * logits.sigmoid(), state=start)
-    for a, b in zip(call(name, given, initial_state=start, **how), expected, strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(call(name, given, initial_state=start, **how), expected, **EXACT)
     if kda:
         for rated, log in ((rate, speed), (1, None)):
             gate = -5 * torch.sigmoid(rated * (raw + lift))
@@ -158,8 +155,7 @@ def test_normalised_linear_attention(name: str, packed: bool) -> None:
         sums = states[1] + k.cumsum(1)
         return rows / ((q * sums).sum(-1, keepdim=True) / K**0.5 + 1e-10), end, sums[:, -1:]
 
-    for a, b in zip((out, kv, z), apart(run, ENDS if packed else [0, T], [*start], x), strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close((out, kv, z), apart(run, ENDS if packed else [0, T], [*start], x), **EXACT)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -174,8 +170,7 @@ def test_mesa_net(packed: bool) -> None:
     def run(states: list[Tensor], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Tensor) -> Any:
         return mesa(q, k, v, g, beta, ridge, *states) if q.shape[1] else (v, *states)
 
-    for a, b in zip(found, apart(run, ENDS if packed else [0, T], [kk, kv], x), strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(found, apart(run, ENDS if packed else [0, T], [kk, kv], x), **EXACT)
 
 
 def test_one_step_of_mesa_net() -> None:
@@ -185,8 +180,7 @@ def test_one_step_of_mesa_net() -> None:
     kk = kk @ kk.mT
     step = fla.mesa_net_decoding_one_step(*(first[n] for n in "qkvg"), ridge, first["beta"], kk, kv)
     expected = mesa(*(x[n][:, :1] for n in "qkvg"), x["beta"][:, :1], ridge, kk, kv)
-    for a, b in zip(step, (expected[0][:, 0], *expected[1:]), strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(step, (expected[0][:, 0], *expected[1:]), **EXACT)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 from mistakes import refuses
+from programs import python
 
 import regard
 
@@ -87,10 +86,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(program: str, *extra: Path) -> str:
     """Standard output of a fresh interpreter."""
     path = os.pathsep.join([*map(str, extra), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python("-c", dedent(program), PYTHONPATH=path, OMP_NUM_THREADS="1")
 
 
 def test_import_and_calls_take_torch_alone() -> None:
@@ -173,12 +169,10 @@ def test_a_kernel_of_another_package(installed: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_kernel_of_another_package_is_held_to_the_contracts(installed: Path) -> None:
     """The contracts of this folder, run with that package installed, enumerate its kernel with no edit."""
-    env = {**os.environ, "PYTHONPATH": str(installed)}
     chosen = ["-k", "(expm1 or softplus) and not compile", "-m", "not slow"]
-    command = [sys.executable, "-m", "pytest", str(ROOT / "tests/contracts"), "-q", "-p", "no:cacheprovider", *chosen]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=880)
-    assert done.returncode == 0, done.stdout[-4000:]
-    count = int(done.stdout.splitlines()[-1].split(" passed")[0].split()[-1])
+    words = ("-m", "pytest", ROOT / "tests/contracts", "-q", "-p", "no:cacheprovider", *chosen)
+    found = python(*words, cwd=ROOT, timeout=880, PYTHONPATH=str(installed))
+    count = int(found.splitlines()[-1].split(" passed")[0].split()[-1])
     assert count > 150
 
 

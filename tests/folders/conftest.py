@@ -1,30 +1,14 @@
-"""One small run, and copies of it to spoil."""
+"""Copies of a small run, to be spoilt."""
 
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Result, regard
+from commands import Result, regard, text_file, trained
 from hostile import COMMANDS, answer
 
-__all__ = ["regard"]
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with two checkpoints; nobody writes to it."""
-    from rich.console import Console
-
-    from regard.training import TrainConfig, train
-
-    folder = tmp_path_factory.mktemp("trained")
-    text = folder / "text.txt"
-    text.write_text("".join(f"line {i} says {i * i % 97} and no more\n" for i in range(120)))
-    sizes = {"context": 16, "layers": 1, "width": 16, "heads": 2, "batch": 2}
-    config = TrainConfig(data=text, out=folder / "run", steps=4, save_every=2, device="cpu", **sizes)
-    train(config, console=Console(quiet=True))
-    return folder / "run"
+__all__ = ["regard", "text_file", "trained"]
 
 
 @pytest.fixture

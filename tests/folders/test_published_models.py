@@ -1,14 +1,13 @@
 """A saved model carries what the Hugging Face Hub and programs that do not import regard need."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from any_model import make, text
 from huggingface_hub import ModelCard
+from programs import python
 
 from regard.models import HybridConfig, language_models
 from regard.training import load_model
@@ -34,8 +33,7 @@ def test_a_program_that_does_not_import_regard_loads_every_model(tmp_path: Path)
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     files = {name: {path.name for path in (tmp_path / name).iterdir()} for name in models}
-    command = [sys.executable, "-c", LOAD, str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    python("-c", LOAD, tmp_path)
     for name, model in models.items():
         logits, hidden = torch.load(tmp_path / name / "out.pt")
         torch.testing.assert_close(logits, model(torch.tensor(TOKENS)).logits)

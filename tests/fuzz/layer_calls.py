@@ -34,7 +34,6 @@ from .kinds import (
 )
 from .memory_calls import IMPLS, SCORES, SIGNED
 
-LAYER = Whole(none=True, low=0)
 HEAD = Whole(none=True, low=1, most=10**6)
 HALVES = Whole(low=2, even=True, most=10**6)
 SUB_KEYS = Whole(low=2, high=1000)

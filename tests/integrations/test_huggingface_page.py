@@ -1,11 +1,10 @@
 """What docs/huggingface.md and its example show is what comes out."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 import regard
 from regard.integrations.transformers import register
@@ -29,8 +28,7 @@ def test_the_blocks_of_the_page_run_in_order(tmp_path: Path, monkeypatch: pytest
 
 def test_the_example_prints_what_the_page_shows() -> None:
     script = ROOT / "examples" / "huggingface.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert [done.stdout] == blocks("text")
+    assert [python(script)] == blocks("text")
 
 
 def test_presets_named_on_the_page_exist() -> None:

@@ -430,8 +430,7 @@ def test_gradients_pass_through_a_model() -> None:
 
     found = torch.autograd.grad(run(keys, values, queries).sin().sum(), (keys, values, queries))
     wanted = torch.autograd.grad((queries @ best(keys, values, 0.3)).sin().sum(), (keys, values, queries))
-    for one, two in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_what_a_model_cannot_do() -> None:

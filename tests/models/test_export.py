@@ -4,13 +4,11 @@ Sentences, mixers and models are taken from the registries, so that what is regi
 named here as what cannot be.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from any_model import make, text
 from mistakes import refuses
+from programs import python
 
 from regard.checks import ArgumentError
 from regard.grammar import presets
@@ -140,8 +138,7 @@ def test_saved_programs_are_loaded_in_another_process(tmp_path):
         paths.append(str(tmp_path / f"{len(paths)}.pt2"))
         torch.export.save(torch.export.export(model, (tokens,)), paths[-1])
         torch.save((tokens, model(tokens).logits), paths[-1] + ".data")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LOAD, *paths], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-W", "ignore", "-c", LOAD, *paths)
 
 
 @pytest.mark.parametrize("name", language_models.names())

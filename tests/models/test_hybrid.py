@@ -6,13 +6,13 @@ the same names, must give the same logits.
 
 import importlib
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 from any_model import make, text
 from mistakes import refuses
+from programs import python
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -91,7 +91,7 @@ def test_registration_happens_on_import_and_can_be_repeated():
         "import regard, sys; assert 'transformers' not in sys.modules; import regard.models, transformers;"
         "assert transformers.AutoConfig.for_model('regard_hybrid').mixers == ['softmax'] * 4"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("-c", code)
     importlib.reload(sys.modules["regard.models"])
     assert type(AutoModelForCausalLM.from_config(HybridConfig(hidden_size=32))) is HybridForCausalLM
 

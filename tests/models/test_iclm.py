@@ -4,8 +4,6 @@
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from any_model import CASES, SIZES, T, in_chunks, make, padded, text
 from mistakes import refuses
+from programs import python
 from transformers import DynamicCache
 
 from regard.checks import ArgumentError
@@ -150,9 +149,7 @@ def test_initial_weights():
 def test_the_examples_of_the_page_print_what_it_says():
     found = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(found) == 3
-    done = subprocess.run([sys.executable, "-c", "\n".join(found)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.splitlines()
+    printed = python("-c", "\n".join(found)).splitlines()
     assert [printed[0], printed[5], printed[7]] == ["True", "True", "tensor(True)"]
     shown = re.findall(r"^print\(.*\.shape\)  # (\[[\d, ]+\])", "\n".join(found), flags=re.MULTILINE)
     assert [f"torch.Size({shape})" for shape in shown] == [*printed[1:5], printed[6]]

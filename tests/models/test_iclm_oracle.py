@@ -8,7 +8,7 @@ Legend: T tokens of one row x_0..x_{T-1}; slot s has the tokens before x_s as it
 import pytest
 import torch
 import torch.nn.functional as F
-from any_model import ICLM, in_chunks, text
+from any_model import ICLM, in_chunks, same_gradients, text
 from any_model import make as any_make
 from contracts import oracle
 from mistakes import refuses
@@ -212,14 +212,7 @@ def test_every_option_by_loops_with_and_without_a_cache(options):
 )
 def test_every_gradient_by_loops(options):
     model, tokens = make(**options), text(2, 7, seed=1)
-    w = dict(model.named_parameters())
-    found, expected = (
-        torch.autograd.grad(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), list(w.values()))
-        for x in (model(tokens).logits, rows_of(model, tokens))
-    )
-    for path, a, b in zip(w, found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6, msg=lambda words, path=path: f"{path}: {words}")
-        assert (b != 0).any(), f"{path} plays no part"
+    same_gradients(model, tokens, rows_of(model, tokens))
 
 
 def said_by(w: Weights, ids: Tensor, config: ICLMConfig, token: int) -> Tensor:

@@ -467,8 +467,7 @@ def test_weights_and_hidden_states_are_shown(case):
             assert (weights[1, ..., :4] == 0).all()
             assert (weights[2, :, :8, 8:] == 0).all()
     cached = model(tokens, attention_mask=mask, use_cache=True, output_attentions=True)
-    for a, b in zip(cached.attentions, shown.attentions, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+    torch.testing.assert_close(cached.attentions, shown.attentions, atol=1e-10, rtol=0)
 
 
 @torch.no_grad()

@@ -4,9 +4,6 @@ What every memory layer keeps is tested in `tests/contracts`, and what a write d
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from fwpkm_layers import CHUNK, SMALL, C, N, close, layer, oracle, tokens
 from mistakes import refuses
+from programs import python
 from torch.utils.checkpoint import checkpoint
 
 from regard import WriteRule
@@ -118,8 +116,7 @@ def test_activations_made_again(reentrant):
             out = checkpoint(lambda t, m=each: m(t)[0], own, use_reentrant=reentrant) if again else each(own)[0]
             out.square().sum().backward()
         grads.append([own.grad, *(p.grad for p in each.parameters())])
-    for one, other in zip(*grads, strict=True):
-        close(one, other, 1e-12)
+    close(*grads, 1e-12)
     for name, tensor in plain.state_dict().items():
         close(made.state_dict()[name], tensor, 1e-12)
 
@@ -376,15 +373,9 @@ if __name__ == "__main__":
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     (folder / "program.py").write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     here = Path(__file__).parent
-    done = subprocess.run(
-        [*launch, str(folder / "program.py"), str(folder), str(here), str(here.parent)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    python(*launch, folder / "program.py", folder, here, here.parent, OMP_NUM_THREADS="1")
     return folder
 
 

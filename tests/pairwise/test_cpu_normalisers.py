@@ -2,8 +2,6 @@
 with and without numba."""
 
 import builtins
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from contracts.oracle import close
 from mistakes import refuses
 from normalisers import CALLS, LEARNED, function, normal
 from operators import check_operators
+from programs import python
 from torch import Tensor
 
 import regard
@@ -179,8 +178,7 @@ regard.attention(*[z.view(1, 1, 3, 1)] * 3, "sparsemax")
 
 
 def test_in_a_process_without_numba() -> None:
-    done = subprocess.run([sys.executable, "-c", NO_NUMBA], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    python("-c", NO_NUMBA)
 
 
 def test_a_numba_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

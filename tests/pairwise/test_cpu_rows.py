@@ -4,8 +4,6 @@ derivatives, against dense float64 formulas; threads, processes and what is comp
 
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from contracts import oracle
 from contracts.oracle import close
+from programs import python
 from row_numbers import derivatives, leaves, numbers
 from torch import Tensor
 
@@ -267,11 +266,7 @@ print(json.dumps({
 
 def run(program: str, **environment: str) -> Any:
     """What a fresh process prints, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=500, env={**os.environ, **environment}
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(python("-c", program, **environment))
 
 
 @pytest.mark.slow

@@ -3,13 +3,13 @@
 import dataclasses
 import hashlib
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 from mistakes import refuses
+from programs import python
 
 from regard.tasks import IGNORED, SPLITS, TokenExample, TokenTask, collate, tasks
 
@@ -62,14 +62,7 @@ def test_examples_are_the_same_in_another_process() -> None:
     program = "from tasks.test_token_tasks import digests; print(digests())"
     where = os.pathsep.join(p for p in sys.path if p)
     for seed in ("1", "2"):
-        found = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": where},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert found.stdout.strip() == str(digests())
+        assert python("-c", program, PYTHONHASHSEED=seed, PYTHONPATH=where).strip() == str(digests())
 
 
 @pytest.mark.parametrize("name", QUICK)

