@@ -156,6 +156,21 @@ def test_a_page_of_a_mechanism_has_every_part(page: Path) -> None:
     assert ("| claim | verdict |" in claims) == (page.stem not in WITHOUT_CLAIMS)
 
 
+def test_the_errors_of_attention_on_residuals_are_the_stored_ones() -> None:
+    def table(text: str) -> list[dict[str, str]]:
+        head, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+        return [dict(zip(head, row, strict=True)) for row in rows]
+
+    stored = text("results/test-time-regression").split(
+        "## Squared error in units of the zero predictor's, strictly-past"
+    )[1]
+    rows = {(row["d"], row["S"]): row for row in table(stored.split("##")[0])}
+    shown = table(text("mechanisms/interpolated"))
+    assert len(shown) == 2
+    for row in shown:
+        assert row.items() <= rows[row["d"], row["S"]].items()
+
+
 def test_every_preset_memory_and_linear_model_has_a_page_of_its_mechanism() -> None:
     texts = "".join(page.read_text(encoding="utf-8") for page in MECHANISMS)
     registries = regard.registries()
