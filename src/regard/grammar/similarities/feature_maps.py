@@ -27,7 +27,8 @@ class ELU(FeatureMap):
     @staticmethod
     def _map(x: Tensor) -> Tensor:
         """Return elu(x) + 1 as exp(x) for x <= 0, where the sum would lose all digits."""
-        return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))
+        above = x > 0
+        return torch.where(above, x + 1, x.masked_fill(above, 0).exp())  # clamp has no slope at 0 from torch 2.15 on
 
 
 @similarities.register("relu")
