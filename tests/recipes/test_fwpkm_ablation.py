@@ -13,9 +13,7 @@ from tiny_runs import tiny
 from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
 from regard_recipes.fwpkm.fwpkm_ablation import DOT, HEADS, NONE, OPTIONS, WHOLE, WIDER, FwPKMAblation
-from regard_recipes.fwpkm.memory_study import needles
-from regard_recipes.lib.recipe import Results, select
-from regard_recipes.long_text.needle_text import needle_world
+from regard_recipes.lib.recipe import Results
 
 
 def study(**changes: object) -> FwPKMAblation:
@@ -57,58 +55,47 @@ def test_the_sizes_of_models() -> None:
     assert (made.hidden_size, made.num_hidden_layers) == (768, 12)
 
 
-def test_needles_are_of_held_out_text() -> None:
-    world = needle_world(None, common=60, needles=3, digits=2, call="test")
-    haystacks, questions, answers = needles(world, 40, 5, 0)
-    assert haystacks.shape == (5, 40)
-    assert questions.shape[0] == answers.shape[0] == 5
-    for haystack, question, answer in zip(haystacks.tolist(), questions.tolist(), answers.tolist(), strict=True):
-        text = " ".join(world.words[token] for token in haystack)
-        asked = " ".join(world.words[token] for token in (*question, *answer))
-        assert asked in text
-        assert text.count("number K") == 3
-
-
 def test_a_run_has_every_row() -> None:
     _, results = tiny("fwpkm-ablation")
-    names, runs = [NONE, WHOLE, "without gating"], results.select(kind="run")
-    assert list(zip(runs["memory"], runs["task"], strict=True)) == [
-        (name, task) for name in names for task in ("text", "needles")
+    names, runs = [NONE, WHOLE, "without gating"], results.select(kind="run", seed=0)
+    assert list(zip(runs["task"], runs["model"], strict=True)) == [
+        (task, name) for task in ("names", "needles") for name in names
     ]
-    text = select(runs, task="text").set_index("memory")
-    assert (text["loss"] > 0).all()
-    assert text.loc[NONE, "frozen"] == pytest.approx(text.loc[NONE, "loss"])
-    answers = results.select(kind="answers")
-    assert answers["readings"].tolist() == [1, 2] * 3
-    assert set(answers["asked"]) == {3}
-    layers = results.select(kind="layer").set_index("memory")
+    read = results.select(kind="document", seed=0).set_index(["model", "rule"])["across"].groupby(level=[0, 1]).mean()
+    assert (read > 0).all()
+    assert read[NONE, "frozen"] == pytest.approx(read[NONE, "paper"])
+    assert read[WHOLE, "frozen"] != read[WHOLE, "paper"]
+    answers = results.select(kind="answers", seed=0)
+    assert answers["read"].tolist() == [1, 2] * 3
+    assert set(answers["trials"]) == {3}
+    layers = results.select(kind="layer", seed=0).set_index("model")
     assert list(layers.index) == [WHOLE, "without gating"]
-    assert (layers["reads"] == 128 * 2).all()
+    assert (layers["reads"] == 2 * 2 * 48 * 2).all()
     assert layers["coverage"].between(0, 1, inclusive="right").all()
-    assert sum(layers.loc[WHOLE, "histogram"]) == 128
-    assert layers.loc["without gating", "histogram"] is None
+    assert sum(layers.loc[WHOLE, "counts"]) == 2 * 2 * 48
+    assert layers.loc["without gating", "counts"] is None
 
 
 def rows(
-    name: str, loss: float, exact: list[int], coverage: float | None = 0.5, frozen: float = 3.0, seed: int = 0
-) -> list[dict[str, Any]]:
-    base = {"memory": name, "seed": seed, "task": "text"}
-    step = {"step_cpu_seconds": 1.0, "held_out": loss}
-    found = [{**base, "kind": "run", **step, "loss": loss, "frozen": frozen}]
-    if coverage is not None:
+    name: str, across: float, share: list[float], coverage: float | None = 0.5, frozen: float = 3.0, seed: int = 0,
+    diverged: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    base = {"model": name, "seed": seed, "rate": 4e-3}
+    text, asked = {**base, "task": "names"}, {**base, "task": "needles"}
+    run = {"kind": "run", "validation": 0.9, "diverged": False, "steps": 2, "seconds": 1.0, "parameters": 5}
+    found = [{**text, **run, "diverged": diverged}, {**asked, **run}]
+    found += [{**each, "kind": "curve", "step": step, "validation": 0.5} for each in (text, asked) for step in (1, 2)]
+    found += [{**text, "kind": "document", "rule": rule, "loss": loss, "within": loss, "across": loss}
+              for rule, loss in (("paper", across), ("frozen", frozen)) if not diverged]  # fmt: skip
+    if coverage is not None and not diverged:
         statistics = {"gate": 0.4, "coverage": coverage, "collisions": 0.9, "kl_uniform": 1.0}
-        found.append({**base, "kind": "layer", "layer": "layer 3", **statistics, "histogram": [5, 5, *[0] * 7, 10]})
-    found += [{**base, "kind": "look", "step": step, "train": loss, "held_out": loss} for step in (1, 2)]
-    asked = {**base, "task": "needles"}
-    found.append({**asked, "kind": "run", "step_cpu_seconds": 1.0, "held_out": 1.0})
-    return found + [
-        {**asked, "kind": "answers", "readings": i, "exact": n, "asked": 100} for i, n in enumerate(exact, 1)
-    ]
+        found.append({**text, "kind": "layer", "layer": "layer 2", **statistics, "counts": [5, 5, *[0] * 7, 10]})
+    return found + [{**asked, "kind": "answers", "read": i, "share": n} for i, n in enumerate(share, 1)]
 
 
 def judged(*found: list[dict[str, Any]], seeds: int = 1) -> tuple[FwPKMAblation, Results, dict[str, Any]]:
     frame = pd.DataFrame([row for each in found for row in each])
-    made = study(variants=tuple(dict.fromkeys(frame["memory"])), seeds=seeds, reads=2)
+    made = study(models=tuple(dict.fromkeys(frame["model"])), seeds=seeds, reads=2)
     results = Results(frame, {}, {})
     return made, results, {claim.wording: claim for claim in made.claims(results)}
 
@@ -116,15 +103,15 @@ def judged(*found: list[dict[str, Any]], seeds: int = 1) -> tuple[FwPKMAblation,
 def several(**changes: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Three seeds of each memory; losses vary together, so that the paired gaps are sharp."""
     own = {
-        NONE: {"loss": 2.6, "exact": [0, 1], "coverage": None},
-        WHOLE: {"loss": 2.5, "exact": [50, 90], "coverage": 0.8},
-        "without look-ahead": {"loss": 2.9, "exact": [0, 0]},
-        "without gating": {"loss": 2.55, "exact": [50, 88]},
-        DOT: {"loss": 2.7, "exact": [10, 20], "coverage": 0.3},
+        NONE: {"across": 2.6, "share": [0.0, 0.01], "coverage": None},
+        WHOLE: {"across": 0.5, "share": [0.5, 0.9], "coverage": 0.8},
+        "without look-ahead": {"across": 2.9, "share": [0.0, 0.0]},
+        "without gating": {"across": 0.55, "share": [0.5, 0.88]},
+        DOT: {"across": 0.7, "share": [0.1, 0.2], "coverage": 0.3},
     }
     made = {name: {**given, **changes.get(name, {})} for name, given in own.items()}
     return [
-        rows(name, **{**given, "loss": given["loss"] + 0.1 * seed + 0.001 * seed * len(name), "seed": seed})
+        rows(name, **{**given, "across": given["across"] + 0.1 * seed + 0.001 * seed * len(name), "seed": seed})
         for name, given in made.items()
         for seed in range(3)
     ]
@@ -135,32 +122,40 @@ def test_claims_follow_the_numbers() -> None:
     assert {claim.verdict for claim in claims.values()} == {"holds"}
     assert len(claims) == 6
     lower = claims["A memory lowers the loss on text"].estimates[""]
-    assert lower.mean == pytest.approx(-0.1 + 0.001 * (len(WHOLE) - len(NONE)))
+    assert lower.mean == pytest.approx(-2.1 + 0.001 * (len(WHOLE) - len(NONE)))
     found = claims["The memory answers needles"].estimates[""]
     assert found.mean == pytest.approx(0.9 - 0.01)
-    changes = {"without look-ahead": {"loss": 2.52, "exact": [50, 99]}, DOT: {"coverage": 0.7}}
+    changes = {"without look-ahead": {"across": 0.52, "share": [0.5, 0.99]}, DOT: {"coverage": 0.7}}
     *_, claims = judged(*several(**changes), seeds=3)
     verdicts = [claim.verdict for wording, claim in claims.items() if "look-ahead" in wording or "Dot" in wording]
     assert verdicts == ["fails", "fails", "fails"]
-    diverged = several(**{DOT: {"loss": math.nan, "coverage": 0.9}})
-    *_, claims = judged(*diverged, seeds=3)
+    lost = several(**{DOT: {"diverged": True}})
+    *_, claims = judged(*lost, seeds=3)
     assert claims["Dot-product scores often result in memory collapsing and loss divergence"].verdict == "holds"
 
 
-def test_one_seed_decides_nothing_about_losses() -> None:
-    *_, claims = judged(rows(NONE, 9.0, [0, 1], None), rows(WHOLE, 2.5, [50, 90]))
-    assert claims["A memory lowers the loss on text"].verdict == "not testable at this size"
-    assert claims["The memory answers needles"].verdict == "holds"  # its interval is over questions
-    assert judged(rows(NONE, 2.5, [0, 0], None))[2] == {}
+def test_what_no_model_learned_decides_nothing() -> None:
+    found = [[{**row, "validation": 0.1} if row["kind"] == "run" else row for row in each] for each in several()]
+    *_, claims = judged(*found, seeds=3)
+    verdicts = [claim.verdict for claim in claims.values()]
+    assert verdicts[:-1] == ["not testable at this size"] * 5
+
+
+def test_one_seed_decides_nothing() -> None:
+    *_, claims = judged(rows(NONE, 9.0, [0.0, 0.1], None), rows(WHOLE, 2.5, [0.5, 0.9]))
+    assert {claim.verdict for claim in claims.values()} == {"not testable at this size"}
+    assert judged(rows(NONE, 2.5, [0.0, 0.0], None))[2] == {}
 
 
 def test_tables_and_gates() -> None:
-    none, whole = rows(NONE, math.log(20), [0, 10], None), rows(WHOLE, math.log(10), [50, 90], 0.8, math.log(15))
-    made, results, _ = judged(none, whole, rows("without value norm", math.nan, [0, 0], 0.9))
-    parts, found = made.tables(results).values()
-    assert parts.rows[0][:5] == (NONE, "20.00", "+0.6931", "–", "–")
-    assert parts.rows[1][:6] == (WHOLE, "10.00", "", "15.00", "0.40", "0.800")
-    assert parts.rows[2][1:3] == ("diverged", "diverged")
+    none, whole = rows(NONE, 3.0, [0.0, 0.1], None), rows(WHOLE, 0.5, [0.5, 0.9], 0.8, 2.5)
+    lost = rows("without value norm", math.nan, [], diverged=True)
+    made, results, _ = judged(none, whole, lost)
+    parts, found, training = made.tables(results).values()
+    assert parts.rows[0] == (NONE, "3.000", "3.000", "+2.500", "3.000", "–", "–", "–", "–", "10%")
+    assert parts.rows[1][:6] == (WHOLE, "0.500", "0.500", "", "2.500", "0.40")
+    assert parts.rows[2][1] == "–"
     assert found.rows[:2] == ((NONE, "0%", "10%"), (WHOLE, "50%", "90%"))
+    assert len(training.rows) == 6
     assert all(png.startswith(b"\x89PNG") for png in made.figures(results).values())
     assert len(OPTIONS) == 12

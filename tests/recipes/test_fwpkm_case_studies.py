@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from tiny_runs import tiny
-from torch import Tensor
 
 from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer
 from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
 from regard_recipes.fwpkm import _fwpkm_looks as looks
-from regard_recipes.fwpkm.fwpkm_case_studies import FwPKMCaseStudies
-from regard_recipes.lib.recipe import Results, select
+from regard_recipes.fwpkm.fwpkm_case_studies import ROW, FwPKMCaseStudies
+from regard_recipes.lib.recipe import Results
 
 
 def model() -> Any:
     torch.manual_seed(0)
     made = FwPKMCaseStudies(FwPKMCaseStudies.configure("quick"))
-    return HybridForCausalLM(made.model_config(40)).eval()
+    return HybridForCausalLM(made.model_config(ROW.name, 40)).eval()
 
 
 def test_the_model_is_the_papers() -> None:
@@ -31,37 +30,46 @@ def test_the_model_is_the_papers() -> None:
     assert list(memory_modules(found)) == [1, 3]
     assert found.config.memories == "fwpkm@1,3+pkm@2"
     paper = FwPKMCaseStudies(FwPKMCaseStudies.configure("paper", device="cpu"))
-    assert paper.model_config(32_000).memories == "fwpkm@2,10+pkm@6"
+    assert paper.model_config(ROW.name, 32_000).memories == "fwpkm@2,10+pkm@6"
 
 
-def asked(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    number = lambda *size: torch.randint(40, size, generator=draw)  # noqa: E731
-    return number(rows, length), number(rows, 3), number(rows, 2)
+class Text:
+    """Twelve random tokens a haystack, three a question, two an answer, which is spelled out."""
+
+    def haystacks(self, length: int, needles: int) -> Any:
+        return SimpleNamespace(examples=lambda seed, indices: [self.example(seed + i, length) for i in indices])
+
+    def example(self, seed: int, length: int) -> Any:
+        draw = torch.Generator().manual_seed(seed)
+        number = lambda size: torch.randint(40, (size,), generator=draw).tolist()  # noqa: E731
+        return SimpleNamespace(haystack=number(length), question=number(3), answer=" ".join(map(str, number(2))))
+
+    def encode(self, sentence: str) -> list[int]:
+        return [int(word) for word in sentence.split()]
 
 
 @torch.no_grad()
 def test_answers_are_those_of_the_uncached_stream() -> None:
     """With one reading: the haystack as a chunk, then the question; no state but what one pass has anyway."""
-    found, (haystacks, questions, answers) = model(), asked(2, 12)
-    seen = looks.look_at_slots(found, asked(2, 12), reads=1)
+    found, examples = model(), Text().haystacks(12, 1).examples(0, range(2))
+    *_, case = looks.look_at_slots(found, Text(), 12, 1, 2, 0, reads=1)
     for memory in memory_modules(found).values():
         memory.chunk_size = 12
-    stream = torch.cat([haystacks, questions], 1)
+    stream = torch.tensor([example.haystack + example.question for example in examples])
     for _ in range(2):
         logits = found(input_ids=stream, use_cache=False).logits
         stream = torch.cat([stream, logits[:, -1:].argmax(-1)], 1)
-    case = select(pd.DataFrame(seen["rows"]), kind="case").iloc[0]
+    answers = torch.tensor([Text().encode(example.answer) for example in examples])
     assert case["tokens"] == stream[0].tolist()
     assert case["answers"] == [[14, int(answers[0, 0])], [15, int(answers[0, 1])]]
     labelled = looks.case_of(case, [f"w{i}" for i in range(40)])
-    assert looks.case_row(labelled, bool(case["right"])) == seen["rows"][-1]
-    assert seen["exact"] == (stream[:, -2:] == answers).all(1).double().mean()
+    assert {**looks.case_row(labelled, bool(case["right"])), "exact": case["exact"]} == case
+    assert case["exact"] == (stream[:, -2:] == answers).all(1).double().mean()
 
 
 def test_writers_are_of_the_readings_before() -> None:
     """After two readings of 12 tokens the writers kept are tokens of the stream, each with the next one as target."""
-    *layers, case = looks.look_at_slots(model(), asked(2, 12), reads=2)["rows"]
+    *layers, case = looks.look_at_slots(model(), Text(), 12, 1, 2, 0, reads=2)
     assert [layer["layer"] for layer in layers] == ["layer 2", "layer 4"]
     assert [reading["position"] for reading in case["readings"]] == [26, 26, 27, 27]
     writers = [w for reading in case["readings"] for slot in reading["slots"] for w in slot["writers"]]
@@ -87,95 +95,87 @@ def test_layers_are_counted() -> None:
     assert (counts["misses"], counts["never"]) == (2, 1 / 4)
     assert counts["same_by_chance"] == 2 / 4  # the token 5 among 5, 6, 5, 7
     assert (counts["mixed"], counts["answered"]) == (1.0, 1)
-    assert looks.layer_counts(found, [False, False], "low")["mixed"] == 0.0
+    assert looks.layer_counts(found, [False, False], "low")["mixed"] is None
 
 
-def test_gates_are_set_beside_rarity() -> None:
-    found = model()
-    text = torch.tensor([1, 2, 3, 1, 2, 1, 4, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 2])
-    learned = torch.tensor([1] * 50 + [2] * 10 + [3] * 5)
-    seen = looks.look_at_gates(found, text, learned, 4, 0)
-    first, *layers = seen["rows"]
-    bits = first["bits"]
-    assert bits[0] < bits[1] < bits[2] < bits[6]
-    assert math.isnan(bits[18])
-    gates = {}
+def test_gates_of_a_text_are_kept() -> None:
+    found, text = model(), torch.randint(40, (20,), generator=torch.Generator().manual_seed(3))
+    heard: dict[str, torch.Tensor] = {}
     handles = [
-        memory.hook_gate.register_forward_hook(lambda m, i, o, d=depth: gates.__setitem__(f"layer {d + 1}", o[0]))
+        memory.hook_gate.register_forward_hook(lambda m, i, o, d=depth: heard.__setitem__(f"layer {d + 1}", o[0]))
         for depth, memory in memory_modules(found).items()
     ]
-    for memory in memory_modules(found).values():
-        memory.chunk_size = 4
     with torch.no_grad():
         found(input_ids=text[None], use_cache=False)
     for handle in handles:
         handle.remove()
-    assert [layer["layer"] for layer in layers] == list(gates)
-    for layer in layers:
-        own = gates[layer["layer"]].double()
-        assert layer["gates"] == pytest.approx(own.tolist(), abs=1e-4)
-        assert layer["mean"] == pytest.approx(float(own.mean()))
-        assert layer["deviation"] == pytest.approx(float(((own - own.mean()) ** 2).mean().sqrt()))
-        assert layer["rare"] == pytest.approx(float((own[6] + own[7]) / 2))
-        assert layer["rare_first"] == pytest.approx(float(own[6]))
-        assert layer["rare_again"] == pytest.approx(float(own[7]))
-        others = [i for i in range(20) if i not in (6, 7, 18)]
-        assert layer["common"] == pytest.approx(float(own[others].mean()))
+    rows = list(looks.gate_rows(found, text))
+    assert [row["layer"] for row in rows] == list(heard)
+    for row in rows:
+        assert row["tokens"] == text.tolist()
+        assert row["gates"] == pytest.approx(heard[row["layer"]].tolist(), abs=1e-4)
 
 
 def test_a_run_has_every_row_and_a_page() -> None:
     made, results = tiny("fwpkm-case-studies")
-    layers = results.select(kind="layer")
+    layers = results.select(kind="layer", seed=0)
     named = list(zip(layers["task"], layers["layer"], strict=True))
-    assert named == [(task, layer) for task in ("needles", "text") for layer in ("layer 2", "layer 4")]
-    assert len(results.select(kind="gates")["tokens"].iloc[0]) == 50
+    assert named == [(task, layer) for task in ("needles", "names") for layer in ("layer 2", "layer 4")]
+    assert set(results.select(kind="document")["rule"]) == {"paper", "frozen"}
+    assert len(results.select(kind="gates")["tokens"].iloc[0]) == 30
     html = (made.config.out / "fwpkm-case-studies-look.html").read_text()
     assert html.count("<details") == 2  # one for each pair of digits of the answer
     assert len(re.findall(r"mean gate \d\.\d\d", html)) == 2
     assert html.count("<span title=") == 2 * 30
 
 
-def results_of(low: dict[str, float], high: dict[str, float]) -> Results:
+def results_of(low: dict[str, float], high: dict[str, float], frozen: float = 4.0, validation: float = 0.9) -> Results:
     """Two seeds; `low` and `high` change what the lower and the higher memory did."""
     slots = {"hits": 0.7, "hits_of_four": 0.9, "weight": 0.8, "same_query": 0.6, "same_by_chance": 0.1, "never": 0.0,
-             "mixed": 0.9, "answered": 40}  # fmt: skip
-    gates = {"gates": [0.5, 0.25], "mean": 0.9, "deviation": 0.1, "correlation": 0.3, "rare": 0.8, "common": 0.4,
-             "rare_first": 0.7, "rare_again": math.nan}  # fmt: skip
+             "mixed": 0.9}  # fmt: skip
+    gates = {"mean": 0.9, "deviation": 0.1, "new": 0.6, "within": 0.8, "other": 0.4}
     writers = [{"query": 0, "target": 1, "weight": 1.0}]
     case = {"right": True, "tokens": [0, 1, 0, 1], "answers": [[2, 1]], "readings": [
         {"layer": "layer 2", "position": 2, "slots": [{"slot": 3, "weight": 1.0, "writers": writers}]}]}  # fmt: skip
     rows: list[dict[str, Any]] = []
     for seed in (0, 1):
-        needled, text = {"task": "needles", "seed": seed}, {"task": "text", "seed": seed}
-        rows += [{**needled, "kind": "run", "exact": 0.5}, {**needled, "kind": "case", **case}]
-        rows += [{**text, "kind": "gates", "tokens": [0, 1], "bits": [1.0, math.nan]}]
+        cell = {"model": ROW.name, "rate": 4e-3, "seed": seed}
+        needled, text = {**cell, "task": "needles"}, {**cell, "task": "names"}
+        run = {"kind": "run", "validation": validation, "steps": 2, "seconds": 1.0, "parameters": 5}
+        rows += [{**needled, **run}, {**text, **run}, {**needled, "kind": "slots", "exact": 0.5, **case}]
+        for rule, loss in (("paper", 0.5), ("frozen", frozen)):
+            rows.append({**text, "kind": "document", "rule": rule, **dict.fromkeys(("new", "within", "other"), loss)})
         for name, changes in (("layer 2", low), ("layer 4", high)):
             rows += [{"kind": "layer", "layer": name, **base, **own, **changes} for base, own in
                      ((needled, slots), (text, gates))]  # fmt: skip
-    return Results(pd.DataFrame(rows), {"words": ["K07", "4"]}, {})
+            rows.append({**text, "kind": "gates", "layer": name, "tokens": [0, 1], "gates": [0.5, 0.25]})
+    return Results(pd.DataFrame(rows), {"words": {"needles": ["K07", "4"], "names": ["Ann", "kite"]}}, {})
 
 
 @pytest.mark.parametrize(
     ("low", "high", "verdicts"),
     [
-        ({}, {"mean": 0.4, "deviation": 0.3}, ["holds"] * 5),
-        ({"hits": 0.2, "same_query": 0.1, "mixed": 0.0}, {"correlation": -0.2}, ["fails"] * 5),
-        ({}, {"mean": 0.88, "rare": 0.42}, ["holds"] * 3 + ["fails"] * 2),  # gates have to differ clearly
+        ({}, {"mean": 0.4, "deviation": 0.3}, ["holds"] * 7),
+        ({"hits": 0.2, "same_query": 0.1, "mixed": 0.0}, {"within": 0.2, "new": 0.3}, ["fails"] * 3 + ["holds"]
+         + ["fails"] * 3),
+        ({}, {"mean": 0.88, "within": 0.42, "new": 0.41}, ["holds"] * 4 + ["fails"] * 3),  # gates differ clearly
     ],
-)
+)  # fmt: skip
 def test_claims_follow_the_numbers(low: dict[str, float], high: dict[str, float], verdicts: list[str]) -> None:
-    results = results_of(low, high)
-    paper = FwPKMCaseStudies(FwPKMCaseStudies.configure("paper", device="cpu"))
-    assert [claim.verdict for claim in paper.claims(results)] == verdicts
-    small = FwPKMCaseStudies(FwPKMCaseStudies.configure("quick"))
-    assert [claim.verdict for claim in small.claims(results)] == [*verdicts[:3], *["not testable at this size"] * 2]
+    made = FwPKMCaseStudies(FwPKMCaseStudies.configure("quick"))
+    assert [claim.verdict for claim in made.claims(results_of(low, high))] == verdicts
+    never = "not testable at this size"
+    unwritten = [claim.verdict for claim in made.claims(results_of(low, high, frozen=0.4))]
+    assert unwritten == [*verdicts[:3], "fails", *[never] * 3]  # gates have nothing to follow
+    assert {claim.verdict for claim in made.claims(results_of(low, high, validation=0.1))} == {never}
 
 
 def test_tables_and_the_case_are_told_in_words() -> None:
     made, results = FwPKMCaseStudies(FwPKMCaseStudies.configure("small")), results_of({}, {})
     assert made.case(results)[1] == "The answer 4, given correctly as 4, after 4 readings"
-    slots, gates, case = made.tables(results).values()
+    slots, gates, losses, case, _ = made.tables(results).values()
     assert slots.rows[0] == ("layer 2", "70%", "90%", "80%", "60%", "10%", "0%", "90%")
-    assert gates.rows[1] == ("layer 4", "0.90", "0.10", "0.30", "0.80", "0.40", "0.70", "–")
+    assert gates.rows[1][:4] == ("layer 4", "0.90 ± 0.00", "0.10 ± 0.00", "0.60 ± 0.00")
+    assert losses.rows[1] == ("frozen", *["4.000 ± 0.000"] * 3)
     (row,) = case.rows
     assert (row[0], row[1], row[2], row[-1]) == ("␣K07", "layer 2", "3", "[HIT]")

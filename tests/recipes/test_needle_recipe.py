@@ -1,21 +1,24 @@
-"""`regard reproduce needle`: the world of needles, how answers are counted, and verdicts that follow the numbers."""
+"""`regard reproduce needle`: the text with needles, how answers are counted, and verdicts that follow the numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tiny_runs import checked, verdicts
 
+from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
 from regard_recipes.fwpkm.memory_layouts import Row
-from regard_recipes.lib.recipe import Results, frame_of
-from regard_recipes.long_text import needle as recipe
-from regard_recipes.long_text.needle_reading import PROTOCOLS
-from regard_recipes.long_text.needle_text import NeedleWorld, answers, learn_answers, needle_world
+from regard_recipes.long_text.needle_reading import PROTOCOLS, answer_rows
+from regard_recipes.long_text.needle_text import NeedleText, needle_text
 
 TEXT = "a river of many words , that runs on ( and on ) and never ends ; "
+made = partial(checked, "needle")
 
 
 @pytest.fixture(scope="module")
@@ -25,92 +28,116 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def world(data: Path, **changes: int) -> NeedleWorld:
-    return needle_world(data, **{"common": 9, "needles": 3, "digits": 2, **changes}, call="test")
+def text(data: Path, **changes: int) -> NeedleText:
+    return needle_text(data, **{"common": 9, "digits": 2, "key_digits": 2, "length": 64, "most": 8, **changes})
 
 
 def test_words_are_tokens(data: Path) -> None:
-    made = world(data, digits=4)
+    made = text(data, digits=4, most=6)
     assert made.decode(made.encode("number K3f 0742 . and")) == "number K3f 0742 . and"
     assert len(made.encode("0742")) == 2
     known = {word for word, _ in Counter(TEXT.split()).most_common(3)}
     assert known <= set(made.words)
-    assert len(made.words) == len(set(made.words))
-    assert len(made.learn) + len(made.held_out) == 200 * len(TEXT.split())
+    assert len(made.words) == len(set(made.words)) == made.vocabulary
+    assert len(made.text) == 200 * len(TEXT.split())
     for length in (40, 200):
-        example = made.task(length).example(0, 3)
+        task = made.haystacks(length, 3)
+        example = task.example(0, 3)
         assert len(example.haystack) == length
-        assert made.task(length).oracle(example) == example.answer
+        assert task.oracle(example) == example.answer
         assert len(made.encode(example.answer)) == 2
 
 
-def test_training_documents_ask_for_every_needle(data: Path) -> None:
-    made = world(data)
-    tokens = made.training_tokens(640, 64, 5).view(-1, 64)
-    assert torch.equal(tokens, made.training_tokens(640, 64, 5).view(-1, 64))
-    counts = set()
-    for row in tokens:
-        words = made.decode(row.tolist()).split()
+def test_splits_are_of_other_parts_of_the_text(data: Path) -> None:
+    made = text(data)
+    parts = [made.haystacks(40, 3, split).text for split in ("train", "validation", "test")]
+    assert parts[0] + parts[1] + parts[2] == made.text
+    assert len(parts[0]) == pytest.approx(0.8 * len(made.text), abs=1)
+
+
+@pytest.mark.parametrize("digits", [2, 4])
+def test_examples_ask_for_every_needle(data: Path, digits: int) -> None:
+    made, counts = text(data, digits=digits, most=5), set()
+    for index in range(40):
+        example = made.example(0, index)
+        assert len(example.tokens) == 64
+        words = made.decode(example.tokens.tolist()).split()
         needles = [tuple(words[i : i + 2]) for i, word in enumerate(words) if word.startswith("K")]
-        many = Counter(needles)
-        assert set(many.values()) == {2}
-        assert [key for key, _ in needles[: len(many)]] != [key for key, _ in needles[len(many) :]] or len(many) < 3
-        counts.add(len(many))
-    assert min(counts) >= 4
-    assert max(counts) <= 8
+        assert set(Counter(needles).values()) == {2}
+        counts.add(len(needles) // 2)
+        assert torch.equal(made.oracle(example)[example.asked], example.labels[example.asked])
+        seen, wanted = set(), []
+        for place, token in enumerate(example.tokens.tolist()):
+            if made.words[token].startswith("K") and token in seen:
+                wanted += list(range(place + 1, place + 1 + digits // 2))
+            seen.add(token)
+        assert example.asked.nonzero()[:, 0].tolist() == wanted
+    assert counts == {1, 2, 3, 4, 5}
+    trivial = made.scores(made.trivial(example), example)
+    assert trivial["accuracy"] <= 0.5
 
 
-def test_what_is_an_answer(data: Path) -> None:
-    made = world(data, digits=4)
-    text = "number K01 1234 . K02 5678 . 9999 number K01 1234 K03 1111 K01 5678 and 4321"
-    tokens = torch.tensor([made.encode(text)])
-    found = answers(tokens, made.values, made.keys)
-    assert made.decode(tokens[found].tolist()) == "12345678"
-    assert found.nonzero()[:, 1].tolist() == [13, 14, 19, 20]
+def test_bad_texts_are_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="--digits is 3, expected an even number"):
+        text(data, digits=3)
+    (tmp_path / "short.txt").write_text(TEXT)
+    with pytest.raises(ArgumentError, match="the text has 17 words, expected at least 1,000"):
+        text(tmp_path / "short.txt")
 
 
-def test_training_counts_answers_alone(data: Path) -> None:
-    made = world(data)
+def test_answers_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four questions the first is answered rightly, the second with another needle's number, the others wrongly."""
+    made = text(data)
     torch.manual_seed(0)
     model = HybridForCausalLM(
-        HybridConfig(vocab_size=len(made.words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        HybridConfig(vocab_size=made.vocabulary, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     )
-    tokens = made.training_tokens(128, 64, 0).view(-1, 64).long()
-    plain = model.eval()(input_ids=tokens, labels=tokens).loss
-    learn_answers(model, made.values, made.keys)
-    assert torch.equal(model(input_ids=tokens, labels=tokens).loss, plain)  # evaluation stays what it was
-    loss = model.train()(input_ids=tokens, labels=tokens).loss
-    logp = model(input_ids=tokens).logits.double().log_softmax(-1)
-    expected = []
-    for row, each in zip(logp, tokens.tolist(), strict=True):
-        words = [made.words[token] for token in each]
-        for t in range(1, 64):
-            if words[t].isdigit() and words[t - 1].startswith("K") and words[t - 1] in words[: t - 1]:
-                expected.append(-row[t - 1, each[t]].item())
-    assert len(expected) >= 8
-    assert loss.item() == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    examples = made.haystacks(40, 3).examples(0, range(4))
+    others = [next(n for n in e.numbers.values() if n != e.answer) for e in examples]
+    free = next(f"{n:02d}" for n in range(100) if all(f"{n:02d}" not in e.numbers.values() for e in examples[2:]))
+    said = [examples[0].answer, others[1], free, free]
+    told = torch.tensor([[made.encode(each)] for each in said])
+    asked: list[torch.Tensor] = []
+
+    def answer(model: Any, haystacks: torch.Tensor, questions: torch.Tensor, length: int, **how: Any) -> torch.Tensor:
+        asked.append(haystacks)
+        assert (length, how["reads"]) == (1, 2)
+        return told.view(1, *questions.shape[:-1], 1).expand(2, *questions.shape[:-1], 1)
+
+    monkeypatch.setattr("regard_recipes.long_text.needle_reading.read_and_answer", answer)
+    rows = list(answer_rows(model, made, 40, 3, 4, 0, reads=2))
+    assert [row["read"] for row in rows] == [1, 2]
+    assert (rows[0]["share"], rows[0]["candidate"], rows[0]["trials"], rows[0]["state"]) == (0.25, 0.5, 4, "new")
+    assert asked[0].tolist() == [list(example.haystack) for example in examples]
+    kept = list(answer_rows(model, made, 40, 3, 5, 0, reads=2, kept=2))
+    assert asked[1].shape == (2, 2, 40)
+    assert (kept[0]["share"], kept[0]["trials"], kept[0]["state"]) == (0.25, 4, "kept")
 
 
 NAMES = [Row("GDN"), Row("GDN", "FwPKM"), Row("FA"), Row("FA", "FwPKM"), Row("FA-pSWA", "FwPKM")]
 
 
-def claims(hits: dict[str, int], lengths: tuple[int, ...] = (64, 4096), trials: int = 50) -> dict[str, str]:
-    """Verdicts; `hits` gives how many of 50 a model answers in each way: "GDN whole 1" at both lengths."""
+def judged(shares: dict[str, float], lengths: tuple[int, ...] = (64, 4096)) -> dict[str, str]:
+    """Verdicts; `shares` gives the share that a model answers in each way: "GDN whole 1" at both lengths."""
     rows = []
     for row in NAMES:
-        for length in lengths:
-            for protocol in PROTOCOLS if row.remembers else PROTOCOLS[:1]:
-                for read in (1, 2) if row.remembers else (1,):
-                    key = f"{row.layout} {protocol} {read}"
-                    found = hits.get(f"{key} {length}", hits.get(key, 0)) if row.remembers else 0
-                    common = {"layout": row.layout, "memory": row.memory, "seed": 0, "kind": "answers", "read": read,
-                              "length": length, "protocol": protocol, "trials": trials}  # fmt: skip
-                    rows += [{**common, "state": "new", "exact": found}]
-                    rows += [{**common, "state": "kept", "exact": hits.get(f"{key} kept", found)}] * row.remembers
-    own = recipe.Needle.configure(
-        layouts=("GDN", "FA", "FA-pSWA"), also=(), lact=False, lengths=lengths, reads=2, samples=50
-    )
-    return {c.wording: c.verdict for c in recipe.Needle(own).claims(Results(frame_of(rows), {}, {}))}
+        common: dict[str, Any] = {"task": "needles", "model": row.name, "rate": 3e-3}
+        for seed in range(3):
+            rows.append({**common, "seed": seed, "kind": "run", "validation": 1.0})
+            for length in lengths:
+                for protocol in PROTOCOLS if row.remembers else PROTOCOLS[:1]:
+                    for read in (1, 2) if row.remembers else (1,):
+                        key = f"{row.layout} {protocol} {read}"
+                        found = shares.get(f"{key} {length}", shares.get(key, 0.0)) if row.remembers else 0.0
+                        told = {**common, "seed": seed, "kind": "answers", "read": read, "length": length,
+                                "protocol": protocol}  # fmt: skip
+                        moved = 0.01 * seed * (0 < found < 1)
+                        rows += [{**told, "state": "new", "share": found + moved}]
+                        kept = shares.get(f"{key} kept", found)
+                        rows += [{**told, "state": "kept", "share": kept + moved}] * row.remembers
+    names = tuple(row.name for row in NAMES)
+    own = made(models=names, rates=(3e-3,), lengths=lengths, reads=2)
+    return {wording: verdict for wording, (verdict, _) in verdicts(own, rows).items()}
 
 
 FIRST, SECOND, LONGER, MORE, WINDOWS, KEPT = (
@@ -119,28 +146,27 @@ FIRST, SECOND, LONGER, MORE, WINDOWS, KEPT = (
     "Windows in training make attention's models use the memory",
     "A memory kept from sample to sample costs less than a quarter of the answers",
 )  # fmt: skip
-LEARNED = {"GDN whole 2": 48, "GDN flushed 1": 48, "GDN flushed 2": 50}
+LEARNED = {"GDN whole 2": 0.95, "GDN flushed 1": 0.95, "GDN flushed 2": 1.0}
 NEVER = "not testable at this size"
 
 
 @pytest.mark.parametrize(
-    ("hits", "expected"),
+    ("shares", "expected"),
     [
         (LEARNED, {FIRST: "holds", SECOND: "holds", LONGER: "holds", MORE: "fails", KEPT: "holds", WINDOWS: NEVER}),
         ({}, dict.fromkeys((FIRST, SECOND, LONGER, KEPT, WINDOWS), NEVER)),
-        ({**LEARNED, "GDN whole 1": 48}, {FIRST: "undecided", SECOND: "undecided"}),
-        ({**LEARNED, "GDN whole 1": 50, "GDN whole 2": 20, "GDN flushed 1": 20}, {FIRST: "fails", SECOND: "fails"}),
-        ({**LEARNED, "GDN flushed 2 4096": 0, "GDN whole 2 4096": 3}, {LONGER: "undecided", MORE: "holds"}),
-        ({**LEARNED, "GDN flushed 1 kept": 10}, {KEPT: "fails"}),
-        ({"FA-pSWA flushed 2": 48}, {WINDOWS: "holds"}),
-        ({"FA-pSWA flushed 2": 48, "FA flushed 2": 48}, {WINDOWS: "undecided"}),
+        ({**LEARNED, "GDN whole 1": 1.0, "GDN whole 2": 0.4, "GDN flushed 1": 0.4}, {FIRST: "fails", SECOND: "fails"}),
+        ({**LEARNED, "GDN flushed 2 4096": 0.0, "GDN whole 2 4096": 0.06}, {LONGER: "fails", MORE: "holds"}),
+        ({**LEARNED, "GDN flushed 1 kept": 0.2}, {KEPT: "fails"}),
+        ({"FA-pSWA flushed 2": 0.96}, {WINDOWS: "holds"}),
+        ({"FA-pSWA flushed 2": 0.96, "FA flushed 2": 0.96}, {WINDOWS: "fails"}),
     ],
 )
-def test_verdicts_follow_the_numbers(hits: dict, expected: dict) -> None:
-    found = claims(hits)
+def test_verdicts_follow_the_numbers(shares: dict, expected: dict) -> None:
+    found = judged(shares)
     assert {claim: found[claim] for claim in expected} == expected
 
 
 def test_short_haystacks_decide_nothing_about_long_ones() -> None:
-    assert claims(LEARNED, (64, 2048))[MORE] == NEVER
-    assert claims(LEARNED, (64, 128))[LONGER] == NEVER  # within a window of training
+    assert judged(LEARNED, (64, 2048))[MORE] == NEVER
+    assert judged(LEARNED, (32, 48))[LONGER] == NEVER  # within a window of training

@@ -1,97 +1,77 @@
-"""`regard reproduce streaming-perplexity`: documents, what is read how, and verdicts that follow the numbers."""
+"""`regard reproduce streaming-perplexity`: the text, what is read how, and verdicts that follow the numbers."""
 
 from __future__ import annotations
 
-import re
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_runs import checked
+from tiny_runs import checked, verdicts
 
 from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
 from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
-from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, PAPER_VOCABULARY, Row, Sizes, row_config
-from regard_recipes.lib.recipe import Results, frame_of
+from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, PAPER_VOCABULARY, Places, Row, row_config
 from regard_recipes.long_text import streaming_perplexity as recipe
-from regard_recipes.long_text.document_text import (
-    LONG,
-    docstrings,
-    files,
-    long_modules,
-    read_documents,
-    split,
-    standard_library,
-)
+from regard_recipes.long_text.names_reading import NamesText, read_names, reading_rules
+from regard_recipes.long_text.streaming import Carry, streamed
 
-TEXTS = ("short", "long")
 made = partial(checked, "streaming-perplexity")
 
 
 # Text ------------------------------------------------------------------------------------------------------------
 
 
-def test_documents_of_the_standard_library() -> None:
-    modules = standard_library()
-    long, short = long_modules(modules), docstrings(modules)
-    assert min(map(len, long)) >= LONG
-    assert len(long) > 20
-    assert max(map(len, short)) <= 2000
-    assert len(short) == len(set(short)) > 500
-    assert not any(path.startswith(("test/", "site-packages/")) for path in modules)
-    names = [re.findall(r"\b[A-Za-z_]{6,}\b", text[20_000:30_000]) for text in long[:10]]
-    seen = [set(re.findall(r"\w+", text[:20_000])) for text in long[:10]]
-    recur = [sum(name in known for name in each) / len(each) for each, known in zip(names, seen, strict=True)]
-    assert sorted(recur)[len(recur) // 2] > 0.5  # what makes it pay to remember
-    joined = "\n".join(long)
-    assert not any(doc.splitlines()[0] in joined for doc in short[::40] if len(doc.splitlines()[0]) > 60)
+def test_documents_have_their_length_and_ask_for_everything() -> None:
+    text = NamesText.of(50, 4, 8)
+    for index in range(30):
+        example = text.example(0, index)
+        assert example.tokens.shape == example.labels.shape == (50,)
+        assert torch.equal(example.tokens, example.labels)
+        assert all(where.shape == (50,) for where in example.parts.values())
+        right = text.scores(text.oracle(example), example)
+        assert right["accuracy"] == 1.0
+    assert text.floor(count=20)["accuracy on far"] < 0.5
+    documents = text.documents(3, 1)
+    assert [document.tolist() for document in documents] == [
+        text.example(1, i, "test").tokens.tolist() for i in (0, 1, 2)
+    ]
 
 
-def test_whole_documents_are_held_out(tmp_path: Path) -> None:
-    documents = [f"document {i} " + chr(97 + i % 26) * 400 for i in range(80)]
-    (tmp_path / "short.txt").write_text("\n\n".join(documents))
-    (tmp_path / "long").mkdir()
-    for i in range(40):
-        (tmp_path / "long" / f"{i}.txt").write_text(f"file {i}: " + "x y z " * 300)
-    learn, held_out = split(documents)
-    assert sorted(learn + held_out) == sorted(documents)
-    assert len(held_out) == 10
-    assert split(documents[::-1]) == (learn, held_out)
-    text = read_documents(tmp_path / "short.txt", tmp_path / "long", "byte", length=500, count=3, call="test")
-    assert text.kinds["short"].shape == text.kinds["long"].shape == (3, 500)
-    decoded = text.tokenizer.decode(text.train_tokens.tolist())
-    learned = {int(i) for i in re.findall(r"document (\d+) ", decoded)}
-    short = text.tokenizer.decode(text.kinds["short"].flatten().tolist())
-    unseen = {int(i) for i in re.findall(r"document (\d+) ", short)}
-    assert unseen
-    assert not learned & unseen
-    long = {text.tokenizer.decode(row[:9].tolist()) for row in text.kinds["long"]}
-    assert not set(re.findall(r"file \d+:", decoded)) & long
-    patterns = (r"document \d+ \w+", r"file \d+:[xyz ]+")
-    sizes = [sum(len(part) for part in re.findall(pattern, decoded)) for pattern in patterns]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
-    with pytest.raises(ArgumentError, match="there are 0 held-out long documents of 1900 tokens, expected 1"):
-        read_documents(tmp_path / "short.txt", tmp_path / "long", "byte", length=1900, count=1, call="test")
-    with pytest.raises(ArgumentError, match="is not a folder"):
-        files(tmp_path / "short.txt", "test")
+def test_mentions_are_told_by_segment() -> None:
+    text = NamesText.of(400, 3, 8)
+    (tokens,) = text.documents(1, 0)
+    masks, segment = text.mentions(tokens, 40), 40
+    assert torch.equal(sum(mask.int() for mask in masks.values()), torch.ones(399, dtype=torch.int32))
+    assert all(masks[part].any() for part in masks)
+    words = [text.words.words[token] for token in tokens.tolist()]
+    at = {name: [i for i, word in enumerate(words) if word == name] for name in words if name[0].isupper()}
+    assert len(at) == 3
+    for name, places in at.items():
+        for before, place in zip([None, *places], places, strict=False):
+            if place + 1 >= len(tokens):
+                continue
+            target = place  # of the token after the name, in the masks
+            first = target // segment * segment  # where its segment begins
+            part = "new" if before is None else "within" if before + 1 >= first else "across"
+            assert masks[part][target], (name, place)
 
 
 # What is trained and read ----------------------------------------------------------------------------------------
 
 
 def test_all_layouts_with_all_memories() -> None:
-    trained = made().rows()
-    assert len(trained) == 5 * 5 + 1
-    assert len({row.name for row in trained}) == 26
-    assert {row.memory for row in trained if row.layout == "FA-pSWA"} == set(MEMORIES)
-    assert trained[-1] == Row(LACT)
+    assert len(recipe.StreamingPerplexity.known) == 5 * 5 + 1
+    assert {row.memory for row in recipe.ROWS if row.layout == "FA-pSWA"} == set(MEMORIES)
+    assert recipe.ROWS[-1] == Row(LACT)
+    assert set(made().models) == set(recipe.SMALL)
+    assert made("paper", device="cpu").models == tuple(row.name for row in recipe.ROWS)
 
 
 @pytest.mark.parametrize("row", [Row("GDN+SWA", "PKM+FwPKM"), Row("FA-pSWA", "FwMLP"), Row(LACT), Row("GDN+FA", "PKM")])
 def test_models_of_the_rows(row: Row) -> None:
-    config = row_config(row, Sizes.of(made().config, 258))
+    config = row_config(row, made(layers=4, chunk=24).config, 258)
     with torch.device("meta"):
         model = HybridForCausalLM(config)
     names = {type(module).__name__ for module in model.modules()}
@@ -99,19 +79,18 @@ def test_models_of_the_rows(row: Row) -> None:
     assert ("FastWeightProductKeyMemory" in names) == ("FwPKM" in row.memory)
     assert ("FastWeightMLP" in names) == (row.memory == "FwMLP")
     assert ("GatedDeltaNet" in names) == row.layout.startswith("GDN")
-    assert config.training_window == (64 if "pSWA" in row.layout else None)
+    assert config.training_window == (24 if "pSWA" in row.layout else None)
     windows = config.layer_windows()
-    assert windows == ([None] * 3 + [64] if row.layout == "GDN+SWA" else [None] * 4)
+    assert windows == ([None] * 3 + [24] if row.layout == "GDN+SWA" else [None] * 4)
+    assert Row.of(row.name) == row
 
 
 def test_the_size_of_the_paper() -> None:
     paper = made("paper", device="cpu")
-    sizes = Sizes.of(paper.config, PAPER_VOCABULARY)
-    assert (sizes.fast_depths, sizes.mixed_slow, sizes.mixed_fast) == ((2, 6, 10), (6,), (2, 10))
-    budget = paper.budget()
-    assert (budget.context, budget.batch, budget.steps, budget.learning_rate) == (4096, 128, 20_000, 1e-3)
+    assert paper.places() == Places((2, 6, 10), (2, 6, 10), (6,), (2, 10))
+    assert (paper.config.context, paper.config.steps, paper.config.segments) == (4096, 20_000, 16)
     with torch.device("meta"):
-        memories = memory_modules(HybridForCausalLM(paper.model(Row("GDN", "FwPKM"), 1000)))
+        memories = memory_modules(HybridForCausalLM(paper.model_config("GDN | FwPKM", 1000)))
     assert list(memories) == [2, 6, 10]
     for memory in memories.values():
         assert (memory.slots, memory.chunk_size, memory.settings.top_k) == (512**2, 512, 8)
@@ -123,83 +102,120 @@ def test_models_of_the_papers_size_have_the_papers_parameters(layout: str) -> No
     """The fast-weight paper's table 2, slow and fast parameters together, of the models that `--size paper` trains."""
     paper = made("paper", device="cpu")
     for memory in MEMORIES[:4]:
-        config = paper.model(Row(layout, memory), PAPER_VOCABULARY)
+        config = paper.model_config(Row(layout, memory).name, PAPER_VOCABULARY)
         assert round((count_parameters(config) + count_fast_weights(config)) / 1e6, 2) == TABLE_2[layout, memory][0]
 
 
-def test_an_unknown_rule_of_writing_is_refused() -> None:
+def test_bad_models_are_refused() -> None:
     with pytest.raises(ArgumentError, match="--rule names 'papper', which is unknown"):
         made(rule="papper")
+    with pytest.raises(ArgumentError, match="--layers is 2, expected at least 4"):
+        made(models=("GDN", "GDN+FA"))
 
 
-def test_only_rules_that_differ_are_read() -> None:
-    assert recipe.reading_rules(Row("FA", "PKM")) == ["new"]
-    assert recipe.reading_rules(Row("GDN")) == ["new", "carried"]
-    assert recipe.reading_rules(Row("FA", "FwPKM")) == ["new", "frozen", "document", "paper"]
-    assert set(recipe.reading_rules(Row("GDN", "FwMLP"))) == {"new", "paper", "document", "frozen", "carried"}
+def model(name: str) -> Any:
+    torch.manual_seed(0)
+    own = made("quick", width=16, sub_keys=4, memory_dim=8, top_k=2, context=24)
+    (text,) = own.training_tasks().values()
+    return own.make_model(name, text).eval(), text
 
 
-def document_rows(model: Row, losses: dict[str, tuple[float, float]], seed: int = 0, gate: float = 0.5) -> list[dict]:
-    """The rows of a model by rule: its loss on short and on long documents, of which there are four; and its gate."""
-    common = {"layout": model.layout, "memory": model.memory, "seed": seed}
-    common_document = {**common, "kind": "document"}
-    rows = [
-        {**common_document, "text": text, "rule": rule, "document": i, "loss": loss + 0.01 * i + 0.001 * seed}
-        for rule, both in losses.items()
-        for text, loss in zip(TEXTS, both, strict=True)
-        for i in range(4)
-    ]
-    gates = [{**common, "kind": "gate", "text": text, "hook": "memory", "mean": gate + 0.001 * seed} for text in TEXTS]
-    return [*rows, {**common, "kind": "run", "held_out": 2.0}, *(gates if model.remembers else [])]
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [("FA", ["new"]), ("FA | PKM", ["new"]), ("GDN", ["new", "carried"]),
+     ("FA | FwPKM", ["new", "frozen", "document", "paper"]),
+     ("GDN | FwMLP", ["new", "frozen", "document", "paper", "carried"])],
+)  # fmt: skip
+def test_only_rules_that_differ_are_read(name: str, rules: list[str]) -> None:
+    assert reading_rules(model(name)[0]) == rules
+    row = Row.of(name)
+    assert recipe.rule_of(row, "paper") == ("paper" if row.remembers else "new")
+    assert recipe.rule_of(row, "fair") in rules
 
 
-def claims(
-    seeds: int = 1, steps: int = 1000, gates: dict[str, float] | None = None, **ends: tuple[float, float]
-) -> dict:
-    """Claims by their start; `ends` gives the losses of GDN with a memory and of FA with FwPKM ("FA")."""
-    losses = {"none": (2.0, 2.0), "PKM": (1.9, 2.0), "FwPKM": (2.0, 1.9), "both": (1.8, 1.8), "FA": (2.0, 1.95), **ends}
-    rows = []
+def test_rows_are_means_of_what_was_read() -> None:
+    net, _ = model("GDN | FwPKM")
+    text = NamesText.of(73, 3, 8)
+    documents = text.documents(4, 0)
+    rows = list(read_names(net, text, documents, 24, ("paper", "frozen"), side_by_side=2))
+    read = streamed(net, documents, 24, Carry("stream", "segment"), rows=2, statistics=True)
+    told = [row for row in rows if row["kind"] == "document" and row["rule"] == "paper"]
+    for row, losses, document in zip(told, read.losses, documents, strict=True):
+        assert row["loss"] == pytest.approx(float(losses.mean()))
+        for part, at in text.mentions(document, 24).items():
+            assert row[part] == (pytest.approx(float(losses[at].mean())) if at.any() else None)
+    segments = [row["loss"] for row in rows if row["kind"] == "segment" and row["rule"] == "paper"]
+    assert segments == pytest.approx([float(torch.stack(read.losses)[:, i : i + 24].mean()) for i in (0, 24, 48)])
+    (layer,) = [row for row in rows if row["kind"] == "layer"]
+    (gates,) = read.gates.values()
+    assert (layer["layer"], sum(layer["counts"])) == ("layer 2", 4 * 72)
+    assert layer["mean"] == pytest.approx(float(torch.cat(gates).mean()))
+    over = torch.cat([text.mentions(document, 24)["across"] for document in documents])
+    assert layer["across"] == pytest.approx(float(torch.cat(gates)[over].mean()))
+    assert layer["reads"] == 4 * 72 * 2
+
+
+# Verdicts ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(row: Row, losses: dict[str, tuple[float, float]], gate: float, seeds: int) -> list[dict[str, Any]]:
+    """The rows of a model by rule: its loss on short and on long documents, and its gate."""
+    rows: list[dict[str, Any]] = []
     for seed in range(seeds):
-        for layout in ("GDN", "FA", "FA-pSWA"):
-            for memory in ("none", "PKM", "FwPKM", "PKM+FwPKM"):
-                found = losses["both" if "+" in memory else memory]
-                found = losses["FA"] if layout != "GDN" and memory == "FwPKM" else found
-                model = Row(layout, memory)
-                rules = {"paper": found, "frozen": (found[0], found[1] + 0.05)} if model.remembers else {"new": found}
-                rows += document_rows(model, rules, seed, (gates or {}).get(layout, 0.5))
-    own = made(layouts=("GDN", "FA", "FA-pSWA"), seeds=seeds, steps=steps)
-    return {claim.wording: claim for claim in own.claims(Results(frame_of(rows), {}, {}))}
+        cell = {"task": "names", "model": row.name, "rate": 4e-3, "seed": seed}
+        rows.append({**cell, "kind": "run", "validation": 0.9})
+        for rule, both in losses.items():
+            for text, loss in zip(recipe.TEXTS, both, strict=True):
+                value = loss + 0.001 * seed
+                found = {"loss": value, "within": value, "across": value}
+                rows.append({**cell, "kind": "document", "text": text, "rule": rule, "document": 0, **found})
+        if row.remembers:
+            rows += [{**cell, "kind": "layer", "text": text, "layer": "layer 2", "mean": gate + 0.001 * seed,
+                      "counts": [1] * 10} for text in recipe.TEXTS]  # fmt: skip
+    return rows
 
 
-def verdict(found: dict, start: str) -> str:
-    return next(claim.verdict for wording, claim in found.items() if wording.startswith(start))
+def judged(
+    seeds: int = 3, gates: dict[str, float] | None = None, validation: float = 0.9, **ends: tuple[float, float]
+) -> dict[str, str]:
+    """Verdicts by the start of a claim; `ends` gives the losses of GDN with a memory and of FA with FwPKM ("FA")."""
+    losses = {"none": (2.0, 2.0), "PKM": (1.9, 2.0), "FwPKM": (2.0, 1.9), "both": (1.8, 1.8), "FA": (2.0, 1.95), **ends}
+    names, rows = [], []
+    for layout in ("GDN", "FA", "FA-pSWA"):
+        for memory in MEMORIES[:4] if layout == "GDN" else ("none", "FwPKM"):
+            row = Row(layout, memory)
+            kind = "both" if "+" in memory else "FA" if layout != "GDN" and memory == "FwPKM" else memory
+            paper = losses[kind]
+            read = {"paper": paper, "frozen": (paper[0] + 0.3, paper[1] + 0.3)} if row.remembers else {"new": paper}
+            rows += rows_of(row, read, (gates or {}).get(layout, 0.5), seeds)
+            names.append(row.name)
+    rows = [{**row, "validation": validation} if row["kind"] == "run" else row for row in rows]
+    own = made(models=tuple(names), rates=(4e-3,), seeds=seeds)
+    return {wording: verdict for wording, (verdict, _) in verdicts(own, rows).items()}
 
 
-GAIN, BOTH, LESS = "Fast memories gain", "Both together", "FwPKM gains less"
-CLOSE, OPEN, WRITING = "Its gates close", "Windows in training", "Writing lowers the loss: FwPKM beside GDN"
+GAIN, SLOW, BOTH, LESS = "Fast memories gain", "Slow memories gain", "Both together", "FwPKM gains less"
+CLOSE, OPEN, WRITING = "Its gates close", "Windows in training", "Writing lowers the loss"
+NEVER = "not testable at this size"
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, {GAIN: "holds", BOTH: "holds", LESS: "holds", WRITING: "holds", CLOSE: "not testable at this size"}),
-        ({"steps": 130}, {GAIN: "not testable at this size", BOTH: "not testable at this size"}),
-        ({"FwPKM": (1.8, 2.1)}, {GAIN: "fails", LESS: "not testable at this size"}),
+        ({}, {GAIN: "holds", SLOW: NEVER, BOTH: "holds", LESS: "holds", WRITING: "holds", CLOSE: "fails"}),
+        ({"FwPKM": (1.8, 2.1)}, {GAIN: "fails", LESS: "fails"}),
         ({"both": (2.0, 2.0)}, {BOTH: "fails"}),
         ({"FA": (2.0, 1.8)}, {LESS: "fails"}),
-        ({"seeds": 3, "gates": {"FA": 0.2, "FA-pSWA": 0.7}}, {CLOSE: "holds", OPEN: "holds", GAIN: "holds"}),
-        ({"seeds": 3, "gates": {"FA": 0.8, "FA-pSWA": 0.7}}, {CLOSE: "fails", OPEN: "fails"}),
-        ({"seeds": 2, "gates": {"FA": float("nan")}}, {CLOSE: "undecided"}),
+        ({"gates": {"FA": 0.2, "FA-pSWA": 0.7}}, {CLOSE: "holds", OPEN: "holds"}),
+        ({"gates": {"FA": 0.8, "FA-pSWA": 0.7}}, {CLOSE: "fails", OPEN: "fails"}),
+        ({"gates": {"FA": float("nan")}}, {CLOSE: "undecided"}),
+        ({"validation": 0.2}, dict.fromkeys((GAIN, SLOW, BOTH, LESS, CLOSE, OPEN, WRITING), NEVER)),
+        ({"seeds": 1}, dict.fromkeys((GAIN, BOTH, LESS), NEVER)),
     ],
 )
 def test_verdicts_follow_the_numbers(changes: dict, expected: dict) -> None:
-    found = claims(**changes)
-    assert {start: verdict(found, start) for start in expected} == expected
-
-
-def test_intervals_are_over_documents_where_there_is_one_seed() -> None:
-    found = claims()[next(wording for wording in claims() if wording.startswith("Both"))].estimates
-    one = found["GDN: PKM+FwPKM less PKM on short"]
-    assert one.count == 4
-    assert one.mean == pytest.approx(-0.1)
-    assert claims(seeds=3)["Both together are best"].estimates["GDN: PKM+FwPKM less PKM on short"].count == 3
+    found = judged(**changes)
+    told = {
+        start: next(verdict for wording, verdict in found.items() if wording.startswith(start)) for start in expected
+    }
+    assert told == expected

@@ -17,11 +17,8 @@ from regard_recipes.lib.recipe import Recipe, Results, check_shared, frame_of, r
 from regard_recipes.lib.results import load
 
 TASK: dict[str, Any] = {"steps": 2, "width": 16, "batch": 2, "examples": 2, "seeds": 2}
-NEEDLES: dict[str, Any] = {
-    "steps": 2, "width": 16, "sub_keys": 8, "memory_dim": 8, "top_k": 2, "context": 64, "chunk": 16, "haystack": 40,
-    "questions": 3, "reads": 2, "examples": 6, "words": 60,
-}  # fmt: skip
-LAYOUTS: dict[str, Any] = {"layouts": ("GDN",), "width": 16, "steps": 2, "chunk": 8, "lact": False}
+MEMORY: dict[str, Any] = {**TASK, "sub_keys": 8, "memory_dim": 8, "top_k": 2, "context": 48, "chunk": 8}
+NEEDLES: dict[str, Any] = {**MEMORY, "haystack": 40, "examples": 3, "reads": 2, "words": 60}
 TEXT: dict[str, Any] = {"steps": 2, "width": 16, "batch": 2, "heads": 2, "layers": 2, "context": 32, "measured": 300}
 TINY: dict[str, dict[str, Any]] = {
     "associative-recall": {**TASK, "models": ("softmax", "linear")},
@@ -31,8 +28,8 @@ TINY: dict[str, dict[str, Any]] = {
         "rules": ("paper",), "sub_keys": 8, "stress_sub_keys": 4, "key_dim": 16, "top_k": 2, "width": 16, "keys": 12,
         "pairs": 6, "documents": 2, "reads": 3, "steps": 3, "stress_steps": 2, "batch": 2, "examples": 3,
     },
-    "fwpkm-ablation": {**NEEDLES, "segments": 2, "variants": ("no memory", "FwPKM", "without gating")},
-    "fwpkm-case-studies": {**NEEDLES, "gate_chunk": 4, "gate_tokens": 50, "drawn": 30},
+    "fwpkm-ablation": {**NEEDLES, "documents": 2, "segments": 2, "models": ("no memory", "FwPKM", "without gating")},
+    "fwpkm-case-studies": {**NEEDLES, "gate_chunk": 4, "gate_tokens": 50, "documents": 2, "drawn": 30},
     "fwpkm-cost": {"layouts": ("GDN",), "memories": ("none", "FwPKM"), "steps": 2},
     "iclm-mechanisms": {
         "layers": 2, "width": 16, "steps": 2, "block_steps": 2, "measured": 300, "looks": 1, "texts": 2, "prompt": 12,
@@ -61,7 +58,9 @@ TINY: dict[str, dict[str, Any]] = {
         **TEXT, "models": ("softmax", "topk-uniform", "normrelu", "biweight"), "released": ("fast",), "layers": (1, 2),
         "ks": (3,), "seeds": 2, "context": 16, "steps": 4, "looks": 2,
     },
-    "needle": {**LAYOUTS, "samples": 4, "lengths": (40, 70), "also": ("FwMLP",), "words": 9},
+    "needle": {
+        **MEMORY, "examples": 4, "lengths": (40, 70), "models": ("GDN", "GDN | FwPKM", "GDN | FwMLP"), "words": 9,
+    },
     "out-of-distribution": {**TEXT, "models": ("softmax", "relumax")},
     "recall-capacity": {
         "dim": 32, "pairs": (8, 64), "stored": 48, "noise": (0.5, 4.0), "erased": (0.25, 0.9),
@@ -72,7 +71,7 @@ TINY: dict[str, dict[str, Any]] = {
     "slot-use": {**TEXT, "models": ("no norm, many slots", "batch norm, many slots"), "sub_keys": 8, "memory_dim": 8},
     "state-tracking": {**TASK, "models": ("softmax", "Mamba")},
     "stories": {**TASK, "graded": 2, "models": ("Transformer", "ICLM")},
-    "streaming-perplexity": LAYOUTS,
+    "streaming-perplexity": {**MEMORY, "models": ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM"), "examples": 4},
     "tinymath": {**TASK, "layers": 2},
     "test-time-regression": {
         "dims": (4, 16), "segments": (8, 32), "length": 64, "sequences": 3, "held_out": 1, "query_noise": (0.5,),

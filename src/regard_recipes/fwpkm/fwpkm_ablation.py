@@ -2,29 +2,37 @@
 
 Every model is the same, gated delta nets with FwPKM layers, with one part of the memory left out or another number of
 slots read. Beside them stand the three rules of writing, dot-product scores (which the paper leaves out since they
-"often result in memory collapsing and loss divergence"), and a model without a memory. Each is trained on text and read
-over held-out text in order, with the memory carried on; and trained on needles and asked after one to four readings.
+"often result in memory collapsing and loss divergence"), and a model without a memory. Each is trained on text in which
+names come back and reads documents in order, with the memory carried on; and trained on needles and asked after one to
+four readings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from regard.inspect.gates import layer_name
-
-from ..lib.claims import Claim, Estimate, Says, mean_interval, one, paired, share_interval, unpaired
-from ..lib.display import MISSING, Show, gap, lines, mean, median, pivot
-from ..lib.recipe import Cell, Frame, Results, recipe, select
-from ..long_text.needle_reading import read_and_answer
-from ..long_text.streaming import streamed
-from .memory_layouts import Row, check_chunk
-from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig
+from ..lib.claims import Claim, Estimate, claims_of, mean_interval, paired
+from ..lib.display import Show, gap, interval, lines, mean, pivot
+from ..lib.recipe import Frame, Results, recipe, select
+from ..long_text.names_reading import read_names
+from ..long_text.needle_reading import answer_rows
+from .memory_layouts import PAPER, Row
+from .memory_recipe import (
+    NAMES,
+    NEEDLE_LIMITS,
+    NEEDLES,
+    PAPER_SIZE,
+    QUICK,
+    MemoryRecipe,
+    MemoryTaskConfig,
+    NamesConfig,
+    NeedleConfig,
+    names_text,
+    needles_text,
+)
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {
@@ -39,182 +47,144 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What a variant's memory has that the whole memory (all parts, the normalised rule) has not; WIDER reads 4 k slots."""
 STATISTICS = ("gate", "coverage", "collisions", "kl_uniform")
-CLEAR = 0.01  # nats per token that a part must be worth to matter
+CLEAR = 0.1  # nats, and share of needles, that a part must be worth to matter
 COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory counts as collapsed
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwPKMAblationConfig(MemoryStudyConfig):
+class FwPKMAblationConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
     """Leave out one part of a fast-weight product-key memory at a time."""
 
-    variants: tuple[str, ...] = tuple(OPTIONS)  # Memories that are trained.
-    segments: int = 32  # Windows of held-out text that are read in order.
+    batch: int = 16
+    steps: int = 60
+    stop_at: float = 2.0
+    rates: tuple[float, ...] = (4e-3,)
+    examples: int = 32
+    """Haystacks with a question that each model is asked."""
+    haystack: int = 256  # Tokens of a haystack.
+    documents: int = 8  # Documents of held-out text that are read in order.
+    segments: int = 16  # Training windows of each.
 
 
 @recipe("fwpkm-ablation")
-class FwPKMAblation(MemoryStudy):
-    """A fast-weight product-key memory with one part left out at a time: perplexity, gates, slots in use, needles."""
+class FwPKMAblation(MemoryRecipe):
+    """A fast-weight product-key memory with one part left out at a time: losses, gates, slots in use, needles."""
 
     Config = FwPKMAblationConfig
+    known: ClassVar = {name: {"row": Row("GDN", "none" if name == NONE else "FwPKM"), "fast": options}
+                       for name, options in OPTIONS.items()}  # fmt: skip
     sizes: ClassVar = {
-        "quick": {**QUICK, "batch": 2, "steps": 12, "segments": 4},
-        "paper": {**PAPER_SIZE, "segments": 256, "questions": 500},
-    }
-    limits: ClassVar = {**MemoryStudy.limits, "segments": (1, math.inf)}
-    choices: ClassVar = {"variants": tuple(OPTIONS)}
-    flag, held_out_windows = "--segments", 16
+        "quick": {**QUICK, "seeds": 2, "segments": 2, "haystack": 80},
+        "paper": {**PAPER_SIZE, "rule": "normalized", "people": 24, "words": 30_000, "haystack": 4000, "digits": 6,
+                  "key_digits": 2, "most": 16, "examples": 500},
+    }  # fmt: skip
+    limits: ClassVar = {**MemoryRecipe.limits, **NEEDLE_LIMITS, "documents": (1, math.inf), "segments": (1, math.inf)}
 
     def check(self) -> None:
-        own, call = self.config, self.call()
         super().check()
-        check_chunk(call, own)
-        for name in own.variants:
-            self.model_config(name, 258)
+        needles_text(self.config).haystacks(self.config.haystack, self.config.needles).example(0, 0)
 
-    def text_length(self) -> int:
-        return int(self.config.context * self.config.segments) + 1
+    def fast(self, name: str) -> dict[str, Any]:
+        return {**super().fast(name), **({"top_k": 4 * self.config.top_k} if name == WIDER else {})}
 
-    def cells(self) -> list[Cell]:
-        return [{"memory": name, "task": task} for name in self.config.variants for task in (TEXT, NEEDLES)]
+    def training_tasks(self) -> Mapping[str, Any]:
+        return {NAMES: names_text(self.config, self.config.context), NEEDLES: needles_text(self.config)}
 
-    def model_config(self, variant: str, vocabulary: int) -> Any:
-        """Return the configuration of a variant."""
+    def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
         own = self.config
-        depths = (2, 6, 10) if own.layers >= 12 else (own.layers - 1,)
-        memory = {"top_k": 4 * own.top_k} if variant == WIDER else OPTIONS[variant]
-        return self.model(Row("GDN", "none" if variant == NONE else "FwPKM"), vocabulary, depths, depths, **memory)
-
-    def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
-        text, own = self.corpora[TEXT].held_out_tokens, self.config
-        read = partial(read_text, text=text, segment=own.context)
-        ask = partial(answer, asked=self.asked, reads=own.reads)
-        config = self.model_config(cell["memory"], len(self.words))
-        return self.train(cell, seed, config, read if cell["task"] == TEXT else ask)
+        if name == NEEDLES:
+            return answer_rows(model, test, own.haystack, own.needles, own.examples, own.seed, reads=own.reads)
+        text = names_text(own, own.segments * own.context + 1)
+        return read_names(model, text, text.documents(own.documents, own.seed), own.context, ("paper", "frozen"))
 
     def claims(self, results: Results) -> list[Claim]:
-        variants = self.config.variants
-        if WHOLE not in variants:
+        if WHOLE not in self.models:
             return []
-        seen = by_seed(results, self.config.reads)
-        of = lambda name: select(seen, memory=name)  # noqa: E731
-        compared = lambda how, name, others: {  # noqa: E731
-            other * (len(others) > 1): how(of(name), of(other)) for other in others if {name, other} <= set(variants)
-        }
-        gaps = partial(compared, lambda a, b: paired(a, b, "loss"))
-        more = partial(compared, lambda a, b: unpaired(answered(a), answered(b)))
-        whole, parts = of(WHOLE), [name for name in PARTS if name != LOOK_AHEAD]
-        harm = "Removing look-ahead values yields the most significant harm"
-        told: list[tuple[str, str, str, dict[str, Estimate], Says, str]] = [
-            (TEXT, "section 4", "Writing lowers the loss on text",
-             one(mean_interval(whole["loss"] - whole["frozen"])), "below", "the same memory never written"),
-            (TEXT, "section 4", "A memory lowers the loss on text", gaps(WHOLE, [NONE]), "below", NONE),
-            (NEEDLES, "section 4.3", "The memory answers needles", more(WHOLE, [NONE]), "above", NONE),
-            (TEXT, "appendix B", f"{harm}, to perplexity", gaps(LOOK_AHEAD, parts), "above", "without another part"),
-            (NEEDLES, "appendix B", f"{harm}, to needles", more(LOOK_AHEAD, parts), "below", "without another part"),
-        ]  # fmt: skip
-        how: dict[str, tuple[dict[str, Any], str]] = {
-            TEXT: ({"effect": CLEAR, "digits": 4}, "Nats per token on held-out text, less {}."),
-            NEEDLES: ({}, f"Share of needles answered after {self.config.reads} readings, less {{}}; the interval is "
-                          f"over questions."),
+        seen = self.by_seed(results)
+        of = lambda name: select(seen, model=name)  # noqa: E731
+        gaps = lambda column, name, others: {  # noqa: E731
+            other * (len(others) > 1): paired(of(name), of(other), column)
+            for other in others if {name, other} <= set(self.models)
         }  # fmt: skip
-        made = [Claim(PAPER, where, wording, found, says, 0, note=how[task][1].format(less), **how[task][0])
-                for task, where, wording, found, says, less in told if found]  # fmt: skip
-        if DOT in variants:
-            few = of(DOT)["coverage"].to_numpy() < COLLAPSED * whole["coverage"].to_numpy()
-            note = f"Share of trainings that diverge or use less than {COLLAPSED:g} times the whole memory's slots."
-            wording = "Dot-product scores often result in memory collapsing and loss divergence"
-            poor = one(mean_interval(few | of(DOT)["diverged"]))
-            made.append(Claim(PAPER, "appendix B", wording, poor, "above", note=note))
-        return made
+        parts = [name for name in PARTS if name != LOOK_AHEAD]
+        harm = "Removing look-ahead values yields the most significant harm"
+        nats, share = "Nats of what names from earlier segments have", "Share of needles answered after all readings"
+        few = [float(own < COLLAPSED * whole) for own, whole in
+               zip(of(DOT)["coverage"], of(WHOLE)["coverage"], strict=True)] if DOT in self.models else []  # fmt: skip
+        poor = [max(small, float(lost)) for small, lost in zip(few, of(DOT)["diverged"], strict=True)]
+        written: dict[str, Estimate] = {"": mean_interval(of(WHOLE)["across"] - of(WHOLE)["frozen"])}
+        on_names, on_needles = (self.unlearned(results, task, self.models) for task in (NAMES, NEEDLES))
+        return [
+            *claims_of(PAPER, [
+                ("section 4", "Writing lowers the loss on text", written, "below", 0.0,
+                 f"{nats}, less the same memory never written."),
+                ("section 4", "A memory lowers the loss on text", gaps("across", WHOLE, [NONE]), "below", 0.0,
+                 f"{nats}, less no memory."),
+                ("appendix B", f"{harm}, to perplexity", gaps("across", LOOK_AHEAD, parts), "above", 0.0,
+                 f"{nats}, less without another part."),
+            ], effect=CLEAR, untestable=on_names),
+            *claims_of(PAPER, [
+                ("section 4.3", "The memory answers needles", gaps("share", WHOLE, [NONE]), "above", 0.0,
+                 f"{share}, less no memory."),
+                ("appendix B", f"{harm}, to needles", gaps("share", LOOK_AHEAD, parts), "below", 0.0,
+                 f"{share}, less without another part."),
+            ], effect=CLEAR, untestable=on_needles),
+            *claims_of(PAPER, [
+                ("appendix B", "Dot-product scores often result in memory collapsing and loss divergence",
+                 {"": mean_interval(poor)} if poor else {}, "above", 0.0,
+                 f"Share of trainings that diverge or use less than {COLLAPSED:g} times the whole memory's slots."),
+            ]),
+        ]  # fmt: skip
+
+    def by_seed(self, results: Results) -> Frame:
+        """Return a row for each model and seed: the losses of the text read in order, and "frozen" of what recurs with
+        a memory that is never written; means of the layers' statistics; the share of answers after all readings."""
+        key = ["model", "seed"]
+        means = lambda rows, columns: rows.groupby(key, sort=False)[columns].mean()  # noqa: E731
+        documents = self.chosen(results, "document")
+        read = means(select(documents, rule="paper"), ["loss", "within", "across"])
+        frozen = means(select(documents, rule="frozen"), ["across"]).rename(columns={"across": "frozen"})
+        layers = means(self.chosen(results, "layer"), list(STATISTICS))
+        answers = means(select(self.chosen(results, "answers"), read=self.config.reads), ["share"])
+        lost = self.chosen(results, "run").groupby(key, sort=False)["diverged"].max().astype(bool)
+        return read.join([frozen, layers, answers, lost], how="outer").reset_index()
 
     def tables(self, results: Results) -> dict[str, Any]:
-        seen, reads = by_seed(results, self.config.reads), self.config.reads
-        right: Show = lambda rows: f"{answered(rows).mean:.0%}"  # noqa: E731
+        seen, reads = self.by_seed(results), self.config.reads
+        whole, order = select(seen, model=WHOLE), {name: place for place, name in enumerate(self.models)}
+        seen = seen.sort_values("model", key=lambda names: names.map(order), kind="stable")
         values: dict[str, Show] = {
-            "perplexity": perplexity("loss"), f"nats above {WHOLE}": gap("loss", select(seen, memory=WHOLE), 4),
-            "never written": perplexity("frozen"), "mean gate": mean("gate"), "coverage": mean("coverage", "{:.3f}"),
-            "collisions": mean("collisions"), "KL to even use": mean("kl_uniform"),
-            f"needles, {reads} readings": right,
-            "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3),
+            "nats": mean("loss", "{:.3f}"), "earlier segments": interval("across"),
+            f"above {WHOLE}": gap("across", whole), "never written": mean("frozen", "{:.3f}"),
+            "mean gate": mean("gate"), "coverage": mean("coverage", "{:.3f}"), "collisions": mean("collisions"),
+            "KL to even use": mean("kl_uniform"), f"needles, {reads} readings": mean("share", "{:.0%}"),
         }  # fmt: skip
         note = (
-            f"Perplexity on held-out text read in order, the memory carried on; never written: the memory stays as it "
-            f"is made. Coverage: share of the slots that were read; collisions: share of the reads of slots that were "
-            f"read more than once. Means; seeds: {self.config.seeds}."
+            f"Nats per token on documents read in order, the memory carried on, and of what names from earlier "
+            f"segments have; never written: the same with a memory that stays as it is made. Coverage: share of the "
+            f"slots that were read; collisions: share of the reads of slots that were read more than once. Means, ± "
+            f"half the 95 % interval; seeds: {self.config.seeds}."
         )
-        chance = f"{self.config.questions} questions a seed. Chance: {10.0**-self.config.digits:.2g}."
-        answers = results.select(kind="answers")
+        chance = f"{self.config.examples} questions a seed. Chance: {10.0**-self.config.digits:.2g}."
         return {
-            "What a part is worth": pivot(seen, ["memory"], values, note=note),
-            "Needles by readings": pivot(answers, ["memory"], {"": right}, "readings", note=chance),
-        }
+            "What a part is worth": pivot(seen, ["model"], values, note=note),
+            "Needles by readings": pivot(self.chosen(results, "answers"), ["model"], {"": mean("share", "{:.0%}")},
+                                         "read", note=chance),
+            "Training": self.training_table(results),
+        }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         import torch
 
         from regard.inspect.memory_figures import gate_histograms
 
-        looks, answers = results.select(kind="look", task=TEXT), results.select(kind="answers")
-        loss = {"train": "training loss, nats/token", "held_out": "held-out loss, nats/token"}
-        made = {
-            "curves": lines({"text": looks.dropna(subset=list(loss))}, "step", loss, "memory"),
-            "needles": lines({"needles": answers.assign(share=answers["exact"] / answers["asked"])}, "readings",
-                             {"share": "share of right answers"}, "memory"),
-        }  # fmt: skip
+        y = {"share": "share of right answers"}
+        made = {"curves": self.curves(results),
+                "needles": lines({"needles": self.chosen(results, "answers")}, "read", y, "model")}  # fmt: skip
+        layers = select(self.chosen(results, "layer"), seed=self.config.seed)
         gates: dict[str, dict[str, Any]] = {}
-        layers = results.select(kind="layer", seed=self.config.seed)
-        for memory, layer, counts in layers[["memory", "layer", "histogram"]].itertuples(index=False):
-            if isinstance(counts, (list, tuple)):
+        for model, layer, counts in layers[["model", "layer", "counts"]].itertuples(index=False):
+            if isinstance(counts, list):
                 own = torch.tensor(counts, dtype=torch.float64)
-                gates.setdefault(memory, {})[layer] = own / own.sum().clamp(min=1)
-        if gates:
-            made["gates"] = gate_histograms(gates, title="Gates on held-out text")
-        return made
-
-
-def read_text(model: Any, text: Tensor, segment: int) -> dict[str, Any]:
-    """Read a text [T] as a stream of segments, the memory carried on; return the loss, the loss with a memory that is
-    never written, and a row with statistics of each memory layer."""
-    read = streamed(model, [text], segment, statistics=True)
-    frozen = streamed(model, [text], segment, frozen=True)
-    gates = {layer_name(point): list(counts) for point, counts in read.gates.items()}  # in ten parts of [0, 1]
-    rows = [{"kind": "layer", "layer": layer_name(name), **{key: found.get(key) for key in (*STATISTICS, "reads")},
-             "histogram": gates.get(layer_name(name))} for name, found in read.slots.items()]  # fmt: skip
-    return {"loss": read.loss, "frozen": frozen.loss, "rows": rows}
-
-
-def answer(model: Any, asked: tuple[Tensor, Tensor, Tensor], reads: int) -> dict[str, Any]:
-    """Return a row for each number of readings: how many answers are exact, of how many."""
-    haystacks, questions, answers = asked
-    found = read_and_answer(model, haystacks, questions, answers.shape[1], reads=reads)
-    exact = enumerate((found == answers).all(-1).sum(1).tolist(), 1)
-    return {"rows": [{"kind": "answers", "readings": i, "exact": n, "asked": len(answers)} for i, n in exact]}
-
-
-def by_seed(results: Results, reads: int) -> Frame:
-    """Return a row for each memory and seed: losses on text (NaN if diverged), means of the layers' statistics, and
-    the answers after all readings."""
-    key = ["memory", "seed"]
-    of = lambda columns, **where: results.select(**where).set_index(key)[columns]  # noqa: E731
-    runs = of(["held_out", "loss", "frozen", "step_cpu_seconds"], kind="run", task=TEXT).astype(float)
-    layers = of(list(STATISTICS), kind="layer").astype(float).groupby(level=key, sort=False).mean()
-    runs["loss"] = runs["loss"].where(runs["held_out"].notna())
-    runs["diverged"] = of("held_out", kind="run").isna().groupby(level=key).any()
-    return runs.join(layers).join(of(["exact", "asked"], kind="answers", readings=reads)).reset_index()
-
-
-def answered(rows: Frame) -> Estimate:
-    """Return the share of right answers of all seeds together."""
-    return share_interval(int(rows["exact"].sum()), int(rows["asked"].sum()))
-
-
-def perplexity(column: str) -> Show:
-    """Return a function that shows the perplexity of a mean loss."""
-
-    def show(rows: Frame) -> str:
-        if column == "frozen" and (rows["memory"] == NONE).all():
-            return MISSING
-        loss = rows[column].mean(skipna=False)
-        return f"{math.exp(loss):.2f}" if loss < 700 else "diverged"
-
-    return show
+                gates.setdefault(model, {})[layer] = own / own.sum()
+        return {**made, "gates": gate_histograms(gates, title="Gates on held-out text")} if gates else made

@@ -2,8 +2,8 @@
 
 Section 5 of "Fast-weight Product Key Memory". A model that learned needles reads a haystack several times, with one
 write after each reading; every slot that is retrieved for the answer's tokens is shown with what its last write stored.
-A model that learned text reads with smaller chunks than in training; the gate of every memory layer is shown by token.
-What the paper says of both is counted over many questions and a longer text.
+A model that learned a text in which names come back reads with smaller chunks than in training; the gate of every
+memory layer is shown by token. What the paper says of both is counted over many questions and documents.
 """
 
 from __future__ import annotations
@@ -11,115 +11,144 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..lib.claims import Claim, mean_interval, share_interval
-from ..lib.display import mean, pivot
-from ..lib.recipe import Cell, Frame, Results, recipe, select
-from ..long_text.needle_text import UNKNOWN
-from ._fwpkm_looks import RARE, WRITERS, case_of, look_at_gates, look_at_slots
-from .memory_layouts import Row
-from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig
+from ..lib.claims import Claim, claims_of, mean_interval, paired
+from ..lib.display import dots, interval, mean, pivot
+from ..lib.recipe import Frame, Results, recipe, select
+from ..long_text.names_reading import read_names
+from ._fwpkm_looks import WRITERS, case_of, gate_rows, look_at_slots
+from .memory_layouts import PAPER, Places, Row
+from .memory_recipe import (
+    NAMES,
+    NEEDLE_LIMITS,
+    NEEDLES,
+    PAPER_SIZE,
+    QUICK,
+    MemoryRecipe,
+    MemoryTaskConfig,
+    NamesConfig,
+    NeedleConfig,
+    names_text,
+    needles_text,
+)
 
 if TYPE_CHECKING:
     from regard.inspect.gates import GateTrace
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
 MAJORITY = 0.5
-MARGIN = 0.05  # by which two means, two deviations or a rank correlation and 0 must differ to count
+MARGIN = 0.05  # by which two means or two deviations must differ to count
 REACH = 4  # words on each side of a writer that tables and pages show
-NOTHING = "the memory lowers no loss on this text, so that gates have nothing to follow (numbers: table Gates)"
+PLACES = {"new": "new names", "within": "repeated names", "other": "other tokens"}
+NOTHING = "writing does not lower the loss on names that come back, so that gates have nothing to follow"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwPKMCaseStudiesConfig(MemoryStudyConfig):
+class FwPKMCaseStudiesConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
     """Train a model with two fast-weight memories, and look at its slots and its gates."""
 
-    seeds: int = 2
+    seeds: int = 5
     """Models that are trained; the first one's case is drawn."""
-    words: int = 4000
     layers: int = 4
-    steps: int = 250
-    haystack: int = 192
+    batch: int = 16
+    steps: int = 80
+    stop_at: float = 2.0
+    rates: tuple[float, ...] = (4e-3,)
     digits: int = 4
-    questions: int = 64
+    examples: int = 64
     """Haystacks with a question; the first that is answered correctly is drawn."""
-    gate_chunk: int = 16
+    haystack: int = 192  # Tokens of a haystack.
+    gate_chunk: int = 4
     """Tokens between two writes where gates are looked at; the paper takes a sixteenth of the training's."""
-    gate_tokens: int = 8000  # Tokens of held-out text whose gates are counted.
-    drawn: int = 240  # Of these, how many are drawn.
+    documents: int = 16  # Documents of held-out text whose gates are counted.
+    gate_tokens: int = 480  # Tokens of each.
+    drawn: int = 240  # Tokens of the first document that are drawn.
 
 
 @recipe("fwpkm-case-studies")
-class FwPKMCaseStudies(MemoryStudy):
+class FwPKMCaseStudies(MemoryRecipe):
     """Slots that answer a needle's question with their hits, and gates over a text: the two case studies of FwPKM."""
 
     Config = FwPKMCaseStudiesConfig
+    known: ClassVar = {ROW.name: {"row": ROW}}
     sizes: ClassVar = {
-        "quick": {**QUICK, "batch": 4, "steps": 30, "gate_chunk": 8, "gate_tokens": 400, "drawn": 200},
-        "paper": {**PAPER_SIZE, "gate_chunk": 32, "questions": 100, "gate_tokens": 100_000, "drawn": 600},
-    }
-    limits: ClassVar = {
-        **MemoryStudy.limits, "gate_chunk": (2, math.inf), "gate_tokens": (2, math.inf), "drawn": (1, math.inf),
+        "quick": {**QUICK, "seeds": 2, "haystack": 80, "gate_tokens": 120, "documents": 4, "drawn": 60},
+        "paper": {**PAPER_SIZE, "rule": "normalized", "seeds": 1, "people": 24, "words": 30_000, "digits": 6,
+                  "key_digits": 2, "most": 16, "haystack": 4000, "gate_chunk": 32, "gate_tokens": 10_000,
+                  "examples": 100, "drawn": 600},
     }  # fmt: skip
-    flag, held_out_windows = "--gate-tokens", 4
+    limits: ClassVar = {
+        **MemoryRecipe.limits, **NEEDLE_LIMITS, "gate_chunk": (2, math.inf), "documents": (1, math.inf),
+        "gate_tokens": (2, math.inf), "drawn": (1, math.inf),
+    }  # fmt: skip
 
-    def check(self) -> None:
-        super().check()
-        self.model_config(258)
+    def places(self) -> Places:
+        """Fast memories low and high, a slow one between them."""
+        layers, usual = self.config.layers, super().places()
+        slow, fast = (layers // 2,), (min(1, layers - 1), layers - 1)
+        return usual if layers >= 12 else Places(usual.slow, usual.fast, slow, fast)
 
-    def text_length(self) -> int:
-        return int(self.config.gate_tokens)
+    def training_tasks(self) -> Mapping[str, Any]:
+        return {NEEDLES: needles_text(self.config), NAMES: names_text(self.config, self.config.context)}
 
     def prepare(self) -> Mapping[str, Any]:
-        return {**super().prepare(), "words": list(self.words)}
+        tasks = self.training_tasks()
+        return {**super().prepare(), "words": {NEEDLES: list(tasks[NEEDLES].words), NAMES: [*tasks[NAMES].words.words]}}
 
-    def cells(self) -> list[Cell]:
-        return [{"task": NEEDLES}, {"task": TEXT}]
+    def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
+        from regard.models.hybrid.memories import chunk_size
 
-    def model_config(self, vocabulary: int) -> Any:
-        """Return the configuration: fast memories low and high, a slow one between them."""
-        layers = self.config.layers
-        if layers >= 12:
-            return self.model(ROW, vocabulary, (6,), (2, 10))
-        return self.model(ROW, vocabulary, (layers // 2,), (min(1, layers - 1), layers - 1))
-
-    def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
-        text, own = self.corpora[TEXT], self.config
-        slots = partial(look_at_slots, asked=self.asked, reads=own.reads)
-        gates = partial(look_at_gates, text=text.held_out_tokens, learned=text.train_tokens, chunk=own.gate_chunk,
-                        unknown=self.words.index(UNKNOWN))  # fmt: skip
-        return self.train(cell, seed, self.model_config(len(self.words)), slots if cell["task"] == NEEDLES else gates)
+        own = self.config
+        if name == NEEDLES:
+            yield from look_at_slots(model, test, own.haystack, own.needles, own.examples, own.seed, own.reads)
+            return
+        text = names_text(own, own.gate_tokens + 1)
+        documents = text.documents(own.documents, own.seed)
+        with chunk_size(model, own.gate_chunk):
+            yield from read_names(model, text, documents, own.gate_tokens, ("paper", "frozen"))
+            yield from gate_rows(model, documents[0][: own.drawn])
 
     def claims(self, results: Results) -> list[Claim]:
-        slots, gates = (dict(list(layers_of(results, task).groupby("layer", sort=False))) for task in (NEEDLES, TEXT))
-        hits, same = ({name: mean_interval(rows[column]) for name, rows in slots.items()}
-                      for column in ("hits", "same_query"))  # fmt: skip
-        count = {name: int(rows["answered"].sum()) for name, rows in slots.items()}
-        mixed = {name: share_interval(round((rows["mixed"] * rows["answered"]).sum()), count[name])
-                 for name, rows in slots.items() if count[name]}  # fmt: skip
-        by_seed = [rows.set_index("seed") for rows in gates.values()]
-        low, high = by_seed[0], by_seed[-1]
-        selective = {"mean, lower less higher": mean_interval(low["mean"] - high["mean"]),
-                     "deviation, higher less lower": mean_interval(high["deviation"] - low["deviation"])}  # fmt: skip
-        spikes = {"rank correlation": mean_interval(high["correlation"]),
-                  "gate on rare words less on others": mean_interval(high["rare"] - high["common"])}  # fmt: skip
-        untestable = "" if self.config.size == "paper" else NOTHING
+        slots, gates = (self.layers_of(results, task) for task in (NEEDLES, NAMES))
+        of = lambda column: {name: mean_interval(rows[column].dropna())  # noqa: E731
+                             for name, rows in slots.groupby("layer", sort=False)}  # fmt: skip
+        low, high = (select(gates, layer=name) for name in (gates["layer"].iloc[0], gates["layer"].iloc[-1]))
+        read = self.chosen(results, "document")
+        gain = paired(select(read, rule="paper"), select(read, rule="frozen"), "within")
+        selective = {"mean, lower less higher": paired(low, high, "mean"),
+                     "deviation, higher less lower": paired(high, low, "deviation")}  # fmt: skip
+        over = lambda part, other: mean_interval(high[part] - high[other])  # noqa: E731
+        spikes = {"repeated less other tokens": over("within", "other"), "new less other tokens": over("new", "other")}
         shown = "Share of the slots that the tokens of all answers retrieve"
+        unread = self.unlearned(results, NEEDLES, self.models)
+        nothing = self.unlearned(results, NAMES, self.models) or ("" if gain.high < 0 else NOTHING)
         return [
-            Claim(PAPER, "section 5.1", "The majority of retrieved slots contain the correct target tokens", hits,
-                  "above", MAJORITY, note=f"{shown}: the last write stored the true next token."),
-            Claim(PAPER, "section 5.1", "Incorrect retrievals share the query token", same, "above", MAJORITY,
-                  note=f"{shown} and that miss: their last writer is the same token as the one that asks."),
-            Claim(PAPER, "section 5.1", "Answers are right in spite of slots that miss", mixed, "above", MAJORITY,
-                  note="Share of the right answers with at least one miss; the interval is over questions."),
-            Claim(PAPER, "section 5.2",
-                  "The lower memory keeps its gate open on all tokens, the higher one is selective",
-                  selective if len(by_seed) > 1 else {}, "above", MARGIN, untestable=untestable),
-            Claim(PAPER, "section 5.2", "In the higher memory gates spike on rare names", spikes, "above", MARGIN,
-                  untestable=untestable, note="Rare words instead of names."),
+            *claims_of(PAPER, [
+                ("section 5.1", "The majority of retrieved slots contain the correct target tokens", of("hits"),
+                 "above", MAJORITY, f"{shown}: the last write stored the true next token."),
+                ("section 5.1", "Incorrect retrievals share the query token", of("same_query"), "above", MAJORITY,
+                 f"{shown} and that miss: their last writer is the same token as the one that asks."),
+                ("section 5.1", "Answers are right in spite of slots that miss", of("mixed"), "above", MAJORITY,
+                 "Share of the right answers with at least one miss."),
+            ], untestable=unread),
+            *claims_of(PAPER, [
+                ("section 5.2", "Writing lowers the loss on names that come back", gain, "below", 0.0,
+                 "Nats of what repeated names have, less the same memory never written."),
+            ], untestable=self.unlearned(results, NAMES, self.models)),
+            *claims_of(PAPER, [
+                ("section 5.2", "The lower memory keeps its gate open on all tokens, the higher one is selective",
+                 selective if len(set(gates["layer"])) > 1 else {}, "above", MARGIN, "Gates on names text."),
+                ("section 5.2", "In the higher memory gates spike on names", spikes, "above", MARGIN,
+                 "Mean gate at the name, from which what it has is predicted."),
+                ("section 5.2", "They spike on repeated names more than on new ones", over("within", "new"), "above",
+                 MARGIN, "Mean gate of the higher memory; on a new name the memory holds nothing."),
+            ], untestable=nothing),
         ]  # fmt: skip
+
+    def layers_of(self, results: Results, task: str) -> Frame:
+        """Return a row for each memory layer and seed."""
+        return select(self.chosen(results, "layer"), task=task)
 
     def tables(self, results: Results) -> dict[str, Any]:
         from regard.inspect.slot_trace import slot_table
@@ -129,37 +158,33 @@ class FwPKMCaseStudies(MemoryStudy):
                  "weight on hits": "weight", "misses by the same token": "same_query",
                  "the same by chance": "same_by_chance", "never written": "never",
                  "right answers with a miss": "mixed"}  # fmt: skip
-        gates = {"mean gate": "mean", "deviation": "deviation", "rank correlation with rarity": "correlation",
-                 f"on the rarest {RARE:.0%}": "rare", "on the others": "common", "rare, first time": "rare_first",
-                 "rare, again": "rare_again"}  # fmt: skip
-        exact = results.select(kind="run", task=NEEDLES)["exact"].mean()
+        gates = {"mean gate": "mean", "deviation": "deviation", **{f"on {said}": part for part, said in PLACES.items()}}
+        exact = self.chosen(results, "slots")["exact"].mean()
         note = f"After {own.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {own.seeds}."
-        read = (
-            f"On {own.gate_tokens:,} held-out tokens, written after every {own.gate_chunk}. How rare a token is: -log2 "
-            f"of its share of the text that was learned. Means; seeds: {own.seeds}."
-        )
+        read = (f"On {own.documents} documents of {own.gate_tokens:,} tokens, written after every {own.gate_chunk}; a "
+                f"gate at a name decides what is predicted for it. ± half the 95 % interval over seeds.")  # fmt: skip
+        loss = {f"nats, {said}": interval(part) for part, said in PLACES.items()}
         return {
-            "Retrieved slots": pivot(layers_of(results, NEEDLES), {"layer": "memory"},
+            "Retrieved slots": pivot(self.layers_of(results, NEEDLES), {"layer": "memory"},
                                      {head: mean(column, "{:.0%}") for head, column in slots.items()}, note=note),
-            "Gates": pivot(layers_of(results, TEXT), {"layer": "memory"},
-                           {head: mean(column) for head, column in gates.items()}, note=read),
+            "Gates": pivot(self.layers_of(results, NAMES), {"layer": "memory"},
+                           {head: interval(column, 2) for head, column in gates.items()}, note=read),
+            "Loss with the memory written, and frozen": pivot(self.chosen(results, "document"), {"rule": "memory"},
+                                                              loss, note="paper: written, and carried on."),
             "One answer, slot by slot": slot_table(self.case(results)[0], reach=REACH),
+            "Training": self.training_table(results),
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        import numpy as np
-        import torch
-
-        from regard.inspect.memory_figures import gate_rarity, gate_text, slot_figure
+        from regard.inspect.memory_figures import gate_text, slot_figure
 
         case, title = self.case(results)
-        first = select(layers_of(results, TEXT), seed=self.config.seed)
-        bits = np.array(results.select(kind="gates", seed=self.config.seed)["bits"].iloc[0], dtype=float)  # None is NaN
+        gates = self.layers_of(results, NAMES).melt(["layer", "seed"], list(PLACES), "place", "mean gate")
+        gates = gates.assign(place=gates["place"].map(PLACES))
         return {
             "slots": slot_figure(case, title=title),
-            "gates": gate_text(self.gates(results, self.config.drawn), title="Gates on held-out text"),
-            "rarity": gate_rarity(self.gates(results), torch.from_numpy(bits), first["correlation"].tolist(),
-                                  title="Gates and how rare a token is"),
+            "gates": gate_text(self.gates(results), title="Gates on held-out text"),
+            "places": dots(gates, "mean gate", "layer", "place", x_label="mean gate"),
         }  # fmt: skip
 
     def pages(self, results: Results) -> dict[str, str]:
@@ -171,31 +196,26 @@ class FwPKMCaseStudies(MemoryStudy):
             introduction="Every slot that was retrieved for an answer, with what its last write stored; and the gates "
             "of the memory layers, token by token (the darker, the more is read from memory).",
             slots={"The slots of one answer": case},
-            gates={"Gates on held-out text": self.gates(results, self.config.drawn)},
+            gates={"Gates on held-out text": self.gates(results)},
             notes={"The slots of one answer": (f"{title}.",)},
         )
         return {"look": render_memory(page, reach=REACH)}
 
     def case(self, results: Results) -> tuple[Any, str]:
         """Return the retrieved slots that are drawn, and what they are."""
-        words, row = results.facts["words"], results.select(kind="case", seed=self.config.seed).iloc[0]
+        words = results.facts["words"][NEEDLES]
+        row = select(self.chosen(results, "slots"), seed=self.config.seed).iloc[0]
         asked = "".join(words[token] for _, token in row["answers"])
         said = "".join(words[row["tokens"][position + 1]] for position, _ in row["answers"])
         how = "correctly" if row["right"] else "wrongly"
         return case_of(row, words), f"The answer {asked}, given {how} as {said}, after {self.config.reads} readings"
 
-    def gates(self, results: Results, drawn: int | None = None) -> GateTrace:
-        """Return the first model's gates on the text, or on the part that is drawn."""
+    def gates(self, results: Results) -> GateTrace:
+        """Return the first model's gates on the part of the text that is drawn."""
         import torch
 
         from regard.inspect.gates import GateTrace
 
-        layers = select(layers_of(results, TEXT), seed=self.config.seed)
-        tokens = results.select(kind="gates", seed=self.config.seed)["tokens"].iloc[0][:drawn]
-        values = torch.tensor([gates[:drawn] for gates in layers["gates"]])
-        return GateTrace(tuple(f" {results.facts['words'][token]}" for token in tokens), tuple(layers["layer"]), values)
-
-
-def layers_of(results: Results, task: str) -> Frame:
-    """Return a row for each memory layer and seed."""
-    return results.select(kind="layer", task=task)
+        rows = select(self.chosen(results, "gates"), seed=self.config.seed)
+        labels = tuple(f" {results.facts['words'][NAMES][token]}" for token in rows["tokens"].iloc[0])
+        return GateTrace(labels, tuple(rows["layer"]), torch.tensor(rows["gates"].tolist()))

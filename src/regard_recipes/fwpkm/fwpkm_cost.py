@@ -20,17 +20,21 @@ from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, exact
 from ..lib.display import Show, dots, first, pivot
-from ..lib.language_training import Budget, Corpus, initial_range, run_rows, train_language_model
+from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
 from .memory_layouts import (
     LAYOUTS,
     MEMORIES,
     PAPER_MODEL,
     PAPER_VOCABULARY,
+    PKM_HEADS,
+    PKM_TOP_K,
+    TOP_K,
     MemoryConfig,
+    Places,
     Row,
-    Sizes,
     check_sizes,
+    hidden_of,
     row_config,
 )  # fmt: skip
 
@@ -45,7 +49,7 @@ TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     for memory, numbers in zip(MEMORIES[:4], row, strict=True)
 }
 """The paper's parameters in millions, FLOPs in T for a step of 8 sequences of 4096 tokens, and samples per second."""
-PAPER_SIZES = Sizes.of(SimpleNamespace(**PAPER_MODEL), PAPER_VOCABULARY)
+PAPER_SIZES = SimpleNamespace(**PAPER_MODEL)
 PAPER_BATCH = 8
 PARTS = ("projections", "attention", "delta rule", "search", "read", "write")
 TEXT = 8192  # tokens that the measured models are trained on
@@ -53,7 +57,7 @@ NOTHING = (float("nan"),) * 3  # where the paper has no number
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwpkmCostConfig(MemoryConfig):
+class FwpkmCostConfig(MemoryConfig, LanguageConfig):
     """Count and measure the models of the fast-weight paper's table 2. The sizes are those of the measured models."""
 
     workers: int = 1
@@ -76,7 +80,7 @@ class FwpkmCost(Recipe):
     Config = FwpkmCostConfig
     sizes: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "steps": 3},
-        "paper": {**PAPER_MODEL, "batch": 8, "steps": 20},
+        "paper": {**PAPER_MODEL, "dtype": "bfloat16", "batch": 8, "steps": 20},
     }  # fmt: skip
 
     choices: ClassVar = {"layouts": LAYOUTS, "memories": MEMORIES}
@@ -85,10 +89,10 @@ class FwpkmCost(Recipe):
         own, call = self.config, self.call()
         if "none" not in own.memories:
             raise ArgumentError(f"{call}: --memories lacks none, to which all others are compared; add it.")
-        check_sizes(call, own)
+        check_sizes(call, own, own.layouts)
         self.budget().check(call)
         for cell in self.cells():
-            row_config(Row(cell["layout"], cell["memory"]), self.sizes_here())
+            row_config(Row(cell["layout"], cell["memory"]), own, self.vocabulary)
 
     def cells(self) -> list[Cell]:
         rows = [Row(layout, memory) for layout in self.config.layouts for memory in self.config.memories]
@@ -98,19 +102,18 @@ class FwpkmCost(Recipe):
         """Return a few steps."""
         return Budget.of(self.config, learning_rate=1e-4, measured=2)
 
-    def sizes_here(self) -> Sizes:
-        """Return the sizes of the models that are measured."""
-        return Sizes.of(self.config, PAPER_SIZES.vocabulary if self.config.size == "paper" else 256)
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of tokens of the models that are measured."""
+        return PAPER_VOCABULARY if self.config.size == "paper" else 256
 
     def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
-        row, sizes = Row(cell["layout"], cell["memory"]), self.sizes_here()
+        row, own = Row(cell["layout"], cell["memory"]), self.config
         yield {"kind": "count", **counted(row, PAPER_SIZES, PAPER_BATCH)}
-        draw = torch.Generator().manual_seed(self.config.seed)
-        tokens = torch.randint(sizes.vocabulary, (max(TEXT, 2 * sizes.context),), dtype=torch.int32, generator=draw)
-        config = row_config(row, sizes)
-        config.initializer_range = initial_range(sizes.width)
-        corpus = Corpus(tokens, tokens[: sizes.context])
-        run = train_language_model(config, corpus, self.budget(), seed, name=row.name)
+        draw, count = torch.Generator().manual_seed(own.seed), max(TEXT, 2 * own.context)
+        tokens = torch.randint(self.vocabulary, (count,), dtype=torch.int32, generator=draw)
+        config = row_config(row, own, self.vocabulary, initializer_range=initial_range(own.width))
+        run = train_language_model(config, Corpus(tokens, tokens[: own.context]), self.budget(), seed, name=row.name)
         yield from (found for found in run_rows(run) if found["kind"] == "run")
 
     def claims(self, results: Results) -> list[Claim]:
@@ -183,15 +186,16 @@ def beside_paper(results: Results, kind: str) -> Frame:
     )  # fmt: skip
 
 
-def counted(row: Row, sizes: Sizes, batch: int) -> dict[str, Any]:
-    """Count a model without allocating it. Return its numbers: learned, fast (written while reading), table (learned
-    and looked up: values of slow memories) and numbers (learned and fast); operations of one token's forward pass by
-    `PARTS`; tokens of a step, and its operations as the paper counts them (paper_flops) and all of them (flops)."""
+def counted(row: Row, own: Any, batch: int) -> dict[str, Any]:
+    """Count a model of the sizes `own` without allocating it. Return its numbers: learned, fast (written while
+    reading), table (learned and looked up: values of slow memories) and numbers (learned and fast); operations of one
+    token's forward pass by `PARTS`; tokens of a step, and its operations as the paper counts them (paper_flops) and all
+    of them (flops)."""
     from regard.models.base.catalogue import model_of
     from regard.nn import ProductKeyMemory
     from regard.nn.memories import MemoryLayer
 
-    config = row_config(row, sizes)
+    config = row_config(row, own, PAPER_VOCABULARY)
     with torch.device("meta"):
         model = model_of(config)(copy.deepcopy(config))
     memories = [module for module in model.modules() if isinstance(module, MemoryLayer)]
@@ -199,35 +203,34 @@ def counted(row: Row, sizes: Sizes, batch: int) -> dict[str, Any]:
     held = {id(weight) for module in slow for weight in module.parameters(recurse=False) if weight.dim() > 1}
     matrices = sum(w.numel() for w in model.parameters() if w.dim() == 2 and id(w) not in held)
     table = sum(module.values.numel() for module in slow)
-    parts = {"projections": 2.0 * matrices, **mixer_parts(row, sizes), **memory_parts(row, sizes)}
+    parts = {"projections": 2.0 * matrices, **mixer_parts(row, own), **memory_parts(row, own)}
     learned = sum(weight.numel() for weight in model.parameters())
-    fast, tokens = sum(module.fast_numbers() for module in memories), batch * sizes.context
+    fast, tokens = sum(module.fast_numbers() for module in memories), batch * own.context
     return {"learned": learned, "fast": fast, "table": table, "numbers": learned + fast, "tokens": tokens, **parts,
             "paper_flops": 6.0 * (learned - table) * tokens, "flops": 3.0 * sum(parts.values()) * tokens}  # fmt: skip
 
 
-def mixer_parts(row: Row, sizes: Sizes) -> dict[str, float]:
+def mixer_parts(row: Row, own: Any) -> dict[str, float]:
     """Return the operations of a token beside the projections: QK and AV for all visible pairs; a delta net's
     convolution, and seven for every number of its state (fade, read by k, write, read by q)."""
-    attention = {"GDN": 0, "FA": sizes.layers}.get(row.layout.partition("-")[0], sizes.layers // 4)
-    heads, channels = sizes.delta_heads, sizes.width // sizes.heads
-    length = sizes.context
-    window = min(sizes.chunk, length) if "SWA" in row.layout else length
+    attention = {"GDN": 0, "FA": own.layers}.get(row.layout.partition("-")[0], own.layers // 4)
+    heads, channels = own.delta_heads or own.heads, own.width // own.heads
+    length = own.context
+    window = min(own.chunk, length) if "SWA" in row.layout else length
     seen = (window * (window + 1) / 2 + (length - window) * window) / length
     net = 7.0 * heads * channels**2 + 8.0 * 3 * heads * channels
-    return {"attention": 4.0 * seen * sizes.width * attention, "delta rule": net * (sizes.layers - attention)}
+    return {"attention": 4.0 * seen * own.width * attention, "delta rule": net * (own.layers - attention)}
 
 
-def memory_parts(row: Row, sizes: Sizes) -> dict[str, float]:
+def memory_parts(row: Row, own: Any) -> dict[str, float]:
     """Return the operations of a token in its memories: search (scores of all sub-keys), read (weights times rows),
     write (errors, their sum in every row, and k sub-keys moved in each half)."""
-    mixed = row.memory == "PKM+FwPKM"
-    slow = len(sizes.mixed_slow if mixed else sizes.slow_depths) if "PKM" in row.memory.split("+") else 0
-    fast = len(sizes.mixed_fast if mixed else sizes.fast_depths) if "FwPKM" in row.memory.split("+") else 0
-    n, d, k = sizes.sub_keys, sizes.memory_dim, sizes.fast_top_k
-    dense = 3.0 * d * sizes.mlp_hidden * (len(sizes.fast_depths) if row.memory == "FwMLP" else 0)
+    count = {kind: len(where) for kind, where in Places.of(own.layers).depths(row.memory).items()}
+    slow, fast = count.get("PKM", 0), count.get("FwPKM", 0)
+    n, d, k = own.sub_keys, own.memory_dim, min(TOP_K, own.sub_keys)
+    dense = 3.0 * d * hidden_of(own) * count.get("FwMLP", 0)
     return {
-        "search": 2.0 * n * d * (slow * sizes.pkm_heads + fast),
-        "read": 2.0 * d * (slow * sizes.pkm_heads * sizes.pkm_top_k + fast * k) + 2 * dense,
+        "search": 2.0 * n * d * (slow * PKM_HEADS + fast),
+        "read": 2.0 * d * (slow * PKM_HEADS * min(PKM_TOP_K, n) + fast * k) + 2 * dense,
         "write": (2.0 * d + 2.0 * k * d + 3.0 * k * d) * fast + 4 * dense,
     }

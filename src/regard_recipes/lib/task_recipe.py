@@ -68,12 +68,14 @@ class TaskRecipe(Recipe):
         slow: names of models that are trained only where `models` names them.
         metric: that chooses the learning rate and ends training.
         learned: validation score from which on a model counts as having learned a task.
+        scorings: how often the validation split is scored, at even distances over all steps.
     """
 
     known: ClassVar[Mapping[str, Mapping[str, Any]]]
     slow: ClassVar[Sequence[str]] = ()
     metric: ClassVar[str] = "accuracy"
     learned: ClassVar[float] = 0.5
+    scorings: ClassVar[int] = 10
     limits: ClassVar = {"rates": (1e-8, 1.0), "steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31),
                         "stop_at": (0.0, 2.0)}  # fmt: skip
 
@@ -129,7 +131,7 @@ class TaskRecipe(Recipe):
         model = self.make_model(cell["model"], task).to(own.device)
         budget = TaskBudget(
             steps=own.steps, batch=own.batch, learning_rate=cell["rate"], seed=seed, metric=self.metric,
-            stop_at=own.stop_at, eval_every=max(own.steps // 10, 1), eval_examples=own.examples,
+            stop_at=own.stop_at, eval_every=max(own.steps // self.scorings, 1), eval_examples=own.examples,
         )  # fmt: skip
         start = time.perf_counter()
         try:

@@ -1,8 +1,8 @@
 """Measure how models find a needle in a haystack that they read up to four times.
 
-Fast-weight Product Key Memory paper, section 4.3: figure 4 and findings 4 to 6. All models learn on the same windows of
-text with needles and questions, and are then asked for needles in haystacks as long as those windows and longer, by the
-three protocols of `needle_reading`: that of the paper, which answers before it writes, and two that write first.
+Fast-weight Product Key Memory paper, section 4.3: figure 4 and findings 4 to 6. Every model learns on haystacks of one
+length until it finds needles there, and is then asked for needles in haystacks as long and longer, by the three
+protocols of `needle_reading`: that of the paper, which answers before it writes, and two that write first.
 """
 
 from __future__ import annotations
@@ -10,247 +10,202 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..fwpkm.memory_layouts import MEMORIES, RESTRICTED, Row
-from ..lib.claims import Claim, Estimate, exact, share_interval, unpaired
-from ..lib.display import MISSING, Show, first, lines, median, only, panels, pivot
-from ..lib.language_training import Corpus, run_rows, train_language_model
-from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
-from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
-from .needle_reading import KEPT_PROTOCOLS, PROTOCOLS, answer_rows
-from .needle_text import FINAL, learn_answers, needle_world
+from ..fwpkm.memory_layouts import LACT, LAYOUTS, MEMORIES, PAPER, RESTRICTED, Row
+from ..fwpkm.memory_recipe import (
+    NEEDLE_LIMITS,
+    NEEDLES,
+    PAPER_SIZE,
+    QUICK,
+    MemoryRecipe,
+    MemoryTaskConfig,
+    NeedleConfig,
+    needles_text,
+)
+from ..lib.claims import Claim, Estimate, exact, paired
+from ..lib.display import MISSING, Show, interval, lines, panels, pivot
+from ..lib.recipe import Frame, Results, recipe, select
+from .needle_reading import PROTOCOLS, Protocol, answer_rows
 
 GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
 LONG = 4096  # tokens from which the paper needs more reads
 COST = 0.25  # share of the answers that a memory without resets may lose
-TRAINING_TOKENS = 400_000
 PROTOCOL_NAMES = {
     "whole": "written after the question (the paper)",
     "chunked": "the chunk of the training",
     "flushed": "written before the question",
 }
+KEPT: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
+ROWS = (*(Row(*each) for each in product((*LAYOUTS, "GDN+FA-pSWA"), MEMORIES)), Row(LACT))
+SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM", "GDN | FwMLP", LACT)
+"""Models that are trained by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleConfig(LayoutConfig):
+class NeedleRecipeConfig(NeedleConfig, MemoryTaskConfig):
     """Train the fast-weight paper's layouts on text with needles, and let them read haystacks one to four times."""
 
-    memories: tuple[str, ...] = ("none", "FwPKM")
-    """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
-    also: tuple[str, ...] = ("PKM+FwPKM", "FwMLP")  # Memories of the first layout, besides.
-    data: Path | None = None
-    """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
-    words: int = 200  # How many of the commonest words are tokens of their own.
-    needles: int = 5  # Needles in a haystack.
-    digits: int = 2  # Of a needle's number; two of them are a token.
-    lengths: tuple[int, ...] = (192, 768, 2048)  # Tokens of a haystack.
-    reads: int = 4  # How often a haystack is read at most.
-    samples: int = 24  # Haystacks of each length.
-    kept: int = 3  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
+    batch: int = 64
+    steps: int = 1200
+    stop_at: float = 0.98
+    examples: int = 16
+    """Haystacks of each length."""
+    rates: tuple[float, ...] = (3e-3, 6e-3)
+    lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
+    kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
 
 
 @recipe("needle")
-class Needle(LayoutRecipe):
+class Needle(MemoryRecipe):
     """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
 
-    Config = NeedleConfig
-    limits: ClassVar = {**dict.fromkeys(("lengths", "reads", "samples", "needles", "words"), (1, math.inf)),
-                        "kept": (0, math.inf)}  # fmt: skip
+    Config = NeedleRecipeConfig
+    known: ClassVar = {row.name: {"row": row} for row in ROWS}
+    slow: ClassVar = [row.name for row in ROWS if row.name not in SMALL]
+    scorings = 60  # models with a memory learn in tens of steps, those without in many hundreds
+    limits: ClassVar = {**MemoryRecipe.limits, **NEEDLE_LIMITS, "lengths": (1, math.inf), "kept": (0, math.inf)}
     sizes: ClassVar = {
-        "quick": {**QUICK, "words": 50, "context": 128, "chunk": 32, "steps": 10, "lengths": (64, 128), "reads": 2,
-                  "samples": 8, "kept": 2},
-        "paper": {**PAPER_SIZE, "digits": 6, "words": 30_000, "lengths": (4096, 8192, 32_768, 131_072),
-                  "samples": 500, "kept": 20},
+        "quick": {**QUICK, "seeds": 2, "rates": (3e-3,), "lengths": (40, 80), "reads": 2, "kept": 2},
+        "paper": {**PAPER_SIZE, "models": tuple(row.name for row in ROWS), "digits": 6, "key_digits": 2,
+                  "words": 30_000, "most": 16, "lengths": (4096, 8192, 32_768, 131_072), "examples": 500, "kept": 20},
     }  # fmt: skip
 
     def check(self) -> None:
-        own, call = self.config, self.call()
-        if own.also:
-            check_names(call, "--also", own.also, MEMORIES)
-        if own.kept > own.samples:
-            raise ArgumentError(f"{call}: --kept is {own.kept}, expected at most the {own.samples} --samples.")
+        own = self.config
+        if own.kept > own.examples:
+            raise ArgumentError(f"--kept is {own.kept}, expected at most the {own.examples} --examples.")
         super().check()
 
-    def extra_rows(self) -> list[Row]:
-        return [*(Row(self.config.layouts[0], memory) for memory in self.config.also), *super().extra_rows()]
+    def training_tasks(self) -> Mapping[str, Any]:
+        return {NEEDLES: needles_text(self.config)}
 
-    def prepare(self) -> Mapping[str, Any]:
-        own = self.config
-        self.world = needle_world(own.data, common=own.words, needles=own.needles, digits=own.digits, call=self.call())
-        half = own.context // 2
-        count = max(TRAINING_TOKENS, 4 * own.context)
-        seeds = ((count, own.seed), (4096, FINAL + own.seed))
-        self.corpus = Corpus(*(self.world.training_tokens(many, half, seed) for many, seed in seeds))
-        return {"vocabulary": len(self.world.words)}
+    def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
+        """Yield the scores by length, protocol and number of reads, memories new for each haystack and kept.
 
-    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        row, world, own = Row(cell["layout"], cell["memory"]), self.world, self.config
-        numbers = {name: getattr(own, name) for name in ("lengths", "reads", "samples", "kept", "seed")}
-        return run_rows(train_language_model(
-            self.model(row, len(world.words)), self.corpus, self.budget(), seed, name=row.name,
-            measure=partial(answer_rows, row=row, world=world, **numbers),
-            prepare=partial(learn_answers, values=world.values, keys=world.keys),
-        ))  # fmt: skip
+        A model without fast weights reads once: it would answer the same after any number of reads.
+        """
+        own, fast = self.config, any(hasattr(module, "frozen") for module in model.modules())
+        cases = [(length, protocol, 0) for length in own.lengths for protocol in PROTOCOLS[: None if fast else 1]]
+        cases += [(own.lengths[0], protocol, own.kept) for protocol in KEPT if fast and own.kept]
+        for length, protocol, kept in cases:
+            yield from answer_rows(
+                model, test, length, own.needles, own.examples, own.seed, protocol=protocol, kept=kept,
+                reads=own.reads if fast else 1, recurrent="lact" in model.config.mixers,
+            )  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
-        seen, lengths, context = Seen(results), self.config.lengths, self.config.context
+        answers, lengths, context = self.chosen(results, "answers"), self.config.lengths, self.config.context
         short, long = lengths[0], lengths[-1]
-        learned = {row.name: row for row in seen.learned(short)}
-        rest = [row.name for row in self.rows() if row.rereads and row.name not in learned]
+        models = [name for name in self.models if self.row(name).rereads]
+        learned = [name for name in models if best(select(answers, model=name, length=short)) >= GOOD]
+        rest = [name for name in models if name not in learned]
         left_out = f" Left out, since they never answer {GOOD:.0%}: {', '.join(rest)}." if rest else ""
         never = "" if learned else f"no model answers {GOOD:.0%} at {short} tokens"
+
+        def gaps(pairs: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]]) -> dict[str, Estimate]:
+            """Return by name the share of one model and way of reading less that of another, where both were asked."""
+            parts = {name: [select(answers, **{"state": "new", "model": model, **how}) for model, how in pair]
+                     for name, pair in pairs.items()}  # fmt: skip
+            return {
+                name: paired(one, other, "share") for name, (one, other) in parts.items() if len(one) and len(other)
+            }
+
+        ways = lambda one, other: gaps({name: ((name, one), (name, other)) for name in learned})  # noqa: E731
         whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
         last = {"length": long, "protocol": "flushed", "read": self.config.reads}
-
-        gaps = lambda one, other: seen.gaps(  # noqa: E731
-            {name: ((row, one), (row, other)) for name, row in learned.items()}
-        )
-        without = seen.gaps({name: ((row, last), (Row(row.layout), {**whole, "length": long}))
-                             for name, row in learned.items() if row.remembers})  # fmt: skip
-        pairs = [(Row(layout, "FwPKM"), Row(full, "FwPKM")) for layout, full in RESTRICTED.items()]
-        pairs = [pair for pair in pairs if set(pair) <= set(self.rows()) and set(pair) & set(learned.values())]
-        windows = seen.gaps({f"{one.layout} less {other.layout}": ((one, last), (other, last)) for one, other in pairs})
-        reads = {name: exact(seen.needed(row, long) - seen.needed(row, short)) for name, row in learned.items()}
-        counts = ", ".join(f"{name} {count.mean:+.0f}" for name, count in reads.items())
+        without = {name: ((name, last), (self.row(name).layout, {**whole, "length": long})) for name in learned
+                   if self.row(name).remembers}  # fmt: skip
+        pairs = {one: other for one, other in RESTRICTED.items() if {f"{one} | FwPKM", f"{other} | FwPKM"} & {*learned}}
+        windows = {f"{one} less {other}": ((f"{one} | FwPKM", last), (f"{other} | FwPKM", last))
+                   for one, other in pairs.items()}  # fmt: skip
+        reads = {name: exact(self.needed(answers, name, long) - self.needed(answers, name, short)) for name in learned}
         at_short, at_long = (f"Share of exact answers at {length} tokens" for length in (short, long))
-        cases = [
-            ("check", "One read is enough if it is written before the question", gaps(flushed, whole), 0, GOOD, never,
-             f"{at_short}, written before the question less after it (the paper's protocol).{left_out}"),
-            ("finding 4", "A second read boosts retrieval", gaps({**whole, "read": 2}, whole), 0, GOOD, never,
-             f"{at_short} by the paper's protocol, second read less first.{left_out}"),
-            ("finding 5", "Memories generalise to longer texts", without, 0, GOOD,
+        cases: list[tuple[Any, ...]] = [
+            ("check", "One read is enough if it is written before the question", ways(flushed, whole), 0, GOOD, never,
+             f"{at_short}, written before the question less after it (the paper's protocol)."),
+            ("finding 4", "A second read boosts retrieval", ways({**whole, "read": 2}, whole), 0, GOOD, never,
+             f"{at_short} by the paper's protocol, second read less first."),
+            ("finding 5", "Memories generalise to longer texts", gaps(without), 0, GOOD,
              never if long > context else "no haystack is longer than a training window",
              f"{at_long} after windows of {context}, last read, written before the question, less the same layout "
-             f"without a memory.{left_out}"),
+             f"without a memory."),
             ("finding 6", "Longer texts need more reads", reads, 0, None,
              f"the paper sees it from {LONG} tokens on" if long < LONG else never,
-             f"Reads until {GOOD:.0%} of the answers are exact, at {long} tokens less at {short}: {counts}.{left_out}"),
-            ("finding 3", "Windows in training make attention's models use the memory", windows, 0, GOOD,
+             f"Reads until {GOOD:.0%} of the answers are exact, at {long} tokens less at {short}: "
+             f"{', '.join(f'{name} {count.mean:+.0f}' for name, count in reads.items())}."),
+            ("finding 3", "Windows in training make attention's models use the memory", gaps(windows), 0, GOOD,
              "" if windows else f"no pair of them answers {GOOD:.0%} at {short} tokens",
              f"{at_long}, last read, FwPKM with windows less without."),
             ("check", "A memory kept from sample to sample costs less than a quarter of the answers",
-             gaps({**flushed, "state": "kept"}, flushed), -COST, GOOD, never,
-             f"{at_short}, one read, written before the question, kept less new.{left_out}"),
+             ways({**flushed, "state": "kept"}, flushed), -COST, GOOD, never,
+             f"{at_short}, one read, written before the question, kept less new."),
         ]  # fmt: skip
-        return [Claim(PAPER, where, wording, estimates, "above", margin, effect, untestable, note)
+        return [Claim(PAPER, where, wording, estimates, "above", margin, effect, untestable, note + left_out)
                 for where, wording, estimates, margin, effect, untestable, note
                 in cases[: None if self.config.kept else -1]]  # fmt: skip
 
-    def tables(self, results: Results) -> dict[str, Any]:
-        import pandas as pd
-
-        seen, models = Seen(results), ["layout", "memory"]
-        several = " and for the seeds of each, so that it is somewhat too narrow" if self.config.seeds > 1 else ""
-        note = (f"Share of exact answers with its 95 % interval (Wilson, over haystacks, which are the same for all "
-                f"models{several}); training windows had {self.config.context} tokens. A model without fast weights "
-                f"answers the same after all reads and by all protocols.")  # fmt: skip
-        made = {}
-        heads = [f"{n}, read {i + 1}" for n in self.config.lengths for i in range(self.config.reads)]
-        for protocol in PROTOCOLS:
-            rows = seen.by_protocol(protocol)
-            asked = [f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)]
-            rows = rows.assign(at=pd.Categorical(asked, heads))
-            exact_of: Show = lambda own: "{0.mean:.0%} ({0.low:.0%} to {0.high:.0%})".format(share(own))  # noqa: E731
-            title = f"Exact answers, {PROTOCOL_NAMES[protocol]}"
-            made[title] = pivot(rows, models, {"exact": exact_of}, "at", note=note)
-        fast = select(seen.answers, fast=True)
-        if len(fast):
-            note = f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."
-            reads: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
-            made["Reads needed"] = pivot(fast, [*models, "protocol"], {"reads": reads}, "length", note=note)
-        short = self.config.lengths[0]
-        last = select(seen.by_protocol("flushed"), length=short)
-        made["Training"] = pivot(results.frame, models, {
-            "learned": only(first("parameters", "{:,.0f}"), kind="run"),
-            "training loss on answers": only(lambda rows: " to ".join(
-                f"{rows.groupby('step')['train'].mean().iloc[place]:.2f}" for place in (0, -1)), kind="look"),
-            "digits": other_score(last, "digits"), "any candidate": other_score(last, "candidate"),
-            "CPU, a step": only(median("step_cpu_seconds", "{:.0f} ms", 1e3), kind="run"),
-        }, note=f"Nats per answer; chance 4.6. Digits at their place and answers that are the number of any needle: "
-                f"{short} tokens, last read, {PROTOCOL_NAMES['flushed']}.")  # fmt: skip
-        kept = select(seen.all, length=short, protocol=list(KEPT_PROTOCOLS), fast=True)
-        if self.config.kept and len(kept):
-            note = f"{short} tokens, by read: memory new for every haystack / kept from one to the next."
-            both: Show = lambda own: " / ".join(  # noqa: E731
-                f"{share(select(own, state=state)).mean:.0%}" for state in ("new", "kept"))  # fmt: skip
-            made["Memory kept from sample to sample"] = pivot(kept, [*models, "protocol"], {"read": both}, "read",
-                                                              note=note)  # fmt: skip
-        return made
-
-    def figures(self, results: Results) -> dict[str, bytes]:
-        rows = named(Seen(results).answers)
-        rows = rows.assign(share=rows["exact"] / rows["trials"])
-        wide = rows.pivot_table("share", ["model", "length", "read"], "protocol", sort=False).reset_index()
-        last = wide.groupby(["model", "length"], sort=False).last().reset_index()
-        last = last.assign(flushed=last["flushed"].fillna(last["whole"])) if "flushed" in last else last
-        y: dict[str, str] = {name: f"exact answers, {name}" for name in PROTOCOLS if name in wide}
-        over = panels(wide, "{length:.0f} tokens")
-        made = {"reads": lines(over, "read", y, "model", title="Exact answers after 1, 2, ... reads")}
-        column = "flushed" if "flushed" in last else "whole"
-        made["lengths"] = lines({PROTOCOL_NAMES[column]: last}, "length", {column: "exact answers, last read"}, "model",
-                                x_label="tokens of a haystack", log_x=True)  # fmt: skip
-        return made
-
-    def notes(self, results: Results) -> list[str]:
-        once = ["One training of each: intervals are over haystacks."] if self.config.seeds == 1 else []
-        return [*super().notes(results), *once, "The loss of training counts answers alone. A model at chance did not "
-                "learn this in that time; it may with more."]  # fmt: skip
-
-
-class Seen:
-    """The answers of a run."""
-
-    def __init__(self, results: Results) -> None:
-        rows = results.select(kind="answers")
-        models = zip(rows["layout"], rows["memory"], strict=True)
-        self.all = rows.assign(fast=[Row(*each).rereads for each in models])
-        self.answers = select(self.all, state="new")
-
-    def by_protocol(self, protocol: str) -> Frame:
-        """Return the answers by a protocol; those of models without fast weights are the same by each."""
-        return self.answers[(self.answers["protocol"] == protocol) | ~self.answers["fast"]]
-
-    def gaps(self, cases: Mapping[str, Sequence[tuple[Row, dict[str, Any]]]]) -> dict[str, Estimate]:
-        """Return by name the share of exact answers of one model and way of reading less that of another, where both
-        were asked."""
-        of = lambda row, where: select(rows_of_model(self.all, row), **{"state": "new", **where})  # noqa: E731
-        parts = {name: [of(*case) for case in pair] for name, pair in cases.items()}
-        return {name: unpaired(*map(share, pair)) for name, pair in parts.items() if all(map(len, pair))}
-
-    def needed(self, row: Row, length: int) -> int:
+    def needed(self, answers: Frame, name: str, length: int) -> int:
         """Return after how many reads by the paper's protocol the share is first `GOOD` or more; if never, one more
         than were tried."""
-        found = select(rows_of_model(self.answers, row), length=length, protocol="whole")
-        return int(min(first_good(found), found["read"].nunique() + 1))
+        rows = select(answers, model=name, length=length, protocol="whole", state="new")
+        return int(min(first_good(rows), rows["read"].nunique() + 1))
 
-    def learned(self, length: int) -> list[Row]:
-        """Return the models with fast weights that reach `GOOD` by any protocol after any number of reads."""
-        found = select(self.answers, length=length).groupby(["layout", "memory", "protocol", "read"], sort=False)
-        good = [key for key, rows in found if share(rows).mean >= GOOD]
-        return [row for row in dict.fromkeys(Row(*key[:2]) for key in good) if row.rereads]
+    def tables(self, results: Results) -> dict[str, Any]:
+        answers = self.chosen(results, "answers")
+        fast = [name for name in self.models if self.row(name).rereads]
+        new = select(answers, state="new").assign(at=lambda rows: [
+            f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)])  # fmt: skip
+        note = (
+            f"Share of exact answers, ± half the 95 % interval over seeds; they learned {self.config.context} tokens. "
+            f"Without fast weights a model answers the same after all reads and by all protocols."
+        )
+        made = {}
+        for protocol, meaning in PROTOCOL_NAMES.items():
+            rows = new[(new["protocol"] == protocol) | ~new["model"].isin(fast)]
+            made[f"Exact answers, {meaning}"] = pivot(rows, ["model"], {"": interval("share", 2)}, "at", note=note)
+        if fast:
+            note = f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."
+            reads: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
+            made["Reads needed"] = pivot(select(new, model=fast), ["model", "protocol"], {"reads": reads}, "length",
+                                         note=note)  # fmt: skip
+        kept = select(answers, length=self.config.lengths[0], protocol=list(KEPT), model=fast)
+        if self.config.kept and len(kept):
+            note = "By read: memory new for every haystack / kept from one to the next."
+            both: Show = lambda own: " / ".join(  # noqa: E731
+                f"{select(own, state=state)['share'].mean():.0%}" for state in ("new", "kept"))  # fmt: skip
+            made["Memory kept from sample to sample"] = pivot(kept, ["model", "protocol"], {"read": both}, "read",
+                                                              note=note)  # fmt: skip
+        return {**made, "Training": self.training_table(results)}
+
+    def notes(self, results: Results) -> list[str]:
+        runs = self.chosen(results, "run").groupby("model", sort=False)["validation"].mean()
+        few = [f"{name} ({share:.0%})" for name, share in runs.items() if share < GOOD]
+        steps, length = f"{self.config.steps:,} steps", f"{self.config.context} tokens"
+        return [f"Did not learn to find needles in {length} within {steps}: {', '.join(few)} right."] if few else []
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        rows = select(self.chosen(results, "answers"), state="new")
+        wide = rows.pivot_table("share", ["model", "length", "read", "seed"], "protocol", sort=False).reset_index()
+        y: dict[str, str] = {name: f"exact answers, {name}" for name in PROTOCOLS if name in wide}
+        best = wide.assign(best=wide[list(y)].max(axis=1)).groupby(["model", "length", "seed"], sort=False)
+        over = panels(wide, "{length:.0f} tokens")
+        return {
+            "reads": lines(over, "read", y, "model", title="Exact answers after 1, 2, ... reads"),
+            "lengths": lines({"after any read, by any protocol": best["best"].max().reset_index()}, "length",
+                             {"best": "exact answers"}, "model", x_label="tokens of a haystack", log_x=True),
+            "curves": self.curves(results),
+        }  # fmt: skip
 
 
-def share(rows: Frame) -> Estimate:
-    """Return the share of exact answers over all seeds."""
-    return share_interval(int(rows["exact"].sum()), int(rows["trials"].sum()))
+def best(rows: Frame) -> float:
+    """Return the largest mean share by any protocol after any number of reads, memories new."""
+    return float(select(rows, state="new").groupby(["protocol", "read"])["share"].mean().max())
 
 
 def first_good(rows: Frame) -> float:
-    """Return after how many reads the share is first `GOOD` or more; infinite if never."""
-    return min((read for read, own in rows.groupby("read") if share(own).mean >= GOOD), default=math.inf)
-
-
-def other_score(frame: Frame, column: str) -> Show:
-    """Return a function that shows a score of a model after the last read."""
-
-    def show(rows: Frame) -> str:
-        own = rows_of_model(frame, Row(rows["layout"].iloc[0], rows["memory"].iloc[0]))
-        own = select(own, read=own["read"].max())
-        return f"{own[column].sum() / max(1, own['trials'].sum()):.0%}"
-
-    return show
+    """Return after how many reads the mean share is first `GOOD` or more; infinite if never."""
+    return min((read for read, own in rows.groupby("read") if own["share"].mean() >= GOOD), default=math.inf)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,20 +28,19 @@ from torch import Tensor
 from regard.inspect.capture import eval_mode
 from regard.tasks import NeedleResult, NeedleScore
 
-from ..fwpkm.memory_layouts import LACT, Row
-from .needle_text import FINAL, NeedleWorld
+from .needle_text import NeedleText
 from .streaming import copied, passed
 
 Protocol = Literal["whole", "chunked", "flushed"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
-KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
 AT_ONCE = 65_536  # tokens that are read side by side at most
+PIECE = 4096  # tokens that are read in one pass, to bound the memory of attention; changes nothing else
 
 
 @torch.no_grad()
 def read_and_answer(
     model: Any, haystacks: Tensor, questions: Tensor, length: int, *, protocol: Protocol = "flushed", reads: int = 4,
-    reset: bool = True, recurrent: bool = False, piece: int = 4096,
+    reset: bool = True, recurrent: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return greedy answers after 1 to n reads, int64 [n, B, A] or [n, E, B, A].
 
@@ -56,152 +54,106 @@ def read_and_answer(
         reset: memories begin anew with every example. Otherwise (the paper's program) there is one stream for each
             number of reads, whose memory keeps all earlier examples and answers.
         recurrent: keep the states of mixers without positions from read to read, for LaCT.
-        piece: tokens that are read in one pass, to bound the memory of attention; changes nothing else.
 
     Cost: n reads with a reset, n (n + 1) / 2 without.
     """
-    single = haystacks.dim() == 2
-    if single:
-        haystacks, questions = haystacks[None], questions[None]
-    reader = _Reader(model, protocol, length, piece, recurrent, haystacks.shape[-1], questions.shape[-1])
-    with eval_mode(model), reader.chunks():
-        found = reader.fresh(haystacks, questions, reads) if reset else reader.kept(haystacks, questions, reads)
-    return found[:, 0] if single else found
+    if haystacks.dim() == 2:
+        return read_and_answer(
+            model, haystacks[None], questions[None], length, protocol=protocol, reads=reads, reset=reset,
+            recurrent=recurrent,
+        )[:, 0]  # fmt: skip
+    from regard.models.hybrid.memories import flush_memory
 
+    device = next(model.parameters()).device
 
-@dataclass(frozen=True)
-class _Reader:
-    """A model, a protocol, and tokens of an answer, a piece, a haystack and a question."""
-
-    model: Any
-    protocol: Protocol
-    length: int
-    piece: int
-    recurrent: bool
-    haystack: int
-    question: int
-
-    @contextmanager
-    def chunks(self) -> Iterator[None]:
-        """Use the chunk of this protocol inside the block."""
-        from regard.nn import FastWeightProductKeyMemory
-
-        slots = [module for module in self.model.modules() if isinstance(module, FastWeightProductKeyMemory)]
-        before = [module.chunk_size for module in slots]
-        try:
-            for module in slots if self.protocol != "chunked" else ():
-                # tokens of the last answer that still wait must not end the chunk early
-                module.chunk_size = 2 * (self.haystack + self.question + self.length)
-            yield
-        finally:
-            for module, old in zip(slots, before, strict=True):
-                module.chunk_size = old
-
-    def fresh(self, haystacks: Tensor, questions: Tensor, reads: int) -> Tensor:
-        """Return answers [n, E, B, A] with new memories for every example."""
-        found = []
-        for haystack, question in zip(haystacks, questions, strict=True):
-            answers, cache = [], None
-            for _ in range(reads):
-                cache = self.read(haystack, cache)
-                answers.append(self.answer(question, copied(cache))[0])
-                self.close(cache)
-            found.append(torch.stack(answers))
-        return torch.stack(found, 1)
-
-    def kept(self, haystacks: Tensor, questions: Tensor, reads: int) -> Tensor:
-        """Return answers [n, E, B, A] with memories kept between examples, for each number of reads alone."""
-        found = []
-        for many in range(1, reads + 1):
-            answers, cache = [], None
-            for haystack, question in zip(haystacks, questions, strict=True):
-                for turn in range(many):
-                    cache = self.read(haystack, cache)
-                    if turn + 1 < many:
-                        self.close(cache)
-                answer, cache = self.answer(question, cache)
-                answers.append(answer)
-            found.append(torch.stack(answers))
-        return torch.stack(found)
-
-    def read(self, haystack: Tensor, before: Any) -> Any:
-        """Return the cache after a haystack, with the memories of `before`."""
-        cache = passed(self.model, before, memory=True, recurrent=self.recurrent)
-        for piece in haystack.split(self.piece, dim=1):
-            self.model(input_ids=piece.to(self.device).long(), cache=cache, logits_to_keep=1)
+    def read(haystack: Tensor, before: Any, again: bool) -> Any:
+        """Return the cache after a haystack, with the memories of `before`. What waits is written before the same is
+        read again, unless the protocol is the training's."""
+        if again and protocol != "chunked":
+            flush_memory(model, before)
+        cache = passed(model, before, memory=True, recurrent=recurrent)
+        for piece in haystack.split(PIECE, dim=1):
+            model(input_ids=piece.to(device).long(), cache=cache, logits_to_keep=1)
         return cache
 
-    def close(self, cache: Any) -> None:
-        """Write the tokens that wait before the next read, unless the protocol is the training's."""
-        from regard.models.hybrid.memories import flush_memory
-
-        if self.protocol != "chunked":
-            flush_memory(self.model, cache)
-
-    def answer(self, question: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Return greedy tokens [B, A] after the question, and the cache, which is extended in place."""
-        from regard.models.hybrid.memories import flush_memory
-
-        if self.protocol == "flushed":
-            flush_memory(self.model, cache)
-        given, answer = question.to(self.device).long(), []
-        for place in range(self.length):
-            logits = self.model(input_ids=given, cache=cache, logits_to_keep=1).logits
-            if place == 0 and self.protocol == "whole":
-                flush_memory(self.model, cache)
+    def answer(question: Tensor, cache: Any) -> Tensor:
+        """Return greedy tokens [B, A] after the question; the cache is extended in place."""
+        if protocol == "flushed":
+            flush_memory(model, cache)
+        given, said = question.to(device).long(), []
+        for place in range(length):
+            logits = model(input_ids=given, cache=cache, logits_to_keep=1).logits
+            if place == 0 and protocol == "whole":
+                flush_memory(model, cache)
             given = logits[:, -1:].argmax(-1)
-            answer.append(given)
-        return torch.cat(answer, 1).cpu(), cache
+            said.append(given)
+        return torch.cat(said, 1).cpu()
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+    found = torch.empty(reads, *haystacks.shape[:2], length, dtype=torch.long)
+    # tokens of the last answer that still wait must not end a chunk early
+    chunk = None if protocol == "chunked" else 2 * (haystacks.shape[-1] + questions.shape[-1] + length)
+    pairs = list(zip(haystacks, questions, strict=True))
+    with eval_mode(model), _chunk_of_slots(model, chunk):
+        for example, (haystack, question) in enumerate(pairs if reset else ()):
+            cache = None
+            for turn in range(reads):
+                cache = read(haystack, cache, turn > 0)
+                found[turn, example] = answer(question, copied(cache))
+        for many in range(0 if reset else reads):
+            cache = None
+            for example, (haystack, question) in enumerate(pairs):
+                for turn in range(many + 1):
+                    cache = read(haystack, cache, turn > 0)
+                found[many, example] = answer(question, cache)
+    return found
+
+
+@contextmanager
+def _chunk_of_slots(model: Any, tokens: int | None) -> Iterator[None]:
+    """Give the memories with slots another chunk inside the block; None: their own."""
+    from regard.nn import FastWeightProductKeyMemory
+
+    slots = [module for module in model.modules() if isinstance(module, FastWeightProductKeyMemory)]
+    before = [module.chunk_size for module in slots]
+    try:
+        for module in slots:
+            module.chunk_size = tokens or module.chunk_size
+        yield
+    finally:
+        for module, old in zip(slots, before, strict=True):
+            module.chunk_size = old
+
+
+def asked(text: NeedleText, length: int, needles: int, indices: range, seed: int) -> tuple[Tensor, Tensor, list[Any]]:
+    """Return haystacks [E, L] and questions [E, Q] of the test text, int64, and the examples."""
+    examples = text.haystacks(length, needles).examples(seed, indices)
+    haystacks, questions = (torch.tensor([getattr(each, name) for each in examples])
+                            for name in ("haystack", "question"))  # fmt: skip
+    return haystacks, questions, examples
 
 
 def answer_rows(
-    model: Any, row: Row, world: NeedleWorld, lengths: tuple[int, ...], reads: int, samples: int, kept: int, seed: int
-) -> dict[str, Any]:
-    """Return rows with the scores by length, protocol and number of reads, memories new for each haystack and kept.
-
-    A model without fast weights reads once: it would answer the same after any number of reads.
-    """
-    protocols, most = (PROTOCOLS, reads) if row.rereads else (PROTOCOLS[:1], 1)
-    cases = [("new", length, protocol) for length in lengths for protocol in protocols]
-    if row.rereads and kept:
-        cases += [("kept", lengths[0], protocol) for protocol in KEPT_PROTOCOLS]
-    rows = []
-    for state, length, protocol in cases:
-        together = 0 if state == "new" else kept
-        many = range(samples // kept * kept if together else samples)
-        for read, found in enumerate(ask(model, row, world, length, many, protocol, most, seed, together)):
-            result = NeedleResult.of(found)
-            rows.append({"kind": "answers", "length": length, "protocol": protocol, "read": read + 1, "state": state,
-                         "trials": len(found), "exact": result.exact.hits, "digits": result.digits * len(found),
-                         "candidate": result.candidate.hits})  # fmt: skip
-    return {"rows": rows}
-
-
-def ask(
-    model: Any, row: Row, world: NeedleWorld, length: int, indices: range, protocol: Protocol, reads: int, seed: int,
-    kept: int = 0,
-) -> list[list[NeedleScore]]:  # fmt: skip
-    """Return the scores of every example after 1 to n reads. `kept` examples of a stream are read without a reset in
+    model: Any, text: NeedleText, length: int, needles: int, count: int, seed: int, *, protocol: Protocol = "flushed",
+    reads: int = 4, kept: int = 0, recurrent: bool = False,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield a row with the scores after each number of reads. `kept` examples of a stream are read without a reset in
     between; 0: there is a reset before each."""
-    task = world.task(length)
-    together = len(indices) // kept if kept else max(1, min(len(indices), AT_ONCE // length))
-    found: list[list[NeedleScore]] = [[] for _ in range(reads)]
-    steps = [indices] if kept else [indices[i : i + together] for i in range(0, len(indices), together)]
-    for part in steps:
-        examples = task.examples(FINAL + seed, part)
-        haystacks, questions = (torch.tensor([getattr(each, name) for each in examples])
-                                for name in ("haystack", "question"))  # fmt: skip
+    together = count // kept * kept if kept else max(1, min(count, AT_ONCE // length))
+    task = text.haystacks(length, needles)
+    scores: list[list[NeedleScore]] = [[] for _ in range(reads)]
+    for start in range(0, together if kept else count, together):
+        indices = range(start, min(count, start + together))
+        haystacks, questions, examples = asked(text, length, needles, indices, seed)
         if kept:
-            haystacks, questions = (x.unflatten(0, (kept, together)) for x in (haystacks, questions))
-        answers = read_and_answer(
-            model, haystacks, questions, world.digits // 2, protocol=protocol, reads=reads, reset=not kept,
-            recurrent=row.layout == LACT,
+            haystacks, questions = (x.unflatten(0, (kept, -1)) for x in (haystacks, questions))
+        said = read_and_answer(
+            model, haystacks, questions, text.digits // 2, protocol=protocol, reads=reads, reset=not kept,
+            recurrent=recurrent,
         )  # fmt: skip
-        for scores, tokens in zip(found, answers.flatten(1, -2), strict=True):
-            pairs = zip(tokens.tolist(), examples, strict=True)
-            scores += [task.score(world.decode(answer), example) for answer, example in pairs]
-    return found
+        for own, answers in zip(scores, said.flatten(1, -2).tolist(), strict=True):
+            own += [task.score(text.decode(tokens), example) for tokens, example in zip(answers, examples, strict=True)]
+    for read, own in enumerate(scores, 1):
+        result = NeedleResult.of(own)
+        yield {"kind": "answers", "length": length, "protocol": protocol, "read": read,
+               "state": "kept" if kept else "new", "trials": len(own), "share": result.exact.mean,
+               "digits": result.digits, "candidate": result.candidate.mean}  # fmt: skip

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.inspect.capture import eval_mode
-from regard.inspect.gates import GATE, bin_counts
+from regard.inspect.gates import GATE
 
 Span = Literal["stream", "document", "segment"]
 
@@ -42,27 +42,22 @@ class Carry:
 
 @dataclass(frozen=True)
 class Streamed:
-    """The losses of a model on documents.
+    """What a model did on documents.
 
     Attributes:
-        nats, tokens: of every document, the sum of the losses of its tokens, and the number of tokens predicted.
-        by_segment: nats per token of the first segment of all documents, the second, and so on.
-        gates: hook point to the number of gates in each of `BINS` equal parts of [0, 1]; non-finite gates are in none.
-        means: hook point to the mean gate; NaN if one is not finite.
+        losses: of every document, the nats of its tokens but the first, float32 [L - 1].
+        gates: hook point to the gates of every document, at the tokens before those of `losses`.
         slots: memory layer to statistics of its slots (`regard.nn.memory_trace.SlotStatistics`).
     """
 
-    nats: tuple[float, ...]
-    tokens: tuple[int, ...]
-    by_segment: tuple[float, ...]
-    gates: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    means: dict[str, float] = field(default_factory=dict)
+    losses: list[Tensor]
+    gates: dict[str, list[Tensor]] = field(default_factory=dict)
     slots: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
         """Return the nats per token."""
-        return sum(self.nats) / max(1, sum(self.tokens))
+        return torch.cat(self.losses).double().mean().item()
 
 
 PAPER = Carry()
@@ -83,51 +78,45 @@ def streamed(
         rows: B streams side by side, each with its own memory: document i goes to stream i modulo B. Documents that are
             read at the same time must have the same length, since padding would count as time.
         frozen: memories are read and never written.
-        statistics: count gates and slots.
+        statistics: keep gates and count slots.
     """
     from regard.inspect.hooks import hooked, named_hook_points
     from regard.models.hybrid.memories import frozen_memory
     from regard.nn.memory_trace import observed
 
+    losses: list[Tensor] = []
     gates: dict[str, list[Tensor]] = {}
+    heard: dict[str, list[Tensor]] = {}  # gates of the documents that are being read, [B, S] a segment
     seen: dict[str, Any] = {}
-    nats: list[float] = []
-    sums: dict[int, tuple[float, int]] = {}  # segment to nats and tokens
     with ExitStack() as inside:
         inside.enter_context(eval_mode(model))
         if frozen:
             inside.enter_context(frozen_memory(model))
         if statistics:
-            gates = {name: [] for name in named_hook_points(model) if name.rpartition(".")[2] == GATE}
-            record = lambda found: lambda gate, hook: found.append(gate.detach().float().flatten().cpu())  # noqa: E731
-            if gates:
-                listeners: list[Any] = [(name, record(found)) for name, found in gates.items()]
-                inside.enter_context(hooked(model, listeners, required=False))
             seen = inside.enter_context(observed(model))
+            heard = {name: [] for name in named_hook_points(model) if name.rpartition(".")[2] == GATE}
+            record = lambda found: lambda gate, hook: found.append(gate.detach().float().flatten(1).cpu())  # noqa: E731
+            listeners: list[Any] = [(name, record(found)) for name, found in heard.items()]
+            inside.enter_context(hooked(model, listeners, required=False) if heard else ExitStack())
         cache = None
         for first in range(0, len(documents), rows):
             batch = torch.stack(list(documents[first : first + rows]))
             cache = passed(model, cache, memory=carry.memory == "stream", recurrent=carry.recurrent == "stream")
             if len(batch) < min(rows, first):
                 narrow(cache, len(batch))
-            losses = []
-            for place, start in enumerate(range(0, batch.shape[1] - 1, segment)):
+            parts = []
+            for start in range(0, batch.shape[1] - 1, segment):
                 piece = batch[:, start : start + segment + 1].long()  # inputs and the token after them
-                if place:
+                if start:
                     cache = passed(model, cache, carry.memory != "segment", carry.recurrent != "segment")
                 found, cache = _read(model, piece, cache)
-                losses.append(found)
-                total, count = sums.get(place, (0.0, 0))
-                sums[place] = total + found.double().sum().item(), count + found.numel()
-            nats += torch.cat(losses, 1).double().sum(1).tolist()
-    heard = {name: torch.cat(found) for name, found in gates.items() if found}
-    return Streamed(
-        tuple(nats), tuple(len(document) - 1 for document in documents),
-        tuple(total / count for total, count in sums.values()),
-        {name: tuple(bin_counts(found).tolist()) for name, found in heard.items()},
-        {name: found.double().mean().item() for name, found in heard.items()},
-        {name: each.summary() for name, each in seen.items()},
-    )  # fmt: skip
+                parts.append(found)
+            losses += torch.cat(parts, 1).unbind()
+            for name, found_gates in heard.items():
+                if found_gates:
+                    gates.setdefault(name, []).extend(torch.cat(found_gates, 1).unbind())
+                    found_gates.clear()
+    return Streamed(losses, gates, {name: each.summary() for name, each in seen.items()})
 
 
 def _read(model: Any, piece: Tensor, cache: Any) -> tuple[Tensor, Any]:

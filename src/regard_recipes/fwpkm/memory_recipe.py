@@ -1,0 +1,135 @@
+"""What the recipes share that train models with memories on tasks: their options and their models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from regard.nn.memory.fast_weight_product_key_memory import PRESETS
+
+from ..lib.recipe import check_names
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
+from ..long_text.names_reading import NamesText
+from ..long_text.needle_text import NeedleText, needle_text
+from .memory_layouts import PAPER_MODEL, MemoryConfig, Places, Row, check_sizes, row_config
+
+RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}
+NAMES, NEEDLES = "names", "needles"
+QUICK: dict[str, Any] = {"width": 32, "sub_keys": 16, "memory_dim": 32, "batch": 8, "steps": 12, "examples": 8}
+PAPER_SIZE: dict[str, Any] = {
+    **PAPER_MODEL, "rule": "program", "feed_forward": "swiglu", "batch": 32, "steps": 20_000, "rates": (3e-4, 1e-3),
+    "address_weight": 10.0,
+}  # fmt: skip
+"""Here memories are new in every training window. The paper's training carries one memory, of all windows, on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTaskConfig(MemoryConfig, TaskRecipeConfig):
+    """Options of the models and their training."""
+
+    layers: int = 2
+    heads: int = 1
+    context: int = 48
+    chunk: int = 8
+    sub_keys: int = 16
+    top_k: int = 8
+    """Slots that a token reads."""
+    rule: str = "normalized"
+    """How FwPKM is written: normalized, paper (its equations) or program (the released program)."""
+    address_weight: float = 1.0
+    """Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys."""
+    feed_forward: str = "none"
+    """Of every layer: none, swiglu or gelu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesConfig:
+    """Options of the text of names."""
+
+    people: int = 4
+    """People of a document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleConfig:
+    """Options of the text of needles."""
+
+    data: Path | None = None
+    """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
+    words: int = 200
+    """How many of the commonest words are tokens of their own."""
+    most: int = 4
+    """Most needles of a training example."""
+    needles: int = 4
+    """Needles in a haystack that is asked about."""
+    digits: int = 2
+    """Digits of a needle's number; two of them are a token."""
+    key_digits: int = 1
+    """Hexadecimal digits of a needle's key, together a token."""
+    reads: int = 4
+    """How often a haystack is read at most."""
+
+
+class MemoryRecipe(TaskRecipe):
+    """A recipe of models with memories; a name in `known` has a row ("row") and options of FwPKM memories ("fast")."""
+
+    limits: ClassVar = {**TaskRecipe.limits, "top_k": (1, 2**16)}
+
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        check_names(call, "--models", self.models, list(self.known))
+        check_names(call, "--rule", [own.rule], list(RULES))
+        check_sizes(call, own, [self.row(name).layout for name in self.models])
+        for name in self.models:
+            for task in self.training_tasks().values():
+                self.model_config(name, task.vocabulary)
+
+    def row(self, name: str) -> Row:
+        """Return how the layers of a model mix tokens, and its memory."""
+        found: Row = self.known[name]["row"]
+        return found
+
+    def model_config(self, name: str, vocabulary: int) -> Any:
+        """Return the configuration of a model.
+
+        Raises:
+            ArgumentError: sizes that do not fit.
+        """
+        own = self.config
+        return row_config(self.row(name), own, vocabulary, self.fast(name), self.places(),
+                          initializer_range=first_range(own.width), feed_forward=own.feed_forward)  # fmt: skip
+
+    def fast(self, name: str) -> dict[str, Any]:
+        """Return the options of a model's FwPKM memories beside their sizes."""
+        own = self.config
+        top_k = min(own.top_k, own.sub_keys**2)
+        return {
+            "top_k": top_k,
+            "address_weight": own.address_weight,
+            **RULES[own.rule],
+            **self.known[name].get("fast", {}),
+        }
+
+    def places(self) -> Places:
+        """Return where memories stand."""
+        return Places.of(self.config.layers)
+
+    def make_model(self, name: str, task: Any) -> Any:
+        from regard.models import HybridForCausalLM
+
+        return HybridForCausalLM(self.model_config(name, task.vocabulary))
+
+
+def names_text(own: Any, length: int) -> NamesText:
+    """Return the text of names, in documents of so many tokens."""
+    return NamesText.of(length, own.people, own.chunk)
+
+
+def needles_text(own: Any) -> NeedleText:
+    """Return the text of needles, in examples as long as a training window."""
+    return needle_text(own.data, own.words, own.digits, own.key_digits, own.context, own.most)
+
+
+NEEDLE_LIMITS = {**dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)), "key_digits": (1, 4)}
