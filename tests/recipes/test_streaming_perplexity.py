@@ -219,3 +219,9 @@ def test_verdicts_follow_the_numbers(changes: dict, expected: dict) -> None:
         start: next(verdict for wording, verdict in found.items() if wording.startswith(start)) for start in expected
     }
     assert told == expected
+
+
+def test_models_without_memories_decide_nothing() -> None:
+    own = made(models=("GDN", "FA"), rates=(4e-3,))
+    rows = [row for name in own.models for row in rows_of(Row(name), {"new": (2.0, 2.0)}, 0.5, 3)]
+    assert verdicts(own, rows) == {}
