@@ -55,6 +55,7 @@ COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory cou
 class FwPKMAblationConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
     """Leave out one part of a fast-weight product-key memory at a time."""
 
+    sub_keys: int = 32
     batch: int = 16
     steps: int = 60
     stop_at: float = 2.0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from regard.nn.memory.fast_weight_product_key_memory import PRESETS
 
@@ -17,7 +20,8 @@ from .memory_layouts import PAPER_MODEL, MemoryConfig, Places, Row, check_sizes,
 
 RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}
 NAMES, NEEDLES = "names", "needles"
-QUICK: dict[str, Any] = {"width": 32, "sub_keys": 16, "memory_dim": 32, "batch": 8, "steps": 12, "examples": 8}
+QUICK: dict[str, Any] = {"width": 32, "sub_keys": 16, "memory_dim": 32, "batch": 8, "steps": 12, "examples": 8,
+                         "top_k": 4}  # fmt: skip
 PAPER_SIZE: dict[str, Any] = {
     **PAPER_MODEL, "rule": "program", "feed_forward": "swiglu", "batch": 32, "steps": 20_000, "rates": (3e-4, 1e-3),
     "address_weight": 10.0,
@@ -82,9 +86,9 @@ class MemoryRecipe(TaskRecipe):
         check_names(call, "--models", self.models, list(self.known))
         check_names(call, "--rule", [own.rule], list(RULES))
         check_sizes(call, own, [self.row(name).layout for name in self.models])
-        for name in self.models:
-            for task in self.training_tasks().values():
-                self.model_config(name, task.vocabulary)
+        with torch.device("meta"):  # options that do not fit are errors, and nothing is allocated
+            for task, name in product(self.training_tasks().values(), self.models):
+                self.make_model(name, task)
 
     def row(self, name: str) -> Row:
         """Return how the layers of a model mix tokens, and its memory."""
