@@ -57,7 +57,7 @@ class FwPKMAblationConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
 
     sub_keys: int = 32
     batch: int = 16
-    steps: int = 60
+    steps: int = 100
     stop_at: float = 2.0
     rates: tuple[float, ...] = (4e-3,)
     examples: int = 32

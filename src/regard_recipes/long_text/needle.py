@@ -41,7 +41,7 @@ PROTOCOL_NAMES = {
 }
 KEPT: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
 ROWS = (*(Row(*each) for each in product((*LAYOUTS, "GDN+FA-pSWA"), MEMORIES)), Row(LACT))
-SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM", "GDN | FwMLP", LACT)
+SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")
 """Models that are trained by default."""
 
 

@@ -45,7 +45,7 @@ class StreamingPerplexityConfig(NamesConfig, MemoryTaskConfig):
     """Train the fast-weight paper's layouts with each of its memories, and read short and long documents in order."""
 
     batch: int = 16
-    steps: int = 600
+    steps: int = 300
     stop_at: float = 0.97
     rates: tuple[float, ...] = (4e-3, 8e-3)
     examples: int = 32
@@ -62,6 +62,7 @@ class StreamingPerplexity(MemoryRecipe):
     known: ClassVar = {row.name: {"row": row} for row in ROWS}
     slow: ClassVar = [row.name for row in ROWS if row.name not in SMALL]
     metric = "accuracy on far"
+    scorings = 20
     limits: ClassVar = {**MemoryRecipe.limits, "people": (1, 100), "segments": (1, math.inf)}
     sizes: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "rates": (4e-3,), "segments": 3,
