@@ -1,7 +1,5 @@
 """Reading the diagnostics of attention layers while a model runs, without changing what it computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Colours are the colour-blind safe palette of Okabe and Ito. More than six curves also differ in line style.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

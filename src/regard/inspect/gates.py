@@ -8,8 +8,6 @@ with how rare the token, or its word, is in the training text.
 Legend: M memory layers that have a gate, T tokens.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

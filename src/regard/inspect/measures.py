@@ -3,8 +3,6 @@
 Shapes: L layers, H heads, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ positions back, and one of phi or of a Transformer P - 1 positions: always to th
 Shapes: B texts, H heads, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

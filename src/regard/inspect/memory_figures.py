@@ -1,7 +1,5 @@
 """Figures of memory layers: gates over a text, histograms of gates, and retrieved slots with their hits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

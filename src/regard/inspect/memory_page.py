@@ -1,7 +1,5 @@
 """A page on memory layers: retrieved slots with their hits, and gates over a text, as one self-contained HTML file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby

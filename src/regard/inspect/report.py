@@ -6,8 +6,6 @@ byte, so that zero differs from small and small weights stay visible:
     code = 0 if the weight is exactly zero, else sign(w) * max(1, round(127 sqrt(|w| / largest)))
 """
 
-from __future__ import annotations
-
 import base64
 import importlib.resources
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ true next token. Positions count the tokens of one stream, which is all that the
 Legend: T tokens of the stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A table of a model's attention layers: support sizes, negative weights and solver statistics."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..grammar import SolveStatus

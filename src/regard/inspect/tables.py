@@ -1,7 +1,5 @@
 """A table that can be printed on the terminal, as Markdown, and (by the page's template) as HTML."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rich import box

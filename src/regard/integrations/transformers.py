@@ -20,8 +20,6 @@ layer: position ids that start again, `cu_seq_lens_q`, `seq_idx`, `segment_ids`.
 Legend: B batch, H query heads, Hkv key heads, Tq and Tk queries and keys, D and Dv channels per head.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -8,8 +8,6 @@ Legend: B batch, T tokens, H heads, n sub-keys of a half, N = n^2 slots, k slots
 (two halves), Dv of a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -12,8 +12,6 @@ After a chunk, with three rates eta_t for token t (one per matrix) and the loss 
 Each head learns alone. When chunks are read and written is described in `memory.stream`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 

@@ -13,8 +13,6 @@ Legend: B batch, T tokens, H heads, n sub-keys of a half, N = n^2 slots, k selec
 of a value. Inside: G sets of sub-keys, each with its own queries, d = Dk / 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Checks of arguments that several layers share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

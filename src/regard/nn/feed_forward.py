@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, C model width, F inner width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

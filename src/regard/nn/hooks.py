@@ -1,7 +1,5 @@
 """Named places in a model where a hook can read a tensor or replace it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@ A memory is one file in `memory/` that ends with
 Shapes: B batch, T tokens, C model width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 

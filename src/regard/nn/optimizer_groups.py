@@ -5,8 +5,6 @@ need another learning rate than matrices: Memory Layers at Scale (arXiv:2412.097
 decay for values. Fast weights are buffers and in no group.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import nn

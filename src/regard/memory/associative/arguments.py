@@ -1,7 +1,5 @@
 """Check the arguments of an associative memory, and give tensors four axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ functions here are each other's derivatives (w weights, G and H of the shape of 
 Shapes: R tokens, K rows per token, N rows of the table, Dv its width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens in this call, N tokens so far (cached ones included).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ states, and a `RegardForCausalLM`, which adds the output matrix.
 Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Layers of a transformers `Cache` that a model's own layer fills."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar

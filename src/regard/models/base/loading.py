@@ -4,8 +4,6 @@ transformers initialises missing tensors at random, ignores unknown ones and onl
 the one that was trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 `count_parameters` allocates no memory; `match_parameters` changes one width of a configuration (its `size_field`).
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ the model's memories.
 Shapes: B batch, H key/value heads, F features of a key, Dv channels of a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: B batch, G channels, T tokens, W the convolution's width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -3,8 +3,6 @@
 The memories are layers (`regard.nn.memory_layers`); their states are in the model's cache.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """The layers of a model that have memories, as a text such as "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10" (from layer 0)."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

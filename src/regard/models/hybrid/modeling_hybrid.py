@@ -7,8 +7,6 @@ layers also have a memory.
 Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

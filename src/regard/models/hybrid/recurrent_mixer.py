@@ -6,8 +6,6 @@ last few tokens, channel by channel, before the memory sees queries, keys and va
 Shapes: B batch, T tokens given now, C model width, H heads, D channels of a head, W the convolution's width.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Shapes: B batch, T tokens, Q explained positions, L f blocks, H heads, E width o
 output tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

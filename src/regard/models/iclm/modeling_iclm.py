@@ -12,8 +12,6 @@ Shapes: B batch, T tokens in this call, N tokens so far, S slots so far, R slots
 start slot), n pairs so far (S - 1), C width of the covariates, E width of f, H heads, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ for H = 2; "wv" has 4 C^2 and "slice" 3 C^2 (without biases, covariates as wide 
 with a narrower feed-forward layer on f, of inner width (4 - (H - 2) / 2) C, if that is positive.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ...checks import ArgumentError

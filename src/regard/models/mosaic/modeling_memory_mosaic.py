@@ -7,8 +7,6 @@ pairs), each with any attention spec. There are no position embeddings: order is
 Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

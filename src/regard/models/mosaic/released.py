@@ -5,8 +5,6 @@ read from the tensors; the options are those of the program.
 Shapes: V vocabulary, C model width, H heads, D = C / H, S slots.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

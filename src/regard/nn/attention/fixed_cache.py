@@ -6,8 +6,6 @@ need. A mask then says which places a query sees.
 Shapes: B batch, H query heads, T tokens in this call, N tokens so far, K places that the cache returns.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

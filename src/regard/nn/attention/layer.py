@@ -4,8 +4,6 @@ Shapes: B batch, T (or Tq) tokens in this call, Tk tokens so far, C model width,
 multiple of Hkv), D channels of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 

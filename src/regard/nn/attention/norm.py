@@ -1,7 +1,5 @@
 """Normalisation layers: of queries and keys per head, and of a residual stream."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm

@@ -11,8 +11,6 @@ Each rule is a frozen dataclass, registered under its name, and written like an 
 Legend: B batch, H heads, T tokens, D channels of a head, C width of the hidden state.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ their distance.
 Shapes: B batch, H heads, T tokens, D channels of a head (even).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

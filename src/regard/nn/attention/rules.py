@@ -3,8 +3,6 @@
 A rule is a frozen dataclass whose fields are numbers or words, registered under its name.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import Any, ClassVar

@@ -10,8 +10,6 @@ Each rule is a frozen dataclass, registered under its name, and written like an 
 Legend: B batch, H heads, Tq queries.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 Shapes: B batch, T tokens, C model width, Din width of a query, F of the inner layer, Dv of a value.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import asdict
 from typing import Any

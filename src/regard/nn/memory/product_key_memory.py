@@ -11,8 +11,6 @@ Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2
 key, Dv of a value.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

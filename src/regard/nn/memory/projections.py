@@ -11,8 +11,6 @@ released program, a sigmoid of the mean of eight numbers):
 z(x) = (x - mean x) / (std x + 1e-6) over the Dv features, with the unbiased standard deviation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 

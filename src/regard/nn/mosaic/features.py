@@ -11,8 +11,6 @@ suits them and the matrices.
 Shapes: B batch, T tokens, C model width, H heads, D channels of a head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ It replaces the feed-forward layer (sparse-attention paper, section 2.4; Sukhbaa
 Shapes: B batch, T tokens, N tokens so far, C model width, H heads, D channels of a head, S slots.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """DeltaNet (Yang et al. 2024, arXiv:2406.06484): a linear memory that is corrected by the delta rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

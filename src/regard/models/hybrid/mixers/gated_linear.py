@@ -1,8 +1,6 @@
 """Gated linear attention (GLA, Yang et al. 2023, arXiv:2312.06635): every channel of the keys forgets at a rate of its
 own, which depends on the token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

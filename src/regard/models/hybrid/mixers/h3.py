@@ -1,7 +1,5 @@
 """H3 (Fu et al. 2023, arXiv:2212.14052): products of queries with a diagonal state space model of keys times values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

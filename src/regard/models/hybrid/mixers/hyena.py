@@ -1,7 +1,5 @@
 """Hyena (Poli et al. 2023, arXiv:2302.10866): products of queries with a long convolution of keys times values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import pi
 from typing import Any

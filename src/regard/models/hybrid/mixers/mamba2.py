@@ -1,7 +1,5 @@
 """The state space model of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060) as linear attention with a decay per token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

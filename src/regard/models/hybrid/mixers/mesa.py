@@ -1,7 +1,5 @@
 """MesaNet (von Oswald et al. 2025, arXiv:2506.05233): the best linear model of all pairs so far as a token mixer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

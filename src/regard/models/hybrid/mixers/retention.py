@@ -1,7 +1,5 @@
 """Retention (RetNet, Sun et al. 2023, arXiv:2307.08621): linear attention whose heads forget at fixed rates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
