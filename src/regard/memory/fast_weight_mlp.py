@@ -179,7 +179,6 @@ class NetworkMemory(ChunkMemory):
 
 
 def first_fields(weights: SwiGLU) -> Tensors:
-    """Return the fields of a state that hold the first weights."""
     return {f"{name}_first": w for name, w in zip(NAMES, weights, strict=True)}
 
 

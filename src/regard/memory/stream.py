@@ -40,17 +40,14 @@ class Step:
 
     @property
     def width(self) -> int:
-        """The length of the longest range."""
         return max(self.counts)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The length of each range."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows do the same."""
         return len(set(zip(self.flush, self.start, self.stop, strict=True))) == 1
 
 
@@ -94,7 +91,6 @@ class StreamState(State):
 
     @property
     def memory(self) -> Tensors:
-        """The fields that are written."""
         return {name: getattr(self, name) for name in self.MEMORY}
 
     @property

@@ -33,7 +33,6 @@ class Waiting:
 
     @property
     def even(self) -> bool:
-        """Whether all rows have the same count."""
         return len(set(self.counts)) <= 1
 
     def tokens(self) -> Tensors:
@@ -138,7 +137,6 @@ def picked(counts: Sequence[int], indices: Tensor) -> tuple[int, ...]:
 
 
 def repeated(counts: Sequence[int], n: int) -> tuple[int, ...]:
-    """Repeat every count `n` times in a row."""
     return tuple(count for count in counts for _ in range(n))
 
 
@@ -149,7 +147,6 @@ def taken(tokens: Tensors, index: Tensor) -> Tensors:
 
 
 def width(tokens: Tensors) -> int:
-    """Return w."""
     return next(iter(tokens.values())).shape[1]
 
 

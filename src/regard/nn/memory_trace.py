@@ -63,7 +63,6 @@ class SlotStatistics(MemoryObserver):
         self.clear()
 
     def clear(self) -> None:
-        """Delete all records."""
         self.reads = torch.zeros(0, self.slots, dtype=torch.long)
         self.mass = torch.zeros(0, self.slots, dtype=torch.float64)
         self._gates, self._gated, self._tokens, self._non_finite = 0.0, 0, 0, 0

@@ -52,7 +52,6 @@ class Pairs:
         return Pairs(keys, values, None if self.mask is None else self.mask.index_select(1, places))
 
     def newest(self, n: int) -> Pairs:
-        """Return the n newest pairs."""
         return self.select(torch.arange(max(len(self) - n, 0), len(self), device=self.keys.device))
 
     def expand(self, batch: int) -> Pairs:

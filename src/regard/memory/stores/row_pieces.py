@@ -256,7 +256,6 @@ class RowGradients:
 
     @property
     def empty(self) -> bool:
-        """Whether no row has a gradient."""
         return len(self._free) == self.rows.size
 
     def _room(self, count: int) -> Tensor:

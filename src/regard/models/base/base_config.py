@@ -158,7 +158,6 @@ class RegardConfig(PreTrainedConfig):
         self.mixers = [str(mixer) for mixer in self.layer_mixers()]
 
     def layer_specs(self) -> list[Spec]:
-        """Return the specs among the mixers, first layer first."""
         return [mixer for mixer in self.layer_mixers() if isinstance(mixer, Spec)]
 
     def read_mixer(self, mixer: str | Spec) -> Any:

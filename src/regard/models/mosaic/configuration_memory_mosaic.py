@@ -106,5 +106,4 @@ class MemoryMosaicConfig(RegardConfig):
         self.persistent = str(self.persistent_spec())
 
     def persistent_spec(self) -> Spec:
-        """Return the spec of the persistent memories."""
         return within(self.call, "persistent", persistent_spec, self.call, self.persistent)

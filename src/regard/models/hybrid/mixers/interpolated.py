@@ -1,7 +1,5 @@
 """Attention to the residuals of a global linear model (`regard.interpolated_attention`) as a token mixer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -37,7 +35,7 @@ class InterpolatedMixer(Attention, TokenMixer):
         self.trend = within("InterpolatedMixer", "trend", as_trend, trend)
 
     @staticmethod
-    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> InterpolatedMixer:
+    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
         sizes = config.hidden_size, config.num_attention_heads
         return InterpolatedMixer(*sizes, **config.attention_options(layer_idx), **options)
 

@@ -1,7 +1,5 @@
 """Large-chunk test-time training (`regard.nn.LargeChunkTTT`) as a token mixer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -34,7 +32,7 @@ class LargeChunkMixer(LargeChunkTTT, TokenMixer):
     cache_layer = LargeChunkCacheLayer
 
     @staticmethod
-    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> LargeChunkMixer:
+    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
         sizes, eps = (config.hidden_size, config.num_attention_heads), config.rms_norm_eps
         return LargeChunkMixer(*sizes, layer_idx=layer_idx, norm_eps=eps, **options)
 
