@@ -102,7 +102,7 @@ class OverlayValues:
             where = self._pointed(plan, hold.start)
         if not recorded:
             return replace(self, where=where, token=None, reach=self._cut(hold))._tidied()
-        token = Write.apply(shares, errors, self.token, self.pool, plan, old, hold, self.reach)
+        token = Write.apply(shares, errors, self.token, (self.pool, plan, old, hold, self.reach))
         return replace(self, where=where, token=token, reach=replace(self.reach, hold=hold))
 
     def reset(self, rows: Tensor) -> OverlayValues:

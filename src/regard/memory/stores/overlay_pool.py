@@ -266,52 +266,37 @@ class Write(torch.autograd.Function):
     """Make the token of a write. Its backward passes the gradients of the rows on to shares, errors and old rows."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        shares: Tensor,
-        errors: Tensor,
-        token: Tensor | None,
-        pool: Pool,
-        plan: Plan,
-        old: Tensor,
-        hold: Hold,
-        reach: Reach,
-    ) -> Tensor:
+    def forward(ctx: Any, shares: Tensor, errors: Tensor, token: Tensor | None, how: WriteHow) -> Tensor:
         ctx.save_for_backward(shares, errors)
-        ctx.pool, ctx.plan, ctx.old, ctx.hold, ctx.reach = pool, plan, old, hold, reach
+        ctx.how = how
         return shares.new_zeros(())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         shares, errors = ctx.saved_tensors
-        pool, plan = ctx.pool, ctx.plan
-        ids = torch.arange(ctx.hold.start, ctx.hold.stop, device=pool.device)
-        place = pool.gradients.places(ids)
+        pool, plan, old, hold, reach = ctx.how
+        ids, gradients = torch.arange(hold.start, hold.stop, device=pool.device), pool.gradients
+        place = gradients.places(ids)
+        has = place >= 0  # rows that were not read have no gradient
         share_grad, error_grad = torch.zeros_like(shares), torch.zeros_like(errors)
         token = shares.new_zeros(()) if ctx.needs_input_grad[2] else None
-        if bool((place >= 0).any()):
-            _pull(pool, plan, place, shares, errors, share_grad, error_grad)
-            has = place >= 0
-            memory = plan.keys[has] // (pool.given or 1)
-            keep = ctx.reach.of(pool, ctx.old[has], memory)
-            pool.gradients.move(ids[has], ctx.old[has], keep)
+        if bool(has.any()):
+            row, error = plan.row, errors.flatten(0, 1)
+            at = has[row].nonzero()[:, 0]
+            entry, owner, where, count = plan.entry[at], plan.owner[at], place[row[at]], plan.count[row[at]]
+            share_grad.view(-1)[entry] = -gradients.rows.products(where, owner, error) / count
+            order = owner.argsort()
+            weights = (-shares.flatten()[entry] / count)[order]
+            error_grad.copy_(gradients.rows.sums(where[order], weights, owner[order], len(error)).view_as(errors))
+            keep = reach.of(pool, old[has], plan.keys[has] // (pool.given or 1))
+            gradients.move(ids[has], old[has], keep)
         pool.tidy()
-        return share_grad, error_grad, token, None, None, None, None, None
+        return share_grad, error_grad, token, None
 
 
-def _pull(
-    pool: Pool, plan: Plan, place: Tensor, shares: Tensor, errors: Tensor, share_grad: Tensor, error_grad: Tensor
-) -> None:
-    """Write the gradients of shares and errors, given the places [U] of the gradients of the rows after a write."""
-    row = plan.row
-    at = (place[row] >= 0).nonzero()[:, 0]  # rows that were not read have none
-    entry, owner, where, count = plan.entry[at], plan.owner[at], place[row[at]], plan.count[row[at]]
-    rows, error = pool.gradients.rows, errors.flatten(0, 1)
-    share_grad.view(-1)[entry] = -rows.products(where, owner, error) / count
-    order = owner.argsort()
-    weights = (-shares.flatten()[entry] / count)[order]
-    error_grad.copy_(rows.sums(where[order], weights, owner[order], len(error)).view_as(errors))
+WriteHow = tuple[Pool, Plan, Tensor, Hold, Reach]
+"""What a write was made of: the pool, the plan, the old rows [U], the new ones, and which rows passed gradients on."""
 
 
 def _owner(ids: Tensor) -> Tensor:
