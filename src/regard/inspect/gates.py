@@ -149,16 +149,11 @@ def word_surprisal(labels: Sequence[str], counts: Mapping[str, int]) -> Tensor:
     instance(call, "counts", counts, Mapping, "a mapping of words to how often they occur")
     total, kinds = sum(counts.values()), len(counts) + 1
     bits = lambda word: -math.log2((counts.get(word, 0) + 1) / (total + kinds))  # noqa: E731
-    return _over_tokens(labels, ((match.span(), bits(match[0])) for match in _WORD.finditer("".join(labels))))
-
-
-def _over_tokens(labels: Sequence[str], spans: Any) -> Tensor:
-    """Return for each token the largest value of the spans of characters that it overlaps."""
     sizes = torch.tensor([len(label) for label in labels], dtype=torch.long)
     token = torch.arange(len(labels)).repeat_interleave(sizes)
     characters = torch.full(token.shape, -math.inf, dtype=torch.float64)
-    for (start, stop), value in spans:
-        characters[start:stop] = value
+    for match in _WORD.finditer("".join(labels)):
+        characters[slice(*match.span())] = bits(match[0])
     values = torch.full((len(labels),), -math.inf, dtype=torch.float64).scatter_reduce_(0, token, characters, "amax")
     return values.where(values > -math.inf, torch.nan)
 

@@ -6,6 +6,8 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
+_ESCAPED = str.maketrans({"\\": "\\\\", "|": "\\|", "\n": " "})
+
 
 @dataclass(frozen=True)
 class Table:
@@ -27,7 +29,8 @@ class Table:
     def markdown(self) -> str:
         """Return the table as GitHub Markdown, with `|` in cells escaped."""
         rule = ("---", *("---:" for _ in self.header[1:]))
-        lines = ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in (self.header, *self.rows)]
+        cells = [[cell.translate(_ESCAPED) for cell in row] for row in (self.header, *self.rows)]
+        lines = [f"| {' | '.join(row)} |" for row in cells]
         lines.insert(1, "|" + "|".join(rule) + "|")
         return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
 
@@ -39,7 +42,3 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return table
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

@@ -224,7 +224,11 @@ class RowGradients:
         if count:
             self.rows.add(place[known], rows[known])
             ids, rows = ids[~known], rows[~known]
-        fresh = self._room(len(ids))
+        fresh, self._free = self._free[: len(ids)], self._free[len(ids) :]
+        start, more = self.rows.size, len(ids) - len(fresh)
+        if more:
+            self.rows.extend(more)
+            fresh = torch.cat((fresh, torch.arange(start, start + more, device=fresh.device)))
         for piece, at, mine in self.rows.parts(fresh):
             piece.index_copy_(0, mine, rows if at is None else rows.index_select(0, at))
         self._place[ids] = fresh.int()
@@ -257,15 +261,6 @@ class RowGradients:
     @property
     def empty(self) -> bool:
         return len(self._free) == self.rows.size
-
-    def _room(self, count: int) -> Tensor:
-        used, self._free = self._free[:count], self._free[count:]
-        more = count - len(used)
-        if not more:
-            return used
-        start = self.rows.size
-        self.rows.extend(more)
-        return torch.cat((used, torch.arange(start, start + more, device=used.device)))
 
     def _release(self, place: Tensor) -> None:
         self._free = torch.cat((self._free, place))
