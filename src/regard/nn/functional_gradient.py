@@ -17,7 +17,7 @@ width of f and of embeddings, Dv channels of a head's value, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,16 +85,6 @@ def pair_rows(rows: Tensor, pending: Tensor | None, pairs: Pairs | None) -> tupl
         return x[..., :-1, :], x[..., -1:, :]
     pick = lambda index: x.gather(-2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))  # noqa: E731
     return pick(pairs.index), pick(pairs.last)
-
-
-class PairCache(Protocol):
-    """The cache protocol of the layer."""
-
-    def pending(self, name: str) -> Tensor | None:
-        """Return what waits for the next value, [B, H, 1, D], or None before the first row."""
-
-    def extend(self, pending: dict[str, Tensor], **new: Tensor) -> dict[str, Tensor]:
-        """Append along the second-to-last axis; return everything so far, by name."""
 
 
 class FunctionalGradient(nn.Module):
@@ -171,7 +161,7 @@ class FunctionalGradient(nn.Module):
         values: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         pairs: Pairs | None = None,
-        cache: PairCache | None = None,
+        cache: Any = None,
         output_attentions: bool = False,
         *,
         is_causal: bool = True,
@@ -184,7 +174,9 @@ class FunctionalGradient(nn.Module):
             position_embeddings: (cos, sin) of `rotary_angles`, each [B or 1, R, D/2]; None for none.
             pairs: of a text with padding, whose masked rows have no effect, or with several documents, which are kept
                 apart; None if every row is real and holds one document.
-            cache: of this layer's keys; it is extended.
+            cache: of this layer's keys. `pending(name)` returns what waits for the next value, [B, H, 1, D], or None
+                before the first row; `extend(pending, **new)` appends along the second-to-last axis, and returns
+                everything so far, by name.
             output_attentions: also return the weights, computed densely.
             is_causal: if False, every covariate sees all n <= R pairs, those of the first n covariates, as in
                 functional gradient descent on a fixed set of pairs (equations 16 and 17). Without cache and `pairs`.
@@ -218,9 +210,7 @@ class FunctionalGradient(nn.Module):
         update = self.o_proj(out.transpose(1, 2).flatten(2))
         return self.hook_out(F.pad(update, (0, 0, first, 0)) if first else update), weights
 
-    def _check(
-        self, covariates: Tensor, values: Tensor, is_causal: bool, cache: PairCache | None, pairs: Pairs | None
-    ) -> None:
+    def _check(self, covariates: Tensor, values: Tensor, is_causal: bool, cache: Any, pairs: Pairs | None) -> None:
         if pairs is not None:
             instance(CALL, "pairs", pairs, Pairs, "Pairs or None")
         if cache is not None and not all(callable(getattr(cache, n, None)) for n in ("pending", "extend")):

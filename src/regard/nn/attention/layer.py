@@ -5,7 +5,7 @@ multiple of Hkv), D channels of a head.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,6 @@ CALL = "nn.Attention"
 
 Observer = Callable[[int | None, Any], None]
 Rotary = tuple[Tensor, Tensor] | None
-
-
-class KeyValueCache(Protocol):
-    """The cache protocol of the layer; transformers' `DynamicCache` has it."""
-
-    def get_seq_length(self, layer_idx: int) -> int:
-        """Return the number of tokens that the layer has seen."""
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, Hkv, Tq, D]; return those that a query may need, the new ones last."""
 
 
 class Attention(nn.Module):
@@ -170,7 +160,7 @@ class Attention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: Rotary = None,
         attention_mask: Tensor | None = None,
-        past_key_values: KeyValueCache | None = None,
+        past_key_values: Any = None,
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -182,11 +172,13 @@ class Attention(nn.Module):
                 of a head; None for no positions.
             attention_mask: boolean, True where a key may be attended: [B, Tk] over all tokens so far, or
                 [B, 1 or H, T, Tk], combined with causality and window. A query without a visible key gives zeros.
-            past_key_values: a cache, to which keys and values are appended in place. If its layer, `layers[layer_idx]`,
-                has a `linear_state` (a `LinearState` or None), it holds this state of fixed size and a token costs
-                O(D Dv) at any length; only the mask's columns of new tokens are then read, since a pair cannot be
-                removed from a sum. If its layer has a fixed length (transformers' `StaticCache`), Tk is that length,
-                and a shorter mask is extended by False.
+            past_key_values: a cache such as transformers' `DynamicCache`. `update(key, value, layer_idx)` appends keys
+                and values [B, Hkv, T, D] in place and returns those that a query may need, the new ones last;
+                `get_seq_length(layer_idx)` counts the tokens. If its layer, `layers[layer_idx]`, has a `linear_state`
+                (a `LinearState` or None), it holds this state of fixed size and a token costs O(D Dv) at any length;
+                only the mask's columns of new tokens are then read, since a pair cannot be removed from a sum. If its
+                layer has a fixed length (transformers' `StaticCache`), Tk is that length, and a shorter mask is
+                extended by False.
             output_attentions: also return the weights, from the dense reference: those with weights times values =
                 output, some of which are negative for a local linear spec.
             segment_ids: integers [B or 1, T] of packed documents: a token attends only to its own run of equal numbers.
@@ -226,7 +218,11 @@ class Attention(nn.Module):
                     seen = Seen()
                 key, value = self._append(past_key_values, key, value, seen.window)
             seen = Seen(*seen[:3], self._mask(attention_mask, query, key), segment_ids)
-            local = self._local_params(hidden_states, position_embeddings)
+            local: dict[str, Any] = {}  # parameters of a local linear spec that depend on the token
+            if self.ridge_proj is not None:
+                local["ridge"] = self.ridge_proj(hidden_states)
+            if self.probed:
+                local["probe"] = self._position(self.r_proj(hidden_states), "r", position_embeddings)
             out, weights = self._attend(query, key, value, seen, output_attentions, local)
         heads = (out if self.out_norm is None else self.out_norm(out)).transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
@@ -253,20 +249,11 @@ class Attention(nn.Module):
             x = self.get_submodule(f"{part}_norm")(x)
         return x if position_embeddings is None else rotate(x, *position_embeddings)
 
-    def _local_params(self, hidden_states: Tensor, position_embeddings: Rotary) -> dict[str, float | Tensor]:
-        """Return token-dependent parameters of a local linear spec: ridge [B, H, T, 1 or D], probe [B, H, T, D]."""
-        params: dict[str, float | Tensor] = {}
-        if self.ridge_proj is not None:
-            params["ridge"] = self.ridge_proj(hidden_states)
-        if self.probed:
-            params["probe"] = self._position(self.r_proj(hidden_states), "r", position_embeddings)
-        return params
-
     def _heads(self, x: Tensor) -> Tensor:
         """Return [B, heads, T, D] for x [B, T, heads * D]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _sums(self, cache: KeyValueCache) -> Any:
+    def _sums(self, cache: Any) -> Any:
         """Return this layer's entry in the cache, with its linear-attention state; None for keys and values."""
         if self.layer_idx is None:
             raise ArgumentError(f"{CALL}: past_key_values: a cache was given to a layer without layer_idx; set it.")
@@ -301,7 +288,7 @@ class Attention(nn.Module):
             raise ArgumentError(f"{CALL}: weights of earlier tokens were asked for, but {why}.")
         return self._attend(query, key, value, seen, output_attentions, {})
 
-    def _append(self, cache: KeyValueCache, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    def _append(self, cache: Any, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Append to the cache; return all keys and values that it holds, [B, Hkv, Tk, D]."""
         assert self.layer_idx is not None  # checked by _sums
         tokens = key.shape[2]
