@@ -68,19 +68,16 @@ def gate_trace(
     missing = f"no memory layer of {type(model).__name__} has a gate; {mend}."
     require(bool(names), call, missing)
     tokens = input_ids.long()[None].to(next(model.parameters()).device)
-    with eval_mode(model), _chunked(model, chunk_size):
+    chunked: Any = nullcontext()
+    if chunk_size is not None:
+        from ..models.hybrid import memories
+
+        chunked = memories.chunk_size(model, chunk_size)
+    with eval_mode(model), chunked:
         _, found = within(call, None, run_with_cache, model, tokens, names.__contains__)
     require(bool(found), call, missing)
     gates = torch.stack([gate.reshape(-1).float().cpu() for gate in found.values()])
     return GateTrace(tuple(labels), tuple(map(layer_name, found)), gates)
-
-
-def _chunked(model: nn.Module, tokens: int | None) -> Any:
-    if tokens is None:
-        return nullcontext()
-    from ..models.hybrid.memories import chunk_size
-
-    return chunk_size(model, tokens)
 
 
 def layer_name(hook: str) -> str:
