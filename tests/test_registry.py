@@ -148,3 +148,19 @@ def test_registered_objects_say_their_registered_name() -> None:
             assert make().name == name
     for name, make in regard.registries()["kernel"].items():
         assert make().name in (name, "polynomial")
+
+
+def test_a_class_gets_the_name_of_its_registration() -> None:
+    kinds: Registry[type] = Registry("kind")
+
+    @kinds.register("plain", "other")
+    class Plain: ...
+
+    @kinds.register("derived")
+    class Derived(Plain): ...
+
+    @kinds.register("own")
+    class Own:
+        name = "its own"
+
+    assert [kind.name for _, kind in kinds.items()] == ["plain", "derived", "its own"]  # type: ignore[attr-defined]

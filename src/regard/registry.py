@@ -47,13 +47,16 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
-        """Return a decorator that registers an object under `name` and `aliases`."""
+        """Return a decorator that registers an object under `name` and `aliases`, and gives a class without a `name` of
+        its own this one."""
 
         def add(obj: T) -> T:
             keys = (name, *aliases)
             for key in keys:
                 if key in self._objects or key in self._aliases or keys.count(key) > 1:
                     raise ArgumentError(f"{self.kind} {key!r} is registered already; choose another name.")
+            if isinstance(obj, type) and "name" not in vars(obj):
+                obj.name = name  # type: ignore[attr-defined]
             self._objects[name] = obj
             self._aliases.update(dict.fromkeys(aliases, name))
             return obj

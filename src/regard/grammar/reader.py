@@ -5,27 +5,22 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, require
 
 _TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z][\w.+-]*)|(?P<number>[-+]?[\d.][\w.+-]*)|(?P<sign>[*(),=\[\]]))")
-
-
-def _tokens(text: str) -> list[str]:
-    tokens, at = [], 0
-    while at < len(text.rstrip()):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise ArgumentError(f"Spec.parse: cannot read {text[at:].strip()!r} in {text!r}.")
-        tokens.append(match.group().strip())
-        at = match.end()
-    return tokens
 
 
 class Reader:
     """Reader of terms `name(key=value, ...)`; a value is a number, a word or a term."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.rest = text, _tokens(text)
+        self.text, self.rest, at = text, list[str](), 0
+        while at < len(text.rstrip()):
+            match = _TOKEN.match(text, at)
+            if match is None:
+                raise ArgumentError(f"Spec.parse: cannot read {text[at:].strip()!r} in {text!r}.")
+            self.rest.append(match.group().strip())
+            at = match.end()
 
     def take(self, wanted: str | None = None) -> str:
         if not self.rest or (wanted is not None and self.rest[0] != wanted):
@@ -36,16 +31,14 @@ class Reader:
 
     def term(self) -> tuple[str, dict[str, Any]]:
         name = self.take()
-        if name in "*(),=[]":
-            raise ArgumentError(f"Spec.parse: expected a name but found {name!r} in {self.text!r}.")
+        require(name not in "*(),=[]", "Spec.parse", f"expected a name but found {name!r} in {self.text!r}.")
         arguments: dict[str, Any] = {}
         if self.rest[:1] == ["("]:
             self.take("(")
             while self.rest[:1] != [")"]:
                 key = self.take()
                 self.take("=")
-                if key in arguments:
-                    raise ArgumentError(f"Spec.parse: {key!r} is given twice in {self.text!r}.")
+                require(key not in arguments, "Spec.parse", f"{key!r} is given twice in {self.text!r}.")
                 arguments[key] = self.value()
                 if self.rest[:1] != [")"]:
                     self.take(",")

@@ -96,7 +96,7 @@ class Spec:
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
         put("_weighting", weighting)  # built once; raises for combinations without a meaning
         axes = {f.name: getattr(self, f.name) for f in fields(self)}
-        put("_json", json.dumps({k: v if k in PLAIN_FIELDS else _to_dict(v) for k, v in axes.items()}))
+        put("_json", json.dumps({k: _to_dict(v) if k in AXES else v for k, v in axes.items()}))
         if self.degree == 1 and not (weighting.nonnegative and weighting.normalised):
             able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
             raise ArgumentError(
@@ -223,13 +223,11 @@ class Spec:
             raise ArgumentError(f"Spec.from_json: not JSON ({error}).") from None
         if not isinstance(data, dict) or data.get("kernel") is None:
             raise ArgumentError("Spec.from_json: expected an object with at least 'kernel'.")
-        if data.pop("trend", None) is not None:
-            raise ArgumentError(f"Spec.from_json: {NO_TREND}")
+        require(data.pop("trend", None) is None, "Spec.from_json", f"{NO_TREND}")
         known = [f.name for f in fields(cls)]
         for key in data:
-            if key not in known:
-                raise ArgumentError(f"Spec.from_json: unknown field {key!r}.{suggestion(key, known)}")
-        made = {k: v if k in PLAIN_FIELDS else _from_dict(AXES[k], v) for k, v in data.items()}
+            require(key in known, "Spec.from_json", f"unknown field {key!r}.{suggestion(key, known)}")
+        made = {k: _from_dict(AXES[k], v) if k in AXES else v for k, v in data.items()}
         return cls(**{k: v for k, v in made.items() if v is not None})
 
 
@@ -239,7 +237,6 @@ AXES: dict[str, Registry[Any]] = {
     "similarity": similarities,
     "solver": solvers,
 }
-PLAIN_FIELDS = ("degree", "ridge", "normalise", "ridge_mode")
 NO_TREND = (
     "a spec no longer has a trend. Call regard.interpolated_attention(query, key, value, trend='mesa', "
     "spec='softmax'), or let HybridConfig use the token mixer 'interpolated', whose mixer_options are "
@@ -345,8 +342,7 @@ def _parse(text: str) -> Spec:
     match = re.fullmatch(r"\s*local-linear\[(.+)\]\s*", text)
     if match:
         return local_linear(_parse(match.group(1)))
-    if re.fullmatch(r"\s*interpolated\[.+\]\s*", text):
-        raise ArgumentError(f"Spec.parse: {NO_TREND}")
+    require(not re.fullmatch(r"\s*interpolated\[.+\]\s*", text), "Spec.parse", f"{NO_TREND}")
     return _compose(Reader(text).terms(), text)
 
 
@@ -382,8 +378,7 @@ def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if isinstance(solver, tuple):
             arguments = {**arguments, "solver": instance_of(solvers, solver[0], **solver[1])}
         return {"degree": int(name == "linear"), **arguments}
-    if name == "residual":
-        raise ArgumentError(f"Spec.parse: {NO_TREND}")
+    require(name != "residual", "Spec.parse", f"{NO_TREND}")
     if name in ("normalised", "unnormalised"):
         return {"normalise": name == "normalised"}
     if name in bandwidths:

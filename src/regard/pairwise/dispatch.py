@@ -137,13 +137,7 @@ class Implementation(Protocol):
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         """Return the output [B, H, Tq, Dv] in the dtype of `inputs.v`."""
 
-    # Optional methods:
-    #   native(problem) -> bool: whether it takes queries and keys instead of features (`Inputs`);
-    #   raw(problem) -> bool: whether it takes tensors with non-finite numbers, and returns NaN in exactly the rows that
-    #       see one;
-    #   clean(*tensors): replaces `precision.clean_each`;
-    #   seen_rows(visible, heads, query_bad, key_bad, value_bad): replaces `attention._seen_rows`;
-    #   hesitates(problem) -> str | None: why "auto" should not choose it although it supports the problem.
+    # Optional methods are native, raw, clean, seen_rows and hesitates: see docs/protocols/implementation.md.
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,6 @@ class LinearAttention(Trend):
     """
 
     log_decay: float = 0.0
-    name: ClassVar[str] = "linear-attention"
 
     def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
         return linear_attention(query, key, value, "linear", scale=1.0, log_decay=self.log_decay or None, **how)
@@ -86,7 +85,6 @@ class Mesa(Trend):
 
     ridge: float = 1.0
     log_decay: float = 0.0
-    name: ClassVar[str] = "mesa"
 
     def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
         fade = self.log_decay or None
@@ -104,15 +102,15 @@ class Delta(Trend):
     """
 
     beta: float = 1.0
-    name: ClassVar[str] = "delta"
 
     def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-        return delta_rule(query, key, value, unit_steps(key, self.beta), **how)
+        fade = getattr(self, "log_decay", 0.0) or None
+        return delta_rule(query, key, value, unit_steps(key, self.beta), log_decay=fade, **how)
 
 
 @trends.register("gated-delta")
 @dataclass(frozen=True)
-class GatedDelta(Trend):
+class GatedDelta(Delta):
     """The gated delta rule: `Delta`, with W multiplied by exp(log_decay) per token.
 
     Args:
@@ -120,13 +118,7 @@ class GatedDelta(Trend):
         log_decay: g <= 0 a token.
     """
 
-    beta: float = 1.0
     log_decay: float = -0.01
-    name: ClassVar[str] = "gated-delta"
-
-    def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-        fade = self.log_decay or None
-        return delta_rule(query, key, value, unit_steps(key, self.beta), log_decay=fade, **how)
 
 
 _READ: dict[str, Trend] = {}

@@ -61,7 +61,6 @@ class Reordered(TokenTask):
 
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the answer to the symbols before the separator, int64 [T]."""
-        assert example.prompt is not None
         prompt = example.tokens[: example.prompt].tolist()
         return torch.tensor(prompt + self.order(prompt[1:-1]) + [self.symbols + 2])
 
@@ -75,8 +74,6 @@ class Reordered(TokenTask):
 class Reverse(Reordered):
     """Repeat symbols from the last to the first."""
 
-    name: ClassVar[str] = "reverse"
-
     def order(self, symbols: list[int]) -> list[int]:
         return symbols[::-1]
 
@@ -85,8 +82,6 @@ class Reverse(Reordered):
 @dataclass(frozen=True)
 class Sort(Reordered):
     """Repeat symbols from the smallest to the largest."""
-
-    name: ClassVar[str] = "sort"
 
     def order(self, symbols: list[int]) -> list[int]:
         return sorted(symbols)

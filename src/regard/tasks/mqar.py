@@ -41,7 +41,6 @@ class MQAR(TokenTask):
         ArgumentError: sizes that do not fit.
     """
 
-    name: ClassVar[str] = "mqar"
     settings: ClassVar[Settings] = {
         "quick": {"tokens": 128, "length": 32, "pairs": 4},
         "zoology-64": {"tokens": 8192, "length": 64, "pairs": 4},
@@ -121,8 +120,6 @@ class StackedMQAR(MQAR):
     two embeddings, `table(tokens) + table(beside)`, as `inputs_embeds`. The gap between pairs and queries is in
     positions.
     """
-
-    name: ClassVar[str] = "stacked-mqar"
 
     def draw(self, random: Random, split: str) -> TokenExample:
         keys, values, gaps = self._pairs(random)

@@ -43,7 +43,6 @@ class MQMTAR(TokenTask):
         ArgumentError: sizes that do not fit.
     """
 
-    name: ClassVar[str] = "mqmtar"
     settings: ClassVar[Settings] = {
         "quick": {"letters": 32, "least": 18, "most": 30, "queries": 2},
         "paper": {"letters": 256, "least": 32, "most": 64},
@@ -99,7 +98,6 @@ class MQMTAR(TokenTask):
 
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the values that stand behind the keys that are asked for, int64 [T]."""
-        assert example.prompt is not None
         prompt = example.tokens[: example.prompt].tolist()
         known = {tuple(prompt[i - 2 : i]): prompt[i + 1 : i + 3] for i, x in enumerate(prompt) if x == PAIR}
         answer: list[int] = []
@@ -110,7 +108,6 @@ class MQMTAR(TokenTask):
 
     def trivial(self, example: TokenExample) -> Tensor:
         """Return the first value of the source for every query, int64 [T]."""
-        assert example.prompt is not None
         prompt = example.tokens[: example.prompt].tolist()
         at = prompt.index(PAIR)
         answer = [QUERY, *prompt[at + 1 : at + 3]] * self.queries

@@ -39,7 +39,6 @@ class PermutationTracking(TokenTask):
         ArgumentError: sizes that do not fit.
     """
 
-    name: ClassVar[str] = "permutation-tracking"
     settings: ClassVar[Settings] = {
         "quick": {"places": 6, "items": 32, "questions": 4, "swaps": (1, 2)},
         **{f"paper-{n}": {"places": n} for n in (16, 24, 48, 96)},

@@ -47,7 +47,6 @@ class RecurringNames(WordTask):
         ArgumentError: a number out of range.
     """
 
-    name: ClassVar[str] = "recurring-names"
     settings: ClassVar[Settings] = {
         "quick": {"sentences": 40, "people": 4, "window": 32},
         "terse": {"sentences": 24, "people": 6, "share": 0.8, "verbs": 0, "window": 8},

@@ -94,7 +94,6 @@ class RegBench(TokenTask):
         ArgumentError: sizes that do not fit.
     """
 
-    name: ClassVar[str] = "regbench"
     settings: ClassVar[Settings] = {
         "quick": {
             "symbols": 8, "states": (3, 6), "alphabet": (4, 8), "strings": (6, 10), "string": (2, 11)

@@ -105,7 +105,6 @@ class Stories(WordTask):
         ArgumentError: a number out of range.
     """
 
-    name: ClassVar[str] = "stories"
     settings: ClassVar[Settings] = {"quick": {"sentences": 1, "prompt": 2}, "long": {"sentences": 4, "prompt": 4}}
 
     sentences: int = 2

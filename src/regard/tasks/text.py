@@ -124,7 +124,6 @@ class Text(TokenTask):
         ArgumentError: an unknown source, or a text that cannot be read or is too short.
     """
 
-    name: ClassVar[str] = "text"
     settings: ClassVar[Settings] = {"quick": {"length": 64}, "nano": {"length": 256, "most": 1_115_394}}
 
     source: str = "python"

@@ -160,7 +160,6 @@ class TinyMath(WordTask):
         ArgumentError: a setting out of range.
     """
 
-    name: ClassVar[str] = "tiny-math"
     settings: ClassVar[Settings] = {
         "quick": {"largest": 20, "factor": 4, "distractors": (0, 1), "explanation": False},
         "small": {"largest": 60, "factor": 9, "distractors": (0, 1), "explanation": False},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ class Adaptive(RuleBase):
 
     Learned parameter: `alpha` >= 1, per head or per row, instead of the kernel's r; 1 is softmax.
     """
-
-    name: ClassVar[str] = "adaptive"
 
     def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
         if kernel.ranked and "r" not in kernel.params:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ class Anchored(RuleBase):
     """
 
     margin: float = 1.0
-    name: ClassVar[str] = "anchored"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "margin", number("anchored", "margin", self.margin, low=0.0, strict=True))

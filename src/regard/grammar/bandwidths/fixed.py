@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError, choice, number
+from ...checks import ArgumentError, choice, number, require
 from ..kernels import Number, ParamInfo, Params, least_reach
 from ..weighting import Plain, Ratio, RowStats, Weighting
 from .base import RuleBase, bandwidths, positions
@@ -36,12 +36,10 @@ class Fixed(RuleBase):
     bias: float | None = None
     h: float | None = None
     empty: Empty = "uniform"
-    name: ClassVar[str] = "fixed"
     shift_invariant: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.bias is not None and self.h is not None:
-            raise ArgumentError("fixed: bias and h both set the threshold; give one of them.")
+        require(self.bias is None or self.h is None, "fixed", "bias and h both set the threshold; give one of them.")
         if self.bias is not None:
             object.__setattr__(self, "bias", number("fixed", "bias", self.bias))
         if self.h is not None:
@@ -96,8 +94,7 @@ class Fixed(RuleBase):
     def bounded(self, kernel: Any) -> bool:
         return bool(kernel.compact)
 
-    def may_miss(self, kernel: Any) -> bool:
-        return bool(kernel.compact)
+    may_miss = bounded
 
     def indices(self, kernel: Any) -> int:
         return int(kernel.compact)

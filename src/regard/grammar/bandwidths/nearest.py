@@ -37,7 +37,6 @@ class Nearest(RuleBase):
     k: int = 32
     gradient: Gradient = "hard"
     temperature: float = 1.0
-    name: ClassVar[str] = "nearest"
 
     def __post_init__(self) -> None:
         whole("nearest", "k", self.k, 1)
@@ -60,8 +59,7 @@ class Nearest(RuleBase):
     def bounded(self, kernel: Any) -> bool:
         return bool(kernel.vanishes)
 
-    def may_miss(self, kernel: Any) -> bool:
-        return bool(kernel.vanishes)  # all kept keys may tie with the threshold
+    may_miss = bounded  # all kept keys may tie with the threshold
 
     def indices(self, kernel: Any) -> int:
         return 3

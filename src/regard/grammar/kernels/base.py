@@ -14,9 +14,10 @@ and weight 0.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,27 +40,29 @@ class ParamInfo:
     strict: bool = False
 
 
-@runtime_checkable
-class Kernel(Protocol):
-    """Weight as a function of the score."""
+class Kernel(ABC):
+    """Weight as a function of the score. By default of the score itself, which only the fixed rule can use."""
 
     name: ClassVar[str]
-    compact: ClassVar[bool]  # exactly zero at and below the threshold
-    vanishes: ClassVar[bool]  # continuous at the threshold
-    ranked: ClassVar[bool]  # has `relative` and `relative_slope`: compact, or exponential (see the module)
-    scaled: ClassVar[bool]  # whether a scale of the scores is accepted
-    nonnegative: bool
-    bandwidth: ClassVar[str]  # the default rule
+    compact: ClassVar[bool] = False  # exactly zero at and below the threshold
+    vanishes: ClassVar[bool] = False  # continuous at the threshold
+    ranked: ClassVar[bool] = False  # has `relative` and `relative_slope`: compact, or exponential (see the module)
+    scaled: ClassVar[bool] = False  # whether a scale of the scores is accepted
+    nonnegative: ClassVar[bool] = True
+    bandwidth: ClassVar[str] = "fixed"  # the default rule
     # Optional: numba_relative(d, reach), (relative, relative_slope) of one key in code that numba compiles. With it
     # impl="cpu" runs a kernel that is compact, continuous and without parameters.
 
     @property
     def params(self) -> Mapping[str, ParamInfo]:
         """The learnable parameters of the kernel."""
+        return {}
 
+    @abstractmethod
     def value(self, a: Tensor, params: Params) -> Tensor:
         """K(a)."""
 
+    @abstractmethod
     def slope(self, a: Tensor, params: Params) -> Tensor:
         """dK/da."""
 
@@ -70,27 +73,10 @@ def least_reach(dtype: torch.dtype) -> float:
     return info.tiny / info.eps
 
 
-class _WithoutParameters:
-    @property
-    def params(self) -> Mapping[str, ParamInfo]:
-        return {}
-
-
-class RankedKernel(_WithoutParameters):
+class RankedKernel(Kernel):
     """Kernels that are a function of the distance to the largest score."""
 
     ranked: ClassVar[bool] = True
     scaled: ClassVar[bool] = True
-    nonnegative: ClassVar[bool] = True
     own_slope: ClassVar[bool] = False
     """Whether the kernel is its own derivative."""
-
-
-class PointwiseKernel(_WithoutParameters):
-    """Kernels of the score itself, which only the fixed rule can use."""
-
-    ranked: ClassVar[bool] = False
-    scaled: ClassVar[bool] = False
-    compact: ClassVar[bool] = False
-    vanishes: ClassVar[bool] = False
-    bandwidth: ClassVar[str] = "fixed"

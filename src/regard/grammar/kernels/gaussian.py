@@ -17,10 +17,6 @@ from .base import Number, Params, RankedKernel, kernels
 class Gaussian(RankedKernel):
     """K(a) = exp(a): softmax under the fixed rule."""
 
-    name: ClassVar[str] = "gaussian"
-    compact: ClassVar[bool] = False
-    vanishes: ClassVar[bool] = False
-    bandwidth: ClassVar[str] = "fixed"
     own_slope: ClassVar[bool] = True
 
     def relative(self, d: Tensor, reach: Number, params: Params) -> Tensor:

@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 from ...checks import number
-from .base import Params, PointwiseKernel, kernels
+from .base import Kernel, Params, kernels
 
 
 @kernels.register("geometric")
 @dataclass(frozen=True)
-class Geometric(PointwiseKernel):
+class Geometric(Kernel):
     """K(z) = 1 / (1 - z) for z < 1, the geometric series; needs the cosine similarity.
 
     Kernel-selection paper, Table 1. With the paper's eps = 1e-3 a unit key equal to its query has about 1000 times
     the weight of an orthogonal one; use `exclude_self` in self-attention.
     """
 
-    name: ClassVar[str] = "geometric"
-    nonnegative: ClassVar[bool] = True
     below: ClassVar[float] = 1.0  # upper limit of the similarity
 
     def value(self, a: Tensor, params: Params) -> Tensor:
@@ -40,7 +38,7 @@ class Geometric(PointwiseKernel):
 
 @kernels.register("clipped-geometric")
 @dataclass(frozen=True)
-class ClippedGeometric(PointwiseKernel):
+class ClippedGeometric(Kernel):
     """K(z) = 1 / (1 + eps - min(z, limit) / limit): positive without exponentials, constant above the limit.
 
     Kernel-selection paper, Table 1 (M = 300, eps = 1e-4). z is the plain dot product; `limit` acts as its scale.
@@ -48,8 +46,6 @@ class ClippedGeometric(PointwiseKernel):
 
     limit: float = 300.0
     eps: float = 1e-4
-    name: ClassVar[str] = "clipped-geometric"
-    nonnegative: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         number("clipped-geometric", "limit", self.limit, low=0.0, strict=True)

@@ -22,7 +22,6 @@ class Polynomial(RankedKernel):
     """
 
     r: float = 1.0
-    name: ClassVar[str] = "polynomial"
     compact: ClassVar[bool] = True
     vanishes: ClassVar[bool] = True
     bandwidth: ClassVar[str] = "adaptive"

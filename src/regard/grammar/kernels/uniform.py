@@ -16,9 +16,7 @@ from .base import Number, Params, RankedKernel, kernels
 class Uniform(RankedKernel):
     """K(a) = 1 for a > 0: equal weights above the threshold, without gradient to the scores."""
 
-    name: ClassVar[str] = "uniform"
     compact: ClassVar[bool] = True
-    vanishes: ClassVar[bool] = False
     bandwidth: ClassVar[str] = "nearest"
 
     def relative(self, d: Tensor, reach: Number, params: Params) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...checks import number
-from .base import Features, similarities
+from .base import Similarity, similarities
 
 
 @similarities.register("cosine")
 @dataclass(frozen=True)
-class Cosine(Features):
+class Cosine(Similarity):
     """s = q . k / sqrt((eps + |q|^2)(eps + |k|^2)), strictly inside (-1, 1) for eps > 0.
 
     Kernel-selection paper, Table 1 (whose alpha = 1e-3 is eps here). eps = 0 is the exact cosine, for which a zero
@@ -22,7 +22,6 @@ class Cosine(Features):
     """
 
     eps: float = 1e-3
-    name: ClassVar[str] = "cosine"
     scaled: ClassVar[bool] = True
     lower: ClassVar[float] = -1.0  # type: ignore[misc]
     upper: ClassVar[float] = 1.0  # type: ignore[misc]

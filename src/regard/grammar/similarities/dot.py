@@ -7,15 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .base import Features, similarities
+from .base import Similarity, similarities
 
 
 @similarities.register("dot")
 @dataclass(frozen=True)
-class Dot(Features):
+class Dot(Similarity):
     """s = q . k, default scale 1/sqrt(D): the scores of scaled dot-product attention."""
 
-    name: ClassVar[str] = "dot"
     scaled: ClassVar[bool] = True
 
     def default_scale(self, dim: int) -> float:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Features, similarities
+from .base import Similarity, similarities
 
 
 @similarities.register("euclidean")
 @dataclass(frozen=True)
-class Euclidean(Features):
+class Euclidean(Similarity):
     """s = -|q - k|^2 / 2, default scale 1/sqrt(D); on unit vectors the dot product minus one.
 
     With a Gaussian kernel this is the radial basis function exp(-|q - k|^2 / g) with g = 2 / scale
@@ -21,7 +21,6 @@ class Euclidean(Features):
     norms: float32 does not resolve distances below about 1e-3 |q|, so centre data that lie far from 0.
     """
 
-    name: ClassVar[str] = "euclidean"
     scaled: ClassVar[bool] = True
     symmetric: ClassVar[bool] = False
     grows: ClassVar[bool] = True

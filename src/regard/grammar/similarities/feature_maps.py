@@ -19,8 +19,6 @@ class ELU(FeatureMap):
     In float32 the products of features near exp(-50) on both sides lose digits, and underflow near exp(-80).
     """
 
-    name: ClassVar[str] = "elu"
-
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return self._map(query), self._map(key)
 
@@ -36,8 +34,6 @@ class ELU(FeatureMap):
 class ReLU(FeatureMap):
     """s = relu(q) . relu(k). Kernel-selection paper, Table 1."""
 
-    name: ClassVar[str] = "relu"
-
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return query.relu(), key.relu()
 
@@ -47,7 +43,6 @@ class ReLU(FeatureMap):
 class ReLU2(FeatureMap):
     """s = relu(q)^2 . relu(k)^2. Kernel-selection paper, Table 1."""
 
-    name: ClassVar[str] = "relu2"
     grows: ClassVar[bool] = True
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

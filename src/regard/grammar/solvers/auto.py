@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..systems import Solved, SolveStatus, System
-from .base import has_ridge, solvers
+from .base import Solver, has_ridge, solvers
 from .cholesky import Cholesky
 from .conjugate_gradient import ConjugateGradient
 
 
 @solvers.register("auto")
 @dataclass(frozen=True)
-class Auto:
+class Auto(Solver):
     """Choose the cheapest of: systems in the space of the weighted keys, Cholesky, conjugate gradients.
 
     If weights can be zero (compact kernels, thresholds, short windows), every row is solved separately: in the space of
@@ -26,10 +26,6 @@ class Auto:
 
     Cost: that of the choice; at 64 coordinates Cholesky costs about as much as 10 steps of conjugate gradients.
     """
-
-    name: ClassVar[str] = "auto"
-    exact: ClassVar[bool] = True
-    needs_ridge: ClassVar[bool] = False
 
     SMALL: ClassVar[int] = 16
 

@@ -7,7 +7,8 @@ Legend: as in `regard.grammar.systems`.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ from ..systems import Solved, System
 solvers: Registry[Any] = Registry("solver", "regard.solvers")
 
 
-@runtime_checkable
-class Solver(Protocol):
+class Solver(ABC):
     """Solver of systems."""
 
     name: ClassVar[str]
-    exact: ClassVar[bool]  # whether autograd differentiates `solve`; else gradients are those of the solution
-    needs_ridge: ClassVar[bool]  # whether ridge 0 is refused
+    exact: ClassVar[bool] = True  # whether autograd differentiates `solve`; else gradients are those of the solution
+    needs_ridge: ClassVar[bool] = False  # whether ridge 0 is refused
 
+    @abstractmethod
     def solve(self, system: System, right: Tensor) -> Solved:
         """Solve (C + ridge) t = `right` [..., D]."""
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, whole
 from ..systems import Solved, SolveStatus, System
-from .base import direct_solution, solvers
+from .base import Solver, direct_solution, solvers
 from .cholesky import Cholesky
 
 
 @solvers.register("block-diagonal")
 @dataclass(frozen=True)
-class BlockDiagonal:
+class BlockDiagonal(Solver):
     """Solve with the diagonal blocks of the covariance: in closed form for blocks of one or two coordinates, else by
     Cholesky. This is a different estimator, between attention and local linear attention; use a ridge near 1.
 
@@ -27,10 +26,6 @@ class BlockDiagonal:
     """
 
     blocks: int = 0
-
-    name: ClassVar[str] = "block-diagonal"
-    exact: ClassVar[bool] = True
-    needs_ridge: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         whole("block-diagonal", "blocks", self.blocks, 0)

@@ -9,20 +9,16 @@ import torch
 from torch import Tensor
 
 from ..systems import Solved, SolveStatus, System, unreadable
-from .base import direct_solution, has_ridge, solvers
+from .base import Solver, direct_solution, has_ridge, solvers
 
 
 @solvers.register("cholesky")
 @dataclass(frozen=True)
-class Cholesky:
+class Cholesky(Solver):
     """Solve by a Cholesky factor. For a numerically singular matrix the result is the least-squares solution of minimum
     norm if the ridge is 0 (by eigenvalues), else the solution with the first of three jitters that makes it regular.
     Cost: D^3/3 per row, and D^2 per pair for the matrix.
     """
-
-    name: ClassVar[str] = "cholesky"
-    exact: ClassVar[bool] = True
-    needs_ridge: ClassVar[bool] = False
 
     RUNGS: ClassVar[tuple[float, ...]] = (1e1, 1e3, 1e5)
     """Jitters in units of D eps times the mean of the diagonal."""

@@ -1,4 +1,7 @@
-"""Solver by conjugate gradients."""
+"""Solver by conjugate gradients, for many rows at once with a mask of the active rows.
+
+Legend: [..., q] rows; D coordinates.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,13 @@ import torch
 from torch import Tensor
 
 from ...checks import flag, number, optional_whole
-from ..conjugate import conjugate_gradients
-from ..systems import Solved, System
-from .base import solvers
+from ..systems import Solved, SolveStatus, System
+from .base import Solver, solvers
 
 
 @solvers.register("cg")
 @dataclass(frozen=True)
-class ConjugateGradient:
+class ConjugateGradient(Solver):
     """Solve by conjugate gradients without forming matrices. A row ends when its true residual |b - A t| is at most
     `tol` |b| or as small as the precision allows.
 
@@ -34,7 +36,6 @@ class ConjugateGradient:
     tol: float | None = None
     precondition: bool = False
 
-    name: ClassVar[str] = "cg"
     exact: ClassVar[bool] = False
     needs_ridge: ClassVar[bool] = True
 
@@ -56,4 +57,88 @@ class ConjugateGradient:
             none = torch.zeros_like(right[..., 0])
             statistics = dict.fromkeys(("iterations", "residual", "jitter"), none)
             return Solved(torch.zeros_like(right), none.int(), statistics)
-        return conjugate_gradients(system, right, tol, limit, self.precondition, self.RESTARTS)
+        return _iterate(system, right, tol, limit, self.precondition, self.RESTARTS)
+
+
+def _iterate(system: System, right: Tensor, tol: float, limit: int, precondition: bool, restarts: int) -> Solved:
+    """Solve A t = `right` [..., q, D] in at most `limit` steps per row. A row ends at a true residual |right - A t| <=
+    tol |right|, or at the rounding error 2 eps (s |t| + |right|), s the size of the terms that A sums."""
+    inverse = _inverse(system) if precondition else None
+    rows = _Rows(right, tol)
+    for _ in range(restarts + 1):
+        rows.divide(inverse)
+        rows.active &= rows.count < limit
+        # All rows take part in every product: a product of fewer may round differently, and no bit of a row may depend
+        # on how many others are active.
+        while bool(rows.active.any()):
+            rows.step(system, inverse, limit)
+        if rows.settle(system, limit):
+            break
+    size = torch.where(rows.size > 0, rows.size, 1)
+    residual = rows.rr.sqrt() / size
+    status = torch.where(rows.active, int(SolveStatus.UNCONVERGED), 0).int()
+    found = {"iterations": rows.count, "residual": residual, "jitter": torch.zeros_like(size)}
+    return Solved(rows.x, status[..., 0], {name: x[..., 0] for name, x in found.items()})
+
+
+def _inverse(system: System) -> Tensor | None:
+    """Return the inverse of the preconditioner; the identity if it is singular, None if there is none."""
+    near = system.near()
+    if near is None:
+        return None
+    factor, info = torch.linalg.cholesky_ex(near)
+    eye = torch.eye(near.shape[-1], dtype=near.dtype, device=near.device)
+    sound = (info == 0)[..., None, None]
+    return torch.where(sound, torch.cholesky_inverse(torch.where(sound, factor, eye)), eye)
+
+
+class _Rows:
+    """State of the iteration: vectors [..., D] and numbers [..., 1] per row. Rows that ended no longer change.
+
+    x, r, d: solution, residual and direction; rr = r . r and rz = r . z with z the preconditioned residual; `goal` for
+    rr; `count` of steps.
+    """
+
+    def __init__(self, right: Tensor, tol: float) -> None:
+        self.right, self.x, self.r, self.d = right, torch.zeros_like(right), right.clone(), right.clone()
+        self.rr = self.rz = _dot(right, right)
+        self.size, self.goal = self.rr.sqrt(), tol**2 * self.rr
+        self.count, self.active = torch.zeros_like(self.rr), self.rr > 0
+
+    def divide(self, inverse: Tensor | None) -> None:
+        """Set the direction to the preconditioned residual."""
+        self.d = self.r.clone() if inverse is None else self.r @ inverse
+        self.rz = _dot(self.r, self.d)
+
+    def step(self, system: System, inverse: Tensor | None, limit: int) -> None:
+        """Take one step in every active row."""
+        image = system.apply(self.d)
+        curvature = _dot(self.d, image)
+        sound = self.active & (curvature > 0)
+        length = torch.where(sound, self.rz / curvature, 0)
+        self.x.addcmul_(length, self.d)
+        self.r.addcmul_(length, image, value=-1)
+        self.count += sound
+        self.rr = _dot(self.r, self.r)
+        self.active = sound & (self.rr > self.goal) & (self.count < limit)
+        z = self.r if inverse is None else self.r @ inverse
+        rz = self.rr if inverse is None else _dot(self.r, z)
+        self.d.mul_(torch.where(self.active, rz / self.rz, 0)).add_(z)
+        self.rz = rz
+
+    def settle(self, system: System, limit: int) -> bool:
+        """Compute the true residuals and reactivate rows whose residual is too large. Return True if none is left."""
+        self.r = self.right - system.apply(self.x)
+        # Every step lowers x.Ax / 2 - b.x from 0 at x = 0. If it is above 0, rounding has made x useless: start again.
+        lost = ~(_dot(self.x, self.right + self.r) >= 0)
+        if bool(lost.any()):
+            self.x, self.r = torch.where(lost, 0, self.x), torch.where(lost, self.right, self.r)
+        self.rr = _dot(self.r, self.r)
+        floor = 2 * torch.finfo(self.r.dtype).eps * (system.terms() * _dot(self.x, self.x).sqrt() + self.size)
+        self.active = ~(self.rr <= torch.maximum(self.goal, floor**2))
+        self.r = torch.where(self.active, self.r, 0)
+        return not bool((self.active & (self.count < limit)).any())
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1, keepdim=True)

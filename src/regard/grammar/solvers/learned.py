@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...checks import ArgumentError
 from ..systems import Solved, System
-from .base import solvers
+from .base import Solver, solvers
 
 
 @solvers.register("learned")
 @dataclass(frozen=True)
-class Learned:
+class Learned(Solver):
     """Use t = -r for a given `params={"probe": r}` [B, H, Tq, D]; no cost (Parallax, Zuo et al., arXiv 2605.29157)."""
-
-    name: ClassVar[str] = "learned"
-    exact: ClassVar[bool] = True
-    needs_ridge: ClassVar[bool] = False
 
     def solve(self, system: System, right: Tensor) -> Solved:
         if system.probe is None:

@@ -60,8 +60,6 @@ class Ridge(Rule):
 class FixedRidge(Ridge):
     """The ridge of the spec, `linear(ridge=0.1)`, for all tokens and heads."""
 
-    name: ClassVar[str] = "fixed"
-
 
 LINKS = ("sigmoid", "softplus")
 """What keeps a learned ridge above its floor; sigmoid also keeps it below floor + 1."""
@@ -78,7 +76,6 @@ class LearnedRidge(Ridge):
     start: float = 0.1
     floor: float = 0.001
     link: str = "sigmoid"
-    name: ClassVar[str] = "learned"
     positive: ClassVar[tuple[str, ...]] = ("start", "floor")
 
     def __post_init__(self) -> None:
@@ -105,8 +102,6 @@ class LearnedRidge(Ridge):
 @dataclass(frozen=True)
 class LearnedRidgePerDimension(LearnedRidge):
     """As "learned", with one value per channel of a head, in the coordinates after rotation."""
-
-    name: ClassVar[str] = "learned-per-dimension"
 
     def numbers(self, dim: int) -> int:
         return dim

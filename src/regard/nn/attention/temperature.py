@@ -122,7 +122,6 @@ class FixedTemperature(Temperature):
     """scale = default / value for all rows; value 1 is the usual scale, which every spec accepts."""
 
     value: float = 1.0
-    name: ClassVar[str] = "fixed"
     positive: ClassVar[tuple[str, ...]] = ("value",)
     counted: ClassVar[bool] = False
 
@@ -140,7 +139,6 @@ class LearnedTemperature(Temperature):
     """scale = default / t, with t = exp(log_temperature) learned per head; `value` is the initial t."""
 
     value: float = 1.0
-    name: ClassVar[str] = "learned"
     positive: ClassVar[tuple[str, ...]] = ("value",)
     counted: ClassVar[bool] = False
 
@@ -162,7 +160,6 @@ class LogTemperature(Temperature):
     """
 
     slope: float = 0.43
-    name: ClassVar[str] = "log"
     positive: ClassVar[tuple[str, ...]] = ("slope",)
 
     def start(self) -> dict[str, float]:
@@ -184,7 +181,6 @@ class PowerTemperature(Temperature):
     exponent: float = 0.25
     base: float = 0.5
     gain: float = 0.5
-    name: ClassVar[str] = "power"
     positive: ClassVar[tuple[str, ...]] = ("exponent", "base", "gain")
 
     def __post_init__(self) -> None:
