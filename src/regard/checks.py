@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .errors import ArgumentError as ArgumentError
 from .errors import closest as closest
+from .errors import require as require
 from .errors import suggestion as suggestion
 
 R = TypeVar("R")
@@ -39,12 +40,6 @@ def debug(enabled: bool = True) -> Iterator[None]:
 def debugging() -> bool:
     """Return whether `debug()` is on and no graph is being compiled."""
     return not torch.compiler.is_compiling() and _DEBUG.get()
-
-
-def require(condition: bool, call: str, message: str) -> None:
-    """Raise `ArgumentError("call: message")` unless `condition` holds."""
-    if not condition:
-        raise ArgumentError(f"{call}: {message}")
 
 
 def within(call: str, argument: str | None, make: Callable[..., R], *args: Any, **kwargs: Any) -> R:

@@ -1,7 +1,7 @@
 """The exception for wrong arguments, suggestions for misspelt names, and the commands that install missing packages,
 without torch for the command line.
 
-Elsewhere the first two come from `regard.checks`.
+Elsewhere `ArgumentError`, `require` and `suggestion` come from `regard.checks`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ EXTRAS = {
 
 class ArgumentError(ValueError):
     """A wrong argument. The command line prints the message as one line and exits with status 2."""
+
+
+def require(condition: bool, call: str, message: str) -> None:
+    """Raise `ArgumentError("call: message")` unless `condition` holds."""
+    if not condition:
+        raise ArgumentError(f"{call}: {message}")
 
 
 def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:

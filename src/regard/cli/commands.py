@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, require
 from ..training.config import LARGEST, TrainConfig
 from ..training.validation import validate
 from .options import parse
@@ -110,9 +110,8 @@ def evaluate(argv: list[str]) -> int:
     options = parse(EvalOptions, argv, command="eval", epilogue=_EVAL)
     for name, least in (("context", 2), ("stride", 1), ("batch", 1), ("limit", 1)):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise ArgumentError(f"eval: --{name} is {value}, expected at least {least}.")
-    from ..checks import require
+        require(value is None or value >= least, "eval", f"--{name} is {value}, expected at least {least}.")
+    from ..checks import within
     from ..training.data.corpus import encode_part
     from ..training.device import resolve_device
     from ..training.evaluation import evaluate as measure
@@ -132,12 +131,9 @@ def evaluate(argv: list[str]) -> int:
     tokens = part.tokens
     few = f"the text has {len(tokens)} tokens, less than one context of {context}"
     require(len(tokens) >= context, "eval", f"{few}; give more text or a smaller --context.")
-    try:
-        result = measure(
-            model.to(device), tokens, part.units, context=context, stride=options.stride, batch=options.batch
-        )
-    except ArgumentError as error:
-        raise ArgumentError(f"eval: with --batch {options.batch} and --context {context}: {error}") from None
+    how = {"context": context, "stride": options.stride, "batch": options.batch}
+    sizes = f"with --batch {options.batch} and --context {context}"
+    result = within("eval", sizes, measure, model.to(device), tokens, part.units, **how)
     lines = [
         ("loss", f"{result.loss:.6f} nats/token over {result.tokens:,} tokens"),
         ("perplexity", f"{math.exp(result.loss):.4f} per token; the first token is not predicted (no prefix token)"),
@@ -155,11 +151,9 @@ def evaluate(argv: list[str]) -> int:
 
 
 def _eval_harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: EvalOptions) -> int:
-    """Score a model on tasks of lm-eval."""
     from ..training.task.harness import harness_scores
 
-    if _of_a_text(options):
-        raise ArgumentError("eval: --lm-eval scores tasks; omit --data, --context and --stride.")
+    require(not _of_a_text(options), "eval", "--lm-eval scores tasks; omit --data, --context and --stride.")
     found = harness_scores(
         model, tokenizer, options.lm_eval, limit=options.limit, batch=options.batch, folder=options.tasks
     )
@@ -178,7 +172,6 @@ def _of_a_text(options: EvalOptions) -> bool:
 
 
 def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
-    """Score the model of a run on the test examples of its task."""
     from ..training.storage.folder import load_task_model
     from ..training.task.run import scored
     from ..training.validation import check_task

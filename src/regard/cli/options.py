@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ArgumentError, suggestion
+from ..errors import ArgumentError, require, suggestion
 from ..training.fields import flag as flag_of
 from ..training.fields import from_mapping, read_mapping
 
@@ -99,9 +99,8 @@ def _take_config(argv: list[str], command: str) -> tuple[Path | None, list[str]]
     words = iter(argv)
     for word in words:
         if word == "--config":
-            value = next(words, None)
-            if value is None:
-                raise ArgumentError(f"{command}: --config expects a file, such as --config run.toml.")
+            value = next(words, "")
+            require(value != "", command, "--config expects a file, such as --config run.toml.")
             file = Path(value)
         elif word.startswith("--config="):
             file = Path(word.partition("=")[2])
@@ -128,8 +127,7 @@ def _join_repeated(argv: list[str], cls: type[Any], command: str) -> list[str]:
             target = rest
         target.append(word)
     for flag, words in repeated.items():
-        if not words:
-            raise ArgumentError(f"{command}: {flag} expects a value.")
+        require(bool(words), command, f"{flag} expects a value.")
     return rest + [word for flag, words in repeated.items() for word in (flag, *words)]
 
 

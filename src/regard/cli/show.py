@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from ..errors import ArgumentError, suggestion
+from ..errors import ArgumentError, require, suggestion
 
 
 def listing(argv: list[str]) -> int:
@@ -16,8 +16,7 @@ def listing(argv: list[str]) -> int:
         which = "presets (the default), another kind, such as kernels, recipes, models or token-mixers, or all kinds"
         print(f"usage: regard list [KIND]\n\nShow what can be selected by name: {which} with `regard list all`.")
         return 0
-    if len(argv) > 1:
-        raise ArgumentError(f"list: expected one kind, got {len(argv)}: {' '.join(argv)}.")
+    require(len(argv) <= 1, "list", f"expected one kind, got {len(argv)}: {' '.join(argv)}.")
     kinds = _kinds()
     wanted = argv[0] if argv else "presets"
     kind = wanted if wanted in kinds else _plural(wanted)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..errors import ArgumentError
-from .specs import split_specs
+from ..errors import require
+from .fields import split_specs
 
 LARGEST = 2**31 - 1
 """The largest count that an option takes."""
@@ -171,5 +171,4 @@ class TrainConfig(OutputOptions, OptimiserOptions, ModelOptions, DataOptions):
 
 def check_seed(seed: int, call: str) -> None:
     """Check that every random generator accepts `--seed`."""
-    if not 0 <= seed < SEEDS:
-        raise ArgumentError(f"{call}: --seed is {seed}, expected 0 to {SEEDS - 1}.")
+    require(0 <= seed < SEEDS, call, f"--seed is {seed}, expected 0 to {SEEDS - 1}.")

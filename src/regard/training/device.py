@@ -46,12 +46,6 @@ def main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def refuse_several(what: str, *, call: str) -> None:
-    """Raise `ArgumentError` if this process is one of several."""
-    several = os.environ.get("WORLD_SIZE", "1")
-    require(several == "1", call, f"{what} takes one process, got {several} of torchrun; start it without torchrun.")
-
-
 def check_agreement(config: TrainConfig, source: dict[str, Any], *, call: str) -> None:
     """Check that all processes of a run have the same options, data and versions; does nothing for one process.
 

@@ -17,6 +17,12 @@ class TrainingInterrupted(TrainingStopped):
     """The user (Ctrl-C) or the system (SIGTERM) ended the run. The command line exits with 130."""
 
 
+def expect(condition: bool, message: str) -> None:
+    """Raise ValueError unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 def one_line(error: BaseException) -> str:
     """Return the message of an error as one line without its full stop, or the error's type if it has no message."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -1,4 +1,4 @@
-"""Reading dataclasses from TOML and JSON files and from text, with checked keys and types.
+"""Reading dataclasses from TOML and JSON files and from text, with checked keys and types; lists of specs.
 
 Only plain data is read (numbers, text, lists). Nothing in a file is imported or executed.
 """
@@ -11,17 +11,19 @@ import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import ArgumentError, suggestion
-from .errors import one_line
-from .specs import split_specs
+from ..errors import ArgumentError, require, suggestion
+from .errors import one_error
 from .storage.files import read_text
 
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef, unused-ignore]
+
+if TYPE_CHECKING:
+    from .. import Spec
 
 C = TypeVar("C")
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Path: "a path as text"}
@@ -35,25 +37,18 @@ def flag(name: str) -> str:
 def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
     """Return the table in a `.toml` or `.json` file; raise `ArgumentError` for a file that is missing, unreadable, not
     regular, of another format, not a table, or has a duplicate key."""
-    if path.suffix not in (".toml", ".json"):
-        raise ArgumentError(f"{call}: {path} is neither a .toml nor a .json file.")
-    try:
-        text = read_text(path)
-    except FileNotFoundError:
-        raise ArgumentError(f"{call}: config file {path} does not exist.") from None
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{call}: cannot read config file {path}: {one_line(error)}.") from None
-    try:
+    require(path.suffix in (".toml", ".json"), call, f"{path} is neither a .toml nor a .json file.")
+    with one_error(f"{call}: cannot read config file {path}"):
+        exists = path.exists()
+        text = read_text(path) if exists else ""
+    require(exists, call, f"config file {path} does not exist.")
+    with one_error(f"{call}: {path} is not valid {path.suffix[1:].upper()}"):
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_no_key_twice)
-    except (ValueError, RecursionError) as error:  # both decoders derive their errors from ValueError
-        raise ArgumentError(f"{call}: {path} is not valid {path.suffix[1:].upper()}: {one_line(error)}.") from None
-    if not isinstance(table, dict):
-        raise ArgumentError(f"{call}: {path} holds a {type(table).__name__}, expected a table of settings.")
+    require(isinstance(table, dict), call, f"{path} holds a {type(table).__name__}, expected a table of settings.")
     return table
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a table; raise `ValueError` for a duplicate key."""
     table: dict[str, Any] = {}
     for name, value in pairs:
         if name in table:
@@ -72,8 +67,7 @@ def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -
         name = key.replace("-", "_")
         if name not in names:
             raise ArgumentError(f"{call}: unknown key {key!r} in {source}.{suggestion(name, names)}")
-        if name in values:
-            raise ArgumentError(f"{call}: duplicate key {key!r} in {source}.")
+        require(name not in values, call, f"duplicate key {key!r} in {source}.")
         values[name] = _coerce(value, hints[name], f"{call}: {key} in {source}")
     return dataclasses.replace(base, **values)  # type: ignore[type-var]
 
@@ -114,6 +108,25 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise ArgumentError(f"{where} is {value!r} ({type(value).__name__}), expected {_WORDS.get(hint, hint.__name__)}.")
+
+
+def split_specs(text: str) -> list[str]:
+    """Split a list of specs at the commas that stand outside brackets, and strip the parts."""
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in "([") - (char in ")]")
+        if char == "," and depth <= 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part.strip() for part in (*parts, text[start:])]
+
+
+def read_spec(text: str, flag: str, call: str) -> Spec:
+    """Return the spec of one part of a list given with `flag`, which the message of an `ArgumentError` names."""
+    from ..grammar import as_spec
+
+    require(bool(text), call, f"{flag} has an empty part; put one comma between two specs.")
+    return as_spec(text, call, flag)
 
 
 def from_text(text: str, hint: Any, where: str) -> Any:

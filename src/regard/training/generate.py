@@ -10,19 +10,17 @@ Shapes: B prompts, V the vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BatchEncoding, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from ..checks import require
 from .config import check_seed
 from .errors import one_error
-from .quiet import quiet_transformers
+from .quiet import quiet_transformers, temporarily
 
 
 class SeededSampling(LogitsProcessor):
@@ -62,38 +60,22 @@ def generate_text(
         ArgumentError: a prompt that is empty or longer than the model's context, or a number out of range.
     """
     check_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
-    inputs = _prompt(model, tokenizer, prompt)
-    forbidden = list(tokenizer.all_special_ids)
-    sampling = SeededSampling(temperature=temperature, top_k=top_k, seed=seed, forbidden=forbidden)
-    greedy: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None}
-    settings = GenerationConfig(max_new_tokens=max_new_tokens, **greedy)
-    # quiet: transformers warns beyond the model's context, which is allowed
-    with quiet_transformers(), _without_settings(model):
-        output = model.generate(**inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling]))
-    with one_error("generate: the tokenizer cannot write the text"):
-        return prompt + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-@contextmanager
-def _without_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Remove the generation settings of a model, which transformers uses for every argument that is None."""
-    former = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = former
-
-
-def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
-    """Return the tokens [1, T] of a prompt on the model's device, after checking their number."""
     with one_error("generate: the tokenizer cannot read the prompt"):
         inputs = tokenizer(prompt, return_tensors="pt")
     tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
     require(tokens > 0, "generate", "the prompt is empty; give at least one character.")
     fault = f"the prompt has {tokens} tokens, more than the model's context of {context}; give a shorter one."
     require(context is None or tokens <= context, "generate", fault)
-    return inputs.to(model.device)
+    forbidden = list(tokenizer.all_special_ids)
+    sampling = SeededSampling(temperature=temperature, top_k=top_k, seed=seed, forbidden=forbidden)
+    greedy: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None}
+    settings = GenerationConfig(max_new_tokens=max_new_tokens, **greedy)
+    # transformers warns beyond the model's context, which is allowed, and takes what is None from the model's settings
+    with quiet_transformers(), temporarily(model, "generation_config", GenerationConfig()):
+        chosen = LogitsProcessorList([sampling])
+        output = model.generate(**inputs.to(model.device), generation_config=settings, logits_processor=chosen)
+    with one_error("generate: the tokenizer cannot write the text"):
+        return prompt + tokenizer.decode(output[0, tokens:], skip_special_tokens=True)
 
 
 def check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> None:

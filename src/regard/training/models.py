@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
-from ..checks import ArgumentError, suggestion, within
+from ..checks import ArgumentError, require, suggestion, within
 from ..models.base.base_config import own_fields
 from ..models.base.catalogue import LanguageModel, language_models
 from .config import TrainConfig
@@ -143,8 +143,7 @@ def _options(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, 
         if name not in known:
             unknown = f"--model {config.model} has no such field.{suggestion(name, known)}"
             raise ArgumentError(f"{call}: --option {name}: {unknown}")
-        if name in fields:
-            raise ArgumentError(f"{call}: --option {name} is given twice; give it once.")
+        require(name not in fields, call, f"--option {name} is given twice; give it once.")
         fields[name] = from_text(text.strip(), _hint(entry.config, name), f"{call}: --option {name}")
     return fields
 

@@ -1,4 +1,4 @@
-"""Silencing the notices and progress bars of other libraries."""
+"""Silencing the notices and progress bars of other libraries, and other settings for a block."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def temporarily(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value inside a block."""
+    former = getattr(thing, name)
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        setattr(thing, name, former)
 
 
 @contextmanager

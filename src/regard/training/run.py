@@ -29,7 +29,7 @@ from .quiet import quiet_transformers, unconverged_once
 from .sharding import whole_weights
 from .storage import folder
 from .storage.card import write_card
-from .storage.checkpoints import last_good, remove_after, step_of, write_summary, writing
+from .storage.checkpoints import go_back, last_good, step_of, write_summary, writing
 from .storage.lock import only_run
 from .storage.resuming import check_checkpoint
 from .trainer import RegardTrainer
@@ -113,9 +113,7 @@ def train(
             if isinstance(trainer.train_dataset, StreamedWindows):
                 trainer.train_dataset.load(checkpoint)
             if main_process():
-                with writing(config.out, config.out):  # restore the state after the checkpoint
-                    remove_after(config.out, step_of(checkpoint))
-                    (config.out / "summary.json").unlink(missing_ok=True)
+                go_back(checkpoint)
         progress = RichProgress(console, label)
         for line in skipped:
             progress.console.print(line, highlight=False, markup=False)

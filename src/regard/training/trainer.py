@@ -1,23 +1,10 @@
-"""`transformers.Trainer` with these differences:
-
-- the data are read in order, since `SampledWindows` is a function of (seed, step);
-- memories have a learning rate of their own;
-- evaluation reads the held-out text in strided windows (`evaluate`);
-- logs also have bits, tokens per second and means of the attention diagnostics;
-- a non-finite loss or gradient stops the run before the weights change;
-- a checkpoint is sealed once written, and a failed write gives one clear error;
-- weights are loaded from safetensors only, and none may be missing;
-- a checkpoint includes the losses since the last log;
-- with `shard`, the processes of a run share out the model, and what is saved are whole tensors;
-- the config is saved with the `use_cache` that the model was built with.
-"""
+"""`transformers.Trainer` for runs that lose nothing: on any data (`SealedTrainer`), and on a text (`RegardTrainer`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,27 +21,91 @@ from .device import main_process
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
 from .muon import MuonAdamW
+from .quiet import temporarily
 from .sharding import finite_everywhere, is_sharded, shard, split_states, whole, whole_weights
 from .storage.checkpoints import last_good, sealing
 from .storage.reproducer import NON_FINITE, first_non_finite, keep, non_finite_gradient
 from .storage.resuming import put_weights
 
 
-class RegardTrainer(Trainer):
-    """Trainer of language models; see the module for its differences from `transformers.Trainer`.
+class SealedTrainer(Trainer):
+    """Trainer that reads its data in order, gives memories a learning rate of their own, and seals its checkpoints.
+
+    A failed write of a checkpoint gives one clear error. Weights are loaded from safetensors only, and none may be
+    missing.
 
     Args:
-        held_out: held-out tokens that are evaluated during training.
-        train_units, held_out_units: sizes of the two texts, for bits.
-        context, eval_batch: tokens per window, and windows per evaluation batch.
         keep: number of checkpoints to keep.
         muon: whether Muon updates the matrices of hidden layers (`MuonAdamW`).
-        shard: whether the processes of the run share out the model (`sharding`).
         **kwargs: arguments of `transformers.Trainer`.
     """
 
     control: TrainerControl
     optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    regroups: ClassVar[bool] = False
+    """Whether parameters are in the groups of `optimizer_groups` even without a memory and without Muon."""
+
+    def __init__(self, *, keep: int, muon: bool, **kwargs: Any) -> None:
+        self.keep, self.muon = keep, muon
+        super().__init__(**kwargs)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimiser, with memories in a parameter group of their own (`regard.nn.optimizer_groups`).
+
+        Raises:
+            ArgumentError: a memory with sparse gradients, which need an optimiser of their own.
+        """
+        network = self.model if model is None else model
+        if self.optimizer is None and (self.regroups or self.muon or memory_parameters(network)[0]):
+            groups = optimizer_groups(network, weight_decay=self.args.weight_decay)
+            sparse = "a memory has sparse_grad=True, which this trainer does not support"
+            mend = "omit it, or use your own training loop with torch.optim.SparseAdam"
+            require(not groups.sparse, "train", f"{sparse}; {mend}.")
+            if self.muon:
+                self.optimizer = MuonAdamW.of(groups.dense, self.args.learning_rate, network)
+            else:
+                kind, settings = self.get_optimizer_cls_and_kwargs(self.args, network)
+                self.optimizer = kind(groups.dense, **settings)
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the learning rate schedule, which does not apply to groups with a fixed rate."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        for i, group in enumerate(scheduler.optimizer.param_groups):
+            if group.get("fixed_rate"):
+                scheduler.lr_lambdas[i] = lambda step: 1.0
+                group["lr"] = scheduler.base_lrs[i]
+        return scheduler
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        put_weights(self.model if model is None else model, Path(resume_from_checkpoint), call="train")
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        run, step, main = Path(self.args.output_dir), self.state.global_step, self.args.should_save
+        with sealing(run / f"checkpoint-{step}", run, self.keep, main=main):
+            super()._save_checkpoint(*args, **kwargs)
+            if isinstance(self.train_dataset, StreamedWindows) and main:
+                self.train_dataset.save(run / f"checkpoint-{step}", step)
+            self.accelerator.wait_for_everyone()
+
+
+class RegardTrainer(SealedTrainer):
+    """Trainer of language models on a text, with strided evaluation, more logs, and a stop at non-finite numbers.
+
+    Checkpoints include the losses since the last log, and the config with the `use_cache` that the model was built
+    with. With `shard`, the processes of a run share out the model, and what is saved are whole tensors.
+
+    Args:
+        held_out: held-out tokens that are evaluated during training.
+        train_units, held_out_units: sizes of the two texts, for bits.
+        context, eval_batch: tokens per window, and windows per evaluation batch.
+        shard: whether the processes of the run share out the model (`sharding`).
+        **kwargs: arguments of `SealedTrainer`.
+    """
 
     def __init__(
         self,
@@ -69,17 +120,15 @@ class RegardTrainer(Trainer):
         shard: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.held_out, self.context, self.eval_batch, self.keep = held_out, context, eval_batch, keep
-        self.muon, self.shard = muon, shard
+        self.held_out, self.context, self.eval_batch, self.shard = held_out, context, eval_batch, shard
         self.train_units, self.held_out_units = train_units, held_out_units
         self.clock = Clock()
         # Trainer sets it to False in the config
         self.built_with_cache = getattr(kwargs["model"].config, "use_cache", True)
         self.since_log = {"loss": 0.0, "step": 0}
-        super().__init__(**kwargs)
-        self.add_callback(self.clock)
-        self.add_callback(StepNumber())
-        self.add_callback(SinceLog(self))
+        super().__init__(keep=keep, muon=muon, **kwargs)
+        for callback in (self.clock, StepNumber(), SinceLog(self)):
+            self.add_callback(callback)
 
     @property
     def tokens_per_step(self) -> int:
@@ -87,28 +136,10 @@ class RegardTrainer(Trainer):
         args = self.args
         return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self.context
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
-        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimiser, with memories in a parameter group of their own (`regard.nn.optimizer_groups`).
-
-        Raises:
-            ArgumentError: a memory with sparse gradients, which need an optimiser of their own.
-        """
+        """Create the optimiser; with `shard`, split the model first when training begins."""
         if self.shard and self.is_in_train and not is_sharded(self.model):
             self._shard()
-        network = self.model if model is None else model
-        if self.optimizer is None and (self.muon or memory_parameters(network)[0]):
-            groups = optimizer_groups(network, weight_decay=self.args.weight_decay)
-            sparse = "a memory has sparse_grad=True, which this trainer does not support"
-            mend = "omit it, or use your own training loop with torch.optim.SparseAdam"
-            require(not groups.sparse, "train", f"{sparse}; {mend}.")
-            if self.muon:
-                self.optimizer = MuonAdamW.of(groups.dense, self.args.learning_rate, network)
-            else:
-                kind, settings = self.get_optimizer_cls_and_kwargs(self.args, network)
-                self.optimizer = kind(groups.dense, **settings)
         return super().create_optimizer(model)
 
     def _shard(self) -> None:
@@ -117,15 +148,6 @@ class RegardTrainer(Trainer):
         self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast
         self.model._is_accelerate_prepared = True
         self.optimizer = None  # of the check of a checkpoint, for the whole parameters
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the learning rate schedule, which does not apply to groups with a fixed rate."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        for i, group in enumerate(scheduler.optimizer.param_groups):
-            if group.get("fixed_rate"):
-                scheduler.lr_lambdas[i] = lambda step: 1.0
-                group["lr"] = scheduler.base_lrs[i]
-        return scheduler
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Evaluate on the first `eval_tokens` held-out tokens, and log the results with the prefix `eval_`."""
@@ -170,15 +192,9 @@ class RegardTrainer(Trainer):
             raise TrainingStopped(self._stopped("the gradient is not finite", culprit, inputs))
         return loss
 
-    @contextmanager
-    def own_config(self) -> Iterator[None]:
-        """Restore the `use_cache` that the model was built with inside the block, for saving."""
-        config = self.model.config
-        config.use_cache, training = self.built_with_cache, config.use_cache
-        try:
-            yield
-        finally:
-            config.use_cache = training
+    def own_config(self) -> AbstractContextManager[None]:
+        """Restore the `use_cache` that the model was built with inside a block, for saving."""
+        return temporarily(self.model.config, "use_cache", self.built_with_cache)
 
     def _stopped(self, what: str, culprit: str, inputs: dict[str, Any]) -> str:
         run = Path(self.args.output_dir)
@@ -186,9 +202,6 @@ class RegardTrainer(Trainer):
         kept = keep(place, self.model, inputs, whole_weights(self.model))
         when = f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}"
         return f"{when}; {kept}{last_good(run)}"
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        put_weights(self.model if model is None else model, Path(resume_from_checkpoint), call="train")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, whole tensors if it is sharded."""
@@ -202,7 +215,6 @@ class RegardTrainer(Trainer):
         if not is_sharded(self.model):
             return super()._save_optimizer_and_scheduler(output_dir)
         assert self.optimizer is not None
-        assert self.lr_scheduler is not None
         state = whole(self.optimizer.state_dict())
         if self.args.should_save:
             torch.save(state, Path(output_dir) / "optimizer.pt")
@@ -215,15 +227,10 @@ class RegardTrainer(Trainer):
             split_states(self.optimizer)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        run = Path(self.args.output_dir)
-        folder = run / f"checkpoint-{self.state.global_step}"
         loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
         self.since_log = {"loss": loss, "step": self._globalstep_last_logged}
-        with sealing(folder, run, self.keep, main=self.args.should_save), self.own_config():
+        with self.own_config():
             super()._save_checkpoint(*args, **kwargs)
-            if isinstance(self.train_dataset, StreamedWindows) and self.args.should_save:
-                self.train_dataset.save(folder, self.state.global_step)
-            self.accelerator.wait_for_everyone()
 
 
 class SinceLog(TrainerCallback, ExportableState):

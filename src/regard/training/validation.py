@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, require, suggestion
 from .config import LARGEST, MOST_LAYERS, TrainConfig, check_seed
-from .fields import flag
-from .specs import read_spec
+from .fields import flag, from_text, read_spec
 
 if TYPE_CHECKING:
     from .. import Spec
@@ -38,15 +38,16 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     check_data(config, call)
     if config.resume and config.overwrite:
         raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
-    if not config.spec:
-        raise ArgumentError(f"{call}: --spec is empty; give a spec such as softmax.")
+    require(bool(config.spec), call, "--spec is empty; give a spec such as softmax.")
     specs = _specs(config, call)
     from .data.tokenizers import TOKENIZERS, is_elsewhere
 
     if not is_elsewhere(config.tokenizer):
         TOKENIZERS.get(config.tokenizer)
     if new:
-        _check_trackers(config, call)
+        for tracker in config.report_to:
+            missing = f"--report-to {tracker} needs the package {tracker}, which is not installed"
+            require(find_spec(tracker) is not None, call, f"{missing}; pip install {tracker}.")
         from .device import resolve_device
 
         resolve_device(config.device, call=call)
@@ -76,28 +77,32 @@ def check_data(config: TrainConfig, call: str) -> None:
 def check_task(config: TrainConfig, call: str) -> TokenTask:
     """Return the task of a run; raise `ArgumentError` for a wrong task, setting, field or value, for a text beside it,
     or for an option that a run on a task does not take."""
-    from ..tasks import tasks
-    from .task.making import make_task
+    from ..checks import within
+    from ..tasks import TokenTask, tasks
 
-    if config.data is not None:
-        raise ArgumentError(f"{call}: --task and --data were both given; give one of them.")
+    require(config.data is None, call, "--task and --data were both given; give one of them.")
     if config.accumulate != 1 or config.dtype != "float32" or config.report_to or config.shard:
         refused = "--accumulate, --dtype, --report-to and --shard"
         raise ArgumentError(f"{call}: a run on a task takes none of {refused}; omit them.")
-    return make_task(tasks.given(call, "--task", config.task), config.setting, config.task_option, call)
-
-
-def _check_trackers(config: TrainConfig, call: str) -> None:
-    for name in config.report_to:
-        if find_spec(name) is None:
-            missing = f"--report-to {name} needs the package {name}, which is not installed"
-            raise ArgumentError(f"{call}: {missing}; pip install {name}.")
+    kind: Any = tasks.given(call, "--task", config.task)
+    if not (isinstance(kind, type) and issubclass(kind, TokenTask)):
+        known = [name for name, each in tasks.items() if isinstance(each, type) and issubclass(each, TokenTask)]
+        raise ArgumentError(f"{call}: --task: {kind.__name__} is no task of tokens; choose from {', '.join(known)}.")
+    hints, names = get_type_hints(kind), [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    for word in config.task_option:
+        key, equals, text = word.partition("=")
+        name = key.strip().replace("-", "_")
+        expected = f"expected key=value with a field of the task.{suggestion(name, names)}"
+        require(bool(equals) and name in names, call, f"--task-option is {word!r}, {expected}")
+        require(name not in changes, call, f"--task-option {name} is given twice; give it once.")
+        changes[name] = from_text(text.strip(), hints[name], f"{call}: --task-option {name}")
+    return within(call, "--setting", lambda: kind.named(config.setting, **changes))
 
 
 def _check_numbers(config: TrainConfig, call: str) -> None:
     def check(name: str, fits: bool, expected: str) -> None:
-        if not fits:
-            raise ArgumentError(f"{call}: {flag(name)} is {getattr(config, name)}, expected {expected}.")
+        require(fits, call, f"{flag(name)} is {getattr(config, name)}, expected {expected}.")
 
     for name, least in _LEAST.items():
         value = getattr(config, name)
@@ -135,8 +140,7 @@ def _check_heads(config: TrainConfig, call: str, *, rotary: bool) -> None:
     """Check that the heads divide the width, into even parts for rotary positions, and kv_heads the heads."""
     width, heads, kv_heads = config.width, config.heads, config.kv_heads
     part = 2 if rotary else 1
-    if width % part:
-        raise ArgumentError(f"{call}: --width is {width}, expected an even number.")
+    require(width % part == 0, call, f"--width is {width}, expected an even number.")
     if width % (part * heads):
         fault = f"which gives heads of {width // heads} channels at --width {width}, expected an even number"
         fault = f"which does not divide --width {width}" if width % heads else fault
@@ -155,7 +159,6 @@ def _divisors(number: int) -> str:
 
 
 def _check_rules(config: TrainConfig, specs: list[Spec], call: str) -> None:
-    """Check that the rules of temperature and ridge exist and fit the specs."""
     from ..nn import as_ridge, as_temperature
 
     rule = as_temperature(config.temperature, call, "--temperature")

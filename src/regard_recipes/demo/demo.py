@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from regard.cli.options import parse
 from regard.errors import ArgumentError
 from regard.training.config import check_seed
-from regard.training.specs import read_spec, split_specs
+from regard.training.fields import read_spec, split_specs
 from regard.training.storage.lock import only_run
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import regard
-from regard.training.specs import read_spec, split_specs
+from regard.training.fields import read_spec, split_specs
 
 from ..lib.claims import Claim, paired
 from ..lib.display import interval, lines, pivot

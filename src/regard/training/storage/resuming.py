@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import one_error
+from ..errors import expect, one_error
 from ..fields import read_mapping
 from ..muon import MuonAdamW
 from .checkpoints import step_of
@@ -39,8 +39,10 @@ def check_checkpoint(folder: Path, trainer: Trainer, *, call: str) -> None:
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     assert optimizer is not None
     assert scheduler is not None
+    named = trainer.model.named_parameters()
+    unchanged = {id(ours) for name, ours in named if name in saved and torch.equal(saved[name], ours.detach().cpu())}
     with one_error(f"{where}: optimizer.pt"):
-        _check_optimizer(_load(folder / "optimizer.pt"), optimizer, _unchanged(saved, trainer.model), step_of(folder))
+        _check_optimizer(_load(folder / "optimizer.pt"), optimizer, unchanged, step_of(folder))
     with one_error(f"{where}: scheduler.pt"):
         _check_scheduler(_load(folder / "scheduler.pt"), scheduler.state_dict(), step_of(folder))
     for path in sorted(folder.glob("rng_state*.pth")):
@@ -69,49 +71,38 @@ def _load(path: Path) -> Any:
         raise ValueError(f"cannot be read ({type(error).__name__})") from None
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
     """Check that these are all of the model's tensors, with their shapes and dtypes, and finite."""
     ours = model.state_dict()
     for name, tensor in saved.items():
-        _require(name in ours, f"{name} is not a tensor of the model")
+        expect(name in ours, f"{name} is not a tensor of the model")
         same = (tensor.shape, tensor.dtype) == (ours[name].shape, ours[name].dtype)
-        _require(same, f"{name} is {_kind(tensor)}, expected {_kind(ours[name])}")
-        _require(not tensor.is_floating_point() or bool(tensor.isfinite().all()), f"{name} is not finite")
+        expect(same, f"{name} is {_kind(tensor)}, expected {_kind(ours[name])}")
+        expect(not tensor.is_floating_point() or bool(tensor.isfinite().all()), f"{name} is not finite")
     held = {ours[name].data_ptr() for name in saved}  # tied tensors are saved once
     missing = [name for name, tensor in ours.items() if name not in saved and tensor.data_ptr() not in held]
-    _require(not missing, f"{missing[:1]} is missing")
-
-
-def _unchanged(saved: dict[str, Tensor], model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that training has not changed."""
-    named = model.named_parameters()
-    return {id(ours) for name, ours in named if name in saved and torch.equal(saved[name], ours.detach().cpu())}
+    expect(not missing, f"{missing[:1]} is missing")
 
 
 def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: set[int], step: int) -> None:
     """Check the state of this optimiser (AdamW, or Muon with AdamW) after `step` steps; `unchanged` parameters (ids)
     may have none."""
     fresh = optimizer.state_dict()
-    _require(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {' and '.join(fresh)}")
+    expect(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {' and '.join(fresh)}")
     if isinstance(optimizer, MuonAdamW):
         parts, count = saved["parts"], len(optimizer.parts)
-        _require(isinstance(parts, list) and len(parts) == count, f"expected the states of {count} optimisers")
+        expect(isinstance(parts, list) and len(parts) == count, f"expected the states of {count} optimisers")
         for part, state in zip(optimizer.parts, parts, strict=True):
             _check_optimizer(state, part, unchanged, step)
         return
     groups, states = saved["param_groups"], saved["state"]
-    _require(isinstance(groups, list) and isinstance(states, dict), "param_groups or state has the wrong type")
-    _require(len(groups) == len(fresh["param_groups"]), f"has {len(groups)} groups of parameters")
+    expect(isinstance(groups, list) and isinstance(states, dict), "param_groups or state has the wrong type")
+    expect(len(groups) == len(fresh["param_groups"]), f"has {len(groups)} groups of parameters")
     for group, expected in zip(groups, fresh["param_groups"], strict=True):
         _check_group(group, expected)
     numbers = [number for group in fresh["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    _require(not set(states) - set(numbers), "has the state of a parameter that the model does not have")
+    expect(not set(states) - set(numbers), "has the state of a parameter that the model does not have")
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in states:
             where = f"of parameter {number}"
@@ -120,67 +111,67 @@ def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: se
             else:
                 _check_moments(states[number], parameter, where, step)
         else:
-            _require(id(parameter) in unchanged, f"has no state of parameter {number}")
+            expect(id(parameter) in unchanged, f"has no state of parameter {number}")
 
 
 def _check_group(group: Any, expected: dict[str, Any]) -> None:
     """Check that a group has the settings of the run and a learning rate within its schedule."""
-    _require(isinstance(group, dict) and group.keys() >= {"params", "lr"}, "a group of parameters is incomplete")
+    expect(isinstance(group, dict) and group.keys() >= {"params", "lr"}, "a group of parameters is incomplete")
     for name, value in group.items():
-        _require(name in expected, f"{name!r} is not a setting of the optimiser")
+        expect(name in expected, f"{name!r} is not a setting of the optimiser")
         if name not in _SCHEDULED:
             same = _plain(value) == _plain(expected[name])
-            _require(same, f"{name} is {value!r}, the run has {expected[name]!r}")
+            expect(same, f"{name} is {value!r}, the run has {expected[name]!r}")
     most = max(expected["lr"], expected.get("initial_lr", 0.0))
     for name in _SCHEDULED:
         rate = group.get(name, 0.0)
         fits = isinstance(rate, float) and 0 <= rate <= most
-        _require(fits, f"{name} is {rate!r}, expected a number from 0 to {most}")
+        expect(fits, f"{name} is {rate!r}, expected a number from 0 to {most}")
 
 
 def _check_moments(state: Any, parameter: Tensor, where: str, step: int) -> None:
     """Check AdamW's moments of a parameter, and its number of steps."""
-    _require(isinstance(state, dict) and "step" in state, f"the state {where} is incomplete")
+    expect(isinstance(state, dict) and "step" in state, f"the state {where} is incomplete")
     count = state["step"]
     scalar = isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32
-    _require(scalar, f"step {where} is no scalar")
-    _require(count.item() in range(1, step + 1), f"step {where} is {count.item()}, expected 1 to {step}")
+    expect(scalar, f"step {where} is no scalar")
+    expect(count.item() in range(1, step + 1), f"step {where} is {count.item()}, expected 1 to {step}")
     moments = {name: moment for name, moment in state.items() if name != "step"}
     _check_tensors(moments, parameter, where, ("exp_avg", "exp_avg_sq"))
-    _require(not state["exp_avg_sq"].lt(0).any(), f"exp_avg_sq {where} is negative")
+    expect(not state["exp_avg_sq"].lt(0).any(), f"exp_avg_sq {where} is negative")
 
 
 def _check_tensors(state: Any, parameter: Tensor, where: str, names: tuple[str, ...]) -> None:
     """Check that a state has these tensors alone, with shape, dtype and strides of the parameter, and finite."""
-    _require(isinstance(state, dict) and state.keys() == set(names), f"the state {where} is incomplete")
+    expect(isinstance(state, dict) and state.keys() == set(names), f"the state {where} is incomplete")
     for name, moment in state.items():
-        _require(type(moment) is Tensor and moment.layout == torch.strided, f"{name} {where} is not a tensor")
+        expect(type(moment) is Tensor and moment.layout == torch.strided, f"{name} {where} is not a tensor")
         same = (moment.shape, moment.dtype, moment.stride()) == (parameter.shape, parameter.dtype, parameter.stride())
-        _require(same, f"{name} {where} is {_kind(moment)}, expected {_kind(parameter)}")
-        _require(bool(moment.isfinite().all()), f"{name} {where} is not finite")
+        expect(same, f"{name} {where} is {_kind(moment)}, expected {_kind(parameter)}")
+        expect(bool(moment.isfinite().all()), f"{name} {where} is not finite")
 
 
 def _check_scheduler(saved: Any, fresh: dict[str, Any], step: int) -> None:
     """Check the state of this schedule after `step` steps."""
-    _require(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {', '.join(sorted(fresh))}")
+    expect(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {', '.join(sorted(fresh))}")
     for name, expected in {**fresh, "last_epoch": step, "_step_count": step + 1}.items():
         if name == "_last_lr":
             rates, most = saved[name], max(fresh["base_lrs"], default=0.0)
             fits = isinstance(rates, list) and len(rates) == len(fresh["base_lrs"])
             fits = fits and all(isinstance(rate, float) and 0 <= rate <= most for rate in rates)
-            _require(fits, f"{name} is {rates!r}, expected learning rates from 0 to {most}")
+            expect(fits, f"{name} is {rates!r}, expected learning rates from 0 to {most}")
         else:
             same = _plain(saved[name]) == _plain(expected)
-            _require(same, f"{name} is {saved[name]!r}, expected {expected!r}")
+            expect(same, f"{name} is {saved[name]!r}, expected {expected!r}")
 
 
 def _check_generators(saved: Any) -> None:
     """Check the states of the random generators by loading them into unused generators."""
-    _require(isinstance(saved, dict) and saved.keys() >= {"python", "numpy", "cpu"}, "expected python, numpy and cpu")
+    expect(isinstance(saved, dict) and saved.keys() >= {"python", "numpy", "cpu"}, "expected python, numpy and cpu")
     random.Random().setstate(saved["python"])
     np.random.RandomState().set_state(saved["numpy"])
     position = saved["numpy"][2]  # which numpy does not check
-    _require(isinstance(position, int) and 0 <= position <= 624, f"numpy's position is {position!r}")
+    expect(isinstance(position, int) and 0 <= position <= 624, f"numpy's position is {position!r}")
     torch.Generator().set_state(saved["cpu"])
 
 
@@ -193,19 +184,19 @@ def _check_state(saved: dict[str, Any], trainer: Trainer, step: int) -> None:
     plain = TrainerState()
     known = {field.name for field in fields(TrainerState)}
     for name, value in saved.items():
-        _require(name in known, f"{name!r} is not a field of it")
+        expect(name in known, f"{name!r} is not a field of it")
         usual = 0 if name == "train_batch_size" else getattr(plain, name)
         kinds = (int, float) if isinstance(usual, int) else type(usual)
-        _require(isinstance(value, kinds), f"{name} is {value!r}")
-        _require(not isinstance(value, float) or isfinite(value), f"{name} is {value!r}")
-    _require("train_batch_size" in saved, "train_batch_size is missing")
+        expect(isinstance(value, kinds), f"{name} is {value!r}")
+        expect(not isinstance(value, float) or isfinite(value), f"{name} is {value!r}")
+    expect("train_batch_size" in saved, "train_batch_size is missing")
     kept = saved.get("stateful_callbacks", {})
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         name = type(callback).__name__
         if isinstance(callback, ExportableState):
-            _require(isinstance(kept.get(name), dict), f"the state of {name} is missing")
+            expect(isinstance(kept.get(name), dict), f"the state of {name} is missing")
     reached = saved.get("global_step")
-    _require(_plain(reached) == _plain(step), f"global_step is {reached!r}, expected {step}")
+    expect(_plain(reached) == _plain(step), f"global_step is {reached!r}, expected {step}")
 
 
 def _plain(value: Any) -> Any:

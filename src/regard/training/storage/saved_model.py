@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ...checks import ArgumentError
+from ...checks import ArgumentError, require
 from ..config import MOST_LAYERS
-from ..errors import one_error
+from ..errors import expect, one_error
 from ..fields import read_mapping
 from .files import is_plain_name, regular_size
 
@@ -63,8 +63,7 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
         )  # fmt: skip
         model.config.name_or_path = str(folder)
         wrong = misfits(model, loading)
-    if wrong:
-        raise ArgumentError(f"{call}: the weights in {folder} do not fit their config ({'; '.join(wrong)}).")
+    require(not wrong, call, f"the weights in {folder} do not fit their config ({'; '.join(wrong)}).")
     return model.eval()
 
 
@@ -98,9 +97,8 @@ def weights(folder: Path) -> Iterator[dict[str, SavedTensor]]:
 
 def _index(folder: Path) -> dict[str, str]:
     """Return the name of the safetensors file of each tensor, from the index."""
-    files = read_mapping(folder / INDEX, call="index").get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise ValueError(f"{INDEX} has no weight_map")
+    files: Any = read_mapping(folder / INDEX, call="index").get("weight_map")
+    expect(isinstance(files, dict) and bool(files), f"{INDEX} has no weight_map")
     for file in files.values():
         if not is_plain_name(file) or not file.endswith(".safetensors"):
             raise ValueError(f"{INDEX} names {file!r}, expected a .safetensors file in the same folder")
@@ -131,11 +129,10 @@ def _config(table: dict[str, Any], tensors: int) -> PreTrainedConfig:
 
     kind = CONFIG_MAPPING[table["model_type"]]
     table = {name: value for name, value in table.items() if name not in _IGNORED}
-    if table.get("quantization_config") is not None:
-        raise ValueError("quantised weights are not supported")
+    expect(table.get("quantization_config") is None, "quantised weights are not supported")
     for name in ("dtype", "torch_dtype"):
-        if table.get(name) not in (None, *_DTYPES):
-            raise ValueError(f"{name} is {table[name]!r}, expected one of {', '.join(_DTYPES)}")
+        given = table.get(name)
+        expect(given in (None, *_DTYPES), f"{name} is {given!r}, expected one of {', '.join(_DTYPES)}")
     _check_fields(table, kind, max(MOST_LAYERS, tensors))
     return kind.from_dict(table)
 
@@ -144,8 +141,7 @@ def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) ->
     """Raise ValueError for more layers than the weights can hold, and for names of the configuration's methods, in
     nested tables too."""
     for name, value in table.items():
-        if kind is not None and callable(getattr(kind, name, None)):
-            raise ValueError(f"{name!r} is not a field of a configuration")
+        expect(kind is None or not callable(getattr(kind, name, None)), f"{name!r} is not a field of a configuration")
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError(f"{name} is a number of {value.bit_length()} bits")
         if "layer" in name and isinstance(value, int) and value > most_layers:
@@ -161,8 +157,7 @@ def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, saved:
     with torch.device("meta"):
         model = kind(config)
     needed = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-    if needed > 2 * held + _SLACK:
-        raise ValueError(f"its config describes a model of {needed:,} numbers, its weights are {held:,}")
+    expect(needed <= 2 * held + _SLACK, f"its config describes a model of {needed:,} numbers, its weights are {held:,}")
     expected = model.state_dict()
     for name, entry in saved.items():
         tensor = expected.get(name, expected.get(f"{kind.base_model_prefix}.{name}"))

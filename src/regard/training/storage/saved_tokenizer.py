@@ -107,7 +107,6 @@ def _settings(path: Path, backend: Tokenizer, call: str) -> dict[str, Any]:
 
 
 def _token(given: Any, name: str, path: Path, backend: Tokenizer, call: str) -> str:
-    """Return a special token as text."""
     word: Any = given.get("content") if isinstance(given, dict) else given
     require(isinstance(word, str), call, f"{name} in {path} is {given!r}, expected a token.")
     known = backend.token_to_id(word) is not None

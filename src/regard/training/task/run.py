@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -12,11 +13,12 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, TrainerCallback
 
+from ...checks import require
 from ...models.base.catalogue import language_models
 from ...tasks import TokenTask
 from ..callbacks import MetricsFile, StopGently
 from ..config import TrainConfig
-from ..device import refuse_several, resolve_device
+from ..device import resolve_device
 from ..errors import TrainingInterrupted
 from ..models import model_config
 from ..quiet import quiet_transformers
@@ -67,7 +69,9 @@ def train_task(
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     validate(config)
-    refuse_several("a run on a task", call=CALL)
+    several = os.environ.get("WORLD_SIZE", "1")
+    alone = f"a run on a task takes one process, got {several} of torchrun; start it without torchrun."
+    require(several == "1", CALL, alone)
     task = check_task(config, CALL)
     source = folder.task_source(config.task or "", repr(task))
     folder.check_out(config, call=CALL)
@@ -114,19 +118,14 @@ def _train(
         shown = "  ".join(f"{name} {score.mean:.4f}" for name, score in scores.items())
         console.print(f"step {step}/{config.steps}  validation: {shown}", highlight=False, markup=False)
 
+    same = {f.name: getattr(config, f.name) for f in fields(TaskBudget) if f.name != "final_share"}
+    budget = TaskBudget(final_share=config.final_learning_rate, **same)
     with StopGently() as stop:
-        progress = train_on_task(
-            model, task, _budget(config), report=report, checkpoints=saved, callbacks=[*callbacks, stop]
-        )
+        progress = train_on_task(model, task, budget, report=report, checkpoints=saved, callbacks=[*callbacks, stop])
     if stop.requested and not progress.finished:
         where = f"interrupted after step {progress.step} of {config.steps}"
         raise TrainingInterrupted(f"{where}; {last_good(config.out)}")
     return progress
-
-
-def _budget(config: TrainConfig) -> TaskBudget:
-    same = {f.name: getattr(config, f.name) for f in fields(TaskBudget) if f.name != "final_share"}
-    return TaskBudget(final_share=config.final_learning_rate, **same)
 
 
 def _finish(config: TrainConfig, task: TokenTask, model: Any, step: int) -> TaskSummary:

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from ...checks import ArgumentError, flag, instance, require, whole
+from ...inspect.capture import eval_mode
 from ...tasks import TokenExample, TokenTask, collate
 
 CALL = "score_task"
@@ -83,24 +84,19 @@ def score_task(
         raise ArgumentError(f"{CALL}: generate=True needs a model that can generate, got {type(model).__name__}.")
     drawn = task.examples(seed, range(examples), split)
     found: dict[str, list[float]] = {}
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for start in range(0, examples, batch):
-                for example, logits in _forward(model, drawn[start : start + batch]):
-                    asked = example.asked
-                    losses = cross_entropy(logits, example.labels, reduction="none")  # 0 where there is no label
-                    nats = {"loss": asked} | {f"loss on {part}": asked & at for part, at in example.parts.items()}
-                    means = {name: float(losses[at].mean()) for name, at in nats.items() if at.any()}
-                    for metric, number in {**task.scores(logits, example), **means}.items():
-                        found.setdefault(metric, []).append(number)
-            for example, answer in _written(model, drawn, batch) if generate else ():
-                right = answer == example.answer
-                found.setdefault("free-running accuracy", []).append(float(right.float().mean()))
-                found.setdefault("free-running exact", []).append(float(right.all()))
-    finally:
-        model.train(training)
+    with torch.no_grad(), eval_mode(model):
+        for start in range(0, examples, batch):
+            for example, logits in _forward(model, drawn[start : start + batch]):
+                asked = example.asked
+                losses = cross_entropy(logits, example.labels, reduction="none")  # 0 where there is no label
+                nats = {"loss": asked} | {f"loss on {part}": asked & at for part, at in example.parts.items()}
+                means = {name: float(losses[at].mean()) for name, at in nats.items() if at.any()}
+                for metric, number in {**task.scores(logits, example), **means}.items():
+                    found.setdefault(metric, []).append(number)
+        for example, answer in _written(model, drawn, batch) if generate else ():
+            right = answer == example.answer
+            found.setdefault("free-running accuracy", []).append(float(right.float().mean()))
+            found.setdefault("free-running exact", []).append(float(right.all()))
     return {metric: TaskScore(tuple(values)) for metric, values in found.items()}
 
 

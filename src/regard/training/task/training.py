@@ -11,21 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from ...checks import ArgumentError, in_range, instance, refuse, whole
-from ...nn.optimizer_groups import optimizer_groups
 from ...tasks import TokenTask, collate
 from ..errors import one_error
-from ..muon import MuonAdamW
-from ..storage.checkpoints import remove_after, sealing, step_of, writing
+from ..storage.checkpoints import go_back
 from ..storage.resuming import check_checkpoint, put_weights
+from ..trainer import SealedTrainer
 from .scores import TaskScore, check_vocabulary, embedded, score_task
 
 CALL = "train_on_task"
@@ -139,42 +138,24 @@ class Checkpoints:
     last: Path | None = None
 
 
-class _TaskTrainer(Trainer):
-    """Trainer of a model on a task. Its checkpoints are those of `RegardTrainer`, and have what was scored besides."""
+class _TaskTrainer(SealedTrainer):
+    """Trainer of a model on a task, whose checkpoints also have what was scored."""
 
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
+    regroups: ClassVar[bool] = True
 
-    def __init__(self, task: TokenTask, budget: TaskBudget, keep: int, **kwargs: Any) -> None:
-        self.task, self.budget, self.keep = task, budget, keep
+    def __init__(self, task: TokenTask, budget: TaskBudget, **kwargs: Any) -> None:
+        self.task, self.budget = task, budget
         self.losses: list[float] = []
         self.loss_by_score: list[float] = []
         self.scored: list[tuple[int, dict[str, TaskScore]]] = []
-        super().__init__(**kwargs)
-
-    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[Any]:
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimiser, with memories in a group of their own (`regard.nn.optimizer_groups`)."""
-        if self.optimizer is None:
-            groups = optimizer_groups(self.model, weight_decay=self.budget.weight_decay).dense
-            if self.budget.optimizer == "muon":
-                self.optimizer = MuonAdamW.of(groups, self.budget.learning_rate, self.model)
-            else:
-                self.optimizer = torch.optim.AdamW(groups, lr=self.budget.learning_rate)
-        return self.optimizer
+        super().__init__(muon=budget.optimizer == "muon", **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the schedule of the learning rate; groups with a fixed rate keep it."""
         if self.lr_scheduler is None:
             assert self.optimizer is not None
-            rates: list[Callable[[int], float]] = [
-                (lambda step: 1.0) if group.get("fixed_rate") else self.budget.rate
-                for group in self.optimizer.param_groups
-            ]
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rates)
-        return self.lr_scheduler
+            self.lr_scheduler = LambdaLR(self.optimizer, self.budget.rate)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the loss; where there are two tokens at a position, of the sum of their embeddings."""
@@ -201,14 +182,6 @@ class _TaskTrainer(Trainer):
         """Whether the last scores reach `stop_at`."""
         metric, stop_at = self.budget.metric, self.budget.stop_at
         return stop_at is not None and bool(self.scored) and self.scored[-1][1][metric].mean >= stop_at
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        put_weights(self.model if model is None else model, Path(resume_from_checkpoint), call="train")
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        run = Path(self.args.output_dir)
-        with sealing(run / f"checkpoint-{self.state.global_step}", run, self.keep):
-            super()._save_checkpoint(*args, **kwargs)
 
 
 class TaskScoring(TrainerCallback, ExportableState):
@@ -306,12 +279,12 @@ def _trainer(
     arguments = TrainingArguments(
         output_dir=str(folder if checkpoints is None else checkpoints.run), max_steps=budget.steps, seed=budget.seed,
         per_device_train_batch_size=1, max_grad_norm=budget.clip, logging_strategy="no", report_to=[],
-        use_cpu=model.device.type == "cpu", disable_tqdm=True, remove_unused_columns=False,
-        dataloader_pin_memory=False, **saves,
+        use_cpu=model.device.type == "cpu", disable_tqdm=True, remove_unused_columns=False, optim="adamw_torch",
+        learning_rate=budget.learning_rate, weight_decay=budget.weight_decay, dataloader_pin_memory=False, **saves,
     )  # fmt: skip
     examples: dict[str, Any] = {"train_dataset": TaskExamples(task, budget), "data_collator": lambda one: one[0]}
     keep = 1 if checkpoints is None else checkpoints.keep
-    trainer = _TaskTrainer(task, budget, keep, model=model, args=arguments, **examples)
+    trainer = _TaskTrainer(task, budget, keep=keep, model=model, args=arguments, **examples)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
@@ -323,7 +296,4 @@ def _restore(trainer: _TaskTrainer, scoring: TaskScoring, checkpoint: Path) -> N
     trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     scoring.restore(trainer.state, checkpoint)
     put_weights(trainer.model, checkpoint, call="train")
-    run = checkpoint.parent
-    with writing(run, run):
-        remove_after(run, step_of(checkpoint))
-        (run / "summary.json").unlink(missing_ok=True)
+    go_back(checkpoint)
