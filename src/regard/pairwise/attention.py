@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,18 +39,8 @@ from .visibility import Visibility, runs_of
 CALL = "attention"
 FAR = 2**48
 """Positions are cut here, which leaves room for their sums in int64."""
-
-
-class Sizes(NamedTuple):
-    """Sizes of the tensors of a call."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    dim: int
-    value_dim: int
+Sizes: TypeAlias = "tuple[int, int, int, int, int, int, int]"
+"""B, H, Hkv, Tq, Tk, D and Dv of a call."""
 
 
 def _diagnostics_without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,16 +168,6 @@ def _never(problem: Problem) -> bool:
     return False
 
 
-def _as_they_came(*tensors: Tensor) -> list[tuple[Tensor, None]]:
-    """Return tensors unchanged: replaces `clean_each` if the implementation handles non-finite numbers itself."""
-    return [(x, None) for x in tensors]
-
-
-def _contiguous(*tensors: Tensor) -> list[tuple[Tensor, None]]:
-    """Return tensors in the layout of `clean_each`: replaces it if a check found nothing."""
-    return [(x.contiguous(), None) for x in tensors]
-
-
 def _problem(
     spec: Spec,
     sizes: Sizes,
@@ -238,16 +218,20 @@ def _prepare(
     """
     native = getattr(implementation, "native", _never)(problem)
     raw = native and getattr(implementation, "raw", _never)(problem)
-    look: Callable[..., Any] = _as_they_came if raw else getattr(implementation, "clean", clean_each)
+    look: Any = getattr(implementation, "clean", clean_each)
     spec, shared = problem.spec, key is query
     if debugging():
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             finite(CALL, name, tensor)
     if not native and query.dtype not in (torch.float32, torch.float64):
         query, key, value = query.float(), key.float(), value.float()
-    if look is clean_each and all_clean(query, key, value):
-        look = _contiguous
-    looked = look(query, value) if shared else look(query, key, value)
+    given = (query, value) if shared else (query, key, value)
+    if raw:
+        looked: Any = [(x, None) for x in given]
+    elif look is clean_each and all_clean(*given):
+        looked = [(x.contiguous(), None) for x in given]  # the layout of `clean_each`
+    else:
+        looked = look(*given)
     (query, query_bad), (key, key_bad), (value, value_bad) = looked[0], looked[-2], looked[-1]
     q, k = (query, key) if native else spec.similarity.features(query, key)
     if not native and getattr(spec.similarity, "grows", True):
@@ -346,7 +330,7 @@ def _seen_rows(
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Sizes:
-    """Return the sizes of a call after checking that its tensors fit together."""
+    """Return the sizes of a call after checking that the tensors fit together."""
     dtype = device = None
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         floating(CALL, name, tensor)
@@ -380,7 +364,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         wrong = f"{heads} query heads cannot be shared out among {kv_heads} key heads; the former must be a multiple"
     if wrong is not None:
         raise ArgumentError(f"{CALL}: {wrong}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
-    return Sizes(batch, heads, kv_heads, queries, keys, dim, value_dim)
+    return batch, heads, kv_heads, queries, keys, dim, value_dim
 
 
 def _check_window(call: str, window: int | None) -> int | None:

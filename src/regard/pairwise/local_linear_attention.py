@@ -112,7 +112,6 @@ _make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, no
 
 
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:
-    """Return the solver with the given options."""
     made: Any = within(CALL, "solver", axis_object, "solver", solver)
     if max_iter is None and tol is None:
         return made

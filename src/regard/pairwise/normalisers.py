@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import ArgumentError, choice, in_range, shape
+from ..checks import ArgumentError, choice, in_range, require, shape
 from ..grammar import Spec
 from ..grammar.bandwidths.fixed import Empty
 from ..grammar.bandwidths.nearest import Gradient
@@ -148,7 +148,6 @@ def _number(
 
 
 def _nearest(call: str, k: Any, gradient: str) -> str:
-    """Return the rule nearest as text."""
     k = min(checks.whole(call, "k", k, 1), MANY)
     return f"nearest(k={k},gradient={choice(call, 'gradient', gradient, get_args(Gradient))})"
 
@@ -159,8 +158,7 @@ def _normalise(
     spec = Spec.parse(text)
     choice(call, "impl", impl, IMPLS)
     checks.floating(call, "scores", scores)
-    if scores.dim() == 0:
-        raise ArgumentError(f"{call}: scores is a scalar, expected at least one axis.")
+    require(scores.dim() > 0, call, "scores is a scalar, expected at least one axis.")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
         raise ArgumentError(f"{call}: dim is {checks.shown(dim)}, but scores has shape {shape(scores)}.")
     if checks.debugging():
@@ -178,19 +176,15 @@ def _normalise(
     for name, value in rows.items():
         info = spec.params[name]
         in_range(call, name, value, low=info.low, strict=info.strict)
-    return _weights(call, spec, z, rows, impl).to(scores.dtype).movedim(-1, dim)
-
-
-def _weights(call: str, spec: Spec, z: Tensor, rows: dict[str, Tensor], impl: str) -> Tensor:
-    """Compute the weights with the chosen implementation."""
     reason = None if impl == "reference" else cpu.unable(spec, z)
-    if impl == "cpu" and reason is not None:
-        raise ArgumentError(f"{call}: impl='cpu' {reason}. impl='reference' can.")
-    if impl == "reference" or reason is not None:
+    require(impl != "cpu" or reason is None, call, f"impl='cpu' {reason}. impl='reference' can.")
+    if impl != "reference" and reason is None:
+        p = cpu.normalise(spec, z, rows)
+    else:
         if "alpha" in rows and rows["alpha"].requires_grad:  # dL/dalpha is r^2 times a cancelling sum
             z, rows = widest(z), {"alpha": widest(rows["alpha"])}
-        return spec.weighting.weights(z, spec.weighting.fit(z, rows), rows)
-    return cpu.normalise(spec, z, rows)
+        p = spec.weighting.weights(z, spec.weighting.fit(z, rows), rows)
+    return p.to(scores.dtype).movedim(-1, dim)
 
 
 def _rows(call: str, name: str, value: Tensor, scores: Tensor, dim: int) -> Tensor:

@@ -46,7 +46,7 @@ class SDPA:
             return None if size <= LIMIT else f"would build a mask of {size:,} pairs (limit {LIMIT:,})"
         if problem.window is not None or problem.strict:
             return "has no window and no strictly causal order without a mask of Tq x Tk"
-        if problem.causal and not _square(problem) and not _all_visible(problem):
+        if problem.causal and (problem.queries != problem.keys or problem.offset != 0) and not _all_visible(problem):
             return "aligns causal order to the first key, so that Tq must equal Tk (or be 1)"
         return None
 
@@ -86,10 +86,6 @@ class SDPA:
         # torch's kernels treat an empty row, forward or backward.
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
         return torch.where(empty, 0, out)
-
-
-def _square(problem: Problem) -> bool:
-    return problem.queries == problem.keys and problem.offset == 0
 
 
 def _all_visible(problem: Problem) -> bool:

@@ -141,7 +141,7 @@ class _Work:
 
     def pairs(self) -> Tensor:
         """Return w [G, R, Tq, Tk], zero for keys that are not seen."""
-        w = self.q.flatten(1, 2) @ _turned(self.k)
+        w = self.q.flatten(1, 2) @ self.k.mT
         w = w.unflatten(1, (self.ratio, -1))
         w += self.bias[..., None] if isinstance(self.bias, Tensor) else self.bias
         return self.seen(w)
@@ -166,10 +166,6 @@ def _running(start: Tensor, parts: Tensor, backwards: bool = False) -> tuple[Ten
     return before, total
 
 
-def _turned(x: Tensor) -> Tensor:
-    return x.transpose(-1, -2)
-
-
 @torch.library.custom_op(
     "regard::linear_forward", mutates_args=(), schema=f"({INPUTS}) -> ({', '.join(['Tensor'] * 5)})"
 )
@@ -185,13 +181,13 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
         a, m = work.start(work.sums, work.values), work.start(work.squares, work.features) if work.guarded else None
         for at in work.steps():
             p, keys, val = work.step(at)
-            before, a = _running(a, _turned(keys) @ val)
+            before, a = _running(a, keys.mT @ val)
             found = p @ before
             if m is not None:
-                before, m = _running(m, _turned(keys) @ keys)
+                before, m = _running(m, keys.mT @ keys)
                 squared = ((p @ before) * p).sum(-1)
             if at.q1 > at.q0 and at.k1 > at.k0:
-                pairs = work.meet(p @ _turned(keys))
+                pairs = work.meet(p @ keys.mT)
                 found += pairs @ val
                 if m is not None:
                     squared += pairs.square_().sum(-1)
@@ -286,8 +282,8 @@ class _Back:
 
     def pairs(self, p: Tensor, keys: Tensor, val: Tensor, g: Tensor, g_power: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (w, dL/dw) of the pairs inside the chunks."""
-        w = self.work.meet(p @ _turned(keys))
-        dw = g @ _turned(val)
+        w = self.work.meet(p @ keys.mT)
+        dw = g @ val.mT
         if g_power is not None:
             dw += 2 * g_power * w
         return w, self.work.meet(dw)
@@ -297,11 +293,11 @@ class _Back:
         for at in steps:
             p, keys, val = self.work.step(at)
             g, g_power = self.step(at)
-            before, a = _running(a, _turned(keys) @ val)
-            dp = g @ _turned(before)
+            before, a = _running(a, keys.mT @ val)
+            dp = g @ before.mT
             if m is not None and g_power is not None:
-                before, m = _running(m, _turned(keys) @ keys)
-                dp += g_power * (p @ (before + _turned(before)))
+                before, m = _running(m, keys.mT @ keys)
+                dp += g_power * (p @ (before + before.mT))
             if at.q1 > at.q0 and at.k1 > at.k0:
                 dp += self.pairs(p, keys, val, g, g_power)[1] @ keys
             dp = self.work.uncut(dp, at)
@@ -314,16 +310,16 @@ class _Back:
         for at in reversed(steps):
             p, keys, val = self.work.step(at)
             g, g_power = self.step(at)
-            after, a = _running(a, _turned(p) @ g, backwards=True)
-            dk, dv = val @ _turned(after), keys @ after
+            after, a = _running(a, p.mT @ g, backwards=True)
+            dk, dv = val @ after.mT, keys @ after
             if m is not None:
-                part = torch.zeros_like(m)[:, None] if g_power is None else _turned(p) @ (g_power * p)
+                part = torch.zeros_like(m)[:, None] if g_power is None else p.mT @ (g_power * p)
                 after, m = _running(m, part.expand(-1, at.n, -1, -1), backwards=True)
-                dk += keys @ (after + _turned(after))
+                dk += keys @ (after + after.mT)
             if at.q1 > at.q0 and at.k1 > at.k0:
                 w, dw = self.pairs(p, keys, val, g, g_power)
-                dk += _turned(dw) @ p
-                dv += _turned(w) @ g
+                dk += dw.mT @ p
+                dv += w.mT @ g
             self._write(slice(at.k0, at.k1), dk.flatten(1, 2)[..., :-1], dv.flatten(1, 2)[..., :-1])
         return a, m
 
@@ -331,7 +327,7 @@ class _Back:
         """Write all gradients from all pairs at once, as in `_weigh`."""
         work = self.work
         w = work.pairs()
-        dw = (self.g.flatten(1, 2) @ _turned(work.v)).unflatten(1, (work.ratio, -1))
+        dw = (self.g.flatten(1, 2) @ work.v.mT).unflatten(1, (work.ratio, -1))
         if self.g_mass is not None:
             dw += self.g_mass
         if self.g_power is not None:
@@ -341,7 +337,7 @@ class _Back:
             self.dbias.copy_(dw.sum(-1))
         dw, w = dw.flatten(1, 2), w.flatten(1, 2)
         self.dq.copy_((dw @ work.k).unflatten(1, (work.ratio, -1)))
-        self._write(slice(None), _turned(dw) @ work.q.flatten(1, 2), _turned(w) @ self.g.flatten(1, 2))
+        self._write(slice(None), dw.mT @ work.q.flatten(1, 2), w.mT @ self.g.flatten(1, 2))
 
     def _write(self, at: slice, dk: Tensor, dv: Tensor) -> None:
         mask = self.work.mask

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .decay import decayed, read
+
 
 class Sums(NamedTuple):
     """The sums of each query, and the state after the last key.
@@ -65,7 +67,7 @@ def parallel(
     after = sums + psi.transpose(-1, -2) @ val
     if squares is None:
         return Sums(rows[..., :-1], rows[..., -1], None, after, None)
-    power = w.square().sum(-1) + _quadratic(grouped, squares[:, :, None])
+    power = w.square().sum(-1) + ((grouped @ squares[:, :, None]) * grouped).sum(-1)
     after_squares = squares + psi.transpose(-1, -2) @ psi
     return Sums(rows[..., :-1], rows[..., -1], power.flatten(1, 2), after, after_squares)
 
@@ -75,28 +77,14 @@ def recurrent(
 ) -> Sums:
     """Add one key at a time (equations 15, 16, 21, 22): O(F E) memory beside the outputs; twice differentiable. In
     causal order `offset` is 0 (a query sees its own key) or -1 (it does not)."""
-    rows, powers = [], []
 
-    def read(at: slice) -> None:
-        query = phi[:, :, at].unflatten(1, (psi.shape[1], -1))
-        rows.append((query @ sums[:, :, None]).flatten(1, 2))
-        if squares is not None:
-            powers.append(_quadratic(query, squares[:, :, None]).flatten(1, 2))
+    def read_all(values: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        queries = phi if causal else phi[:, :, :0]
+        rows, after = decayed(queries, psi, values, None, start, strict=causal and offset < 0, form="recurrent")
+        return rows if causal else read(phi, after), after
 
-    for t in range(psi.shape[2]):
-        if causal and offset < 0:
-            read(slice(t, t + 1))
-        key = psi[:, :, t, :, None]
-        sums = sums + key * val[:, :, t, None]
-        squares = None if squares is None else squares + key * key.transpose(-1, -2)
-        if causal and offset >= 0:
-            read(slice(t, t + 1))
-    if not rows:
-        read(slice(None))
-    whole = torch.cat(rows, 2)
-    return Sums(whole[..., :-1], whole[..., -1], torch.cat(powers, 2) if powers else None, sums, squares)
-
-
-def _quadratic(x: Tensor, m: Tensor) -> Tensor:
-    """Return x . m x along the last axis."""
-    return ((x @ m) * x).sum(-1)
+    rows, sums = read_all(val, sums)
+    if squares is None:
+        return Sums(rows[..., :-1], rows[..., -1], None, sums, None)
+    images, squares = read_all(psi, squares)
+    return Sums(rows[..., :-1], rows[..., -1], (images * phi).sum(-1), sums, squares)

@@ -145,9 +145,9 @@ def mesa_attention(
     own = tokens(call, query, key, value, fade, weight)
     inputs = (own, weight, fade, ridge, row_scale(call, scale, query))
     (out, found), after = call.run(_fit, inputs, state, how=how, residuals=return_diagnostics)
-    out = out.to(query.dtype)
-    _warn(found, tol, call.dtype)
-    return (out, after, _judged(found, tol, call.dtype)) if return_diagnostics else (out, after)
+    out, limit = out.to(query.dtype), torch.finfo(call.dtype).eps ** 0.5 if tol is None else tol
+    _warn(found, limit)
+    return (out, after, _judged(found, limit)) if return_diagnostics else (out, after)
 
 
 def _fit(
@@ -235,24 +235,19 @@ def _recurrent(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[
     return torch.cat(solutions, 2), torch.cat(rows, 2), gram, values
 
 
-def _limit(tol: float | None, dtype: torch.dtype) -> float:
-    """Return the residual above which a system counts as unconverged."""
-    return torch.finfo(dtype).eps ** 0.5 if tol is None else tol
-
-
-def _judged(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the statistics with a status."""
+def _judged(found: dict[str, Tensor], limit: float) -> dict[str, Tensor]:
+    """Return the statistics with a status: systems with a residual above `limit` are unconverged."""
     residual = found["residual"]
-    status = torch.where(residual <= _limit(tol, dtype), int(SolveStatus.OK), int(SolveStatus.UNCONVERGED))
+    status = torch.where(residual <= limit, int(SolveStatus.OK), int(SolveStatus.UNCONVERGED))
     return {"status": torch.where(residual.isfinite(), status, int(SolveStatus.NOT_FINITE)), **found}
 
 
-def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> None:
+def _warn(found: dict[str, Tensor], limit: float) -> None:
     """Warn of unconverged systems, if the residuals are on the CPU."""
     residual = found.get("residual", torch.empty(0))
     if torch.compiler.is_compiling() or transformed() or type(residual) is not Tensor or residual.device.type != "cpu":
         return
-    bad = ~(residual <= _limit(tol, dtype))
+    bad = ~(residual <= limit)
     if bool(bad.any()):
         warnings.warn(
             f"{CALL}: {int(bad.sum())} of {bad.numel()} systems are unconverged, with residuals up to "

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from ..checks import ArgumentError, segments
+from ..checks import ArgumentError, require, segments
 from .states import State, joined
 
 R = TypeVar("R")
@@ -128,6 +128,5 @@ def _documents(call: str, ids: Any, query: Tensor, key: Tensor) -> Documents:
     if queries != keys:
         text = f"segment_ids belong to queries and keys alike, but there are {queries} queries and {keys} keys."
         raise ArgumentError(f"{call}: {text}")
-    if ids.is_meta:
-        raise ArgumentError(f"{call}: segment_ids is on the meta device; the shape of the state depends on the ids.")
+    require(not ids.is_meta, call, "segment_ids is on the meta device; the shape of the state depends on the ids.")
     return Documents(ids.to(torch.int64).expand(batch, keys))

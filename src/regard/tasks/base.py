@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from ..checks import require, shown, suggestion, whole
 from ..registry import Registry
 
+E = TypeVar("E")
 Settings = Mapping[str, Mapping[str, Any]]
 """Name to values of the fields that differ from the defaults."""
 
@@ -19,6 +24,27 @@ def check_place(call: str, seed: Any, index: Any) -> None:
     """Check that `seed` and `index` are integers and the index is at least 0."""
     whole(call, "seed", seed, -(2**63), 2**64)
     whole(call, "index", index, 0, 2**63)
+
+
+def generator(call: str, name: str, seed: Any, index: Any) -> torch.Generator:
+    """Return the source of random numbers of one example, the same on every machine; errors name `call`."""
+    check_place(call, seed, index)
+    digest = hashlib.blake2b(f"{name}:{seed}:{index}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class Stackable(ABC, Generic[E]):
+    """A task whose examples are dataclasses of tensors, all of the same sizes."""
+
+    @abstractmethod
+    def example(self, seed: int, index: int) -> E:
+        """Return example `index` of the stream `seed`, without a batch axis."""
+
+    def examples(self, seed: int, indices: Iterable[int]) -> E:
+        """Return the examples of `indices`, in order, with a batch axis."""
+        made = [self.example(seed, index) for index in indices]
+        names = [field.name for field in fields(made[0])]  # type: ignore[arg-type]
+        return type(made[0])(*(torch.stack([getattr(one, name) for one in made]) for name in names))
 
 
 tasks: Registry[Any] = Registry("task", "regard.tasks", home="regard.tasks")

@@ -17,15 +17,13 @@ Legend: B examples, L positions, S positions of a segment, n = L / S segments, d
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, number, whole
-from .base import check_place, tasks
+from .base import Stackable, generator, tasks
 
 CALL = "ConeRegression"
 MOST = 2**40
@@ -54,7 +52,7 @@ class ConeExamples:
 
 @tasks.register("cone-regression")
 @dataclass(frozen=True)
-class ConeRegression:
+class ConeRegression(Stackable[ConeExamples]):
     """Regression of values that are linear in the keys, with one linear map and one cone of keys per segment.
 
     Args:
@@ -100,9 +98,7 @@ class ConeRegression:
 
         Tasks that differ only in their noise have the same keys and maps.
         """
-        check_place(f"{CALL}.example", seed, index)
-        digest = hashlib.blake2b(f"cone-regression:{seed}:{index}".encode(), digest_size=8).digest()
-        draw = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        draw = generator(f"{CALL}.example", "cone-regression", seed, index)
         normal = lambda *sizes: torch.randn(*sizes, generator=draw)  # noqa: E731
         keys = normal(self.segments, self.segment, self.dim)
         maps = normal(self.segments, self.dim, self.dim)
@@ -114,12 +110,6 @@ class ConeRegression:
         values = keys @ maps.mT + off
         flat = lambda x: x.flatten(0, 1)  # noqa: E731
         return ConeExamples(flat(keys), flat(values), flat(keys + moved), flat(values + moved @ maps.mT), maps)
-
-    def examples(self, seed: int, indices: Iterable[int]) -> ConeExamples:
-        """Return the examples of `indices`, in order, with a batch axis."""
-        made = [self.example(seed, index) for index in indices]
-        names = ("keys", "values", "queries", "targets", "maps")
-        return ConeExamples(*(torch.stack([getattr(one, name) for one in made]) for name in names))
 
     def error(self, prediction: Tensor, example: ConeExamples) -> Tensor:
         """Return |prediction - target|^2 at every position, float64 [..., L] (the paper's l_i)."""

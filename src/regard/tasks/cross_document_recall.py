@@ -12,15 +12,13 @@ Legend: D documents, R readings of each, P pairs of a document, L = 2 P tokens o
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..checks import flag, require, whole
-from .base import check_place, tasks
+from .base import Stackable, generator, tasks
 
 CALL = "CrossDocumentRecall"
 
@@ -53,7 +51,7 @@ class RecallExamples:
 
 @tasks.register("cross-document-recall")
 @dataclass(frozen=True)
-class CrossDocumentRecall:
+class CrossDocumentRecall(Stackable[RecallExamples]):
     """Recall of pairs over several readings, and after their values have changed.
 
     Args:
@@ -101,9 +99,7 @@ class CrossDocumentRecall:
 
         With more documents or readings, the first ones stay the same.
         """
-        check_place(f"{CALL}.example", seed, index)
-        digest = hashlib.blake2b(f"cross-document-recall:{seed}:{index}".encode(), digest_size=8).digest()
-        draw = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        draw = generator(f"{CALL}.example", "cross-document-recall", seed, index)
         own = torch.randperm(self.keys, generator=draw)[: self.pairs]
         documents = []
         for _ in range(self.documents):
@@ -117,10 +113,6 @@ class CrossDocumentRecall:
                 readings.append(torch.stack([keys[place], answers[place]], -1).flatten())
             documents.append(torch.stack(readings))
         return RecallExamples(torch.stack(documents))
-
-    def examples(self, seed: int, indices: Iterable[int]) -> RecallExamples:
-        """Return the examples of `indices`, in order, with a batch axis."""
-        return RecallExamples(torch.stack([self.example(seed, index).tokens for index in indices]))
 
     def error(self, prediction: Tensor, example: RecallExamples) -> Tensor:
         """Return 1 where the predicted value of a key is wrong, else 0: float64 of the shape [..., D, R, P]."""

@@ -10,7 +10,6 @@ The paper does not say whether a query sees earlier queries; `query_mask` keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks import whole
-from .base import Named, Settings, tasks
+from .base import Named, Settings, Stackable, tasks
 from .cone_regression import ConeRegression
 
 CALL = "InContextRegression"
@@ -43,7 +42,7 @@ class RegressionPrompts:
 
 @tasks.register("in-context-regression")
 @dataclass(frozen=True)
-class InContextRegression(Named):
+class InContextRegression(Named, Stackable[RegressionPrompts]):
     """Linear maps to be inferred from pairs, one for every cone.
 
     Args:
@@ -95,12 +94,6 @@ class InContextRegression(Named):
         maps = made.maps / size
         targets = (maps[asked] @ x[..., None])[..., 0]
         return RegressionPrompts(inputs, targets, torch.cat([which[order], asked]), maps)
-
-    def examples(self, seed: int, indices: Iterable[int]) -> RegressionPrompts:
-        """Return examples with a batch axis, in the order of `indices`."""
-        made = [self.example(seed, index) for index in indices]
-        names = ("inputs", "targets", "segments", "maps")
-        return RegressionPrompts(*(torch.stack([getattr(one, name) for one in made]) for name in names))
 
     def query_mask(self) -> Tensor:
         """Return which positions may see which, boolean [L + L', L + L']: all see pairs before them, and themselves."""

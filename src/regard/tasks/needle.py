@@ -145,7 +145,8 @@ class NeedleInHaystack:
         values = [f"{number:0{self.digits}d}" for number in draw.sample(range(10**self.digits), self.needles)]
         asked = draw.randrange(self.needles)
         numbers = dict(zip(keys, values, strict=True))
-        sentences = [self._needle(key, value) for key, value in numbers.items()]
+        space = "" if self.encode is None else " "
+        sentences = [self._pieces(self.sentence(key, value) + space) for key, value in numbers.items()]
         filler = self._filler(draw, self.length - sum(map(len, sentences)))
         cuts = self._cuts(draw, filler)
         haystack: list[Any] = []
@@ -164,10 +165,6 @@ class NeedleInHaystack:
 
     def _pieces(self, sentence: str) -> list[Any]:
         return list(sentence.split() if self.encode is None else self.encode(sentence))
-
-    def _needle(self, key: str, value: str) -> list[Any]:
-        sentence = self.sentence(key, value)
-        return self._pieces(sentence if self.encode is None else sentence + " ")
 
     def _filler(self, draw: random.Random, count: int) -> list[Any]:
         """Return `count` pieces of the text from a random one on."""
@@ -204,7 +201,6 @@ class NeedleInHaystack:
 
 
 def _check_template(name: str, given: Any, wanted: set[str]) -> None:
-    """Check that a template has exactly the given fields."""
     try:
         found = {part for _, part, _, _ in string.Formatter().parse(instance(CALL, name, given, str, "a text")) if part}
     except ValueError:

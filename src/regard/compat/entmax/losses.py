@@ -8,6 +8,8 @@ Source: arXiv 1905.05702, section 3. Legend: n rows, C classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -32,20 +34,17 @@ def sparsemax_loss(X: Tensor, target: Tensor, k: int | None = None) -> Tensor:
     Raises:
         ArgumentError: shapes or dtypes that do not fit.
     """
-    X = _check("sparsemax_loss", X, target)
-    return _loss(X, target, sparsemax(_wide(X), -1, k), 2.0)
+    return _loss("sparsemax_loss", X, target, lambda z: sparsemax(z, -1, k), 2.0)
 
 
 def sparsemax_bisect_loss(X: Tensor, target: Tensor, n_iter: int = 50) -> Tensor:
     """Return the sparsemax loss of every row. As `sparsemax_loss`; `n_iter` as in `sparsemax_bisect`."""
-    X = _check("sparsemax_bisect_loss", X, target)
-    return _loss(X, target, sparsemax_bisect(_wide(X), -1, n_iter), 2.0)
+    return _loss("sparsemax_bisect_loss", X, target, lambda z: sparsemax_bisect(z, -1, n_iter), 2.0)
 
 
 def entmax15_loss(X: Tensor, target: Tensor, k: int | None = None) -> Tensor:
     """Return the 1.5-entmax loss of every row. As `sparsemax_loss`; `k` as in `entmax15`."""
-    X = _check("entmax15_loss", X, target)
-    return _loss(X, target, entmax15(_wide(X), -1, k), 1.5)
+    return _loss("entmax15_loss", X, target, lambda z: entmax15(z, -1, k), 1.5)
 
 
 def entmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 1.5, n_iter: int = 50) -> Tensor:
@@ -55,39 +54,33 @@ def entmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 1.5, n
     alpha = 1 the loss is torch's cross entropy, which this function does not compute: a number is refused, rows of a
     tensor are NaN.
     """
-    X = _check("entmax_bisect_loss", X, target)
     if not isinstance(alpha, Tensor) and alpha == 1:
         raise ArgumentError(
             "entmax_bisect_loss: alpha is 1, where the loss is torch.nn.functional.cross_entropy; use that."
         )
-    return _loss(X, target, entmax_bisect(_wide(X), alpha, -1, n_iter), alpha)
+    return _loss("entmax_bisect_loss", X, target, lambda z: entmax_bisect(z, alpha, -1, n_iter), alpha)
 
 
 def normmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 2, n_iter: int = 50) -> Tensor:
     """Return the alpha-normmax loss of every row. As `sparsemax_loss`; `alpha` and `n_iter` as in `normmax_bisect`."""
-    X = _check("normmax_bisect_loss", X, target)
-    return _loss(X, target, normmax_bisect(_wide(X), alpha, -1, n_iter), alpha, norm=True)
+    call = "normmax_bisect_loss"
+    return _loss(call, X, target, lambda z: normmax_bisect(z, alpha, -1, n_iter), alpha, norm=True)
 
 
-def _wide(X: Tensor) -> Tensor:
-    return X.to(torch.promote_types(X.dtype, torch.float32))
-
-
-def _check(call: str, X: Tensor, target: Tensor) -> Tensor:
+def _loss(
+    call: str, X: Tensor, target: Tensor, weights: Callable[[Tensor], Tensor], alpha: float | Tensor, norm: bool = False
+) -> Tensor:
+    """Return the losses [n] of the weights of the scores X [n, C]."""
     tensor(call, "X", X, "n", "C")
     integers(call, "target", target, X.shape[0])
     on_device(call, "target", target, X.device, "X")
-    return X
-
-
-def _loss(X: Tensor, target: Tensor, p: Tensor, alpha: float | Tensor, norm: bool = False) -> Tensor:
-    """Return the losses [n] of weights p [n, C]. Scores relative to the largest give the same loss, more precisely."""
+    z = X.to(torch.promote_types(X.dtype, torch.float32))
+    p = weights(z)
     alpha = alpha.to(p.dtype).expand(len(X), 1) if isinstance(alpha, Tensor) else float(alpha)
     some = p > 0
     power = torch.where(some, torch.where(some, p, 1) ** alpha, 0).sum(1, keepdim=True)
     omega = 1 - power ** (1 / alpha) if norm else (1 - power) / (alpha * (alpha - 1))
-    z = _wide(X)
-    z = z - z.detach().amax(1, keepdim=True)
+    z = z - z.detach().amax(1, keepdim=True)  # the same loss, more precisely
     mean = (p * torch.where(some, z, 0)).sum(1)
     return (omega[:, 0] + mean - z.gather(1, target[:, None].long())[:, 0]).to(X.dtype)
 

@@ -22,10 +22,9 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | None = None, *, chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute DeltaNet (arXiv 2406.06484) by `regard.delta_rule`. beta: step sizes [B, T, H]."""
-    check_shapes("chunk_delta_rule", q, k, v, beta=beta)
     return _delta(
-        "chunk_delta_rule", q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens, chunk_size=chunk_size,
+        "chunk_delta_rule", q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, chunk_size=chunk_size, grouped=False,
     )  # fmt: skip
 
 
@@ -35,12 +34,10 @@ def fused_recurrent_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `chunk_delta_rule` token by token. beta: step sizes [B, T, H], default 1."""
-    call = "fused_recurrent_delta_rule"
-    check_shapes(call, q, k, v, beta=beta)
-    beta = _steps(call, beta, v, False, False)
     return _delta(
-        call, q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
-    )
+        "fused_recurrent_delta_rule", q, k, v, None, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens, grouped=False,
+    )  # fmt: skip
 
 
 def chunk_gated_delta_rule(
@@ -57,14 +54,11 @@ def chunk_gated_delta_rule(
     dt_bias [HV]. beta: step sizes [B, T, HV]; with `use_beta_sigmoid_in_kernel` their logits, and `allow_neg_eigval`
     doubles their sigmoid.
     """
-    call = "chunk_gated_delta_rule"
-    refuse(call, cp_context=cp_context)
-    check_shapes(call, q, k, v, grouped=True, g=g, beta=beta)
-    g = _gate(call, g, A_log, dt_bias, None) if use_gate_in_kernel else g
-    beta = _steps(call, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    refuse("chunk_gated_delta_rule", cp_context=cp_context)
     return _delta(
-        call, q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        state_v_first, chunk_size,
+        "chunk_gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, state_v_first, chunk_size, gate=(A_log, dt_bias, None) if use_gate_in_kernel else None,
+        logits=(use_beta_sigmoid_in_kernel, allow_neg_eigval),
     )  # fmt: skip
 
 
@@ -79,17 +73,12 @@ def fused_recurrent_gated_delta_rule(
 
     As there; gk: log decays per channel [B, T, HV, K], which are added to g. beta is 1 by default.
     """
-    call = "fused_recurrent_gated_delta_rule"
-    refuse(call, gv=gv)
-    check_shapes(call, q, k, v, grouped=True, channels="gk", g=g, gk=gk, beta=beta)
-    if use_gate_in_kernel:
-        require(g is not None, call, "use_gate_in_kernel=True needs g, the gate before its activation.")
-        g = _gate(call, g, A_log, dt_bias, None)
-    decay = g if gk is None else gk if g is None else g[..., None] + gk
-    beta = _steps(call, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    refuse("fused_recurrent_gated_delta_rule", gv=gv)
     return _delta(
-        call, q, k, v, beta, decay, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        state_v_first,
+        "fused_recurrent_gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, gk=gk, channels="gk",
+        gate=(A_log, dt_bias, None) if use_gate_in_kernel else None,
+        logits=(use_beta_sigmoid_in_kernel, allow_neg_eigval),
     )  # fmt: skip
 
 
@@ -115,12 +104,10 @@ def chunk_kda(
     """
     refused = {"return_intermediate_states": return_intermediate_states, "cp_context": cp_context}
     refuse("chunk_kda", **refused, use_graph=use_graph, max_num_seqs=max_num_seqs)
-    check_shapes("chunk_kda", q, k, v, grouped=True, channels="g", g=g, beta=beta)
-    g = _gate("chunk_kda", g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
-    beta = _steps("chunk_kda", beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _delta(
-        "chunk_kda", q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        state_v_first, chunk_size,
+        "chunk_kda", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+        state_v_first, chunk_size, channels="g", gate=(A_log, dt_bias, lower_bound) if use_gate_in_kernel else None,
+        logits=(use_beta_sigmoid_in_kernel, allow_neg_eigval),
     )  # fmt: skip
 
 
@@ -132,22 +119,24 @@ def fused_recurrent_kda(
     state_v_first: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `chunk_kda` token by token."""
-    call = "fused_recurrent_kda"
-    check_shapes(call, q, k, v, grouped=True, channels="g", g=g, beta=beta)
-    g = _gate(call, g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
-    beta = _steps(call, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _delta(
-        call, q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        state_v_first,
+        "fused_recurrent_kda", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, state_v_first, channels="g", gate=(A_log, dt_bias, lower_bound) if use_gate_in_kernel else None,
+        logits=(use_beta_sigmoid_in_kernel, allow_neg_eigval),
     )  # fmt: skip
 
 
 def _delta(
-    call: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float | None,
+    call: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float | None,
     initial_state: Tensor | None, output_final_state: bool, normalise: bool, cu_seqlens: Tensor | None,
-    v_first: bool = False, chunk_size: int | None = None,
+    v_first: bool = False, chunk_size: int | None = None, *, grouped: bool = True, channels: str = "",
+    gk: Tensor | None = None, gate: tuple[Any, ...] | None = None, logits: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute `regard.delta_rule` of checked inputs."""
+    """Compute `regard.delta_rule`; `gate` holds the numbers of `_gate` if g is raw, `logits` the flags of `_steps`."""
+    check_shapes(call, q, k, v, grouped=grouped, channels=channels, g=g, gk=gk, beta=beta)
+    g = g if gate is None else _gate(call, g, *gate)
+    g = g if gk is None else gk if g is None else g[..., None] + gk
+    beta = _steps(call, beta, v, *logits)
     own = Sequences(call, q, v.shape[2], cu_seqlens, v_first)
     start = own.start("initial_state", initial_state, q.shape[3], v.shape[3])
     q, k = (unit(q), unit(k)) if normalise else (q, k)
@@ -160,7 +149,7 @@ def _delta(
     return out, own.end(after.values, after.non_finite, initial_state) if output_final_state else None
 
 
-def _gate(call: str, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+def _gate(call: str, g: Any, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
     """Return decays of raw gates [B, T, HV] or [B, T, HV, K]: -exp(A_log) softplus(g + dt_bias), with a lower bound
     lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
     require(g is not None, call, "use_gate_in_kernel=True needs g, the gate before its activation.")

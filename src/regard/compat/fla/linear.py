@@ -5,6 +5,8 @@ Legend: as in `regard.compat.fla`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -38,12 +40,15 @@ def fused_recurrent_gla(
     return _linear(call, q, k, v, gk, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
 
 
-def _head_decay(call: str, g: Tensor | None, g_gamma: Tensor | None, heads: int) -> Tensor | None:
-    """Return the sum of decays per token [B, T, H] and per head [H], of those that are given."""
-    if g_gamma is None:
-        return g
-    tensor(call, "g_gamma", g_gamma, heads)
-    return g_gamma if g is None else g + g_gamma
+def _simple(
+    call: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None, *more: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `_linear` with the sum of decays per token [B, T, H] and per head [H], of those that are given."""
+    check_shapes(call, q, k, v, g=g)
+    if g_gamma is not None:
+        tensor(call, "g_gamma", g_gamma, q.shape[2])
+        g = g_gamma if g is None else g + g_gamma
+    return _linear(call, q, k, v, g, *more)
 
 
 def chunk_simple_gla(
@@ -56,12 +61,8 @@ def chunk_simple_gla(
 
     g: log decays [B, T, H]. g_gamma: log decays [H], the same for all tokens. Neither: no decay.
     """
-    call = "chunk_simple_gla"
-    check_shapes(call, q, k, v, g=g)
-    decay = _head_decay(call, g, g_gamma, q.shape[2])
-    return _linear(
-        call, q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens, state_v_first, chunk_size
-    )
+    more = (scale, initial_state, output_final_state, cu_seqlens, state_v_first, chunk_size)
+    return _simple("chunk_simple_gla", q, k, v, g, g_gamma, *more)
 
 
 def fused_recurrent_simple_gla(
@@ -72,15 +73,15 @@ def fused_recurrent_simple_gla(
     """Compute `chunk_simple_gla` token by token."""
     call = "fused_recurrent_simple_gla"
     refuse(call, reverse=reverse)
-    check_shapes(call, q, k, v, g=g)
-    decay = _head_decay(call, g, g_gamma, q.shape[2])
-    return _linear(call, q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+    more = (scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+    return _simple(call, q, k, v, g, g_gamma, *more)
 
 
-def _retention(q: Tensor) -> Tensor:
-    """Return the log decays of RetNet, log(1 - 2^(-5 - h)) of head h."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.log1p(-(2.0 ** (-5 - torch.arange(q.shape[2], dtype=dtype, device=q.device))))
+def _retention(call: str, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute `_linear` with the log decays of RetNet, log(1 - 2^(-5 - h)) of head h."""
+    check_shapes(call, q, k, v)
+    head = torch.arange(q.shape[2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return _linear(call, q, k, v, torch.log1p(-(2.0 ** (-5 - head))), *more)
 
 
 def chunk_retention(
@@ -88,10 +89,8 @@ def chunk_retention(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute retention (RetNet, arXiv 2307.08621) by `regard.linear_attention`: head h fades by 1 - 2^(-5 - h)."""
-    call = "chunk_retention"
-    check_shapes(call, q, k, v)
-    decay = _retention(q)
-    return _linear(call, q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens, chunk_size=chunk_size)
+    more = (scale, initial_state, output_final_state, cu_seqlens, False, chunk_size)
+    return _retention("chunk_retention", q, k, v, *more)
 
 
 def fused_recurrent_retention(
@@ -102,8 +101,7 @@ def fused_recurrent_retention(
     """Compute `chunk_retention` token by token."""
     call = "fused_recurrent_retention"
     refuse(call, reverse=reverse)
-    check_shapes(call, q, k, v)
-    return _linear(call, q, k, v, _retention(q), scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+    return _retention(call, q, k, v, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
 
 
 def chunk_linear_attn(

@@ -137,7 +137,6 @@ def given_of(inputs: Inputs) -> Tensor | None:
 
 
 def _names_of(inputs: Inputs) -> tuple[list[str], dict[str, float]]:
-    """Return the names of the parameters that are tensors, and the numbers by name."""
     named = inputs.params.items()
     return [n for n, p in named if isinstance(p, Tensor)], {n: p for n, p in named if not isinstance(p, Tensor)}
 

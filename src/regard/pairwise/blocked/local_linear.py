@@ -89,7 +89,8 @@ class Model:
         wide = torch.float64 if fewest < y.shape[-1] or y.shape[-2] <= 2 * y.shape[-1] else p.dtype
         probe = None if probe is None else probe.to(wide)
         ridge = ridge.to(wide) if isinstance(ridge, Tensor) else ridge
-        sparse = self._sparse or most <= y.shape[-1]
+        some_are_zero = getattr(self.spec.kernel, "compact", False) or self.spec.bandwidth.name != "fixed"
+        sparse = some_are_zero or most <= y.shape[-1]
         if wide != p.dtype:  # else rounding moves the mean out of the span, which 1 / ridge amplifies
             p = p.to(wide)
             total = p.sum(-1, keepdim=True)
@@ -103,11 +104,6 @@ class Model:
         """Solve for right sides divided by powers of two [n, q, 1], which are returned too."""
         size = unit(right) if system.probe is None else torch.ones_like(right[..., :1])
         return self.spec.solver.solve(system, right / size), size
-
-    @property
-    def _sparse(self) -> bool:
-        """Whether weights can be zero under the spec."""
-        return getattr(self.spec.kernel, "compact", False) or self.spec.bandwidth.name != "fixed"
 
 
 def _seen(block: Block, y: Tensor) -> tuple[int, int]:
