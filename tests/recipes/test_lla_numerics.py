@@ -3,7 +3,6 @@ small run leaves behind."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,14 +124,12 @@ def test_errors_fall_with_steps_to_what_the_precision_allows(found: pd.DataFrame
 
 def test_stored_errors_are_those_of_equation_8(found: pd.DataFrame) -> None:
     """The schemes' and the floor's data once more, by the textbook form: zero steps would be 1 or more away."""
-    config = numerics.NumericsConfig(length=96, dim=8)
-    q, k, v = (x.bfloat16().double().numpy() for x in numerics.draw(config, "normal", 0))
-    expected = equation_8(q, k, v, 1.0)
-    prepared = numerics.prepare(replace(config, draws=1, ridges=(1.0,)), "normal", "bfloat16")
-    np.testing.assert_allclose(prepared.truth[1.0][0], expected, atol=1e-9)
-    off = np.linalg.norm(prepared.floors["floor"][1.0][0].double().numpy() - expected) / np.linalg.norm(expected)
+    q, k, v = (x.bfloat16().float() for x in numerics.draw(numerics.NumericsConfig(length=96, dim=8), "normal", 0))
+    expected = equation_8(*(x.double().numpy() for x in (q, k, v)), 1.0)
+    np.testing.assert_allclose(numerics.outputs([(q, k, v)], [1.0], torch.float64)[1.0][0], expected, atol=1e-9)
+    once, floor = (outs[1.0][0].double().numpy() for outs in numerics.floors_of([(q, k, v)], [1.0]).values())
+    off = np.linalg.norm(floor - expected) / np.linalg.norm(expected)
     assert 1e-3 < off < 2e-2
-    once = prepared.floors["rounding"][1.0][0].double().numpy()
     np.testing.assert_allclose(once, expected, rtol=2**-8)  # half a unit in the last place
     own = {"data": "normal", "dtype": "bfloat16", "ridge": 1.0}
     rounding = relative(found, kind="floor", method="rounding", **own)

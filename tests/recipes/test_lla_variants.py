@@ -12,7 +12,6 @@ from tiny_runs import tiny
 
 from regard_recipes.lib.recipe import select
 from regard_recipes.local_linear import lla_variants as variants
-from regard_recipes.local_linear.lla_variants_cost import COSTS, Sizes
 
 
 @pytest.fixture
@@ -138,23 +137,25 @@ def test_budgets_end_at_what_they_approximate(found: pd.DataFrame) -> None:
 def test_costs_are_those_of_counted_operations() -> None:
     """Written out as sums of products: an [a, b] by [b, c] product is 2 a b c operations."""
     n, d, steps, g, tile = 100, 16, 5, 4, 128
-    sizes = Sizes(n, d, steps, g, tile)
-    product = 2 * n * d
-    assert COSTS["softmax"].flops(sizes) == 2 * product
-    assert COSTS["softmax"].numbers(sizes) == 2 * n * d / tile
-    assert COSTS["lla, weights again"].flops(sizes) == 2 * product + 3 * product * steps + 3 * product
-    assert COSTS["lla, weights kept"].flops(sizes) == 2 * product + 2 * product * steps + 2 * product
-    assert COSTS["lla, weights again"].numbers(sizes) == (steps + 3) * n * d / tile
-    pairs = d * (d + 1) / 2  # of a symmetric matrix
-    assert COSTS["lla, direct"].flops(sizes) == pytest.approx(2 * n * pairs + d**3 / 3 + 4 * product)
-    s = d // g
-    pairs = g * s * (s + 1) / 2
-    assert COSTS["block-diagonal, direct"].flops(sizes) == pytest.approx(2 * n * pairs + g * s**3 / 3 + 4 * product)
-    assert COSTS["block-diagonal, cg"].flops(sizes) == pytest.approx(
-        2 * n * pairs + steps * g * 2 * s * s + 4 * product
+    rows = pd.DataFrame(
+        {"cost": list(variants.COSTS), "keys": n, "steps": steps, "blocks": g, "microseconds": 2.0},
+        list(variants.COSTS),
     )
-    assert COSTS["mesa"].flops(sizes) == steps * 2 * d * d + 3 * 2 * d * d
-    assert COSTS["mesa"].numbers(sizes) == 4 * d
+    found = variants.costs(rows, d)
+    assert found.index.tolist() == list(variants.COSTS)
+    product, s = 2 * n * d, d // g
+    forming = {size: 2 * n * blocks * size * (size + 1) / 2 for blocks, size in ((1, d), (g, s))}  # symmetric matrices
+    assert found["flops"].to_dict() == pytest.approx({
+        "softmax": 2 * product,
+        "mesa": steps * 2 * d * d + 3 * 2 * d * d,
+        "lla, weights again": 2 * product + 3 * product * steps + 3 * product,
+        "lla, weights kept": 2 * product + 2 * product * steps + 2 * product,
+        "lla, direct": forming[d] + d**3 / 3 + 4 * product,
+        "block-diagonal, cg": forming[s] + steps * g * 2 * s * s + 4 * product,
+        "block-diagonal, direct": forming[s] + g * s**3 / 3 + 4 * product,
+    })  # fmt: skip
+    assert found["numbers"][:3].tolist() == [2 * n * d / tile, 4 * d, (steps + 3) * n * d / tile]
+    assert found["speed"]["softmax"] == 2 * product / 2e3
 
 
 def test_every_row_has_its_cost_and_times(found: pd.DataFrame) -> None:
@@ -166,17 +167,19 @@ def test_every_row_has_its_cost_and_times(found: pd.DataFrame) -> None:
     assert own["microseconds"].between(own["fastest"], own["slowest"]).all()
     assert record(found, "auto", 1).keys == 64.5
     assert record(found, "window 16", 1).keys == (sum(range(1, 16)) + 113 * 16) / 128
-    assert record(found, "softmax", None).flops == pytest.approx(4 * 64.5 * 8, rel=1e-3)
+    measured = variants.costs(own, 8)
+    assert record(measured, "softmax", None).flops == 4 * 64.5 * 8
     steps = record(found, "tol 0.1", 1).steps
-    assert record(found, "tol 0.1", 1).flops == pytest.approx((4 * steps + 8) * 64.5 * 8, rel=1e-3)
+    assert record(measured, "tol 0.1", 1).flops == pytest.approx((4 * steps + 8) * 64.5 * 8)
 
 
 def test_claims_and_tables_follow_the_numbers(found: pd.DataFrame) -> None:
     made, results = tiny("lla-variants")
     own = record(found, "blocks 2", 0.1)
-    errors, costs, _ = made.tables(results).values()
+    errors, formulas, costs, _ = made.tables(results).values()
     (row,) = (row for row in errors.rows if row[:2] == ("blocks 2", "0.1"))
     assert row[2] == f"{own.error:.3g} ± {own.half:.1g}"
-    assert ("O(Td²) + O(nd)", "6Tnd + 10nd") in [row[1:3] for row in costs.rows]
+    assert ("O(Td²) + O(nd)", "6Tnd + 10nd") in [row[1:3] for row in formulas.rows]
+    assert ("block-diagonal, direct", "blocks 2") in [row[:2] for row in costs.rows]
     verdicts = {claim.wording: claim.verdict for claim in made.claims(results)}
     assert verdicts["The denominator delta of BD-LLA is positive"] == "fails"

@@ -61,7 +61,7 @@ def test_every_method_is_its_formula(strict: bool) -> None:
         found = method.predict(examples, 1.5, 0.3, strict).double().numpy()
         if method.name in ("random", "zero"):
             continue
-        scale = 1.5 if "scale" in method.takes else 1.0
+        scale = 1.5 if method.takes_scale else 1.0
         wanted = [
             [plain(method.name, q[b, i], k[b], v[b], i + (not strict), scale, 0.3) for i in range(24)] for b in range(2)
         ]

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from regard.grammar import SolveStatus
 from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
 
-from ..lib.claims import Claim, exact, one
+from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, first, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
@@ -75,36 +75,19 @@ def draw(config: NumericsConfig, family: str, head: int, seed: int = 0) -> Data:
     return q, k, v
 
 
-class Case(NamedTuple):
-    """One kind of data, rounded to its dtype and held as float32, with dense solutions [H, T, D] by ridge: the truth in
-    float64; for bfloat16 also in float32: "rounding", rounded once, and "floor", its last stage in emulated bfloat16.
-    """
-
-    dtype: str
-    heads: tuple[Data, ...]
-    truth: dict[float, Tensor]
-    floors: dict[str, dict[float, Tensor]]
-
-
-def prepare(config: NumericsConfig, family: str, dtype: str, seed: int = 0) -> Case:
-    """Draw and solve densely."""
-    low = dtype == "bfloat16"
-    drawn = (draw(config, family, head, seed) for head in range(config.draws))
-    heads = tuple((rounded(q), rounded(k), rounded(v)) if low else (q, k, v) for q, k, v in drawn)
-    solved = partial(outputs, heads, config.ridges)
-    floors: dict[str, dict[float, Tensor]] = {}
-    if low:
-        once = {ridge: rounded(out) for ridge, out in solved(torch.float32, output).items()}
-        floors = {"rounding": once, "floor": solved(torch.float32, low_output)}
-    return Case(dtype, heads, solved(torch.float64, output), floors)
-
-
 def outputs(
-    heads: Sequence[Data], ridges: Sequence[float], dtype: torch.dtype, form: Callable[..., Tensor]
+    heads: Sequence[Data], ridges: Sequence[float], dtype: torch.dtype, form: Callable[..., Tensor] = output
 ) -> dict[float, Tensor]:
     """Return by ridge the outputs [H, T, D] in the `form` given, from systems solved densely in `dtype`."""
     solved = [(head, dense(*head[:2], ridges, dtype)) for head in heads]
     return {ridge: torch.stack([form(*head, t[ridge]) for head, t in solved]) for ridge in ridges}
+
+
+def floors_of(heads: Sequence[Data], ridges: Sequence[float]) -> dict[str, dict[float, Tensor]]:
+    """Return two float32 solutions of bfloat16 inputs by ridge: "rounding", rounded once, and "floor", its last stage
+    in emulated bfloat16."""
+    once = {ridge: rounded(out) for ridge, out in outputs(heads, ridges, torch.float32).items()}
+    return {"rounding": once, "floor": outputs(heads, ridges, torch.float32, low_output)}
 
 
 def budgets(config: NumericsConfig) -> dict[str, Solver]:
@@ -127,10 +110,11 @@ def errors(found: Tensor, truth: Tensor) -> dict[str, Any]:
     return {name: significant(x) for name, x in numbers.items()} | lost
 
 
-def run_regard(case: Case, ridge: float, solver: Solver) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def run_regard(
+    heads: Sequence[Data], dtype: str, ridge: float, solver: Solver, truth: Tensor
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return errors with the solver's iterations, true relative residuals and statuses, and iterations by block."""
-    dtype = DTYPES[case.dtype]
-    q, k, v = (torch.stack(parts)[None].to(dtype) for parts in zip(*case.heads, strict=True))
+    q, k, v = (torch.stack(parts)[None].to(DTYPES[dtype]) for parts in zip(*heads, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
         out, found = local_linear_attention(
@@ -139,21 +123,20 @@ def run_regard(case: Case, ridge: float, solver: Solver) -> tuple[dict[str, Any]
     steps, residual, status = (found.solver[name][0] for name in ("iterations", "residual", "status"))
     blocks = [{"position": (i + 0.5) * BLOCK, "mean_steps": significant(part.mean()), "max_steps": int(part.max())}
               for i, part in enumerate(steps.split(BLOCK, -1))]  # fmt: skip
-    return errors(out[0], case.truth[ridge]) | {
+    return errors(out[0], truth) | {
         "mean_steps": significant(steps.mean()), "max_steps": int(steps.max()),
         "mean_residual": significant(residual.mean()), "max_residual": significant(residual.max()),
         **{kind.name: int((status == kind).sum()) for kind in SolveStatus},
     }, blocks  # fmt: skip
 
 
-def run_scheme(case: Case, ridge: float, name: str, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield errors of an emulated scheme by step."""
+def run_scheme(heads: Sequence[Data], ridge: float, name: str, steps: Sequence[int]) -> dict[int, Tensor]:
+    """Return the outputs [H, T, D] of an emulated scheme by step."""
     found: dict[int, list[Tensor]] = {step: [] for step in steps}
-    for head in case.heads:
+    for head in heads:
         for step, out in SCHEMES[name](*head, ridge, steps):
             found[step].append(rounded(out))
-    for step, outs in found.items():
-        yield {"kind": "scheme", "method": name, "step": step, **errors(torch.stack(outs), case.truth[ridge])}
+    return {step: torch.stack(outs) for step, outs in found.items()}
 
 
 @recipe("lla-numerics")
@@ -174,41 +157,44 @@ class Numerics(Recipe):
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        own = self.config
-        case = prepare(own, cell["data"], cell["dtype"], seed)
-        for ridge in own.ridges:
+        own, low = self.config, cell["dtype"] == "bfloat16"
+        heads = [draw(own, cell["data"], head, seed) for head in range(own.draws)]
+        if low:
+            heads = [(rounded(q), rounded(k), rounded(v)) for q, k, v in heads]
+        floors = floors_of(heads, own.ridges) if low else {}
+        steps = [*(n for n in own.steps if n < EMULATED), EMULATED]
+        for ridge, truth in outputs(heads, own.ridges, torch.float64).items():
             for name, solver in budgets(own).items():
-                found, blocks = run_regard(case, ridge, solver)
-                yield {"kind": "budget", "ridge": ridge, "method": REGARD, "budget": name, **found}
-                for block in blocks:
-                    yield {"kind": "block", "ridge": ridge, "method": REGARD, "budget": name, **block}
-            for name, outs in case.floors.items():
-                yield {"kind": "floor", "ridge": ridge, "method": name, **errors(outs[ridge], case.truth[ridge])}
-            if cell["dtype"] == "bfloat16":
-                steps = [*(n for n in own.steps if n < EMULATED), EMULATED]
-                for name in SCHEMES:
-                    yield from ({"ridge": ridge, **row} for row in run_scheme(case, ridge, name, steps))
+                found, blocks = run_regard(heads, cell["dtype"], ridge, solver, truth)
+                common = {"ridge": ridge, "method": REGARD, "budget": name}
+                yield {"kind": "budget", **common, **found}
+                yield from ({"kind": "block", **common, **block} for block in blocks)
+            for name, outs in floors.items():
+                yield {"kind": "floor", "ridge": ridge, "method": name, **errors(outs[ridge], truth)}
+            for name in SCHEMES if low else ():
+                for step, out in run_scheme(heads, ridge, name, steps).items():
+                    yield {"kind": "scheme", "ridge": ridge, "method": name, "step": step, **errors(out, truth)}
 
     def claims(self, results: Results) -> list[Claim]:
         found = results.select(kind="budget")
-        single, default = select(found, dtype="float32"), select(found, dtype="bfloat16", budget="default")
-        made = []
-        for row in select(default, data="anisotropic", ridge=list(TARGETS)).itertuples():
-            words = f"bfloat16 inputs with anisotropic keys have a relative error of at most {TARGETS[row.ridge]:g}"
-            made.append(target(f"ridge {row.ridge:g}", words, one(exact(row.relative)), TARGETS[row.ridge]))
-        by_tol = {tol: select(single, budget=f"tol {tol:g}") for tol in self.config.tols}
+        default = select(found, dtype="bfloat16", budget="default", data="anisotropic").set_index("ridge")["relative"]
+        by_tol = {tol: select(found, dtype="float32", budget=f"tol {tol:g}") for tol in self.config.tols}
         worst = lambda column: {  # noqa: E731
             f"tol {tol:g}": exact(float(rows[column].max() / tol)) for tol, rows in by_tol.items()
         }
         lost = found[~found["budget"].str.startswith("steps")]["UNCONVERGED"].sum()
-        return [
-            *made,
-            target("float32", "A tolerance bounds the relative error of the output", worst("relative"), 1,
-                   "Largest relative error over the tolerance."),
-            target("float32", "Five times a tolerance bounds the relative error of a row", worst("worst_row"), 5,
-                   "Largest relative error of a row over the tolerance."),
-            target("all data", "Every row converges to its tolerance", one(exact(float(lost))), 0, "Rows that do not."),
-        ]  # fmt: skip
+        words = "bfloat16 inputs with anisotropic keys have a relative error of at most {:g}"
+        targets = [(f"ridge {ridge:g}", words.format(TARGETS[ridge]), exact(error), "at most", TARGETS[ridge],
+                    "Relative error.") for ridge, error in default.items() if ridge in TARGETS]  # fmt: skip
+        return claims_of("regard's targets", [
+            *targets,
+            ("float32", "A tolerance bounds the relative error of the output", worst("relative"), "at most", 1,
+             "Largest relative error over the tolerance."),
+            ("float32", "Five times a tolerance bounds the relative error of a row", worst("worst_row"), "at most", 5,
+             "Largest relative error of a row over the tolerance."),
+            ("all data", "Every row converges to its tolerance", exact(float(lost)), "at most", 0,
+             "Rows that do not."),
+        ], digits=4)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         found, frame = results.select(kind="budget"), results.frame
@@ -267,11 +253,6 @@ class Numerics(Recipe):
             f"From bfloat16 inputs regard's error is at most {most['rounding']:.3g} times that of rounding the output "
             f"alone, and {most['floor']:.2g} times the floor.",
         ]
-
-
-def target(where: str, wording: str, estimates: Any, margin: float, note: str = "Relative error.") -> Claim:
-    """Return a target that the project set itself."""
-    return Claim("regard's targets", where, wording, estimates, "at most", margin, note=note, digits=4)
 
 
 def said(column: str, lost: bool = False) -> Show:

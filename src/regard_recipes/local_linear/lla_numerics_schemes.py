@@ -21,8 +21,6 @@ from torch import Tensor
 Apply = Callable[[Tensor], Tensor]
 Scheme = Callable[[Tensor, Tensor, Tensor, float, Sequence[int]], Iterator[tuple[int, Tensor]]]
 """(q, k, v, ridge, steps) -> pairs of a step and the output [T, D] there."""
-ROWS = 128
-"""Rows whose matrices are formed at a time."""
 GOAL, SHIFT = 1e-12, 1e-10
 
 
@@ -52,19 +50,17 @@ def kernel(q: Tensor, k: Tensor) -> Tensor:
 def dense(q: Tensor, k: Tensor, ridges: Sequence[float], dtype: torch.dtype) -> dict[float, Tensor]:
     """Return t [T, D] by ridge: every system formed in `dtype` and solved by Cholesky.
 
-    Cost: 2 T^2 D^2 operations, T D^2 numbers.
+    Cost: 2 T^2 D^2 operations, a few times T D^2 numbers.
     """
     p, y, x, mean = centred(q.to(dtype), k.to(dtype))
-    pairs = (y[:, :, None] * y[:, None, :]).flatten(1)
-    eye = torch.eye(q.shape[-1], dtype=dtype)
-    found: dict[float, list[Tensor]] = {ridge: [] for ridge in ridges}
-    for start in range(0, len(q), ROWS):
-        at = slice(start, start + ROWS)
-        spread = (p[at] @ pairs).unflatten(-1, eye.shape) - mean[at, :, None] * mean[at, None, :]
-        right = (x - mean)[at, :, None]
-        for ridge, parts in found.items():
-            parts.append(torch.cholesky_solve(right, torch.linalg.cholesky(spread + ridge * eye))[..., 0])
-    return {ridge: torch.cat(parts) for ridge, parts in found.items()}
+    spread = weighted_pairs(p, y) - mean[:, :, None] * mean[:, None, :]
+    eye, right = torch.eye(q.shape[-1], dtype=dtype), (x - mean)[..., None]
+    return {ridge: torch.cholesky_solve(right, torch.linalg.cholesky(spread + ridge * eye))[..., 0] for ridge in ridges}
+
+
+def weighted_pairs(p: Tensor, y: Tensor) -> Tensor:
+    """Return sum_j p_ij y_j y_j^T, [T, D, D]."""
+    return (p @ (y[:, :, None] * y[:, None, :]).flatten(1)).unflatten(-1, (y.shape[-1], -1))
 
 
 def centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -156,26 +152,17 @@ def q_centred_blocks(
     hidden = torch.ones(length, length, dtype=torch.bool).triu(0 if strict else 1)
     p = ((k @ k.T) * dim**-0.5).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
     mass = p.sum(-1, keepdim=True)
-    near = p @ k - mass * k  # mu / omega
-    pairs = (k[:, :, None] * k[:, None, :]).flatten(1)
-    slopes: dict[tuple[float, int], list[Tensor]] = {at: [] for at in itertools.product(ridges, counts)}
-    for start in range(0, length, ROWS):
-        at = slice(start, start + ROWS)
-        q, mu = k[at], near[at]
-        cross = mu[:, :, None] * q[:, None, :]
-        own = (mass[at] * q)[:, :, None] * q[:, None, :]
-        sigma = (p[at] @ pairs).unflatten(-1, (dim, dim)) - cross - cross.mT - own
-        for (ridge, count), parts in slopes.items():
-            shape = (count, dim // count)
-            tiled = sigma.unflatten(-1, shape).unflatten(-3, shape)
-            block = tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3) + ridge * torch.eye(shape[1], dtype=k.dtype)
-            parts.append(torch.linalg.solve(block, mu.unflatten(-1, shape)[..., None]).flatten(-3))
+    mu = p @ k - mass * k  # over omega, as all that follows
+    cross = mu[:, :, None] * k[:, None, :]
+    sigma = weighted_pairs(p, k) - cross - cross.mT - (mass * k)[:, :, None] * k[:, None, :]
     found = {}
-    for key, parts in slopes.items():
-        rho = torch.cat(parts)
-        delta = 1 - (near * rho).sum(-1)
-        tilted = p * (1 - rho @ k.T + (rho * k).sum(-1, keepdim=True))
-        found[key] = tilted @ v / delta[:, None], delta
+    for ridge, count in itertools.product(ridges, counts):
+        shape = (count, dim // count)
+        tiled = sigma.unflatten(-1, shape).unflatten(-3, shape)
+        block = tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3) + ridge * torch.eye(shape[1], dtype=k.dtype)
+        rho = torch.linalg.solve(block, mu.unflatten(-1, shape)[..., None]).flatten(-3)
+        delta = 1 - dot(mu, rho)
+        found[ridge, count] = (p * (1 - rho @ k.T + dot(rho, k))) @ v / delta, delta[:, 0]
     return found
 
 

@@ -9,11 +9,11 @@ keys, where there is no denominator. Both are measured, with every ridge.
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,22 +21,40 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard.checks import ArgumentError
-from regard.grammar.solvers import Auto, BlockDiagonal, Cholesky, ConjugateGradient, Solver
+from regard.grammar.solvers import Auto, BlockDiagonal, Cholesky, ConjugateGradient
 from regard.pairwise.attention import attention
 from regard.pairwise.local_linear_attention import local_linear_attention
 from regard.recurrent.mesa import mesa_attention
 from regard.tasks import ConeRegression
 
-from ..lib.claims import Claim, Estimate, exact, mean_interval, unpaired
-from ..lib.display import MISSING, Show, first, lines, panels, pivot
+from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
+from ..lib.display import MISSING, first, lines, only, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import q_centred_blocks
-from .lla_variants_cost import COSTS, Sizes
 
 PAPER = "Local Linear Attention"
 SELF, PAST = "self-included", "strictly-past"
 SIGMA = "blocks of Sigma"  # the paper's
 ROWS = 128  # the B of the formulas: regard's own blocks of queries
+COSTS = {
+    "softmax": ("O(nd)", "4*n*d", "2nd/B", "2*n*d/B"),
+    "mesa": ("O(Td²) + O(d²)", "2*T*d**2 + 6*d**2", "O(d)", "4*d"),
+    "lla, weights again": ("O(Td²) + O(nd)", "6*T*n*d + 10*n*d", "(T+3)nd/B", "(T+3)*n*d/B"),
+    "lla, weights kept": (MISSING, "4*T*n*d + 8*n*d", MISSING, "(T+3)*n*d/B + (T+2)*n"),
+    "lla, direct": (MISSING, "n*d*(d+1) + d**3/3 + 8*n*d", MISSING, "3*n*d/B + d**2"),
+    "block-diagonal, cg": (
+        "O(Td²/g²) + O(nd)", "n*d*(d/g+1) + 2*T*d**2/g + 8*n*d", "(T+3)nd/B", "3*n*d/B + d**2/g"),
+    "block-diagonal, direct": (
+        "O(d³/g²) + O(nd)", "n*d*(d/g+1) + d**3/(3*g**2) + 8*n*d", "3nd/B", "3*n*d/B + d**2/g"),
+}  # fmt: skip
+"""Operations of a query and numbers that it moves, forward: as in the paper's Table 1, and corrected, as formulas of
+n keys that a query sees, d channels, T steps, g diagonal blocks and B queries of a block.
+
+A multiplication and an addition count as two; exponentials and what is linear in n or d alone are left out. Conjugate
+gradients without matrices take 4 n d a step with kept weights (6 n d with weights computed again), not d^2: a d^2 step
+needs the matrix, which n d (d + 1) operations form (half of a symmetric one), or n d (d / g + 1) with blocks. Section 5
+calls the traffic of blockwise softmax attention n d + n^2 a head; it is n^2 d / B, as the table has it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,88 +74,6 @@ class VariantsConfig(RecipeConfig):
     tols: tuple[float, ...] = (1e-1, 1e-2, 1e-3)
     """Budgets of conjugate gradients, in relative residuals; the last one is that of the windows."""
     repeats: int = 5  # Timings of every variant.
-
-
-Solve = Callable[[Tensor, Tensor, float, bool, bool], tuple[Tensor, Tensor | None]]
-"""(keys and queries, values [B, 1, T, d], ridge, whether a position's own pair is hidden from it, whether iterations
-are counted) -> predictions, and if counted the iterations of every row where there are some."""
-
-
-class Variant(NamedTuple):
-    """A way to predict: its name and group in tables and figures, a row of `COSTS`, the keys that a query sees (None:
-    all), its diagonal blocks, and whether the ridge matters."""
-
-    name: str
-    group: str
-    run: Solve
-    cost: str
-    window: int | None = None
-    blocks: int = 1
-    takes_ridge: bool = True
-
-    def sizes(self, config: VariantsConfig, steps: float | None) -> Sizes:
-        """Return what the formulas need: n is the mean over rows."""
-        seen = self.window or config.length
-        n = sum(min(i + 1, seen) for i in range(config.length)) / config.length
-        return Sizes(n, config.dim, steps or 0.0, self.blocks, ROWS)
-
-
-def _sdpa(k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, None]:
-    if strict:
-        return attention(k, k, v, "softmax", exclude_self=True), None
-    return scaled_dot_product_attention(k, k, v, is_causal=True), None
-
-
-def _mesa(k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, Tensor | None]:
-    how: dict[str, Any] = {"solver": "cg", "tol": 1e-3, "max_iter": 4 * k.shape[-1], "exclude_self": strict}
-    found = mesa_attention(k, k, v, ridge=ridge, return_diagnostics=counted, **how)
-    return found[0], found[2]["iterations"] if counted else None
-
-
-def _softmax(window: int | None) -> Solve:
-    how: dict[str, Any] = {"is_causal": True, "window": window, "impl": "blocked"}
-    return lambda k, v, ridge, strict, counted: (attention(k, k, v, "softmax", exclude_self=strict, **how), None)
-
-
-def _local_linear(solver: Solver, window: int | None = None) -> Solve:
-    how: dict[str, Any] = {"solver": solver, "window": window, "is_causal": True, "impl": "blocked"}
-
-    def run(k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, Tensor | None]:
-        more: dict[str, Any] = {"ridge": ridge, "exclude_self": strict, "return_diagnostics": counted}
-        found = local_linear_attention(k, k, v, **how, **more)
-        return (found[0], found[1].solver["iterations"]) if counted else (found, None)
-
-    return run
-
-
-def variants(config: VariantsConfig) -> list[Variant]:
-    """Return all of them, plain attention first."""
-    plain, kept, direct, parts = "softmax", "lla, weights kept", "lla, direct", "block-diagonal, direct"
-    tol = config.tols[-1]
-    made = [
-        Variant("sdpa", "softmax", _sdpa, plain, takes_ridge=False),
-        Variant("softmax", "softmax", _softmax(None), plain, takes_ridge=False), Variant("mesa", "mesa", _mesa, "mesa"),
-        Variant("auto", "exact", _local_linear(Auto()), kept),
-        Variant("cholesky", "exact", _local_linear(Cholesky()), direct),
-    ]  # fmt: skip
-    made += [Variant(f"tol {t:g}", "tolerances", _local_linear(ConjugateGradient(tol=t)), kept) for t in config.tols]
-    made += [Variant(f"steps {n}", "steps", _local_linear(ConjugateGradient(max_iter=n)), kept) for n in config.steps]
-    made += [Variant(f"blocks {g}", "blocks", _local_linear(BlockDiagonal(g)), parts, blocks=g)
-             for g in blocks(config.dim)]  # fmt: skip
-    for w in (w for w in config.windows if w < config.length):
-        name = f"window {w}"
-        made += [
-            Variant(f"softmax, {name}", "softmax windows", _softmax(w), plain, w, takes_ridge=False),
-            Variant(name, "windows", _local_linear(ConjugateGradient(tol=tol), w), kept, w),
-        ]
-        made += [Variant(f"blocks {g}, {name}", "windows and blocks", _local_linear(BlockDiagonal(g), w), parts, w, g)
-                 for g in (config.dim // 2, config.dim) if g > 1]  # fmt: skip
-    return made
-
-
-def blocks(dim: int) -> list[int]:
-    """Return 1, 2, 4, ..., dim, a power of two."""
-    return [2**i for i in range(dim.bit_length())]
 
 
 class Data(NamedTuple):
@@ -161,6 +97,63 @@ def draw(config: VariantsConfig, seed: int) -> Data:
     task = ConeRegression(config.dim, config.length, config.segment, config.noise)
     drawn = task.examples(seed, range(config.sequences))
     return Data(drawn.keys[:, None], drawn.values[:, None], slice(config.segment % config.length, None))
+
+
+class Variant(NamedTuple):
+    """A way to predict: its name and group in tables and figures, a row of `COSTS`, a function of queries, keys, values
+    and options, whether it takes a ridge, the keys that a query sees (None: all), and its diagonal blocks."""
+
+    name: str
+    group: str
+    cost: str
+    call: Callable[..., Any]
+    takes_ridge: bool = True
+    window: int | None = None
+    blocks: int = 1
+
+    def predict(self, data: Data, ridge: float | None, strict: bool, counted: bool = False) -> tuple[Tensor, Any]:
+        """Return predictions [B, 1, T, d], and if counted the iterations of every row where there are some."""
+        if self.name == "sdpa" and not strict:  # it cannot hide a position's own pair
+            return scaled_dot_product_attention(data.keys, data.keys, data.values, is_causal=True), None
+        more = {"ridge": ridge, "return_diagnostics": counted} if self.takes_ridge else {}
+        found = self.call(data.keys, data.keys, data.values, exclude_self=strict, **more)
+        out, *_, seen = found if isinstance(found, tuple) else (found, None)
+        if not counted or not self.takes_ridge or self.cost.endswith("direct"):
+            return out, None
+        return out, (seen if self.name == "mesa" else seen.solver)["iterations"]
+
+
+def variants(config: VariantsConfig) -> list[Variant]:
+    """Return all of them, plain attention first."""
+    how: dict[str, Any] = {"is_causal": True, "impl": "blocked"}
+    softmax, local, cg = partial(attention, **how), partial(local_linear_attention, **how), ConjugateGradient
+    mesa = partial(mesa_attention, solver="cg", tol=1e-3, max_iter=4 * config.dim)
+    kept, parts = "lla, weights kept", "block-diagonal, direct"
+    made = [
+        Variant("sdpa", "softmax", "softmax", attention, False),
+        Variant("softmax", "softmax", "softmax", softmax, False),
+        Variant("mesa", "mesa", "mesa", mesa),
+        Variant("auto", "exact", kept, partial(local, solver=Auto())),
+        Variant("cholesky", "exact", "lla, direct", partial(local, solver=Cholesky())),
+        *(Variant(f"tol {t:g}", "tolerances", kept, partial(local, solver=cg(tol=t))) for t in config.tols),
+        *(Variant(f"steps {n}", "steps", kept, partial(local, solver=cg(max_iter=n))) for n in config.steps),
+        *(Variant(f"blocks {g}", "blocks", parts, partial(local, solver=BlockDiagonal(g)), blocks=g)
+          for g in blocks(config.dim)),
+    ]  # fmt: skip
+    for w in (w for w in config.windows if w < config.length):
+        seen = partial(local, window=w)
+        made += [
+            Variant(f"softmax, window {w}", "softmax windows", "softmax", partial(softmax, window=w), False, w),
+            Variant(f"window {w}", "windows", kept, partial(seen, solver=cg(tol=config.tols[-1])), window=w),
+            *(Variant(f"blocks {g}, window {w}", "windows and blocks", parts, partial(seen, solver=BlockDiagonal(g)),
+                      window=w, blocks=g) for g in blocks(config.dim)[-2:] if g > 1),
+        ]  # fmt: skip
+    return made
+
+
+def blocks(dim: int) -> list[int]:
+    """Return 1, 2, 4, ..., dim, a power of two."""
+    return [2**i for i in range(dim.bit_length())]
 
 
 @recipe("lla-variants")
@@ -201,31 +194,27 @@ class Variants(Recipe):
         (variant,) = (v for v in variants(self.config) if v.name == cell["variant"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
-            yield from self.errors_and_times(variant, data, cell["ridge"] or 0.0)
+            yield from self.errors_and_times(variant, data, cell["ridge"])
 
-    def errors_and_times(self, variant: Variant, data: Data, ridge: float) -> Iterator[dict[str, Any]]:
-        """Yield a row for each protocol."""
-        found: dict[str, dict[str, Any]] = {}
-        for protocol in (SELF, PAST):
-            out, steps = variant.run(data.keys, data.values, ridge, protocol == PAST, True)
-            direct = variant.cost.endswith("direct")
-            count = None if steps is None or direct else significant(steps.double().mean().item())
-            found[protocol] = {"protocol": protocol, **data.share(out), "steps": count}
-        times = []
-        for _ in range(self.config.repeats):
+    def errors_and_times(self, variant: Variant, data: Data, ridge: float | None) -> list[dict[str, Any]]:
+        """Return a row for each protocol."""
+        own, times = self.config, []
+        predicted = {
+            protocol: variant.predict(data, ridge, protocol == PAST, counted=True) for protocol in (SELF, PAST)
+        }
+        for _ in range(own.repeats):
             start = time.perf_counter()
-            variant.run(data.keys, data.values, ridge, False, False)
-            times.append(1e6 * (time.perf_counter() - start) / (len(data.keys) * self.config.length))
-        cost, sizes = COSTS[variant.cost], variant.sizes(self.config, found[SELF]["steps"])
-        numbers = {
-            "flops": cost.flops(sizes), "numbers": cost.numbers(sizes), "microseconds": sorted(times)[len(times) // 2],
-            "fastest": min(times), "slowest": max(times),
+            variant.predict(data, ridge, False)
+            times.append(1e6 * (time.perf_counter() - start) / (len(data.keys) * own.length))
+        middle, seen = sorted(times)[len(times) // 2], variant.window or own.length
+        common = {
+            "group": variant.group, "cost": variant.cost, "window": variant.window, "blocks": variant.blocks,
+            "keys": sum(min(i + 1, seen) for i in range(own.length)) / own.length,  # the mean over rows
+            "microseconds": significant(middle), "fastest": significant(min(times)), "slowest": significant(max(times)),
         }  # fmt: skip
-        for row in found.values():
-            yield {
-                "group": variant.group, "cost": variant.cost, "window": variant.window, "blocks": variant.blocks,
-                **row, "keys": sizes.n, **{name: significant(number) for name, number in numbers.items()},
-            }  # fmt: skip
+        return [{**common, "protocol": protocol, **data.share(out),
+                 "steps": None if steps is None else significant(steps.double().mean())}
+                for protocol, (out, steps) in predicted.items()]  # fmt: skip
 
     def blocks_of_sigma(self, data: Data) -> Iterator[dict[str, Any]]:
         """Yield error and the share of rows with delta <= 0 of the paper's blocks."""
@@ -233,96 +222,86 @@ class Variants(Recipe):
             each = [q_centred_blocks(k, v, self.config.ridges, blocks(self.config.dim), protocol == PAST)
                     for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)]  # fmt: skip
             for ridge, count in each[0]:
-                out = torch.stack([one[ridge, count][0] for one in each])[:, None]
-                delta = torch.stack([one[ridge, count][1] for one in each])[:, data.later]
+                out, delta = (torch.stack(parts) for parts in zip(*(one[ridge, count] for one in each), strict=True))
                 yield {"variant": f"{SIGMA} {count}", "ridge": ridge, "group": SIGMA, "blocks": count,
-                       "protocol": protocol, **data.share(out),
-                       "not_positive": significant((delta <= 0).double().mean().item())}  # fmt: skip
+                       "protocol": protocol, **data.share(out[:, None]),
+                       "not_positive": significant((delta[:, data.later] <= 0).double().mean())}  # fmt: skip
+
+    def at_every_ridge(self, results: Results) -> Frame:
+        """Return the rows, those of variants without a ridge once for each ridge."""
+        import pandas as pd
+
+        frame = results.frame
+        same = [frame[frame["ridge"].isna() | (frame["ridge"] == r)].assign(ridge=r) for r in self.config.ridges]
+        return pd.concat(same)
 
     def claims(self, results: Results) -> list[Claim]:
-        frame, ridges = results.frame, self.config.ridges
-        at = [(ridge, protocol) for ridge in ridges for protocol in (SELF, PAST)]
-        full = {key: self.estimate(frame, "auto", *key) for key in at}
-        softmax = {key: self.estimate(frame, "softmax", *key) for key in at}
-        apart = lambda groups: {  # noqa: E731
-            f"{row.variant}, ridge {row.ridge:g}, {row.protocol}":
-                unpaired(self.estimate(frame, row.variant, row.ridge, row.protocol), full[row.ridge, row.protocol])
-            for row in select(frame, group=groups).itertuples()
+        rows = list(self.at_every_ridge(results).itertuples())
+        errors = {(row.variant, row.ridge, row.protocol): self.estimate(row) for row in rows}
+        named = lambda row: f"{row.variant}, ridge {row.ridge:g}, {row.protocol}"  # noqa: E731
+        less = lambda base, group: {  # noqa: E731
+            named(row): unpaired(self.estimate(row), errors[base, row.ridge, row.protocol])
+            for row in rows if group in (row.group, row.variant)
         }  # fmt: skip
-        shares = {f"{row.variant}, ridge {row.ridge:g}, {row.protocol}": exact(row.not_positive)
-                  for row in select(frame, group=SIGMA).itertuples() if row.blocks > 1}  # fmt: skip
-        unit = "Error after the first segment in units of the zero predictor's"
-        return [
-            Claim(PAPER, "section 4", "Local linear attention errs less than softmax attention",
-                  {f"ridge {r:g}, {p}": unpaired(full[r, p], softmax[r, p]) for r, p in at}, "below", 0, 0.05,
-                  note=f"{unit}, local linear less softmax."),
-            *(Claim(PAPER, "appendix E", wording, apart([group]), "at most", 0, 0.05, note=f"{unit}, {less}.", digits=4)
-              for wording, group, less in (
-                  ("A sliding window (SW-LLA) loses no accuracy", "windows", "window less all keys"),
-                  ("Diagonal blocks of the covariance lose no accuracy", "blocks", "blocks less full"))),
-            Claim(PAPER, "appendix E", "The denominator delta of BD-LLA is positive", shares, "at most", 0,
-                  note="Share of rows with delta <= 0 for diagonal blocks of Sigma, more than one block."),
-        ]  # fmt: skip
+        shares = {named(row): exact(row.not_positive) for row in rows if row.group == SIGMA and row.blocks > 1}
+        unit, part = "Error after the first segment in units of the zero predictor's", "appendix E"
+        return claims_of(PAPER, [
+            ("section 4", "Local linear attention errs less than softmax attention", less("softmax", "auto"), "below",
+             0, f"{unit}, local linear less softmax."),
+            (part, "A sliding window (SW-LLA) loses no accuracy", less("auto", "windows"), "at most", 0,
+             f"{unit}, window less all keys."),
+            (part, "Diagonal blocks of the covariance lose no accuracy", less("auto", "blocks"), "at most", 0,
+             f"{unit}, blocks less full."),
+            (part, "The denominator delta of BD-LLA is positive", shares, "at most", 0,
+             "Share of rows with delta <= 0 for diagonal blocks of Sigma, more than one block."),
+        ], effect=0.05, digits=4)  # fmt: skip
 
-    def estimate(self, frame: Frame, variant: str, ridge: float, protocol: str) -> Estimate:
-        """Return the error of a variant over sequences; variants without ridge have it at all ridges."""
-        rows = select(frame, variant=variant, protocol=protocol)
-        (row,) = rows[(rows["ridge"] == ridge) | rows["ridge"].isna()].itertuples()
+    def estimate(self, row: Any) -> Estimate:
+        """Return the error of a row over sequences."""
         return Estimate(row.error, row.error - row.half, row.error + row.half, self.config.sequences)
 
     def tables(self, results: Results) -> dict[str, Any]:
-        frame = results.frame
-        own, theirs = select(frame[frame["group"] != SIGMA]), select(frame, group=SIGMA)
-        error: Callable[[str], Show] = lambda protocol: lambda r: _pair(select(r, protocol=protocol))  # noqa: E731
-        values = {SELF: error(SELF), PAST: error(PAST), "µs a query": first("microseconds", "{:.3g}"),
-                  "steps": first("steps", "{:.3g}")}  # fmt: skip
-        same = ["ridge", "protocol", "blocks"]
-        mine: Show = lambda rows: _pair(select(own, group="blocks", **rows[same].iloc[0]))  # noqa: E731
+        own, frame = self.config, results.frame
+        regards = frame[frame["group"] != SIGMA]
+        values = {SELF: only(_pair, protocol=SELF), PAST: only(_pair, protocol=PAST),
+                  "µs a query": first("microseconds", "{:.3g}"), "steps": first("steps", "{:.3g}")}  # fmt: skip
+        parts = select(frame, group=["blocks", SIGMA]).sort_values(["protocol", "ridge", "blocks"], kind="stable")
         note = (
             f"Squared error after the first segment in units of the zero predictor's, ± half the 95 % interval over "
-            f"{self.config.sequences} sequences; forward, median of {self.config.repeats} timings, self-included."
+            f"{own.sequences} sequences; forward, median of {own.repeats} timings, self-included."
         )
         return {
-            "Error and time of the variants": pivot(own, ["variant", "ridge"], values, note=note),
-            "The paper's Table 1, corrected, beside what was measured": self.cost_table(own),
+            "Error and time of the variants": pivot(regards, ["variant", "ridge"], values, note=note),
+            "The paper's Table 1, corrected": formulas(),
+            "Operations and numbers moved, beside the time": self.cost_table(regards),
             "Diagonal blocks: the paper's, centred at the query, and of the covariance": pivot(
-                theirs, ["protocol", "ridge", "blocks"],
-                {"of Sigma, as in the paper": _pair, "rows with delta <= 0": first("not_positive", "{:.1%}"),
-                 "of the covariance (regard)": mine},
+                parts, ["protocol", "ridge", "blocks"],
+                {"of Sigma, as in the paper": only(_pair, group=SIGMA),
+                 "rows with delta <= 0": only(first("not_positive", "{:.1%}"), group=SIGMA),
+                 "of the covariance (regard)": only(_pair, group="blocks")},
                 note="One block is local linear attention itself, twice.",
             ),
         }  # fmt: skip
 
-    def cost_table(self, own: Frame) -> Any:
-        """Return a row for every form of Table 1, and below it the variants that were measured, at the first ridge."""
-        from regard.inspect.tables import Table
-
-        own = select(own[own["ridge"].isna() | (own["ridge"] == self.config.ridges[0])], protocol=SELF)
-        own = own[~own["variant"].isin(["auto"]) & ~own["group"].isin(["steps", "softmax windows"])]
-        rows: list[tuple[str, ...]] = []
-        for name, cost in COSTS.items():
-            paper = [part or MISSING for part in cost.paper]
-            rows.append((name, paper[0], cost.computed, paper[1], cost.moved, "", "", "", "", ""))
-            for row in select(own, cost=name).itertuples():
-                steps = MISSING if row.steps is None or math.isnan(row.steps) else f"{row.steps:.3g}"
-                numbers = (row.flops / 1e3, 4e-3 * row.numbers, row.microseconds, row.flops / row.microseconds / 1e3)
-                rows.append((f"· {row.variant}", "", "", "", "", steps, *(f"{x:.4g}" for x in numbers)))
-        header = ("", "operations, paper", "corrected", "numbers moved, paper", "corrected", "mean steps",
-                  "kFLOP a query", "kB a query", "µs a query", "GFLOP/s")  # fmt: skip
+    def cost_table(self, rows: Frame) -> Any:
+        """Return the corrected formulas beside the times, at the first ridge."""
+        own = self.config
+        kept = select(rows[rows["ridge"].isna() | (rows["ridge"] == own.ridges[0])], protocol=SELF)
+        kept = kept[~kept["variant"].isin(["auto"]) & ~kept["group"].isin(["steps", "softmax windows"])]
+        kept = costs(kept, own.dim)
+        shows = {"mean steps": first("steps", "{:.3g}"), "kFLOP a query": first("flops", "{:.4g}", 1e-3),
+                 "kB a query": first("numbers", "{:.4g}", 4e-3), "µs a query": first("microseconds", "{:.4g}"),
+                 "GFLOP/s": first("speed", "{:.4g}")}  # fmt: skip
         note = (
-            f"Formulas at n = the mean number of keys a query sees, d = {self.config.dim}, T = the steps, g blocks, "
-            f"B = {ROWS} queries of a block, ridge {self.config.ridges[0]:g}, forward, 4 bytes a number. Times are "
-            f"measured; traffic is the formula's."
+            f"Corrected formulas at n = the mean number of keys a query sees, d = {own.dim}, T = the steps, "
+            f"B = {ROWS}, ridge {own.ridges[0]:g}, 4 bytes a number. Times are measured; traffic is the formula's."
         )
-        return Table(header, tuple(rows), note)
+        return pivot(kept.sort_values("cost", key=lambda c: c.map(list(COSTS).index), kind="stable"),
+                     {"cost": "form", "variant": "variant"}, shows, note=note)  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        import pandas as pd
-
-        frame = results.frame
-        alike = frame["ridge"].isna()  # without a ridge, the same with all
-        own = pd.concat([frame[alike | (frame["ridge"] == ridge)].assign(ridge=ridge) for ridge in self.config.ridges])
-        timed, parts = own[own["microseconds"].notna()], select(own, group=["blocks", SIGMA])
+        rows = self.at_every_ridge(results)
+        timed, parts = rows[rows["microseconds"].notna()], select(rows, group=["blocks", SIGMA])
         against = lambda rows, x, x_label: lines(  # noqa: E731
             panels(rows, "{protocol}, ridge {ridge:g}"), x, {"error": "error / zero predictor's"}, "group",
             x_label=x_label, log_x=True, log_y=True, wrap=2,
@@ -341,3 +320,26 @@ class Variants(Recipe):
 def _pair(rows: Frame) -> str:
     (row,) = rows.itertuples()
     return f"{row.error:.3g} ± {row.half:.1g}"
+
+
+def costs(rows: Frame, dim: int) -> Frame:
+    """Return rows with the corrected formulas of their `cost` evaluated: `flops`, `numbers`, and GFLOP/s as `speed`."""
+    import pandas as pd
+
+    known = rows.assign(n=rows["keys"], d=dim, T=rows["steps"].astype(float).fillna(0.0), g=rows["blocks"], B=ROWS)
+    made = [part.assign(flops=part.eval(COSTS[name][1]), numbers=part.eval(COSTS[name][3]))
+            for name, part in known.groupby("cost", sort=False)]  # fmt: skip
+    found = pd.concat(made).loc[rows.index]
+    return found.assign(speed=found["flops"] / found["microseconds"] / 1e3)
+
+
+def formulas() -> Any:
+    """Return the paper's Table 1 with the corrected formulas."""
+    from regard.inspect.tables import Table
+
+    written = lambda text: text.replace("**2", "²").replace("**3", "³").replace("*", "")  # noqa: E731
+    rows = tuple((name, *map(written, parts)) for name, parts in COSTS.items())
+    note = (
+        "n keys that a query sees, d channels, T steps, g diagonal blocks, B queries of a block; for a query, forward."
+    )
+    return Table(("form", "operations, paper", "corrected", "numbers moved, paper", "corrected"), rows, note)

@@ -98,8 +98,8 @@ def errors(own: ConeRegression, method: Method, setting: Setting, strict: bool, 
 
 def choose(config: RegressionConfig, own: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
     """Return the scale and ridge of the grid with the least error on the held-out sequences; of equals the first."""
-    scales = config.scales if "scale" in method.takes else (1.0,)
-    ridges = config.ridges if "ridge" in method.takes else (config.ridge,)
+    scales = config.scales if method.takes_scale else (1.0,)
+    ridges = config.ridges if method.takes_ridge else (config.ridge,)
     settings = list(itertools.product(scales, ridges))
     score = lambda s: float(errors(own, method, s, strict, seed + 1, config.held_out).mean())  # noqa: E731
     return min(settings, key=score) if len(settings) > 1 else settings[0]
@@ -157,7 +157,7 @@ class Regression(Recipe):
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         own, config, strict = task(self.config, cell), self.config, cell["protocol"] == PAST
-        oracle = Method("oracle", (), lambda examples, *_: own.oracle(examples, exclude_self=strict))
+        oracle = Method("oracle", lambda examples, *_: own.oracle(examples, exclude_self=strict))
         known = [*methods(config.specs, config.residuals, config.tol, seed), oracle]
         sequences, found = count(config, cell["d"]), {}
         for how in (GIVEN, CHOSEN) if strict else (GIVEN,):

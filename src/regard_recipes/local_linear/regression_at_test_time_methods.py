@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,13 @@ Form = Callable[[Tensor, Tensor, Tensor, float, float, bool], Tensor]
 
 
 class Method(NamedTuple):
-    """An estimator: its name, which of "scale" and "ridge" it takes, and (examples with a batch axis, scale, ridge,
-    strictly past) -> predictions [B, L, d]."""
+    """An estimator: its name, (examples with a batch axis, scale, ridge, strictly past) -> predictions [B, L, d], and
+    whether scale and ridge matter to it."""
 
     name: str
-    takes: tuple[str, ...]
     predict: Callable[[ConeExamples, float, float, bool], Tensor]
+    takes_scale: bool = False
+    takes_ridge: bool = False
 
 
 def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: int) -> list[Method]:
@@ -45,26 +47,28 @@ def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: in
         ArgumentError: an unknown kernel or state, or a local linear model where a kernel is expected.
     """
     kernels = {name: _constant(name) for name in specs}
-    made = [_method(name, _kernel(spec), spec) for name, spec in kernels.items()]
+    made: list[tuple[str, Form, bool, bool]] = [
+        (name, partial(_kernel, spec), spec.takes_scale, False) for name, spec in kernels.items()
+    ]
     for spec in kernels.values():
         model = local_linear(spec)
-        made.append(_method(str(model), _kernel(replace(model, solver=ConjugateGradient(tol=tol))), spec, True))
-    made += [_method("elu", _elu), _method("linear", _linear), _method("mesa", _mesa, ridge=True)]
+        solved = replace(model, solver=ConjugateGradient(tol=tol))
+        made.append((str(model), partial(_kernel, solved), spec.takes_scale, True))
+    made += [("elu", _elu, False, False), ("linear", _linear, False, False), ("mesa", _mesa, False, True)]
     for name in residuals:
         kernel, _, known = name.rpartition("+")
         if known not in STATES:
             raise ArgumentError(f"unknown state {known!r} of {name!r}.{suggestion(known, STATES)}")
         spec = _constant(kernel)
-        made.append(_method(name, _interpolated(spec, STATES[known]), spec, known == "mesa"))
-    return [*made, _method("random", _random(seed)), _method("zero", lambda q, k, v, *_: torch.zeros_like(v))]
+        made.append((name, partial(_interpolated, spec, STATES[known]), spec.takes_scale, known == "mesa"))
+    made += [("random", partial(_random, seed), False, False),
+             ("zero", lambda q, k, v, *_: torch.zeros_like(v), False, False)]  # fmt: skip
+    return [Method(name, partial(_predict, form), *takes) for name, form, *takes in made]
 
 
-def _method(name: str, form: Form, spec: Spec | None = None, ridge: bool = False) -> Method:
-    def predict(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
-        q, k, v = (x[:, None] for x in (examples.queries, examples.keys, examples.values))
-        return form(q, k, v, scale, ridge, strict)[:, 0]
-
-    return Method(name, ("scale",) * bool(spec and spec.takes_scale) + ("ridge",) * ridge, predict)
+def _predict(form: Form, examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
+    q, k, v = (x[:, None] for x in (examples.queries, examples.keys, examples.values))
+    return form(q, k, v, scale, ridge, strict)[:, 0]
 
 
 def _constant(name: str) -> Spec:
@@ -74,13 +78,10 @@ def _constant(name: str) -> Spec:
     return spec
 
 
-def _kernel(spec: Spec) -> Form:
-    def form(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
-        own = replace(spec, ridge=ridge) if spec.degree else spec
-        found: Tensor = attention(q, k, v, own, is_causal=True, exclude_self=strict, scale=_scale(spec, k, scale))
-        return found
-
-    return form
+def _kernel(spec: Spec, q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
+    own = replace(spec, ridge=ridge) if spec.degree else spec
+    found: Tensor = attention(q, k, v, own, is_causal=True, exclude_self=strict, scale=_scale(spec, k, scale))
+    return found
 
 
 def _scale(spec: Spec, k: Tensor, scale: float) -> float | None:
@@ -111,22 +112,15 @@ STATES: dict[str, Form] = {"linear": _linear, "mesa": _mesa}
 """Linear states, which equation 9 lets a kernel correct."""
 
 
-def _interpolated(spec: Spec, state: Form) -> Form:
+def _interpolated(
+    spec: Spec, state: Form, q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool
+) -> Tensor:
     """Predict by equation 9: the local constant of the residuals v_j - W_i k_j, and W_i q_i on top."""
-
-    def form(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
-        def trend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-            return state(q, k, v, 1.0, ridge, strict)
-
-        return interpolated_attention(q, k, v, trend, spec, exclude_self=strict, scale=_scale(spec, k, scale))
-
-    return form
+    trend = lambda q, k, v, **_: state(q, k, v, 1.0, ridge, strict)  # noqa: E731
+    found: Any = interpolated_attention(q, k, v, trend, spec, exclude_self=strict, scale=_scale(spec, k, scale))
+    return found
 
 
-def _random(seed: int) -> Form:
+def _random(seed: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     """Predict a vector with the law of a value, v ~ N(0, |q|^2 I), and nothing else in common with it."""
-
-    def form(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        return torch.randn(v.shape, generator=torch.Generator().manual_seed(seed)) * q.norm(dim=-1, keepdim=True)
-
-    return form
+    return torch.randn(v.shape, generator=torch.Generator().manual_seed(seed)) * q.norm(dim=-1, keepdim=True)
