@@ -6,12 +6,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from regard.checks import ArgumentError
 from regard.recipes import recipes
 from regard.tasks import MQAR, TokenTask
 from regard_recipes.lib.recipe import Results, check_shared
 from regard_recipes.lib.task_recipe import TaskRecipe
+from regard_recipes.local_linear.associative_recall import state_numbers
 
 TASKS = [name for name, kind in recipes.items() if isinstance(kind, type) and issubclass(kind, TaskRecipe)]
 
@@ -41,7 +43,7 @@ def test_each_model_has_the_rate_with_the_best_validation_score() -> None:
     made = recall(models=("softmax", "linear"))
     scores = made.scores(frame(validation, test))
     assert dict(zip(scores["model"], scores["rate"], strict=True)) == {"softmax": 1e-3, "linear": 3e-3}
-    assert made.gap(frame(validation, test), "linear", "softmax", task="4").mean == pytest.approx(-0.6)
+    assert made.gap(frame(validation, test), "linear", "softmax", test="4").mean == pytest.approx(-0.6)
 
 
 def test_models_that_learned_nothing_decide_nothing() -> None:
@@ -77,7 +79,37 @@ def test_slow_models_are_trained_where_they_are_named() -> None:
     assert "Mamba" not in kind(kind.configure()).models
     assert kind(kind.configure(models=("softmax", "Mamba"))).models == ("softmax", "Mamba")
     assert "Mamba" in kind(kind.configure("paper")).models
-    made = kind(kind.configure(models=("Mamba",), width=16, vocabulary=64))
+    made = kind(kind.configure(models=("Mamba",), width=16, head=16))
     net = made.make_model("Mamba", MQAR(tokens=64, length=32, pairs=4))
     assert type(net).__module__.startswith("transformers.")
     assert net.config.state_size * 2 * 16 == 16**2  # a state as large as those of the other models
+
+
+def test_few_and_many_pairs_are_one_task_of_one_length() -> None:
+    task = recall(pairs=(2, 4)).training_tasks()["4"]
+    found = task.examples(0, range(64))
+    assert {len(example.tokens) for example in found} == {16}
+    assert {int(example.asked.sum()) for example in found} == {2, 4}
+    assert all(task.scores(task.oracle(example), example)["exact"] == 1 for example in found)
+    short = next(example for example in found if example.asked.sum() == 2)
+    assert not short.tokens[8:].any()
+
+
+def test_states_have_the_size_that_the_table_says() -> None:
+    """Keys and values of all tokens; a matrix, the sum of the keys for linear attention, the last three inputs of a
+    convolution of queries, keys and values, and Mesa's second matrix."""
+    made = recall(head=8, width=16)
+    task, inputs = made.test_tasks("4")["4"], 3 * 3 * 8
+    sizes = {"softmax": 2 * 16 * 8, "linear": 8 * 8 + 2 * 8 + 1, "delta rule": 64 + inputs, "Mesa": 128 + inputs,
+             "gated delta rule": 64 + inputs}  # fmt: skip
+    for name, size in sizes.items():
+        assert state_numbers(made.make_model(name, task), task) == pytest.approx(size, abs=1), name
+
+
+def test_the_gated_delta_rule_keeps_most_of_its_state_at_first() -> None:
+    made = recall()
+    model = made.make_model("gated delta rule", made.training_tasks()["4"])
+    for layer in model.model.layers:
+        net = layer.self_attn.net
+        kept = (-net.A_log.exp() * torch.nn.functional.softplus(net.dt_bias)).exp()
+        assert 0.9 - 1e-4 <= float(kept) <= 0.9991
