@@ -112,4 +112,4 @@ def test_the_gated_delta_rule_keeps_most_of_its_state_at_first() -> None:
     for layer in model.model.layers:
         net = layer.self_attn.net
         kept = (-net.A_log.exp() * torch.nn.functional.softplus(net.dt_bias)).exp()
-        assert 0.9 - 1e-4 <= float(kept) <= 0.9991
+        assert 0.9 - 1e-4 <= kept.item() <= 0.9991

@@ -144,10 +144,8 @@ def parse_specs(text: str, call: str = CALL) -> list[Spec]:
     Raises:
         ArgumentError: an empty or unknown spec, or one that is named twice.
     """
-    specs: list[Spec] = []
-    for part in split_specs(text):
-        spec = read_spec(part, "--specs", call)
-        if spec in specs:
+    specs = [read_spec(part, "--specs", call) for part in split_specs(text)]
+    for spec in specs:
+        if specs.count(spec) > 1:
             raise ArgumentError(f"{call}: --specs names {str(spec)!r} twice; name every spec once.")
-        specs.append(spec)
     return specs

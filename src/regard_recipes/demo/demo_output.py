@@ -167,14 +167,12 @@ def write(out: Path, result: Result) -> None:
 def curve(outcome: Outcome) -> Curve:
     """Return the run's metrics as a curve that ends with the final result."""
     assert outcome.trained is not None
-    lines = (outcome.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    learned = [(r["step"], r["bits_per_char"]) for r in records if "bits_per_char" in r]
-    last = json.loads((outcome.run / "summary.json").read_text(encoding="utf-8"))["step"]
+    records = [json.loads(line) for line in (outcome.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    learned = {r["step"]: r["bits_per_char"] for r in records if "bits_per_char" in r}
     held_out = {r["step"]: r["eval_bits_per_char"] for r in records if "eval_bits_per_char" in r}
+    last = json.loads((outcome.run / "summary.json").read_text(encoding="utf-8"))["step"]
     held_out[last] = outcome.trained.bits_per_char
-    steps, bits = zip(*learned, strict=True) if learned else ((), ())
-    return Curve(outcome.name, steps, bits, tuple(held_out), tuple(held_out.values()))
+    return Curve(outcome.name, tuple(learned), tuple(learned.values()), tuple(held_out), tuple(held_out.values()))
 
 
 def tables(result: Result) -> dict[str, Table]:
