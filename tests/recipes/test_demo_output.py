@@ -29,24 +29,18 @@ def test_folders_that_may_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "not json", "[1]", '{"made_by": "someone else"}'])
-def test_a_foreign_folder_is_left_alone(tmp_path: Path, content: str | None) -> None:
-    out = tmp_path / "mine"
+def test_what_is_not_a_demo_is_left_alone(tmp_path: Path, content: str | None) -> None:
+    out, file = tmp_path / "mine", tmp_path / "mine" / "thesis.txt"
     out.mkdir()
-    (out / "thesis.txt").write_text("years of work")
+    file.write_text("years of work")
     if content is not None:
         (out / "results.json").write_text(content)
-    with pytest.raises(ArgumentError, match=r"demo: --out .* is not empty .*nothing was deleted"):
-        check_out(out, "demo")
-    assert (out / "thesis.txt").read_text() == "years of work"
-
-
-def test_files_in_the_way(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(ArgumentError, match=r"demo: --out .* is a file"):
-        check_out(file, "demo")
-    with pytest.raises(ArgumentError, match=r"demo: --out .* cannot be written"):
-        check_out(file / "below", "demo")
+    for folder, words in (
+        (out, "is not empty .*nothing was deleted"), (file, "is a file"), (file / "below", "cannot be written")
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"demo: --out .* {words}"):
+            check_out(folder, "demo")
+    assert file.read_text() == "years of work"
 
 
 def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,29 +51,20 @@ def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_begin_removes_the_earlier_demo_and_nothing_else(tmp_path: Path) -> None:
-    out = marked(tmp_path / "out", finished=True)
-    (out / "runs" / "1-old").mkdir(parents=True)
-    (out / "figures").mkdir()
-    (out / "figures" / "old.png").write_text("")
-    for name in ("report.html", "table.md", "notes.md"):
-        (out / name).write_text("old")
+    out, elsewhere = marked(tmp_path / "out", finished=True), tmp_path / "elsewhere"
+    for folder in (elsewhere, out / "figures"):
+        folder.mkdir()
+    (out / "runs").symlink_to(elsewhere)
+    for path in (elsewhere / "precious", out / "figures" / "old.png", out / "report.html", out / "table.md"):
+        path.write_text("old")
+    (out / "notes.md").write_text("mine")
     begin(out, "line\r\nline\n", "demo")
     left = sorted(str(p.relative_to(out)) for p in out.rglob("*"))
     assert left == ["figures", "notes.md", "results.json", "text.txt"]
     assert (out / "text.txt").read_bytes() == b"line\r\nline\n"
     assert json.loads((out / "results.json").read_text())["finished"] is False
+    assert (elsewhere / "precious").exists()  # a link is not followed
     check_out(out, "demo")
-
-
-def test_begin_does_not_follow_links(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "precious").write_text("x")
-    out = marked(tmp_path / "out")
-    (out / "runs").symlink_to(elsewhere)
-    begin(out, "text", "demo")
-    assert (elsewhere / "precious").exists()
-    assert not (out / "runs").exists()
 
 
 def test_a_folder_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

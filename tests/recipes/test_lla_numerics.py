@@ -1,4 +1,4 @@
-"""`regard reproduce lla-numerics`: its truth and its emulations against the paper's equation 8 written out, and what a
+"""`regard reproduce lla-numerics`: its truth and its emulations against the dense oracle, and what a
 small run leaves behind."""
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from contracts import oracle
 from tiny_runs import tiny
 
+import regard
 from regard.grammar import SolveStatus
 from regard_recipes.lib.recipe import select
 from regard_recipes.local_linear import lla_numerics as numerics
@@ -22,18 +24,11 @@ def found() -> pd.DataFrame:
     return tiny("lla-numerics")[1].frame
 
 
-def equation_8(q: np.ndarray, k: np.ndarray, v: np.ndarray, ridge: float) -> np.ndarray:
-    """o_i, row by row, with the ridge times the total weight."""
-    rows = []
-    for i, query in enumerate(q):
-        z = k[: i + 1] - query
-        score = k[: i + 1] @ query / np.sqrt(q.shape[1])
-        w = np.exp(score - score.max())
-        sigma = (w[:, None] * z).T @ z + ridge * w.sum() * np.eye(q.shape[1])
-        mu = w @ z
-        rho = np.linalg.solve(sigma, mu)
-        rows.append((w * (1 - z @ rho) / (w.sum() - mu @ rho)) @ v[: i + 1])
-    return np.array(rows)
+def equation_8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ridge: float) -> np.ndarray:
+    """o_i with the ridge times the total weight, in float64."""
+    seen = torch.ones(len(q), len(k), dtype=torch.bool).tril()
+    spec = regard.Spec.parse(f"gaussian*fixed*linear(ridge={ridge})")
+    return oracle.of_one_head(spec, q.double(), k.double(), v.double(), seen).numpy()
 
 
 def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -46,9 +41,7 @@ def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_the_dense_solution_is_equation_8(ridge: float) -> None:
     q, k, v = drawn()
     t = schemes.dense(q, k, [ridge, 7.0], torch.float64)[ridge]
-    np.testing.assert_allclose(
-        schemes.output(q, k, v, t), equation_8(*(x.numpy() for x in (q, k, v)), ridge), atol=1e-9
-    )
+    np.testing.assert_allclose(schemes.output(q, k, v, t), equation_8(q, k, v, ridge), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", schemes.SCHEMES)
@@ -58,7 +51,7 @@ def test_schemes_without_rounding_are_equation_8(name: str, monkeypatch: pytest.
     q, k, v = drawn(1)
     k = k - 3 if name == "q-centred" else k
     outs = dict(schemes.SCHEMES[name](q, k, v, 0.1, (1, 24)))
-    expected = equation_8(*(x.numpy() for x in (q, k, v)), 0.1)
+    expected = equation_8(q, k, v, 0.1)
     assert list(outs) == [1, 24]
     np.testing.assert_allclose(outs[24], expected, atol=1e-4)  # the iteration ends at 1e-6 of the residual
     assert np.abs(outs[1].numpy() - expected).max() > 0.1
@@ -125,7 +118,7 @@ def test_errors_fall_with_steps_to_what_the_precision_allows(found: pd.DataFrame
 def test_stored_errors_are_those_of_equation_8(found: pd.DataFrame) -> None:
     """The schemes' and the floor's data once more, by the textbook form: zero steps would be 1 or more away."""
     q, k, v = (x.bfloat16().float() for x in numerics.draw(numerics.NumericsConfig(length=96, dim=8), "normal", 0))
-    expected = equation_8(*(x.double().numpy() for x in (q, k, v)), 1.0)
+    expected = equation_8(q, k, v, 1.0)
     np.testing.assert_allclose(numerics.outputs([(q, k, v)], [1.0], torch.float64)[1.0][0], expected, atol=1e-9)
     once, floor = (outs[1.0][0].double().numpy() for outs in numerics.floors_of([(q, k, v)], [1.0]).values())
     off = np.linalg.norm(floor - expected) / np.linalg.norm(expected)

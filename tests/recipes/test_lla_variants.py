@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from contracts import oracle
 from tiny_runs import tiny
 
+import regard
+from regard.grammar.solvers import BlockDiagonal, Cholesky
 from regard_recipes.lib.recipe import select
 from regard_recipes.local_linear import lla_variants as variants
 
@@ -47,15 +51,11 @@ def papers(k: np.ndarray, v: np.ndarray, ridge: float, count: int, strict: bool)
 
 def covariances(k: np.ndarray, v: np.ndarray, ridge: float, count: int, window: int | None, strict: bool) -> np.ndarray:
     """The same with the diagonal blocks of the covariance."""
-    outs = [np.zeros(v.shape[1])] * strict
-    for i in range(strict, len(k)):
-        last = i if strict else i + 1
-        seen = slice(max(0, last - window) if window else 0, last)
-        w, z = weighted(k, i, seen)
-        away = z - w @ z
-        t = np.linalg.solve(masked_blocks((w[:, None] * away).T @ away + ridge * np.eye(k.shape[1]), count), -(w @ z))
-        outs.append((w * (1 + away @ t)) @ v[seen])
-    return np.array(outs)
+    solver = BlockDiagonal(count) if count > 1 else Cholesky()
+    spec = replace(regard.Spec.parse("local-linear"), ridge=ridge, solver=solver)
+    seen = oracle.visible(1, 1, len(k), len(k), is_causal=True, window=window, exclude_self=strict)[0, 0]
+    keys, values = torch.from_numpy(k), torch.from_numpy(v)
+    return oracle.of_one_head(spec, keys, keys, values, seen).numpy()
 
 
 def sequences() -> tuple[variants.Data, list[tuple[np.ndarray, np.ndarray]]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from oracles import entmax_row
+from contracts import oracle
 from tiny_runs import tiny
 
+import regard
 from regard.tasks import ConeRegression
 from regard_recipes.lib.claims import ratio_interval
 from regard_recipes.lib.recipe import Results, select
@@ -39,17 +42,15 @@ def plain(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: int, sca
     if name in ("mesa", "linear"):
         state = k.T @ v
         return q @ (np.linalg.solve(k.T @ k + ridge * np.eye(d), state) if name == "mesa" else state / (seen + d + 1))
-    kernel = "biweight" if "biweight" in name else "softmax"
-    z = k @ q * scale / np.sqrt(d)
-    p = entmax_row(z, 1.5)[0].astype(float) if kernel == "biweight" else np.exp(z - z.max()) / np.exp(z - z.max()).sum()
-    if name == kernel:
-        return p @ v
     if "+" in name:  # equation 9 as it is written, residual by residual
-        fitted = [plain(name.split("+")[1], x, k, v, seen, 1.0, ridge) for x in (*k, q)]
-        return p @ (v - np.array(fitted[:-1])) + fitted[-1]
-    away = np.concatenate([np.ones((seen, 1)), k - q], 1)  # equation 6, the intercept free, its ridge relative
-    penalty = np.diag([0.0] + [ridge] * d)
-    return np.linalg.solve(away.T @ (p[:, None] * away) + penalty, away.T @ (p[:, None] * v))[0]
+        kernel, state = name.split("+")
+        fitted = np.array([plain(state, x, k, v, seen, 1.0, ridge) for x in (*k, q)])
+        return plain(kernel, q, k, v - fitted[:-1], seen, scale, ridge) + fitted[-1]
+    spec = regard.Spec.parse(name)
+    spec = replace(spec, ridge=ridge) if spec.degree else spec
+    visible = torch.ones(1, seen, dtype=torch.bool)
+    tensors = (torch.from_numpy(x) for x in (q[None], k, v))
+    return oracle.of_one_head(spec, *tensors, visible, scale=scale / np.sqrt(d)).numpy()[0]
 
 
 @pytest.mark.parametrize("strict", [False, True])
