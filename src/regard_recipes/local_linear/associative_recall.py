@@ -67,11 +67,8 @@ class RecallConfig(TaskRecipeConfig):
     width: int = 64  # Channels.
     head: int = 32  # Channels of the one head; states are matrices of head x head.
     steps: int = 1000
-    """Most optimiser steps of each model; training ends early once the validation score is at least `stop_at`."""
     rates: tuple[float, ...] = (3e-3, 6e-3)
-    """Learning rates, of which each model takes the one with the best mean score on the validation split."""
     examples: int = 256
-    """Examples of the test split that each score is taken from."""
 
 
 @dataclass(frozen=True)

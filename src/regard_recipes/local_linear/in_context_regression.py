@@ -42,14 +42,10 @@ TESTED = 10_000  # first index of test examples; validation examples come before
 class RegressionConfig(TaskRecipeConfig):
     """Train models to regress in context on data with segments, and compare their errors."""
 
-    dim: int = 8
-    """Channels of inputs and targets; the paper has 32."""
-    length: int = 64
-    """Pairs of a prompt."""
-    segments: tuple[int, ...] = (8, 16, 64)
-    """Pairs of a segment."""
-    width: int = 32
-    """Channels of the model; the paper has 128."""
+    dim: int = 8  # Channels of inputs and targets; the paper has 32.
+    length: int = 64  # Pairs of a prompt.
+    segments: tuple[int, ...] = (8, 16, 64)  # Pairs of a segment.
+    width: int = 32  # Channels of the model; the paper has 128.
     stop_at: float = 2.0
     """Validation score (minus the error) that ends training; above 0 for never."""
 

@@ -41,10 +41,7 @@ class StateTrackingConfig(TaskRecipeConfig):
     width: int = 64  # Channels.
     layers: int = 2  # Layers.
     heads: int = 4  # Heads.
-    rates: tuple[float, ...] = (1e-3, 3e-3)
-    """Learning rates, of which each model takes the one with the best mean score on the validation split."""
     steps: int = 3000
-    """Most optimiser steps of each model."""
 
 
 @recipe("state-tracking")

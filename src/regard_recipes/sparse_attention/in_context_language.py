@@ -34,20 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
 class LanguageConfig(TaskRecipeConfig):
     """Train Memory Mosaics on strings of automata, and score them on new automata."""
 
-    automata: tuple[int, ...] = (1000, 0)
-    """Different automata in training; 0 for a new one in every example."""
-    setting: str = "quick"
-    """Sizes of automata and strings: 'quick' or 'paper'."""
-    width: int = 64
-    """Channels."""
-    layers: int = 2
-    """Blocks."""
-    heads: int = 2
-    """Heads."""
-    steps: int = 2000
-    """Most optimiser steps of each model."""
+    automata: tuple[int, ...] = (1000, 0)  # Different automata in training; 0 for a new one in every example.
+    setting: str = "quick"  # Sizes of automata and strings: 'quick' or 'paper'.
+    width: int = 64  # Channels.
+    layers: int = 2  # Blocks.
+    heads: int = 2  # Heads.
     batch: int = 32
-    """Examples of a step."""
     stop_at: float = 1.1
     """Validation score that ends training; above 1 for never."""
 

@@ -36,7 +36,6 @@ class LengthConfig(TaskRecipeConfig):
     """Train Memory Mosaics on short sequences, and test them on longer ones."""
 
     seeds: int = 5
-    """Models of each kind and learning rate; they differ in first weights and examples."""
     tasks: tuple[str, ...] = ("mqmtar", "sort")  # Of mqmtar, reverse and sort.
     setting: str = "quick"  # Setting of the tasks: 'quick' or 'paper'.
     factors: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # Test lengths, in multiples of the longest in training.
@@ -44,7 +43,6 @@ class LengthConfig(TaskRecipeConfig):
     layers: int = 2  # Blocks.
     heads: int = 4  # Heads.
     steps: int = 3000
-    """Most optimiser steps of each model."""
     examples: int = 128
     """Examples of the test split at each length."""
 

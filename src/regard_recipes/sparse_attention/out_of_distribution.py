@@ -49,7 +49,6 @@ class OutOfDistributionConfig(TextRecipeConfig):
     measured: int = 16_384
     """Held-out tokens, and tokens of the other text, that the results are measured on."""
     rates: tuple[float, ...] = (2e-3, 5e-3)
-    """Learning rates, of which each model takes the one with the least mean loss on the validation text."""
 
 
 @recipe("out-of-distribution")
