@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -214,14 +213,13 @@ def test_induction_heads_form_in_f():
         return max(f[:, head, range(16, 48), range(1, 33)].mean().item() for head in range(f.shape[1]))
 
     look = {name: BLOCKS[name] for name in ("vocabulary", "period", "length", "texts")}
-    run = train_language_model(
+    run, *rows = train_language_model(
         own.model({"task": "blocks", "model": "iclm"}, 64), corpus, own.budget("blocks"), 0, name="blocks",
         prepare=lambda model: kept.update(before=best(model.eval())) or model.train(),
         measure=lambda model: {"best": best(model), **measure.measure_blocks(model, **look, seed=0)},
     )  # fmt: skip
     assert kept["before"] < 0.1
-    assert run.extra["best"] > 0.8
-    assert run.extra["accuracy_after"] > 0.9
-    rows = pd.DataFrame([row for row in run.extra["rows"] if row["kind"] == "head"])
-    after = rows[(rows["stream"] == "f") & (rows["when"] == "after")]["score"]
-    assert after.max() == pytest.approx(run.extra["best"], abs=0.1)  # on other blocks
+    assert run["best"] > 0.8
+    assert run["accuracy_after"] > 0.9
+    scores = [row["score"] for row in rows if (row["kind"], row.get("stream"), row.get("when")) == ("head", "f", "after")]
+    assert max(scores) == pytest.approx(run["best"], abs=0.1)  # on other blocks

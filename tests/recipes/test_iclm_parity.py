@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
-import pytest
-import torch
-from tiny_runs import checked, tiny, verdicts
+from tiny_runs import checked, course_rows, tiny, verdicts
 
-from regard.checks import ArgumentError
 from regard_recipes.iclm import iclm_parity as recipe
-from regard_recipes.lib.language_text import read_text
 from regard_recipes.lib.recipe import Results, frame_of
 
 made = partial(checked, "iclm-parity", "quick")
@@ -72,17 +69,15 @@ def judged(
 ) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, ...]]]:
     """Claims and rows of the first table, where each model has the perplexity 10, or this share more of it."""
     own = made(seeds=seeds, layers=2, width=16, heads=2, rates=(1e-3,))
-    rows = []
-    for each in own.cells():
-        name = each["model"]
-        wv = name == "iclm-wv"
-        for seed in range(seeds):
-            loss = math.log(10 * (1 + above.get(name.replace("-", "_"), 0.0))) + 0.1 * seed
-            run = {"parameters": 112 if name == "iclm-full" else 100, "train": loss, "held_out": loss, "test": loss,
-                   "step_seconds": 1.0, "step_cpu_seconds": seconds if wv else 1.0,
-                   "before_bytes": 1000, "peak_bytes": 1000 + (memory if wv else 50)}  # fmt: skip
-            rows.append({**each, "seed": seed, "kind": "run", **run})
-            rows.append({**each, "seed": seed, "kind": "look", "step": 1, "train": loss, "held_out": loss})
+
+    def course(each: dict[str, Any], seed: int) -> tuple[list[float], dict[str, Any]]:
+        name, wv = each["model"], each["model"] == "iclm-wv"
+        loss = math.log(10 * (1 + above.get(name.replace("-", "_"), 0.0))) + 0.1 * seed
+        return [loss], {"parameters": 112 if name == "iclm-full" else 100, "step_seconds": 1.0,
+                        "step_cpu_seconds": seconds if wv else 1.0, "before_bytes": 1000,
+                        "peak_bytes": 1000 + (memory if wv else 50)}  # fmt: skip
+
+    rows = course_rows(own, course)
     sizes = {"a": {**dict.fromkeys(recipe.MAIN, 1000), "iclm-full": full, "iclm-full-matched": None}}
     results = Results(frame_of(rows), {"floor": 9.0, "paper_sizes": sizes}, {})
     assert len(own.figures(results)) == 2
@@ -125,19 +120,3 @@ def test_a_full_model_without_an_equal_is_left_out() -> None:
     rows = [{"model": "transformer", "kind": "run", "rate": 3e-3, "held_out": 1.0, "seed": 0}]
     said = own.notes(Results(frame_of(rows), {}, {}))
     assert said == ["iclm-full-matched is left out: even without f's feed-forward layers it is larger than its rival."]
-
-
-def test_the_text_of_a_tokenizer_of_bytes(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"line {i} of a text\n" for i in range(300)), encoding="utf-8")
-    text = read_text(file, "byte", context=16, measured=64, choice=32, call="test")
-    assert len(text.choice_tokens) == 32
-    shown = "".join(text.words(torch.cat((text.choice_tokens, text.held_out_tokens))))
-    assert shown == file.read_text()[-len(shown) :]
-    assert text.vocabulary == 258
-    third = read_text(file, "byte", context=16, measured=64, choice=10**6, call="test")
-    assert len(third.choice_tokens) == len(shown) // 3
-    with pytest.raises(ArgumentError, match="each part must have at least a context of 33"):
-        read_text(file, "byte", context=33, measured=64, choice=32, call="test")
-    with pytest.raises(ArgumentError, match="does not exist"):
-        read_text(tmp_path / "none", "byte", context=16, measured=64, call="test")

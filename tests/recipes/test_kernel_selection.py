@@ -7,10 +7,11 @@ import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_runs import checked, make, tiny, verdicts
+from tiny_runs import checked, course_rows, make, tiny, verdicts
 
 from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
@@ -124,21 +125,15 @@ RBF = cell("rbf")
 def judged(seeds: int = 3, courses: dict[str, list[float]] | None = None) -> dict[str, tuple[str, str]]:
     """Wording to verdict and numbers, where every cell falls from 4 over 3 to 2, or takes the course given by name."""
     own = made(seeds=seeds, rates=(1e-3, 1e-2))
-    rows = []
-    for each in own.cells():
-        name = " ".join(list(each.values())[:3])
-        course = (courses or {}).get(name, [4.0, 3.0, 2.0])
-        worse = 0.0 if each["rate"] == 1e-3 else 0.5  # at the rate that is not chosen
-        for seed in range(seeds):
-            off = 0.1 * seed + 1e-3 * (seed == 1) * (name != "exponential normalised apart")
-            losses = [x + off + worse for x in course]
-            half = 2 if each["query_key"] == APART else 1
-            run = {"kind": "run", "train": losses[-1], "held_out": losses[-1], "test": losses[-1]}
-            run["step_cpu_seconds"] = 1.0
-            bytes_ = {"query_key_bytes": 1024 * half, "kept_bytes": 8192 + 1024 * half, "cache_bytes": 4096}
-            rows.append({**each, "seed": seed, **run, **bytes_})
-            for step, loss in enumerate(losses, start=1):
-                rows.append({**each, "seed": seed, "kind": "look", "step": step, "train": loss, "held_out": loss})
+
+    def course(each: dict[str, Any], seed: int) -> tuple[list[float], dict[str, Any]]:
+        name, half = " ".join(list(each.values())[:3]), 2 if each["query_key"] == APART else 1
+        off = 0.1 * seed + 1e-3 * (seed == 1) * (name != "exponential normalised apart")
+        off += 0.0 if each["rate"] == 1e-3 else 0.5  # at the rate that is not chosen
+        bytes_ = {"query_key_bytes": 1024 * half, "kept_bytes": 8192 + 1024 * half, "cache_bytes": 4096}
+        return [x + off for x in (courses or {}).get(name, [4.0, 3.0, 2.0])], {"step_cpu_seconds": 1.0, **bytes_}
+
+    rows = course_rows(own, course)
     assert own.tables(Results(frame_of(rows), {"bigram": 2.6}, {}))
     return verdicts(own, rows, {"bigram": 2.6})
 

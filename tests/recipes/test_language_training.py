@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
 from regard_recipes.kernels.kernel_selection import KernelSelection
 from regard_recipes.lib import language_training as runs
-from regard_recipes.lib.language_training import run_rows
 from regard_recipes.lib.results import plain
 from regard_recipes.lib.running import run_calls
 
@@ -48,6 +48,19 @@ def test_wide_models_begin_with_smaller_weights() -> None:
     assert paper.model_config(paper.cells()[0], 100).initializer_range == 0.02
 
 
+def train(
+    text: runs.Corpus, seed: int = 0, changes: dict[str, Any] | None = None, **more: Any
+) -> tuple[dict[str, Any], list[float], list[float]]:
+    """Return the row of a run, and the training and held-out losses of its looks."""
+    budget = replace(BUDGET, **(changes or {}))
+    run, *looks = runs.train_language_model(config(), text, budget, seed, name="walk", **more)
+    assert [run["kind"], *(look["kind"] for look in looks)] == ["run"] + ["look"] * budget.looks
+    assert [look["step"] for look in looks] == list(budget.look_steps())
+    train, held_out = ([look[name] for look in looks] for name in ("train", "held_out"))
+    assert [run["train"], run["held_out"]] == pytest.approx([train[-1], held_out[-1]], nan_ok=True)
+    return run, train, held_out
+
+
 def starts(seed: int, step: int, count: int, positions: int) -> list[int]:
     digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
     drawn = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -56,7 +69,7 @@ def starts(seed: int, step: int, count: int, positions: int) -> list[int]:
 
 def test_training_is_a_plain_loop(text: runs.Corpus) -> None:
     """AdamW, decay of matrices, warm-up over two of seven steps, cosine, clipped gradients, windows of (seed, step)."""
-    found = runs.train_language_model(config(), text, BUDGET, 5, name="walk")
+    run, train_losses, held_out_losses = train(text, 5)
     torch.manual_seed(5)
     model = HybridForCausalLM(config()).train()
     decayed = [w for w in model.parameters() if w.dim() == 2]
@@ -82,29 +95,27 @@ def test_training_is_a_plain_loop(text: runs.Corpus) -> None:
         with torch.no_grad():
             tokens = text.held_out_tokens[:12].long()
             held_out.append(F.cross_entropy(model(input_ids=tokens[None]).logits[0, :-1], tokens[1:]).item())
-    assert found.steps == (2, 5, 7)
-    assert found.train == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:5]) / 3, sum(losses[5:]) / 2], rel=1e-5)
-    assert found.held_out == pytest.approx([held_out[1], held_out[4], held_out[6]], rel=1e-5)
-    assert found.parameters == sum(w.numel() for w in model.parameters())
-    assert found.step_seconds > 0
+    assert BUDGET.look_steps() == (2, 5, 7)
+    assert train_losses == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:5]) / 3, sum(losses[5:]) / 2], rel=1e-5)
+    assert held_out_losses == pytest.approx([held_out[1], held_out[4], held_out[6]], rel=1e-5)
+    assert run["parameters"] == sum(w.numel() for w in model.parameters())
+    assert run["step_seconds"] > 0
 
 
 def test_a_step_in_parts_is_the_step(text: runs.Corpus) -> None:
-    whole = runs.train_language_model(config(), text, BUDGET, 0, name="whole")
-    parts = runs.train_language_model(config(), text, replace(BUDGET, parts=2), 0, name="parts")
-    assert parts.held_out == pytest.approx(whole.held_out, rel=1e-4)
-    assert parts.train == pytest.approx(whole.train, rel=1e-4)
+    whole, parts = train(text), train(text, changes={"parts": 2})
+    assert parts[1] == pytest.approx(whole[1], rel=1e-4)
+    assert parts[2] == pytest.approx(whole[2], rel=1e-4)
 
 
 def test_the_seed_decides_and_nothing_else_does(text: runs.Corpus) -> None:
-    first = runs.train_language_model(config(), text, BUDGET, 1, name="a")
+    first = train(text, 1)
     before, others = torch.random.get_rng_state(), (random.getstate(), str(np.random.get_state()))  # noqa: NPY002
-    again = runs.train_language_model(config(), text, BUDGET, 1, name="a")
+    again = train(text, 1)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert (random.getstate(), str(np.random.get_state())) == others  # noqa: NPY002
-    other = runs.train_language_model(config(), text, BUDGET, 2, name="a")
-    assert (first.train, first.held_out) == (again.train, again.held_out)
-    assert first.held_out != other.held_out
+    assert first[1:] == again[1:]
+    assert first[2] != train(text, 2)[2]
 
 
 def scale_up(model: HybridForCausalLM, factor: float) -> None:
@@ -113,10 +124,9 @@ def scale_up(model: HybridForCausalLM, factor: float) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(text: runs.Corpus) -> None:
-    burst = runs.train_language_model(config(), text, BUDGET, 0, name="x", prepare=partial(scale_up, factor=math.inf))
-    assert len(burst.train) == len(burst.held_out) == 3
-    assert math.isnan(burst.held_out[0])
-    assert plain(list(run_rows(burst)))[0]["held_out"] is None
+    run, _, held_out = train(text, prepare=partial(scale_up, factor=math.inf))
+    assert math.isnan(held_out[0])
+    assert plain(run)["held_out"] is None
 
 
 BLOCK = 64 * 2**20
@@ -124,9 +134,8 @@ BLOCK = 64 * 2**20
 
 def peak(text: runs.Corpus, prepare: Callable | None = None) -> int | None:
     """What a training of two steps holds, in this process."""
-    budget = replace(BUDGET, steps=2, looks=1)
-    run = runs.train_language_model(config(), text, budget, 0, name="memory", prepare=prepare)
-    return None if run.peak_bytes is None else run.peak_bytes - run.before_bytes
+    run, *_ = train(text, changes={"steps": 2, "looks": 1}, prepare=prepare)
+    return None if run["peak_bytes"] is None else run["peak_bytes"] - run["before_bytes"]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the system does not tell its peak memory")
@@ -152,7 +161,7 @@ def test_a_model_keeps_its_settings(text: runs.Corpus) -> None:
     """The Trainer turns the cache off while it trains."""
     kept = {}
     measure = lambda model: kept.update(cache=model.config.use_cache, training=model.training) or {}  # noqa: E731
-    runs.train_language_model(config(), text, BUDGET, 0, name="x", measure=measure)
+    train(text, measure=measure)
     assert kept == {"cache": True, "training": False}
 
 
@@ -166,14 +175,14 @@ def test_what_a_model_leaves_out_of_its_loss_is_left_out(text: runs.Corpus) -> N
 
         model.register_forward_pre_hook(mask, with_kwargs=True)
 
-    whole = runs.train_language_model(config(), text, replace(BUDGET, steps=1, looks=1), 0, name="x", prepare=halve)
+    _, (loss,), _ = train(text, changes={"steps": 1, "looks": 1}, prepare=halve)
     torch.manual_seed(0)
     model = HybridForCausalLM(config())
     windows = torch.stack([text.train_tokens[s : s + 12].long() for s in starts(0, 0, 4, 700 - 12 + 1)])
     logits = model(input_ids=windows).logits[:, :-1].reshape(-1, V)
     targets = windows[:, 1:].reshape(-1)
     expected = F.cross_entropy(logits[targets % 2 == 0], targets[targets % 2 == 0]).item()
-    assert whole.train[0] == pytest.approx(expected, rel=1e-5)
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

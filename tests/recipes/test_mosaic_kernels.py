@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import checked, tiny, verdicts
+from tiny_runs import checked, course_rows, tiny, verdicts
 
-from regard.checks import ArgumentError
 from regard.models import MemoryMosaicForCausalLM
-from regard_recipes.lib.language_text import read_text
 from regard_recipes.lib.recipe import Results, frame_of
 from regard_recipes.mosaic import mosaic_kernels as recipe
 from regard_recipes.mosaic.mosaic_kernels import DEFINED, HARD
@@ -123,21 +121,18 @@ def test_every_cell_and_seed_is_there() -> None:
 def judged(seeds: int = 3, **ends: float) -> tuple[dict[str, tuple[str, str]], dict[str, list[tuple[str, ...]]]]:
     """Claims and rows of tables, where every kind at one block ends at 2 nats or at the given loss."""
     own = made(seeds=seeds, layers=(1,))
-    rows = []
-    for each in own.cells():
+
+    def course(each: dict[str, Any], seed: int) -> tuple[list[float], dict[str, Any]]:
         name = each["model"] if each["form"] == DEFINED else f"{each['model']}_{each['form'].split()[0]}"
-        end = ends.get(name.replace("-", "_"), 2.0)
-        for seed in range(seeds):
-            loss = end + 0.1 * seed + 1e-3 * (seed == 1) * (name != "softmax")
-            seconds = 0.03 if name == "biweight" else 0.02
-            common = {**each, "seed": seed}
-            empty = {"empty": 0.25 if each["model"] == "normrelu" else 0.0, "empty_at_start": 0.01}
-            rows.append({
-                **common, "kind": "run", "parameters": 5, "train": loss, "held_out": loss, "test": loss,
-                "step_cpu_seconds": seconds, "support": None if each["form"] in FORMS else 7.0, **empty,
-            })  # fmt: skip
-            rows.append({**common, "kind": "look", "step": 1, "train": loss, "held_out": loss})
-            rows += [{**common, "kind": "head", "block": 0, "head": i, "h": 1.2 + 0.2 * i} for i in (0, 1)]
+        loss = ends.get(name.replace("-", "_"), 2.0) + 0.1 * seed + 1e-3 * (seed == 1) * (name != "softmax")
+        return [loss], {
+            "parameters": 5, "step_cpu_seconds": 0.03 if name == "biweight" else 0.02, "empty_at_start": 0.01,
+            "empty": 0.25 if each["model"] == "normrelu" else 0.0, "support": None if each["form"] in FORMS else 7.0,
+        }  # fmt: skip
+
+    rows = course_rows(own, course)
+    rows += [{**each, "seed": seed, "kind": "head", "block": 0, "head": i, "h": 1.2 + 0.2 * i}
+             for each in own.cells() for seed in range(seeds) for i in (0, 1)]  # fmt: skip
     results = Results(frame_of(rows), {"floor": 3.0}, {})
     assert len(own.figures(results)) == 3
     assert "25.00% after training; h is then 1.20 to 1.40" in own.notes(results)[0]
@@ -178,17 +173,3 @@ def test_verdicts_can_fail() -> None:
     single, _ = judged(seeds=1, biweight=1.0)
     assert {verdict for verdict, _ in single.values()} == {"not testable at this size"}
     assert judged(biweight=math.nan)[0][BIWEIGHT] == ("undecided", "biweight to softmax diverged")
-
-
-def test_the_text_is_split_and_encoded(tmp_path: Path) -> None:
-    content = "".join(chr(97 + (i * i) % 13) for i in range(100_000))
-    (tmp_path / "text.txt").write_text(content)
-    text = read_text(tmp_path / "text.txt", "byte", context=8, measured=100, call="test")
-    decoded = text.tokenizer.decode(text.held_out_tokens.tolist())
-    assert decoded == content[-len(decoded) :]
-    assert len(decoded) == 10_000
-    assert text.windows(3, 8) == text.held_out_tokens[:24].reshape(3, 8).tolist()
-    assert len(text.windows(10**6, 8)) == 1250
-    assert text.vocabulary == len(text.tokenizer)
-    with pytest.raises(ArgumentError, match="each part must have at least a context of 20000"):
-        read_text(tmp_path / "text.txt", "byte", context=20_000, measured=100, call="test")

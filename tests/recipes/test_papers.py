@@ -9,7 +9,7 @@ import pytest
 
 from regard.cli import main
 from regard.recipes import recipes
-from regard_recipes.lib.papers import NAMES, PAPERS, page, stored
+from regard_recipes.lib.papers import PAPERS, page, paper_of, stored
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -31,7 +31,7 @@ def test_every_claim_of_a_paper_is_shown_once() -> None:
         text = page(paper, found)
         for _, _, _, claims in found:
             for claim in claims:
-                if NAMES.get(claim.paper, claim.paper) == paper:
+                if paper_of(claim) == paper:
                     assert f"“{claim.wording}” | {claim.verdict} |" in text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -27,10 +26,6 @@ PANELS = {"pairs": 2, "noise": 2, "erased": 2, "zeroed": 3, "jitter": 2}
 
 def reproduce(*words: object) -> int:
     return main(["reproduce", *map(str, words)])
-
-
-def record(folder: Path, name: str) -> dict:
-    return json.loads((folder / f"{name}.json").read_text())
 
 
 def drawn() -> dict:
@@ -102,8 +97,8 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
     """|A k_i - v_i|^2 with A = sum v k^T, in numpy, over the recipe's own memories."""
     import torch
 
-    config = capacity.RecallCapacityConfig(dim=16, cues=10)
-    case = capacity.trial(config, capacity.Condition("pairs", 20, 20), 0)
+    config = capacity.RecallCapacityConfig(dim=16, cues=10, stored=20)
+    case = capacity.trial(config, "pairs", 20, 0)
     k, v = case.keys[:, 0].numpy(), case.values[:, 0].numpy()
     assert np.abs((k * k).sum(-1) - 1).max() < 1e-5
     assert np.abs((v * v).sum(-1) - 1).max() < 1e-5
@@ -114,12 +109,9 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
         found = capacity.recall(capacity.reader(package.Spec.parse("linear"), 1.0, store), case)
         assert abs(found["error"] - error[0]) < 1e-4
         assert found["match"] == pytest.approx((nearest == np.arange(10)).mean())
-    assert torch.equal(
-        case.keys, capacity.trial(config, capacity.Condition("pairs", 20, 20), 0).keys
-    )  # a function of the seed
-    erased = capacity.trial(config, capacity.Condition("erased", 0.75, 20), 0).cues
-    assert ((erased == 0).sum(-1) == 12).all()
-    noisy = capacity.trial(config, capacity.Condition("noise", 1.0, 20), 0)
+    assert torch.equal(case.keys, capacity.trial(config, "pairs", 20, 0).keys)  # a function of the seed
+    assert ((capacity.trial(config, "erased", 0.75, 0).cues == 0).sum(-1) == 12).all()
+    noisy = capacity.trial(config, "noise", 1.0, 0)
     cosine = (noisy.cues * noisy.keys[:, :, :10]).sum(-1)
     assert abs(cosine.mean().item() - 0.5**0.5) < 0.1
 
@@ -127,7 +119,7 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
 def test_signal_and_interference_are_those_of_equation_5() -> None:
     """Local Linear Attention, equation 5, written out: (k.k - 1) v_j and the sum over the others, for keys of length
     sqrt(2); for Mesa and softmax, the weights of the values by their formulas."""
-    case = capacity.trial(capacity.RecallCapacityConfig(dim=16, cues=10), capacity.Condition("pairs", 20, 20), 0)
+    case = capacity.trial(capacity.RecallCapacityConfig(dim=16, cues=10), "pairs", 20, 0)
     k, v = (x[:, 0].double().numpy() for x in (case.keys, case.values))
     linear = 2 * np.einsum("scd,sjd->scj", k[:, :10], k)
     gram = np.einsum("sjd,sje->sde", k, k) + np.eye(16)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM
 from regard.models.base.catalogue import model_of
 from regard.recipes import recipes
 from regard_recipes.fwpkm.slot_use import slots_read
+from regard_recipes.lib.language_text import read_text
 from regard_recipes.lib.recipe import Results, frame_of
 from regard_recipes.lib.text_recipe import TextRecipe
 from regard_recipes.local_linear.lla_pretraining import LLA_PLAIN, PLAIN, RIDGES, SOFTMAX, weights_seen
@@ -41,6 +45,28 @@ def verdicts(made: Any, rows: list[dict[str, Any]]) -> list[str]:
 
 def run(model: str, rate: float = 1e-3, held_out: float = 2.0, **found: Any) -> dict[str, Any]:
     return {"kind": "run", "model": model, "rate": rate, "held_out": held_out, **found}
+
+
+def test_a_text_is_split_and_encoded(tmp_path: Path) -> None:
+    content = "".join(f"line {i:4} of a text\n" for i in range(5000))
+    file = tmp_path / "text.txt"
+    file.write_text(content, encoding="utf-8")
+    read = partial(read_text, file, "byte", measured=100, call="test")
+    text = read(context=8)
+    assert "".join(text.words(text.held_out_tokens)) == content[-10_000:] == content[-len(content) // 10 :]
+    assert text.windows(3, 8) == text.held_out_tokens[:24].reshape(3, 8).tolist()
+    assert len(text.windows(10**6, 8)) == 1250
+    assert text.vocabulary == len(text.tokenizer) == 258
+    assert len(text.choice_tokens) == 0
+    text = read(context=16, choice=32)
+    assert len(text.choice_tokens) == 32
+    assert "".join(text.words(torch.cat((text.choice_tokens, text.held_out_tokens)))) == content[-10_000:]
+    assert len(read(context=16, choice=10**6).choice_tokens) == 10_000 // 3
+    for context, choice in ((20_000, 0), (33, 32)):
+        with pytest.raises(ArgumentError, match=f"each part must have at least a context of {context}"):
+            read(context=context, choice=choice)
+    with pytest.raises(ArgumentError, match="does not exist"):
+        read_text(tmp_path / "none", "byte", context=16, measured=64, call="test")
 
 
 def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:

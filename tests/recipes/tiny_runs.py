@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,20 @@ def verdicts(made: Any, rows: list[dict[str, Any]], facts: dict[str, Any] | None
     """Return wording to verdict and numbers of a recipe's claims on rows made by hand."""
     claims = made.claims(Results(frame_of(rows), facts or {}, {}))
     return {claim.wording: (claim.verdict, claim.measured()) for claim in claims}
+
+
+def course_rows(made: Any, course: Callable[[Any, int], tuple[list[float], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the rows of language models whose losses take a course: `course` returns of a cell and a seed the losses
+    of its looks and further columns of its run."""
+    rows: list[dict[str, Any]] = []
+    for cell in made.cells():
+        for seed in range(made.config.seeds):
+            losses, run = course(cell, seed)
+            ends = dict.fromkeys(("train", "held_out", "test"), losses[-1])
+            rows.append({**cell, "seed": seed, "kind": "run", **ends, **run})
+            rows += [{**cell, "seed": seed, "kind": "look", "step": step, "train": loss, "held_out": loss}
+                     for step, loss in enumerate(losses, start=1)]  # fmt: skip
+    return rows
 
 
 FOLDER = Path(tempfile.gettempdir()) / f"tiny-runs-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"

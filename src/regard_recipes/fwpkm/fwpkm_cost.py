@@ -20,7 +20,7 @@ from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, exact
 from ..lib.display import Show, dots, first, pivot
-from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
+from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
 from .memory_layouts import (
     LAYOUTS,
@@ -113,8 +113,7 @@ class FwpkmCost(Recipe):
         draw, count = torch.Generator().manual_seed(own.seed), max(TEXT, 2 * own.context)
         tokens = torch.randint(self.vocabulary, (count,), dtype=torch.int32, generator=draw)
         config = row_config(row, own, self.vocabulary, initializer_range=initial_range(own.width))
-        run = train_language_model(config, Corpus(tokens, tokens[: own.context]), self.budget(), seed, name=row.name)
-        yield from (found for found in run_rows(run) if found["kind"] == "run")
+        yield train_language_model(config, Corpus(tokens, tokens[: own.context]), self.budget(), seed, name=row.name)[0]
 
     def claims(self, results: Results) -> list[Claim]:
         counts, made = beside_paper(results, "count"), []

@@ -16,12 +16,13 @@ from typing import Any, ClassVar, Literal
 from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.claims import Claim, Estimate, Says, claims_of, exact, mean_interval, paired, unpaired
+from ..lib.claims import Claim, Estimate, Says, claims_of, exact, mean_interval, one, paired, unpaired
 from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
-from ..lib.language_training import Budget, Corpus, TextConfig, initial_range, run_rows, train_language_model
+from ..lib.language_training import Budget, Corpus, TextConfig, initial_range, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 
 PAPER = "ICLM"
+claim = partial(Claim, PAPER, "section 7")
 ICLM, TRANSFORMER, ICLM_NO_MLP, TRANSFORMER_NO_MLP = "iclm", "transformer", "iclm-no-f-mlp", "transformer-no-mlp"
 OPTIONS: dict[str, dict[str, Any]] = {
     ICLM: {}, ICLM_NO_MLP: {"f_mlp": "none"}, TRANSFORMER: {"feed_forward": "gelu"},
@@ -113,7 +114,7 @@ class Mechanisms(Recipe):
         models = {"text": OPTIONS, "blocks": (*EXPLAINED, TRANSFORMER)}
         return [{"task": task, "model": name} for task, names in models.items() for name in names]
 
-    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+    def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
         from ._mechanisms_measures import measure_blocks, measure_text
 
         own, task = self.config, cell["task"]
@@ -126,8 +127,7 @@ class Mechanisms(Recipe):
             look = partial(measure_blocks, **given, seed=seed)
         config = self.model(cell, self.vocabulary if task == "text" else BLOCKS["vocabulary"])
         name = f"{cell['model']} on {task}"
-        run = train_language_model(config, self.corpora[task], self.budget(task), seed, name=name, measure=look)
-        return run_rows(run)
+        return train_language_model(config, self.corpora[task], self.budget(task), seed, name=name, measure=look)
 
     def budget(self, task: str) -> Budget:
         """Return how the models of a task are trained."""
@@ -243,59 +243,49 @@ def heads_of_text(results: Results) -> Frame:
     return results.select(kind="head", task="text", model=[ICLM, TRANSFORMER])
 
 
-def claim(
-    wording: str, found: Estimate | dict[str, Estimate], says: Says, margin: float, note: str, untestable: str = "",
-    digits: int = 3,
-) -> Claim:  # fmt: skip
-    """Return a claim of the paper's section 7."""
-    told = ("section 7", wording, found, says, margin, note)
-    return claims_of(PAPER, [told], untestable=untestable, digits=digits)[0]
-
-
 def sink_claims(results: Results) -> Iterator[Claim]:
     """Yield the claims about sinks and evenness."""
     heads = heads_of_text(results)
     phi, f, other = (select(heads, stream=stream) for stream in ("phi", "f", TRANSFORMER))
+    share = lambda rows, column: over_seeds((rows[column] > EPSILON).groupby(rows["seed"]).mean())  # noqa: E731
     sunk, sunk_f, sunk_other = (rows[rows["strongest"] > EPSILON] for rows in (phi, f, other))
-    start, start_other = (over_seeds(rows, lambda own: (own["first"] > EPSILON).mean()) for rows in (sunk, sunk_other))
+    start, start_other = share(sunk, "first"), share(sunk_other, "first")
     none = "" if len(sunk) > RARE * len(phi) else f"sinks are too rare: {len(sunk)} of phi's {len(phi)} heads"
     no_other = "" if len(sunk_other) else f"none of the Transformer's {len(other)} heads has a sink"
-    yield claim("Sinks of phi always manifest within (at least) the start token", start, "at least", 1,
-                f"Share of the heads with a sink ({len(sunk)} of {len(phi)}) that have one at the start, strongest or "
-                f"not.", none)  # fmt: skip
-    yield claim("f has no sinks", over_seeds(f, lambda own: (own["strongest"] > EPSILON).mean()), "at most", 0,
-                f"Share of f's heads with a sink; the strongest column has mean weight {f['strongest'].max():.2f}.",
-                "" if len(sunk_f) else none)  # fmt: skip
-    yield claim("The place of the Transformer's sinks is less consistent", unpaired(start_other, start), "below", 0,
-                "Share of the sinks at the start, Transformer less phi.", none or no_other)  # fmt: skip
-    for what, column, sign, unit in (
-        ("row by row", "even", 1, "evenness of rows"),
-        ("column by column", "strongest", -1, "mean weight of the strongest column, less is more balanced"),
-    ):
-        more = over_seeds(heads, lambda own: (level(own, "f", column) / level(own, "phi", column)) ** sign)  # noqa: B023
+    yield claim("Sinks of phi always manifest within (at least) the start token", one(start), "at least", 1,
+                note=f"Share of the heads with a sink ({len(sunk)} of {len(phi)}) that have one at the start, "
+                     f"strongest or not.", untestable=none)  # fmt: skip
+    yield claim("f has no sinks", one(share(f, "strongest")), "at most", 0, untestable="" if len(sunk_f) else none,
+                note=f"Share of f's heads with a sink; the strongest column has mean weight "
+                     f"{f['strongest'].max():.2f}.")  # fmt: skip
+    yield claim("The place of the Transformer's sinks is less consistent", one(unpaired(start_other, start)), "below",
+                0, note="Share of the sinks at the start, Transformer less phi.", untestable=none or no_other)  # fmt: skip
+    even, strong = by_stream(heads, "even"), by_stream(heads, "strongest")
+    for what, column, more, unit in (
+        ("row by row", "even", even["f"] / even["phi"], "evenness of rows"),
+        ("column by column", "strongest", strong["phi"] / strong["f"],
+         "mean weight of the strongest column, less is more balanced"),
+    ):  # fmt: skip
         means = ", ".join(f"{name} {x:.2f}" for name, x in heads.groupby("stream", sort=False)[column].mean().items())
-        yield claim(f"f's scores are significantly more balanced than phi's, {what}", more, "above", EVEN,
-                    f"How many times as balanced as phi. {unit}: {means}.")  # fmt: skip
+        yield claim(f"f's scores are significantly more balanced than phi's, {what}", one(over_seeds(more)), "above",
+                    EVEN, note=f"How many times as balanced as phi. {unit}: {means}.")  # fmt: skip
 
 
 def copy_claims(results: Results) -> Iterator[Claim]:
     """Yield the claims about weight on earlier occurrences of a token."""
     heads = heads_of_text(results)
-    f = select(heads, stream="f")
+    f, lift = select(heads, stream="f"), by_stream(heads, "predicted_lift")
     unit = "Weight on earlier occurrences of the predicted token, times that of equal weights"
-    lift, lift_phi, lift_other = (over_seeds(heads, lambda own: level(own, stream, "predicted_lift"))  # noqa: B023
-                                  for stream in ("f", "phi", TRANSFORMER))  # fmt: skip
-    yield claim("Heads of f copy", lift, "above", COPIES,
-                f"{unit}; best head {f['predicted_lift'].max():.2f}, Transformer {lift_other.mean:.2f}.")  # fmt: skip
-    more = {f"than {name}": over_seeds(heads, lambda own: level(own, "f", "predicted_lift")
-                                       - level(own, stream, "predicted_lift"))  # noqa: B023
+    yield claim("Heads of f copy", one(over_seeds(lift["f"])), "above", COPIES, note=(
+        f"{unit}; best head {f['predicted_lift'].max():.2f}, Transformer {lift[TRANSFORMER].mean():.2f}."))
+    more = {f"than {name}": over_seeds(lift["f"] - lift[stream])
             for name, stream in (("phi", "phi"), ("the Transformer", TRANSFORMER))}  # fmt: skip
-    yield claim("Heads of f copy more than others", more, "above", 0, f"{unit}, f less others.")
+    yield claim("Heads of f copy more than others", more, "above", 0, note=f"{unit}, f less others.")
     layers = ", ".join(f"{x:.2f}" for x in f.groupby("layer")["predicted"].mean())
-    strong = over_seeds(f, lambda own: (own.groupby("layer")["predicted"].mean() > DOMINATES).mean())
-    yield claim("f's weight on the next token dominates at most layers", strong, "above", 0.5,
-                f"Share of layers with a mean weight above {DOMINATES}; it is {layers}.")  # fmt: skip
-    yield claim("phi shows nothing of the next token", lift_phi, "at most", COPIES, f"{unit}.")
+    strong = (f.groupby(["seed", "layer"])["predicted"].mean() > DOMINATES).groupby("seed").mean()
+    yield claim("f's weight on the next token dominates at most layers", one(over_seeds(strong)), "above", 0.5,
+                note=f"Share of layers with a mean weight above {DOMINATES}; it is {layers}.")  # fmt: skip
+    yield claim("phi shows nothing of the next token", one(over_seeds(lift["phi"])), "at most", COPIES, note=f"{unit}.")
 
 
 def block_claims(results: Results) -> Iterator[Claim]:
@@ -303,32 +293,31 @@ def block_claims(results: Results) -> Iterator[Claim]:
     blocks = results.select(kind="head", task="blocks")
     limits: dict[str, tuple[Says, float]] = {"after": ("at least", FORMED), "before": ("at most", CHANCE)}
     for when, (says, bound) in limits.items():
-        best = over_seeds(select(blocks, model=ICLM, stream="f", when=when), lambda own: own["score"].max())
+        best = select(blocks, model=ICLM, stream="f", when=when).groupby("seed")["score"].max()
         rival = select(blocks, model=TRANSFORMER, when=when)["score"].max()
-        yield claim(f"Induction heads form in f: the best head {when} training", best, says, bound,
-                    f"Induction score on repeated blocks; the Transformer's best: {rival:.2f}.")  # fmt: skip
+        yield claim(f"Induction heads form in f: the best head {when} training", one(over_seeds(best)), says, bound,
+                    note=f"Induction score on repeated blocks; the Transformer's best: {rival:.2f}.")  # fmt: skip
     prompts = results.select(kind="prompt", model=list(EXPLAINED))
     yield claim("A logit is the sum of what context tokens, feed-forward layers and bias add",
-                exact(prompts["missed"].max()), "at most", 1e-4, "Largest miss of a prompt's parts.",
+                one(exact(prompts["missed"].max())), "at most", 1e-4, note="Largest miss of a prompt's parts.",
                 digits=7)  # fmt: skip
     for name in EXPLAINED:
         own = select(prompts, model=name).dropna(subset=["same"])
-        direct = exact((own["same"] > own["feed_forward"]).mean())
-        yield claim(f"Weight on a token's embedding in f is directly a high probability of it: {name}", direct, "above",
-                    0.5, f"Share of {len(own)} prompts in which the predicted token's earlier occurrences add more to "
-                    "its logit than the feed-forward layers.",
-                    "" if len(own) else "no predicted token stands in its prompt")  # fmt: skip
+        yield claim(f"Weight on a token's embedding in f is directly a high probability of it: {name}",
+                    one(exact((own["same"] > own["feed_forward"]).mean())), "above", 0.5,
+                    note=f"Share of {len(own)} prompts in which the predicted token's earlier occurrences add more to "
+                         f"its logit than the feed-forward layers.",
+                    untestable="" if len(own) else "no predicted token stands in its prompt")  # fmt: skip
 
 
-def over_seeds(rows: Frame, number: Callable[[Frame], float]) -> Estimate:
-    """Return a number of each seed's heads: its mean over seeds, exact with one seed, NaN without rows."""
-    values = [float(number(own)) for _, own in rows.groupby("seed")]
-    return mean_interval(values) if len(values) > 1 else exact(values[0] if values else math.nan)
+def by_stream(heads: Frame, column: str) -> Frame:
+    """Return the means over the heads of each seed (rows) and stream (columns)."""
+    return heads.groupby(["seed", "stream"])[column].mean().unstack()
 
 
-def level(heads: Frame, stream: str, column: str) -> float:
-    """Return the mean over a stream's heads."""
-    return float(select(heads, stream=stream)[column].mean())
+def over_seeds(numbers: Any) -> Estimate:
+    """Return the mean of a series with a number for each seed: exact with one seed, NaN with none."""
+    return mean_interval(numbers) if len(numbers) > 1 else exact(float(numbers.sum(min_count=1)))
 
 
 def strongest(rows: Frame) -> str:

@@ -107,6 +107,3 @@ class StoriesRecipe(TaskRecipe):
         note = "Test split, ± half the 95 % interval over seeds. Grades from 0 to 10, of greedy continuations."
         scores = pivot(self.chosen(results), ["model"], {"": interval("score")}, "metric", note=note)
         return {"Scores": scores, "Training": self.training_table(results)}
-
-    def figures(self, results: Results) -> dict[str, bytes]:
-        return {"curves": self.curves(results)}

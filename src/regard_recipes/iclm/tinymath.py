@@ -92,6 +92,3 @@ class TinyMathRecipe(TaskRecipe):
         )
         scores = pivot(self.chosen(results), ["test", "model"], {"": interval("score")}, "metric", note=note)
         return {"Accuracy": scores, "Training": self.training_table(results)}
-
-    def figures(self, results: Results) -> dict[str, bytes]:
-        return {"curves": self.curves(results)}

@@ -153,23 +153,23 @@ class KernelSelection(TextRecipe):
         losses: dict[str, Show] = {
             "rate": stat("rate", "mean", "{:g}"), "test nats/char": spread("test", 4),
             "above exponential": gap("test", base, 4), "training": spread("train", 4),
-            "falls steadily": lambda rows: "yes" if falls[key_of(rows)] else "no",
+            "falls steadily": lambda rows: "yes" if falls[tuple(rows[list(FORM)].iloc[0])] else "no",
             "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
         }  # fmt: skip
-        own = {kernel: select(runs, model=kernel, weights=default_weights(kernel)) for kernel in self.models}
-        apart = {kernel: select(rows, query_key=APART) for kernel, rows in own.items()}
-        cost: Show = lambda rows: gap("test", apart[rows["model"].iloc[0]], 4)(rows)  # noqa: E731
-        sharing = {"costs, nats/char": cost, **memory_columns("{:,.0f} KiB")}
+        apart = {kernel: select(runs, model=kernel, weights=default_weights(kernel), query_key=APART)
+                 for kernel in self.models}  # fmt: skip
+        costs = gap("test", lambda rows: apart[rows["model"].iloc[0]], 4)
+        sharing = {"costs, nats/char": costs, **memory_columns("{:,.0f} KiB")}
         shared = select(runs, query_key=[SHARED, EARLIER])
         shared = shared.sort_values("model", kind="stable", key=lambda column: column.map(KERNELS.index))
         both = f"{self.config.seeds} seeds: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
-        costs = f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence."
+        against = f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence."
         index = {"model": "kernel", "query_key": "query and key"}
         return {
             "Kernels": pivot(
                 select(runs, query_key=APART), {"model": "kernel", "weights": "weights"}, losses, note=both
             ),
-            "One vector for query and key": pivot(shared, index, sharing, note=costs),
+            "One vector for query and key": pivot(shared, index, sharing, note=against),
         }
 
     def figures(self, results: Results) -> dict[str, bytes]:
@@ -201,17 +201,12 @@ class KernelSelection(TextRecipe):
         ]
 
 
-def falling(looks: Frame) -> dict[tuple[str, str, str], bool]:
-    """Return for each model whether the training loss falls steadily in every seed."""
-    found: dict[tuple[str, str, str], bool] = {}
-    for _, rows in looks.groupby([*FORM, "seed"], sort=False):
+def falling(looks: Frame) -> dict[tuple[str, ...], bool]:
+    """Return for each model (its columns `FORM`) whether the training loss falls steadily in every seed."""
+
+    def steady(rows: Frame) -> bool:
         train = rows.sort_values("step")["train"].astype(float)
-        steady = train.notna().all() and train.iloc[-1] <= train.iloc[0] and not (train.diff() > RISE).any()
-        found[key_of(rows)] = found.get(key_of(rows), True) and bool(steady)
-    return found
+        return bool(train.notna().all() and train.iloc[-1] <= train.iloc[0] and not (train.diff() > RISE).any())
 
-
-def key_of(rows: Frame) -> tuple[str, str, str]:
-    """Return what names the model of rows."""
-    kernel, weights, query_key = rows[list(FORM)].iloc[0]
-    return kernel, weights, query_key
+    models = looks.groupby(list(FORM), sort=False)
+    return {model: all(steady(own) for _, own in rows.groupby("seed")) for model, rows in models}

@@ -141,7 +141,8 @@ class KernelZoo(Recipe):
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         kernel, rule = distinct_kernels()[cell["kernel"]], cell["rule"]
         found = shape(kernel, self.config) if rule == ALONE else product(kernel, rule, self.config)
-        yield {name: rounded(value) for name, value in found.items()}
+        yield {name: value.detach().round(decimals=DIGITS).tolist() if isinstance(value, Tensor) else value
+               for name, value in found.items()}  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         rows = results.frame[results.frame["rule"] != ALONE]
@@ -160,10 +161,3 @@ class KernelZoo(Recipe):
 
     def notes(self, results: Results) -> list[str]:
         return [CORRECTION]
-
-
-def rounded(x: Any) -> Any:
-    """Return a tensor as nested lists of rounded numbers, None for NaN; anything else as it is."""
-    if isinstance(x, Tensor):
-        return [rounded(item) for item in x.detach()] if x.dim() else None if x.isnan() else round(x.item(), DIGITS)
-    return x

@@ -32,7 +32,6 @@ from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import MISSING, Show, heat, only, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 
-DIGITS = 4  # significant ones, of stored numbers
 PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once
 ENOUGH = 0.99  # share of exact matches that counts as recalled
 PAIRS, SUMS, STATE = "pairs", "sums", "state"
@@ -69,42 +68,35 @@ class RecallCapacityConfig(RecipeConfig):
     """Independent memories per condition."""
 
 
-class Condition(NamedTuple):
-    """One cell of the figure: a panel ("pairs" or the name of an option) and its level."""
-
-    panel: str
-    level: float
-    pairs: int
-
-
 class Trial(NamedTuple):
-    """Keys, values and cues of one condition, unit vectors [1, 1, n, D], and the seed of the damage."""
+    """Keys, values and cues, unit vectors [1, 1, n, D], and the condition that they are of: a panel, its level, and the
+    seed of the damage."""
 
     keys: Tensor
     values: Tensor
     cues: Tensor
-    condition: Condition
+    panel: str
+    level: float
     seed: int
 
 
-def conditions(config: RecallCapacityConfig) -> list[Condition]:
-    """Return all of them, panel by panel."""
-    own = [Condition("pairs", n, n) for n in config.pairs]
-    return own + [Condition(panel, level, config.stored) for panel in WORDS for level in getattr(config, panel)]
+def trials(config: RecallCapacityConfig, seed: int) -> list[Trial]:
+    """Return the trials of all conditions, panel by panel."""
+    return [trial(config, panel, level, seed) for panel in PANELS for level in getattr(config, panel)]
 
 
-def trial(config: RecallCapacityConfig, condition: Condition, seed: int) -> Trial:
+def trial(config: RecallCapacityConfig, panel: str, level: float, seed: int) -> Trial:
     """Return keys, values and cues, a function of (seed, number of pairs, condition)."""
-    draw = torch.Generator().manual_seed(seed * 1_000_003 + condition.pairs)
-    shape = (1, 1, condition.pairs, config.dim)
-    keys, values = (normalize(torch.randn(shape, generator=draw), dim=-1) for _ in range(2))
+    count = int(level) if panel == "pairs" else config.stored
+    draw = torch.Generator().manual_seed(seed * 1_000_003 + count)
+    keys, values = (normalize(torch.randn(1, 1, count, config.dim, generator=draw), dim=-1) for _ in range(2))
     cues = keys[:, :, : config.cues]
-    if condition.panel == "noise":
-        cues = normalize(cues + condition.level * normalize(torch.randn(cues.shape, generator=draw), dim=-1), dim=-1)
-    elif condition.panel == "erased":
+    if panel == "noise":
+        cues = normalize(cues + level * normalize(torch.randn(cues.shape, generator=draw), dim=-1), dim=-1)
+    elif panel == "erased":
         rank = torch.rand(cues.shape, generator=draw).argsort(-1).argsort(-1)
-        cues = cues * (rank >= round(condition.level * config.dim))
-    return Trial(keys, values, cues, condition, seed + 1)
+        cues = cues * (rank >= round(level * config.dim))
+    return Trial(keys, values, cues, panel, float(level), seed + 1)
 
 
 class Reader(NamedTuple):
@@ -120,7 +112,7 @@ class Reader(NamedTuple):
         memory = self.make()
         memory.write(case.keys * self.stretch, values)
         if damaged:
-            damage(memory, case.condition, torch.Generator().manual_seed(case.seed))
+            damage(memory, case)
         cues = case.cues * self.stretch
         step = max(1, PAIRWISE // case.keys.numel()) if self.pairwise else cues.shape[2]
         return torch.cat([memory.read(part) for part in cues.split(step, dim=2)], 2).double()
@@ -146,7 +138,7 @@ def recall(how: Reader, case: Trial) -> dict[str, float]:
     error = (found - own).square().sum(-1).mean()
     nearest = (found @ values.transpose(-1, -2)).argmax(-1)  # of unit vectors the nearest
     right = (nearest == torch.arange(found.shape[2])) & (found != 0).any(-1)
-    parts = split(how, case, found, own) if case.condition.panel == "pairs" else {}
+    parts = split(how, case, found, own) if case.panel == "pairs" else {}
     return {"match": right.double().mean().item(), "error": error.item(), **parts}
 
 
@@ -163,12 +155,13 @@ def split(how: Reader, case: Trial, found: Tensor, own: Tensor) -> dict[str, flo
     }
 
 
-def damage(memory: AssociativeMemory, condition: Condition, draw: torch.Generator) -> None:
+def damage(memory: AssociativeMemory, case: Trial) -> None:
     """Zero a fraction of the stored numbers, or add noise to them."""
-    if condition.panel == "zeroed":
-        memory.transform(lambda t: t * (torch.rand(t.shape, generator=draw) >= condition.level))
-    elif condition.panel == "jitter":
-        size = lambda t: condition.level * t.square().mean().sqrt()  # noqa: E731
+    draw = torch.Generator().manual_seed(case.seed)
+    if case.panel == "zeroed":
+        memory.transform(lambda t: t * (torch.rand(t.shape, generator=draw) >= case.level))
+    elif case.panel == "jitter":
+        size = lambda t: case.level * t.square().mean().sqrt()  # noqa: E731
         memory.transform(lambda t: t + size(t) * torch.randn(t.shape, generator=draw))
 
 
@@ -202,15 +195,15 @@ class RecallCapacity(Recipe):
         return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.config.models)]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        cases = [trial(self.config, condition, seed) for condition in conditions(self.config)]
         store, scales = cell["store"], self.config.scales
+        cases = trials(self.config, seed)
         if store == SUMS:  # whole sums read as whole pairs do
-            cases = [case for case in cases if case.condition.panel in ("zeroed", "jitter")]
+            cases = [case for case in cases if case.panel in ("zeroed", "jitter")]
         for scale in (1.0,) if store == STATE else scales:
             how = model(cell["kernel"]) if store == STATE else reader(Spec.parse(cell["spec"]), scale, store)
             for case in cases:
                 found = {name: significant(x) for name, x in recall(how, case).items()}
-                yield {"scale": scale, "panel": case.condition.panel, "level": float(case.condition.level), **found}
+                yield {"scale": scale, "panel": case.panel, "level": case.level, **found}
 
     def claims(self, results: Results) -> list[Claim]:
         level = self.config.zeroed[len(self.config.zeroed) // 2]
@@ -284,7 +277,7 @@ def best(results: Results) -> Frame:
     for _, rows in results.frame.groupby("kernel", sort=False):
         means = rows[rows["store"] != SUMS].groupby(["scale", "panel", "level"])[["match", "error"]].mean()
         merit = means.groupby("scale").mean()
-        merit["match"] = merit["match"].round(DIGITS)
+        merit["match"] = merit["match"].round(4)
         parts.append(select(rows, scale=merit.sort_values(["match", "error"], ascending=[False, True]).index[0]))
     return pd.concat(parts)
 
@@ -298,9 +291,5 @@ def in_order(rows: Frame) -> Frame:
 
 def matches(panel: str, level: float) -> Show:
     """Return a function that shows exact matches in percent."""
-
-    def show(rows: Frame) -> str:
-        match = 100 * rows["match"]
-        return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}"
-
-    return only(show, panel=panel, level=level)
+    spread = lambda match: f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}"  # noqa: E731
+    return only(lambda rows: spread(100 * rows["match"]), panel=panel, level=level)

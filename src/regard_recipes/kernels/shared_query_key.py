@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..demo.demo import parse_specs
 from ..lib.claims import Claim, exact, paired
 from ..lib.display import Show, dots, first, gap, pivot, spread
-from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
+from ..lib.language_training import Budget, Corpus, train_language_model
 from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe, select
 
 if TYPE_CHECKING:
@@ -76,10 +76,8 @@ class SharedQueryKey(Recipe):
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         config = self.model_config(cell["spec"], cell["q and k"] == SHARED)
         memory = partial(memory_bytes, batch=BATCH, context=CONTEXT)
-        run = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=memory)
-        for row in run_rows(run):
-            if row["kind"] == "run":
-                yield {**row, "bits_per_char": row["held_out"] / math.log(2)}
+        run, *_ = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=memory)
+        yield {**run, "bits_per_char": run["held_out"] / math.log(2)}
 
     def budget(self) -> Budget:
         """Return what every model is given."""
@@ -111,9 +109,8 @@ class SharedQueryKey(Recipe):
     def tables(self, results: Results) -> dict[str, Any]:
         frame = results.frame
         apart = {spec: select(frame, spec=spec, **{"q and k": APART}) for spec in dict.fromkeys(frame["spec"])}
-        cost: Show = lambda rows: gap("bits_per_char", apart[rows["spec"].iloc[0]], 4)(rows)  # noqa: E731
         values = {
-            "held-out bits/char": spread("bits_per_char", 4), "sharing costs": cost,
+            "held-out bits/char": spread("bits_per_char", 4), "sharing costs": gap("bits_per_char", lambda rows: apart[rows["spec"].iloc[0]], 4),
             "parameters": first("parameters", "{:,}"), **memory_columns("{:.1f} KiB"),
         }  # fmt: skip
         note = (

@@ -68,14 +68,16 @@ def interval(column: str, digits: int = 3, signed: bool = False) -> Show:
     return lambda rows: mean_interval(rows[column]).text(digits, signed)
 
 
-def gap(column: str, base: Frame, digits: int = 3, ratio: bool = False) -> Show:
+def gap(column: str, base: Frame | Callable[[Frame], Frame], digits: int = 3, ratio: bool = False) -> Show:
     """Return a function that shows how much more (above 0) the rows have than `base`, paired by seed, ± half the 95 %
-    interval; with `ratio` how many times as much. Nothing for the rows of `base` itself."""
+    interval; with `ratio` how many times as much. `base` may depend on the rows. Nothing for the rows of the base
+    itself."""
 
     def show(rows: Frame) -> str:
-        if rows.index.equals(base.index):
+        other = base(rows) if callable(base) else base
+        if rows.index.equals(other.index):
             return ""
-        return paired(rows, base, column, ratio).text(digits, signed=not ratio)
+        return paired(rows, other, column, ratio).text(digits, signed=not ratio) if len(other) else MISSING
 
     return show
 

@@ -19,6 +19,7 @@ from regard.training.data.windows import SampledWindows
 from regard.training.errors import TrainingStopped
 from regard.training.evaluation import Units, evaluate
 from regard.training.quiet import quiet_transformers
+from regard.training.task import TaskBudget
 from regard.training.trainer import RegardTrainer
 
 from .language_training import DTYPES, Budget, Corpus
@@ -26,11 +27,15 @@ from .language_training import DTYPES, Budget, Corpus
 BETAS = (0.9, 0.95)  # of AdamW
 
 
-def train_with_trainer(model: nn.Module, material: Corpus, budget: Budget, seed: int) -> dict[str, Any]:
-    """Train with `regard.training`'s Trainer; return what it noted, by the names of `LanguageRun`."""
+def train_with_trainer(
+    model: nn.Module, material: Corpus, budget: Budget, seed: int
+) -> tuple[list[tuple[float, float]], dict[str, float]]:
+    """Train with `regard.training`'s Trainer; return the training and held-out loss of each look, none after a loss
+    that is not finite, and the median time of a step, "step_seconds" and "step_cpu_seconds"."""
     device = next(model.parameters()).device
     optimizer = make_optimizer(model, budget)
-    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: budget.rate(step) / budget.learning_rate)
+    schedule = TaskBudget(steps=budget.steps, warmup=budget.warmup, final_share=budget.final_share)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.rate)
     windows = SampledWindows(
         material.train_tokens, context=budget.context, steps=budget.steps, per_step=budget.batch, seed=seed
     )
@@ -57,13 +62,8 @@ def train_with_trainer(model: nn.Module, material: Corpus, budget: Budget, seed:
             trainer.train()
         trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
         model.config.use_cache = trainer.built_with_cache
-    rest = (math.nan,) * (len(looks.steps) - len(looks.train))
-    return {
-        "train": (*looks.train, *rest),
-        "held_out": (*looks.held_out, *rest),
-        "step_seconds": statistics.median(looks.wall or [math.nan]),
-        "step_cpu_seconds": statistics.median(looks.cpu or [math.nan]),
-    }
+    times = {"step_seconds": looks.wall, "step_cpu_seconds": looks.cpu}
+    return looks.losses, {name: statistics.median(values or [math.nan]) for name, values in times.items()}
 
 
 class Looks(TrainerCallback):
@@ -71,11 +71,10 @@ class Looks(TrainerCallback):
 
     def __init__(self, held_out: Callable[[], float], steps: set[int], device: torch.device) -> None:
         self.evaluate, self.steps, self.device = held_out, steps, device
-        self.train: list[float] = []
-        self.held_out: list[float] = []
+        self.losses: list[tuple[float, float]] = []
         self.wall: list[float] = []
         self.cpu: list[float] = []
-        self.losses: list[Tensor] = []
+        self.since: list[Tensor] = []  # training losses since the last look
         self.begun = (0.0, 0.0)
 
     def watch(self, trainer: RegardTrainer) -> None:
@@ -83,8 +82,8 @@ class Looks(TrainerCallback):
         step = trainer.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Tensor:
-            self.losses.append(step(*args, **kwargs).detach())
-            return self.losses[-1]
+            self.since.append(step(*args, **kwargs).detach())
+            return self.since[-1]
 
         trainer.training_step = training_step  # type: ignore[method-assign]
 
@@ -98,10 +97,10 @@ class Looks(TrainerCallback):
         self.cpu.append(time.process_time() - self.begun[1] if self.device.type == "cpu" else self.wall[-1])
         if state.global_step in self.steps:
             count = state.global_step - max((step for step in self.steps if step < state.global_step), default=0)
-            self.train.append(torch.stack(self.losses).sum().item() / count)
-            self.losses.clear()
-            self.held_out.append(self.evaluate())
-            control.should_training_stop = not math.isfinite(self.held_out[-1])
+            held_out = self.evaluate()
+            self.losses.append((torch.stack(self.since).sum().item() / count, held_out))
+            self.since.clear()
+            control.should_training_stop = not math.isfinite(held_out)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,11 @@ class Budget:
         device does not exist."""
         from regard.training.device import resolve_device
 
-        least = {"context": 2, "batch": 1, "steps": 1, "looks": 1, "measured": 2, "parts": 1}
-        ranges: dict[str, tuple[float, float]] = {name: (low, math.inf) for name, low in least.items()}
-        ranges |= {"final_share": (0, 1), "warmup": (0, 1), "weight_decay": (0, 1e6)}
-        ranges |= {"learning_rate": (1e-12, 1e6), "clip": (1e-12, 1e6)}
+        ranges: dict[str, tuple[float, float]] = {
+            **dict.fromkeys(("batch", "steps", "looks", "parts"), (1, math.inf)),
+            **dict.fromkeys(("context", "measured"), (2, math.inf)), "final_share": (0, 1), "warmup": (0, 1),
+            "weight_decay": (0, 1e6), **dict.fromkeys(("learning_rate", "clip"), (1e-12, 1e6)),
+        }  # fmt: skip
         for name, limits in ranges.items():
             check_number(f"{call}: --{name.replace('_', '-')}", getattr(self, name), *limits)
         if self.batch % self.parts:
@@ -117,76 +119,36 @@ class Budget:
             raise ArgumentError(f"{call}: --dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}.")
         resolve_device(self.device, call=call)
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        warm = round(self.warmup * self.steps)
-        if step < warm:
-            return self.learning_rate * (step + 1) / warm
-        done = (step - warm) / max(1, self.steps - 1 - warm)
-        fall = (1 + math.cos(math.pi * done)) / 2
-        return self.learning_rate * (self.final_share + (1 - self.final_share) * fall)
-
     def look_steps(self) -> tuple[int, ...]:
         """Return the steps after which the losses are noted."""
         return tuple(sorted({max(1, round(self.steps * (i + 1) / self.looks)) for i in range(self.looks)}))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageRun:
-    """One model, trained with one seed.
-
-    Attributes:
-        parameters: number of parameters; shared ones count once.
-        steps: the steps after which the losses were noted.
-        train, held_out: nats per token, the mean over the windows since the last note, and on the held-out text. A loss
-            that is not finite ends the training, and the rest of both is NaN.
-        step_seconds, step_cpu_seconds: median time of a training step, elapsed and of the processor (on an accelerator
-            both elapsed).
-        peak_bytes, before_bytes: largest memory of the process while it trained (on an accelerator, allocated there),
-            and its memory before the model was made; None where the system does not report it.
-        extra: what `measure` returned.
-    """
-
-    name: str
-    seed: int
-    parameters: int
-    steps: tuple[int, ...]
-    train: tuple[float, ...]
-    held_out: tuple[float, ...]
-    step_seconds: float
-    step_cpu_seconds: float
-    peak_bytes: int | None
-    before_bytes: int | None
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-def run_rows(run: LanguageRun) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run, for `Recipe.measure`: one of kind "run" with the losses at the end and what `measure`
-    found, one of kind "look" for each time that the losses were noted, and those that `measure` returned as "rows"."""
-    numbers = ("step_seconds", "step_cpu_seconds", "peak_bytes", "before_bytes")
-    found = {name: getattr(run, name) for name in numbers} | run.extra
-    rows = found.pop("rows", ())
-    last = {"train": run.train[-1], "held_out": run.held_out[-1]}
-    yield {"kind": "run", "parameters": run.parameters, **last, **found}
-    for step, train, held_out in zip(run.steps, run.train, run.held_out, strict=True):
-        yield {"kind": "look", "step": step, "train": train, "held_out": held_out}
-    yield from rows
-
-
 def train_language_model(
     config: Any, material: Corpus, budget: Budget, seed: int, *, name: str,
     measure: Callable[[Any], dict[str, Any]] | None = None, prepare: Callable[[Any], None] | None = None,
-) -> LanguageRun:  # fmt: skip
+) -> list[dict[str, Any]]:  # fmt: skip
     """Train a model with the Trainer of `regard.training` on the windows that `seed` draws.
 
-    AdamW with a linear warm-up and a cosine, one learning rate for all weights, memories included.
+    AdamW with a linear warm-up and a cosine, one learning rate for all weights, memories included. A loss that is not
+    finite ends the training; it is NaN from there on.
 
     Args:
         config: of any model in `regard.models.base.catalogue`.
         material: a text with at least one window to train on and two tokens held out.
         seed: of first weights, windows and dropout; the state of the global generators is restored.
-        measure: called with the trained model in evaluation mode; returns plain data, `extra`.
+        name: of the model, for errors.
+        measure: called with the trained model in evaluation mode; returns columns of the row "run", plain data, and
+            further rows as "rows".
         prepare: called with the model before its training.
+
+    Returns:
+        Rows for `Recipe.measure`. The first is of kind "run": `parameters` (shared ones count once), the losses at the
+        end, `step_seconds` and `step_cpu_seconds` (median time of a training step, elapsed and of the processor; on an
+        accelerator both elapsed), `peak_bytes` and `before_bytes` (largest memory of the process while it trained, and
+        its memory before the model was made; on an accelerator, allocated there; None where the system does not report
+        it), and what `measure` found. Then one of kind "look" for each time that the losses were noted: `step`,
+        `train` (nats per token, the mean over the windows since the last look) and `held_out`; then those of `measure`.
 
     Raises:
         ArgumentError: a budget out of range, a text shorter than a window, a config that no model is made from.
@@ -211,14 +173,15 @@ def train_language_model(
         model = kind(config).to(device).train()
         if prepare is not None:
             prepare(model)
-        course = train_with_trainer(model, material, budget, seed)
-    peak = held_bytes("VmHWM", device)
-    model.eval()
-    return LanguageRun(
-        name=name, seed=seed, parameters=sum(weight.numel() for weight in model.parameters()),
-        steps=budget.look_steps(), peak_bytes=peak, before_bytes=before,
-        extra={} if measure is None else measure(model), **course,
-    )  # fmt: skip
+        losses, seconds = train_with_trainer(model, material, budget, seed)
+    memory = {"peak_bytes": held_bytes("VmHWM", device), "before_bytes": before}
+    found = {} if measure is None else measure(model.eval())
+    rows = found.pop("rows", ())
+    noted = zip_longest(budget.look_steps(), losses, fillvalue=(math.nan, math.nan))
+    looks = [{"kind": "look", "step": step, "train": train, "held_out": held_out} for step, (train, held_out) in noted]
+    last = {loss: looks[-1][loss] for loss in ("train", "held_out")}
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return [{"kind": "run", "parameters": parameters, **last, **seconds, **memory, **found}, *looks, *rows]
 
 
 def held_bytes(which: str, device: torch.device, restart: bool = False) -> int | None:

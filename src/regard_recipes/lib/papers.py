@@ -6,6 +6,7 @@ not run, with the command that runs it, or as missing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,31 +106,30 @@ def stored(folder: Path) -> Iterator[tuple[str, Recipe, str, Sequence[Claim]]]:
             yield name, made, str(results.record["command"]), made.claims(results)
 
 
+def paper_of(claim: Claim) -> str:
+    """Return the name in `PAPERS` of a claim's paper."""
+    return NAMES.get(claim.paper, claim.paper)
+
+
 def page(paper: str, found: Sequence[tuple[str, Recipe, str, Sequence[Claim]]]) -> str:
     """Return the page of a paper as Markdown."""
     from regard.inspect.tables import Table
 
-    rows, shown = [], set()
-    known = (paper, "regard's targets")
+    def row(place: str, command: str, claim: Claim) -> tuple[str, ...]:
+        return place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`"
+
+    claims = [(name, command, claim) for name, _, command, own in found for claim in own]
+    known, rows, shown = (paper, "regard's targets"), [], []
     for item in PAPERS[paper]:
-        ours = [
-            (name, command, claim)
-            for name, _, command, claims in found
-            for claim in claims
-            if NAMES.get(claim.paper, claim.paper) in known and item.holds(name, claim)
-        ]
-        for name, command, claim in ours:
-            shown.add((name, claim.where, claim.wording))
-            rows.append((item.place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`"))
+        ours = [each for each in claims if paper_of(each[2]) in known and item.holds(each[0], each[2])]
+        shown += ours
+        rows += [row(item.place, command, claim) for _, command, claim in ours]
         if not ours:
-            verdict = "not run" if item.recipe else "missing"
-            command = f"`regard reproduce {item.recipe}`" if item.recipe else ""
+            verdict, command = ("not run", f"`regard reproduce {item.recipe}`") if item.recipe else ("missing", "")
             rows.append((item.place, item.what, verdict, "", command))
-    for name, _, command, claims in found:
-        for claim in claims:
-            if NAMES.get(claim.paper, claim.paper) == paper and (name, claim.where, claim.wording) not in shown:
-                rows.append((claim.where, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`"))
-    counts = {verdict: sum(row[2] == verdict for row in rows) for verdict in dict.fromkeys(row[2] for row in rows)}
+    others = (each for each in claims if paper_of(each[2]) == paper and each not in shown)
+    rows += [row(claim.where, command, claim) for _, command, claim in others]
+    counts = Counter(each[2] for each in rows)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     note = "Verdicts are computed from 95 % intervals. Not run and missing rows have no stored result."
     table = Table(("place", "claim", "verdict", "measured", "command"), tuple(rows), note)

@@ -14,25 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from .claims import Estimate, paired
+from .claims import Estimate
 from .display import interval, lines, panels, pivot, stat
-from .rates import at_best_rate
-from .recipe import Cell, Frame, Recipe, RecipeConfig, Results, select
+from .recipe import Cell, Frame, Results, select
+from .trained import TrainedConfig, TrainedRecipe
 
 if TYPE_CHECKING:
     from regard.tasks import TokenTask
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskRecipeConfig(RecipeConfig):
+class TaskRecipeConfig(TrainedConfig):
     """Train models on a task, and score them."""
 
-    seeds: int = 3
-    """Models of each kind and learning rate; they differ in first weights and examples."""
-    models: tuple[str, ...] = ()
-    """Names of the models to train; by default all but those that are slow on a CPU."""
-    rates: tuple[float, ...] = (1e-3, 3e-3)
-    """Learning rates, of which each model takes the one with the best mean score on the validation split."""
     steps: int = 2000
     """Most optimiser steps of each model; training ends early once the validation score is at least `stop_at`."""
     batch: int = 64
@@ -59,25 +53,24 @@ def mamba(vocabulary: int, width: int, layers: int, numbers: int) -> Any:
     ))  # fmt: skip
 
 
-class TaskRecipe(Recipe):
-    """A recipe of models trained on a task.
+class TaskRecipe(TrainedRecipe):
+    """A recipe of models trained on a task, scored on its test split.
 
     Attributes:
         known: names of models to fields of their configuration; "model" names the language model, by default
             "transformer".
-        slow: names of models that are trained only where `models` names them.
         metric: that chooses the learning rate and ends training.
         learned: validation score from which on a model counts as having learned a task.
         scorings: how often the validation split is scored, at even distances over all steps.
     """
 
-    known: ClassVar[Mapping[str, Mapping[str, Any]]]
-    slow: ClassVar[Sequence[str]] = ()
     metric: ClassVar[str] = "accuracy"
     learned: ClassVar[float] = 0.5
     scorings: ClassVar[int] = 10
-    limits: ClassVar = {"rates": (1e-8, 1.0), "steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31),
-                        "stop_at": (0.0, 2.0)}  # fmt: skip
+    per: ClassVar = ("task", "model")
+    shown: ClassVar = "test"
+    limits: ClassVar = {**TrainedRecipe.limits, "steps": (1, 2**31), "batch": (1, 2**20),
+                        "examples": (2, 2**31), "stop_at": (0.0, 2.0)}  # fmt: skip
 
     @abstractmethod
     def training_tasks(self) -> Mapping[str, TokenTask]:
@@ -103,23 +96,16 @@ class TaskRecipe(Recipe):
         """Return the fields of the configuration that all models have beside the width."""
         return {"num_hidden_layers": self.config.layers, "num_attention_heads": self.config.heads}
 
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Return the names of the models to train."""
-        return self.config.models or tuple(name for name in self.known if name not in self.slow)
-
     def check(self) -> None:
-        for name in self.models:
-            if name not in self.known:
-                raise ArgumentError(f"{self.call()}: --models names {name!r}; choose from {', '.join(self.known)}.")
+        super().check()
         self.training_tasks()
 
     def prepare(self) -> Mapping[str, Any]:
         return {"floors": {name: task.floor(count=64) for name, task in self.training_tasks().items()}}
 
     def cells(self) -> Sequence[Cell]:
-        return [{"task": task, "model": model, "rate": rate}
-                for task in self.training_tasks() for model in self.models for rate in self.config.rates]  # fmt: skip
+        models = super().cells()
+        return [{"task": task, **cell} for task in self.training_tasks() for cell in models]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         import torch
@@ -158,17 +144,14 @@ class TaskRecipe(Recipe):
         for metric, found in score_task(model, test, examples=self.config.examples).items():
             yield {"kind": "test", "test": name, "metric": metric, "score": found.mean}
 
-    def chosen(self, results: Results, kind: str = "test") -> Frame:
-        """Return the rows of a kind at each model's best rate on each task."""
-        return at_best_rate(results.select(kind=kind), results.select(kind="run"), ["task", "model"])
-
     def scores(self, results: Results, metric: str = "", **where: Any) -> Frame:
         """Return the test scores at the chosen rates, one row for each seed, of one metric (`metric` by default)."""
         return select(self.chosen(results), metric=metric or self.metric, **where)
 
-    def gap(self, results: Results, model: str, base: str, **where: Any) -> Estimate:
+    def gap(self, results: Results, model: str, base: str, value: str = "score", kind: str = "", metric: str = "",
+            **where: Any) -> Estimate:  # fmt: skip
         """Return the test score of a model less that of another, paired by seed."""
-        return paired(self.scores(results, model=model, **where), self.scores(results, model=base, **where), "score")
+        return super().gap(results, model, base, value, kind, metric=metric or self.metric, **where)
 
     def unlearned(self, results: Results, task: str, models: Sequence[str]) -> str:
         """Return why models cannot be compared on a task: none of them has learned it. Empty if one has."""
@@ -183,6 +166,9 @@ class TaskRecipe(Recipe):
                  "validation": interval("validation")}  # fmt: skip
         note = "Steps and seconds until the validation score ended training, means over seeds."
         return pivot(self.chosen(results, "run"), ["task", "model"], shows, note=note)
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        return {"curves": self.curves(results)}
 
     def curves(self, results: Results) -> bytes:
         """Return a figure of the validation score against steps, a panel for each task."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,26 +17,19 @@ from torch import Tensor
 
 from regard.checks import ArgumentError
 
-from .claims import Estimate, paired
 from .display import interval, lines, median, pivot, stat
-from .language_training import Budget, Corpus, TextConfig, run_rows, train_language_model
-from .rates import at_best_rate
-from .recipe import Cell, Frame, Recipe, Results, check_names, select
+from .language_training import Budget, Corpus, TextConfig, train_language_model
+from .recipe import Cell, Frame, Results
+from .trained import TrainedConfig, TrainedRecipe
 
 if TYPE_CHECKING:
     from .language_text import LanguageText
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRecipeConfig(TextConfig):
+class TextRecipeConfig(TrainedConfig, TextConfig):
     """Train language models on a text, and compare them."""
 
-    seeds: int = 3
-    """Models of each kind and learning rate; they differ in first weights and windows."""
-    models: tuple[str, ...] = ()
-    """Names of the models to train; all by default."""
-    rates: tuple[float, ...] = (1e-3, 3e-3)
-    """Learning rates, of which each model takes the one with the least mean loss on the validation text."""
     width: int = 64
     """Channels."""
     layers: int = 2
@@ -45,31 +38,19 @@ class TextRecipeConfig(TextConfig):
     """Heads."""
 
 
-class TextRecipe(Recipe):
-    """A recipe of language models trained on one text.
+class TextRecipe(TrainedRecipe):
+    """A recipe of language models trained on one text."""
 
-    Attributes:
-        known: names of models to what `model_config` needs to know of them.
-        per: columns of a cell that name a model; each such model has its own best rate.
-    """
-
-    known: ClassVar[Mapping[str, Mapping[str, Any]]]
-    per: ClassVar[Sequence[str]] = ("model",)
-    limits: ClassVar = {"rates": (1e-8, 1.0), "width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
+    limits: ClassVar = {**TrainedRecipe.limits, "width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
 
     @abstractmethod
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return the configuration of the model of a cell."""
 
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Return the names of the models to train."""
-        return self.config.models or tuple(self.known)
-
     def check(self) -> None:
         from regard.training import TOKENIZERS
 
-        check_names(self.call(), "--models", self.models, list(self.known))
+        super().check()
         TOKENIZERS.get(self.config.tokenizer)
         for rate in self.config.rates:
             self.budget(rate).check(self.call())
@@ -101,14 +82,10 @@ class TextRecipe(Recipe):
         counts = torch.bincount(self.corpus.train_tokens.long(), minlength=self.vocabulary).double() + 1
         return float(-(counts / counts.sum()).log()[tokens.long()].mean())
 
-    def cells(self) -> Sequence[Cell]:
-        return [{"model": model, "rate": rate} for model in self.models for rate in self.config.rates]
-
-    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+    def measure(self, cell: Cell, seed: int) -> Iterable[dict[str, Any]]:
         config, budget = self.model_config(cell, self.vocabulary), self.budget(cell["rate"])
         call = ", ".join(f"{name} {value}" for name, value in cell.items())
-        run = train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measured)
-        return run_rows(run)
+        return train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measured)
 
     def measured(self, model: Any) -> dict[str, Any]:
         """Return columns of the row "run" of a trained model, and further rows as "rows"."""
@@ -117,18 +94,8 @@ class TextRecipe(Recipe):
         budget = self.budget(self.config.rates[0])
         return {"test": held_out_loss(model, Corpus(self.corpus.train_tokens, self.test_tokens), budget)}
 
-    def chosen(self, results: Results, kind: str = "run", **where: Any) -> Frame:
-        """Return the rows of a kind at each model's best rate."""
-        runs = results.select(kind="run")
-        runs = runs.assign(validation=-runs["held_out"].astype(float).fillna(math.inf))
-        return select(at_best_rate(results.select(kind=kind), runs, self.per), **where)
-
-    def gap(
-        self, results: Results, model: str, base: str, value: str = "test", kind: str = "run", **where: Any
-    ) -> Estimate:
-        """Return a column of a model less that of another, at the chosen rates, paired by seed."""
-        rows = self.chosen(results, kind, **where)
-        return paired(select(rows, model=model), select(rows, model=base), value)
+    def merit(self, runs: Frame) -> Frame:
+        return -runs["held_out"].astype(float).fillna(math.inf)
 
     def unlearned(self, results: Results) -> str:
         """Return why models cannot be compared: none of them predicts the validation text better than the frequencies

@@ -10,7 +10,7 @@ and with k = 32 also, as released, none to the keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,8 +21,8 @@ from torch import Tensor
 from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Estimate, claims_of, paired
-from ..lib.display import MISSING, Show, dots, first, gap, lines, mean, median, pivot, spread
-from ..lib.language_training import run_rows, train_language_model
+from ..lib.display import Show, dots, first, gap, lines, mean, median, pivot, spread
+from ..lib.language_training import train_language_model
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
@@ -40,7 +40,7 @@ WEIGHTINGS = {
 }  # fmt: skip
 COMPACT = ("sparsemax", "biweight", "triweight")
 BASELINES = ("softmax", "topk-softmax", "topk-uniform")
-RIVALS = {"normrelu": "softmax", "relumax": "sparsemax"}  # the paper's comparisons of the released weightings
+RIVALS = {"normrelu": "softmax", "relumax": "sparsemax", "topk-uniform": "softmax"}  # the paper's comparisons of the released weightings
 DEFINED, HARD = "defined", "no gradient to keys"
 SHOWN_K = 32  # the k of the paper's language models: the only one at every depth but the first
 LOOKED_AT = 8  # windows that empty rows are counted on
@@ -106,21 +106,18 @@ class MosaicKernels(TextRecipe):
 
     def cells(self) -> list[Cell]:
         own = self.config
-        made: list[Cell] = []
+        kinds: list[tuple[int, str, int | None, str]] = []
         for place, layers in enumerate(own.layers):
             for model in self.models:
                 near = own.ks if place == 0 else (self.shown_k,)
-                kinds: list[tuple[int | None, str]] = [(k, DEFINED) for k in near if "{k}" in WEIGHTINGS[model]]
-                kinds = kinds or [(None, DEFINED)]
+                kinds += [(layers, model, k, DEFINED) for k in (near if "{k}" in WEIGHTINGS[model] else (None,))]
                 if model == "topk-uniform" and place == 0:
-                    kinds.append((self.shown_k, HARD))
+                    kinds.append((layers, model, self.shown_k, HARD))
                 if model in RULES and place == 0:
-                    kinds += [(None, form) for form in own.released]
-                made += [{**dict(zip(KIND, (layers, model, *kind), strict=True)), "rate": rate}
-                         for kind in kinds for rate in own.rates]  # fmt: skip
-        return made
+                    kinds += [(layers, model, None, form) for form in own.released]
+        return [{**dict(zip(KIND, kind, strict=True)), "rate": rate} for kind in kinds for rate in own.rates]
 
-    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+    def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
         start: dict[str, float] = {}
 
         def prepare(model: Any) -> None:
@@ -128,12 +125,10 @@ class MosaicKernels(TextRecipe):
                 use_released(model, Released(cell["model"], cell["form"]))
             start["empty_at_start"] = inside(model, self.windows)["empty"]
 
-        run = train_language_model(
+        return train_language_model(
             self.model_config(cell, self.vocabulary), self.corpus, self.budget(cell["rate"]), seed, name=str(cell),
-            prepare=prepare, measure=self.measured,
+            prepare=prepare, measure=lambda model: self.measured(model) | start,
         )  # fmt: skip
-        run.extra.update(start)
-        return run_rows(run)
 
     def measured(self, model: Any) -> dict[str, Any]:
         return super().measured(model) | inside(model, self.windows)
@@ -156,16 +151,15 @@ class MosaicKernels(TextRecipe):
             uniform_gradient="hard" if cell["form"] == HARD else "straight-through",
         )  # fmt: skip
 
-    def compared(self, results: Results, layers: int) -> Callable[..., Frame]:
-        """Return a function from a weighting and a form to the runs with a number of blocks that are compared."""
-        runs = self.chosen(results, layers=layers)
-        runs = runs[runs["k"].isna() | (runs["k"] == self.shown_k)]
-        return lambda model, form=DEFINED: select(runs, model=model, form=form)
+    def compared(self, results: Results, kind: str = "run", **where: Any) -> Frame:
+        """Return the rows of a kind at the chosen rates; of nearest keys only those with the k of comparisons."""
+        rows = self.chosen(results, kind, **where)
+        return rows[rows["k"].isna() | (rows["k"] == self.shown_k)]
 
     def claims(self, results: Results) -> list[Claim]:
         told: list[Any] = []
         for layers in self.config.layers:
-            gaps = partial(gaps_of, self.compared(results, layers))
+            gaps = partial(gaps_of, self.compared(results, layers=layers, form=DEFINED))
             where = f"figure 3, {blocks(layers)}"
             told += [
                 (where, "Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS),
@@ -173,10 +167,12 @@ class MosaicKernels(TextRecipe):
                 (where, "Uniform nearest keys and normalised ReLU are worse than softmax",
                  gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0),
             ]  # fmt: skip
-        runs = self.compared(results, self.config.layers[0])
-        pairs = [*((rule, "fast") for rule in RULES), ("topk-uniform", HARD)]
-        released = {f"{rule}, {form}": paired(runs(rule, form), runs(rule), "test")
-                    for rule, form in pairs if len(runs(rule, form))}  # fmt: skip
+        runs = self.compared(results, layers=self.config.layers[0])
+        released = {
+            f"{model}, {form}": paired(rows, select(runs, model=model, form=DEFINED), "test")
+            for model, form in (*((rule, "fast") for rule in RULES), ("topk-uniform", HARD))
+            if len(rows := select(runs, model=model, form=form))
+        }
         told.append(("released programs", "The released programs learn as well as what is defined", released, "within",
                      MATTERS))  # fmt: skip
         note = f"Test nats per token, the first less the second; {MATTERS:g} is taken to matter."
@@ -200,19 +196,18 @@ class MosaicKernels(TextRecipe):
                 note=f"Seeds: {self.config.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
                      f"interval. Empty: rows after the first token's in which no pair had weight by itself.",
             )  # fmt: skip
-        runs = self.compared(results, self.config.layers[0])
-        forms = select(every, layers=self.config.layers[0], model=[*RULES, "topk-uniform"])
-        forms = forms[forms["k"].isna() | (forms["k"] == self.shown_k)]
+        first_depth = self.compared(results, layers=self.config.layers[0])
+        forms = select(first_depth, model=[*RULES, "topk-uniform"])
 
-        def beside(other: Callable[[str], Frame]) -> Show:
-            return lambda rows: above(rows, other(rows["model"].iloc[0]))
+        def above(rival: Mapping[str, str], form: str) -> Show:
+            named = lambda rows: rival.get(rows["model"].iloc[0], rows["model"].iloc[0])  # noqa: E731
+            return gap("test", lambda rows: select(first_depth, model=named(rows), form=form))
 
         if len(forms):
             made["As released and as defined"] = pivot(
                 forms, {"model": "weighting", "form": "form"},
-                {"test nats/token": spread("test"), "above defined": beside(runs),
-                 "above mended": beside(lambda name: runs(name, "mended")),
-                 "above sparsemax (relumax), softmax (others)": beside(lambda name: runs(RIVALS.get(name, "softmax"))),
+                {"test nats/token": spread("test"), "above defined": above({}, DEFINED), "above mended": above({}, "mended"),
+                 "above sparsemax (relumax), softmax (others)": above(RIVALS, DEFINED),
                  **empty},
                 note="fast: the paper's language models (no bandwidth, or a margin that is not learned; one pair too "
                      "many masked); mended: fast with the right mask; regular: the temperature applied twice.",
@@ -220,18 +215,16 @@ class MosaicKernels(TextRecipe):
         return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        def named(kind: str) -> Frame:
-            rows = self.chosen(results, kind)
-            return rows.assign(label=list(map(kind_of, rows["model"], rows["k"], rows["form"])))
-
-        looks, depths = named("look"), self.config.layers
-        looks = looks[looks["k"].isna() | (looks["k"] == self.shown_k)]
+        runs, looks = self.chosen(results), self.compared(results, "look")
+        runs, looks = (rows.assign(label=list(map(kind_of, rows["model"], rows["k"], rows["form"])))
+                       for rows in (runs, looks))  # fmt: skip
+        depths = self.config.layers
         curves = {blocks(layers): select(looks, layers=layers, form=DEFINED) for layers in depths}
         released = select(looks, layers=depths[0], model=RULES)
         y = {"train": "training loss, nats/token", "held_out": "validation loss, nats/token"}
         made = {
             "curves": lines(curves, "step", y, "label", x_label="optimiser step"),
-            "final": dots(named("run"), "test", "label", "layers", x_label="test nats per token"),
+            "final": dots(runs, "test", "label", "layers", x_label="test nats per token"),
         }
         if len(released):
             panels = {"as defined and as released": released}
@@ -263,15 +256,11 @@ def kind_of(model: str, k: float | None, form: str) -> str:
     return ", ".join([model, *near, *([] if form == DEFINED else [form])])
 
 
-def gaps_of(runs: Callable[..., Frame], names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
+def gaps_of(runs: Frame, names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
     """Return the difference of test losses of each pair of weightings that were trained."""
-    return {f"{name} to {other}": paired(runs(name), runs(other), "test")
-            for name in names for other in others if len(runs(name)) and len(runs(other))}  # fmt: skip
-
-
-def above(rows: Frame, base: Frame) -> str:
-    """Return the difference of test losses; nothing where there is no base."""
-    return gap("test", base)(rows) if len(base) else MISSING
+    trained = set(runs["model"])
+    return {f"{name} to {other}": paired(select(runs, model=name), select(runs, model=other), "test")
+            for name in names for other in others if {name, other} <= trained}  # fmt: skip
 
 
 def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:

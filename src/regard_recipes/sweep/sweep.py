@@ -144,6 +144,3 @@ class Sweep(TaskRecipe):
         rows = self.chosen(results)
         scores = pivot(rows, ["task", "model"], {"": interval("score")}, "metric", note=note)
         return {"Scores": scores, "Training": self.training_table(results)}
-
-    def figures(self, results: Results) -> dict[str, bytes]:
-        return {"curves": self.curves(results)}

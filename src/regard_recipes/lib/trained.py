@@ -1,0 +1,71 @@
+"""What recipes of trained models have in common: every model is trained with every learning rate and seed, and compared
+at the rate that is best for it on validation data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .claims import Estimate, paired
+from .recipe import Cell, Frame, Recipe, RecipeConfig, Results, check_names, select
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedConfig(RecipeConfig):
+    """Train models, and compare them."""
+
+    seeds: int = 3
+    """Models of each kind and learning rate; they differ in first weights and data."""
+    models: tuple[str, ...] = ()
+    """Names of the models to train; by default all but those that are slow on a CPU."""
+    rates: tuple[float, ...] = (1e-3, 3e-3)
+    """Learning rates, of which each model takes the one that is best on validation data, by the mean over seeds."""
+
+
+class TrainedRecipe(Recipe):
+    """A recipe of trained models. Its rows of kind "run" have the end of each training.
+
+    Attributes:
+        known: names of models to what making them needs to know.
+        slow: names of models that are trained only where `models` names them.
+        per: columns of a cell that name a model; each such model has its own best rate.
+        shown: kind of the rows that are compared.
+    """
+
+    known: ClassVar[Mapping[str, Mapping[str, Any]]]
+    slow: ClassVar[Sequence[str]] = ()
+    per: ClassVar[Sequence[str]] = ("model",)
+    shown: ClassVar[str] = "run"
+    limits: ClassVar = {"rates": (1e-8, 1.0)}
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the names of the models to train."""
+        return self.config.models or tuple(name for name in self.known if name not in self.slow)
+
+    def check(self) -> None:
+        check_names(self.call(), "--models", self.models, list(self.known))
+
+    def cells(self) -> Sequence[Cell]:
+        return [{"model": model, "rate": rate} for model in self.models for rate in self.config.rates]
+
+    def merit(self, runs: Frame) -> Frame:
+        """Return the column of runs by which rates are chosen, the larger the better."""
+        return runs["validation"]
+
+    def chosen(self, results: Results, kind: str = "", **where: Any) -> Frame:
+        """Return the rows of a kind at each model's best rate: that with the largest mean merit over seeds."""
+        runs, rows = results.select(kind="run"), results.select(kind=kind or self.shown)
+        key: list[str] = [*self.per, "rate"]
+        how: Any = {"sort": False, "dropna": False}
+        mean = runs.assign(merit=self.merit(runs)).groupby(key, **how)["merit"].mean().reset_index()
+        best = mean.loc[mean.groupby(key[:-1], **how)["merit"].idxmax(), key]
+        return select(rows[rows.set_index(key).index.isin(best.set_index(key).index)], **where)
+
+    def gap(
+        self, results: Results, model: str, base: str, value: str = "test", kind: str = "", **where: Any
+    ) -> Estimate:
+        """Return a column of a model less that of another, at the chosen rates, paired by seed."""
+        rows = self.chosen(results, kind, **where)
+        return paired(select(rows, model=model), select(rows, model=base), value)
