@@ -12,7 +12,7 @@ from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCa
 from regard_recipes.iclm import _mechanisms_figures as figures
 from regard_recipes.iclm import _mechanisms_measures as measure
 from regard_recipes.iclm.iclm_mechanisms import Mechanisms
-from regard_recipes.lib.recipe import Results, frame_of
+from regard_recipes.lib.recipe import Results, frame_of, select
 
 WORDS = [f"w{i}" for i in range(19)]
 
@@ -221,5 +221,5 @@ def test_induction_heads_form_in_f():
     assert kept["before"] < 0.1
     assert run["best"] > 0.8
     assert run["accuracy_after"] > 0.9
-    scores = [row["score"] for row in rows if (row["kind"], row.get("stream"), row.get("when")) == ("head", "f", "after")]
-    assert max(scores) == pytest.approx(run["best"], abs=0.1)  # on other blocks
+    scores = select(frame_of(rows), kind="head", stream="f", when="after")["score"]
+    assert scores.max() == pytest.approx(run["best"], abs=0.1)  # on other blocks

@@ -258,8 +258,9 @@ def sink_claims(results: Results) -> Iterator[Claim]:
     yield claim("f has no sinks", one(share(f, "strongest")), "at most", 0, untestable="" if len(sunk_f) else none,
                 note=f"Share of f's heads with a sink; the strongest column has mean weight "
                      f"{f['strongest'].max():.2f}.")  # fmt: skip
-    yield claim("The place of the Transformer's sinks is less consistent", one(unpaired(start_other, start)), "below",
-                0, note="Share of the sinks at the start, Transformer less phi.", untestable=none or no_other)  # fmt: skip
+    less = one(unpaired(start_other, start))
+    yield claim("The place of the Transformer's sinks is less consistent", less, "below", 0,
+                note="Share of the sinks at the start, Transformer less phi.", untestable=none or no_other)  # fmt: skip
     even, strong = by_stream(heads, "even"), by_stream(heads, "strongest")
     for what, column, more, unit in (
         ("row by row", "even", even["f"] / even["phi"], "evenness of rows"),
@@ -276,8 +277,8 @@ def copy_claims(results: Results) -> Iterator[Claim]:
     heads = heads_of_text(results)
     f, lift = select(heads, stream="f"), by_stream(heads, "predicted_lift")
     unit = "Weight on earlier occurrences of the predicted token, times that of equal weights"
-    yield claim("Heads of f copy", one(over_seeds(lift["f"])), "above", COPIES, note=(
-        f"{unit}; best head {f['predicted_lift'].max():.2f}, Transformer {lift[TRANSFORMER].mean():.2f}."))
+    best = f"best head {f['predicted_lift'].max():.2f}, Transformer {lift[TRANSFORMER].mean():.2f}"
+    yield claim("Heads of f copy", one(over_seeds(lift["f"])), "above", COPIES, note=f"{unit}; {best}.")
     more = {f"than {name}": over_seeds(lift["f"] - lift[stream])
             for name, stream in (("phi", "phi"), ("the Transformer", TRANSFORMER))}  # fmt: skip
     yield claim("Heads of f copy more than others", more, "above", 0, note=f"{unit}, f less others.")

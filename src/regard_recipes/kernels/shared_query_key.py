@@ -110,7 +110,8 @@ class SharedQueryKey(Recipe):
         frame = results.frame
         apart = {spec: select(frame, spec=spec, **{"q and k": APART}) for spec in dict.fromkeys(frame["spec"])}
         values = {
-            "held-out bits/char": spread("bits_per_char", 4), "sharing costs": gap("bits_per_char", lambda rows: apart[rows["spec"].iloc[0]], 4),
+            "held-out bits/char": spread("bits_per_char", 4),
+            "sharing costs": gap("bits_per_char", lambda rows: apart[rows["spec"].iloc[0]], 4),
             "parameters": first("parameters", "{:,}"), **memory_columns("{:.1f} KiB"),
         }  # fmt: skip
         note = (

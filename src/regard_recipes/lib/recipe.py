@@ -180,17 +180,14 @@ def recipe(name: str) -> Callable[[R], R]:
 
 def check_shared(made: Recipe) -> None:
     """Raise an ArgumentError where a shared option, or then one of the recipe's own, is out of range."""
-    config, call = made.config, made.call()
-    for name, least in (("seeds", 1), ("workers", 0)):
-        if getattr(config, name) < least:
-            raise ArgumentError(f"{call}: --{name} is {getattr(config, name)}, expected at least {least}.")
-    if not 0 <= config.seed <= SEEDS - config.seeds:
-        raise ArgumentError(f"{call}: --seed is {config.seed}, expected 0 to {SEEDS - config.seeds}.")
     from regard.training.device import resolve_device
 
+    config, call = made.config, made.call()
     resolve_device(config.device, call=call)
-    for name, (low, high) in made.limits.items():
+    for name, (low, high) in {"seeds": (1, math.inf), "workers": (0, math.inf), **made.limits}.items():
         check_number(f"{call}: --{name.replace('_', '-')}", getattr(config, name), low, high)
+    if not 0 <= config.seed <= SEEDS - config.seeds:
+        raise ArgumentError(f"{call}: --seed is {config.seed}, expected 0 to {SEEDS - config.seeds}.")
     for name, known in made.choices.items():
         check_names(call, f"--{name.replace('_', '-')}", getattr(config, name), list(known))
     try:

@@ -100,12 +100,8 @@ class Journal:
     def results(self) -> Results:
         """Return the rows so far."""
         rows = [{**line["cell"], "seed": line["seed"], **line["measured"]} for line in self.lines]
-        return Results(frame_of(rows), self.header["facts"], {**self.header, "seconds": self.seconds})
-
-    @property
-    def seconds(self) -> float:
-        """Time of all cells together."""
-        return round(sum(line["seconds"] for line in self.lines if line["row"] == 0), 1)
+        seconds = sum(line["seconds"] for line in self.lines if line["row"] == 0)
+        return Results(frame_of(rows), self.header["facts"], {**self.header, "seconds": round(seconds, 1)})
 
     def _write(self, lines: Iterable[Mapping[str, Any]], mode: str) -> None:
         text = "".join(json.dumps(line) + "\n" for line in lines)

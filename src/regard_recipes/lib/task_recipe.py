@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from regard.checks import ArgumentError
-
 from .claims import Estimate
 from .display import interval, lines, panels, pivot, stat
 from .recipe import Cell, Frame, Results, select
@@ -111,6 +109,7 @@ class TaskRecipe(TrainedRecipe):
         import torch
 
         from regard.training.task import TaskBudget, train_on_task
+        from regard.training.task.training import LossNotFinite
 
         own, task = self.config, self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
@@ -122,9 +121,7 @@ class TaskRecipe(TrainedRecipe):
         start = time.perf_counter()
         try:
             progress = train_on_task(model, task, budget)
-        except ArgumentError as error:
-            if "the loss is" not in str(error):
-                raise
+        except LossNotFinite:
             yield {"kind": "run", "validation": 0.0, "diverged": True}
             return
         curve = [(step, scores[self.metric].mean) for step, scores in progress.scored]

@@ -40,7 +40,7 @@ WEIGHTINGS = {
 }  # fmt: skip
 COMPACT = ("sparsemax", "biweight", "triweight")
 BASELINES = ("softmax", "topk-softmax", "topk-uniform")
-RIVALS = {"normrelu": "softmax", "relumax": "sparsemax", "topk-uniform": "softmax"}  # the paper's comparisons of the released weightings
+RIVALS = {"normrelu": "softmax", "relumax": "sparsemax", "topk-uniform": "softmax"}  # the paper's comparisons
 DEFINED, HARD = "defined", "no gradient to keys"
 SHOWN_K = 32  # the k of the paper's language models: the only one at every depth but the first
 LOOKED_AT = 8  # windows that empty rows are counted on
@@ -206,9 +206,9 @@ class MosaicKernels(TextRecipe):
         if len(forms):
             made["As released and as defined"] = pivot(
                 forms, {"model": "weighting", "form": "form"},
-                {"test nats/token": spread("test"), "above defined": above({}, DEFINED), "above mended": above({}, "mended"),
-                 "above sparsemax (relumax), softmax (others)": above(RIVALS, DEFINED),
-                 **empty},
+                {"test nats/token": spread("test"), "above defined": above({}, DEFINED),
+                 "above mended": above({}, "mended"),
+                 "above sparsemax (relumax), softmax (others)": above(RIVALS, DEFINED), **empty},
                 note="fast: the paper's language models (no bandwidth, or a margin that is not learned; one pair too "
                      "many masked); mended: fast with the right mask; regular: the temperature applied twice.",
             )  # fmt: skip
