@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +114,21 @@ def test_calls_that_kernels_refuse_are_refused_here_too() -> None:
     x = torch.zeros(1, 1, 16, 16, dtype=torch.float64)
     with pytest.raises(ArgumentError, match="float64"):
         resources_of(lambda: regard.attention(x, x, x, impl="triton"))
+
+
+@pytest.mark.parametrize("text", ["test-bump*anchored(margin=2)", "test-bump*fixed(bias=0.5,empty=uniform)"])
+def test_a_kernel_with_a_device_function_of_its_own_compiles(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward and decoding."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "interpreted"))
+    import own_kernel  # noqa: F401
+
+    def call() -> None:
+        q, k, v = (torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        regard.attention(q, k, v, text, is_causal=True, impl="triton").sum().backward()
+        with torch.no_grad():
+            regard.attention(q[:, :, :1], k, v, text, impl="triton")
+
+    found = {x.kernel: x.local for x in resources_of(call)}
+    first = "compact_search_kernel" if "anchored" in text else "compact_stream_kernel"
+    assert {first, "compact_dq_kernel", "compact_dkv_kernel", "threshold_kernel", "output_kernel"} <= set(found)
+    assert found["compact_dq_kernel"] == 0, found

@@ -51,7 +51,8 @@ class Kernel(ABC):
     nonnegative: ClassVar[bool] = True
     bandwidth: ClassVar[str] = "fixed"  # the default rule
     # Optional: numba_relative(d, reach), (relative, relative_slope) of one key in code that numba compiles. With it
-    # impl="cpu" runs a kernel that is compact, continuous and without parameters.
+    # impl="cpu" runs a kernel that is compact, continuous and without parameters. triton_relative(d, reach) is the same
+    # for blocks of keys, in code that Triton compiles, where `tl` is triton.language: for impl="triton".
 
     @property
     def params(self) -> Mapping[str, ParamInfo]:

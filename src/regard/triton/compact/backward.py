@@ -19,6 +19,7 @@ from .backward_kernels import compact_dkv_kernel, compact_dq_kernel
 from .lists import Lists, lists_of
 from .math import ANCHORED, SOFTMAX
 from .rows import Form
+from .rules import own_form
 
 _WIDE = [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)]
 DQ = TileTable.by_width(
@@ -100,7 +101,7 @@ class _Call(NamedTuple):
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, span: Span, kept: tuple[Tensor, ...],
-    mask_tile: tuple[int, int], rule: tuple[int, int, int], wanted: bool,
+    mask_tile: tuple[int, int], rule: tuple[int, int, int, str], wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute (dq, dk, dv, dfactor, dgiven) of one call; the last two are float32 [B, H, Tq], or [0] for numbers.
 
@@ -112,7 +113,7 @@ def backward(
             many they see or which is nearest; tilt [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive
             sum_j A_j v_j / sum_j A_j; live uint8 [B, H, query blocks, key blocks], whether any pair has weight.
         mask_tile: queries and keys of these blocks, powers of two.
-        rule: code of the rule, power of the kernel, and code of the fallback weights.
+        rule: code of the rule, power of the kernel, code of the fallback weights, and `Rule.own`.
         wanted: whether the rule's number is a tensor.
 
     Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [4,
@@ -125,7 +126,9 @@ def backward(
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
     every = (grad, q, k, v, tilt)
     widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
-    form = Form(*rule, *widths, factors, wanted, masked, precision=precision, steps=steps)
+    tables = 2 if soft else 5 if rule[3] else 4
+    form = Form(*rule[:3], *widths, factors, wanted, masked, precision=precision, steps=steps, tables=tables)
+    form = form._replace(**own_form(rule[3]))
     matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
     by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
     call = _Call(floats, flags, index, by, matrices, span, live, mask_tile, sizes, form)
@@ -133,7 +136,7 @@ def backward(
     own = {"device": q.device, "dtype": torch.float32}
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dfactor, dgiven = (torch.empty(q.shape[:3] if some else (0,), **own) for some in (factors, wanted))
-    table = torch.empty(*q.shape[:2], 2 if soft else 4, queries, **own)
+    table = torch.empty(*q.shape[:2], tables, queries, **own)
     key, outs = (max(dim, value_dim), q.dtype), (dq, dfactor, dgiven)
     flags_of = (*rule, factors, masked, wanted)
     tiles = DQ.pick(*key, lambda tiles: call.by_queries(tiles, table, outs), flags_of)

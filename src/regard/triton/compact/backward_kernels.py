@@ -5,6 +5,8 @@ A = r g a^(r-1); for softmax A = p. Given G = dL/dp and rho = sum_j B_j G_j (`gr
 
     dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j.
 
+A kernel with a function of its own has g = 1 / mass, p = g K(e) / K(reach) and A = g K'(e) / K(reach), e = [z - theta]_+.
+
 If the threshold depends on the best key, the keys that tie for it subtract that sum in equal shares. Weights are
 recomputed from the row statistics, and blocks without weight are skipped (`lists`). The kernel by queries runs first
 and stores theta, g, rho and the shares of the best keys in tables for the kernel by keys.
@@ -19,13 +21,12 @@ import triton.language as tl
 
 from ..runtime.blocks import load, load_block, load_span, seen, store_block
 from .lists import block_of, plan_of
-from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, excess, lower_power, root
+from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, excess, lower_power, relative, root
 
 NEAR = tl.constexpr(2.0**-19)  # relative tolerance of scores that tie for the best
 GRAD, Q, K, V, TILT = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
-THETA, RHO, SCALE, EXTRA = (
-    tl.constexpr(i) for i in range(4)
-)  # tables; EXTRA: shares of best keys, or fallback weights
+THETA, RHO, SCALE, EXTRA, REACH = (tl.constexpr(i) for i in range(5))
+"""Tables; EXTRA: shares of best keys, or fallback weights."""
 LENGTHS = [
     "heads", "group", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded",
 ]  # fmt: skip
@@ -59,27 +60,29 @@ def _of_head(matrix, batch, head):
 @triton.jit
 def _tables_of(table, head, queries, FORM: tl.constexpr):
     """Return where the tables of a head lie, one behind the other."""
-    COUNT: tl.constexpr = 2 if FORM.rule == SOFTMAX else 4
-    return table + head * queries * COUNT
+    return table + head * queries * FORM.tables
 
 
 @triton.jit
 def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
-    """Return (theta, g) of rows, for softmax (log2 of the sum of exp z, 1). g is 0 if no key is in the bandwidth."""
+    """Return (theta, g, reach) of rows, for softmax (log2 of the sum of exp z, 1, 1). g is 0 if no key is in the
+    bandwidth."""
     mass = tl.load(floats + line * 6 + 3, mask=inside, other=1.0)
     if FORM.rule == SOFTMAX:
         theta = tl.load(floats + line * 6, mask=inside, other=0.0) * LOG2E + tl.log2(mass)
         g = tl.full((FORM.own,), 1.0, tl.float32)
+        reach = g
     else:
         theta = tl.load(floats + line * 6 + 1, mask=inside, other=0.0)
         reach = tl.load(floats + line * 6 + 2, mask=inside, other=1.0)
         none = tl.load(flags + line * 3, mask=inside, other=1) | tl.load(flags + line * 3 + 1, mask=inside, other=1)
-        g = tl.where(none != 0, 0.0, 1 / (root(mass, FORM.r, True) * reach))
-    return theta, g
+        size = mass if FORM.relative is not None else root(mass, FORM.r, True) * reach
+        g = tl.where(none != 0, 0.0, 1 / size)
+    return theta, g, reach
 
 
 @triton.jit
-def _weights(dot, factor, theta, g, seen, PART: tl.constexpr, FORM: tl.constexpr):
+def _weights(dot, factor, theta, g, reach, seen, PART: tl.constexpr, FORM: tl.constexpr):
     """Return (weights, slopes / (r g)) of a tile of dot products; with PART, 0 for hidden pairs."""
     if FORM.rule == SOFTMAX:
         z = dot * (factor * LOG2E) - theta
@@ -91,9 +94,13 @@ def _weights(dot, factor, theta, g, seen, PART: tl.constexpr, FORM: tl.constexpr
         e = excess(dot, factor, theta)
         if PART:
             e = tl.where(seen, e, 0.0)
-        a = e * g
-        slope = lower_power(a, FORM.r)
-        p = slope * a
+        if FORM.relative is None:
+            a = e * g
+            slope = lower_power(a, FORM.r)
+            p = slope * a
+        else:
+            value, slope = relative(reach - e, reach, FORM)
+            p = value * g
     return p, slope
 
 
@@ -119,7 +126,7 @@ def _others(key, z, first, last, count, top, near):
 def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.constexpr):
     """Add one block of keys to state (sum of dz k, sum of dz) of a block of queries."""
     q, grad = own
-    factor, theta, g, rho, low, high = rows
+    factor, theta, g, rho, low, high, reach = rows
     start = block_of(plan, t, PART, FORM)[0] * FORM.tile
     k = _tile(kv[0], start, keys, K, FORM.tile, PART, FORM)
     v = _tile(kv[1], start, keys, V, FORM.tile, PART, FORM)
@@ -127,7 +134,7 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
     if PART:
         shown = seen(start + tl.arange(0, FORM.tile), low, high, kv[2], keys, FORM.masked)
     dot = tl.dot(q, tl.trans(k), input_precision=FORM.precision)
-    _, slope = _weights(dot, factor, theta[:, None], g[:, None], shown, PART, FORM)
+    _, slope = _weights(dot, factor, theta[:, None], g[:, None], reach[:, None], shown, PART, FORM)
     dz = slope * (tl.dot(grad, tl.trans(v), input_precision=FORM.precision) - rho[:, None])
     moved = state[1]
     if FORM.given or FORM.rule == ANCHORED:
@@ -159,11 +166,13 @@ def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
 @triton.jit
 def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constexpr):
     """Store what the kernel by keys needs of rows of a head."""
-    rho, theta, g, moved, count = left
+    rho, theta, g, reach, moved, count = left
     tl.store(table + THETA * queries + row, theta, mask=inside)
     tl.store(table + RHO * queries + row, rho, mask=inside)
     if FORM.rule != SOFTMAX:
         tl.store(table + SCALE * queries + row, g, mask=inside)
+    if FORM.relative is not None:
+        tl.store(table + REACH * queries + row, reach, mask=inside)
     if FORM.rule == ANCHORED:
         tl.store(table + EXTRA * queries + row, -moved / tl.maximum(count, 1), mask=inside)
         tl.store(ties, (tl.max(count, 0) > 1).to(tl.uint8))
@@ -197,12 +206,12 @@ def compact_dq_kernel(
     grad = _tile(_of_head(matrices[0], batch, head), start, queries, GRAD, FORM.own, True, FORM)
     rho = tl.sum(grad.to(tl.float32) * tilt.to(tl.float32), 1)
     q = _tile(_of_head(matrices[1], batch, head), start, queries, Q, FORM.own, True, FORM)
-    theta, g = _row_scales(floats, flags, line, inside, FORM)
+    theta, g, reach = _row_scales(floats, flags, line, inside, FORM)
     by = factor
     if FORM.factors:
         by = tl.load(factor + line, mask=inside, other=0.0)[:, None]
     low_of, high_of = load_span(low, high, row, inside)
-    rows = by, theta, g, rho, low_of, high_of
+    rows = by, theta, g, rho, low_of, high_of, reach
 
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for t in range(plan[1]):
@@ -215,7 +224,7 @@ def compact_dq_kernel(
         tops = _tops(floats, index, line, inside)
         dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
         count = tops[2]
-    left = rho, theta, g, moved, count
+    left = rho, theta, g, reach, moved, count
     table, ties = _tables_of(table, nth, queries, FORM), ties + nth * padded + block
     _leave_rows(table, ties, left, index + nth * queries, row, inside, queries, FORM)
     slope = FORM.r * g
@@ -223,7 +232,7 @@ def compact_dq_kernel(
         tl.store(outs[2] + line, moved * slope, mask=inside)
     if FORM.factors:
         dfactor = tl.sum(dq * q.to(tl.float32), 1) * slope
-        if FORM.rule == FIXED:  # the factor of scores above a threshold of 0 cancels
+        if FORM.rule == FIXED and FORM.relative is None:  # the factor of scores above a threshold of 0 cancels
             dfactor = tl.where(theta == 0, 0.0, dfactor)
         tl.store(outs[1] + line, dfactor, mask=inside)
     at = outs[0] + nth * queries * FORM.dim
@@ -294,6 +303,9 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     g = theta
     if FORM.rule != SOFTMAX:
         g = _line(table + SCALE * queries, start, queries, 0.0, FORM.tile, PART)
+    reach = g
+    if FORM.relative is not None:
+        reach = _line(table + REACH * queries, start, queries, 1.0, FORM.tile, PART)
     by = factor
     if FORM.factors:
         by = _line(factor + at, start, queries, 0.0, FORM.tile, PART)[None, :]
@@ -301,7 +313,7 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     seen = None
     if PART:
         seen = _seen_rows(start, key, first, last, mask, head, keys, FORM)
-    p, slope = _weights(dot, by, theta[None, :], g[None, :], seen, PART, FORM)
+    p, slope = _weights(dot, by, theta[None, :], g[None, :], reach[None, :], seen, PART, FORM)
     if FORM.rule == FIXED:
         p = _with_stand_ins(p, key, table + EXTRA * queries, index + at, start, queries, seen, PART, FORM)
     dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)

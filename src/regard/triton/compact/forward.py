@@ -67,23 +67,25 @@ class _Call:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
-    found: tuple[Tensor, ...], rule: tuple[int, int, int], mask_tile: tuple[int, int], flags: tuple[bool, bool],
+    found: tuple[Tensor, ...], rule: tuple[int, int, int, str], mask_tile: tuple[int, int], flags: tuple[bool, bool],
 ) -> None:  # fmt: skip
     """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`. Memory besides: 4 bytes a
     block of pairs if the rule needs a search, and one more without a backward pass."""
-    (code, _, stand), keep, live = rule, flags[0], found[5]
+    (code, _, stand, own), keep, live = rule, flags[0], found[5]
     searched = code not in (compact.SOFTMAX, compact.FIXED)
     if searched and not keep:
         blocks = triton.cdiv(q.shape[2], mask_tile[0]), triton.cdiv(k.shape[2], mask_tile[1])
         live = torch.zeros(*q.shape[:2], *blocks, dtype=torch.uint8, device=q.device)
     tensors = isinstance(factor, Tensor), isinstance(given, Tensor), span.mask is not None
-    form = Form(*rule, *padded(q.shape[3]), *padded(v.shape[3]), *tensors, *flags)
+    form = Form(*rule[:3], *padded(q.shape[3]), *padded(v.shape[3]), *tensors, *flags, **compact.own_form(own))
     call = _Call(q, k, v, factor, given, span, found[:5], live, form, mask_tile)
     if searched:
-        nothing: dict[str, Any] = {"value_dim": 0, "value_wide": 0, "keep": False, "counted": False}
+        nothing: dict[str, Any] = {
+            "value_dim": 0, "value_wide": 0, "keep": False, "counted": False, "relative": None, "source": "",
+        }  # fmt: skip
         call.start(compact_search_kernel, compact.SEARCH, stand=0, **nothing)
         call.start(compact_weigh_kernel, compact.WEIGH_KEPT if keep else compact.WEIGH, stand=0, given=False)
         return
     call.start(compact_stream_kernel, compact.STREAM, stand=0)
     if code == compact.FIXED and stand != compact.STANDS["zero"]:
-        call.start(compact_stand_in_kernel, compact.STAND_IN, r=0, given=False)
+        call.start(compact_stand_in_kernel, compact.STAND_IN, r=0, given=False, relative=None, source="")

@@ -56,7 +56,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     leaves = (q, k, v, factor, given)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     mask_tile = mask_tile_of(max(q.shape[3], v.shape[3]), q.dtype)
-    numbers = (scale, number, rule.code, rule.r, rule.stand, *mask_tile)
+    numbers = (scale, number, rule.code, rule.r, rule.stand, rule.own, *mask_tile)
     out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)
     if not inputs.diagnostics:
         return out, None
@@ -77,10 +77,10 @@ def _forward(
     for a backward pass, and only with `counted` are support and effective sample size computed."""
     from . import forward as compact_forward
 
-    span, (scale, number, rule, r, stand, live_rows, live_keys, keep, counted) = Span(*rest[:5]), rest[5:]
-    found = _outputs(q, k, v, rule, stand, live_rows, live_keys, keep)
+    span, (scale, number, *rule, live_rows, live_keys, keep, counted) = Span(*rest[:5]), rest[5:]
+    found = _outputs(q, k, v, rule[0], rule[2], live_rows, live_keys, keep)
     own = scale if factor is None else factor, number if given is None else given
-    compact_forward.forward(q, k, v, *own, span, found, (rule, r, stand), (live_rows, live_keys), (keep, counted))
+    compact_forward.forward(q, k, v, *own, span, found, tuple(rule), (live_rows, live_keys), (keep, counted))
     return found
 
 
@@ -103,13 +103,13 @@ def _outputs(
 
 
 _SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
-_RULE = "SymInt rule, SymInt r, SymInt stand, SymInt live_rows, SymInt live_keys"
+_RULE = "SymInt rule, SymInt r, SymInt stand, str own, SymInt live_rows, SymInt live_keys"
 forward = operator(
     "compact_forward",
     _forward,
     f"(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, float scale, float number, "
     f"{_RULE}, bool keep, bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda q, k, v, *rest: _outputs(q, k, v, rest[9], *rest[11:15]),
+    lambda q, k, v, *rest: _outputs(q, k, v, rest[9], rest[11], *rest[13:16]),
 )
 
 
@@ -119,10 +119,10 @@ def _backward(
     """Return gradients of q, k, v, and float32 [B, H, Tq] of factor and margin or bias, empty if they are numbers."""
     from . import backward as compact_backward
 
-    span, kept, (scale, rule, r, stand, live_rows, live_keys) = Span(*rest[:5]), rest[5:10], rest[10:]
+    span, kept, (scale, *rule, live_rows, live_keys) = Span(*rest[:5]), rest[5:10], rest[10:]
     own = scale if factor is None else factor
     return compact_backward.backward(
-        grad, q, k, v, own, span, kept, (live_rows, live_keys), (rule, r, stand), given is not None
+        grad, q, k, v, own, span, kept, (live_rows, live_keys), tuple(rule), given is not None
     )
 
 
@@ -145,7 +145,7 @@ def _keep(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[tuple[An
     out, *kept = output
     if inputs[12] != ADAPTIVE:
         kept[3] = out  # weights of the derivative of the sum of weights
-    return (*inputs[:10], *kept), (inputs[10], *inputs[12:17])
+    return (*inputs[:10], *kept), (inputs[10], *inputs[12:18])
 
 
 differentiable(forward, backward, lambda *given: backward(*given), _keep)

@@ -2,7 +2,7 @@
 
 A weight is a power of the excess e = max(z - theta, 0) over the row's threshold: p = (e / reach)^r / mass, with
 z = factor q.k. `power`, `lower_power` and `root` are all that depends on r. To support another whole power, add it to
-`POWERS` in `rules.py`.
+`POWERS` in `rules.py`. A kernel with a function of its own (`triton_relative`) has p = relative(reach - e) / mass.
 
 Legend: R rows (queries) of a program, K keys of a block.
 """
@@ -19,6 +19,8 @@ FIXED = tl.constexpr(3)
 UNIFORM = tl.constexpr(0)  # fallback weights of a row without a near enough key: all its keys alike (1: none)
 NEAREST = tl.constexpr(2)  # or the best key alone
 LOG2E = tl.constexpr(1.4426950408889634)
+SMALLEST = tl.constexpr(2.0**-100)
+"""Least reach whose inverse is finite."""
 
 
 @triton.jit
@@ -48,6 +50,21 @@ def root(x, R: tl.constexpr, EXACT: tl.constexpr = False):
         return tl.sqrt_rn(x) if EXACT else tl.sqrt(x)
     else:
         return tl.exp2(tl.log2(x) * (1.0 / R))
+
+
+@triton.jit
+def relative(d, reach, FORM: tl.constexpr):
+    """Return (K(reach - d) / K(reach), K'(reach - d) / K(reach)) of a kernel with a function of its own, for distances d
+    below the best score; 0 from d = reach on."""
+    value, slope = FORM.relative(tl.minimum(tl.maximum(d, 0.0), reach), reach)
+    inside = (d < reach) & (reach > SMALLEST)
+    return tl.where(inside, value, 0.0), tl.where(inside, slope, 0.0)
+
+
+@triton.jit
+def value_of(e, reach, g, FORM: tl.constexpr):
+    """Return K(e) / K(reach) of excesses e; g is 1 / reach."""
+    return power(e * g, FORM.r) if FORM.relative is None else relative(reach - e, reach, FORM)[0]
 
 
 @triton.jit

@@ -7,7 +7,7 @@ keys or values of the head lie, the step from one to the next, how many there ar
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,6 +29,9 @@ class Form(NamedTuple):
             owners of a list, 0 of a range; blocks of a listed number; heads that stream past an own block.
         precision, steps: precision of products; row strides of grad, q, k, v, tilt, which as constants take no
             registers.
+        tables: tables of rows in a backward pass.
+        relative, source: the function of a kernel with `triton_relative`, for which r is 1, and a key of its source, by
+            which Triton's cache on disk tells functions of one name apart.
     """
 
     rule: int
@@ -54,6 +57,9 @@ class Form(NamedTuple):
     group: int = 1
     precision: str = "ieee"
     steps: tuple[int, ...] = ()
+    tables: int = 4
+    relative: Any = None
+    source: str = ""
 
 
 # Rows -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +56,11 @@ class Rule(NamedTuple):
 
     Attributes:
         code: SOFTMAX, ADAPTIVE, ANCHORED or FIXED.
-        r: power of the kernel; 1 for softmax.
+        r: power of the kernel; 1 for softmax and kernels with a function of their own.
         number: margin or bias.
         stand: one of STANDS, the fallback weights of a row without a near enough key.
         row: name of the parameter that gives `number` for each row; "" if there is none.
+        own: the spec of a kernel with a function of its own, as JSON, else "".
     """
 
     code: int
@@ -65,6 +68,7 @@ class Rule(NamedTuple):
     number: float = 0.0
     stand: int = STANDS["zero"]
     row: str = ""
+    own: str = ""
 
 
 def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
@@ -74,8 +78,10 @@ def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Seque
         return f"knows normalised kernels under the rules adaptive, anchored and fixed; this is {spec}"
     if type(kernel) is Gaussian and type(rule) is Fixed:
         return Rule(SOFTMAX, 1)
+    if hasattr(kernel, "triton_relative"):
+        return _own_rule(spec, numbers)
     if type(kernel) is not Polynomial:
-        return f"knows polynomial kernels, and the gaussian one under the rule fixed; this is {spec}"
+        return f"knows polynomial kernels, those with triton_relative, and gaussian*fixed; this is {spec}"
     for name in ("r", "alpha"):
         if name in tensors or isinstance(numbers.get(name), Tensor):
             return f"takes {name} as a number, not as a tensor"
@@ -83,11 +89,37 @@ def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Seque
     r = min(POWERS, key=lambda whole: abs(whole - power))
     if abs(r - power) > 1e-9 * r:  # alpha = 4/3 is rounded, and so is its power
         return f"knows the powers r = 1, 2 and 3; this is r = {power:g}"
+    return _rule(rule, int(r), numbers)
+
+
+def _rule(rule: Any, r: int, numbers: Mapping[str, Any], own: str = "") -> Rule:
     if type(rule) is Adaptive:
-        return Rule(ADAPTIVE, int(r))
+        return Rule(ADAPTIVE, r)
     if type(rule) is Anchored:
-        return Rule(ANCHORED, int(r), _number(numbers.get("margin"), rule.margin), row="margin")
-    return Rule(FIXED, int(r), _number(numbers.get("bias"), rule.bias or 0.0), STANDS[rule.empty], "bias")
+        return Rule(ANCHORED, r, _number(numbers.get("margin"), rule.margin), row="margin", own=own)
+    return Rule(FIXED, r, _number(numbers.get("bias"), rule.bias or 0.0), STANDS[rule.empty], "bias", own)
+
+
+def _own_rule(spec: Spec, numbers: Mapping[str, Any]) -> Rule | str:
+    kernel = spec.kernel
+    if kernel.params or not (kernel.compact and kernel.vanishes) or type(spec.bandwidth) is Adaptive:
+        return "takes a kernel's own function only where weight vanishes at the threshold and nothing is learned"
+    return _rule(spec.bandwidth, 1, numbers, spec.to_json())
+
+
+@lru_cache(maxsize=64)
+def own_form(own: str) -> dict[str, Any]:
+    """Return the fields of a `Form` by which kernels call the function of the kernel of a spec (`Rule.own`)."""
+    if not own:
+        return {}
+    import triton
+    import triton.language as tl
+
+    plain = Spec.from_json(own).kernel.triton_relative
+    function = FunctionType(plain.__code__, {**plain.__globals__, "tl": tl}, plain.__name__)
+    function.__qualname__ = plain.__qualname__
+    relative = triton.jit(function)
+    return {"relative": relative, "source": getattr(relative, "cache_key", "")}
 
 
 def _number(given: Any, default: float) -> float:

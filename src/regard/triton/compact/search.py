@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .math import ADAPTIVE, ANCHORED, excess, lower_power, power, root
+from .math import ADAPTIVE, ANCHORED, excess, lower_power, power, root, value_of
 from .rows import (
     applied,
     block_of,
@@ -253,7 +253,8 @@ def compact_weigh_kernel(
     factor, by = scales
     marks = lists_of(marks_ptr, list_ptr, place, queries, keys, FORM)
     counts = collect(marks, run, 1, FORM)
-    theta, g = tl.load(floats_ptr + flat * 6 + 1), 1.0 / tl.load(floats_ptr + flat * 6 + 2)
+    theta, reach = tl.load(floats_ptr + flat * 6 + 1), tl.load(floats_ptr + flat * 6 + 2)
+    g = 1.0 / reach
     acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
     mass = tl.full((FORM.rows,), 0.0, tl.float32)
     if TILT:
@@ -270,12 +271,11 @@ def compact_weigh_kernel(
             block = listed(marks, t, side == 0)
             dot, columns = key_scores(q, k, block, factor, sight, side == 0, FORM)
             e = excess(dot, by[:, None], theta[:, None])
-            u = e * g[:, None]
             x = load_values(v, block, side == 0, FORM)
-            acc, part, w = applied(acc, power(u, FORM.r), x)
+            acc, part, w = applied(acc, value_of(e, reach[:, None], g[:, None], FORM), x)
             mass += part
             if TILT:
-                tilt, slope, _ = applied(tilt, lower_power(u, FORM.r), x)
+                tilt, slope, _ = applied(tilt, lower_power(e * g[:, None], FORM.r), x)
                 tilt_mass += slope
             if TIES:
                 tl.store(marked + block, 2, mask=real & (part > 0))

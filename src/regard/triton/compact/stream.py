@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.blocks import load_rows, seen
-from .math import LOG2E, SOFTMAX, UNIFORM, power
+from .math import LOG2E, SMALLEST, SOFTMAX, UNIFORM, value_of
 from .rows import (
     applied,
     block_of,
@@ -27,7 +27,6 @@ from .rows import (
     store_values,
 )
 
-SMALLEST = tl.constexpr(2.0**-100)
 BEYOND = tl.constexpr(2**31 - 1)
 
 
@@ -38,17 +37,18 @@ def reach_of(best, factor, bias):
 
 
 @triton.jit
-def relative(dot, before, best, factor, bias, RULE: tl.constexpr, R: tl.constexpr):
+def weights_of(dot, before, best, factor, bias, FORM: tl.constexpr):
     """Return (weights [R, K] over the weight of the best score so far, the factor that rescales sums made relative to
     the best score `before`). For softmax the factor contains log2 e."""
-    if RULE == SOFTMAX:
+    if FORM.rule == SOFTMAX:
         level = tl.where(best == -float("inf"), 0.0, best * factor)
         w = tl.exp2(dot * factor[:, None] - level[:, None])
         kept = tl.exp2(before * factor - level)
     else:
-        g = 1.0 / reach_of(best, factor, bias)
-        w = power(tl.maximum(dot * factor[:, None] + bias[:, None], 0.0) * g[:, None], R)
-        kept = power(reach_of(before, factor, bias) * g, R)
+        reach = reach_of(best, factor, bias)
+        g = 1.0 / reach
+        w = value_of(tl.maximum(dot * factor[:, None] + bias[:, None], 0.0), reach[:, None], g[:, None], FORM)
+        kept = value_of(reach_of(before, factor, bias), reach, g, FORM)
     return w, kept
 
 
@@ -59,7 +59,7 @@ def count_weights(q, k, run, sight, best, scales, bias, FORM: tl.constexpr):
     counts = tl.zeros(best.shape, tl.float32), tl.zeros(best.shape, tl.float32)
     for block in range(run[0], run[3]):
         dot, _ = key_scores(q, k, block, factor, sight, True, FORM)
-        w, _ = relative(dot, best, best, by, bias, FORM.rule, FORM.r)
+        w, _ = weights_of(dot, best, best, by, bias, FORM)
         counts = counted(counts, w)
     return counts
 
@@ -88,7 +88,7 @@ def compact_stream_kernel(
             dot, _ = key_scores(q, k, block, factor, sight, side == 0, FORM)
             before = best
             best = tl.maximum(best, tl.max(dot, 1))
-            w, kept = relative(dot, before, best, by, bias, FORM.rule, FORM.r)
+            w, kept = weights_of(dot, before, best, by, bias, FORM)
             x = load_values(v, block, side == 0, FORM)
             acc, part, _ = applied(acc * kept[:, None], w, x)
             mass = mass * kept + part

@@ -22,7 +22,7 @@ from ...checks import ArgumentError
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ...pairwise.visibility import Visibility
-from ..compact.rules import SOFTMAX, Rule, rule_of
+from ..compact.rules import SOFTMAX, Rule, own_form, rule_of
 from ..runtime.launch import launch
 from ..runtime.operators import operator, rows_together
 from ..runtime.tiles import Tiles, TileTable, padded
@@ -73,11 +73,11 @@ def decode(
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
     given = None if given is None else row_tensor(given, q)
     q, k, v = (rows_together(x) for x in (q, k, v))
-    return _decode(q, k, v, by, given, *ranges[:3], *rule[:4], scale, ranges.most, raw)
+    return _decode(q, k, v, by, given, *ranges[:3], *rule[:4], rule.own, scale, ranges.most, raw)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any) -> Tensor:
-    low, high, mask, code, power, number, stand, scale, most, raw = rest
+    low, high, mask, code, power, number, stand, own, scale, most, raw = rest
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_()
@@ -86,7 +86,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor |
     if code == SOFTMAX:
         _softmax(call, out, tiles)
     else:
-        _compact(call, out, tiles, Rule(code, power, number, stand), given)
+        _compact(call, out, tiles, Rule(code, power, number, stand, own=own), given)
     return out
 
 
@@ -94,7 +94,7 @@ _decode = operator(
     "compact_decode",
     _run,
     "(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, Tensor low, Tensor high, Tensor? mask, "
-    "SymInt code, SymInt power, float number, SymInt stand, float scale, SymInt most, bool raw) -> Tensor",
+    "SymInt code, SymInt power, float number, SymInt stand, str own, float scale, SymInt most, bool raw) -> Tensor",
     lambda q, k, v, *_: v.new_empty(*q.shape[:3], v.shape[-1]),
 )
 
@@ -123,12 +123,12 @@ def _compact(call: Call, out: Tensor, tiles: Tiles, rule: Rule, given: Tensor | 
     rows, steps = call.rows, call.ranges.strides
     z, near = call.new(2, *rows, room * tiles.keys)
     tops, found, best = call.new(*rows, room), call.new(*rows, 3), call.new(*rows, 2, dtype=torch.int32)
-    kinds = {"RULE": rule.code, "R": rule.r, "EMPTY": rule.stand}
+    kinds = {"RULE": rule.code, "EMPTY": rule.stand}
     launch(
         scores_kernel, grid, call.matrices, call.factor, call.span, z, tops, *call.sizes, room, *steps,
         tiles=tiles, FORM=form,
     )  # fmt: skip
-    form = form._replace(dim=0, wide=0, factors=False, raw=False)
+    form = form._replace(dim=0, wide=0, factors=False, raw=False, r=rule.r, **own_form(rule.own))
     launch(
         threshold_kernel, (rows.numel(),), z, tops, near, given, call.span, found, best, *call.sizes, room,
         rule.number, *steps, tiles=CHUNK, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None,

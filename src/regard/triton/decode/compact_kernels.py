@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, root
+from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, relative, root
 from ..runtime.blocks import FAR, LENGTHS
 from ..runtime.finite_kernel import non_finite
 from .math import (
@@ -134,20 +134,25 @@ def solve_peak(near, count, R: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def total_weight(near, count, reach, R: tl.constexpr, CHUNK: tl.constexpr):
-    """Return sum w of w = [1 - d/reach]_+^R."""
+def value_at(d, reach, FORM: tl.constexpr):
+    """Return K(reach - d) / K(reach), [1 - d/reach]_+^r for a power."""
+    return power(tl.maximum(1 - d / reach, 0.0), FORM.r) if FORM.relative is None else relative(d, reach, FORM)[0]
+
+
+@triton.jit
+def total_weight(near, count, reach, CHUNK: tl.constexpr, FORM: tl.constexpr):
+    """Return the sum of values at the distances `near`."""
     mass = tl.zeros((CHUNK,), tl.float32)
     for n in range(0, count, CHUNK):
         at = n + tl.arange(0, CHUNK)
-        mass += power(tl.maximum(1 - tl.load(near + at, mask=at < count, other=float("inf")) / reach, 0.0), R)
+        mass += value_at(tl.load(near + at, mask=at < count, other=float("inf")), reach, FORM)
     return tl.sum(mass, 0)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def threshold_kernel(
     z, tops, near, given, span, found, best, heads, group, queries, room, number, stride_low, stride_mb, stride_mh,
-    CHUNK: tl.constexpr, PARAMETER: tl.constexpr, R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr,
-    FORM: tl.constexpr,
+    CHUNK: tl.constexpr, PARAMETER: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store of one row found [N, count, 3] = (best score, how far below it weights end, their sum) and best [N, count,
     2] = (how many keys are visible, the nearest). The reach is 0 in rows that take fallback weights. `near`, shaped
@@ -172,7 +177,7 @@ def threshold_kernel(
         visible = visible_count(own, to, span[2], place, FORM.masked, CHUNK)
     value = tl.load(given + row) if PARAMETER else number
     if RULE == ADAPTIVE:
-        reach = value * 0.0 + R  # the peak is at most one
+        reach = value * 0.0 + FORM.r  # the peak is at most one
     elif RULE == ANCHORED:
         reach = value + 0.0
     else:
@@ -183,11 +188,11 @@ def threshold_kernel(
         kept = gather_near(z, tops, near, top, reach, tiles, CHUNK, KEYS)
         tl.debug_barrier()  # wait for what other threads wrote
         if RULE == ADAPTIVE:
-            reach = R * solve_peak(near, kept, R, CHUNK)
+            reach = FORM.r * solve_peak(near, kept, FORM.r, CHUNK)
     if EMPTY == NEAREST:  # noqa: SIM102 (known when the kernel is compiled, the next is not)
         if lost:
             nearest = origin * KEYS + nearest_key(z, tops, top, tiles, CHUNK, KEYS)
-    mass = total_weight(near, kept, reach, R, CHUNK)
+    mass = total_weight(near, kept, reach, CHUNK, FORM)
     found += row * 3
     tl.store(found, tl.where(top == float("-inf"), 0.0, top))
     tl.store(found + 1, tl.where(lost, 0.0, tl.where(none, 1.0, reach)))
@@ -202,7 +207,7 @@ def threshold_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def output_kernel(
     v, z, tops, span, found, best, part, heads, group, queries, room, stride_low, stride_mb, stride_mh, stride_part,
-    R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
+    RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split.
     Only values with weight in some row of the tile are read. A row whose best score is inf is NaN."""
@@ -230,7 +235,7 @@ def output_kernel(
         if wanted:
             score = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
             score = tl.load(score, mask=near[:, None], other=float("-inf"))
-            p = power(tl.maximum(1 - (top[:, None] - score) / reach[:, None], 0.0), R) / mass[:, None]
+            p = value_at(top[:, None] - score, reach[:, None], FORM) / mass[:, None]
             p = tl.where(near[:, None], p, 0.0)
             if RULE == FIXED:
                 if EMPTY == UNIFORM:

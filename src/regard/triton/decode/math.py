@@ -11,7 +11,7 @@ a tile; D features in WIDTH = FORM.wide columns. A matrix is (pointer, strides o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,6 +30,7 @@ class Form(NamedTuple):
         factors: whether each row has its own factor.
         masked: 0 without a mask, 1 if all heads share one, else 2.
         raw: whether vectors may be non-finite.
+        r, relative, source: as in `compact.rows.Form`.
     """
 
     dim: int = 0
@@ -42,6 +43,9 @@ class Form(NamedTuple):
     factors: bool = False
     masked: int = 0
     raw: bool = False
+    r: int = 1
+    relative: Any = None
+    source: str = ""
 
 
 @triton.jit
