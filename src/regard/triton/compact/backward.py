@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..runtime.call import Form
 from ..runtime.launch import launch
 from ..runtime.span import Span, batch_stride
 from ..runtime.support import interpreted
@@ -18,7 +19,6 @@ from ..runtime.tiles import Tiles, TileTable, padded
 from .backward_kernels import compact_dkv_kernel, compact_dq_kernel
 from .lists import Lists, lists_of
 from .math import ANCHORED, SOFTMAX
-from .rows import Form
 from .rules import own_form
 
 _WIDE = [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)]
@@ -127,8 +127,8 @@ def backward(
     every = (grad, q, k, v, tilt)
     widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
     tables = 2 if soft else 5 if rule[3] else 4
-    form = Form(*rule[:3], *widths, factors, wanted, masked, precision=precision, steps=steps, tables=tables)
-    form = form._replace(**own_form(rule[3]))
+    form = Form(*widths, factors, int(masked), precision=precision, given=wanted, tables=tables, steps=steps)
+    form = form._replace(rule=rule[0], r=rule[1], stand=rule[2], **own_form(rule[3]))
     matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
     by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
     call = _Call(floats, flags, index, by, matrices, span, live, mask_tile, sizes, form)

@@ -5,7 +5,8 @@ A = r g a^(r-1); for softmax A = p. Given G = dL/dp and rho = sum_j B_j G_j (`gr
 
     dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j.
 
-A kernel with a function of its own has g = 1 / mass, p = g K(e) / K(reach) and A = g K'(e) / K(reach), e = [z - theta]_+.
+A kernel with a function of its own has g = 1 / mass, p = g K(e) / K(reach) and A = g K'(e) / K(reach), with
+e = [z - theta]_+.
 
 If the threshold depends on the best key, the keys that tie for it subtract that sum in equal shares. Weights are
 recomputed from the row statistics, and blocks without weight are skipped (`lists`). The kernel by queries runs first

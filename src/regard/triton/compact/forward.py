@@ -12,11 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
+from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.span import Span
-from ..runtime.tiles import Tiles, TileTable, padded
+from ..runtime.tiles import Tiles, TileTable
 from . import rules as compact
-from .rows import Form
 from .search import compact_search_kernel, compact_weigh_kernel
 from .stream import compact_stand_in_kernel, compact_stream_kernel
 
@@ -30,36 +30,30 @@ SMALLEST = torch.finfo(torch.float32).tiny
 """Smallest scale: with a scale that underflows to 0 hidden keys would give NaN."""
 
 
-class _Call:
+class _Call(Call):
     """What the launches of one call share. All forward kernels take the same arguments."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
-        found: tuple[Tensor, ...], marks: Tensor, form: Form, mask_tile: tuple[int, int],
+        found: tuple[Tensor, ...], marks: Tensor, mask_tile: tuple[int, int], **form: Any,
     ) -> None:  # fmt: skip
-        nothing = torch.empty(1, device=q.device)  # a pointer that no kernel reads
-        scale = (factor, 1.0) if isinstance(factor, Tensor) else (nothing, max(factor, SMALLEST))
-        number = (given, 0.0) if isinstance(given, Tensor) else (nothing, given)
-        matrices = tuple((x, *x.stride()[:3]) for x in (q, k, v))
-        self.read = matrices, scale, number, (*span.pointers, *span.steps), found, marks
-        self.sizes = q.shape[1], q.shape[1] // max(1, k.shape[1]), q.shape[2], k.shape[2]
-        self.batch, self.dtype, self.mask_tile, self.form = q.shape[0], q.dtype, mask_tile, form
-        self.farthest = max(k.stride(2), v.stride(2))
+        factor = factor if isinstance(factor, Tensor) else max(factor, SMALLEST)
+        super().__init__(q, k, v, factor, span, mask_tile=mask_tile[0], **form)
+        visible, number = (*span.pointers, *span.steps), number_or_rows(given, span.low)
+        self.read, self.mask_tile = (self.matrices, self.factor, number, visible, found, marks), mask_tile
 
     def start(self, kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
         """Run with tiles that fit the marks of blocks; what a kernel does not read is `changed` to one value."""
-        form, device = self.form._replace(**changed), self.read[5].device
+        form = self.form._replace(**changed)
 
         def run(tiles: Tiles) -> None:
             tiles = tiles.fitted(*self.mask_tile)
-            heads, _, queries, keys = self.sizes
-            programs = self.batch * heads * triton.cdiv(queries, tiles.rows)
-            lists = programs * triton.cdiv(keys, tiles.keys) if kernel in LISTING else 1
-            far = self.farthest * tiles.keys >= 2**31
+            programs = self.shape[0] * self.sizes[0] * triton.cdiv(self.sizes[2], tiles.rows)
+            lists = programs * triton.cdiv(self.sizes[3], tiles.keys) if kernel in LISTING else 1
+            far = max(self.k.stride(2), self.v.stride(2)) * tiles.keys >= 2**31
             launch(
-                kernel, (programs,), *self.read, torch.empty(lists, dtype=torch.int32, device=device),
-                TOLERANCE[self.dtype], *self.sizes, tiles=tiles,
-                FORM=form._replace(rows=tiles.rows, keys=tiles.keys, mask_tile=self.mask_tile[0], far=far),
+                kernel, (programs,), *self.read, self.blank(lists, dtype=torch.int32), TOLERANCE[self.dtype],
+                *self.sizes, tiles=tiles, FORM=form._replace(own=tiles.rows, tile=tiles.keys, far=far),
             )  # fmt: skip
 
         run(tables[self.dtype.itemsize].pick(max(form.dim, form.value_dim), self.dtype, run, form))
@@ -71,14 +65,13 @@ def forward(
 ) -> None:  # fmt: skip
     """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`. Memory besides: 4 bytes a
     block of pairs if the rule needs a search, and one more without a backward pass."""
-    (code, _, stand, own), keep, live = rule, flags[0], found[5]
+    (code, r, stand, own), (keep, counted), live = rule, flags, found[5]
     searched = code not in (compact.SOFTMAX, compact.FIXED)
     if searched and not keep:
         blocks = triton.cdiv(q.shape[2], mask_tile[0]), triton.cdiv(k.shape[2], mask_tile[1])
         live = torch.zeros(*q.shape[:2], *blocks, dtype=torch.uint8, device=q.device)
-    tensors = isinstance(factor, Tensor), isinstance(given, Tensor), span.mask is not None
-    form = Form(*rule[:3], *padded(q.shape[3]), *padded(v.shape[3]), *tensors, *flags, **compact.own_form(own))
-    call = _Call(q, k, v, factor, given, span, found[:5], live, form, mask_tile)
+    form = {"rule": code, "r": r, "stand": stand, "given": isinstance(given, Tensor), **compact.own_form(own)}
+    call = _Call(q, k, v, factor, given, span, found[:5], live, mask_tile, keep=keep, counted=counted, **form)
     if searched:
         nothing: dict[str, Any] = {
             "value_dim": 0, "value_wide": 0, "keep": False, "counted": False, "relative": None, "source": "",

@@ -128,7 +128,7 @@ def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
 
 
 def lists_of(
-    live: Tensor, low: Tensor, high: Tensor, masked: bool, owners: int, sizes: tuple[int, int], listed: int,
+    live: Tensor, low: Tensor, high: Tensor, masked: int, owners: int, sizes: tuple[int, int], listed: int,
     axis: int, group: int, flags: Tensor | None = None,
 ) -> Lists:  # fmt: skip
     """Make the lists for groups of `listed` of the `owners`, a multiple of the mask tile. `live` uint8 [B, H, queries'

@@ -54,10 +54,11 @@ def root(x, R: tl.constexpr, EXACT: tl.constexpr = False):
 
 @triton.jit
 def relative(d, reach, FORM: tl.constexpr):
-    """Return (K(reach - d) / K(reach), K'(reach - d) / K(reach)) of a kernel with a function of its own, for distances d
-    below the best score; 0 from d = reach on."""
-    value, slope = FORM.relative(tl.minimum(tl.maximum(d, 0.0), reach), reach)
-    inside = (d < reach) & (reach > SMALLEST)
+    """Return (K(reach - d) / K(reach), K'(reach - d) / K(reach)) by a kernel's own function, for distances d below the
+    best score; 0 from d = reach on."""
+    d = tl.maximum(d, 0.0)
+    value, slope = FORM.relative(tl.minimum(d, reach), reach)
+    inside = d < tl.where(reach > SMALLEST, reach, 0.0)
     return tl.where(inside, value, 0.0), tl.where(inside, slope, 0.0)
 
 

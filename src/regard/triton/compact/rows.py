@@ -1,66 +1,16 @@
 """What the forward kernels of compact attention share: the rows of a program, the key blocks they see, the scores of a
 block, and row statistics.
 
-Legend: R = FORM.rows queries of a program, K = FORM.keys keys of a block; q: the program's queries [R, D]; k, v: (where
+Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block; q: the program's queries [R, D]; k, v: (where
 keys or values of the head lie, the step from one to the next, how many there are).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from ..runtime.blocks import load, load_rows, places_of, seen
-
-
-class Form(NamedTuple):
-    """What a kernel is compiled for. What it does not read keeps its default.
-
-    Attributes:
-        rule, r, stand: code of the rule, power of the kernel, code of the fallback weights.
-        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
-        factors, given, masked: whether each row has its own factor and number, and whether there is a mask.
-        keep, counted: whether a backward pass follows, and whether weights are counted.
-        rows, keys, mask_tile: rows of a program, keys of a block, and rows that share a mark.
-        far: whether a block of keys may span 2^31 numbers.
-        own, tile, listed, split, group: in a backward pass, rows of a program's own block and of the streamed blocks;
-            owners of a list, 0 of a range; blocks of a listed number; heads that stream past an own block.
-        precision, steps: precision of products; row strides of grad, q, k, v, tilt, which as constants take no
-            registers.
-        tables: tables of rows in a backward pass.
-        relative, source: the function of a kernel with `triton_relative`, for which r is 1, and a key of its source, by
-            which Triton's cache on disk tells functions of one name apart.
-    """
-
-    rule: int
-    r: int
-    stand: int
-    dim: int
-    wide: int
-    value_dim: int
-    value_wide: int
-    factors: bool
-    given: bool
-    masked: bool
-    keep: bool = False
-    counted: bool = False
-    rows: int = 0
-    keys: int = 0
-    mask_tile: int = 0
-    far: bool = False
-    own: int = 0
-    tile: int = 0
-    listed: int = 0
-    split: int = 1
-    group: int = 1
-    precision: str = "ieee"
-    steps: tuple[int, ...] = ()
-    tables: int = 4
-    relative: Any = None
-    source: str = ""
-
 
 # Rows -----------------------------------------------------------------------------------------------------------
 
@@ -68,7 +18,7 @@ class Form(NamedTuple):
 @triton.jit
 def place_of(queries, heads, FORM: tl.constexpr):
     """Return (head among all, block of rows, batch, head) of a program; last rows, which see most, first."""
-    row_blocks = tl.cdiv(queries, FORM.rows)
+    row_blocks = tl.cdiv(queries, FORM.own)
     head = tl.program_id(0) // row_blocks
     row_block = row_blocks - 1 - tl.program_id(0) % row_blocks
     return head, row_block, (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -77,7 +27,7 @@ def place_of(queries, heads, FORM: tl.constexpr):
 @triton.jit
 def own_rows(place, queries, FORM: tl.constexpr):
     """Return (rows, which exist, their numbers among all heads); rows past the last repeat it, not stored."""
-    row = place[1] * FORM.rows + tl.arange(0, FORM.rows)
+    row = place[1] * FORM.own + tl.arange(0, FORM.own)
     rows = tl.minimum(row, queries - 1)
     return rows, row < queries, place[0].to(tl.int64) * queries + rows
 
@@ -94,14 +44,14 @@ def sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, 
 @triton.jit
 def row_number(ptr, flat, number, GIVEN: tl.constexpr, FORM: tl.constexpr):
     """Return the number of each of the rows `flat` [R], or the number of all."""
-    return tl.load(ptr + flat) if GIVEN else tl.full((FORM.rows,), 1.0, tl.float32) * number
+    return tl.load(ptr + flat) if GIVEN else tl.full((FORM.own,), 1.0, tl.float32) * number
 
 
 @triton.jit
 def factors(ptr, flat, scale, FORM: tl.constexpr):
     """Return (factor in `key_scores`, factor that then makes scores) [R]; a number is applied last."""
     given = row_number(ptr, flat, scale, FORM.factors, FORM)
-    return given, tl.full((FORM.rows,), 1.0, tl.float32) if FORM.factors else given
+    return given, tl.full((FORM.own,), 1.0, tl.float32) if FORM.factors else given
 
 
 @triton.jit
@@ -152,13 +102,13 @@ def key_blocks(sight, FORM: tl.constexpr):
     """Return (first, full, partial, last): key blocks [first, last) hold all visible keys; every row sees all of blocks
     [full, partial), which is empty with a mask."""
     low, high, _ = sight
-    first = tl.min(low, 0) // FORM.keys
-    last = tl.maximum(tl.cdiv(tl.max(high, 0), FORM.keys), first)
+    first = tl.min(low, 0) // FORM.tile
+    last = tl.maximum(tl.cdiv(tl.max(high, 0), FORM.tile), first)
     full = last
     partial = last
     if not FORM.masked:
-        full = tl.minimum(tl.cdiv(tl.max(low, 0), FORM.keys), last)
-        partial = tl.maximum(tl.min(high, 0) // FORM.keys, full)
+        full = tl.minimum(tl.cdiv(tl.max(low, 0), FORM.tile), last)
+        partial = tl.maximum(tl.min(high, 0) // FORM.tile, full)
     return first, full, partial, last
 
 
@@ -184,9 +134,9 @@ def block_of(run, t, EDGE: tl.constexpr):
 def load_keys(of, block, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Load a key block of k or v, [K, WIDTH]."""
     at, stride, keys = of
-    first = block * FORM.keys
-    held = tl.arange(0, FORM.keys) < keys - first
-    return load(places_of(at, first, stride, FORM.keys, WIDTH, FORM.far), held, DIM, WIDTH, EDGE)
+    first = block * FORM.tile
+    held = tl.arange(0, FORM.tile) < keys - first
+    return load(places_of(at, first, stride, FORM.tile, WIDTH, FORM.far), held, DIM, WIDTH, EDGE)
 
 
 @triton.jit
@@ -200,7 +150,7 @@ def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexp
     """Return (q.k of a key block [R, K], the numbers of its keys). Scores are multiplied with `factor` [R] if rows have
     their own, and with EDGE they are -inf for hidden pairs."""
     dot = tl.dot(q, tl.trans(load_keys(k, block, FORM.dim, FORM.wide, EDGE, FORM)), input_precision="ieee")
-    columns = block * FORM.keys + tl.arange(0, FORM.keys)
+    columns = block * FORM.tile + tl.arange(0, FORM.tile)
     if FORM.factors:
         dot = dot * factor[:, None]
     if EDGE:
@@ -211,15 +161,15 @@ def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexp
 @triton.jit
 def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
     """Return where the first mark of a program lies. A row of marks has one for each key block."""
-    line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.mask_tile) + place[1] * (FORM.rows // FORM.mask_tile)
-    return marks_ptr + line * tl.cdiv(keys, FORM.keys)
+    line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.mask_tile) + place[1] * (FORM.own // FORM.mask_tile)
+    return marks_ptr + line * tl.cdiv(keys, FORM.tile)
 
 
 @triton.jit
 def row_marks(marks_at, keys, FORM: tl.constexpr):
     """Return where the marks of each row [R] begin."""
-    mask_tile = tl.arange(0, FORM.rows) // FORM.mask_tile
-    return marks_at + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.keys)
+    mask_tile = tl.arange(0, FORM.own) // FORM.mask_tile
+    return marks_at + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
 
 
 @triton.jit

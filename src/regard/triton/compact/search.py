@@ -44,9 +44,9 @@ BEYOND = tl.constexpr(2**31 - 1)
 @triton.jit
 def lists_of(marks_ptr, list_ptr, place, queries, keys, FORM: tl.constexpr):
     """Return (first mark, list of key blocks, number of key blocks, number of mask tiles of rows) of a program."""
-    MASK_TILES: tl.constexpr = FORM.rows // FORM.mask_tile
-    blocks = tl.cdiv(keys, FORM.keys)
-    list_at = list_ptr + (place[0].to(tl.int64) * tl.cdiv(queries, FORM.rows) + place[1]) * blocks
+    MASK_TILES: tl.constexpr = FORM.own // FORM.mask_tile
+    blocks = tl.cdiv(keys, FORM.tile)
+    list_at = list_ptr + (place[0].to(tl.int64) * tl.cdiv(queries, FORM.own) + place[1]) * blocks
     marks_at = marks_of(marks_ptr, place, queries, keys, FORM)
     return marks_at, list_at, blocks, tl.minimum(tl.cdiv(queries, FORM.mask_tile) - place[1] * MASK_TILES, MASK_TILES)
 
@@ -62,7 +62,7 @@ def collect(marks, run, mark, FORM: tl.constexpr):
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
         hit = tl.load(marks_at + block, mask=block < last, other=0) == mark
-        for i in tl.static_range(1, FORM.rows // FORM.mask_tile):
+        for i in tl.static_range(1, FORM.own // FORM.mask_tile):
             inside = block < tl.where(mask_tiles > i, last, first)
             hit = hit | (tl.load(marks_at + i * blocks.to(tl.int64) + block, mask=inside, other=0) == mark)
         whole = (block >= full) & (block < partial)
@@ -90,7 +90,7 @@ def leave(marks, run, mark, FORM: tl.constexpr):
     tl.debug_barrier()
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        for i in tl.static_range(FORM.rows // FORM.mask_tile):
+        for i in tl.static_range(FORM.own // FORM.mask_tile):
             at = marks_at + i * blocks.to(tl.int64) + block
             inside = block < tl.where(mask_tiles > i, last, first)
             tl.store(at, (tl.load(at, mask=inside, other=0) == mark).to(tl.uint8), mask=inside)
@@ -130,8 +130,8 @@ def look(q, k, run, sight, scales, within, marked, real, FORM: tl.constexpr):
     """Return the best q.k of each row and, for the adaptive rule, the best of every K-th place [R, K]. Mark 1 each
     block with a key at most `within` below the best so far; keys further below have no weight."""
     factor, by = scales
-    best = tl.full((FORM.rows,), -float("inf"), tl.float32)
-    tops = tl.full((FORM.rows, FORM.keys), -float("inf"), tl.float32)
+    best = tl.full((FORM.own,), -float("inf"), tl.float32)
+    tops = tl.full((FORM.own, FORM.tile), -float("inf"), tl.float32)
     for side in tl.static_range(2):
         for t in range(count_of(run, side == 0)):
             block = block_of(run, t, side == 0)
@@ -149,8 +149,8 @@ def look(q, k, run, sight, scales, within, marked, real, FORM: tl.constexpr):
 def sums_above(q, k, theta, counts, sight, scales, marks, marked, mark, FORM: tl.constexpr):
     """Return (sum of e^r, sum of e^(r - 1)) [R] over the listed blocks, and mark those where it is not 0."""
     factor, by = scales
-    total = tl.full((FORM.rows,), 0.0, tl.float32)
-    lower = tl.full((FORM.rows,), 0.0, tl.float32)
+    total = tl.full((FORM.own,), 0.0, tl.float32)
+    lower = tl.full((FORM.own,), 0.0, tl.float32)
     for side in tl.static_range(2):
         for t in range(counts[1 - side]):
             block = listed(marks, t, side == 0)
@@ -201,7 +201,7 @@ def compact_search_kernel(
     top = best * scales[1]
     finest = tl.abs(top) * FINEST  # below it rounding decides which keys are near enough
     reach = tl.where(empty, 1.0, tl.maximum(within, finest))
-    one, none = tl.full((FORM.rows,), 1.0, tl.float32), tl.full((FORM.rows,), 0.0, tl.float32)
+    one, none = tl.full((FORM.own,), 1.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     store_row(floats_ptr, flags_ptr, flat, real, top, top - reach, reach, one, none, none, empty, empty & False)
     if FORM.rule == ADAPTIVE:
         marks = lists_of(marks_ptr, list_ptr, place, queries, keys, FORM)
@@ -255,15 +255,15 @@ def compact_weigh_kernel(
     counts = collect(marks, run, 1, FORM)
     theta, reach = tl.load(floats_ptr + flat * 6 + 1), tl.load(floats_ptr + flat * 6 + 2)
     g = 1.0 / reach
-    acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
-    mass = tl.full((FORM.rows,), 0.0, tl.float32)
+    acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+    mass = tl.full((FORM.own,), 0.0, tl.float32)
     if TILT:
-        tilt = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
-        tilt_mass = tl.full((FORM.rows,), 0.0, tl.float32)
+        tilt = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+        tilt_mass = tl.full((FORM.own,), 0.0, tl.float32)
     if TIES:
         top = tl.load(floats_ptr + flat * 6)
         nearly = top - tl.abs(top) * (FINEST * 0.25)
-        none = tl.full((FORM.rows,), 0, tl.int32)
+        none = tl.full((FORM.own,), 0, tl.int32)
         ties = none + BEYOND, none - 1, none
     seen_weights = mass, mass
     for side in tl.static_range(2):

@@ -79,9 +79,9 @@ def compact_stream_kernel(
     if FORM.rule == SOFTMAX:
         by = by * LOG2E
 
-    best = tl.full((FORM.rows,), -float("inf"), tl.float32)
-    mass = tl.full((FORM.rows,), 0.0, tl.float32)
-    acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
+    best = tl.full((FORM.own,), -float("inf"), tl.float32)
+    mass = tl.full((FORM.own,), 0.0, tl.float32)
+    acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for side in tl.static_range(2):
         for t in range(count_of(run, side == 0)):
             block = block_of(run, t, side == 0)
@@ -97,7 +97,7 @@ def compact_stream_kernel(
     empty = best == -float("inf")
     lost = real & (mass == 0) & (best > -float("inf"))  # keys are visible, but none is near enough
 
-    support, square = tl.full((FORM.rows,), 0.0, tl.float32), tl.full((FORM.rows,), 0.0, tl.float32)
+    support, square = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     if FORM.counted:
         support, square = count_weights(q, k, run, sight, best, (factor, by), bias, FORM)
     ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
@@ -106,8 +106,8 @@ def compact_stream_kernel(
     store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
     if FORM.rule == SOFTMAX:
         top = best if FORM.factors else best * factor
-        theta = tl.full((FORM.rows,), -float("inf"), tl.float32)
-        reach = tl.full((FORM.rows,), 1.0, tl.float32)
+        theta = tl.full((FORM.own,), -float("inf"), tl.float32)
+        reach = tl.full((FORM.own,), 1.0, tl.float32)
     else:
         top = best * by
         theta = -bias
@@ -120,10 +120,10 @@ def compact_stream_kernel(
 @triton.jit
 def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
     """Return (sum of the values [R, Dv] that lost rows see, how many these are)."""
-    acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
-    count = tl.full((FORM.rows,), 0, tl.int32)
+    acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+    count = tl.full((FORM.own,), 0, tl.int32)
     for block in range(run[0], run[3]):
-        columns = block * FORM.keys + tl.arange(0, FORM.keys)
+        columns = block * FORM.tile + tl.arange(0, FORM.tile)
         taken = seen(columns, sight[0], sight[1], sight[2], v[2], FORM.masked) & lost[:, None]
         x = load_values(v, block, True, FORM)
         acc = tl.dot(taken.to(x.dtype), x, acc, input_precision="ieee")
@@ -137,8 +137,8 @@ def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
 @triton.jit
 def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
     """Return the first key with the best score of each row."""
-    best = tl.full((FORM.rows,), -float("inf"), tl.float32)
-    found = tl.full((FORM.rows,), 0, tl.int32)
+    best = tl.full((FORM.own,), -float("inf"), tl.float32)
+    found = tl.full((FORM.own,), 0, tl.int32)
     for block in range(run[0], run[3]):
         dot, columns = key_scores(q, k, block, scales[0], sight, True, FORM)
         here = tl.max(dot, 1)
@@ -159,7 +159,7 @@ def compact_stand_in_kernel(
     _rows, real, flat = own_rows(place, queries, FORM)
     lost = real & (tl.load(flags_ptr + flat * 3 + 1) != 0)
     if FORM.keep:
-        tl.store(index_ptr + flat, tl.full((FORM.rows,), -1, tl.int32), mask=real)
+        tl.store(index_ptr + flat, tl.full((FORM.own,), -1, tl.int32), mask=real)
     if tl.max(lost.to(tl.int32), 0) > 0:
         _, _, _, sight, scales, q, k, v, marked, run = opened(
             matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
@@ -170,9 +170,9 @@ def compact_stand_in_kernel(
         else:
             stand_in = nearest(q, k, run, sight, scales, FORM)
             acc = load_rows(v[0], stand_in, v[1], FORM.value_dim, FORM.value_wide).to(tl.float32)
-            count = tl.full((FORM.rows,), 1.0, tl.float32)
+            count = tl.full((FORM.own,), 1.0, tl.float32)
             if FORM.keep:
-                tl.store(marked + stand_in // FORM.keys, 1, mask=lost)
+                tl.store(marked + stand_in // FORM.tile, 1, mask=lost)
         store_values(out_ptr, flat, acc / count[:, None], lost, FORM)
         if FORM.keep:
             tl.store(index_ptr + flat, stand_in, mask=lost)

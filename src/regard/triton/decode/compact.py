@@ -25,8 +25,9 @@ from ...pairwise.visibility import Visibility
 from ..compact.rules import SOFTMAX, Rule, own_form, rule_of
 from ..runtime.launch import launch
 from ..runtime.operators import operator, rows_together
+from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable, padded
-from .plan import Call, Ranges, ranges_of, row_tensor
+from .plan import MERGE, PARTS, Decoding, merged, most_keys, row_tensor
 
 TABLE = TileTable(
     "compact_decode",
@@ -35,10 +36,6 @@ TABLE = TileTable(
 )
 CHUNK = Tiles(keys=1024, warps=4, stages=1)
 """Scores that a program reads at once when it solves for a threshold."""
-MERGE = Tiles(warps=4, stages=1)
-"""For kernels that merge splits."""
-PARTS = 8
-"""Splits that are added at once."""
 
 
 def cost(problem: Problem) -> Cost:
@@ -69,11 +66,12 @@ def decode(
     """Return the attention of few queries, [B, H, Tq, Dv] in the dtype of the values. `factor` is a number or [B, H,
     Tq], `given` the rule's number for every row [B, H, Tq], or None. If `raw`, vectors may be non-finite (or beyond
     2^56) anywhere, and rows that see one become NaN; otherwise only vectors that no row sees may be non-finite."""
-    ranges = ranges_of(visible, q)
+    span = Span.of(visible, q, by_keys=False)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
     given = None if given is None else row_tensor(given, q)
     q, k, v = (rows_together(x) for x in (q, k, v))
-    return _decode(q, k, v, by, given, *ranges[:3], *rule[:4], rule.own, scale, ranges.most, raw)
+    seen = span.low, span.high, span.mask
+    return _decode(q, k, v, by, given, *seen, *rule[:4], rule.own, scale, most_keys(visible), raw)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any) -> Tensor:
@@ -82,9 +80,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor |
     if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_()
     tiles = TABLE.pick(max(q.shape[-1], v.shape[-1]), v.dtype)
-    call = Call(q, k, v, factor, scale, Ranges(low, high, mask, most), raw)
+    call = Decoding(q, k, v, scale if factor is None else factor, Span(low, high, low, low, mask), most, raw)
     if code == SOFTMAX:
-        _softmax(call, out, tiles)
+        if call.form.masked == 2:  # a mask for each head takes registers for every pair
+            tiles = replace(tiles, warps=8)
+        merged(call, None, out, tiles)
     else:
         _compact(call, out, tiles, Rule(code, power, number, stand, own=own), given)
     return out
@@ -99,44 +99,27 @@ _decode = operator(
 )
 
 
-def _softmax(call: Call, out: Tensor, tiles: Tiles) -> None:
-    from .compact_kernels import merge_kernel, online_kernel
-
-    form, grid, _ = call.shared(tiles)
-    part, state = call.new(grid[1], *out.shape), call.new(grid[1], *call.rows, 2)
-    if form.masked == 2:  # a mask for each head takes registers for every pair
-        tiles = replace(tiles, warps=8)
-    launch(
-        online_kernel, grid, call.matrices, call.factor, call.span, part, state, *call.sizes, *call.ranges.strides,
-        part.stride(0), state.stride(0), tiles=tiles, FORM=form,
-    )  # fmt: skip
-    launch(
-        merge_kernel, (call.rows.numel(),), part, state, out, grid[1], part.stride(0), state.stride(0),
-        tiles=MERGE, DV=form.value_dim, WIDTH=form.value_wide, PARTS=PARTS,
-    )  # fmt: skip
-
-
-def _compact(call: Call, out: Tensor, tiles: Tiles, rule: Rule, given: Tensor | None) -> None:
+def _compact(call: Decoding, out: Tensor, tiles: Tiles, rule: Rule, given: Tensor | None) -> None:
     from .compact_kernels import output_kernel, scores_kernel, threshold_kernel
 
     form, grid, room = call.shared(tiles)
-    rows, steps = call.rows, call.ranges.strides
-    z, near = call.new(2, *rows, room * tiles.keys)
-    tops, found, best = call.new(*rows, room), call.new(*rows, 3), call.new(*rows, 2, dtype=torch.int32)
+    rows, steps, span = call.rows, call.span.steps, call.span.pointers
+    z, near = call.blank(2, rows, room * tiles.keys)
+    tops, found, best = call.new(room), call.new(3), call.blank(rows, 2, dtype=torch.int32)
     kinds = {"RULE": rule.code, "EMPTY": rule.stand}
     launch(
-        scores_kernel, grid, call.matrices, call.factor, call.span, z, tops, *call.sizes, room, *steps,
+        scores_kernel, grid, call.matrices, call.factor, span, z, tops, *call.own, room, *steps,
         tiles=tiles, FORM=form,
     )  # fmt: skip
     form = form._replace(dim=0, wide=0, factors=False, raw=False, r=rule.r, **own_form(rule.own))
     launch(
-        threshold_kernel, (rows.numel(),), z, tops, near, given, call.span, found, best, *call.sizes, room,
+        threshold_kernel, (rows,), z, tops, near, given, span, found, best, *call.own, room,
         rule.number, *steps, tiles=CHUNK, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None,
-        FORM=form._replace(value_dim=0, value_wide=0, rows=1), **kinds,
+        FORM=form._replace(value_dim=0, value_wide=0, own=1), **kinds,
     )  # fmt: skip
-    part = out[None] if grid[1] == 1 else call.new(grid[1], *out.shape)
+    part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
     launch(
-        output_kernel, grid, call.matrices[2], z, tops, call.span, found, best, part, *call.sizes, room, *steps,
+        output_kernel, grid, call.matrices[2], z, tops, span, found, best, part, *call.own, room, *steps,
         part.stride(0), tiles=tiles, FORM=form, **kinds,
     )  # fmt: skip
     add_splits(part, out)

@@ -1,6 +1,6 @@
 """The kernels of `decode.compact`.
 
-Softmax is one pass (`online_kernel`) and a merge. Compact rules keep their scores: `scores_kernel` writes them with the
+Softmax is one pass and a merge (`online_kernels`). Compact rules keep scores: `scores_kernel` writes them with the
 largest of every tile, `threshold_kernel` finds each row's threshold among those that can have weight, and
 `output_kernel` reads the values that do.
 
@@ -13,13 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, relative, root
+from ..compact.math import ADAPTIVE, ANCHORED, FIXED, NEAREST, UNIFORM, lower_power, power, relative, root
 from ..runtime.blocks import FAR, LENGTHS
 from ..runtime.finite_kernel import non_finite
 from .math import (
     add_weighted,
     extent,
-    guarded,
     load_keys,
     load_values,
     opened,
@@ -49,18 +48,18 @@ def scores_kernel(
     _, held, own = rows
     wrong = non_finite(a)
     for n in range(tiles[1], tiles[2]):
-        j = (tiles[0] + n) * FORM.keys
-        real = j + tl.arange(0, FORM.keys) < sight[7]
+        j = (tiles[0] + n) * FORM.tile
+        real = j + tl.arange(0, FORM.tile) < sight[7]
         keys = load_keys(k, j, real, FORM)
         lost = non_finite(keys)
         if FORM.raw:  # loaded before arithmetic waits for the keys
             lost |= non_finite(load_values(v, j, real, FORM))
-        score = products(a, keys, FORM.rows) * by[:, None]
+        score = products(a, keys, FORM.own) * by[:, None]
         seen = seen_keys(j, sight, FORM.masked, FORM)
         score = tl.where(seen, score, float("-inf"))
         if FORM.raw:
             score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
-        into = z + (own * room + n)[:, None] * FORM.keys + tl.arange(0, FORM.keys)[None, :]
+        into = z + (own * room + n)[:, None] * FORM.tile + tl.arange(0, FORM.tile)[None, :]
         tl.store(into, score, mask=held[:, None])
         tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
 
@@ -161,7 +160,7 @@ def threshold_kernel(
     count = group * queries
     at, r = row // count, (row % count).to(tl.int32)
     batch, head = at // heads, at % heads
-    KEYS: tl.constexpr = FORM.keys
+    KEYS: tl.constexpr = FORM.tile
     low, high = span[0] + batch * stride_low, span[1] + batch * stride_low
     origin, tiles, _ = extent(low, high, queries, KEYS, FORM.most)
     own, to = tl.load(low + r % queries), tl.load(high + r % queries)
@@ -211,7 +210,7 @@ def output_kernel(
 ):  # fmt: skip
     """Store the sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split.
     Only values with weight in some row of the tile are read. A row whose best score is inf is NaN."""
-    KEYS: tl.constexpr = FORM.keys
+    KEYS: tl.constexpr = FORM.tile
     batch, head, rows, tiles, sight = part_of(span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM)
     start, to = sight[0], sight[1]
     _, held, own = rows
@@ -221,7 +220,7 @@ def output_kernel(
     lost = reach == 0
     visible, nearest = tl.load(best + own * 2, mask=held, other=1), tl.load(best + own * 2 + 1, mask=held, other=-1)
     v = v[0] + batch * v[1] + head * v[2], v[3]
-    total = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
+    total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * KEYS
         near = held & (top - tl.load(tops + own * room + n, mask=held, other=float("-inf")) < reach)
@@ -246,7 +245,7 @@ def output_kernel(
                         (lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None]), 1.0, p
                     )
             values = load_values(v, j, tl.max(p, 0) > 0, FORM)
-            total = add_weighted(total, p, values, FORM.rows)
+            total = add_weighted(total, p, values, FORM.own)
     total = tl.where((top == float("inf"))[:, None], float("nan"), total)
     store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
 
@@ -264,74 +263,3 @@ def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.const
             part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :], mask=held, other=0.0
         )
     tl.store(out + row * DV + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < DV)
-
-
-# Softmax --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def online_kernel(
-    matrices, factor, span, part, state, heads, group, queries, stride_low, stride_mb, stride_mh, stride_part,
-    stride_state, FORM: tl.constexpr,
-):  # fmt: skip
-    """Compute softmax over a program's tiles: part [splits, N, count, DV], not divided by the mass, and state [splits,
-    N, count, 2] = (m in base 2, sum w). FORM.raw: sums are NaN in rows that see a non-finite number."""
-    rows, tiles, sight, a, by, k, v = opened(
-        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
-    )
-    _, held, own = rows
-    by *= LOG2E
-    wrong = non_finite(a)
-    top = tl.full((FORM.rows,), float("-inf"), tl.float32)
-    mass, total = tl.full((FORM.rows,), 0.0, tl.float32), tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
-    for n in range(tiles[1], tiles[2]):
-        j = (tiles[0] + n) * FORM.keys
-        keys = load_keys(k, j, j + tl.arange(0, FORM.keys) < sight[7], FORM)
-        lost = non_finite(keys)
-        score = products(a, keys, FORM.rows) * by[:, None]
-        seen = seen_keys(j, sight, FORM.masked, FORM)
-        score = tl.where(seen, score, float("-inf"))
-        new = tl.maximum(top, tl.max(score, 1))
-        level = tl.where(new == float("-inf"), 0.0, new)
-        w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
-        values = load_values(v, j, tl.max(seen.to(tl.int32), 0) != 0, FORM)
-        if FORM.raw:
-            w, values = guarded(w, lost, values, seen, wrong, FORM)
-        total = add_weighted(total * fade[:, None], w, values, FORM.rows)
-        mass = mass * fade + tl.sum(w, 1)
-        top = new
-    store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
-    state += tl.program_id(1).to(tl.int64) * stride_state + own * 2
-    tl.store(state, top, mask=held)
-    tl.store(state + 1, mass, mask=held)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def merge_kernel(
-    part, state, out, splits, stride_part, stride_state,
-    DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Merge one row of softmax from its splits."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, WIDTH)
-    state += row * 2
-    largest = tl.full((PARTS,), float("-inf"), tl.float32)
-    for s in range(0, splits, PARTS):
-        at = s + tl.arange(0, PARTS)
-        largest = tl.maximum(
-            largest, tl.load(state + at.to(tl.int64) * stride_state, mask=at < splits, other=float("-inf"))
-        )
-    top = tl.max(largest, 0)
-    none = top == float("-inf")
-    level = tl.where(none, 0.0, top)
-    mass, total = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS, WIDTH), tl.float32)
-    for s in range(0, splits, PARTS):
-        at = s + tl.arange(0, PARTS)
-        own, held = state + at.to(tl.int64) * stride_state, at < splits
-        w = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level)
-        mass += w * tl.load(own + 1, mask=held, other=0.0)
-        inside = held[:, None] & (columns < DV)[None, :]
-        to = part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :]
-        total += w[:, None] * tl.load(to, mask=inside, other=0.0)
-    whole = tl.where(none, 1.0, tl.sum(mass, 0))
-    tl.store(out + row * DV + columns, (tl.sum(total, 0) / whole).to(out.dtype.element_ty), mask=columns < DV)

@@ -30,9 +30,10 @@ from ...pairwise.dispatch import Cost, Inputs, Problem
 from ...pairwise.visibility import Visibility
 from ..runtime.launch import launch
 from ..runtime.operators import operator, rows_together
+from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
-from .compact import MERGE, add_splits
-from .plan import Call, Ranges, ranges_of, row_tensor
+from .compact import add_splits
+from .plan import MERGE, Decoding, merged, most_keys, row_tensor
 
 WIDEST = 128
 """Most features of a key if a system is solved: its matrix stays in the registers of one program."""
@@ -100,12 +101,13 @@ def decode(
         ArgumentError: neither a probe nor a way to solve."""
     if probe is None and how == 0:
         raise ArgumentError("local_linear_decode: the learned solver needs params={'probe': r}, r [B, H, Tq, D].")
-    ranges = ranges_of(visible, q)
+    span = Span.of(visible, q, by_keys=False)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
     number, own = (0.0, row_tensor(ridge, q)) if isinstance(ridge, Tensor) else (float(ridge), None)
     probe = None if probe is None else row_tensor(probe, q)
     q, k, v = (rows_together(x) for x in (q, k, v))
-    return _decode(q, k, v, by, own, probe, *ranges[:3], scale, number, how, tol, limit, ranges.most, raw)
+    seen = span.low, span.high, span.mask
+    return _decode(q, k, v, by, own, probe, *seen, scale, number, how, tol, limit, most_keys(visible), raw)
 
 
 def _run(
@@ -115,9 +117,10 @@ def _run(
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_()
-    call = Call(q, k, v, factor, scale, Ranges(low, high, mask, most), raw)
+    call = Decoding(q, k, v, scale if factor is None else factor, Span(low, high, low, low, mask), most, raw)
     if probe is not None:
-        _probed(call, probe, out)
+        tiles = TABLE.pick(call.width, call.dtype)
+        merged(call, probe, out, tiles)
     else:
         mean, state, spread = _moments(call)
         slope = _solved(call, spread, mean, ridge, number, how, tol, limit)
@@ -134,26 +137,26 @@ _decode = operator(
 )
 
 
-def _moments(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(call: Decoding) -> tuple[Tensor, Tensor, Tensor]:
     """Return (mean [N, D], (m, sum w) [N, 2], covariance [N, D, D]) of the weighted keys of every row."""
     from .local_linear_kernels import merge_moments_kernel, moments_kernel
 
-    dim, total = call.form.dim, call.rows.numel()
-    tiles = MOMENTS.pick(dim, call.k.dtype)
+    dim, total = call.form.dim, call.rows
+    tiles = MOMENTS.pick(dim, call.dtype)
     if call.form.masked:  # the matrix leaves few registers
         tiles = replace(tiles, keys=max(16, tiles.keys // 2))
-    least = max(1, max(FULL, 4 * call.group) * dim // tiles.keys)
+    least = max(1, max(FULL, 4 * call.own[1]) * dim // tiles.keys)
     form, grid, _ = call.shared(tiles, one=True, least=least)
     splits = grid[1]
-    moment, mean, state = call.new(splits, total, dim, dim), call.new(splits, total, dim), call.new(splits, total, 2)
+    moment, mean, state = (call.blank(splits, total, *shape) for shape in ((dim, dim), (dim,), (2,)))
     matrices = (*call.matrices[:2], call.matrices[1])  # values are not read
     launch(
-        moments_kernel, grid, matrices, call.factor, call.span, moment, mean, state, *call.sizes,
-        *call.ranges.strides, total, tiles=tiles, FORM=form._replace(value_dim=0, value_wide=0, raw=False),
+        moments_kernel, grid, matrices, call.factor, call.span.pointers, moment, mean, state, *call.own,
+        *call.span.steps, total, tiles=tiles, FORM=form._replace(value_dim=0, value_wide=0, raw=False),
     )  # fmt: skip
     if splits == 1:
         return mean[0], state[0], moment[0]
-    spread, centre, whole = call.new(total, dim, dim), call.new(total, dim), call.new(total, 2)
+    spread, centre, whole = (call.blank(total, *shape) for shape in ((dim, dim), (dim,), (2,)))
     launch(
         merge_moments_kernel, (total, -(-dim // 16)), moment, mean, state, spread, centre, whole, splits, total,
         tiles=MERGE, D=dim, WIDTH=form.wide, PANEL=16,
@@ -162,47 +165,29 @@ def _moments(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _solved(
-    call: Call, spread: Tensor, mean: Tensor, ridge: Tensor | None, number: float, how: int, tol: float, limit: int
+    call: Decoding, spread: Tensor, mean: Tensor, ridge: Tensor | None, number: float, how: int, tol: float, limit: int
 ) -> Tensor:
     """Return t [N, D]."""
     from .local_linear_kernels import solve_kernel
 
     slope, form = torch.empty_like(mean), type(call.form)(*call.form[:2])
     launch(
-        solve_kernel, (call.rows.numel(),), call.matrices[0], spread, mean, ridge, slope, *call.sizes, number, tol,
+        solve_kernel, (call.rows,), call.matrices[0], spread, mean, ridge, slope, *call.own, number, tol,
         limit, tiles=SOLVE.pick(form.dim, torch.float32), RIDGE=0 if ridge is None else ridge.shape[-1],
         GRADIENTS=how in (1, 3), DIRECT=how in (2, 3), FORM=form,
     )  # fmt: skip
     return slope
 
 
-def _tilted(call: Call, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor) -> None:
+def _tilted(call: Decoding, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor) -> None:
     """Compute the output of solved rows."""
     from .local_linear_kernels import tilted_kernel
 
-    tiles = TABLE.pick(max(call.form.dim, call.form.value_dim), call.k.dtype)
+    tiles = TABLE.pick(call.width, call.dtype)
     form, grid, _ = call.shared(tiles)
-    part = out[None] if grid[1] == 1 else call.new(grid[1], *out.shape)
+    part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
     launch(
-        tilted_kernel, grid, call.matrices, call.factor, call.span, slope, mean, state, part, *call.sizes,
-        *call.ranges.strides, part.stride(0), tiles=tiles, FORM=form,
+        tilted_kernel, grid, call.matrices, call.factor, call.span.pointers, slope, mean, state, part, *call.own,
+        *call.span.steps, part.stride(0), tiles=tiles, FORM=form,
     )  # fmt: skip
     add_splits(part, out)
-
-
-def _probed(call: Call, probe: Tensor, out: Tensor) -> None:
-    """Compute the output of rows whose t is given."""
-    from .local_linear_kernels import merge_probed_kernel, probed_kernel
-
-    tiles = TABLE.pick(max(call.form.dim, call.form.value_dim), call.k.dtype)
-    form, grid, _ = call.shared(tiles)
-    total, splits = call.rows.numel(), grid[1]
-    part, state = call.new(splits, total, 2, form.value_dim), call.new(splits, total, 4)
-    launch(
-        probed_kernel, grid, call.matrices, call.factor, call.span, probe, part, state, *call.sizes,
-        *call.ranges.strides, total, tiles=tiles, FORM=form,
-    )  # fmt: skip
-    launch(
-        merge_probed_kernel, (total,), part, state, out, splits, total,
-        tiles=MERGE, DV=form.value_dim, WIDTH=form.value_wide,
-    )  # fmt: skip

@@ -1,10 +1,7 @@
 """The kernels of `decode.local_linear`.
 
 A solved t takes two passes over the keys: `moments_kernel` gathers mean and covariance of the weighted keys,
-`solve_kernel` solves, and `tilted_kernel` weights the values by p (1 + e). If t is given (Parallax), `probed_kernel` is
-one pass: for any number s of a row, with s_j = k_j . t,
-
-    o = sum_j p_j v_j + sum_j p_j (s_j - s) v_j - (sum_j p_j (s_j - s)) sum_j p_j v_j.
+`solve_kernel` solves, and `tilted_kernel` weights the values by p (1 + e). A given t takes one (`online_kernels`).
 
 Legend: as in `compact_kernels`; scores in base 2.
 """
@@ -15,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..compact.math import LOG2E
-from ..runtime.blocks import LENGTHS, load
+from ..runtime.blocks import LENGTHS
 from ..runtime.finite_kernel import non_finite
 from .math import (
     add_weighted,
@@ -24,6 +21,7 @@ from .math import (
     load_keys,
     load_queries,
     load_values,
+    load_vectors,
     opened,
     place_of,
     products,
@@ -60,8 +58,8 @@ def moments_kernel(
     centre, first_sum = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
     second, used = tl.zeros((WIDTH, WIDTH), tl.float32), tl.zeros((WIDTH,), tl.float32)
     for n in range(tiles[1], tiles[2]):
-        j = (tiles[0] + n) * FORM.keys
-        held = tl.reshape(seen_keys(j, sight, ONE, FORM), (FORM.keys,))
+        j = (tiles[0] + n) * FORM.tile
+        held = tl.reshape(seen_keys(j, sight, ONE, FORM), (FORM.tile,))
         keys = load_keys(k, j, held, FORM)
         exact = keys.to(tl.float32)
         score = tl.where(held, tl.sum(a.to(tl.float32) * exact, 1) * by, float("-inf"))
@@ -227,19 +225,13 @@ def solve_kernel(
 
 
 @triton.jit
-def load_vectors(x, own, held, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Load float32 vectors [ROWS, WIDTH] of the rows with these numbers, from [N, D]."""
-    return load(x + own[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
-
-
-@triton.jit
 def _tile(k, v, n, sight, FORM: tl.constexpr):
     """Return keys and values of a tile, which pairs are visible, and which keys are non-finite."""
-    seen = seen_keys(n * FORM.keys, sight, FORM.masked, FORM)
+    seen = seen_keys(n * FORM.tile, sight, FORM.masked, FORM)
     some = tl.max(seen.to(tl.int32), 0) != 0
-    keys = load_keys(k, n * FORM.keys, some, FORM)
+    keys = load_keys(k, n * FORM.tile, some, FORM)
     lost = non_finite(keys)
-    return keys, load_values(v, n * FORM.keys, some, FORM), seen, lost
+    return keys, load_values(v, n * FORM.tile, some, FORM), seen, lost
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -259,95 +251,13 @@ def tilted_kernel(
     lse = tl.load(state + own * 2, mask=held, other=0.0) + tl.log2(tl.where(mass > 0, mass, 1.0))
     lse = tl.where(mass > 0, lse, 0.0)
     wrong = non_finite(a)
-    total = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
+    total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
-        p = tl.exp2(products(a, keys, FORM.rows) * by[:, None] - lse[:, None])
-        e, multiplied = fine_products(t, keys, FORM.rows)
+        p = tl.exp2(products(a, keys, FORM.own) * by[:, None] - lse[:, None])
+        e, multiplied = fine_products(t, keys, FORM.own)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)
         if FORM.raw:
             w, values = guarded(w, lost, values, seen, wrong, FORM)
-        total = add_weighted(total, w, values, FORM.rows)
+        total = add_weighted(total, w, values, FORM.own)
     store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def probed_kernel(
-    matrices, factor, span, probe, part, state, heads, group, queries, stride_low, stride_mb, stride_mh, total_rows,
-    FORM: tl.constexpr,
-):  # fmt: skip
-    """Store over a program's tiles, for t = -probe: part [splits, N, 2, DV] = (sum w v, sum w (s_j - s) v) and state
-    [splits, N, 4] = (m, sum w, sum w (s_j - s), s). FORM.raw: all NaN in rows that see a non-finite number."""
-    rows, tiles, sight, a, by, k, v = opened(
-        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
-    )
-    _, held, own = rows
-    by *= LOG2E
-    t = -load_vectors(probe, own, held, FORM.dim, FORM.wide)
-    DV: tl.constexpr = FORM.value_dim
-    columns, wrong = tl.arange(0, FORM.value_wide), non_finite(a)
-    top = tl.full((FORM.rows,), float("-inf"), tl.float32)
-    mass, tilt, level_s = (
-        tl.full((FORM.rows,), 0.0, tl.float32),
-        tl.full((FORM.rows,), 0.0, tl.float32),
-        tl.full((FORM.rows,), 0.0, tl.float32),
-    )
-    plain, tilted = (
-        tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32),
-        tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32),
-    )
-    for n in range(tiles[1], tiles[2]):
-        keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
-        score = tl.where(seen, products(a, keys, FORM.rows) * by[:, None], float("-inf"))
-        s, _used = fine_products(t, keys, FORM.rows)
-        new = tl.maximum(top, tl.max(score, 1))
-        level = tl.where(new == float("-inf"), 0.0, new)
-        w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
-        number = tl.sum(seen.to(tl.float32), 1)
-        near = tl.sum(tl.where(seen, s, 0.0), 1) / tl.maximum(number, 1.0)
-        level_s = tl.where(mass > 0, level_s, near)
-        ws = w * tl.where(seen, s - level_s[:, None], 0.0)
-        if FORM.raw:
-            w, values = guarded(w, lost, values, seen, wrong, FORM)
-        plain = add_weighted(plain * fade[:, None], w, values, FORM.rows)
-        tilted = add_weighted(tilted * fade[:, None], ws, values, FORM.rows)
-        mass, tilt = mass * fade + tl.sum(w, 1), tilt * fade + tl.sum(ws, 1)
-        top = new
-    split = tl.program_id(1).to(tl.int64) * total_rows + own
-    inside = held[:, None] & (columns < DV)[None, :]
-    tl.store(part + split[:, None] * 2 * DV + columns[None, :], plain, mask=inside)
-    tl.store(part + split[:, None] * 2 * DV + DV + columns[None, :], tilted, mask=inside)
-    tl.store(state + split * 4, top, mask=held)
-    tl.store(state + split * 4 + 1, mass, mask=held)
-    tl.store(state + split * 4 + 2, tilt, mask=held)
-    tl.store(state + split * 4 + 3, level_s, mask=held)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def merge_probed_kernel(part, state, out, splits, total_rows, DV: tl.constexpr, WIDTH: tl.constexpr):
-    """Merge one row of the output from its splits, with the mean of the slopes as the common s."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, WIDTH)
-    top = float("-inf")
-    for s in range(splits):
-        top = tl.maximum(top, tl.load(state + (tl.cast(s, tl.int64) * total_rows + row) * 4))
-    level = tl.where(top == float("-inf"), 0.0, top)
-    mass, slopes = 0.0, 0.0
-    for s in range(splits):
-        own = state + (tl.cast(s, tl.int64) * total_rows + row) * 4
-        w, m = tl.exp2(tl.load(own) - level), tl.load(own + 1)
-        mass += w * m
-        slopes += w * (tl.load(own + 2) + tl.load(own + 3) * m)
-    whole = tl.where(mass > 0, mass, 1.0)
-    mean = slopes / whole
-    rest, plain, tilted = 0.0, tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
-    for s in range(splits):
-        at = tl.cast(s, tl.int64) * total_rows + row
-        w = tl.exp2(tl.load(state + at * 4) - level)
-        moved = tl.load(state + at * 4 + 3) - mean
-        rest += w * (tl.load(state + at * 4 + 2) + moved * tl.load(state + at * 4 + 1))
-        own = tl.load(part + at * 2 * DV + columns, mask=columns < DV, other=0.0)
-        plain += w * own
-        tilted += w * (tl.load(part + at * 2 * DV + DV + columns, mask=columns < DV, other=0.0) + moved * own)
-    found = (plain + tilted - (rest / whole) * plain) / whole
-    tl.store(out + row * DV + columns, found.to(out.dtype.element_ty), mask=columns < DV)

@@ -4,48 +4,18 @@ heads of that head, so that keys and values are read once for all of them. Progr
 In float32, which tensor cores do not multiply, a program has one row; keys that neighbouring programs read are then in
 the shared cache.
 
-Legend: ROWS = FORM.rows rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS = FORM.keys keys of
+Legend: ROWS = FORM.own rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS = FORM.tile keys of
 a tile; D features in WIDTH = FORM.wide columns. A matrix is (pointer, strides of sequence, head and position), a factor
 (pointer, number).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import FAR, load, load_span, places_of, row_scale, seen
+from ..runtime.blocks import FAR, load, load_span, parts, places_of, row_scale, seen
 from ..runtime.finite_kernel import non_finite
-
-
-class Form(NamedTuple):
-    """What a kernel is compiled for. What it does not read keeps its default.
-
-    Attributes:
-        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
-        rows, keys: rows and keys of a tile.
-        most: power of two that holds the queries.
-        factors: whether each row has its own factor.
-        masked: 0 without a mask, 1 if all heads share one, else 2.
-        raw: whether vectors may be non-finite.
-        r, relative, source: as in `compact.rows.Form`.
-    """
-
-    dim: int = 0
-    wide: int = 0
-    value_dim: int = 0
-    value_wide: int = 0
-    rows: int = 1
-    keys: int = 0
-    most: int = 1
-    factors: bool = False
-    masked: int = 0
-    raw: bool = False
-    r: int = 1
-    relative: Any = None
-    source: str = ""
 
 
 @triton.jit
@@ -82,9 +52,9 @@ def part_of(span, steps, heads, group, queries, FORM: tl.constexpr):
     [start, to) that each row sees, the mask of the first head, the rows, and the key after the last visible one. Rows
     are ordered by head, then by query. `steps`: strides of the ranges, and of the mask by sequence and head."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, FORM.rows)
+    at, batch, head, rows = place_of(heads, count, FORM.own)
     low, high = span[0] + batch * steps[0], span[1] + batch * steps[0]
-    origin, tiles, stop = extent(low, high, queries, FORM.keys, FORM.most)
+    origin, tiles, stop = extent(low, high, queries, FORM.tile, FORM.most)
     start, to = load_span(low, high, rows % queries, rows < count)
     first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
     mask = span[2]
@@ -127,14 +97,20 @@ def opened(matrices, factor, span, steps, heads, group, queries, FORM: tl.conste
 def load_keys(k, first, held, FORM: tl.constexpr):
     """Load a tile of keys [KEYS, WIDTH] from number `first` on. Rows that are not `held` [KEYS] are 0 and not read. A
     tile of a cache laid out by tokens may span more than 2^31 numbers."""
-    return load(places_of(k[0], first, k[1], FORM.keys, FORM.wide, True), held, FORM.dim, FORM.wide, True)
+    return load(places_of(k[0], first, k[1], FORM.tile, FORM.wide, True), held, FORM.dim, FORM.wide, True)
 
 
 @triton.jit
 def load_values(v, first, held, FORM: tl.constexpr):
     """Load a tile of values as `load_keys` does."""
-    places = places_of(v[0], first, v[1], FORM.keys, FORM.value_wide, True)
+    places = places_of(v[0], first, v[1], FORM.tile, FORM.value_wide, True)
     return load(places, held, FORM.value_dim, FORM.value_wide, True)
+
+
+@triton.jit
+def load_vectors(x, own, held, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Load float32 vectors [ROWS, WIDTH] of the rows with these numbers, from [N, D]."""
+    return load(x + own[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
 
 
 @triton.jit
@@ -152,8 +128,7 @@ def fine_products(a, k, ROWS: tl.constexpr):
     if ROWS == 1:
         return tl.sum(a * k.to(tl.float32), 1)[None, :], a
     else:
-        large = a.to(k.dtype)
-        small = (a - large.to(tl.float32)).to(k.dtype)
+        large, small = parts(a, k, True)
         turned = tl.trans(k)
         return tl.dot(small, turned, tl.dot(large, turned)), large.to(tl.float32) + small.to(tl.float32)
 
@@ -165,15 +140,14 @@ def add_weighted(total, p, v, ROWS: tl.constexpr):
         column = tl.reshape(p, (p.shape[1],))[:, None]
         return total + tl.sum(column * v.to(tl.float32), 0)[None, :]
     else:
-        large = p.to(v.dtype)
-        small = (p - large.to(tl.float32)).to(v.dtype)
+        large, small = parts(p, v, True)
         return tl.dot(small, v, tl.dot(large, v, total))
 
 
 @triton.jit
 def seen_keys(first, sight, MASKED: tl.constexpr, FORM: tl.constexpr):
     """Return which keys from `first` on each row sees [ROWS, KEYS]."""
-    at = first + tl.arange(0, FORM.keys)
+    at = first + tl.arange(0, FORM.tile)
     found = seen(at, sight[0], sight[1], sight[2], 0, False)
     if MASKED == 1:
         inside = tl.max(found.to(tl.int32), 0) != 0

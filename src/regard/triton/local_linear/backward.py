@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..runtime.call import Call, matrix_of, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
@@ -35,7 +36,7 @@ from .backward_kernels import (
     local_linear_query_kernel,
     local_linear_right_kernel,
 )
-from .math import Rows, matrix_of, number_or_rows, ridge_width
+from .math import ridge_width
 from .solve import Rule, solve
 
 RIGHT = TileTable.by_width(
@@ -84,7 +85,7 @@ class Gradients(NamedTuple):
     dprobe: Tensor | None
 
 
-class _Call(Rows):
+class _Call(Call):
     """One backward pass as kernels read it."""
 
     def __init__(
@@ -93,14 +94,13 @@ class _Call(Rows):
     ) -> None:  # fmt: skip
         super().__init__(x, y, v, factor, span)
         self.kept, self.matrices = kept, (matrix_of(rows_together(grad.to(v.dtype), FARTHEST)), *self.matrices)
-        self.own_factor = number_or_rows(factor, kept.lse)
         masked = 0 if span.mask is None else 1 if span.mask.shape[1] == 1 or self.sizes[1] == 1 else 2
         operands = 2 if x.dtype == torch.float32 else 4 if solved else 3
         self.form = self.form._replace(masked=masked, solved=solved, operands=operands)
 
     def by_rows(self) -> tuple[Any, ...]:
         """Return what both kernels by rows take of the call."""
-        return self.own_factor, self.visible[:2], self.visible[2], *self.span.steps, *self.sizes
+        return self.factor, self.span.pointers[:2], self.span.pointers[2], *self.span.steps, *self.sizes
 
     def row_blocks(self, tiles: Tiles) -> tuple[int]:
         blocks, heads = self.grid(tiles.rows)
@@ -125,7 +125,9 @@ def backward(
     if ridge is not None:
         assert rule is not None
         right, means = _right_sides(call)
-        u = solve(right, Rows(x, y, v, factor, span), ridge, kept.lse, kept.kbar, rule)[0]
+        u = solve(right, Call(x, y, v, factor, span, fine=y.dtype == torch.bfloat16), ridge, kept.lse, kept.kbar, rule)[
+            0
+        ]
     read, dridge = _operands(call, ridge, u, means)
     dx, dfactor, dprobe = _by_rows(call, read, u)
     dy, dv = _by_keys(call, read)
@@ -150,13 +152,13 @@ def _operands(
     """Return (operands [B, H, Tq, 2 to 4, D] and numbers [B, H, Tq, 8] of rows, dridge)."""
     lse, width = call.kept.lse, ridge_width(ridge)
     dridge = call.new(width) if width else None
-    read = call.x.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)
+    read = call.q.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)
     slopes, means = (call.kept.t, lse if u is None else u), lse if means is None else means
     number = number_or_rows(0.0 if ridge is None else ridge, lse)
     tiles = OPERANDS.pick(call.width, torch.float32)
     launch(
         local_linear_operands_kernel, call.row_blocks(tiles), call.matrices[0], call.kept[1:], slopes, means, number,
-        lse if dridge is None else dridge, call.own_factor, *read, call.sizes[0], call.sizes[2],
+        lse if dridge is None else dridge, call.factor, *read, call.sizes[0], call.sizes[2],
         tiles=tiles, FORM=call.form._replace(own=tiles.rows, ridge=width),
     )  # fmt: skip
     return read, dridge
@@ -165,7 +167,7 @@ def _operands(
 def _by_rows(call: _Call, read: tuple[Tensor, Tensor], u: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (dx, dfactor, dprobe)."""
     lse = call.kept.lse
-    dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    dx = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     dfactor = call.new() if call.form.factors else None
     dprobe = None if call.form.solved else call.new(call.form.dim)
     outs = tuple(lse if z is None else z for z in (dx, dfactor, dprobe))
@@ -179,14 +181,14 @@ def _by_rows(call: _Call, read: tuple[Tensor, Tensor], u: Tensor | None) -> tupl
 
 
 def _by_keys(call: _Call, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.y, call.v))
+    dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.k, call.v))
     span = call.span
 
     def run(tiles: Tiles) -> None:
         grid = (dy.shape[0] * dy.shape[1] * -(-call.sizes[3] // tiles.keys),)
         launch(
-            local_linear_key_kernel, grid, (dy, dv), call.matrices, *read, call.own_factor[1], (span.first, span.last),
-            call.visible[2], batch_stride(span.first), *span.mask_steps, *call.sizes,
+            local_linear_key_kernel, grid, (dy, dv), call.matrices, *read, call.factor[1], (span.first, span.last),
+            call.span.pointers[2], batch_stride(span.first), *span.mask_steps, *call.sizes,
             tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
         )  # fmt: skip
 

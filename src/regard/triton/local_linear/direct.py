@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ...grammar import SolveStatus
 from ..runtime.blocks import LENGTHS, load_span
+from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
-from .math import LOG2E, Rows, number_or_rows, of_head, ridge_width
+from .math import LOG2E, of_head, ridge_width
 
 TILES = TileTable("local_linear_direct", {(256, 4): Tiles(rows=4, keys=32, warps=2, stages=1)})
 LEAST = tl.constexpr(1e-30)
@@ -146,11 +147,11 @@ def _few(
 
 
 def solve_few(
-    right: Tensor, call: Rows, ridge: float | Tensor, lse: Tensor, found: tuple[Tensor, Tensor, Tensor], tiles: Tiles
+    right: Tensor, call: Call, ridge: float | Tensor, lse: Tensor, found: tuple[Tensor, Tensor, Tensor], tiles: Tiles
 ) -> None:
     """Solve the rows that see from 1 to `tiles.keys` keys into `found`, the three tensors of `solve.solve`."""
     launch(
-        _few, call.grid(tiles.rows), right, call.matrices[:2], lse, number_or_rows(call.factor, lse),
-        number_or_rows(ridge, lse), call.visible, found, *call.sizes[:3], *call.span.steps,
+        _few, call.grid(tiles.rows), right, call.matrices[:2], lse, call.factor, number_or_rows(ridge, lse),
+        call.span.pointers, found, *call.sizes[:3], *call.span.steps,
         tiles=tiles, FORM=call.fitted(tiles, ridge=ridge_width(ridge)),
     )  # fmt: skip

@@ -21,14 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.blocks import LENGTHS, load_block, seen, store_block
+from ..runtime.call import Call, matrix_of
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .math import (
     LOG2E,
-    Rows,
-    matrix_of,
     norm_scale,
-    number_or_rows,
     of_head,
     opened,
     own_rows,
@@ -109,7 +107,7 @@ def _moments(
         for n in range(tile_count(tiles, side == 0)):
             k, v, visible = _key_tile(n, tiles, kv, sight, keys, side == 0, FORM)
             top, mass, total, vmass, vtotal = _moment_tile(
-                q, c, k, v, visible, top, mass, total, vmass, vtotal, FORM.split, side == 0
+                q, c, k, v, visible, top, mass, total, vmass, vtotal, FORM.fine, side == 0
             )
     lse_ptr, mean_ptr, vmean_ptr, right_ptr = outs
     some = (top > float("-inf")) & (sight[1] > sight[0])
@@ -165,7 +163,7 @@ def _slopes(t_at, mean_ptr, terms, rest, away_ptr, unit_ptr, first, queries, FOR
         hi = t.to(terms.dtype.element_ty)
         away = tl.sum(mean * hi.to(tl.float32), 1)
         store_block(terms, hi, here, FORM.dim, queries, PART, FORM.dim, FORM.wide)
-        if FORM.split:
+        if FORM.fine:
             lo = (t - hi.to(tl.float32)).to(terms.dtype.element_ty)
             away += tl.sum(mean * lo.to(tl.float32), 1)
             store_block(rest, lo, here, FORM.dim, queries, PART, FORM.dim, FORM.wide)
@@ -205,7 +203,7 @@ def _output(
     _slopes(of_head(slope, batch, own), mean_ptr, terms, rest_ptr, numbers, numbers + plane, first, queries, FORM)
     tl.debug_barrier()
     hi = own_rows(terms, first, queries, FORM)
-    lo = own_rows(rest_ptr, first, queries, FORM) if FORM.split else hi
+    lo = own_rows(rest_ptr, first, queries, FORM) if FORM.fine else hi
     away = tl.load(numbers + rows, mask=rows < queries, other=0.0)
     unit = tl.load(numbers + plane + rows, mask=rows < queries, other=1.0)
     rest, used = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
@@ -216,7 +214,7 @@ def _output(
             k, v, visible = _key_tile(n, tiles, kv, sight, keys, side == 0, FORM)
             rest, used, top, support, square, negative = _output_tile(
                 q, c, lse, hi, lo, away, unit, k, v, visible, rest, used, top, support, square, negative,
-                FORM.split, side == 0, FORM.counted,
+                FORM.fine, side == 0, FORM.counted,
             )  # fmt: skip
     vmean = load_block(vmean_ptr, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     out = vmean + (rest - used[:, None] * vmean)
@@ -236,7 +234,7 @@ class Moments(NamedTuple):
     right: Tensor
 
 
-def moments(call: Rows, solved: bool) -> Moments:
+def moments(call: Call, solved: bool) -> Moments:
     """Compute the moments in one pass over the keys; `solved` asks for x - mean. Cost: 6 D + 2 Dv a pair (4 D + 2 Dv in
     float32)."""
     mean, vmean = call.new(call.form.dim), call.new(call.form.value_dim)
@@ -244,26 +242,26 @@ def moments(call: Rows, solved: bool) -> Moments:
 
     def run(tiles: Tiles) -> None:
         launch(
-            _moments, call.grid(tiles.rows), call.matrices, number_or_rows(call.factor, found.lse), call.visible,
-            tuple(found), *call.sizes, *call.span.steps, tiles=tiles, FORM=call.fitted(tiles, solved=solved),
+            _moments, call.grid(tiles.rows), call.matrices, call.factor, call.span.pointers, tuple(found), *call.sizes,
+            *call.span.steps, tiles=tiles, FORM=call.fitted(tiles, solved=solved),
         )  # fmt: skip
 
     run(MOMENTS.pick(call.width, call.dtype, run, (solved,)))
     return found
 
 
-def output(t: Tensor, call: Rows, found: Moments, *, solved: bool, counted: bool = False) -> tuple[Tensor, Tensor]:
+def output(t: Tensor, call: Call, found: Moments, *, solved: bool, counted: bool = False) -> tuple[Tensor, Tensor]:
     """Return (o [B, H, Tq, Dv] in the dtype of v, counts [B, H, Tq, 4] if `counted`, else empty) for slopes t [B, H,
     Tq, D], or -t if they were not `solved` for. Cost: 6 D + 2 Dv a pair (4 D + 2 Dv in float32)."""
     out = torch.empty((*call.shape, call.form.value_dim), dtype=call.v.dtype, device=t.device)
     counts = call.new(COUNTS) if counted else t.new_empty(0, dtype=torch.float32)
-    terms = torch.empty((1 + call.form.split, *call.shape, call.form.dim), dtype=call.dtype, device=t.device)
+    terms = torch.empty((1 + call.form.fine, *call.shape, call.form.dim), dtype=call.dtype, device=t.device)
     slopes = torch.empty((2, *call.shape), dtype=torch.float32, device=t.device)
 
     def run(tiles: Tiles) -> None:
         launch(
             _output, call.grid(tiles.rows), matrix_of(t), terms, slopes, call.matrices, found[:3],
-            number_or_rows(call.factor, slopes), call.visible, (out, counts), *call.sizes, *call.span.steps,
+            call.factor, call.span.pointers, (out, counts), *call.sizes, *call.span.steps,
             tiles=tiles, FORM=call.fitted(tiles, solved=solved, counted=counted),
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from ...grammar.solvers import Auto, ConjugateGradient, Learned
 from ...grammar.weighting import Ratio
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
+from ..runtime.call import Call
 from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
 
@@ -137,11 +138,11 @@ def _forward(
     [B, H, Tq, 4]. `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace `scale` and `number`; with `given`, t =
     -probe."""
     from .forward import moments, output
-    from .math import Rows
     from .solve import Rule, solve
 
     numbers = _Numbers(*rest[5:])
-    call = Rows(x, y, v, numbers.factor if factor is None else factor, Span(*rest[:5]))
+    own = numbers.factor if factor is None else factor
+    call = Call(x, y, v, own, Span(*rest[:5]), fine=y.dtype == torch.bfloat16)
     found = moments(call, not numbers.given)
     lse, mean, vmean, right = found
     if numbers.given:

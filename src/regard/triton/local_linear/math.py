@@ -15,56 +15,15 @@ number), and the pointer is read if each row has its own.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import FAR, load_block, load_span, row_scale, seen
-from ..runtime.span import Span
-from ..runtime.tiles import Tiles, padded
+from ..runtime.blocks import FAR, load_block, load_span, parts, row_scale, seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)
 """Pipeline stages of the short loops over boundary tiles."""
-
-
-class Form(NamedTuple):
-    """What a kernel is compiled for. What it does not read keeps its default.
-
-    Attributes:
-        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
-        factors: whether each row has its own factor.
-        masked: 0 without a mask over keys, else 1; 2 in a backward pass if the heads of a key head have different ones.
-        split: whether weights are multiplied in two terms.
-        own, tile: rows of a program's own block, and of the streamed blocks.
-        ridge: 0 for a number, else how many numbers a row has, 1 or D.
-        solved: whether t is solved for; otherwise it is given.
-        few: rows with at most so many keys are left to `direct`.
-        verify: whether true residuals are computed.
-        counted: whether weights are counted.
-        operands: D-wide operands of a row in the backward pass: 2, or with rounding errors 4 (3 if t is given).
-        precision: precision of products in the backward pass.
-    """
-
-    dim: int
-    wide: int
-    value_dim: int
-    value_wide: int
-    factors: bool
-    masked: int
-    split: bool
-    own: int = 0
-    tile: int = 0
-    ridge: int = 0
-    solved: bool = False
-    few: int = 0
-    verify: bool = False
-    counted: bool = False
-    operands: int = 0
-    precision: str = "ieee"
 
 
 @triton.jit
@@ -165,31 +124,14 @@ def product(a, b):
 
 
 @triton.jit
-def parts(x, like, SPLIT: tl.constexpr):
-    """Return (hi, lo) in the dtype of `like` with the sum x within 2^-17 of it; without SPLIT the rounded x twice."""
-    hi = x.to(like.dtype)
-    if SPLIT:
-        return hi, (x - hi.to(tl.float32)).to(like.dtype)
-    else:
-        return hi, hi
-
-
-@triton.jit
-def multiplied(w, k, total, SPLIT: tl.constexpr):
-    """Return (total + w k, w as it was multiplied, in float32): w in two terms if SPLIT, else rounded once."""
+def times(w, k, total, used, SPLIT: tl.constexpr):
+    """Return (total + w k, used + row sums of w as it was multiplied): w in two terms if SPLIT, else rounded once."""
     hi, lo = parts(w, k, SPLIT)
     total = tl.dot(hi, k, total, input_precision="ieee")
     own = hi.to(tl.float32)
     if SPLIT:
         total = tl.dot(lo, k, total, input_precision="ieee")
         own += lo.to(tl.float32)
-    return total, own
-
-
-@triton.jit
-def times(w, k, total, used, SPLIT: tl.constexpr):
-    """Return (total + w k, used + row sums of w as it was multiplied)."""
-    total, own = multiplied(w, k, total, SPLIT)
     return total, used + tl.sum(own, 1)
 
 
@@ -223,53 +165,17 @@ def sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM: tl.constexpr):
     for n in tl.range(0, count - full, num_stages=EDGES):
         first = start + edge_tile(n, left, full) * FORM.tile
         k, p = weighted_tile(q, c, lse, sight, k_at, first, keys, True, FORM)
-        total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.split)
+        total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.fine)
     if not FORM.masked:
         for n in range(left, left + full):
             k, p = weighted_tile(q, c, lse, sight, k_at, start + n * FORM.tile, keys, False, FORM)
-            total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.split)
+            total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.fine)
     return total, used
 
 
 # On the host --------------------------------------------------------------------------------------------------
 
 
-def matrix_of(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return a matrix [B, H, T, D] as kernels take it."""
-    return x, *x.stride()[:3]
-
-
-def number_or_rows(x: float | Tensor, unread: Tensor) -> tuple[Tensor, float]:
-    """Return (pointer, number) of a number, with a pointer that is not read, or of a tensor of rows."""
-    return (x.contiguous(), 0.0) if isinstance(x, Tensor) else (unread, float(x))
-
-
 def ridge_width(ridge: float | Tensor | None) -> int:
     """Return `Form.ridge`."""
     return ridge.shape[-1] if isinstance(ridge, Tensor) else 0
-
-
-class Rows:
-    """What all launches of one call share: queries x [B, H, Tq, D], keys y [B, Hkv, Tk, D], values v [B, Hkv, Tk, Dv],
-    the factor of the scores, a number or float32 [B, H, Tq], and what each query sees."""
-
-    def __init__(self, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, span: Span) -> None:
-        self.x, self.y, self.v, self.factor, self.span = x, y, v, factor, span
-        self.shape, self.dtype, width, value = x.shape[:3], y.dtype, x.shape[-1], v.shape[-1]
-        self.sizes = x.shape[1], x.shape[1] // max(1, y.shape[1]), x.shape[2], y.shape[2]
-        self.width = max(width, value)
-        masked, split = span.mask is not None, y.dtype == torch.bfloat16
-        self.form = Form(*padded(width), *padded(value), isinstance(factor, Tensor), masked, split)
-        self.matrices, self.visible = tuple(map(matrix_of, (x, y, v))), span.pointers
-
-    def fitted(self, tiles: Tiles, **more: Any) -> Form:
-        """Return the form of a kernel with these tiles."""
-        return self.form._replace(own=tiles.rows, tile=tiles.keys, **more)
-
-    def new(self, *shape: int) -> Tensor:
-        """Return an uninitialised float32 [B, H, Tq, ...]."""
-        return torch.empty((*self.shape, *shape), dtype=torch.float32, device=self.x.device)
-
-    def grid(self, rows: int) -> tuple[int, int]:
-        """Return programs for blocks of so many rows of each head."""
-        return triton.cdiv(self.shape[2], rows), self.shape[0] * self.shape[1]

@@ -2,9 +2,8 @@
 
     C_i d = sum_j p_ij ((k_j - mean_i) . d) (k_j - mean_i)
 
-C_i is never formed. A step streams the keys once; if a block of rows sees at most four tiles of CHIP keys, these and
-the weights stay on the chip for all steps. A row stops when its residual is small and then keeps its bits; a block
-stops with its last row. Rows with few keys are solved one by one (`direct`).
+C_i is never formed. A step streams the keys once. A row stops when its residual is small and then keeps its bits; a
+block stops with its last row. Rows with few keys are solved one by one (`direct`).
 
 With bfloat16 keys the direction is rounded before use and is then the direction: its image is exact but for the
 weights, which are split in two terms. Vectors that a sweep does not need lie in memory meanwhile.
@@ -21,20 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import FAR, LENGTHS, load_block, load_span
+from ..runtime.blocks import LENGTHS, load_block
+from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .direct import TILES as DIRECT
 from .direct import solve_few
 from .math import (
-    Rows,
     load_tile,
-    multiplied,
-    number_or_rows,
     of_head,
     opened,
     plan,
-    product,
     ridge_width,
     row_factor,
     row_ridge,
@@ -43,8 +39,6 @@ from .math import (
 )
 from .steps import AWAY, ROW, TERMS, TILE, D, begin, finish, follow
 
-CHIP = 64
-"""Keys of a tile; four tiles stay on the chip with their weights."""
 RESTARTS = tl.constexpr(3)
 """How often a row restarts if its true residual is still too large."""
 
@@ -78,49 +72,15 @@ def _terms(q, c, lse, sight, k_at, keys, start, tiles, FORM: tl.constexpr):
     return found
 
 
-@triton.jit
-def _fits(low_ptr, high_ptr, rows, queries, most):
-    """Return whether these rows see no more than `most` keys."""
-    low, high = load_span(low_ptr, high_ptr, rows, rows < queries)
-    some = high > low
-    return tl.max(tl.where(some, high, 0), 0) - tl.min(tl.where(some, low, FAR), 0) <= most
-
-
-@triton.jit
-def _held_tiles(q, c, lse, sight, k_at, keys, start, FORM: tl.constexpr):
-    """Return four tiles of keys with their weights."""
-    k0, p0 = weighted_tile(q, c, lse, sight, k_at, start, keys, True, FORM)
-    k1, p1 = weighted_tile(q, c, lse, sight, k_at, start + FORM.tile, keys, True, FORM)
-    k2, p2 = weighted_tile(q, c, lse, sight, k_at, start + 2 * FORM.tile, keys, True, FORM)
-    k3, p3 = weighted_tile(q, c, lse, sight, k_at, start + 3 * FORM.tile, keys, True, FORM)
-    return k0, p0, k1, p1, k2, p2, k3, p3
-
-
-@triton.jit
-def _held_sweep(d, away, held, total, SPLIT: tl.constexpr):
-    """Do `sweep` for four tiles that are held."""
-    k0, p0, k1, p1, k2, p2, k3, p3 = held
-    total, w0 = multiplied(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, SPLIT)
-    total, w1 = multiplied(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, SPLIT)
-    total, w2 = multiplied(p2 * (product(d, tl.trans(k2)) - away[:, None]), k2, total, SPLIT)
-    total, w3 = multiplied(p3 * (product(d, tl.trans(k3)) - away[:, None]), k3, total, SPLIT)
-    return total, tl.sum(w0 + w1 + w2 + w3, 1)
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def _solve(
     right_ptr, matrices, kept, factor, ridge, span, value_ptr, scratch, statistics_ptr, status_ptr, tol, limit,
-    heads, group, queries, keys, span_batch, mask_batch, mask_head,
-    GROUP: tl.constexpr, CHIP: tl.constexpr, HELD: tl.constexpr, FORM: tl.constexpr,
+    heads, group, queries, keys, span_batch, mask_batch, mask_head, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Solve a block. HELD: those of GROUP rows whose keys, at most 4 CHIP, stay on the chip; else the others."""
+    """Solve a block of rows."""
     head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
     tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
     ranges = span[0] + batch * span_batch, span[1] + batch * span_batch
-    if CHIP > 0:
-        around = first // GROUP * GROUP + tl.arange(0, GROUP)
-        if _fits(ranges[0], ranges[1], around, queries, 4 * CHIP) != HELD:
-            return
     at, c = head * queries, row_factor(factor[0] + head * queries, factor[1], rows, queries, FORM.factors)
     scratch += (head * tl.num_programs(0) + first // FORM.own) * (FORM.own * (TILE * FORM.wide + ROW))
     k_at = of_head(matrices[1], batch, own // group)
@@ -135,15 +95,10 @@ def _solve(
     if FORM.verify:
         terms = _terms(q, c, lse, sight, k_at, keys, tiles[0], tiles[1], FORM)
         tl.store(numbers + FORM.own * TERMS, terms + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
-    if HELD:
-        held = _held_tiles(q, c, lse, sight, k_at, keys, tiles[0], FORM)
     while running > 0:
         d = load_tile(scratch + D * (FORM.own * FORM.wide), FORM.own, FORM.wide).to(k_at[0].dtype.element_ty)
         away = tl.load(numbers + FORM.own * AWAY)
-        if HELD:
-            total, used = _held_sweep(d, away, held, tl.full((FORM.own, FORM.wide), 0.0, tl.float32), FORM.split)
-        else:
-            total, used = sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM)
+        total, used = sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM)
         running, phase, again = follow(
             total, used, phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
         )
@@ -151,7 +106,7 @@ def _solve(
 
 
 def solve(
-    right: Tensor, call: Rows, ridge: float | Tensor, lse: Tensor, mean: Tensor, rule: Rule
+    right: Tensor, call: Call, ridge: float | Tensor, lse: Tensor, mean: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Solve (C_i + ridge_i) t_i = right_i for every query. Return t [B, H, Tq, D], float32; (steps, relative residual)
     [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. `right` and the means of keys [B, H, Tq, D], the ridge [B, H, Tq, 1
@@ -165,28 +120,14 @@ def solve(
     def run(tiles: Tiles) -> None:
         rows = triton.cdiv(right.shape[2], tiles.rows) * tiles.rows
         scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
-        for held in (False, True):
-            _launch(right, call, ridge, (lse, mean), scratch, found, rule, tiles, few, held)
+        launch(
+            _solve, call.grid(tiles.rows), right, call.matrices[:2], (lse, mean), call.factor,
+            number_or_rows(ridge, lse), call.span.pointers, found[0], scratch, *found[1:], rule.tol, rule.limit,
+            *call.sizes, *call.span.steps, tiles=tiles,
+            FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify),
+        )  # fmt: skip
 
     run(TILES.pick(right.shape[-1], call.dtype, run, (call.form.masked, rule.direct)))
     if few:
         solve_few(right, call, ridge, lse, found, alone)
     return found
-
-
-def _launch(
-    right: Tensor, call: Rows, ridge: float | Tensor, kept: tuple[Tensor, Tensor], scratch: Tensor,
-    found: tuple[Tensor, ...], rule: Rule, tiles: Tiles, few: int, held: bool,
-) -> None:  # fmt: skip
-    whole, (value, *others), keys = tiles.rows, found, call.sizes[3]
-    chip = min(CHIP, 2 * tiles.keys) if call.form.split else 0
-    if held:
-        tiles = Tiles(min(32, whole), chip, 8, 1)
-    if (held and not chip) or (chip and not held and keys <= 4 * chip):
-        return
-    launch(
-        _solve, call.grid(tiles.rows), right, call.matrices[:2], kept, number_or_rows(call.factor, kept[0]),
-        number_or_rows(ridge, kept[0]), call.visible, value, scratch, *others, rule.tol, rule.limit, *call.sizes,
-        *call.span.steps, tiles=tiles, GROUP=whole, CHIP=chip, HELD=held,
-        FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify),
-    )  # fmt: skip

@@ -41,7 +41,7 @@ def _rows(scratch, which: tl.constexpr, part, FORM: tl.constexpr):
 def _direct(d, mean, active, scratch, part, FORM: tl.constexpr):
     """Store the direction, rounded as it will be multiplied."""
     d = tl.where(active[:, None], d, 0.0)
-    if FORM.split:
+    if FORM.fine:
         d = d.to(tl.bfloat16).to(tl.float32)
     store_tile(_tile(scratch, D, part, FORM), d, PART, FORM.wide)
     tl.store(_rows(scratch, AWAY, part, FORM), tl.sum(mean * d, 1))
@@ -137,7 +137,7 @@ def _take_off(scratch, ridge, first, queries, FORM: tl.constexpr):
         image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
         r = load_tile(_tile(scratch, R, part, FORM), PART, FORM.wide) - image
         store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
-        if FORM.split:
+        if FORM.fine:
             x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
             whole = tl.load(_rows(scratch, SIZE, part, FORM)) > 0
             _direct(x - d, mean, whole, scratch, part, FORM)
@@ -214,7 +214,7 @@ def follow(total, used, phase, again, scratch, right_ptr, ridge, first, queries,
             phase = 1
     else:
         _take_off(scratch, ridge, first, queries, FORM)
-        if FORM.split and phase == 1:
+        if FORM.fine and phase == 1:
             phase = 2
         else:
             tl.debug_barrier()

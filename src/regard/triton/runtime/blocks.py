@@ -90,3 +90,13 @@ def seen(columns, low, high, mask, keys, MASKED: tl.constexpr):
         shown = tl.load(mask + columns, mask=columns < keys, other=0) != 0
         columns = tl.where(shown, columns, FAR)
     return (columns[None, :] >= low[:, None]) & (columns[None, :] < high[:, None])
+
+
+@triton.jit
+def parts(x, like, SPLIT: tl.constexpr):
+    """Return (hi, lo) in the dtype of `like` with the sum x within 2^-17 of it; without SPLIT the rounded x twice."""
+    hi = x.to(like.dtype)
+    if SPLIT:
+        return hi, (x - hi.to(tl.float32)).to(like.dtype)
+    else:
+        return hi, hi

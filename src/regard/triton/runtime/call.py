@@ -1,0 +1,117 @@
+"""What the launches of an attention call share: tensors, sizes, what queries see, and what kernels are compiled for.
+
+Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .span import Span
+from .tiles import Tiles, padded
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for. What it does not read keeps its default.
+
+    Attributes:
+        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
+        factors: whether each row has its own factor.
+        masked: 0 without a mask over keys, else 1; 2 in decoding if heads have different ones, and in the backward pass
+            of local linear attention if those of a key head do.
+        own, tile: rows of a program's own block, and of the blocks that stream past it.
+        counted: whether weights are counted.
+        precision: precision of products.
+        rule, r, stand: of compact attention: code of the rule, power of the kernel, code of the fallback weights.
+        relative, source: the function of a kernel with `triton_relative`, for which r is 1, and a key of its source, by
+            which Triton's cache on disk tells functions of one name apart.
+        given, keep: whether each row has its own number, and whether a backward pass follows.
+        mask_tile: rows that share a mark.
+        far: whether a block of keys may span 2^31 numbers.
+        listed, split, group, tables: in a backward pass, owners of a list, 0 of a range; blocks of a listed number;
+            heads that stream past an own block; tables of rows.
+        steps: in a backward pass, row strides of grad, q, k, v, tilt, which as constants take no registers.
+        fine: of local linear attention: whether weights are multiplied in two terms.
+        ridge: 0 for a number, else how many numbers a row has, 1 or D.
+        solved: whether t is solved for; otherwise it is given.
+        few: rows with at most so many keys are left to `direct`.
+        verify: whether true residuals are computed.
+        operands: D-wide operands of a row in the backward pass: 2, or with rounding errors 4 (3 if t is given).
+        most: in decoding, the power of two that holds the queries.
+        raw: whether vectors may be non-finite.
+    """
+
+    dim: int = 0
+    wide: int = 0
+    value_dim: int = 0
+    value_wide: int = 0
+    factors: bool = False
+    masked: int = 0
+    own: int = 1
+    tile: int = 0
+    counted: bool = False
+    precision: str = "ieee"
+    rule: int = 0
+    r: int = 1
+    stand: int = 0
+    relative: Any = None
+    source: str = ""
+    given: bool = False
+    keep: bool = False
+    mask_tile: int = 0
+    far: bool = False
+    listed: int = 0
+    split: int = 1
+    group: int = 1
+    tables: int = 4
+    steps: tuple[int, ...] = ()
+    fine: bool = False
+    ridge: int = 0
+    solved: bool = False
+    few: int = 0
+    verify: bool = False
+    operands: int = 0
+    most: int = 1
+    raw: bool = False
+
+
+class Call:
+    """Queries q [B, H, Tq, D], keys k [B, Hkv, Tk, D], values v [B, Hkv, Tk, Dv], the factor of the scores, a number or
+    float32 [B, H, Tq], and what each query sees."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, span: Span, **form: Any) -> None:
+        self.q, self.k, self.v, self.span = q, k, v, span
+        self.shape, self.dtype, self.width = q.shape[:3], k.dtype, max(q.shape[-1], v.shape[-1])
+        self.sizes = q.shape[1], q.shape[1] // max(1, k.shape[1]), q.shape[2], k.shape[2]
+        self.matrices, self.factor = tuple(map(matrix_of, (q, k, v))), number_or_rows(factor, span.low)
+        widths = (*padded(q.shape[-1]), *padded(v.shape[-1]))
+        self.form = Form(*widths, isinstance(factor, Tensor), int(span.mask is not None))._replace(**form)
+
+    def blank(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialised tensor of that shape."""
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+    def new(self, *shape: int) -> Tensor:
+        """Return an uninitialised float32 [B, H, Tq, ...]."""
+        return self.blank(*self.shape, *shape)
+
+    def fitted(self, tiles: Tiles, **more: Any) -> Form:
+        """Return the form of a kernel with these tiles."""
+        return self.form._replace(own=tiles.rows, tile=tiles.keys, **more)
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        """Return programs for blocks of so many rows of each head."""
+        return -(-self.shape[2] // rows), self.shape[0] * self.shape[1]
+
+
+def matrix_of(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """Return a matrix [B, H, T, D] as kernels take it: pointer and strides of batch, head and row."""
+    return x, *x.stride()[:3]
+
+
+def number_or_rows(x: float | Tensor, unread: Tensor) -> tuple[Tensor, float]:
+    """Return (pointer, number) of a number, with a pointer that is not read, or of a tensor of rows."""
+    return (x.contiguous(), 0.0) if isinstance(x, Tensor) else (unread, float(x))
