@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import load, load_rows, places_of, seen
+from ..runtime.blocks import load, load_rows, places_of, seen, tiles_of
 
 # Rows -----------------------------------------------------------------------------------------------------------
 
@@ -91,43 +91,10 @@ def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FO
     k = k[0] + place[2] * k[1] + place[3] // group * k[2], k[3], keys
     v = v[0] + place[2] * v[1] + place[3] // group * v[2], v[3], keys
     marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
-    return place, real, flat, sight, scales, q, k, v, marked, key_blocks(sight, FORM)
+    return place, real, flat, sight, scales, q, k, v, marked, tiles_of(sight[0], sight[1], FORM.tile, FORM.masked)
 
 
 # Key blocks -----------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def key_blocks(sight, FORM: tl.constexpr):
-    """Return (first, full, partial, last): key blocks [first, last) hold all visible keys; every row sees all of blocks
-    [full, partial), which is empty with a mask."""
-    low, high, _ = sight
-    first = tl.min(low, 0) // FORM.tile
-    last = tl.maximum(tl.cdiv(tl.max(high, 0), FORM.tile), first)
-    full = last
-    partial = last
-    if not FORM.masked:
-        full = tl.minimum(tl.cdiv(tl.max(low, 0), FORM.tile), last)
-        partial = tl.maximum(tl.min(high, 0) // FORM.tile, full)
-    return first, full, partial, last
-
-
-@triton.jit
-def count_of(run, EDGE: tl.constexpr):
-    """Return how many blocks of [first, full, partial, last) need masks (EDGE), or how many do not."""
-    first, full, partial, last = run
-    return full - first + last - partial if EDGE else partial - full
-
-
-@triton.jit
-def block_of(run, t, EDGE: tl.constexpr):
-    """Return the t-th of these from the last. Blocks near the diagonal have high scores; seen first, they let fewer
-    others look near enough. With EDGE, [first, full) follows [partial, last)."""
-    first, _, partial, last = run
-    if EDGE:
-        return tl.where(t < last - partial, last - 1 - t, first + t - (last - partial))
-    else:
-        return partial - 1 - t
 
 
 @triton.jit
