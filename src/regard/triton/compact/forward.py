@@ -34,13 +34,13 @@ class _Call(Call):
     """What the launches of one call share. All forward kernels take the same arguments."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
+        self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, number: Tensor | float, span: Span,
         found: tuple[Tensor, ...], marks: Tensor, mask_tile: tuple[int, int], **form: Any,
     ) -> None:  # fmt: skip
         factor = factor if isinstance(factor, Tensor) else max(factor, SMALLEST)
         super().__init__(q, k, v, factor, span, mask_tile=mask_tile[0], **form)
-        visible, number = (*span.pointers, *span.steps), number_or_rows(given, span.low)
-        self.read, self.mask_tile = (self.matrices, self.factor, number, visible, found, marks), mask_tile
+        visible, own = (*span.pointers, *span.steps), number_or_rows(number, span.low)
+        self.read, self.mask_tile = (self.matrices, self.factor, own, visible, found, marks), mask_tile
 
     def start(self, kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
         """Run with tiles that fit the marks of blocks; what a kernel does not read is `changed` to one value."""
