@@ -128,7 +128,6 @@ def test_a_kernel_with_a_device_function_of_its_own_compiles(text: str, monkeypa
         with torch.no_grad():
             regard.attention(q[:, :, :1], k, v, text, impl="triton")
 
-    found = {x.kernel: x.local for x in resources_of(call)}
+    found = {x.kernel for x in resources_of(call)}
     first = "compact_search_kernel" if "anchored" in text else "compact_stream_kernel"
-    assert {first, "compact_dq_kernel", "compact_dkv_kernel", "threshold_kernel", "output_kernel"} <= set(found)
-    assert found["compact_dq_kernel"] == 0, found
+    assert {first, "compact_dq_kernel", "compact_dkv_kernel", "threshold_kernel", "output_kernel"} <= found

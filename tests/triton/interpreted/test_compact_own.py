@@ -22,9 +22,7 @@ ANCHORED = "test-bump*anchored(margin=2)"
 FIXED = {empty: f"test-bump*fixed(bias=0.5,empty={empty})" for empty in ("uniform", "zero", "nearest")}
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, text: str, scale: Any = None, number: Any = None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, text: str, scale: Any = None, number: Any = None) -> Tensor:
     """Return sum_j p_ij v_j by the definition of the weights."""
     z = scores(q, k, scale).masked_fill(~seen, -torch.inf)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)

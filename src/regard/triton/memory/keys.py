@@ -27,16 +27,18 @@ from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
 from .search import bytes_of
 
-MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=16, keys=32, warps=4, stages=2)})
-KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=32, keys=32, warps=8, stages=2)})
+MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=128, keys=8, warps=4, stages=2)})
+KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=64, keys=32, warps=8, stages=2)})
 """`rows`: tokens, `keys`: sub-keys of a block."""
 
 
 @triton.jit
 def _softmax(s, among):
+    """Return the softmax over the first axis, that of a token's entries. Sums over the first axis stay within a thread
+    where the others are long."""
     s = tl.where(among, s, -float("inf"))
-    e = tl.exp(s - tl.max(s, 1)[:, None])
-    return e / tl.sum(e, 1)[:, None]
+    e = tl.exp(s - tl.max(s, 0)[None, :])
+    return e / tl.sum(e, 0)[None, :]
 
 
 @triton.jit
@@ -65,15 +67,14 @@ def _marginal(
     total = tl.zeros((KT,), tl.float32)
     for start in range(0, tokens, R):
         row = start + tl.arange(0, R)
-        fits = (row < tokens)[:, None] & (place < K)[None, :]
-        part = ((memory * tokens + row) * SETS + member)[:, None] * K + place[None, :]
-        if RAW:
-            p = tl.load(scores + part, mask=fits, other=0.0)
-        else:
-            p = _softmax(tl.load(scores + part, mask=fits, other=0.0), (place < K)[None, :])
+        fits = (place < K)[:, None] & (row < tokens)[None, :]
+        part = place[:, None] + ((memory * tokens + row) * SETS + member)[None, :] * K
+        p = tl.load(scores + part, mask=fits, other=0.0)
+        if not RAW:
+            p = _softmax(p, (place < K)[:, None])
         fine = fits
         if counted is not None and not RAW:
-            fine = fits & (tl.load(counted + row, mask=row < tokens, other=0) != 0)[:, None]
+            fine = fits & (tl.load(counted + row, mask=row < tokens, other=0) != 0)[None, :]
         index = tl.load(halves + part, mask=fits, other=-1).to(tl.int32)
         index = tl.reshape(tl.where(fine, index, -1), (R * KP,))
         p = tl.reshape(p, (R * KP,))
@@ -107,21 +108,19 @@ def _moved(
     for start in range(0, tokens, R):
         row = start + tl.arange(0, R)
         token = memory * tokens + row
-        fits = (row < tokens)[:, None] & (place < K)[None, :]
-        part = (token * SETS + member)[:, None] * K + place[None, :]
+        fits = (place < K)[:, None] & (row < tokens)[None, :]
+        part = place[:, None] + (token * SETS + member)[None, :] * K
         index = tl.load(halves + part, mask=fits, other=-1).to(tl.int32)
-        if slope is None:
-            c = tl.load(scores + part, mask=fits, other=0.0)
-        else:
-            s = tl.load(scores + part, mask=fits, other=0.0)
-            p = _softmax(s, (place < K)[None, :])
+        c = tl.load(scores + part, mask=fits, other=0.0)
+        if slope is not None:
+            s, p = c, _softmax(c, (place < K)[:, None])
             a = tl.load(slope + set_ * n + index, mask=fits, other=0.0)
-            c = p * (a - tl.sum(p * a, 1)[:, None])
+            c = p * (a - tl.sum(p * a, 0)[None, :])
             if DISTANCE:
                 c = tl.where(fits, -c * tl.exp(s), 0.0)
             if counted is not None:
-                c = tl.where((tl.load(counted + row, mask=row < tokens, other=0) != 0)[:, None], c, 0.0)
-        spread = tl.sum(tl.where(index[None, :, :] == own[:, None, None], c[None, :, :], 0.0), 2)
+                c = tl.where((tl.load(counted + row, mask=row < tokens, other=0) != 0)[None, :], c, 0.0)
+        spread = tl.sum(tl.where(index[:, None, :] == own[None, :, None], c[:, None, :], 0.0), 0)
         inside = (row < tokens)[:, None] & (column < D)[None, :]
         from_ = query + (token // length) * stride_q + (token % length) * stride_t
         from_ += (member // 2) * stride_h + (member % 2) * D

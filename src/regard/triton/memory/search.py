@@ -23,9 +23,9 @@ from ..runtime.launch import launch
 from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
 
-TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(16, 64, 8, 3)}, (Tiles(16, 64, 4, 2), Tiles(32, 64, 8, 3)))
-GAPS = 2048
-"""How many differences a program holds at once."""
+TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(16, 128, 8, 3)}, (Tiles(16, 64, 8, 3), Tiles(32, 64, 8, 3)))
+GAPS = 8192
+"""How many differences a program holds at once: rounds of loads take longer than the arithmetic between them."""
 
 
 @triton.jit
@@ -154,10 +154,10 @@ def _search(
         measure = _measured(q_row, sub_keys, index, index < n, d, DISTANCE, R, M, FINE)
         best = _least(_packed(measure, index), last, K, R, M)
         square = tl.zeros((R,), tl.float64)
-        for j in range(0, d, FINE):
-            inside = j + tl.arange(0, FINE) < d
-            q = tl.load(q_row[:, None] + (j + tl.arange(0, FINE))[None, :], mask=inside[None, :], other=0.0)
-            square += tl.sum(q.to(tl.float64) * q.to(tl.float64), 1)
+        for j in range(0, d, 128):
+            at = j + tl.arange(0, 128)
+            q = tl.load(q_row[:, None] + at[None, :], mask=(at < d)[None, :], other=0.0).to(tl.float64)
+            square += tl.sum(q * q, 1)
         worst = _float(((left >> LOW) + 1) << LOW)  # rounded up
         kth = tl.sum(tl.where(place[None, :] == K - 1, best, 0), 1)
         kth = _float((kth >> 32).to(tl.int32))

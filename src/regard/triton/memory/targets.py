@@ -19,7 +19,7 @@ from ..runtime.tiles import Tiles, TileTable
 from .operators import RULES
 from .search import bytes_of
 
-ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=16, keys=128, warps=4, stages=2)})
+ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=4, keys=512, warps=4, stages=2)})
 SHARES = TileTable("memory_shares", {(1 << 20, 4): Tiles(rows=32, warps=4, stages=1)})
 NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["reference"])
 
@@ -141,7 +141,7 @@ def errors_of(
             _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after, bytes_of(good),
             bytes_of(good_next), errors, bytes_of(written), place, length, *value.stride()[:2],
             0 if after is None else after.stride(0), tiles=tiles, D=width, AHEAD=look_ahead, R=tiles.rows,
-            OT=tiles.keys, DT=min(128, triton.next_power_of_2(width)),
+            OT=tiles.keys, DT=min(512, triton.next_power_of_2(width)),
         )  # fmt: skip
 
     run(ERRORS.pick(width, read.dtype, run))

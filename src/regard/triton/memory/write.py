@@ -22,11 +22,11 @@ from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .search import bytes_of
 
-ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=32, keys=256, warps=4, stages=2)})
+ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=512, warps=8, stages=2)})
 WRITE = TileTable(
     "memory_write",
-    {(512, 4): Tiles(rows=4, keys=512, warps=4, stages=1), (1 << 20, 4): Tiles(4, 1024, 8, 1)},
-    (Tiles(2, 512, 4, 1), Tiles(8, 512, 4, 1)),
+    {(512, 4): Tiles(rows=4, keys=512, warps=2, stages=1), (1 << 20, 4): Tiles(4, 1024, 4, 1)},
+    (Tiles(4, 512, 4, 1), Tiles(8, 512, 4, 1)),
 )
 """`rows`: entries of a slot that are processed at once; `keys`: the widest part of a row."""
 COUNTED = 8192
@@ -57,17 +57,18 @@ def _order(
     own = tl.load(slots + mine, mask=inside, other=0).to(tl.int32)
     if counted is not None:
         own = tl.where(tl.load(counted + mine // K, mask=inside, other=0) != 0, own, n)
-    rank, same = tl.zeros((R,), tl.int32), tl.zeros((R,), tl.int32)
+    own_place = (own.to(tl.int64) << 32) | mine
+    found = tl.zeros((R, OT), tl.int32)  # entries of the same slot in the upper half, those before in the lower
     for start in range(0, total, OT):
         at = start + tl.arange(0, OT)
         other = tl.load(slots + at, mask=at < total, other=0).to(tl.int32)
         if counted is not None:
             other = tl.where(tl.load(counted + at // K, mask=at < total, other=0) != 0, other, n)
         other = tl.where(at < total, other, 0x7FFFFFFF)
-        equal = other[None, :] == own[:, None]
-        before = (other[None, :] < own[:, None]) | (equal & (at[None, :] < mine[:, None]))
-        rank += tl.sum(before.to(tl.int32), 1)
-        same += tl.sum(equal.to(tl.int32), 1)
+        place = (other.to(tl.int64) << 32) | at  # slot, then number: one comparison
+        found += tl.where(other[None, :] == own[:, None], 1 << 16, 0) + (place[None, :] < own_place[:, None])
+    counts = tl.sum(found, 1)
+    rank, same = counts & 0xFFFF, counts >> 16
     to = memory * total
     tl.store(ordered + to + rank, own, mask=inside)
     tl.store(entries + to + rank, mine, mask=inside)
