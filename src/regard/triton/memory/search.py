@@ -76,13 +76,14 @@ def _rough(
 ):  # fmt: skip
     """Return scores [R, KT] of keys from `start` on, up to rounding, and the largest |K|^2 so far."""
     at, own = tl.arange(0, DT), start + tl.arange(0, KT)
-    dots, squares = tl.zeros((R, KT), tl.float32), tl.zeros((KT,), tl.float32)
+    dots, squared = tl.zeros((R, KT), tl.float32), tl.zeros((KT, DT), tl.float32)
     for j in range(0, d, DT):
         inside = j + at < d
         q = tl.load(q_row[:, None] + (j + at)[None, :], mask=inside[None, :], other=0.0)
         key = tl.load(keys + own[:, None] * d + (j + at)[None, :], mask=(own < n)[:, None] & inside[None, :], other=0.0)
         dots = tl.dot(q, tl.trans(key), dots, input_precision="tf32x3")
-        squares += tl.sum(key * key, 1)
+        squared += key * key
+    squares = tl.sum(squared, 1)
     if DISTANCE:
         dots = 2.0 * dots - squares[None, :]
     return tl.where((own < n)[None, :], dots, -float("inf")), tl.maximum(most, tl.max(squares, 0))
@@ -121,13 +122,16 @@ def _survivors(
 
 @triton.jit
 def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
-    """Return the K least of [R, M] twice, ascending, in the first places of [R, M]. No number occurs twice."""
+    """Return the K least of [R, M] once or twice, ascending, in the first places of [R, M]. No number occurs twice."""
     none: tl.constexpr = 9223372036854775807
     best = tl.full((R, M), none, tl.int64)
     for j in range(K):
-        top = tl.minimum(tl.min(one, 1), tl.min(other, 1))
+        top = tl.min(one, 1)
+        if other is not None:
+            top = tl.minimum(top, tl.min(other, 1))
+            other = tl.where(other == top[:, None], none, other)
         best = tl.where(tl.arange(0, M)[None, :] == j, top[:, None], best)
-        one, other = tl.where(one == top[:, None], none, one), tl.where(other == top[:, None], none, other)
+        one = tl.where(one == top[:, None], none, one)
     return best
 
 
@@ -152,7 +156,7 @@ def _search(
         found, left, most = _survivors(q_row, sub_keys, n, d, DISTANCE, R, M, LOW, KT, DT)
         index = (1 << LOW) - 1 - (found & ((1 << LOW) - 1))
         measure = _measured(q_row, sub_keys, index, index < n, d, DISTANCE, R, M, FINE)
-        best = _least(_packed(measure, index), last, K, R, M)
+        best = _least(_packed(measure, index), None, K, R, M)
         square = tl.zeros((R,), tl.float64)
         for j in range(0, d, 128):
             at = j + tl.arange(0, 128)

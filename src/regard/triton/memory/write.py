@@ -22,7 +22,7 @@ from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .search import bytes_of
 
-ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=512, warps=8, stages=2)})
+ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=1024, warps=8, stages=2)})
 WRITE = TileTable(
     "memory_write",
     {(512, 4): Tiles(rows=4, keys=512, warps=2, stages=1), (1 << 20, 4): Tiles(4, 1024, 4, 1)},

@@ -1,0 +1,29 @@
+"""The count of instructions: loops weigh as often as they run, programs that share a multiprocessor take turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_instructions_of_loops_count_as_often_as_they_run(module: Any) -> None:
+    """Of ten: four before the loops, three of an inner loop in an outer one of five, one after them."""
+    words = ["NOP", "NOP", "NOP", "NOP", "ADD", "MUL", "LDG", "@P0 BRA 0x50", "@P1 BRA 0x40", "EXIT"]
+    found = [(16 * i, text) for i, text in enumerate(words)]
+    executed = module("gpu_latency").executed
+    assert executed(found, [6, 2], "k") == 5 + 2 * 2 + 3 * 6
+    assert executed(found, [0, 2], "k") == 5 + 2 * 2
+    with pytest.raises(AssertionError, match="k has 2 loops, 1 are known"):
+        executed(found, [6], "k")
+
+
+def test_programs_of_a_multiprocessor_share_its_schedulers(module: Any) -> None:
+    took = module("gpu_latency").microseconds
+    cycles = lambda *x: took(*x) * 1750  # noqa: E731
+    assert cycles(1, 4, 32, 0, 100, 2) == pytest.approx(150 + 1200)
+    assert cycles(132, 8, 32, 0, 100, 2) == pytest.approx(200 + 1200)
+    assert cycles(264, 8, 32, 0, 100, 2) == pytest.approx(400 + 1200)
+    assert cycles(264, 8, 255, 0, 100, 2) == pytest.approx(2 * (200 + 1200))  # registers of one alone
