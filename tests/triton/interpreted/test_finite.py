@@ -74,6 +74,6 @@ def test_second_derivatives_and_unused_outputs() -> None:
 
 def test_operators_pass_opcheck() -> None:
     x, y = torch.randn(1, 2, 5, 3, requires_grad=True), torch.randn(1, 1, 7, 4, requires_grad=True)
-    torch.library.opcheck(torch.ops.regard.triton_clean, (x, y, None))
+    torch.library.opcheck(torch.ops.regard.triton_clean, (x, y, *4 * [None]))
     bad = torch.zeros(1, 2, 5, dtype=torch.bool)
-    torch.library.opcheck(torch.ops.regard.triton_clean_backward, (x, None, None, bad, None, None))
+    torch.library.opcheck(torch.ops.regard.triton_clean, (x, None, None, bad, None, None))

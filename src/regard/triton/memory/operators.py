@@ -34,37 +34,25 @@ def _like(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.new_empty(shape, dtype=dtype)
 
 
-def _found(query: Tensor, keys: Tensor, k: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    shape = (*query.shape[:3], 2, k)
-    return _like(query, *shape), _like(query, *shape, dtype=torch.int64)
-
-
 best_halves = _operator(
-    "search.best_halves",
-    "(Tensor query, Tensor keys, int k, float eps, *, bool distance) -> (Tensor, Tensor)",
-    _found,
-)
-
-
-def _joined(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    shape = (*halves.shape[:3], halves.shape[-1])
-    return _like(halves, *shape, dtype=torch.int64), _like(halves, *shape)
-
-
-join = _operator("read.join", "(Tensor half_scores, Tensor halves, int n) -> (Tensor, Tensor)", _joined)
-
-
-def _picked(
-    table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None = None, good: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    sums = (0,) if weights is None else (*slots.shape[:2], table.shape[-1])
-    return _like(table, *sums), _like(table, *((0,) if other is None else slots.shape))
-
-
+    "search.best_halves", "(Tensor query, Tensor keys, int k, float eps, *, bool distance) -> (Tensor, Tensor)",
+    lambda query, keys, k, *_, **__: tuple(
+        _like(query, *query.shape[:3], 2, k, dtype=dtype) for dtype in (torch.float32, torch.int64)
+    ),
+)  # fmt: skip
+join = _operator(
+    "read.join", "(Tensor half_scores, Tensor halves, int n) -> (Tensor, Tensor)",
+    lambda scores, halves, n: tuple(
+        _like(halves, *halves.shape[:3], halves.shape[-1], dtype=dtype) for dtype in (torch.int64, torch.float32)
+    ),
+)  # fmt: skip
 picked_rows = _operator(
     "read.picked_rows",
     "(Tensor table, Tensor slots, Tensor? weights, Tensor? other=None, Tensor? good=None) -> (Tensor, Tensor)",
-    _picked,
+    lambda table, slots, weights, other=None, good=None: (
+        _like(table, *((0,) if weights is None else (*slots.shape[:2], table.shape[-1]))),
+        _like(table, *((0,) if other is None else slots.shape)),
+    ),
 )
 mixed_rows = _operator(
     "read.mixed_rows",
@@ -81,37 +69,26 @@ pulled_rows = _operator(
         _like(table, *shape) for shape in (slots.shape, sums.shape, value.shape, value.shape[:2])
     ),
 )
-
-
-def _errors(read: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = read.shape[:2]
-    return _like(read, *read.shape), _like(read, *tokens, dtype=torch.bool), _like(read, *tokens, dtype=torch.int64)
-
-
 errors_of = _operator(
     "targets.errors_of",
     "(Tensor read, Tensor value, Tensor? following, Tensor? good, Tensor? good_next, bool look_ahead)"
     " -> (Tensor, Tensor, Tensor)",
-    _errors,
-)
+    lambda read, *_: (
+        _like(read, *read.shape), *(_like(read, *read.shape[:2], dtype=dtype) for dtype in (torch.bool, torch.int64))
+    ),
+)  # fmt: skip
 shares_of = _operator(
     "targets.shares_of",
     "(Tensor weights, Tensor slots, Tensor? gate, Tensor? counted, Tensor written, str rule, float rate) -> Tensor",
     lambda weights, *_: _like(weights, *weights.shape),
 )
-
-
-def _marginal(
-    scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
-) -> tuple[Tensor, Tensor]:
-    shape = (memories * halves.shape[2] * 2, n)
-    return _like(scores, *shape), _like(scores, *((0,) if raw else shape))
-
-
 marginal_of = _operator(
     "keys.marginal_of",
     "(Tensor scores, Tensor halves, Tensor? counted, int memories, int n, *, bool raw=False) -> (Tensor, Tensor)",
-    _marginal,
+    lambda scores, halves, counted, memories, n, *, raw=False: (
+        _like(scores, memories * halves.shape[2] * 2, n),
+        _like(scores, *((0,) if raw else (memories * halves.shape[2] * 2, n))),
+    ),
 )
 moved_keys = _operator(
     "keys.moved_keys",
@@ -119,24 +96,19 @@ moved_keys = _operator(
     " bool distance) -> Tensor",
     lambda keys, *_, **__: _like(keys, *keys.shape),
 )
-
-
-def _ordered(slots: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    shape = slots.shape[0], slots.shape[1] * slots.shape[2]
-    return tuple(_like(slots, *shape, dtype=torch.int32) for _ in range(3))
-
-
-order_of = _operator("write.order_of", "(Tensor slots, Tensor? counted, int n) -> (Tensor, Tensor, Tensor)", _ordered)
+order_of = _operator(
+    "write.order_of", "(Tensor slots, Tensor? counted, int n) -> (Tensor, Tensor, Tensor)",
+    lambda slots, *_: tuple(
+        _like(slots, slots.shape[0], slots.shape[1] * slots.shape[2], dtype=torch.int32) for _ in range(3)
+    ),
+)  # fmt: skip
 written = _operator(
     "write.written",
     "(Tensor(a!) table, Tensor slots, Tensor entries, Tensor shares, Tensor errors, Tensor(b!)? log, *,"
     " bool add=False) -> ()",  # no default for log: torch 2.10 cannot count the changes of an argument left out
-    lambda *_, **__: None,
-    ("table", "log"),
-)
+    lambda *_, **__: None, ("table", "log"),
+)  # fmt: skip
 swapped = _operator(
-    "write.swapped",
-    "(Tensor(a!) table, Tensor slots, Tensor(b!) log, *, bool keep=False) -> ()",
-    lambda *_, **__: None,
-    ("table", "log"),
-)
+    "write.swapped", "(Tensor(a!) table, Tensor slots, Tensor(b!) log, *, bool keep=False) -> ()",
+    lambda *_, **__: None, ("table", "log"),
+)  # fmt: skip

@@ -52,72 +52,57 @@ def _job(x: Tensor, found: Tensor, bad: Tensor) -> tuple[Any, int, int, int, int
     return (x, found, bad, *steps, x.stride(2)), batch * heads, max(1, heads), length, dim
 
 
-def _run(*tensors: Some) -> tuple[Tensor, ...]:
-    found, bad = _like(tensors, 0), _like(tensors, 1)
-    _start(tensors, found, bad, backward=False)
-    return *found, *bad
+def _run(*given: Some) -> tuple[Tensor, ...]:
+    """Clean three tensors by three flags or, if the first of these is None, by their numbers, and return flags too."""
+    tensors, bad = given[:3], given[3:]
+    found, flags = _like(given)
+    _start(tensors, found, flags if bad[0] is None else bad, backward=bad[0] is not None)
+    return *found, *flags
 
 
-def _pull(*given: Some) -> tuple[Tensor, ...]:
-    found = _like(given[:3], 0)
-    _start(given[:3], found, given[3:], backward=True)
-    return tuple(found)
-
-
-def _like(tensors: Sequence[Some], flags: int) -> list[Tensor]:
-    """Return a tensor for each of three, or with `flags` a flag for each vector; an empty one for None."""
-    first = tensors[0]
+def _like(given: Sequence[Some]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a tensor and, unless flags are given, a flag of each vector for each of three tensors, empty for None."""
+    first = given[0]
     assert first is not None
-    kind = torch.bool if flags else first.dtype
-    return [first.new_empty(x.shape[: x.dim() - flags] if x is not None else 0, dtype=kind) for x in tensors]
+    shapes = [None if x is None else x.shape for x in given[:3]]
+    flags = [None if x is None or given[3] is not None else x[:-1] for x in shapes]
+    return (
+        [first.new_empty(0 if x is None else x) for x in shapes],
+        [first.new_empty(0 if x is None else x, dtype=torch.bool) for x in flags],
+    )
 
 
-_GIVEN = "Tensor x, Tensor? y, Tensor? z"
 _clean = operator(
-    "clean", _run, f"({_GIVEN}) -> ({', '.join(6 * ['Tensor'])})", lambda *x: (*_like(x, 0), *_like(x, 1))
-)
-_backward = operator(
-    "clean_backward", _pull, f"({_GIVEN}, Tensor bad_x, Tensor? bad_y, Tensor? bad_z) -> (Tensor, Tensor, Tensor)",
-    lambda *given: tuple(_like(given[:3], 0)),
+    "clean", _run,
+    "(Tensor x, Tensor? y, Tensor? z, Tensor? bad_x, Tensor? bad_y, Tensor? bad_z) -> "
+    f"({', '.join(6 * ['Tensor'])})",
+    lambda *given: tuple(x for part in _like(given) for x in part),
 )  # fmt: skip
 
 
 def clean(*tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return for each of up to three tensors [..., D] of one dtype: the tensor with zeros for vectors with numbers not
     finite or beyond 2^56, and which these are, boolean [...]."""
-    found = _clean(*tensors, *(None,) * (3 - len(tensors)))
+    found = _clean(*tensors, *(None,) * (6 - len(tensors)))
     return [(found[i], found[3 + i]) for i in range(len(tensors))]
 
 
-def _pulled(grads: Sequence[Some], bad: Sequence[Tensor]) -> list[Some]:
-    """Return the gradients with zeros for bad vectors; None where there is none."""
-    given = [(x, flags) for x, flags in zip(grads, bad, strict=False) if x is not None]
-    more = (None,) * (3 - len(given))
-    found = iter(_backward(*(x for x, _ in given), *more, *(flags for _, flags in given), *more) if given else ())
-    return [None if x is None else next(found) for x in grads]
-
-
 def _save(ctx: Any, inputs: tuple[Some, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.given = [x is not None for x in inputs]  # outputs of what was not given are empty
-    ctx.save_for_backward(*output[3:])
+    ctx.given = [x is not None for x in inputs[:3]]  # outputs of what was not given are empty
+    ctx.save_for_backward(*(output[3:] if inputs[3] is None else inputs[3:]))
     ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, *grads: Some) -> tuple[Some, ...]:
-    given = [x if there else None for x, there in zip(grads, ctx.given, strict=False)]
-    return tuple(_pulled(given, ctx.saved_tensors))
-
-
-def _save_flags(ctx: Any, inputs: tuple[Some, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.given = [x is not None for x in inputs[:3]]
-    ctx.save_for_backward(*(x for x in inputs[3:] if x is not None))
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_again(ctx: Any, *grads: Some) -> tuple[Some, ...]:
-    return (*_differentiate(ctx, *grads), None, None, None)
+    """Return the gradients with zeros for bad vectors; None where there is none."""
+    given = [i for i in range(3) if ctx.given[i] and grads[i] is not None]
+    if not given:
+        return (None,) * 6
+    more = (None,) * (3 - len(given))
+    found = _clean(*(grads[i] for i in given), *more, *(ctx.saved_tensors[i] for i in given), *more)
+    pulled = dict(zip(given, found, strict=False))
+    return *(pulled.get(i) for i in range(3)), None, None, None
 
 
 _clean.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_differentiate_again, setup_context=_save_flags)
