@@ -59,12 +59,6 @@ def _of_head(matrix, batch, head):
 
 
 @triton.jit
-def _tables_of(table, head, queries, FORM: tl.constexpr):
-    """Return where the tables of a head lie, one behind the other."""
-    return table + head * queries * FORM.tables
-
-
-@triton.jit
 def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
     """Return (theta, g, reach) of rows, for softmax (log2 of the sum of exp z, 1, 1). g is 0 if no key is in the
     bandwidth."""
@@ -226,7 +220,7 @@ def compact_dq_kernel(
         dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
         count = tops[2]
     left = rho, theta, g, reach, moved, count
-    table, ties = _tables_of(table, nth, queries, FORM), ties + nth * padded + block
+    table, ties = table + nth * queries * FORM.tables, ties + nth * padded + block
     _leave_rows(table, ties, left, index + nth * queries, row, inside, queries, FORM)
     slope = FORM.r * g
     if FORM.given:
@@ -264,7 +258,7 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
             bests = first_best[None, :], last_best[None, :], count[None, :], top[None, :], near[None, :]
             tie = _others(key[:, None], z, bests[0], bests[1], bests[2], bests[3], bests[4])
             tie = tie & _seen_rows(start, key, first, last, mask, head, keys, FORM)
-            rows = _tables_of(table, tl.cast(head, tl.int64), queries, FORM)
+            rows = table + tl.cast(head, tl.int64) * queries * FORM.tables
             share = _line(rows + EXTRA * queries, start, queries, 0.0, FORM.tile, True)[None, :]
             g = _line(rows + SCALE * queries, start, queries, 0.0, FORM.tile, True)[None, :]
             dk = tl.dot(tl.where(tie, share * (by * g), 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
@@ -298,7 +292,7 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     head_at = tl.cast(head, tl.int64)
     q = _tile(matrices[1] + head_at * matrices[3], start, queries, Q, FORM.tile, PART, FORM)
     grad = _tile(matrices[0] + head_at * matrices[2], start, queries, GRAD, FORM.tile, PART, FORM)
-    table = _tables_of(table, head_at, queries, FORM)
+    table = table + head_at * queries * FORM.tables
     theta = _line(table + THETA * queries, start, queries, 0.0, FORM.tile, PART)
     rho = _line(table + RHO * queries, start, queries, 0.0, FORM.tile, PART)
     g = theta
@@ -371,7 +365,7 @@ def compact_dkv_kernel(
         numbers = index + at * 3
     if FORM.rule == FIXED:
         numbers = index + at
-    rows = _tables_of(table, query_nth, queries, FORM), numbers, floats + at * 6, by
+    rows = table + query_nth * queries * FORM.tables, numbers, floats + at * 6, by
     own, size = (k, v, key, first, last), (queries, keys)
 
     plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import load, load_rows, places_of, seen, tiles_of
+from ..runtime.blocks import load_block, load_rows, seen, tiles_of
 
 # Rows -----------------------------------------------------------------------------------------------------------
 
@@ -33,25 +33,9 @@ def own_rows(place, queries, FORM: tl.constexpr):
 
 
 @triton.jit
-def sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head):
-    """Return (first key, end of keys, both [R], mask of the head) of what rows see."""
-    _, _, batch, own = place
-    low = tl.load(low_ptr + batch * range_batch + rows)
-    high = tl.load(high_ptr + batch * range_batch + rows)
-    return low, high, mask_ptr + batch * mask_batch + own * mask_head
-
-
-@triton.jit
 def row_number(ptr, flat, number, GIVEN: tl.constexpr, FORM: tl.constexpr):
     """Return the number of each of the rows `flat` [R], or the number of all."""
     return tl.load(ptr + flat) if GIVEN else tl.full((FORM.own,), 1.0, tl.float32) * number
-
-
-@triton.jit
-def factors(ptr, flat, scale, FORM: tl.constexpr):
-    """Return (factor in `key_scores`, factor that then makes scores) [R]; a number is applied last."""
-    given = row_number(ptr, flat, scale, FORM.factors, FORM)
-    return given, tl.full((FORM.own,), 1.0, tl.float32) if FORM.factors else given
 
 
 @triton.jit
@@ -78,19 +62,23 @@ def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
 
 @triton.jit
 def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM: tl.constexpr):
-    """Return what all forward kernels begin with: (place, which rows exist, their numbers, sight, scales, q, k, v,
-    marks of rows, key blocks). A matrix is (pointer, strides of batch, head and row), a factor (pointer, number);
-    `visible` holds the ranges' ends, the mask, and their strides."""
+    """Return what all forward kernels begin with: (place, which rows exist, their numbers, sight: ranges of keys and
+    the mask, scales: the factor in `key_scores` and the one that then makes scores (a number is applied last), q, k,
+    v, where the marks of each row begin, key blocks). A matrix is (pointer, strides of batch, head and row), a factor
+    (pointer, number); `visible` holds the ranges' ends, the mask, and their strides."""
     place = place_of(queries, heads, FORM)
     rows, real, flat = own_rows(place, queries, FORM)
     low, high, mask, range_batch, mask_batch, mask_head = visible
-    sight = sight_of(low, high, mask, place, rows, range_batch, mask_batch, mask_head)
-    scales = factors(factor[0], flat, factor[1], FORM)
+    low, high = low + place[2] * range_batch, high + place[2] * range_batch
+    sight = tl.load(low + rows), tl.load(high + rows), mask + place[2] * mask_batch + place[3] * mask_head
+    by = row_number(factor[0], flat, factor[1], FORM.factors, FORM)
+    scales = by, tl.full((FORM.own,), 1.0, tl.float32) if FORM.factors else by
     q, k, v = matrices
     q = load_rows(q[0] + place[2] * q[1] + place[3] * q[2], rows, q[3], FORM.dim, FORM.wide)
     k = k[0] + place[2] * k[1] + place[3] // group * k[2], k[3], keys
     v = v[0] + place[2] * v[1] + place[3] // group * v[2], v[3], keys
-    marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
+    mask_tile = tl.arange(0, FORM.own) // FORM.mask_tile
+    marked = marks_of(marks_ptr, place, queries, keys, FORM) + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
     return place, real, flat, sight, scales, q, k, v, marked, tiles_of(sight[0], sight[1], FORM.tile, FORM.masked)
 
 
@@ -98,25 +86,18 @@ def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FO
 
 
 @triton.jit
-def load_keys(of, block, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """Load a key block of k or v, [K, WIDTH]."""
-    at, stride, keys = of
-    first = block * FORM.tile
-    held = tl.arange(0, FORM.tile) < keys - first
-    return load(places_of(at, first, stride, FORM.tile, WIDTH, FORM.far), held, DIM, WIDTH, EDGE)
-
-
-@triton.jit
 def load_values(v, block, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Load the values of a key block, [K, Dv]."""
-    return load_keys(v, block, FORM.value_dim, FORM.value_wide, EDGE, FORM)
+    first = block * FORM.tile
+    return load_block(v[0], first, v[1], v[2], FORM.tile, FORM.value_dim, FORM.value_wide, EDGE, FORM.far)
 
 
 @triton.jit
 def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Return (q.k of a key block [R, K], the numbers of its keys). Scores are multiplied with `factor` [R] if rows have
     their own, and with EDGE they are -inf for hidden pairs."""
-    dot = tl.dot(q, tl.trans(load_keys(k, block, FORM.dim, FORM.wide, EDGE, FORM)), input_precision="ieee")
+    keys = load_block(k[0], block * FORM.tile, k[1], k[2], FORM.tile, FORM.dim, FORM.wide, EDGE, FORM.far)
+    dot = tl.dot(q, tl.trans(keys), input_precision="ieee")
     columns = block * FORM.tile + tl.arange(0, FORM.tile)
     if FORM.factors:
         dot = dot * factor[:, None]
@@ -130,13 +111,6 @@ def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
     """Return where the first mark of a program lies. A row of marks has one for each key block."""
     line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.mask_tile) + place[1] * (FORM.own // FORM.mask_tile)
     return marks_ptr + line * tl.cdiv(keys, FORM.tile)
-
-
-@triton.jit
-def row_marks(marks_at, keys, FORM: tl.constexpr):
-    """Return where the marks of each row [R] begin."""
-    mask_tile = tl.arange(0, FORM.own) // FORM.mask_tile
-    return marks_at + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
 
 
 @triton.jit

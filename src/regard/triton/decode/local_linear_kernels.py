@@ -224,16 +224,6 @@ def solve_kernel(
     tl.store(slope + row * D + i, t * (size * unit), mask=i < D)
 
 
-@triton.jit
-def _tile(k, v, n, sight, FORM: tl.constexpr):
-    """Return keys and values of a tile, which pairs are visible, and which keys are non-finite."""
-    seen = seen_keys(n * FORM.tile, sight, FORM.masked, FORM)
-    some = tl.max(seen.to(tl.int32), 0) != 0
-    keys = load_keys(k, n * FORM.tile, some, FORM)
-    lost = non_finite(keys)
-    return keys, load_values(v, n * FORM.tile, some, FORM), seen, lost
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def tilted_kernel(
     matrices, factor, span, slope, mean, state, part, heads, group, queries, stride_low, stride_mb, stride_mh,
@@ -253,7 +243,11 @@ def tilted_kernel(
     wrong = non_finite(a)
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
-        keys, values, seen, lost = _tile(k, v, tiles[0] + n, sight, FORM)
+        j = (tiles[0] + n) * FORM.tile
+        seen = seen_keys(j, sight, FORM.masked, FORM)
+        some = tl.max(seen.to(tl.int32), 0) != 0
+        keys = load_keys(k, j, some, FORM)
+        lost, values = non_finite(keys), load_values(v, j, some, FORM)
         p = tl.exp2(products(a, keys, FORM.own) * by[:, None] - lse[:, None])
         e, multiplied = fine_products(t, keys, FORM.own)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)

@@ -38,14 +38,6 @@ def extent(low, high, queries, KEYS: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
-def share(part, parts, tiles):
-    """Return the tiles [first, last) of one of `parts` programs, whose numbers differ by at most one."""
-    each, more = tiles // parts, tiles % parts
-    first = part * each + tl.minimum(part, more)
-    return first, first + each + (part < more).to(tl.int32)
-
-
-@triton.jit
 def part_of(span, steps, heads, group, queries, FORM: tl.constexpr):
     """Return what program (i, part) works on: sequence, key head, (rows [ROWS], which exist, their numbers among all),
     (the first visible tile, the tiles [first, last) of the part counted from it), and what `seen_keys` reads: the keys
@@ -56,7 +48,9 @@ def part_of(span, steps, heads, group, queries, FORM: tl.constexpr):
     low, high = span[0] + batch * steps[0], span[1] + batch * steps[0]
     origin, tiles, stop = extent(low, high, queries, FORM.tile, FORM.most)
     start, to = load_span(low, high, rows % queries, rows < count)
-    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
+    part, each, more = tl.program_id(1), tiles // tl.num_programs(1), tiles % tl.num_programs(1)
+    first = part * each + tl.minimum(part, more)
+    last = first + each + (part < more).to(tl.int32)  # numbers of tiles differ by at most one
     mask = span[2]
     if FORM.masked:
         mask = span[2] + batch * steps[1] + head * group * steps[2]

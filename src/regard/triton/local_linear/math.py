@@ -39,18 +39,6 @@ def own_rows(pointer, first, queries, FORM: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a whole tile [ROWS, BLOCK] of scratch memory."""
-    return tl.load(ptr + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
-
-
-@triton.jit
-def store_tile(ptr, value, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Store what `load_tile` loads."""
-    tl.store(ptr + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], value)
-
-
-@triton.jit
 def row_factor(factor_ptr, number, rows, count, GIVEN: tl.constexpr):
     """Return c [ROWS]: the factor of the scores in base 2, one number or one a row."""
     return row_scale(factor_ptr, number, rows, rows < count, GIVEN) * LOG2E

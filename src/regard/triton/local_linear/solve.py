@@ -27,14 +27,13 @@ from ..runtime.tiles import Tiles, TileTable
 from .direct import TILES as DIRECT
 from .direct import solve_few
 from .math import (
-    load_tile,
     opened,
     ridge_width,
     row_ridge,
     sweep,
     weighted_tile,
 )
-from .steps import AWAY, ROW, TERMS, TILE, D, begin, finish, follow
+from .steps import AWAY, ROW, TERMS, TILE, D, begin, finish, follow, tile
 
 RESTARTS = tl.constexpr(3)
 """How often a row restarts if its true residual is still too large."""
@@ -90,7 +89,7 @@ def _solve(
         terms = _terms(q, c, lse, sight, k_at, run, FORM)
         tl.store(numbers + FORM.own * TERMS, terms + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
     while running > 0:
-        d = load_tile(scratch + D * (FORM.own * FORM.wide), FORM.own, FORM.wide).to(k_at[0].dtype.element_ty)
+        d = tl.load(tile(scratch, D, 0, FORM.own, FORM)).to(k_at[0].dtype.element_ty)
         away = tl.load(numbers + FORM.own * AWAY)
         total, used = sweep(d, away, q, c, lse, sight, k_at, run, FORM)
         running, phase, again = follow(

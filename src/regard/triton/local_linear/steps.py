@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...grammar import SolveStatus
 from ..runtime.blocks import load_block, load_span, store_block
-from .math import load_tile, norm_scale, row_ridge, store_tile
+from .math import norm_scale, row_ridge
 
 UNCONVERGED = tl.constexpr(int(SolveStatus.UNCONVERGED))
 EPS = tl.constexpr(2.0**-23)
@@ -26,9 +26,10 @@ PART = tl.constexpr(16)
 
 
 @triton.jit
-def _tile(scratch, which: tl.constexpr, part, FORM: tl.constexpr):
-    """Return where a part of a tile lies."""
-    return scratch + which * (FORM.own * FORM.wide) + part * FORM.wide
+def tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return where ROWS rows of a tile lie, from row `part` on."""
+    at = scratch + which * (FORM.own * FORM.wide) + part * FORM.wide
+    return at + tl.arange(0, ROWS)[:, None] * FORM.wide + tl.arange(0, FORM.wide)[None, :]
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _direct(d, mean, active, scratch, part, FORM: tl.constexpr):
     d = tl.where(active[:, None], d, 0.0)
     if FORM.fine:
         d = d.to(tl.bfloat16).to(tl.float32)
-    store_tile(_tile(scratch, D, part, FORM), d, PART, FORM.wide)
+    tl.store(tile(scratch, D, part, PART, FORM), d)
     tl.store(_rows(scratch, AWAY, part, FORM), tl.sum(mean * d, 1))
 
 
@@ -61,9 +62,9 @@ def begin(scratch, right_ptr, mean_ptr, span, first, queries, tol, limit, FORM: 
         rr = tl.sum(r * r, 1)
         unsettled = (rr > 0) & (high - low > FORM.few)
         active = unsettled & (limit > 0)
-        store_tile(_tile(scratch, X, part, FORM), tl.full((PART, FORM.wide), 0.0, tl.float32), PART, FORM.wide)
-        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
-        store_tile(_tile(scratch, MEAN, part, FORM), mean, PART, FORM.wide)
+        tl.store(tile(scratch, X, part, PART, FORM), tl.full((PART, FORM.wide), 0.0, tl.float32))
+        tl.store(tile(scratch, R, part, PART, FORM), r)
+        tl.store(tile(scratch, MEAN, part, PART, FORM), mean)
         tl.store(_rows(scratch, RR, part, FORM), rr)
         tl.store(_rows(scratch, WHOLE, part, FORM), rr)
         tl.store(_rows(scratch, GOAL, part, FORM), tol * tol * rr)
@@ -79,9 +80,9 @@ def begin(scratch, right_ptr, mean_ptr, span, first, queries, tol, limit, FORM: 
 @triton.jit
 def _image(scratch, part, ridge, first, queries, FORM: tl.constexpr):
     """Return (A d, d, mean) of some rows, after a sweep."""
-    d = load_tile(_tile(scratch, D, part, FORM), PART, FORM.wide)
-    mean = load_tile(_tile(scratch, MEAN, part, FORM), PART, FORM.wide)
-    total = load_tile(_tile(scratch, IMAGE, part, FORM), PART, FORM.wide)
+    d = tl.load(tile(scratch, D, part, PART, FORM))
+    mean = tl.load(tile(scratch, MEAN, part, PART, FORM))
+    total = tl.load(tile(scratch, IMAGE, part, PART, FORM))
     used = tl.load(_rows(scratch, USED, part, FORM))
     ridge = row_ridge(ridge, first + part, queries, PART, FORM)
     return total - used[:, None] * mean + ridge * d, d, mean
@@ -100,12 +101,12 @@ def advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
         curve = tl.sum(d * image, 1)
         good = (tl.load(_rows(scratch, ACTIVE, part, FORM)) > 0) & (curve > 0)
         curve = tl.where(good, curve, 1.0)
-        r = load_tile(_tile(scratch, R, part, FORM), PART, FORM.wide)
+        r = tl.load(tile(scratch, R, part, PART, FORM))
         length = tl.where(good, tl.sum(r * d, 1) / curve, 0.0)
-        x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide) + length[:, None] * d
-        store_tile(_tile(scratch, X, part, FORM), x, PART, FORM.wide)
+        x = tl.load(tile(scratch, X, part, PART, FORM)) + length[:, None] * d
+        tl.store(tile(scratch, X, part, PART, FORM), x)
         r -= length[:, None] * image
-        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
+        tl.store(tile(scratch, R, part, PART, FORM), r)
         rr = tl.where(good, tl.sum(r * r, 1), rr)
         count += good.to(tl.float32)
         active = good & (rr > goal) & (count < limit)
@@ -122,11 +123,11 @@ def advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
 def _look(scratch, right_ptr, first, queries, FORM: tl.constexpr):
     """Begin to compute true residuals: r = right, from which A x is then subtracted."""
     for part in range(0, FORM.own, PART):
-        x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
-        mean = load_tile(_tile(scratch, MEAN, part, FORM), PART, FORM.wide)
+        x = tl.load(tile(scratch, X, part, PART, FORM))
+        mean = tl.load(tile(scratch, MEAN, part, PART, FORM))
         size = tl.load(_rows(scratch, SIZE, part, FORM))
         r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
-        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
+        tl.store(tile(scratch, R, part, PART, FORM), r)
         _direct(x, mean, size > 0, scratch, part, FORM)
 
 
@@ -135,10 +136,10 @@ def _take_off(scratch, ridge, first, queries, FORM: tl.constexpr):
     """Subtract A d from r, and make what rounding left of x the next d."""
     for part in range(0, FORM.own, PART):
         image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
-        r = load_tile(_tile(scratch, R, part, FORM), PART, FORM.wide) - image
-        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
+        r = tl.load(tile(scratch, R, part, PART, FORM)) - image
+        tl.store(tile(scratch, R, part, PART, FORM), r)
         if FORM.fine:
-            x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
+            x = tl.load(tile(scratch, X, part, PART, FORM))
             whole = tl.load(_rows(scratch, SIZE, part, FORM)) > 0
             _direct(x - d, mean, whole, scratch, part, FORM)
 
@@ -148,17 +149,17 @@ def _settle(scratch, right_ptr, first, queries, limit, again, FORM: tl.constexpr
     """Let rows whose true residual r is still too large continue from it. Return whether any does."""
     running = 0
     for part in range(0, FORM.own, PART):
-        x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
-        r = load_tile(_tile(scratch, R, part, FORM), PART, FORM.wide)
-        mean = load_tile(_tile(scratch, MEAN, part, FORM), PART, FORM.wide)
+        x = tl.load(tile(scratch, X, part, PART, FORM))
+        r = tl.load(tile(scratch, R, part, PART, FORM))
+        mean = tl.load(tile(scratch, MEAN, part, PART, FORM))
         size = tl.load(_rows(scratch, SIZE, part, FORM))
         right = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
         # Exact steps lower x.Ax / 2 - b.x, which is 0 at x = 0. If it is positive, rounding errors dominate x: restart.
         kept = tl.sum(x * (right + r), 1) >= 0
         x = tl.where(kept[:, None], x, 0.0)
         r = tl.where(kept[:, None], r, right)
-        store_tile(_tile(scratch, X, part, FORM), x, PART, FORM.wide)
-        store_tile(_tile(scratch, R, part, FORM), r, PART, FORM.wide)
+        tl.store(tile(scratch, X, part, PART, FORM), x)
+        tl.store(tile(scratch, R, part, PART, FORM), r)
         terms = tl.load(_rows(scratch, TERMS, part, FORM))
         floor = 2 * EPS * (terms * tl.sqrt(tl.sum(x * x, 1)) + tl.sqrt(tl.sum(right * right, 1)))
         goal = tl.load(_rows(scratch, GOAL, part, FORM))
@@ -180,7 +181,7 @@ def _settle(scratch, right_ptr, first, queries, limit, again, FORM: tl.constexpr
 def finish(scratch, value_ptr, statistics_ptr, status_ptr, first, queries, FORM: tl.constexpr):
     """Store the solutions, statistics and status."""
     for part in range(0, FORM.own, PART):
-        x = load_tile(_tile(scratch, X, part, FORM), PART, FORM.wide)
+        x = tl.load(tile(scratch, X, part, PART, FORM))
         size = tl.load(_rows(scratch, SIZE, part, FORM))
         store_block(value_ptr, x * size[:, None], first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
         rr = tl.load(_rows(scratch, RR, part, FORM))
@@ -199,7 +200,7 @@ def finish(scratch, value_ptr, statistics_ptr, status_ptr, first, queries, FORM:
 def follow(total, used, phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM: tl.constexpr):
     """Use the result of a sweep and return (whether any row continues, phase, restarts left). Phase 0 is a step; phases
     1 and 2 compute true residuals (FORM.verify), from the two terms of x in turn."""
-    store_tile(scratch + IMAGE * (FORM.own * FORM.wide), total, FORM.own, FORM.wide)
+    tl.store(tile(scratch, IMAGE, 0, FORM.own, FORM), total)
     tl.store(scratch + FORM.own * (TILE * FORM.wide + USED) + tl.arange(0, FORM.own), used)
     tl.debug_barrier()
     running = 1
