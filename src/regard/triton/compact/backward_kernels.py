@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.blocks import load, load_block, load_span, seen, store_block
-from .lists import nth_of, plan_of
+from .lists import block_of, plan_of
 from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, excess, lower_power, relative, root
 
 NEAR = tl.constexpr(2.0**-19)  # relative tolerance of scores that tie for the best
@@ -122,7 +122,7 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
     """Add one block of keys to state (sum of dz k, sum of dz) of a block of queries."""
     q, grad = own
     factor, theta, g, rho, low, high, reach = rows
-    start = nth_of(plan, t, PART, FORM)[0] * FORM.tile
+    start = block_of(plan, t, PART, FORM)[0] * FORM.tile
     k = _tile(kv[0], start, keys, K, FORM.tile, PART, FORM)
     v = _tile(kv[1], start, keys, V, FORM.tile, PART, FORM)
     shown = None
@@ -146,9 +146,9 @@ def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
     if tl.max(count, 0) > 1:
         for t in range(plan[1] + plan[2]):
             if t < plan[1]:
-                start = nth_of(plan, t, False, FORM)[0] * FORM.tile
+                start = block_of(plan, t, False, FORM)[0] * FORM.tile
             else:
-                start = nth_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
+                start = block_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
             k = _tile(kv[0], start, keys, K, FORM.tile, True, FORM)
             z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
             key = start + tl.arange(0, FORM.tile)
@@ -242,9 +242,9 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
     table, index, floats, factor = tables
     for t in range(plan[1] + plan[2]):
         if t < plan[1]:
-            block, head = nth_of(plan, t, False, FORM)
+            block, head = block_of(plan, t, False, FORM)
         else:
-            block, head = nth_of(plan, t - plan[1], True, FORM)
+            block, head = block_of(plan, t - plan[1], True, FORM)
         start, at = block * FORM.tile, tl.cast(head, tl.int64) * queries
         row = start + tl.arange(0, FORM.tile)
         first_best, last_best, count, top, near = _tops(floats + at * 6, index + at * 3, row, row < queries)
@@ -284,7 +284,7 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     """Add one block of queries to state (sum of dz q, sum of p dL/do) of a block of keys."""
     k, v, key, first, last = own
     queries, keys = sizes
-    block, head = nth_of(plan, t, PART, FORM)
+    block, head = block_of(plan, t, PART, FORM)
     start = block * FORM.tile
     row = start + tl.arange(0, FORM.tile)
     at = tl.cast(head, tl.int64) * queries

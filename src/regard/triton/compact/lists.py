@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import block_of, count_of
 from ..runtime.launch import launch
 from ..runtime.span import batch_stride
 from ..runtime.tiles import Tiles
@@ -91,36 +90,40 @@ def compact_lists_kernel(
 @triton.jit
 def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
     """Return what streams past owners [start, start + FORM.own): (list, blocks without mask, blocks with one, flagged
-    ones, and what `nth_of` needs). Lists hold mask_tiles of FORM.split blocks for FORM.listed owners; 0 owners have a
+    ones, and what `block_of` needs). Lists hold mask_tiles of FORM.split blocks for FORM.listed owners; 0 owners have a
     range instead of a list."""
     listed, counts, rows, length = lists
     if FORM.listed == 0:
         first, whole, ended, finish = ranges(low, high, start, FORM.own, owners, FORM.tile)
         if FORM.masked:
             ended = whole
-        run = first, whole, ended, finish
-        plan = low, count_of(run, False) * FORM.group, count_of(run, True) * FORM.group, 0, run
+        full = ended - whole
+        plan = low, full * FORM.group, (finish - first - full) * FORM.group, 0, first, whole, ended
     else:
         own = head * rows + start // FORM.listed
         count = counts + own * 3
         many = tl.load(count) * FORM.split, tl.load(count + 1) * FORM.split, tl.load(count + 2)
-        plan = listed + own * length, many[0], many[1], many[2], length - 1
+        plan = listed + own * length, many[0], many[1], many[2], length - 1, 0, 0
     return plan
 
 
 @triton.jit
-def nth_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
+def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
     """Return (number, head of the group) of the t-th block without mask, or with one (PART)."""
-    listed, _, _, _, run = plan
+    listed, _, _, _, first, whole, ended = plan
     if FORM.listed > 0:
         place = t // FORM.split
         if PART:
-            place = run - place
+            place = first - place
         number = tl.load(listed + place).to(tl.int32)
         block = number // FORM.group * FORM.split + t % FORM.split
         head = number % FORM.group
     else:
-        block, head = block_of(run, t // FORM.group, PART), t % FORM.group
+        n = t // FORM.group
+        head = t % FORM.group
+        block = whole + n
+        if PART:
+            block = tl.where(n < whole - first, first + n, ended - (whole - first) + n)
     return block, head
 
 

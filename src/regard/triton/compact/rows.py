@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import load_block, load_rows, seen, tiles_of
+from ..runtime.blocks import load, load_rows, places_of, seen
 
 # Rows -----------------------------------------------------------------------------------------------------------
 
@@ -79,25 +79,65 @@ def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FO
     v = v[0] + place[2] * v[1] + place[3] // group * v[2], v[3], keys
     mask_tile = tl.arange(0, FORM.own) // FORM.mask_tile
     marked = marks_of(marks_ptr, place, queries, keys, FORM) + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
-    return place, real, flat, sight, scales, q, k, v, marked, tiles_of(sight[0], sight[1], FORM.tile, FORM.masked)
+    return place, real, flat, sight, scales, q, k, v, marked, key_blocks(sight, FORM)
 
 
 # Key blocks -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
+def key_blocks(sight, FORM: tl.constexpr):
+    """Return (first, full, partial, last): key blocks [first, last) hold all visible keys; every row sees all of blocks
+    [full, partial), which is empty with a mask."""
+    low, high, _ = sight
+    first = tl.min(low, 0) // FORM.tile
+    last = tl.maximum(tl.cdiv(tl.max(high, 0), FORM.tile), first)
+    full = last
+    partial = last
+    if not FORM.masked:
+        full = tl.minimum(tl.cdiv(tl.max(low, 0), FORM.tile), last)
+        partial = tl.maximum(tl.min(high, 0) // FORM.tile, full)
+    return first, full, partial, last
+
+
+@triton.jit
+def count_of(run, EDGE: tl.constexpr):
+    """Return how many blocks of [first, full, partial, last) need masks (EDGE), or how many do not."""
+    first, full, partial, last = run
+    return full - first + last - partial if EDGE else partial - full
+
+
+@triton.jit
+def block_of(run, t, EDGE: tl.constexpr):
+    """Return the t-th of these from the last. Blocks near the diagonal have high scores; seen first, they let fewer
+    others look near enough. With EDGE, [first, full) follows [partial, last)."""
+    first, _, partial, last = run
+    if EDGE:
+        return tl.where(t < last - partial, last - 1 - t, first + t - (last - partial))
+    else:
+        return partial - 1 - t
+
+
+@triton.jit
+def load_keys(of, block, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """Load a key block of k or v, [K, WIDTH]."""
+    at, stride, keys = of
+    first = block * FORM.tile
+    held = tl.arange(0, FORM.tile) < keys - first
+    return load(places_of(at, first, stride, FORM.tile, WIDTH, FORM.far), held, DIM, WIDTH, EDGE)
+
+
+@triton.jit
 def load_values(v, block, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Load the values of a key block, [K, Dv]."""
-    first = block * FORM.tile
-    return load_block(v[0], first, v[1], v[2], FORM.tile, FORM.value_dim, FORM.value_wide, EDGE, FORM.far)
+    return load_keys(v, block, FORM.value_dim, FORM.value_wide, EDGE, FORM)
 
 
 @triton.jit
 def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Return (q.k of a key block [R, K], the numbers of its keys). Scores are multiplied with `factor` [R] if rows have
     their own, and with EDGE they are -inf for hidden pairs."""
-    keys = load_block(k[0], block * FORM.tile, k[1], k[2], FORM.tile, FORM.dim, FORM.wide, EDGE, FORM.far)
-    dot = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    dot = tl.dot(q, tl.trans(load_keys(k, block, FORM.dim, FORM.wide, EDGE, FORM)), input_precision="ieee")
     columns = block * FORM.tile + tl.arange(0, FORM.tile)
     if FORM.factors:
         dot = dot * factor[:, None]

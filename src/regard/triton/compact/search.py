@@ -16,10 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import block_of, count_of
 from .math import ADAPTIVE, ANCHORED, excess, lower_power, power, root, value_of
 from .rows import (
     applied,
+    block_of,
+    count_of,
     counted,
     key_scores,
     load_values,

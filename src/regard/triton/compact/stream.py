@@ -10,10 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import block_of, count_of, load_rows, seen
+from ..runtime.blocks import load_rows, seen
 from .math import LOG2E, SMALLEST, SOFTMAX, UNIFORM, value_of
 from .rows import (
     applied,
+    block_of,
+    count_of,
     counted,
     key_scores,
     load_values,

@@ -93,14 +93,18 @@ class _Call(Call):
         kept: Kept,
     ) -> None:  # fmt: skip
         super().__init__(x, y, v, factor, span)
-        self.kept, self.matrices = kept, (*self.matrices, matrix_of(rows_together(grad.to(v.dtype), FARTHEST)))
+        self.kept, self.matrices = kept, (matrix_of(rows_together(grad.to(v.dtype), FARTHEST)), *self.matrices)
         masked = 0 if span.mask is None else 1 if span.mask.shape[1] == 1 or self.sizes[1] == 1 else 2
         operands = 2 if x.dtype == torch.float32 else 4 if solved else 3
         self.form = self.form._replace(masked=masked, solved=solved, operands=operands)
 
     def by_rows(self) -> tuple[Any, ...]:
         """Return what both kernels by rows take of the call."""
-        return self.factor, self.span.pointers, *self.span.steps, *self.sizes
+        return self.factor, self.span.pointers[:2], self.span.pointers[2], *self.span.steps, *self.sizes
+
+    def row_blocks(self, tiles: Tiles) -> tuple[int]:
+        blocks, heads = self.grid(tiles.rows)
+        return (blocks * heads,)
 
 
 def backward(
@@ -136,7 +140,7 @@ def _right_sides(call: _Call) -> tuple[Tensor, Tensor]:
 
     def run(tiles: Tiles) -> None:
         args = (outs, call.matrices, call.kept[1:], *call.by_rows())
-        launch(local_linear_right_kernel, call.grid(tiles.rows), *args, tiles=tiles, FORM=call.fitted(tiles))
+        launch(local_linear_right_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=call.fitted(tiles))
 
     run(RIGHT.pick(call.width, call.dtype, run))
     return outs
@@ -153,7 +157,7 @@ def _operands(
     number = number_or_rows(0.0 if ridge is None else ridge, lse)
     tiles = OPERANDS.pick(call.width, torch.float32)
     launch(
-        local_linear_operands_kernel, call.grid(tiles.rows), call.matrices[3], call.kept[1:], slopes, means, number,
+        local_linear_operands_kernel, call.row_blocks(tiles), call.matrices[0], call.kept[1:], slopes, means, number,
         lse if dridge is None else dridge, call.factor, *read, call.sizes[0], call.sizes[2],
         tiles=tiles, FORM=call.form._replace(own=tiles.rows, ridge=width),
     )  # fmt: skip
@@ -170,7 +174,7 @@ def _by_rows(call: _Call, read: tuple[Tensor, Tensor], u: Tensor | None) -> tupl
 
     def run(tiles: Tiles) -> None:
         args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *read, *call.by_rows())
-        launch(local_linear_query_kernel, call.grid(tiles.rows), *args, tiles=tiles, FORM=call.fitted(tiles))
+        launch(local_linear_query_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=call.fitted(tiles))
 
     run(BY_ROWS.pick(call.width, call.dtype, run, (call.form.solved,)))
     return dx, dfactor, dprobe
@@ -181,7 +185,7 @@ def _by_keys(call: _Call, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     span = call.span
 
     def run(tiles: Tiles) -> None:
-        grid = -(-call.sizes[3] // tiles.keys), dy.shape[0] * dy.shape[1]
+        grid = (dy.shape[0] * dy.shape[1] * -(-call.sizes[3] // tiles.keys),)
         launch(
             local_linear_key_kernel, grid, (dy, dv), call.matrices, *read, call.factor[1], (span.first, span.last),
             call.span.pointers[2], batch_stride(span.first), *span.mask_steps, *call.sizes,

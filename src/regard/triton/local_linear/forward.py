@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import LENGTHS, block_of, count_of, load_block, seen, store_block
+from ..runtime.blocks import LENGTHS, load_block, seen, store_block
 from ..runtime.call import Call, matrix_of
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
@@ -30,7 +30,11 @@ from .math import (
     of_head,
     opened,
     own_rows,
+    plan,
     product,
+    row_factor,
+    tile_at,
+    tile_count,
     times,
 )
 
@@ -54,13 +58,13 @@ COUNTS = 4
 
 
 @triton.jit
-def _key_tile(n, run, kv, sight, EDGE: tl.constexpr, FORM: tl.constexpr):
+def _key_tile(n, tiles, kv, sight, keys, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Return (keys [K, W], values [K, V], which pairs are visible) of the n-th tile; with EDGE some may be hidden."""
-    first, visible = block_of(run, n, EDGE) * FORM.tile, sight[0]
-    k = load_block(kv[0][0], first, kv[0][1], sight[3], FORM.tile, FORM.dim, FORM.wide, EDGE)
-    v = load_block(kv[1][0], first, kv[1][1], sight[3], FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
+    first, visible = tile_at(n, tiles, EDGE, FORM), sight[0]
+    k = load_block(kv[0][0], first, kv[0][1], keys, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    v = load_block(kv[1][0], first, kv[1][1], keys, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
     if EDGE:
-        visible = seen(first + tl.arange(0, FORM.tile), sight[0], sight[1], sight[2], sight[3], FORM.masked)
+        visible = seen(first + tl.arange(0, FORM.tile), sight[0], sight[1], sight[2], keys, FORM.masked)
     return k, v, visible
 
 
@@ -86,8 +90,13 @@ def _moments(
 ):
     """Store lse and the means of a block of rows and, if t is solved for, the right sides q - mean."""
     SIDES: tl.constexpr = 1 if FORM.masked else 2  # with a mask no tile is full
-    sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
-    at, (batch, own), first, rows, sight, run, q, c, kv = opened(matrices, factor, span, steps, sizes, FORM)
+    head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
+    tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
+    at = head * queries
+    kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
+    q_at, q_row = of_head(matrices[0], batch, own)
+    q = load_block(q_at, first, q_row, queries, FORM.own, FORM.dim, FORM.wide)
+    c = row_factor(factor[0] + at, factor[1], rows, queries, FORM.factors)
     top = tl.full((FORM.own,), 0.0, tl.float32) + float("-inf")
     mass, vmass = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     total, vtotal = (
@@ -95,8 +104,8 @@ def _moments(
         tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32),
     )
     for side in tl.static_range(SIDES):
-        for n in range(count_of(run, side == 0)):
-            k, v, visible = _key_tile(n, run, kv, sight, side == 0, FORM)
+        for n in range(tile_count(tiles, side == 0)):
+            k, v, visible = _key_tile(n, tiles, kv, sight, keys, side == 0, FORM)
             top, mass, total, vmass, vtotal = _moment_tile(
                 q, c, k, v, visible, top, mass, total, vmass, vtotal, FORM.fine, side == 0
             )
@@ -110,7 +119,6 @@ def _moments(
     vmean_ptr += at * FORM.value_dim
     store_block(vmean_ptr, vmean, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     if FORM.solved:
-        q_at, q_row = of_head(matrices[0], batch, own)
         q = load_block(q_at, first, q_row, queries, FORM.own, FORM.dim, FORM.wide)
         right = tl.where(some[:, None], q.to(tl.float32) - mean, 0.0)
         store_block(right_ptr + at * FORM.dim, right, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
@@ -180,8 +188,13 @@ def _output(
 ):  # fmt: skip
     """Store the output of a block of rows. `slope` holds t, or -t if it was given; two are scratch."""
     SIDES: tl.constexpr = 1 if FORM.masked else 2  # with a mask no tile is full
-    sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
-    at, (batch, own), first, rows, sight, run, q, c, kv = opened(matrices, factor, span, steps, sizes, FORM)
+    head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
+    tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
+    at = head * queries
+    kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
+    q_at, q_row = of_head(matrices[0], batch, own)
+    q = load_block(q_at, first, q_row, queries, FORM.own, FORM.dim, FORM.wide)
+    c = row_factor(factor[0] + at, factor[1], rows, queries, FORM.factors)
     lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
     plane = tl.num_programs(1).to(tl.int64) * queries
     terms, rest_ptr = terms_ptr + at * FORM.dim, terms_ptr + (plane + at) * FORM.dim
@@ -197,8 +210,8 @@ def _output(
     top, support = tl.full((FORM.own,), 0.0, tl.float32) + float("-inf"), tl.full((FORM.own,), 0.0, tl.float32)
     square, negative = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for side in tl.static_range(SIDES):
-        for n in range(count_of(run, side == 0)):
-            k, v, visible = _key_tile(n, run, kv, sight, side == 0, FORM)
+        for n in range(tile_count(tiles, side == 0)):
+            k, v, visible = _key_tile(n, tiles, kv, sight, keys, side == 0, FORM)
             rest, used, top, support, square, negative = _output_tile(
                 q, c, lse, hi, lo, away, unit, k, v, visible, rest, used, top, support, square, negative,
                 FORM.fine, side == 0, FORM.counted,

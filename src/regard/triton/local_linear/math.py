@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import block_of, count_of, load_block, load_span, parts, row_scale, seen, tiles_of
+from ..runtime.blocks import FAR, load_block, load_span, parts, row_scale, seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)
@@ -36,6 +36,55 @@ def of_head(matrix, batch, head):
 def own_rows(pointer, first, queries, FORM: tl.constexpr):
     """Load this block's rows [R, W] of contiguous vectors [Tq, D]."""
     return load_block(pointer, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+
+
+@triton.jit
+def plan(low, high, KEYS: tl.constexpr, MASKED: tl.constexpr):
+    """Return the tiles of keys that a block of rows visits: (start, tiles, left, full). Tile i begins at start + i
+    KEYS. Every row that sees any key sees all keys of the `full` tiles from `left` on; the others (`edge_tile`) and,
+    with a mask, all need a look at pairs."""
+    some = high > low
+    stop = tl.max(tl.where(some, high, 0), 0)
+    start = tl.minimum(tl.min(tl.where(some, low, FAR), 0), stop)
+    tiles = (stop - start + KEYS - 1) // KEYS
+    if MASKED:
+        return start, tiles, tiles, 0 * tiles
+    else:
+        left = (tl.maximum(tl.max(tl.where(some, low, 0), 0), start) - start + KEYS - 1) // KEYS
+        shared = tl.maximum(tl.min(tl.where(some, high, FAR), 0), start) - start
+        full = tl.minimum(tl.maximum(shared // KEYS - left, 0), tiles)
+        return start, tiles, tl.where(full > 0, left, tiles), full
+
+
+@triton.jit
+def edge_tile(n, left, full):
+    """Return which tile is the n-th of those that are not full."""
+    return tl.where(n < left, n, n + full)
+
+
+@triton.jit
+def tile_count(tiles, EDGE: tl.constexpr):
+    """Return how many tiles need a look at pairs (EDGE), or how many do not."""
+    return tiles[1] - tiles[3] if EDGE else tiles[3]
+
+
+@triton.jit
+def tile_at(n, tiles, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """Return the first key of the n-th of those tiles."""
+    start, _, left, full = tiles
+    return start + edge_tile(n, left, full) * FORM.tile if EDGE else start + (left + n) * FORM.tile
+
+
+@triton.jit
+def opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM: tl.constexpr):
+    """Return (head among all, batch, head, first row, rows [R], their ranges of keys and the mask) of a program."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # in causal order the last rows see most, and begin first
+    head = tl.program_id(1).to(tl.int64)
+    batch, own = head // heads, head % heads
+    rows = block * FORM.own + tl.arange(0, FORM.own)
+    low, high = load_span(span[0] + batch * span_batch, span[1] + batch * span_batch, rows, rows < queries)
+    sight = low, high, span[2] + batch * mask_batch + own * mask_head
+    return head, batch, own, block * FORM.own, rows, sight
 
 
 @triton.jit
@@ -75,25 +124,6 @@ def times(w, k, total, used, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def opened(matrices, factor, span, steps, sizes, FORM: tl.constexpr):
-    """Return what kernels by rows begin with: (number of the head's first row among all, (batch, head), first row, rows
-    [R], (their ranges of keys, the mask, how many keys there are), the tiles they see, queries [R, W], c [R], keys and
-    values of the head)."""
-    heads, group, queries, keys = sizes
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # in causal order the last rows see most, and begin first
-    head = tl.program_id(1).to(tl.int64)
-    batch, own, at = head // heads, head % heads, head * queries
-    first, rows = block * FORM.own, block * FORM.own + tl.arange(0, FORM.own)
-    low, high = load_span(span[0] + batch * steps[0], span[1] + batch * steps[0], rows, rows < queries)
-    sight = low, high, span[2] + batch * steps[1] + own * steps[2], keys
-    q_at = of_head(matrices[0], batch, own)
-    q = load_block(q_at[0], first, q_at[1], queries, FORM.own, FORM.dim, FORM.wide)
-    c = row_factor(factor[0] + at, factor[1], rows, queries, FORM.factors)
-    kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
-    return at, (batch, own), first, rows, sight, tiles_of(low, high, FORM.tile, FORM.masked), q, c, kv
-
-
-@triton.jit
 def norm_scale(x):
     """Return the power of two at or below the largest number of each row of x, 1 if all are 0. Dividing by it rounds
     nothing and keeps squares in range."""
@@ -102,12 +132,11 @@ def norm_scale(x):
 
 
 @triton.jit
-def weighted_tile(q, c, lse, sight, k_at, tile, EDGE: tl.constexpr, FORM: tl.constexpr):
+def weighted_tile(q, c, lse, sight, k_at, first, keys, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Return one tile of keys [K, W] and its weights p [R, K]; with EDGE, 0 for hidden pairs."""
-    first = tile * FORM.tile
-    k = load_block(k_at[0], first, k_at[1], sight[3], FORM.tile, FORM.dim, FORM.wide, EDGE)
+    k = load_block(k_at[0], first, k_at[1], keys, FORM.tile, FORM.dim, FORM.wide, EDGE)
     if EDGE:
-        visible = seen(first + tl.arange(0, FORM.tile), sight[0], sight[1], sight[2], sight[3], FORM.masked)
+        visible = seen(first + tl.arange(0, FORM.tile), sight[0], sight[1], sight[2], keys, FORM.masked)
     p = tl.exp2(product(q, tl.trans(k)) * c[:, None] - lse[:, None])
     if EDGE:
         p = tl.where(visible, p, 0.0)
@@ -115,17 +144,19 @@ def weighted_tile(q, c, lse, sight, k_at, tile, EDGE: tl.constexpr, FORM: tl.con
 
 
 @triton.jit
-def sweep(d, away, q, c, lse, sight, k_at, run, FORM: tl.constexpr):
+def sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM: tl.constexpr):
     """Return (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i, for d [R, W] in the dtype of the keys
     and away = mean . d. The covariance times d is the first minus the second times the mean."""
+    start, count, left, full = tiles
     total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
     used = tl.full((FORM.own,), 0.0, tl.float32)
-    for n in tl.range(0, count_of(run, True), num_stages=EDGES):
-        k, p = weighted_tile(q, c, lse, sight, k_at, block_of(run, n, True), True, FORM)
+    for n in tl.range(0, count - full, num_stages=EDGES):
+        first = start + edge_tile(n, left, full) * FORM.tile
+        k, p = weighted_tile(q, c, lse, sight, k_at, first, keys, True, FORM)
         total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.fine)
     if not FORM.masked:
-        for n in range(count_of(run, False)):
-            k, p = weighted_tile(q, c, lse, sight, k_at, block_of(run, n, False), False, FORM)
+        for n in range(left, left + full):
+            k, p = weighted_tile(q, c, lse, sight, k_at, start + n * FORM.tile, keys, False, FORM)
             total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.fine)
     return total, used
 

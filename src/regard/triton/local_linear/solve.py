@@ -20,15 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import LENGTHS
+from ..runtime.blocks import LENGTHS, load_block
 from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .direct import TILES as DIRECT
 from .direct import solve_few
 from .math import (
+    of_head,
     opened,
+    plan,
     ridge_width,
+    row_factor,
     row_ridge,
     sweep,
     weighted_tile,
@@ -58,11 +61,11 @@ TILES = TileTable.by_width(
 
 
 @triton.jit
-def _terms(q, c, lse, sight, k_at, run, FORM: tl.constexpr):
+def _terms(q, c, lse, sight, k_at, keys, start, tiles, FORM: tl.constexpr):
     """Return sum_j p_ij |k_j|^2, the size of what a product with C sums."""
     found = tl.full((FORM.own,), 0.0, tl.float32)
-    for n in range(run[0], run[3]):
-        k, p = weighted_tile(q, c, lse, sight, k_at, n, True, FORM)
+    for n in range(tiles):
+        k, p = weighted_tile(q, c, lse, sight, k_at, start + n * FORM.tile, keys, True, FORM)
         kf = k.to(tl.float32)
         found += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
     return found
@@ -74,24 +77,27 @@ def _solve(
     heads, group, queries, keys, span_batch, mask_batch, mask_head, FORM: tl.constexpr,
 ):  # fmt: skip
     """Solve a block of rows."""
-    sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
-    at, (batch, _), first, rows, sight, run, q, c, (k_at, _) = opened(matrices, factor, span, steps, sizes, FORM)
+    head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
+    tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
     ranges = span[0] + batch * span_batch, span[1] + batch * span_batch
-    block = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + first // FORM.own
-    scratch += block * (FORM.own * (TILE * FORM.wide + ROW))
+    at, c = head * queries, row_factor(factor[0] + head * queries, factor[1], rows, queries, FORM.factors)
+    scratch += (head * tl.num_programs(0) + first // FORM.own) * (FORM.own * (TILE * FORM.wide + ROW))
+    k_at = of_head(matrices[1], batch, own // group)
     right_ptr += at * FORM.dim
     ridge = ridge[0] + at * FORM.ridge, ridge[1]
     running = begin(scratch, right_ptr, kept[1] + at * FORM.dim, ranges, first, queries, tol, limit, FORM)
     tl.debug_barrier()
+    q_at = of_head(matrices[0], batch, own)
+    q = load_block(q_at[0], first, q_at[1], queries, FORM.own, FORM.dim, FORM.wide)
     lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
     phase, again, numbers = 0, RESTARTS, scratch + FORM.own * (TILE * FORM.wide) + tl.arange(0, FORM.own)
     if FORM.verify:
-        terms = _terms(q, c, lse, sight, k_at, run, FORM)
+        terms = _terms(q, c, lse, sight, k_at, keys, tiles[0], tiles[1], FORM)
         tl.store(numbers + FORM.own * TERMS, terms + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
     while running > 0:
         d = tl.load(tile(scratch, D, 0, FORM.own, FORM)).to(k_at[0].dtype.element_ty)
         away = tl.load(numbers + FORM.own * AWAY)
-        total, used = sweep(d, away, q, c, lse, sight, k_at, run, FORM)
+        total, used = sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM)
         running, phase, again = follow(
             total, used, phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
         )
@@ -114,7 +120,7 @@ def solve(
         rows = triton.cdiv(right.shape[2], tiles.rows) * tiles.rows
         scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
         launch(
-            _solve, call.grid(tiles.rows), right, call.matrices, (lse, mean), call.factor,
+            _solve, call.grid(tiles.rows), right, call.matrices[:2], (lse, mean), call.factor,
             number_or_rows(ridge, lse), call.span.pointers, found[0], scratch, *found[1:], rule.tol, rule.limit,
             *call.sizes, *call.span.steps, tiles=tiles,
             FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify),

@@ -100,37 +100,3 @@ def parts(x, like, SPLIT: tl.constexpr):
         return hi, (x - hi.to(tl.float32)).to(like.dtype)
     else:
         return hi, hi
-
-
-@triton.jit
-def tiles_of(low, high, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Return (first, full, partial, last): tiles [first, last) hold all keys that rows with ranges [low, high) see, and
-    every row that sees any key sees all of tiles [full, partial), which is empty with a mask."""
-    some = high > low
-    end = tl.max(tl.where(some, high, 0), 0)
-    first = tl.minimum(tl.min(tl.where(some, low, FAR), 0), end) // TILE
-    last = tl.maximum(tl.cdiv(end, TILE), first)
-    full = last
-    partial = last
-    if not MASKED:
-        full = tl.minimum(tl.cdiv(tl.max(tl.where(some, low, 0), 0), TILE), last)
-        partial = tl.maximum(tl.min(tl.where(some, high, end), 0) // TILE, full)
-    return first, full, partial, last
-
-
-@triton.jit
-def count_of(run, EDGE: tl.constexpr):
-    """Return how many tiles of [first, full, partial, last) need a look at pairs (EDGE), or how many do not."""
-    first, full, partial, last = run
-    return full - first + last - partial if EDGE else partial - full
-
-
-@triton.jit
-def block_of(run, t, EDGE: tl.constexpr):
-    """Return the t-th of these from the last. Blocks near the diagonal have high scores; seen first, they let fewer
-    others look near enough. With EDGE, [first, full) follows [partial, last)."""
-    first, _, partial, last = run
-    if EDGE:
-        return tl.where(t < last - partial, last - 1 - t, first + t - (last - partial))
-    else:
-        return partial - 1 - t
