@@ -19,8 +19,8 @@ sys.modules["entmax"] = None  # importing the package itself fails
 torch.manual_seed(0)  # the suite draws without a seed
 """
 ROUNDED = "torch.allclose(y, torch.zeros_like(y), atol=1e-7)"
-"""The suite asks that a row padded with -inf differs by at most 1e-8, less than a float32 rounds weights to (6e-8). Some
-CPUs add the weights of a longer row in another order."""
+"""The suite asks that a row padded with -inf differs by at most 1e-8, less than a float32 rounds weights to (6e-8).
+Some CPUs add the weights of a longer row in another order."""
 
 
 @pytest.fixture(scope="module")
