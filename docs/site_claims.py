@@ -13,7 +13,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"^<!-- claims: (.+) -->$", flags=re.MULTILINE)
 HEAD = "| paper | claim | verdict | measured here |\n|---|---|---|---|\n"
-NOTE = 'Verdicts are computed from 95 % intervals of small models on two CPU cores; "not testable" means at this size.'
+NOTE = 'Verdicts are computed from counts and 95 % intervals, on two CPU cores; "not testable" means at this size.'
 
 
 def rows() -> Iterator[tuple[str, str, str, str, str]]:

@@ -82,7 +82,6 @@ def test_models_of_the_rows(row: Row) -> None:
     assert config.training_window == (24 if "pSWA" in row.layout else None)
     windows = config.layer_windows()
     assert windows == ([None] * 3 + [24] if row.layout == "GDN+SWA" else [None] * 4)
-    assert Row.of(row.name) == row
 
 
 def test_the_size_of_the_paper() -> None:
@@ -128,7 +127,7 @@ def model(name: str) -> Any:
 )  # fmt: skip
 def test_only_rules_that_differ_are_read(name: str, rules: list[str]) -> None:
     assert reading_rules(model(name)[0]) == rules
-    row = Row.of(name)
+    row = made().row(name)
     assert recipe.rule_of(row, "paper") == ("paper" if row.remembers else "new")
     assert recipe.rule_of(row, "fair") in rules
 
@@ -194,7 +193,7 @@ def judged(
     return {wording: verdict for wording, (verdict, _) in verdicts(own, rows).items()}
 
 
-GAIN, SLOW, BOTH, LESS = "Fast memories gain", "Slow memories gain", "Both together", "FwPKM gains less"
+GAIN, BOTH, LESS = "Fast memories gain", "Both together", "FwPKM gains less"
 CLOSE, OPEN, WRITING = "Its gates close", "Windows in training", "Writing lowers the loss"
 NEVER = "not testable at this size"
 
@@ -202,14 +201,14 @@ NEVER = "not testable at this size"
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, {GAIN: "holds", SLOW: NEVER, BOTH: "holds", LESS: "holds", WRITING: "holds", CLOSE: "fails"}),
+        ({}, {GAIN: "holds", BOTH: "holds", LESS: "holds", WRITING: "holds", CLOSE: "fails"}),
         ({"FwPKM": (1.8, 2.1)}, {GAIN: "fails", LESS: "fails"}),
         ({"both": (2.0, 2.0)}, {BOTH: "fails"}),
         ({"FA": (2.0, 1.8)}, {LESS: "fails"}),
         ({"gates": {"FA": 0.2, "FA-pSWA": 0.7}}, {CLOSE: "holds", OPEN: "holds"}),
         ({"gates": {"FA": 0.8, "FA-pSWA": 0.7}}, {CLOSE: "fails", OPEN: "fails"}),
         ({"gates": {"FA": float("nan")}}, {CLOSE: "undecided"}),
-        ({"validation": 0.2}, dict.fromkeys((GAIN, SLOW, BOTH, LESS, CLOSE, OPEN, WRITING), NEVER)),
+        ({"validation": 0.2}, dict.fromkeys((GAIN, BOTH, LESS, CLOSE, OPEN, WRITING), NEVER)),
         ({"seeds": 1}, dict.fromkeys((GAIN, BOTH, LESS), NEVER)),
     ],
 )

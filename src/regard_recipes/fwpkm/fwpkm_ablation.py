@@ -22,17 +22,14 @@ from ..long_text.needle_reading import answer_rows
 from .memory_layouts import PAPER, Row
 from .memory_recipe import (
     NAMES,
+    NAMES_LIMITS,
     NEEDLE_LIMITS,
     NEEDLES,
     PAPER_SIZE,
     QUICK,
     MemoryRecipe,
-    MemoryTaskConfig,
-    NamesConfig,
-    NeedleConfig,
-    names_text,
-    needles_text,
-)
+    NamesAndNeedlesConfig,
+)  # fmt: skip
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {
@@ -52,7 +49,7 @@ COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory cou
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwPKMAblationConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
+class FwPKMAblationConfig(NamesAndNeedlesConfig):
     """Leave out one part of a fast-weight product-key memory at a time."""
 
     sub_keys: int = 32
@@ -76,26 +73,27 @@ class FwPKMAblation(MemoryRecipe):
                        for name, options in OPTIONS.items()}  # fmt: skip
     sizes: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "segments": 2, "haystack": 80},
-        "paper": {**PAPER_SIZE, "rule": "normalized", "people": 24, "words": 30_000, "haystack": 4000, "digits": 6,
-                  "key_digits": 2, "most": 16, "examples": 500},
+        "paper": {**PAPER_SIZE, "rule": "normalized", "address_weight": 10.0, "people": 24, "words": 30_000,
+                  "haystack": 4000, "digits": 6, "key_digits": 2, "most": 16, "examples": 500},
     }  # fmt: skip
-    limits: ClassVar = {**MemoryRecipe.limits, **NEEDLE_LIMITS, "documents": (1, math.inf), "segments": (1, math.inf)}
+    limits: ClassVar = {**MemoryRecipe.limits, **NAMES_LIMITS, **NEEDLE_LIMITS, "documents": (1, math.inf),
+                        "segments": (1, math.inf)}  # fmt: skip
 
     def check(self) -> None:
         super().check()
-        needles_text(self.config).haystacks(self.config.haystack, self.config.needles).example(0, 0)
+        self.needles().haystacks(self.config.haystack, self.config.needles).example(0, 0)
 
     def fast(self, name: str) -> dict[str, Any]:
         return {**super().fast(name), **({"top_k": 4 * self.config.top_k} if name == WIDER else {})}
 
     def training_tasks(self) -> Mapping[str, Any]:
-        return {NAMES: names_text(self.config, self.config.context), NEEDLES: needles_text(self.config)}
+        return {NAMES: self.names(self.config.context), NEEDLES: self.needles()}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
         own = self.config
         if name == NEEDLES:
             return answer_rows(model, test, own.haystack, own.needles, own.examples, own.seed, reads=own.reads)
-        text = names_text(own, own.segments * own.context + 1)
+        text = self.names(own.segments * own.context + 1)
         return read_names(model, text, text.documents(own.documents, own.seed), own.context, ("paper", "frozen"))
 
     def claims(self, results: Results) -> list[Claim]:

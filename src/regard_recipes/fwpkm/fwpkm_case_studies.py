@@ -21,17 +21,14 @@ from ._fwpkm_looks import WRITERS, case_of, gate_rows, look_at_slots
 from .memory_layouts import PAPER, Places, Row
 from .memory_recipe import (
     NAMES,
+    NAMES_LIMITS,
     NEEDLE_LIMITS,
     NEEDLES,
     PAPER_SIZE,
     QUICK,
     MemoryRecipe,
-    MemoryTaskConfig,
-    NamesConfig,
-    NeedleConfig,
-    names_text,
-    needles_text,
-)
+    NamesAndNeedlesConfig,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from regard.inspect.gates import GateTrace
@@ -45,7 +42,7 @@ NOTHING = "writing does not lower the loss on names that come back, so that gate
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwPKMCaseStudiesConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
+class FwPKMCaseStudiesConfig(NamesAndNeedlesConfig):
     """Train a model with two fast-weight memories, and look at its slots and its gates."""
 
     seeds: int = 5
@@ -74,12 +71,12 @@ class FwPKMCaseStudies(MemoryRecipe):
     known: ClassVar = {ROW.name: {"row": ROW}}
     sizes: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "haystack": 80, "gate_tokens": 120, "documents": 4, "drawn": 60},
-        "paper": {**PAPER_SIZE, "rule": "normalized", "seeds": 1, "people": 24, "words": 30_000, "digits": 6,
-                  "key_digits": 2, "most": 16, "haystack": 4000, "gate_chunk": 32, "gate_tokens": 10_000,
-                  "examples": 100, "drawn": 600},
+        "paper": {**PAPER_SIZE, "rule": "normalized", "address_weight": 10.0, "seeds": 3, "people": 24,
+                  "words": 30_000, "digits": 6, "key_digits": 2, "most": 16, "haystack": 4000, "gate_chunk": 32,
+                  "gate_tokens": 10_000, "examples": 100, "drawn": 600},
     }  # fmt: skip
     limits: ClassVar = {
-        **MemoryRecipe.limits, **NEEDLE_LIMITS, "gate_chunk": (2, math.inf), "documents": (1, math.inf),
+        **MemoryRecipe.limits, **NAMES_LIMITS, **NEEDLE_LIMITS, "gate_chunk": (2, math.inf), "documents": (1, math.inf),
         "gate_tokens": (2, math.inf), "drawn": (1, math.inf),
     }  # fmt: skip
 
@@ -90,7 +87,7 @@ class FwPKMCaseStudies(MemoryRecipe):
         return usual if layers >= 12 else Places(usual.slow, usual.fast, slow, fast)
 
     def training_tasks(self) -> Mapping[str, Any]:
-        return {NEEDLES: needles_text(self.config), NAMES: names_text(self.config, self.config.context)}
+        return {NEEDLES: self.needles(), NAMES: self.names(self.config.context)}
 
     def prepare(self) -> Mapping[str, Any]:
         tasks = self.training_tasks()
@@ -103,7 +100,7 @@ class FwPKMCaseStudies(MemoryRecipe):
         if name == NEEDLES:
             yield from look_at_slots(model, test, own.haystack, own.needles, own.examples, own.seed, own.reads)
             return
-        text = names_text(own, own.gate_tokens + 1)
+        text = self.names(own.gate_tokens + 1)
         documents = text.documents(own.documents, own.seed)
         with chunk_size(model, own.gate_chunk):
             yield from read_names(model, text, documents, own.gate_tokens, ("paper", "frozen"))
@@ -122,7 +119,7 @@ class FwPKMCaseStudies(MemoryRecipe):
         spikes = {"repeated less other tokens": over("within", "other"), "new less other tokens": over("new", "other")}
         shown = "Share of the slots that the tokens of all answers retrieve"
         unread = self.unlearned(results, NEEDLES, self.models)
-        nothing = self.unlearned(results, NAMES, self.models) or ("" if gain.high < 0 else NOTHING)
+        nothing = self.unlearned(results, NAMES, self.models) or (NOTHING if 0 <= gain.high < math.inf else "")
         return [
             *claims_of(PAPER, [
                 ("section 5.1", "The majority of retrieved slots contain the correct target tokens", of("hits"),

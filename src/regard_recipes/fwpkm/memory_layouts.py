@@ -61,11 +61,6 @@ class Row:
     layout: str
     memory: str = "none"
 
-    @classmethod
-    def of(cls, name: str) -> Row:
-        """Return the model of a name."""
-        return cls(*name.split(" | "))
-
     @property
     def name(self) -> str:
         """Return a unique name for people."""

@@ -24,7 +24,6 @@ QUICK: dict[str, Any] = {"width": 32, "sub_keys": 16, "memory_dim": 32, "batch":
                          "top_k": 4}  # fmt: skip
 PAPER_SIZE: dict[str, Any] = {
     **PAPER_MODEL, "rule": "program", "feed_forward": "swiglu", "batch": 32, "steps": 20_000, "rates": (3e-4, 1e-3),
-    "address_weight": 10.0,
 }  # fmt: skip
 """Here memories are new in every training window. The paper's training carries one memory, of all windows, on."""
 
@@ -43,7 +42,8 @@ class MemoryTaskConfig(MemoryConfig, TaskRecipeConfig):
     rule: str = "normalized"
     """How FwPKM is written: normalized, paper (its equations) or program (the released program)."""
     address_weight: float = 1.0
-    """Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys."""
+    """Weight of the entropy that moves the keys, with --rule normalized; the other rules have their own. The paper's 10
+    suits its 512 sub-keys."""
     feed_forward: str = "none"
     """Of every layer: none, swiglu or gelu."""
 
@@ -76,14 +76,23 @@ class NeedleConfig:
     """How often a haystack is read at most."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NamesAndNeedlesConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
+    """Options of recipes with both texts."""
+
+
+NAMES_LIMITS = {"people": (1, 100)}
+NEEDLE_LIMITS = {**dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)), "key_digits": (1, 4)}
+
+
 class MemoryRecipe(TaskRecipe):
     """A recipe of models with memories; a name in `known` has a row ("row") and options of FwPKM memories ("fast")."""
 
     limits: ClassVar = {**TaskRecipe.limits, "top_k": (1, 2**16)}
 
     def check(self) -> None:
+        super().check()
         own, call = self.config, self.call()
-        check_names(call, "--models", self.models, list(self.known))
         check_names(call, "--rule", [own.rule], list(RULES))
         check_sizes(call, own, [self.row(name).layout for name in self.models])
         with torch.device("meta"):  # options that do not fit are errors, and nothing is allocated
@@ -125,15 +134,11 @@ class MemoryRecipe(TaskRecipe):
 
         return HybridForCausalLM(self.model_config(name, task.vocabulary))
 
+    def names(self, length: int) -> NamesText:
+        """Return the text of names, in documents of so many tokens."""
+        return NamesText.of(length, self.config.people, self.config.chunk)
 
-def names_text(own: Any, length: int) -> NamesText:
-    """Return the text of names, in documents of so many tokens."""
-    return NamesText.of(length, own.people, own.chunk)
-
-
-def needles_text(own: Any) -> NeedleText:
-    """Return the text of needles, in examples as long as a training window."""
-    return needle_text(own.data, own.words, own.digits, own.key_digits, own.context, own.most)
-
-
-NEEDLE_LIMITS = {**dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)), "key_digits": (1, 4)}
+    def needles(self) -> NeedleText:
+        """Return the text of needles, in examples as long as a training window."""
+        own = self.config
+        return needle_text(own.data, own.words, own.digits, own.key_digits, own.context, own.most)

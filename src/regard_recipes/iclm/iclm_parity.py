@@ -84,7 +84,7 @@ class Parity(TextRecipe):
                   "measured": 2048, "looks": 3, "seeds": 2},
         "paper": {"layers": 24, "width": 1024, "heads": 16, "models": MAIN, "tokenizer": "gpt2", "context": 512,
                   "batch": 32, "steps": 20_000, "rates": (1e-4, 3e-4, 1e-3), "measured": 262_144, "looks": 10,
-                  "dtype": "bfloat16", "compile": True, "device": "auto", "seeds": 1},
+                  "dtype": "bfloat16", "compile": True, "device": "auto"},
     }  # fmt: skip
 
     @property

@@ -83,14 +83,6 @@ def mean_interval(values: Iterable[float]) -> Estimate:
     return _student(mean, error, len(samples) - 1, len(samples))
 
 
-def share_interval(hits: int, trials: int) -> Estimate:
-    """Return a share of independent trials with Wilson's interval."""
-    from scipy import stats
-
-    found = stats.binomtest(hits, trials).proportion_ci(CONFIDENCE, method="wilson")
-    return Estimate(hits / trials, float(found.low), float(found.high), trials)
-
-
 def log_slope(frame: Frame, x: str, y: str) -> Estimate:
     """Return the slope of log mean `y` against log `x`, with the standard errors of the means over seeds carried
     through."""

@@ -24,8 +24,7 @@ from ..fwpkm.memory_recipe import (
     MemoryRecipe,
     MemoryTaskConfig,
     NeedleConfig,
-    needles_text,
-)
+)  # fmt: skip
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
 from ..lib.recipe import Frame, Results, recipe, select
@@ -81,7 +80,7 @@ class Needle(MemoryRecipe):
         super().check()
 
     def training_tasks(self) -> Mapping[str, Any]:
-        return {NEEDLES: needles_text(self.config)}
+        return {NEEDLES: self.needles()}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
         """Yield the scores by length, protocol and number of reads, memories new for each haystack and kept.
