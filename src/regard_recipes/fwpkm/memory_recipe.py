@@ -91,7 +91,7 @@ class MemoryRecipe(TaskRecipe):
     limits: ClassVar = {**TaskRecipe.limits, "top_k": (1, 2**16)}
 
     def check(self) -> None:
-        super().check()
+        super(TaskRecipe, self).check()  # the tasks, which it would make next, are made below: sizes are checked first
         own, call = self.config, self.call()
         check_names(call, "--rule", [own.rule], list(RULES))
         check_sizes(call, own, [self.row(name).layout for name in self.models])
