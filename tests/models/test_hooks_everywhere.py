@@ -31,7 +31,7 @@ def flat(pattern, hook):
     return some / some.sum(-1, keepdim=True).clamp(min=1)
 
 
-def tilted(x, hook):
+def reweighted(x, hook):
     """Channels weighted differently: a norm that follows would take out a common factor."""
     return x * torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype) * 0.9
 
@@ -66,7 +66,7 @@ def test_what_is_put_in_place_is_used_in_every_view(name, mixers):
     model, tokens = make(name, mixers), words()
     plain = model(tokens, use_cache=False).logits
     for point in named_hook_points(model):
-        change = flat if point.endswith("pattern") else tilted
+        change = flat if point.endswith("pattern") else reweighted
         with hooked(model, [(point, change)]):
             whole = model(tokens, use_cache=False).logits
             prefill = model(tokens, use_cache=True).logits

@@ -263,7 +263,7 @@ def kept(q: Tensor, k: Tensor, v: Tensor, spec: str, sizes: Any = None, **call: 
         patch.setattr(compact, "forward", spied)
         uncopied(patch)  # so that scores may exceed 2^56
         triton([q, k, v.requires_grad_()], spec, return_diagnostics=True, **{"scale": 1.0, **call})
-    return dict(zip(("out", "floats", "flags", "index", "tilt", "live"), seen[0], strict=True))
+    return dict(zip(("out", "floats", "flags", "index", "slope_mean", "live"), seen[0], strict=True))
 
 
 def entmax(z: Tensor, r: int) -> tuple[Tensor, Tensor]:

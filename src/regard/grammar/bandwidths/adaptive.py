@@ -92,10 +92,10 @@ class Adaptive(RuleBase):
         # p = a^r with a = (z - theta)/r: d log p / dr at fixed theta is log a - 1. Since sum p (G - rho) / a = 0,
         # adding 1/a changes nothing and avoids cancellation near a = 1, where large r has all its weights.
         log_a = log_u - torch.log(stats.mass) / r
-        tilt = _near_one(log_a)
+        steepness = _near_one(log_a)
         if _steep(r):
-            tilt = torch.where(r < torch.ones_like(stats.reach), log_a - 1, tilt)
-        return {"alpha": -r * r * (tilt * drift).sum(-1, keepdim=True)}
+            steepness = torch.where(r < torch.ones_like(stats.reach), log_a - 1, steepness)
+        return {"alpha": -r * r * (steepness * drift).sum(-1, keepdim=True)}
 
 
 LEAST = 1e-12

@@ -50,7 +50,7 @@ class _Call(NamedTuple):
     flags: Tensor
     index: Tensor
     factor: Tensor | float
-    matrices: tuple[tuple[Tensor, int, int], ...]  # grad, q, k, v, tilt
+    matrices: tuple[tuple[Tensor, int, int], ...]  # grad, q, k, v, slope_mean
     span: Span
     live: Tensor
     mask_tile: tuple[int, int]
@@ -110,7 +110,7 @@ def backward(
         factor: factor of the dot products, a number or float32 [B, H, Tq].
         kept: row statistics floats and flags of `block_rows`; index int32 [B, H, Tq, n]: if anchored, the first key
             with the best score, the last, and how many there are; if fixed, for rows without a near enough key, how
-            many they see or which is nearest; tilt [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive
+            many they see or which is nearest; slope_mean [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive
             sum_j A_j v_j / sum_j A_j; live uint8 [B, H, query blocks, key blocks], whether any pair has weight.
         mask_tile: queries and keys of these blocks, powers of two.
         rule: code of the rule, power of the kernel, code of the fallback weights, and `Rule.own`.
@@ -118,13 +118,13 @@ def backward(
 
     Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [4,
     B, H, Tq] and two bytes a pair of blocks."""
-    floats, flags, index, tilt, live = kept
-    grad, q, k, v, tilt = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, tilt))
+    floats, flags, index, slope_mean, live = kept
+    grad, q, k, v, slope_mean = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, slope_mean))
     (batch, heads, queries, dim), (key_heads, keys, value_dim) = q.shape, v.shape[1:]
     factors, masked, soft = isinstance(factor, Tensor), span.mask is not None, rule[0] == SOFTMAX.value
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
-    every = (grad, q, k, v, tilt)
+    every = (grad, q, k, v, slope_mean)
     widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
     tables = 2 if soft else 5 if rule[3] else 4
     form = Form(*widths, factors, int(masked), precision=precision, given=wanted, tables=tables, steps=steps)

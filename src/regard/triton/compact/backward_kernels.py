@@ -25,7 +25,7 @@ from .lists import block_of, plan_of
 from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, excess, lower_power, relative, root
 
 NEAR = tl.constexpr(2.0**-19)  # relative tolerance of scores that tie for the best
-GRAD, Q, K, V, TILT = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
+GRAD, Q, K, V, SLOPE_MEAN = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
 THETA, RHO, SCALE, EXTRA, REACH = (tl.constexpr(i) for i in range(5))
 """Tables; EXTRA: shares of best keys, or fallback weights."""
 LENGTHS = [
@@ -197,9 +197,9 @@ def compact_dq_kernel(
         mask_at = mask_ptr + batch * mask_batch + head * mask_head
     kv = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group), mask_at
 
-    tilt = _tile(_of_head(matrices[4], batch, head), start, queries, TILT, FORM.own, True, FORM)
+    slope_mean = _tile(_of_head(matrices[4], batch, head), start, queries, SLOPE_MEAN, FORM.own, True, FORM)
     grad = _tile(_of_head(matrices[0], batch, head), start, queries, GRAD, FORM.own, True, FORM)
-    rho = tl.sum(grad.to(tl.float32) * tilt.to(tl.float32), 1)
+    rho = tl.sum(grad.to(tl.float32) * slope_mean.to(tl.float32), 1)
     q = _tile(_of_head(matrices[1], batch, head), start, queries, Q, FORM.own, True, FORM)
     theta, g, reach = _row_scales(floats, flags, line, inside, FORM)
     by = factor

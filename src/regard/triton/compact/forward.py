@@ -63,8 +63,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
     found: tuple[Tensor, ...], rule: tuple[int, int, int, str], mask_tile: tuple[int, int], flags: tuple[bool, bool],
 ) -> None:  # fmt: skip
-    """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`. Memory besides: 4 bytes a
-    block of pairs if the rule needs a search, and one more without a backward pass."""
+    """Fill `found`: out, floats, flags, index, slope_mean and live of `implementation.forward`. Memory besides: 4 bytes
+    a block of pairs if the rule needs a search, and one more without a backward pass."""
     (code, r, stand, own), (keep, counted), live = rule, flags, found[5]
     searched = code not in (compact.SOFTMAX, compact.FIXED)
     if searched and not keep:

@@ -70,8 +70,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Return everything that a call computes: out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq,
-    FLAGS]; index int32 [B, H, Tq, n]; tilt float32 [B, H, Tq, Dv]; live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk /
-    live_keys)].
+    FLAGS]; index int32 [B, H, Tq, n]; slope_mean float32 [B, H, Tq, Dv]; live uint8 [B, H, ceil(Tq / live_rows),
+    ceil(Tk / live_keys)].
 
     `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
     for a backward pass, and only with `counted` are support and effective sample size computed."""
@@ -135,7 +135,7 @@ backward = operator(
     "compact_backward",
     _backward,
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, Tensor floats, "
-    f"Tensor flags, Tensor index, Tensor tilt, Tensor live, float scale, {_RULE}) "
+    f"Tensor flags, Tensor index, Tensor slope_mean, Tensor live, float scale, {_RULE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,
 )

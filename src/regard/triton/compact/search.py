@@ -243,13 +243,13 @@ def store_ties(index_ptr, flat, ties, real):
 def compact_weigh_kernel(
     matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
 ):
-    """Store output and mass of the rows, and for a backward pass tilt, or index and the marks of blocks with weight."""
-    TILT: tl.constexpr = FORM.keep and FORM.rule == ADAPTIVE
+    """Store output and mass of the rows, and for a backward pass slope_mean, or index and the marks of live blocks."""
+    KEEPS_MEAN: tl.constexpr = FORM.keep and FORM.rule == ADAPTIVE
     TIES: tl.constexpr = FORM.keep and FORM.rule == ANCHORED
     place, real, flat, sight, scales, q, k, v, marked, run = opened(
         matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
     )
-    out_ptr, floats_ptr, index_ptr, tilt_ptr = found[0], found[1], found[3], found[4]
+    out_ptr, floats_ptr, index_ptr, slope_mean_ptr = found[0], found[1], found[3], found[4]
     factor, by = scales
     marks = lists_of(marks_ptr, list_ptr, place, queries, keys, FORM)
     counts = collect(marks, run, 1, FORM)
@@ -257,9 +257,9 @@ def compact_weigh_kernel(
     g = 1.0 / reach
     acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     mass = tl.full((FORM.own,), 0.0, tl.float32)
-    if TILT:
-        tilt = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
-        tilt_mass = tl.full((FORM.own,), 0.0, tl.float32)
+    if KEEPS_MEAN:
+        slope_sum = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+        slope_mass = tl.full((FORM.own,), 0.0, tl.float32)
     if TIES:
         top = tl.load(floats_ptr + flat * 6)
         nearly = top - tl.abs(top) * (FINEST * 0.25)
@@ -274,9 +274,9 @@ def compact_weigh_kernel(
             x = load_values(v, block, side == 0, FORM)
             acc, part, w = applied(acc, value_of(e, reach[:, None], g[:, None], FORM), x)
             mass += part
-            if TILT:
-                tilt, slope, _ = applied(tilt, lower_power(e * g[:, None], FORM.r), x)
-                tilt_mass += slope
+            if KEEPS_MEAN:
+                slope_sum, slope, _ = applied(slope_sum, lower_power(e * g[:, None], FORM.r), x)
+                slope_mass += slope
             if TIES:
                 tl.store(marked + block, 2, mask=real & (part > 0))
                 ties = tied(ties, dot * by[:, None], e, nearly, columns)
@@ -291,8 +291,8 @@ def compact_weigh_kernel(
         size = tl.where(some, mass * mass / tl.where(some, seen_weights[1], 1.0), 0.0)
         tl.store(floats_ptr + flat * 6 + 4, seen_weights[0], mask=real)
         tl.store(floats_ptr + flat * 6 + 5, size, mask=real)
-    if TILT:
-        store_values(tilt_ptr, flat, tilt / tl.where(tilt_mass > 0, tilt_mass, 1.0)[:, None], real, FORM)
+    if KEEPS_MEAN:
+        store_values(slope_mean_ptr, flat, slope_sum / tl.where(slope_mass > 0, slope_mass, 1.0)[:, None], real, FORM)
     if TIES:
         store_ties(index_ptr, flat, ties, real)
         leave(marks, run, 2, FORM)

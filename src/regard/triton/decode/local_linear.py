@@ -124,7 +124,7 @@ def _run(
     else:
         mean, state, spread = _moments(call)
         slope = _solved(call, spread, mean, ridge, number, how, tol, limit)
-        _tilted(call, slope, mean, state, out)
+        _corrected(call, slope, mean, state, out)
     return out
 
 
@@ -179,15 +179,15 @@ def _solved(
     return slope
 
 
-def _tilted(call: Decoding, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor) -> None:
+def _corrected(call: Decoding, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor) -> None:
     """Compute the output of solved rows."""
-    from .local_linear_kernels import tilted_kernel
+    from .local_linear_kernels import corrected_kernel
 
     tiles = TABLE.pick(call.width, call.dtype)
     form, grid, _ = call.shared(tiles)
     part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
     launch(
-        tilted_kernel, grid, call.matrices, call.factor, call.span.pointers, slope, mean, state, part, *call.own,
+        corrected_kernel, grid, call.matrices, call.factor, call.span.pointers, slope, mean, state, part, *call.own,
         *call.span.steps, part.stride(0), tiles=tiles, FORM=form,
     )  # fmt: skip
     add_splits(part, out)

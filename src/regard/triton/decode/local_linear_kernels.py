@@ -1,7 +1,7 @@
 """The kernels of `decode.local_linear`.
 
 A solved t takes two passes over the keys: `moments_kernel` gathers mean and covariance of the weighted keys,
-`solve_kernel` solves, and `tilted_kernel` weights the values by p (1 + e). A given t takes one (`online_kernels`).
+`solve_kernel` solves, and `corrected_kernel` weights the values by p (1 + e). A given t takes one (`online_kernels`).
 
 Legend: as in `compact_kernels`; scores in base 2.
 """
@@ -225,7 +225,7 @@ def solve_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def tilted_kernel(
+def corrected_kernel(
     matrices, factor, span, slope, mean, state, part, heads, group, queries, stride_low, stride_mb, stride_mh,
     stride_part, FORM: tl.constexpr,
 ):  # fmt: skip

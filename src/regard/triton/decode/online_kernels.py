@@ -34,7 +34,7 @@ def online_kernel(
 ):  # fmt: skip
     """Store over a program's tiles part [splits, N, S, DV] = (sum w v, and for t = -probe sum w (s_j - s) v) and state
     [splits, N, 2 S] = (m, sum w, and then sum w (s_j - s), s). FORM.raw: NaN in rows that see a non-finite number."""
-    TILTED: tl.constexpr = probe is not None
+    CORRECTED: tl.constexpr = probe is not None
     rows, tiles, sight, a, by, k, v = opened(
         matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
     )
@@ -43,9 +43,9 @@ def online_kernel(
     wrong = non_finite(a)
     top = tl.full((FORM.own,), float("-inf"), tl.float32)
     mass, total = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
-    if TILTED:
+    if CORRECTED:
         t = -load_vectors(probe, own, held, FORM.dim, FORM.wide)
-        tilt, level_s, tilted = mass, mass, total
+        correction_mass, level_s, correction = mass, mass, total
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
         keys = load_keys(k, j, j + tl.arange(0, FORM.tile) < sight[7], FORM)
@@ -56,7 +56,7 @@ def online_kernel(
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
         w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
-        if TILTED:
+        if CORRECTED:
             s, _ = fine_products(t, keys, FORM.own)
             near = tl.sum(tl.where(seen, s, 0.0), 1) / tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)
             level_s = tl.where(mass > 0, level_s, near)
@@ -66,33 +66,33 @@ def online_kernel(
             w, values = guarded(w, lost, values, seen, wrong, FORM)
         total = add_weighted(total * fade[:, None], w, values, FORM.own)
         mass = mass * fade + tl.sum(w, 1)
-        if TILTED:
-            tilted = add_weighted(tilted * fade[:, None], ws, values, FORM.own)
-            tilt = tilt * fade + tl.sum(ws, 1)
+        if CORRECTED:
+            correction = add_weighted(correction * fade[:, None], ws, values, FORM.own)
+            correction_mass = correction_mass * fade + tl.sum(ws, 1)
         top = new
     DV: tl.constexpr = FORM.value_dim
     columns, split = tl.arange(0, FORM.value_wide), tl.program_id(1).to(tl.int64) * total_rows + own
     inside = held[:, None] & (columns < DV)[None, :]
-    part += split[:, None] * ((1 + TILTED) * DV) + columns[None, :]
-    state += split * (2 + 2 * TILTED)
+    part += split[:, None] * ((1 + CORRECTED) * DV) + columns[None, :]
+    state += split * (2 + 2 * CORRECTED)
     tl.store(part, total, mask=inside)
     tl.store(state, top, mask=held)
     tl.store(state + 1, mass, mask=held)
-    if TILTED:
-        tl.store(part + DV, tilted, mask=inside)
-        tl.store(state + 2, tilt, mask=held)
+    if CORRECTED:
+        tl.store(part + DV, correction, mask=inside)
+        tl.store(state + 2, correction_mass, mask=held)
         tl.store(state + 3, level_s, mask=held)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def merge_kernel(
     part, state, out, splits, total_rows,
-    TILTED: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    CORRECTED: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge one row of the output from its splits, with the mean of the slopes as the common s."""
     row = tl.program_id(0).to(tl.int64)
     columns, places = tl.arange(0, WIDTH), tl.arange(0, PARTS)
-    STEP: tl.constexpr = 2 + 2 * TILTED
+    STEP: tl.constexpr = 2 + 2 * CORRECTED
     largest = tl.full((PARTS,), float("-inf"), tl.float32)
     for s in range(0, splits, PARTS):
         own = state + ((s + places).to(tl.int64) * total_rows + row) * STEP
@@ -100,7 +100,7 @@ def merge_kernel(
     top = tl.max(largest, 0)
     level = tl.where(top == float("-inf"), 0.0, top)
     mean = 0.0
-    if TILTED:
+    if CORRECTED:
         mass, slopes = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32)
         for s in range(0, splits, PARTS):
             own, held = state + ((s + places).to(tl.int64) * total_rows + row) * STEP, s + places < splits
@@ -110,22 +110,22 @@ def merge_kernel(
         whole = tl.sum(mass, 0)
         mean = tl.sum(slopes, 0) / tl.where(whole > 0, whole, 1.0)
     mass, total = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS, WIDTH), tl.float32)
-    rest, tilted = mass, total
+    rest, correction = mass, total
     for s in range(0, splits, PARTS):
         at, held = (s + places).to(tl.int64) * total_rows + row, s + places < splits
         inside = held[:, None] & (columns < DV)[None, :]
-        own, to = state + at * STEP, part + at[:, None] * ((1 + TILTED) * DV) + columns[None, :]
+        own, to = state + at * STEP, part + at[:, None] * ((1 + CORRECTED) * DV) + columns[None, :]
         w, m = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level), tl.load(own + 1, mask=held, other=0.0)
         x = tl.load(to, mask=inside, other=0.0)
         mass += w * m
         total += w[:, None] * x
-        if TILTED:
+        if CORRECTED:
             moved = tl.load(own + 3, mask=held, other=0.0) - mean
             rest += w * (tl.load(own + 2, mask=held, other=0.0) + moved * m)
-            tilted += w[:, None] * (tl.load(to + DV, mask=inside, other=0.0) + moved[:, None] * x)
+            correction += w[:, None] * (tl.load(to + DV, mask=inside, other=0.0) + moved[:, None] * x)
     whole = tl.sum(mass, 0)
     whole = tl.where(top == float("-inf"), 1.0, whole)
     found = tl.sum(total, 0)
-    if TILTED:
-        found = found + tl.sum(tilted, 0) - (tl.sum(rest, 0) / whole) * found
+    if CORRECTED:
+        found = found + tl.sum(correction, 0) - (tl.sum(rest, 0) / whole) * found
     tl.store(out + row * DV + columns, (found / whole).to(out.dtype.element_ty), mask=columns < DV)

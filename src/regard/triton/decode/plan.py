@@ -91,5 +91,5 @@ def merged(call: Decoding, probe: Tensor | None, out: Tensor, tiles: Tiles) -> N
     )  # fmt: skip
     launch(
         merge_kernel, (total,), part, state, out, grid[1], total,
-        tiles=MERGE, TILTED=sums == 2, DV=form.value_dim, WIDTH=form.value_wide, PARTS=PARTS,
+        tiles=MERGE, CORRECTED=sums == 2, DV=form.value_dim, WIDTH=form.value_wide, PARTS=PARTS,
     )  # fmt: skip

@@ -33,7 +33,7 @@ class Form(NamedTuple):
         far: whether a block of keys may span 2^31 numbers.
         listed, split, group, tables: in a backward pass, owners of a list, 0 of a range; blocks of a listed number;
             heads that stream past an own block; tables of rows.
-        steps: in a backward pass, row strides of grad, q, k, v, tilt, which as constants take no registers.
+        steps: in a backward pass, row strides of grad, q, k, v, slope_mean, which as constants take no registers.
         fine: of local linear attention: whether weights are multiplied in two terms.
         ridge: 0 for a number, else how many numbers a row has, 1 or D.
         solved: whether t is solved for; otherwise it is given.
