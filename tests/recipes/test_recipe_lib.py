@@ -18,8 +18,8 @@ from regard.checks import ArgumentError
 from regard.cli import main
 from regard.recipes import recipes
 from regard_recipes.lib import running
-from regard_recipes.lib.claims import Claim, Estimate, exact, mean_interval, one, paired
-from regard_recipes.lib.display import first, gap, interval, lines, median, pivot, spread
+from regard_recipes.lib.claims import Claim, Estimate, claims_of, exact, mean_interval, one, paired
+from regard_recipes.lib.display import first, gap, interval, lines, means, median, only, pivot, spread, stat
 from regard_recipes.lib.pages import marks
 from regard_recipes.lib.recipe import Cell, Recipe, RecipeConfig, Results, check_shared, recipe, run
 from regard_recipes.lib.results import load, plain, read_journal
@@ -164,10 +164,22 @@ def test_pivots() -> None:
     assert by_column.header == ("kind", "1", "2")
     assert by_column.rows == (("b", "1.0", "2.0"), ("a", "4.0 ± 1.4", "–"))
     base = frame[frame["k"] == "b"]
-    several = pivot(frame, ["k"], {"gap": gap("x", base, 1), "mid": median("x", "{:.1f}", 10), "c": first("c")})
+    several = pivot(frame, ["k"], {"gap": gap("x", base, 1), "mid": median("x", "{:.1f}", 10), "c": first("{c:g}")})
     assert several.rows == (("b", "", "15.0", "1"), ("a", "+1.5", "40.0", "1"))
     assert interval("x", 1)(frame[2:]) == mean_interval([3, 5]).text(1)
     assert spread("x")(pd.DataFrame({"x": [1.0, math.nan]})) == "diverged"
+    frame["y"] = [None, 2, 4, None]
+    texts = {"both": "{x:.1f} of {y:g}", "b alone": only("{y:g} m", k="b"), "least": stat("x", "min", "{:.0f}")}
+    assert pivot(frame, ["k"], texts).rows == (("b", "1.5 of 2", "2 m", "1"), ("a", "4.0 of 4", "–", "3"))
+    assert [show(frame[:1]) for show in (means("{y:g}"), first("{y:g}"), stat("y", "mean"))] == ["–"] * 3
+
+
+def test_claims_from_rows() -> None:
+    told = [("section 1", "a", exact(1.0), "above", 0, "n"), ("section 2", "b", {}, "below", 0, "n"),
+            ("section 3", "c", {"x": exact(2.0)}, "at most", 3, "n", {"effect": 2.0, "digits": 1})]  # fmt: skip
+    first_one, other = claims_of("Paper", told, effect=1.0)
+    assert first_one == Claim("Paper", "section 1", "a", {"": exact(1.0)}, "above", 0, effect=1.0, note="n")
+    assert other == Claim("Paper", "section 3", "c", {"x": exact(2.0)}, "at most", 3, effect=2.0, note="n", digits=1)
 
 
 # Running, continuing, rebuilding -----------------------------------------------------------------------------------

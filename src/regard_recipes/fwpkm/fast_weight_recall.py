@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from regard.tasks import CrossDocumentRecall
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
-from ..lib.display import MISSING, Show, first, lines, pivot, stat
+from ..lib.display import MISSING, Show, lines, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
@@ -155,14 +155,14 @@ class FastWeightRecall(Recipe):
         recall, runs, clustered = (results.select(kind=kind) for kind in ("recall", "run", "clustered"))
         named = recall.assign(document="document " + recall["document"].astype(int).astype(str))
         once = once_of(results)
-        share, worst = (partial(stat, how=how, form="{:.3f}") for how in ("mean", "min"))
+        worst = partial(stat, how="min", form="{:.3f}")
         written: dict[str, Show] = {
-            "last writer": share("hit_last"), "worst seed": worst("hit_last"),
-            "one of the last 4": share("hit_four"), "its worst seed": worst("hit_four"),
+            "last writer": "{hit_last:.3f}", "worst seed": worst("hit_last"),
+            "one of the last 4": "{hit_four:.3f}", "its worst seed": worst("hit_four"),
         }  # fmt: skip
         models: dict[str, Show] = {
-            "slots": first("slots", "{:.0f}"), "learned": first("parameters", "{:,.0f}"),
-            "written": first("fast_weights", "{:,.0f}"), "training": stat("seconds", "mean", "{:.0f} s"),
+            "slots": "{slots:.0f}", "learned": "{parameters:,.0f}", "written": "{fast_weights:,.0f}",
+            "training": "{seconds:.0f} s",
         }  # fmt: skip
         without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
 
@@ -180,7 +180,7 @@ class FastWeightRecall(Recipe):
         return {
             "Recall by document and reading": by_document(ROOM),
             "Recall with too few slots": by_document(SMALL),
-            "One reading, by tokens of a chunk": pivot(once, ["rule"], {"": share("accuracy")}, "chunk", note=asked),
+            "One reading, by tokens of a chunk": pivot(once, ["rule"], {"": "{accuracy:.3f}"}, "chunk", note=asked),
             "Slots that hold the answer": pivot(runs.dropna(subset=["hit_last"]), ["rule"], written, note=held),
             "Models": pivot(runs, ["memory", "rule"], models),
             "Clustered queries: share of the slots in use": pivot(

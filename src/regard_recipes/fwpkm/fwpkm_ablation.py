@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval, paired
-from ..lib.display import Show, gap, interval, lines, mean, pivot
+from ..lib.display import Show, gap, interval, lines, pivot
 from ..lib.recipe import Frame, Results, recipe, select
 from ..long_text.names_reading import read_names
 from ..long_text.needle_reading import answer_rows
@@ -153,10 +153,10 @@ class FwPKMAblation(MemoryRecipe):
         whole, order = select(seen, model=WHOLE), {name: place for place, name in enumerate(self.models)}
         seen = seen.sort_values("model", key=lambda names: names.map(order), kind="stable")
         values: dict[str, Show] = {
-            "nats": mean("loss", "{:.3f}"), "earlier segments": interval("across"),
-            f"above {WHOLE}": gap("across", whole), "never written": mean("frozen", "{:.3f}"),
-            "mean gate": mean("gate"), "coverage": mean("coverage", "{:.3f}"), "collisions": mean("collisions"),
-            "KL to even use": mean("kl_uniform"), f"needles, {reads} readings": mean("share", "{:.0%}"),
+            "nats": "{loss:.3f}", "earlier segments": interval("across"),
+            f"above {WHOLE}": gap("across", whole), "never written": "{frozen:.3f}",
+            "mean gate": "{gate:.2f}", "coverage": "{coverage:.3f}", "collisions": "{collisions:.2f}",
+            "KL to even use": "{kl_uniform:.2f}", f"needles, {reads} readings": "{share:.0%}",
         }  # fmt: skip
         note = (
             f"Nats per token on documents read in order, the memory carried on, and of what names from earlier "
@@ -167,7 +167,7 @@ class FwPKMAblation(MemoryRecipe):
         chance = f"{self.config.examples} questions a seed. Chance: {10.0**-self.config.digits:.2g}."
         return {
             "What a part is worth": pivot(seen, ["model"], values, note=note),
-            "Needles by readings": pivot(self.chosen(results, "answers"), ["model"], {"": mean("share", "{:.0%}")},
+            "Needles by readings": pivot(self.chosen(results, "answers"), ["model"], {"": "{share:.0%}"},
                                          "read", note=chance),
             "Training": self.training_table(results),
         }  # fmt: skip

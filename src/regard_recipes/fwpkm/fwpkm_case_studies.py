@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..lib.claims import Claim, claims_of, mean_interval, paired
-from ..lib.display import dots, interval, mean, pivot
+from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Frame, Results, recipe, select
 from ..long_text.names_reading import read_names
 from ._fwpkm_looks import WRITERS, case_of, gate_rows, look_at_slots
@@ -163,7 +163,7 @@ class FwPKMCaseStudies(MemoryRecipe):
         loss = {f"nats, {said}": interval(part) for part, said in PLACES.items()}
         return {
             "Retrieved slots": pivot(self.layers_of(results, NEEDLES), {"layer": "memory"},
-                                     {head: mean(column, "{:.0%}") for head, column in slots.items()}, note=note),
+                                     {head: f"{{{column}:.0%}}" for head, column in slots.items()}, note=note),
             "Gates": pivot(self.layers_of(results, NAMES), {"layer": "memory"},
                            {head: interval(column, 2) for head, column in gates.items()}, note=read),
             "Loss with the memory written, and frozen": pivot(self.chosen(results, "document"), {"rule": "memory"},

@@ -19,7 +19,7 @@ import torch
 from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, exact
-from ..lib.display import Show, dots, first, pivot
+from ..lib.display import Show, dots, pivot, stat
 from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
 from .memory_layouts import (
@@ -131,20 +131,20 @@ class FwpkmCost(Recipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         counts, runs = beside_paper(results, "count"), beside_paper(results, "run")
-        count = {
-            "parameters, M": first("millions", "{:.3f}"), "paper, M": first("paper_millions", "{:.2f}"),
-            "learned, M": first("learned", "{:.2f}", 1e-6), "fast, M": first("fast", "{:.2f}", 1e-6),
-            "6 x parameters x tokens, T": first("tera", "{:.2f}"), "paper, T": first("paper_tera", "{:.2f}"),
-            "all, T": first("flops", "{:.2f}", 1e-12), "left out": first("left_out", "{:+.1%}"),
-            "in memories, T": first("in_memories", "{:.2f}"),
+        count: dict[str, Show] = {
+            "parameters, M": "{millions:.3f}", "paper, M": "{paper_millions:.2f}",
+            "learned, M": stat("learned", "mean", "{:.2f}", 1e-6), "fast, M": stat("fast", "mean", "{:.2f}", 1e-6),
+            "6 x parameters x tokens, T": "{tera:.2f}", "paper, T": "{paper_tera:.2f}",
+            "all, T": stat("flops", "mean", "{:.2f}", 1e-12), "left out": "{left_out:+.1%}",
+            "in memories, T": "{in_memories:.2f}",
         }  # fmt: skip
         measured: dict[str, Show] = {
-            "learned": first("parameters", "{:,.0f}"), "step, in units of none": first("relative", "{:.2f}"),
-            "paper": first("paper_relative", "{:.2f}"), "peak": first("peak", "{:.0f} MiB"),
-            "samples/s": lambda rows: f"{self.config.batch / rows['step'].iloc[0]:.2f}",
-            "paper, samples/s": first("paper_samples", "{:.2f}"),
+            "learned": "{parameters:,.0f}", "step, in units of none": "{relative:.2f}", "paper": "{paper_relative:.2f}",
+            "peak": "{peak:.0f} MiB", "samples/s": lambda rows: f"{self.config.batch / rows['step'].iloc[0]:.2f}",
+            "paper, samples/s": "{paper_samples:.2f}",
         }  # fmt: skip
-        parts = {name: first(name, "{:.3f}", 3e-12 * PAPER_BATCH * PAPER_SIZES.context) for name in PARTS}
+        tera = 3e-12 * PAPER_BATCH * PAPER_SIZES.context
+        parts: dict[str, Show] = {name: stat(name, "mean", "{:.3f}", tera) for name in PARTS}
         tables = {
             "Table 2, counted": (counts, count,
                 "At the paper's size, a training step of 8 sequences of 4096 tokens. All: everything computed, the "

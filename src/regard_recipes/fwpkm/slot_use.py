@@ -18,7 +18,7 @@ from torch import Tensor
 from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, claims_of, mean_interval, paired
-from ..lib.display import dots, first, interval, pivot
+from ..lib.display import dots, interval, pivot, stat
 from ..lib.recipe import Cell, Results, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 
@@ -108,8 +108,8 @@ class SlotUse(TextRecipe):
         return claims_of(PAPER, told, effect=0.1, untestable=self.unlearned(results))
 
     def tables(self, results: Results) -> dict[str, Any]:
-        shows = {"slots read": percent("coverage"), "even use": first("even", "{:.1f} %", 100),
-                 "KL to even use, nats": interval("kl"), "reads of a slot": first("reads", "{:.1f}")}  # fmt: skip
+        shows = {"slots read": percent("coverage"), "even use": stat("even", "mean", "{:.1f} %", 100),
+                 "KL to even use, nats": interval("kl"), "reads of a slot": "{reads:.1f}"}  # fmt: skip
         note = ("Share of all slots that are read at least once in the test text, ± half the 95 % interval over "
                 "seeds. Even use: what as many reads of random slots would reach.")  # fmt: skip
         use = pivot(self.chosen(results), ["model"], shows, note=note)

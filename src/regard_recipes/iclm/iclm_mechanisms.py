@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Literal
 from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.claims import Claim, Estimate, Says, claims_of, exact, mean_interval, one, paired, unpaired
+from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, paired, unpaired
 from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
-from ..lib.language_training import Budget, Corpus, TextConfig, initial_range, train_language_model
+from ..lib.language_training import Budget, Corpus, TextConfig, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
+from .iclm_parity import build
 
 PAPER = "ICLM"
-claim = partial(Claim, PAPER, "section 7")
 ICLM, TRANSFORMER, ICLM_NO_MLP, TRANSFORMER_NO_MLP = "iclm", "transformer", "iclm-no-f-mlp", "transformer-no-mlp"
 OPTIONS: dict[str, dict[str, Any]] = {
     ICLM: {}, ICLM_NO_MLP: {"f_mlp": "none"}, TRANSFORMER: {"feed_forward": "gelu"},
@@ -139,57 +139,54 @@ class Mechanisms(Recipe):
 
     def model(self, cell: Cell, vocabulary: int) -> Any:
         """Return the configuration of an ICLM, or of a GPT-2 with rotary positions."""
-        from regard.models import HybridConfig, ICLMConfig
-
-        text, own = cell["task"] == "text", self.config
-        width, heads = (own.width, own.heads) if text else (BLOCKS["width"], BLOCKS["heads"])
-        common = {
-            "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": own.layers if text else 2,
-            "num_attention_heads": heads, "initializer_range": initial_range(width),
-            "max_position_embeddings": own.context if text else BLOCKS["context"], **OPTIONS[cell["model"]],
-        }  # fmt: skip
-        if cell["model"] in EXPLAINED:
-            return ICLMConfig(**common, variant=own.variant)
-        return HybridConfig(**common, norm="layer")
+        own, text = self.config, cell["task"] == "text"
+        shape = (own.layers, own.width, own.heads) if text else (2, BLOCKS["width"], BLOCKS["heads"])
+        variant = {"variant": own.variant} if cell["model"] in EXPLAINED else {}
+        context = own.context if text else BLOCKS["context"]
+        return build({**variant, **OPTIONS[cell["model"]]}, shape, vocabulary, context)
 
     def claims(self, results: Results) -> list[Claim]:
         runs = results.select(kind="run")
         losses = runs["held_out"].astype(float)
         lost = runs[~losses.map(math.isfinite)]
         reason = f"the training of {', '.join(lost['model'] + ' on ' + lost['task'])} diverged" if len(lost) else ""
-        made = [*sink_claims(results), *copy_claims(results), *block_claims(results)]
+        heads = heads_of_text(results)
+        told = [*sink_claims(heads), *copy_claims(heads), *block_claims(results)]
+        made = claims_of(PAPER, [("section 7", *each) for each in told])
         made = [replace(claim, untestable=claim.untestable or reason) for claim in made]
         text = select(runs.assign(perplexity=losses.map(math.exp)), task="text")
-        told = [
+        rises = [
             ("section 7, table 3", f"Without {what} feed-forward layers perplexity rises slightly",
              paired(select(text, model=bare), select(text, model=name), "perplexity", ratio=True).plus(-1), "at most",
              SLIGHT, f"{name}: share of perplexity more. The paper: {REPORTED[name]:+.1%} on TinyMath.")
             for name, bare, what in ((ICLM, ICLM_NO_MLP, "f's"), (TRANSFORMER, TRANSFORMER_NO_MLP, "all"))
         ]  # fmt: skip
-        return [*made, *claims_of(PAPER, told, effect=SLIGHT)]
+        return [*made, *claims_of(PAPER, rises, effect=SLIGHT)]
 
     def tables(self, results: Results) -> dict[str, Any]:
         heads, layers = heads_of_text(results), ["stream", "layer"]
         sinks: Callable[[str], Show] = lambda column: lambda rows: f"{(rows[column] > EPSILON).sum()} of {len(rows)}"  # noqa: E731
         sink: dict[str, Show] = {
-            "column 0": stat("first", "mean", "{:.3f}"), "most": stat("first", "max", "{:.3f}"),
-            "equal weights": first("uniform", "{:.3f}"), "sinks there": sinks("first"), "strongest column": strongest,
-            "sinks": sinks("strongest"), "evenness": stat("even", "mean", "{:.2f}"),
+            "column 0": "{first:.3f}", "most": stat("first", "max", "{:.3f}"), "equal weights": "{uniform:.3f}",
+            "sinks there": sinks("first"), "strongest column": strongest, "sinks": sinks("strongest"),
+            "evenness": "{even:.2f}",
         }  # fmt: skip
         copy: dict[str, Show] = {
-            "on the predicted": stat("predicted", "mean", "{:.3f}"),
-            "equal weights": first("predicted_uniform", "{:.3f}"),
-            "lift": stat("predicted_lift", "mean", "{:.2f}"), "best head": stat("predicted_lift", "max", "{:.2f}"),
-            "lift on the following": stat("following_lift", "mean", "{:.2f}"),
+            "on the predicted": "{predicted:.3f}", "equal weights": first("{predicted_uniform:.3f}"),
+            "lift": "{predicted_lift:.2f}", "best head": stat("predicted_lift", "max", "{:.2f}"),
+            "lift on the following": "{following_lift:.2f}",
             "best head, following": stat("following_lift", "max", "{:.2f}"),
         }  # fmt: skip
         eigenvalues: dict[str, Show] = {
-            "positive eigenvalues": stat("share", "mean", "{:.2f}"), "balance": stat("balance", "mean", "{:+.2f}"),
+            "positive eigenvalues": "{share:.2f}", "balance": "{balance:+.2f}",
             "heads": lambda rows: f"{rows['balance'].min():+.2f} to {rows['balance'].max():+.2f}",
         }  # fmt: skip
-        parts = {"chance": "{:.2f}", "logit": "{:.3f}", "context": "{:.3f}", "same": "{:.3f}", "feed_forward": "{:.3f}",
-                 "bias": "{:.3f}", "missed": "{:.0e}"}  # fmt: skip
-        titles = {"same": "of it the same token", "feed_forward": "feed-forward", "missed": "parts miss by"}
+        prompts = results.select(kind="prompt", model=list(EXPLAINED))
+        sources: dict[str, Show] = {
+            "chance": "{chance:.2f}", "logit": "{logit:.3f}", "context": "{context:.3f}",
+            "of it the same token": "{same:.3f}", "feed-forward": "{feed_forward:.3f}", "bias": "{bias:.3f}",
+            "parts miss by": "{missed:.0e}",
+        }  # fmt: skip
         return {
             "Sinks": pivot(heads, layers, sink, note=(
                 f"Mean weights over rows and texts, over heads and seeds. Column 0: in phi the start token, in f the "
@@ -205,8 +202,7 @@ class Mechanisms(Recipe):
                 note="Of P_h W_e W_e^T: the share of eigenvalues with a positive real part, and their sum over the sum "
                      "of their sizes; 1 is a head that raises every token it reads."),
             "Sources of a logit": pivot(
-                results.select(kind="prompt", model=list(EXPLAINED)), ["model", "prompt"],
-                {titles.get(name, name): first(name, form) for name, form in parts.items()},
+                prompts.drop_duplicates(["model", "prompt"]), ["model", "prompt"], sources,
                 note="Prompts are the first windows of held-out text, without overlap, whose end has occurred in them "
                      "before, where there are such; the last one is of repeated blocks, with the model of blocks."),
         }  # fmt: skip
@@ -243,24 +239,22 @@ def heads_of_text(results: Results) -> Frame:
     return results.select(kind="head", task="text", model=[ICLM, TRANSFORMER])
 
 
-def sink_claims(results: Results) -> Iterator[Claim]:
-    """Yield the claims about sinks and evenness."""
-    heads = heads_of_text(results)
+def sink_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
+    """Yield what `claims_of` needs of the claims about sinks and evenness."""
     phi, f, other = (select(heads, stream=stream) for stream in ("phi", "f", TRANSFORMER))
     share = lambda rows, column: over_seeds((rows[column] > EPSILON).groupby(rows["seed"]).mean())  # noqa: E731
     sunk, sunk_f, sunk_other = (rows[rows["strongest"] > EPSILON] for rows in (phi, f, other))
     start, start_other = share(sunk, "first"), share(sunk_other, "first")
     none = "" if len(sunk) > RARE * len(phi) else f"sinks are too rare: {len(sunk)} of phi's {len(phi)} heads"
     no_other = "" if len(sunk_other) else f"none of the Transformer's {len(other)} heads has a sink"
-    yield claim("Sinks of phi always manifest within (at least) the start token", one(start), "at least", 1,
-                note=f"Share of the heads with a sink ({len(sunk)} of {len(phi)}) that have one at the start, "
-                     f"strongest or not.", untestable=none)  # fmt: skip
-    yield claim("f has no sinks", one(share(f, "strongest")), "at most", 0, untestable="" if len(sunk_f) else none,
-                note=f"Share of f's heads with a sink; the strongest column has mean weight "
-                     f"{f['strongest'].max():.2f}.")  # fmt: skip
-    less = one(unpaired(start_other, start))
-    yield claim("The place of the Transformer's sinks is less consistent", less, "below", 0,
-                note="Share of the sinks at the start, Transformer less phi.", untestable=none or no_other)  # fmt: skip
+    yield ("Sinks of phi always manifest within (at least) the start token", start, "at least", 1,
+           f"Share of the heads with a sink ({len(sunk)} of {len(phi)}) that have one at the start, strongest or not.",
+           {"untestable": none})  # fmt: skip
+    yield ("f has no sinks", share(f, "strongest"), "at most", 0,
+           f"Share of f's heads with a sink; the strongest column has mean weight {f['strongest'].max():.2f}.",
+           {"untestable": "" if len(sunk_f) else none})  # fmt: skip
+    yield ("The place of the Transformer's sinks is less consistent", unpaired(start_other, start), "below", 0,
+           "Share of the sinks at the start, Transformer less phi.", {"untestable": none or no_other})  # fmt: skip
     even, strong = by_stream(heads, "even"), by_stream(heads, "strongest")
     for what, column, more, unit in (
         ("row by row", "even", even["f"] / even["phi"], "evenness of rows"),
@@ -268,47 +262,45 @@ def sink_claims(results: Results) -> Iterator[Claim]:
          "mean weight of the strongest column, less is more balanced"),
     ):  # fmt: skip
         means = ", ".join(f"{name} {x:.2f}" for name, x in heads.groupby("stream", sort=False)[column].mean().items())
-        yield claim(f"f's scores are significantly more balanced than phi's, {what}", one(over_seeds(more)), "above",
-                    EVEN, note=f"How many times as balanced as phi. {unit}: {means}.")  # fmt: skip
+        yield (f"f's scores are significantly more balanced than phi's, {what}", over_seeds(more), "above", EVEN,
+               f"How many times as balanced as phi. {unit}: {means}.")  # fmt: skip
 
 
-def copy_claims(results: Results) -> Iterator[Claim]:
-    """Yield the claims about weight on earlier occurrences of a token."""
-    heads = heads_of_text(results)
+def copy_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
+    """Yield the same about weight on earlier occurrences of a token."""
     f, lift = select(heads, stream="f"), by_stream(heads, "predicted_lift")
     unit = "Weight on earlier occurrences of the predicted token, times that of equal weights"
     best = f"best head {f['predicted_lift'].max():.2f}, Transformer {lift[TRANSFORMER].mean():.2f}"
-    yield claim("Heads of f copy", one(over_seeds(lift["f"])), "above", COPIES, note=f"{unit}; {best}.")
+    yield "Heads of f copy", over_seeds(lift["f"]), "above", COPIES, f"{unit}; {best}."
     more = {f"than {name}": over_seeds(lift["f"] - lift[stream])
             for name, stream in (("phi", "phi"), ("the Transformer", TRANSFORMER))}  # fmt: skip
-    yield claim("Heads of f copy more than others", more, "above", 0, note=f"{unit}, f less others.")
+    yield "Heads of f copy more than others", more, "above", 0, f"{unit}, f less others."
     layers = ", ".join(f"{x:.2f}" for x in f.groupby("layer")["predicted"].mean())
     strong = (f.groupby(["seed", "layer"])["predicted"].mean() > DOMINATES).groupby("seed").mean()
-    yield claim("f's weight on the next token dominates at most layers", one(over_seeds(strong)), "above", 0.5,
-                note=f"Share of layers with a mean weight above {DOMINATES}; it is {layers}.")  # fmt: skip
-    yield claim("phi shows nothing of the next token", one(over_seeds(lift["phi"])), "at most", COPIES, note=f"{unit}.")
+    yield ("f's weight on the next token dominates at most layers", over_seeds(strong), "above", 0.5,
+           f"Share of layers with a mean weight above {DOMINATES}; it is {layers}.")  # fmt: skip
+    yield "phi shows nothing of the next token", over_seeds(lift["phi"]), "at most", COPIES, f"{unit}."
 
 
-def block_claims(results: Results) -> Iterator[Claim]:
-    """Yield the claims about induction and about the sources of a logit."""
+def block_claims(results: Results) -> Iterator[tuple[Any, ...]]:
+    """Yield the same about induction and about the sources of a logit."""
     blocks = results.select(kind="head", task="blocks")
-    limits: dict[str, tuple[Says, float]] = {"after": ("at least", FORMED), "before": ("at most", CHANCE)}
-    for when, (says, bound) in limits.items():
+    for when, says, bound in (("after", "at least", FORMED), ("before", "at most", CHANCE)):
         best = select(blocks, model=ICLM, stream="f", when=when).groupby("seed")["score"].max()
         rival = select(blocks, model=TRANSFORMER, when=when)["score"].max()
-        yield claim(f"Induction heads form in f: the best head {when} training", one(over_seeds(best)), says, bound,
-                    note=f"Induction score on repeated blocks; the Transformer's best: {rival:.2f}.")  # fmt: skip
+        yield (f"Induction heads form in f: the best head {when} training", over_seeds(best), says, bound,
+               f"Induction score on repeated blocks; the Transformer's best: {rival:.2f}.")  # fmt: skip
     prompts = results.select(kind="prompt", model=list(EXPLAINED))
-    yield claim("A logit is the sum of what context tokens, feed-forward layers and bias add",
-                one(exact(prompts["missed"].max())), "at most", 1e-4, note="Largest miss of a prompt's parts.",
-                digits=7)  # fmt: skip
+    yield ("A logit is the sum of what context tokens, feed-forward layers and bias add",
+           exact(prompts["missed"].max()), "at most", 1e-4, "Largest miss of a prompt's parts.",
+           {"digits": 7})  # fmt: skip
     for name in EXPLAINED:
         own = select(prompts, model=name).dropna(subset=["same"])
-        yield claim(f"Weight on a token's embedding in f is directly a high probability of it: {name}",
-                    one(exact((own["same"] > own["feed_forward"]).mean())), "above", 0.5,
-                    note=f"Share of {len(own)} prompts in which the predicted token's earlier occurrences add more to "
-                         f"its logit than the feed-forward layers.",
-                    untestable="" if len(own) else "no predicted token stands in its prompt")  # fmt: skip
+        yield (f"Weight on a token's embedding in f is directly a high probability of it: {name}",
+               exact((own["same"] > own["feed_forward"]).mean()), "above", 0.5,
+               f"Share of {len(own)} prompts in which the predicted token's earlier occurrences add more to its logit "
+               f"than the feed-forward layers.",
+               {"untestable": "" if len(own) else "no predicted token stands in its prompt"})  # fmt: skip
 
 
 def by_stream(heads: Frame, column: str) -> Frame:
@@ -336,8 +328,8 @@ def block_table(results: Results) -> Any:
     values: dict[str, Show] = {
         "best before": only(stat("score", "max", "{:.3f}"), when="before"),
         "heads after": only(lambda own: ", ".join(f"{score:.3f}" for score in own["score"]), when="after"),
-        "best after": only(stat("score", "max", "{:.3f}"), when="after"), "equal weights": first("uniform", "{:.3f}"),
-        "right before": stat(right[0], "mean", "{:.1%}"), "right after": stat(right[1], "mean", "{:.1%}"),
+        "best after": only(stat("score", "max", "{:.3f}"), when="after"), "equal weights": "{uniform:.3f}",
+        "right before": "{accuracy_before:.1%}", "right after": "{accuracy_after:.1%}",
     }  # fmt: skip
     return pivot(heads, ["model", "stream"], values, note=(
         "Mean weight on the token one period before the next one, for every head, layer by layer, seed by seed; and "
@@ -359,7 +351,7 @@ def ablation_table(results: Results) -> Any:
         return f"{head['stream']} {head['layer']:.0f}.{head['head']:.0f} {head['cost']:+.3f}"
 
     values = {
-        "parameters": only(first("parameters", "{:,.0f}"), kind="run"),
+        "parameters": only("{parameters:,.0f}", kind="run"),
         "perplexity": only(spread("perplexity"), kind="run"),
         "equal weights in": only(by("stream", "cost", "+.3f"), kind="equal weights"),
         "dearest head": only(dearest, kind="head"),

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
-from ..lib.display import Show, dots, first, interval, median, pivot, spread
+from ..lib.display import Show, dots, interval, median, pivot, spread
 from ..lib.language_training import initial_range
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
@@ -142,8 +142,8 @@ class Parity(TextRecipe):
             return show
 
         values: dict[str, Show] = {
-            "parameters": first("parameters", "{:,.0f}"), "to rival": beside("rival", "parameters"),
-            "rate": first("rate", "{:g}"), "perplexity": spread("perplexity"), "nats/token": spread("test"),
+            "parameters": "{parameters:,.0f}", "to rival": beside("rival", "parameters"), "rate": "{rate:g}",
+            "perplexity": spread("perplexity"), "nats/token": spread("test"),
             "perplexity to rival": beside("rival", "perplexity"),
             "to the same with feed-forward layers": beside("whole", "perplexity"),
             "step": lambda rows: f"{1e3 * rows['step_seconds'].min():.0f} ms",
@@ -161,7 +161,7 @@ class Parity(TextRecipe):
                 results.select(kind="run"), ["model"], {"nats/token": interval("held_out")}, "rate",
                 note="± half the 95 % interval over seeds."),
             "Parameters at the paper's sizes": pivot(
-                pd.DataFrame(counts), ["size"], {"": first("count")}, "model",
+                pd.DataFrame(counts), ["size"], {"": lambda rows: rows["count"].iloc[0]}, "model",
                 note="Layers x width x heads, GPT-2's vocabulary, tied; in brackets: less the Transformer's."),
         }  # fmt: skip
 
@@ -228,22 +228,22 @@ def percent(found: Estimate) -> str:
     return f"{found.mean:+.1%}" + (f" ± {found.half:.1%}" if math.isfinite(found.half) else "")
 
 
-def build(kind: str, shape: Shape, vocabulary: int, context: int) -> Any:
-    """Return the configuration of a model, not yet matched."""
+def build(options: Mapping[str, Any], shape: Shape, vocabulary: int, context: int) -> Any:
+    """Return the configuration of an ICLM, or without a "variant" of a GPT-2 with rotary positions."""
     from regard.models import HybridConfig, ICLMConfig
 
     layers, width, heads = shape
     common = {"vocab_size": vocabulary, "max_position_embeddings": context, "initializer_range": initial_range(width),
               "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
-              **KINDS[kind].options}  # fmt: skip
-    return HybridConfig(norm="layer", **common) if kind.startswith(TRANSFORMER) else ICLMConfig(**common)
+              **options}  # fmt: skip
+    return ICLMConfig(**common) if "variant" in options else HybridConfig(norm="layer", **common)
 
 
 def entry(kind: str, shape: Shape, vocabulary: int, context: int) -> Any:
     """Return the configuration of a model; None where it cannot be brought to the size of its rival."""
     from regard.models.base.matching import match_parameters
 
-    made, rival = (build(name, shape, vocabulary, context) for name in (kind, KINDS[kind].rival))
+    made, rival = (build(KINDS[name].options, shape, vocabulary, context) for name in (kind, KINDS[kind].rival))
     if not KINDS[kind].matched:
         return made
     try:

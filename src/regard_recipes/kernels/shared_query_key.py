@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..demo.demo import parse_specs
 from ..lib.claims import Claim, exact, paired
-from ..lib.display import Show, dots, first, gap, pivot, spread
+from ..lib.display import Show, dots, gap, pivot, spread, stat
 from ..lib.language_training import Budget, Corpus, train_language_model
 from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe, select
 
@@ -109,10 +109,10 @@ class SharedQueryKey(Recipe):
     def tables(self, results: Results) -> dict[str, Any]:
         frame = results.frame
         apart = {spec: select(frame, spec=spec, **{"q and k": APART}) for spec in dict.fromkeys(frame["spec"])}
-        values = {
+        values: dict[str, Show] = {
             "held-out bits/char": spread("bits_per_char", 4),
             "sharing costs": gap("bits_per_char", lambda rows: apart[rows["spec"].iloc[0]], 4),
-            "parameters": first("parameters", "{:,}"), **memory_columns("{:.1f} KiB"),
+            "parameters": "{parameters:,.0f}", **memory_columns("{:.1f} KiB"),
         }  # fmt: skip
         note = (
             f"{self.config.seeds} seeds: mean ± standard deviation; costs are paired by seed, ± half the 95 % "
@@ -139,7 +139,7 @@ def memory_bytes(model: HybridForCausalLM, batch: int, context: int, cached: int
 
 def memory_columns(cache: str) -> dict[str, Show]:
     """Return columns of a table for `memory_bytes`, the cache in the form given."""
-    kib = lambda column, form: first(column, form, 1 / 1024)  # noqa: E731
+    kib = lambda column, form: stat(column, "mean", form, 1 / 1024)  # noqa: E731
     step = {"q + k, a step": "query_key_bytes", "kept for backward": "kept_bytes"}
     return {**{name: kib(column, "{:,.0f} KiB") for name, column in step.items()}, "cache": kib("cache_bytes", cache)}
 

@@ -217,13 +217,19 @@ def one(estimate: Estimate) -> dict[str, Estimate]:
     return {"": estimate}
 
 
-def claims_of(paper: str, told: Iterable[tuple[str, str, Any, Any, float, str]], **common: Any) -> list[Claim]:
-    """Return claims of a paper from (where, wording, estimates, says, margin, note), without those that have no
-    estimates; `common` are further fields of all. An estimate may stand for itself."""
+def claims_of(paper: str, told: Iterable[Sequence[Any]], **common: Any) -> list[Claim]:
+    """Return claims of a paper, without those that have no estimates.
+
+    Args:
+        told: (where, wording, estimates, says, margin, note) of each, and where it differs from `common` a dictionary
+            of further fields. An estimate may stand for itself.
+        common: further fields of all claims.
+    """
     made = []
-    for where, wording, found, says, margin, note in told:
+    for where, wording, found, says, margin, note, *own in told:
         estimates = one(found) if isinstance(found, Estimate) else found
-        made += [Claim(paper, where, wording, estimates, says, margin, note=note, **common)] if estimates else []
+        fields = {**common, **dict(*own), "note": note}
+        made += [Claim(paper, where, wording, estimates, says, margin, **fields)] if estimates else []
     return made
 
 

@@ -11,8 +11,10 @@ from typing import Any
 from .claims import mean_interval, paired
 from .recipe import Frame, select
 
-Show = Callable[[Frame], str]
+ToText = Callable[[Frame], str]
 """Rows of a group, usually one for each seed, as the text of a cell."""
+Show = ToText | str
+"""The same; a text such as "{loss:.3f} nats" stands for the means of these columns over the rows."""
 MISSING = "–"
 
 
@@ -25,7 +27,7 @@ def pivot(
     Args:
         index: columns of the frame that name the rows, or column to heading; rows are in the order in which they first
             come.
-        values: heading ("" with `columns` that name all) to how a cell is shown.
+        values: heading ("" with `columns` that name all) to how a cell is shown, a function or a text with columns.
         columns: a column of the frame whose values become headings, each with all of `values`; in the order in which
             they first come, or of the categories of a categorical column.
         note: a sentence below the table.
@@ -41,16 +43,16 @@ def pivot(
         for head in heads
         for title in values
     ]
-    rows = []
+    shows, rows = [means(show) for show in values.values()], []
     for key, group in frame.groupby(list(index), sort=False, dropna=False):
         parts = [group if head is None else group[group[columns] == head] for head in heads]
-        cells = [show(part) if len(part) else MISSING for part in parts for show in values.values()]
+        cells = [show(part) if len(part) else MISSING for part in parts for show in shows]
         rows.append((*map(label, key), *cells))
     headings = index.values() if isinstance(index, Mapping) else index
     return Table((*headings, *names), tuple(rows), note)
 
 
-def spread(column: str, digits: int = 3) -> Show:
+def spread(column: str, digits: int = 3) -> ToText:
     """Return a function that shows mean ± standard deviation."""
 
     def show(rows: Frame) -> str:
@@ -63,12 +65,12 @@ def spread(column: str, digits: int = 3) -> Show:
     return show
 
 
-def interval(column: str, digits: int = 3, signed: bool = False) -> Show:
+def interval(column: str, digits: int = 3, signed: bool = False) -> ToText:
     """Return a function that shows mean ± half the 95 % interval."""
     return lambda rows: mean_interval(rows[column]).text(digits, signed)
 
 
-def gap(column: str, base: Frame | Callable[[Frame], Frame], digits: int = 3, ratio: bool = False) -> Show:
+def gap(column: str, base: Frame | Callable[[Frame], Frame], digits: int = 3, ratio: bool = False) -> ToText:
     """Return a function that shows how much more (above 0) the rows have than `base`, paired by seed, ± half the 95 %
     interval; with `ratio` how many times as much. `base` may depend on the rows. Nothing for the rows of the base
     itself."""
@@ -82,36 +84,44 @@ def gap(column: str, base: Frame | Callable[[Frame], Frame], digits: int = 3, ra
     return show
 
 
-def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> Show:
-    """Return a function that shows a statistic times `scale`; `how` is "mean", "median", "min" or "max"."""
-    return lambda rows: form.format(float(getattr(rows[column].astype(float), how)()) * scale)
+def means(form: Show) -> ToText:
+    """Return a function that shows `form`, a text such as "{loss:.3f} nats", with the means of these columns over the
+    rows that have a number; nothing where none has one. A function is returned as it is."""
+    if not isinstance(form, str):
+        return form
+    names = [name for _, name, *_ in Formatter().parse(form) if name]
+
+    def show(rows: Frame) -> str:
+        found = {name: rows[name].astype(float).mean() for name in names}
+        return MISSING if any(map(math.isnan, found.values())) else form.format(**found)
+
+    return show
 
 
-def mean(column: str, form: str = "{:.2f}") -> Show:
-    """Return a function that shows a mean over the rows that have a number; nothing where none has one."""
-    return lambda rows: form.format(rows[column].mean()) if rows[column].notna().any() else MISSING
+def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> ToText:
+    """Return a function that shows a statistic times `scale`; `how` is "mean", "median", "min" or "max". Nothing where
+    no row has a number."""
+
+    def show(rows: Frame) -> str:
+        found = float(getattr(rows[column].astype(float), how)()) * scale
+        return MISSING if math.isnan(found) else form.format(found)
+
+    return show
 
 
-def median(column: str, form: str = "{:.3g}", scale: float = 1.0) -> Show:
+def median(column: str, form: str = "{:.3g}", scale: float = 1.0) -> ToText:
     """Return a function that shows the median times `scale`."""
     return stat(column, "median", form, scale)
 
 
-def only(show: Show, **values: Any) -> Show:
+def only(show: Show, **values: Any) -> ToText:
     """Return `show` for the rows whose columns have these values; nothing where there is no such row."""
-    return lambda rows: show(kept) if len(kept := select(rows, **values)) else MISSING
+    return lambda rows: means(show)(kept) if len(kept := select(rows, **values)) else MISSING
 
 
-def first(column: str, form: str = "{}", scale: float | None = None) -> Show:
-    """Return a function that shows the first value, for what is equal for all seeds; nothing where it is missing."""
-
-    def show(rows: Frame) -> str:
-        value = rows[column].iloc[0]
-        if value is None or value != value:
-            return MISSING
-        return form.format(value if scale is None else value * scale)
-
-    return show
+def first(show: Show) -> ToText:
+    """Return `show` for the first row alone."""
+    return lambda rows: means(show)(rows.iloc[:1])
 
 
 def label(value: Any) -> str:

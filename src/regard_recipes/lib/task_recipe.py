@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .claims import Estimate
-from .display import interval, lines, panels, pivot, stat
+from .display import Show, interval, lines, panels, pivot
 from .recipe import Cell, Frame, Results, select
 from .trained import TrainedConfig, TrainedRecipe
 
@@ -158,9 +158,10 @@ class TaskRecipe(TrainedRecipe):
 
     def training_table(self, results: Results) -> Any:
         """Return a table of the chosen rates, and of what training took."""
-        shows = {"rate": stat("rate", "mean", "{:g}"), "steps": stat("steps", "mean", "{:.0f}"),
-                 "seconds": stat("seconds", "mean", "{:.0f}"), "parameters": stat("parameters", "mean", "{:,.0f}"),
-                 "validation": interval("validation")}  # fmt: skip
+        shows: dict[str, Show] = {
+            "rate": "{rate:g}", "steps": "{steps:.0f}", "seconds": "{seconds:.0f}",
+            "parameters": "{parameters:,.0f}", "validation": interval("validation"),
+        }  # fmt: skip
         note = "Steps and seconds until the validation score ended training, means over seeds."
         return pivot(self.chosen(results, "run"), ["task", "model"], shows, note=note)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.checks import ArgumentError
 
-from .display import interval, lines, median, pivot, stat
+from .display import Show, interval, lines, median, pivot
 from .language_training import Budget, Corpus, TextConfig, train_language_model
 from .recipe import Cell, Frame, Results
 from .trained import TrainedConfig, TrainedRecipe
@@ -106,9 +106,10 @@ class TextRecipe(TrainedRecipe):
 
     def losses_table(self, results: Results) -> Any:
         """Return a table of the chosen rates and the losses."""
-        shows = {"rate": stat("rate", "mean", "{:g}"), "parameters": stat("parameters", "mean", "{:,.0f}"),
-                 "validation": interval("held_out"), "test": interval("test"),
-                 "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3)}  # fmt: skip
+        shows: dict[str, Show] = {
+            "rate": "{rate:g}", "parameters": "{parameters:,.0f}", "validation": interval("held_out"),
+            "test": interval("test"), "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3),
+        }  # fmt: skip
         note = (f"Nats per token, ± half the 95 % interval over seeds. Without context, by the frequencies of the "
                 f"training text: {results.facts['floor']:.2f}.")  # fmt: skip
         return pivot(self.chosen(results), list(self.per), shows, note=note)

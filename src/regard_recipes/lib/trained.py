@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from regard.checks import ArgumentError
+
 from .claims import Estimate, paired
 from .recipe import Cell, Frame, Recipe, RecipeConfig, Results, check_names, select
 
@@ -29,12 +31,14 @@ class TrainedRecipe(Recipe):
     Attributes:
         known: names of models to what making them needs to know.
         slow: names of models that are trained only where `models` names them.
+        base: name of the model to which all others are compared, if there is one: `models` must name it.
         per: columns of a cell that name a model; each such model has its own best rate.
         shown: kind of the rows that are compared.
     """
 
     known: ClassVar[Mapping[str, Mapping[str, Any]]]
     slow: ClassVar[Sequence[str]] = ()
+    base: ClassVar[str] = ""
     per: ClassVar[Sequence[str]] = ("model",)
     shown: ClassVar[str] = "run"
     limits: ClassVar = {"rates": (1e-8, 1.0)}
@@ -46,6 +50,8 @@ class TrainedRecipe(Recipe):
 
     def check(self) -> None:
         check_names(self.call(), "--models", self.models, list(self.known))
+        if self.base and self.base not in self.models:
+            raise ArgumentError(f"--models lacks {self.base}, to which all others are compared; add it.")
 
     def cells(self) -> Sequence[Cell]:
         return [{"model": model, "rate": rate} for model in self.models for rate in self.config.rates]

@@ -21,7 +21,7 @@ from regard.tasks.mqar import MQAR
 from regard.tasks.tokens import IGNORED
 
 from ..lib.claims import Claim, one
-from ..lib.display import first, interval, lines, pivot
+from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, mamba
 
@@ -164,7 +164,7 @@ class AssociativeRecall(TaskRecipe):
                 "Numbers kept for a sequence at its end, mean over layers: keys and values of all tokens, or a state "
                 "with the last inputs of its short convolution."
             )
-            shows = {"": first("numbers", "{:,.0f}")}
+            shows = {"": "{numbers:,.0f}"}
             made["State by number of pairs"] = pivot(states, ["model"], shows, "test", note=note)
         return {**made, "Training": self.training_table(results)}
 

@@ -24,7 +24,7 @@ from regard.grammar import Spec
 from regard.pairwise.attention import attention
 
 from ..lib.claims import Claim, log_slope, paired
-from ..lib.display import Show, first, interval, lines, panels, pivot
+from ..lib.display import Show, ToText, interval, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
 
 PAPER = "Local Linear Attention"
@@ -169,14 +169,14 @@ class BoundaryBias(Recipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         chosen, upper = best(results), sorted(self.config.sizes)[-max(2, len(self.config.sizes) // 2) :]
-        slope: Callable[[str], Show] = lambda part: lambda rows: log_slope(rows, "n", part).text()  # noqa: E731
+        slope: Callable[[str], ToText] = lambda part: lambda rows: log_slope(rows, "n", part).text()  # noqa: E731
         rates: dict[str, Show] = {
             "theory": lambda rows: f"{THEORY[rows['estimator'].iloc[0]](rows['d'].iloc[0]):.3f}",
             "whole": slope("whole"), "larger n": lambda rows: slope("whole")(select(rows, n=upper)),
             "boundary": slope("boundary"), "interior": slope("interior"),
             "bandwidth": lambda rows: f"{log_slope(rows, 'n', 'bandwidth').mean:.3f}",
         }  # fmt: skip
-        errors: dict[str, Show] = {"bandwidth": first("bandwidth", "{:.3f}")}
+        errors: dict[str, Show] = {"bandwidth": "{bandwidth:.3f}"}
         errors |= {part: interval(part, 5) for part in (*PARTS, "bias")}
         note = (
             "Least squares of log mean error on log n, ± half the 95 % interval. The boundary layer is as deep as the "

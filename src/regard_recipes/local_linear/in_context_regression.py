@@ -24,7 +24,7 @@ from regard.nn.attention.ridge import RidgeProjection
 from regard.tasks import InContextRegression
 
 from ..lib.claims import Claim
-from ..lib.display import interval, lines, pivot, stat
+from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Cell, Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
 
@@ -171,7 +171,7 @@ class InContextRegressionRecipe(TaskRecipe):
         made = {"Errors": scores, "Training": self.training_table(results)}
         ridges = self.chosen(results, "ridge")
         if len(ridges):
-            shows = {name: stat(name, "mean", "{:.3g}") for name in ("low", "median", "high")}
+            shows = {name: f"{{{name}:.3g}}" for name in ("low", "median", "high")}
             note = "Ridges of tokens before and after training: 5 %, 50 % and 95 % of them are lower, means over seeds."
             made["Learned ridges"] = pivot(ridges, ["task", "layer"], shows, "when", note=note)
         return made

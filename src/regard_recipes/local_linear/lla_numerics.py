@@ -28,7 +28,7 @@ from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
 
 from ..lib.claims import Claim, claims_of, exact
-from ..lib.display import MISSING, Show, first, lines, panels, pivot
+from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
 
@@ -216,8 +216,8 @@ class Numerics(Recipe):
             "bfloat16. The schemes, with numbers of steps, multiply in it throughout; q-centred is the paper's. [n]: "
             "rows not finite, left out.",
         )  # fmt: skip
-        steps_of, most_of = first("mean_steps", "{:.3g}"), first("max_steps", "{:g}")
-        solver: Show = lambda rows: f"{steps_of(rows)} ({most_of(rows)}); {said('max_residual')(rows)}"  # noqa: E731
+        steps_of = means("{mean_steps:.3g} ({max_steps:g})")
+        solver: Show = lambda rows: f"{steps_of(rows)}; {said('max_residual')(rows)}"  # noqa: E731
         total: Callable[[str], Show] = lambda column: lambda rows: f"{rows[column].sum():g}"  # noqa: E731
         limited = found[~found["budget"].str.startswith("steps")]
         note = "Mean (largest) iterations of a row; largest true relative residual of a row."
@@ -255,7 +255,7 @@ class Numerics(Recipe):
         ]
 
 
-def said(column: str, lost: bool = False) -> Show:
+def said(column: str, lost: bool = False) -> ToText:
     """Return a function that shows a small number, with how many rows are not finite."""
 
     def show(rows: Frame) -> str:

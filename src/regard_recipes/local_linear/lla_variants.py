@@ -28,7 +28,7 @@ from regard.recurrent.mesa import mesa_attention
 from regard.tasks import ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
-from ..lib.display import MISSING, first, lines, only, panels, pivot
+from ..lib.display import MISSING, Show, first, lines, only, panels, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import q_centred_blocks
 
@@ -263,8 +263,10 @@ class Variants(Recipe):
     def tables(self, results: Results) -> dict[str, Any]:
         own, frame = self.config, results.frame
         regards = frame[frame["group"] != SIGMA]
-        values = {SELF: only(_pair, protocol=SELF), PAST: only(_pair, protocol=PAST),
-                  "µs a query": first("microseconds", "{:.3g}"), "steps": first("steps", "{:.3g}")}  # fmt: skip
+        values: dict[str, Show] = {
+            SELF: only(_pair, protocol=SELF), PAST: only(_pair, protocol=PAST), "µs a query": "{microseconds:.3g}",
+            "steps": first("{steps:.3g}"),
+        }  # fmt: skip
         parts = select(frame, group=["blocks", SIGMA]).sort_values(["protocol", "ridge", "blocks"], kind="stable")
         note = (
             f"Squared error after the first segment in units of the zero predictor's, ± half the 95 % interval over "
@@ -277,7 +279,7 @@ class Variants(Recipe):
             "Diagonal blocks: the paper's, centred at the query, and of the covariance": pivot(
                 parts, ["protocol", "ridge", "blocks"],
                 {"of Sigma, as in the paper": only(_pair, group=SIGMA),
-                 "rows with delta <= 0": only(first("not_positive", "{:.1%}"), group=SIGMA),
+                 "rows with delta <= 0": only("{not_positive:.1%}", group=SIGMA),
                  "of the covariance (regard)": only(_pair, group="blocks")},
                 note="One block is local linear attention itself, twice.",
             ),
@@ -289,9 +291,11 @@ class Variants(Recipe):
         kept = select(rows[rows["ridge"].isna() | (rows["ridge"] == own.ridges[0])], protocol=SELF)
         kept = kept[~kept["variant"].isin(["auto"]) & ~kept["group"].isin(["steps", "softmax windows"])]
         kept = costs(kept, own.dim)
-        shows = {"mean steps": first("steps", "{:.3g}"), "kFLOP a query": first("flops", "{:.4g}", 1e-3),
-                 "kB a query": first("numbers", "{:.4g}", 4e-3), "µs a query": first("microseconds", "{:.4g}"),
-                 "GFLOP/s": first("speed", "{:.4g}")}  # fmt: skip
+        shows: dict[str, Show] = {
+            "mean steps": "{steps:.3g}", "kFLOP a query": stat("flops", "mean", "{:.4g}", 1e-3),
+            "kB a query": stat("numbers", "mean", "{:.4g}", 4e-3), "µs a query": "{microseconds:.4g}",
+            "GFLOP/s": "{speed:.4g}",
+        }  # fmt: skip
         note = (
             f"Corrected formulas at n = the mean number of keys a query sees, d = {own.dim}, T = the steps, "
             f"B = {ROWS}, ridge {own.ridges[0]:g}, 4 bytes a number. Times are measured; traffic is the formula's."

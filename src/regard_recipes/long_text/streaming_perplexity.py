@@ -28,7 +28,7 @@ from ..fwpkm.memory_recipe import (
     NamesConfig,
 )  # fmt: skip
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval
-from ..lib.display import Show, dots, heat, interval, lines, mean, panels, pivot, spread
+from ..lib.display import Show, dots, heat, interval, lines, panels, pivot, spread
 from ..lib.recipe import Frame, Results, recipe, select
 from .names_reading import RULES, read_names, reading_rules
 
@@ -177,8 +177,8 @@ class StreamingPerplexity(MemoryRecipe):
             made["Gates and slots"] = pivot(gates, ["model", "text", "layer"], {
                 "mean gate": spread("mean", 2), "on names from earlier segments": spread("across", 2),
                 "on other tokens": spread("other", 2),
-                "slots read": mean("coverage"), "reads of shared slots": mean("collisions"),
-                "KL to uniform, nats": mean("kl_uniform"),
+                "slots read": "{coverage:.2f}", "reads of shared slots": "{collisions:.2f}",
+                "KL to uniform, nats": "{kl_uniform:.2f}",
             }, note="By the paper's protocol; a gate on a name decides what is predicted for it.")  # fmt: skip
         return {**made, "Training": self.training_table(results)}
 

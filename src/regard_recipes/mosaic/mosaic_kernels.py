@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError
-
 from ..lib.claims import Claim, Estimate, claims_of, paired
-from ..lib.display import Show, dots, first, gap, lines, mean, median, pivot, spread
+from ..lib.display import Show, dots, gap, lines, median, pivot, spread
 from ..lib.language_training import train_language_model
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
@@ -80,6 +78,7 @@ class MosaicKernels(TextRecipe):
     Config = MosaicKernelsConfig
     known: ClassVar = {name: {"mixers": spec} for name, spec in WEIGHTINGS.items()}
     per: ClassVar = KIND
+    base = "softmax"
     limits: ClassVar = {**TextRecipe.limits, "ks": (1, math.inf)}
     sizes: ClassVar = {
         "quick": {"seeds": 1, "width": 32, "heads": 2, "context": 96, "batch": 4, "steps": 80, "rates": (2e-2,),
@@ -93,11 +92,8 @@ class MosaicKernels(TextRecipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        own, call = self.config, self.call()
-        if own.released:
-            check_names(call, "--released", own.released, FORMS)
-        if "softmax" not in self.models:
-            raise ArgumentError(f"{call}: --models lacks softmax, to which all others are compared; add it.")
+        if self.config.released:
+            check_names(self.call(), "--released", self.config.released, FORMS)
         super().check()
 
     def load(self, text: LanguageText) -> dict[str, Any]:
@@ -184,12 +180,12 @@ class MosaicKernels(TextRecipe):
         made = {}
         for layers in self.config.layers:
             base = select(every, layers=layers, model="softmax")
-            losses = {
-                "rate": first("rate", "{:g}"), "test nats/token": spread("test"), "above softmax": gap("test", base),
-                "training": spread("train"), "pairs with weight": mean("support", "{:.1f}"), **empty,
+            losses: dict[str, Show] = {
+                "rate": "{rate:g}", "test nats/token": spread("test"), "above softmax": gap("test", base),
+                "training": spread("train"), "pairs with weight": "{support:.1f}", **empty,
                 "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
                 "in softmax's": gap("step_cpu_seconds", base, 2, ratio=True),
-                "parameters": first("parameters", "{:,.0f}"),
+                "parameters": "{parameters:,.0f}",
             }  # fmt: skip
             made[blocks(layers)] = pivot(
                 select(every, layers=layers), named, losses,
