@@ -97,7 +97,14 @@ class Registry(Generic[T]):
         return isinstance(name, str) and (name in self._objects or name in self._aliases)
 
     def load(self) -> None:
-        """Import what registers names, if that has not happened yet."""
+        """Import what registers names, if that has not happened yet.
+
+        Warns of entry points of other packages that fail to load.
+
+        Raises:
+            ModuleNotFoundError: an extra that regard's own entry point takes is not installed; the message names the
+                command that installs it.
+        """
         if self._loaded or torch.compiler.is_compiling():  # no imports while a graph is compiled
             return
         self._loaded = True  # first: the imported modules may use this registry
@@ -106,6 +113,10 @@ class Registry(Generic[T]):
         for point in entry_points(group=self.group) if self.group is not None else ():
             try:
                 point.load()
-            except Exception as error:  # a faulty package must not disable the registry
+            except Exception as error:
+                if point.dist is not None and point.dist.name == "regard":  # an extra of our own is not installed
+                    self._loaded = False
+                    raise
+                # a faulty package must not disable the registry
                 message = f"regard: the {self.kind} entry point {point.name!r} ({point.value}) failed to load: {error}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)

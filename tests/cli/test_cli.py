@@ -383,6 +383,25 @@ def test_a_missing_extra_is_named(regard: Callable, monkeypatch: pytest.MonkeyPa
     assert "tyro is not installed; pip install 'regard[recipes]'" in regard("reproduce", "errata").error
 
 
+@pytest.mark.slow
+def test_recipes_whose_extra_is_not_installed() -> None:
+    """One line that names the command, without a warning, and never a part of the recipes."""
+    wrong = ("reproduce", "reproduce errata", "reproduce --help", "list recipes")
+    program = (
+        "import contextlib, sys; sys.modules['numpy'] = None\n"
+        "from regard.cli import main\n"
+        "with contextlib.redirect_stderr(sys.stdout):\n"
+        f"    assert [main(words.split()) for words in {wrong!r}] == [2] * {len(wrong)}\n"
+        "    assert main(['list', 'all']) == 0\n"
+    )
+    line = "numpy is not installed; pip install 'regard[recipes]'"
+    found = python("-W", "ignore::UserWarning", "-c", program)  # torch has a warning of its own
+    *lines, rest = found.split("\n", len(wrong))
+    assert lines == [f"regard {words.split()[0]}: error: {line}" for words in wrong]
+    assert f"\nrecipes:\n    {line}\n" in rest
+    assert "Warning" not in rest
+
+
 HEAVY = ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "numba", "regard_recipes.long_text.needle")
 
 

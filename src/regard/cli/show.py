@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from ..errors import ArgumentError, require, suggestion
+from ..errors import ArgumentError, missing, require, suggestion
 
 
 def listing(argv: list[str]) -> int:
@@ -22,7 +22,7 @@ def listing(argv: list[str]) -> int:
     kind = wanted if wanted in kinds else _plural(wanted)
     if wanted == "all":
         for name, entries in kinds.items():
-            _show(name, entries() if name not in _SLOW else [("", f"`regard list {name}` shows them")])
+            _show(name, _or_reason(entries) if name not in _SLOW else [("", f"`regard list {name}` shows them")])
     elif kind in kinds:
         _show(kind, kinds[kind]())
     else:
@@ -39,6 +39,16 @@ _SLOW = ("token-mixers", "models")
 def _show(title: str, entries: Iterable[tuple[str, str]]) -> None:
     print(f"{title}:")
     print_pairs([(f"  {name}", line) for name, line in entries])
+
+
+def _or_reason(entries: Callable[[], Iterator[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """Return the entries, or a line with the extra that they take if it is not installed."""
+    try:
+        return list(entries())
+    except ModuleNotFoundError as error:
+        if what := missing(error, "recipes"):
+            return [("", what)]
+        raise
 
 
 def _kinds() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
