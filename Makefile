@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= lm,recipes,cpu,gpt2,dev
 # Test processes side by side, one thread each.
 WORKERS ?= 2
+# Compiled files are kept whatever the shell says: without them each test process compiles all of the source again.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
@@ -28,18 +30,18 @@ demo: setup ## train small models on real text and on recall, and write tables, 
 	$(BIN)/regard demo $(ARGS)
 
 test: setup lint typecheck ## lint, types and the tests (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal -q $(ARGS)
+	$(TEST) $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal -q $(ARGS)
 
 test-all: setup lint typecheck ## every test (about an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q $(ARGS)
+	$(TEST) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q $(ARGS)
 
 test-peers: ## check regard with TRL, PEFT, lm-eval and others, in an environment of their own
 	$(MAKE) setup VENV=.venv-peers EXTRAS='$(EXTRAS),peers'
-	OMP_NUM_THREADS=1 .venv-peers/bin/python -m pytest tests/peers -q $(ARGS)
+	$(TEST) .venv-peers/bin/python -m pytest tests/peers -q $(ARGS)
 
 test-hf: ## run transformers' own tests of models over regard's; TRANSFORMERS_SOURCE=CHECKOUT adds those of generate
 	$(MAKE) setup VENV=.venv-peers EXTRAS='$(EXTRAS),peers'
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -c tests/hf/pytest.ini tests/hf -q $(ARGS)
+	$(TEST) HF_HUB_OFFLINE=1 .venv-peers/bin/python -m pytest -c tests/hf/pytest.ini tests/hf -q $(ARGS)
 
 docs: ## build the documentation into site/, to be read from disk
 	$(MAKE) setup EXTRAS='$(EXTRAS),docs'

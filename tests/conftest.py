@@ -3,6 +3,7 @@
 Tensors this small are slower on several threads, and much slower when test workers share the cores.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -20,6 +21,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # a long test at the end leaves a worker idle
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are collected, and look at none of these objects after that: there are millions,
+    they stay, and going through them takes a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # what stays at the end of the process is reported as leaked by extensions
 
 
 @pytest.fixture
