@@ -10,7 +10,21 @@ from torch import Tensor
 import regard
 
 from . import oracle
-from .cases import PAIRS, SPECS, Data, attend, draw, gradients, learned, masks, named, outputs, run, same
+from .cases import (
+    SPECS,
+    Data,
+    attend,
+    draw,
+    every_pair,
+    few_pairs_first,
+    gradients,
+    learned,
+    masks,
+    named,
+    outputs,
+    run,
+    same,
+)
 
 FILLS = (1e4, torch.finfo(torch.float32).max, float("nan"), float("inf"))
 
@@ -48,7 +62,7 @@ def _limits(data: Data) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@every_pair
 def test_hidden_content_cannot_matter(label: str, impl: str) -> None:
     """Hidden keys, values and queries full of large numbers, NaN or inf: outputs and gradients at visible
     places are equal to the last bit, gradients at hidden places exactly 0."""
@@ -87,7 +101,7 @@ def _without_keys(data: Data) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 def test_rows_without_keys_are_zero(label: str, impl: str) -> None:
     """Output and every gradient of such a row are exactly 0; the other rows are alive and finite."""
     data = draw(7, 4).leaves()
@@ -122,7 +136,7 @@ def test_diagnostics_of_rows_without_keys(label: str) -> None:
                 assert (rows.weights[empty] == 0).all()
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 @pytest.mark.parametrize(("queries", "keys"), [(0, 4), (3, 0), (0, 0)])
 def test_empty_sequences(label: str, impl: str, queries: int, keys: int) -> None:
     """No queries: an empty output. No keys: zeros. Both with zero gradients; no error of torch's own."""
@@ -139,23 +153,22 @@ def test_no_features_is_an_argument_error() -> None:
     refuses("no features", regard.attention, *draw(3, dim=0).tensors, "biweight")
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
-@pytest.mark.parametrize(("which", "bad"), [("query", float("nan")), ("key", float("inf")), ("value", float("nan"))])
-def test_what_is_not_finite_shows_in_exactly_the_rows_that_see_it(
-    label: str, impl: str, which: str, bad: float
-) -> None:
+@every_pair
+def test_what_is_not_finite_shows_in_exactly_the_rows_that_see_it(label: str, impl: str) -> None:
     """Those rows are NaN in every component, even where the kernel gives the key no weight; all other rows
     are equal to the last bit, and so are gradients that flow through them."""
     clean = draw(6, 8, heads=4, kv_heads=2, dtype=torch.float32)
     data, ways = clean.leaves(), ("causal", "pairs", "offsets, strict", "segments")
     for how, call, out in outputs(label, impl, data, ways, enable_gqa=True):
-        other, hit = _spoil(clean, which, bad, how)
-        again = attend(SPECS[label], impl, other, **call)
-        assert again[hit].isnan().all(), how
-        same(again[~hit], out[~hit], how)
-        before, after = gradients(out[~hit], named(data)), gradients(again[~hit], named(other))
-        for name in before:
-            same(after[name], before[name], f"{how}: gradient of {name}")
+        for which, bad in (("query", float("nan")), ("key", float("inf")), ("value", float("nan"))):
+            what = f"{which}, {how}"
+            other, hit = _spoil(clean, which, bad, how)
+            again = attend(SPECS[label], impl, other, **call)
+            assert again[hit].isnan().all(), what
+            same(again[~hit], out[~hit], what)
+            before = gradients(out[~hit], named(data), retain_graph=True)
+            for name, grad in gradients(again[~hit], named(other)).items():
+                same(grad, before[name], f"{what}: gradient of {name}")
 
 
 def _spoil(clean: Data, which: str, bad: float, how: str) -> tuple[Data, Tensor]:

@@ -1,5 +1,6 @@
 """Every implementation is the reference, at every length and precision."""
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from regard.checks import ArgumentError
 from . import oracle
 from .cases import (
     FAST,
-    PAIRS,
     PRESETS,
     REPRESENTATIVES,
     SPECS,
@@ -20,6 +20,7 @@ from .cases import (
     attend,
     close,
     draw,
+    few_pairs_first,
     gradients,
     impls_of,
     learned,
@@ -33,23 +34,32 @@ from .cases import (
 LENGTHS = (1, 2, 7, 15, 16, 17, 63, 64, 65, 127)
 
 
+WAYS = ("causal", "pairs, strict", "offsets, window, causal", "padding", "keys by head, causal", "segments")
+
+
+@lru_cache(maxsize=2)  # the implementations of a sentence come one after the other
+def _reference(label: str) -> tuple[Data, dict[str, Any], dict[str, tuple[Tensor, dict[str, Tensor]]]]:
+    """Inputs, the arguments of every call, and of each of `WAYS` the output and the gradients."""
+    data = draw(35, 38, heads=4, kv_heads=2).leaves()
+    params, scale = learned(SPECS[label], data)
+    inputs, always = named(data, params, scale), {"enable_gqa": True, "scale": scale, "params": params}
+    found = outputs(label, "reference", data, WAYS, **always)
+    return data, always, {how: (out.detach(), gradients(out, inputs)) for how, _, out in found}
+
+
 @pytest.mark.usefixtures("tiny_blocks")
 @pytest.mark.parametrize(("label", "impl"), FAST)
 def test_equals_the_reference(label: str, impl: str) -> None:
     """Values, and the gradients of inputs, scale and every number that can be learned, over many block
     borders and every way to limit a row: float64."""
-    spec = SPECS[label]
-    data = draw(35, 38, heads=4, kv_heads=2).leaves()
-    params, scale = learned(spec, data)
-    inputs = named(data, params, scale)
+    spec, (data, always, expected) = SPECS[label], _reference(label)
+    inputs = named(data, always["params"], always["scale"])
     edge = spec.bandwidth.name == "adaptive" and spec.kernel.r < 1
-    ways = ("causal", "pairs, strict", "offsets, window, causal", "padding", "keys by head, causal", "segments")
-    for how, call, out in outputs(label, impl, data, ways, enable_gqa=True, scale=scale, params=params):
-        reference = attend(spec, "reference", data, **call)
+    for how, _, out in outputs(label, impl, data, WAYS, **always):
+        reference, slopes = expected[how]
         close(out, reference, 1e-11, how)
-        expected = gradients(reference, inputs)
         for name, grad in gradients(out, inputs).items():
-            close(grad, expected[name], 1e-6 if edge else 1e-10, f"{how}: gradient of {name}")
+            close(grad, slopes[name], 1e-6 if edge else 1e-10, f"{how}: gradient of {name}")
 
 
 @pytest.mark.parametrize(("label", "impl"), FAST)
@@ -119,7 +129,7 @@ def test_length_1000_local_linear(label: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 def test_half_precision(label: str, impl: str, dtype: torch.dtype) -> None:
     """Against the oracle in float64 on the same rounded inputs: all arithmetic is float32, so that outputs and
     gradients are off by the last rounding and little more."""

@@ -9,7 +9,22 @@ from torch import Tensor
 
 import regard
 
-from .cases import FAST, IMPLS, PAIRS, PRESETS, SPECS, Data, attend, draw, gradients, named, outputs, same
+from .cases import (
+    FAST,
+    IMPLS,
+    PAIRS,
+    PRESETS,
+    SPECS,
+    Data,
+    attend,
+    draw,
+    few_first,
+    few_pairs_first,
+    gradients,
+    named,
+    outputs,
+    same,
+)
 
 LARGEST = 2.0**56
 """The largest entry that is not taken for infinite, in float32."""
@@ -37,7 +52,7 @@ def hidden_size(data: Data, size: float) -> Data:
     return data.with_(k=k, v=v)
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 def test_large_hidden_keys_change_no_bit(label: str, impl: str) -> None:
     """Neither outputs nor gradients of the rows that do not see them, at queries and scales that overflow with them."""
     spec, base = SPECS[label], draw(9, dtype=torch.float32)
@@ -56,7 +71,9 @@ def test_large_hidden_keys_change_no_bit(label: str, impl: str) -> None:
                     same(two.nan_to_num(), one.nan_to_num(), name)
 
 
-@pytest.mark.parametrize(("label", "impl"), [(label, impl) for label, impl in PAIRS if SPECS[label].takes_scale])
+@pytest.mark.parametrize(
+    ("label", "impl"), few_first((label, impl) for label, impl in PAIRS if SPECS[label].takes_scale)
+)
 def test_a_query_whose_scores_could_overflow_is_not_finite(label: str, impl: str) -> None:
     """At a scale of 1e38 every row that sees a key is NaN, in every implementation, and passes no gradient on; other
     rows have the bits that they have without it."""
@@ -92,7 +109,7 @@ def test_squares_have_half_the_range(spec: str, largest: float, impl: str) -> No
             assert (out - exact).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 def test_small_inputs_have_finite_gradients(label: str, impl: str) -> None:
     """Queries and keys down to 1e-30 in float32: the scores are as good as 0."""
     for size in (1e-6, 1e-12, 1e-16, 1e-20, 1e-30):
@@ -120,7 +137,7 @@ def test_an_output_that_float16_cannot_hold_is_infinite() -> None:
 # Empty batches ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 @pytest.mark.parametrize("keys", [0, 5])
 def test_an_empty_batch(label: str, impl: str, keys: int) -> None:
     """With segments, masks and diagnostics: empty outputs, statistics and gradients."""
@@ -215,7 +232,7 @@ def test_conjugate_gradients_under_a_transform_are_refused() -> None:
         torch.func.vmap(lambda q: regard.attention(q[None], data.k[:1], data.v[:1], spec))(data.q)
 
 
-@pytest.mark.parametrize(("label", "impl"), FAST)
+@pytest.mark.parametrize(("label", "impl"), few_first(FAST))
 def test_a_window_beyond_all_integers_is_none(label: str, impl: str) -> None:
     data = draw(6, dtype=torch.float32)
     for order, _, out in outputs(label, impl, data, ("all", "causal"), window=10**30):

@@ -10,13 +10,14 @@ from torch import Tensor
 import regard
 
 from .cases import (
-    PAIRS,
     REPRESENTATIVES,
     SPECS,
     Data,
     attend,
     close,
     draw,
+    few_first,
+    few_pairs_first,
     gradients,
     learned,
     like,
@@ -38,7 +39,7 @@ def _slice(call: dict[str, Any], b: int, h: int) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 def test_a_batch_is_a_loop(label: str, impl: str) -> None:
     """Each (batch element, head) alone gives the same rows."""
     data = draw(6, 9, batch=3)
@@ -48,7 +49,7 @@ def test_a_batch_is_a_loop(label: str, impl: str) -> None:
             close(attend(SPECS[label], impl, one, **_slice(call, b, h)), whole[b : b + 1, h : h + 1], 1e-11, how)
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 def test_order_of_keys_does_not_matter(label: str, impl: str) -> None:
     """Keys, values and mask permuted together: the same output and permuted gradients. Queries permuted:
     permuted rows. Sparse rules without ties, as normal numbers have none."""
@@ -77,7 +78,8 @@ ENDS = {"steps": list(range(1, 17)), "chunks": [5, 6, 13, 16]}
 
 
 @pytest.mark.parametrize(
-    ("label", "impl"), [*((label, "auto") for label in SPECS), *((label, "reference") for label in REPRESENTATIVES)]
+    ("label", "impl"),
+    few_first([*((label, "auto") for label in SPECS), *((label, "reference") for label in REPRESENTATIVES)]),
 )
 @pytest.mark.parametrize("order", ["is_causal", "exclude_self", "window"])
 def test_prefill_is_chunks_is_steps(label: str, impl: str, order: str) -> None:
@@ -95,7 +97,7 @@ def test_prefill_is_chunks_is_steps(label: str, impl: str, order: str) -> None:
         close(torch.cat(parts, 2), whole, tolerance, cut)
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 def test_strides_do_not_matter(label: str, impl: str) -> None:
     """Views with transposed axes, strided features, broadcast (stride 0) batches, and gradients arriving as
     expanded or transposed tensors."""
@@ -129,7 +131,7 @@ def test_strides_do_not_matter(label: str, impl: str) -> None:
         same(expanded[name], dense[name], name)
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_heads_are_repeated_heads(label: str, impl: str, kv_heads: int) -> None:
     """Output, and gradients summed over the heads of a group."""

@@ -7,13 +7,27 @@ import torch
 from torch import Tensor
 
 from . import oracle
-from .cases import PAIRS, REPRESENTATIVES, SPECS, attend, close, draw, gradients, impls_of, masks, named, outputs, same
+from .cases import (
+    REPRESENTATIVES,
+    SPECS,
+    attend,
+    close,
+    draw,
+    every_pair,
+    few_pairs_first,
+    gradients,
+    impls_of,
+    masks,
+    named,
+    outputs,
+    same,
+)
 
 ORDERS = ("causal", "strict", "pairs, strict", "window, strict", "offsets, window, causal", "window", "behind")
 POISON = (None, 1e4, torch.finfo(torch.float32).max, float("nan"), float("inf"))
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@every_pair
 def test_values_influence_exactly_the_rows_that_weigh_them(label: str, impl: str) -> None:
     """With one-hot values the output is the Jacobian by the values: zero to the last bit outside what the
     arguments permit, and not zero wherever the oracle's kernel has weight."""
@@ -27,7 +41,7 @@ def test_values_influence_exactly_the_rows_that_weigh_them(label: str, impl: str
             same(found != 0, p != 0, how)
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 def test_jacobian_by_keys_and_queries_stays_inside(label: str, impl: str) -> None:
     """d out_i / d k_j is zero to the last bit for hidden pairs, d out_i / d q_j for i != j."""
     data = draw(6, 8, batch=1, heads=1).leaves()
@@ -40,7 +54,7 @@ def test_jacobian_by_keys_and_queries_stays_inside(label: str, impl: str) -> Non
             assert (dv[0, 0, ~seen[i]] == 0).all(), how
 
 
-@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@few_pairs_first
 @pytest.mark.parametrize("order", ["is_causal", "exclude_self"])
 def test_later_tokens_leave_earlier_rows_alone(label: str, impl: str, order: str) -> None:
     """To the last bit, in the output and in every gradient, whatever the later tokens become."""
