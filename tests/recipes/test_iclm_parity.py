@@ -37,7 +37,8 @@ def test_what_is_trained() -> None:
 
 
 def test_tables_show_every_rate_and_its_edges() -> None:
-    own, results = tiny("iclm-parity")
+    own = made(seeds=1, layers=2, width=16, heads=2, rates=(1e-3, 3e-3))
+    results = results_of(own, course_rows(own, partial(usual_course, loss=2.0)))
     tables = own.tables(results)
     rates = "Validation loss by learning rate"
     assert list(tables) == ["ICLM and Transformer", rates, "Parameters at the paper's sizes"]
@@ -64,6 +65,22 @@ SLIGHT, COST = "Only a slight increase in perplexity without", "Size, memory and
 COUNT = "Without W_v the number of parameters is the same"
 
 
+def usual_course(
+    each: dict[str, Any], seed: int, loss: float, seconds: float = 1.0, memory: float = 50
+) -> tuple[list[float], dict[str, Any]]:
+    """A course of one look, and the columns of its run: iclm-wv takes so many seconds and so much memory."""
+    wv = each["model"] == "iclm-wv"
+    return [loss], {"parameters": 112 if each["model"] == "iclm-full" else 100, "step_seconds": 1.0,
+                    "step_cpu_seconds": seconds if wv else 1.0, "before_bytes": 1000,
+                    "peak_bytes": 1000 + (memory if wv else 50)}  # fmt: skip
+
+
+def results_of(own: Any, rows: list[dict[str, Any]], full: int = 1120) -> Results:
+    """Results with these rows, and sizes of one shape."""
+    sizes = {"a": {**dict.fromkeys(recipe.MAIN, 1000), "iclm-full": full, "iclm-full-matched": None}}
+    return Results(frame_of(rows), {"floor": 9.0, "paper_sizes": sizes}, {})
+
+
 def judged(
     seeds: int = 3, seconds: float = 1.0, memory: float = 50, full: int = 1120, **above: float
 ) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, ...]]]:
@@ -71,15 +88,11 @@ def judged(
     own = made(seeds=seeds, layers=2, width=16, heads=2, rates=(1e-3,))
 
     def course(each: dict[str, Any], seed: int) -> tuple[list[float], dict[str, Any]]:
-        name, wv = each["model"], each["model"] == "iclm-wv"
-        loss = math.log(10 * (1 + above.get(name.replace("-", "_"), 0.0))) + 0.1 * seed
-        return [loss], {"parameters": 112 if name == "iclm-full" else 100, "step_seconds": 1.0,
-                        "step_cpu_seconds": seconds if wv else 1.0, "before_bytes": 1000,
-                        "peak_bytes": 1000 + (memory if wv else 50)}  # fmt: skip
+        loss = math.log(10 * (1 + above.get(each["model"].replace("-", "_"), 0.0))) + 0.1 * seed
+        return usual_course(each, seed, loss, seconds, memory)
 
     rows = course_rows(own, course)
-    sizes = {"a": {**dict.fromkeys(recipe.MAIN, 1000), "iclm-full": full, "iclm-full-matched": None}}
-    results = Results(frame_of(rows), {"floor": 9.0, "paper_sizes": sizes}, {})
+    results = results_of(own, rows, full)
     assert len(own.figures(results)) == 2
     return verdicts(own, rows, dict(results.facts)), {
         row[0]: row for row in own.tables(results)["ICLM and Transformer"].rows

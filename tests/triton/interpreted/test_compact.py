@@ -54,7 +54,8 @@ def checked(leaves: list[Tensor], rule: str, seen: Tensor, most: tuple[float, fl
     compared(out, attend(*exact, seen, rule), leaves, exact, most, (rule, call.keys()))
 
 
-@pytest.mark.parametrize("rule", ["adaptive 2", pytest.param("adaptive 1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["adaptive 2", "adaptive 1"])
 def test_marks_that_take_several_turns_to_read(rule: str, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As beyond 16,384 keys, where the blocks of a row are more than are read at once."""
     monkeypatch.setattr(search, "CHUNK", tl.constexpr(4))
