@@ -94,16 +94,18 @@ CASES |= {
 }
 
 
-def cases(names):
-    """A parametrisation over cases, of which the last two kernels of each model are slow."""
-    slow = ("-relumax", "-shift-cosine")
+def cases(names, second=()):
+    """A parametrisation over cases; the last two kernels of each model, and `second`, are in the second tier."""
+    later = {case for case in names if case in second or case.endswith(("-relumax", "-shift-cosine"))}
     return pytest.mark.parametrize(
-        "case", [pytest.param(case, marks=pytest.mark.slow) if case.endswith(slow) else case for case in names]
+        "case", [pytest.param(case, marks=pytest.mark.slow) if case in later else case for case in names]
     )
 
 
 every_model = pytest.mark.parametrize("name", language_models.names())
 every_case = cases(CASES)
+parts_first = cases(CASES, second=OPTIONS)
+"""Models, mixers and memories in the first tier; other fields in the second."""
 plain_case = cases([case for case in CASES if case not in OPTIONS and case not in PARTS])
 
 
@@ -161,6 +163,29 @@ def in_chunks(model, tokens, sizes, mask=None, cache=None):
         out = model(chunk, attention_mask=whole, past_key_values=cache, use_cache=True)
         cache, parts = getattr(out, CACHE), [*parts, out.logits]
     return torch.cat(parts, 1), cache
+
+
+def loss_of(model, tokens, **kwargs):
+    """The mean cross entropy of the visible pairs in float64 (a model's own loss is float32), and the logits."""
+    logits, mask = (
+        model(tokens if "inputs_embeds" not in kwargs else None, **kwargs).logits,
+        kwargs.get("attention_mask"),
+    )
+    seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    pairs = seen[:, 1:] & seen[:, :-1]
+    return F.cross_entropy(logits[:, :-1][pairs], tokens[:, 1:][pairs]), logits
+
+
+def gradients(model):
+    """The gradients that parameters hold, by path."""
+    return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
+
+
+def same_by_path(found, expected, bound):
+    """Compare tensors by path."""
+    assert found.keys() == expected.keys()
+    for path in expected:
+        torch.testing.assert_close(found[path], expected[path], atol=bound, rtol=bound, msg=path)
 
 
 def same_gradients(model, tokens, expected):

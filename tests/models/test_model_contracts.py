@@ -1,4 +1,4 @@
-"""What every registered language model keeps, whatever it computes: causality, caches, padding, gradients.
+"""What every registered language model keeps, whatever it computes: causality, caches, padding.
 
 The cases of `any_model` hold every registered model, mixer and memory. Weights are moved away from their initial
 values, in float64, so that no part of a model is silent.
@@ -13,28 +13,29 @@ import torch.nn.functional as F
 from any_model import (
     CASES,
     PARTS,
-    SIZES,
     T,
     cases,
     counts_padding,
     every_case,
     every_model,
+    gradients,
     in_chunks,
+    loss_of,
     make,
     padded,
+    parts_first,
     plain_case,
     refused,
+    same_by_path,
     takes_embeddings,
     text,
     tolerance,
 )
-from mistakes import refuses
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from regard import presets
 from regard.checks import ArgumentError
-from regard.models import language_models
 from regard.models.base.arguments import CACHE_NAMES
 
 every_case_with_embeddings = cases([case for case in CASES if takes_embeddings(case)])
@@ -42,27 +43,6 @@ WITHIN_CHUNKS = ("mixer-gated-deltanet", "mixer-lact", "memory-of-two-kinds")
 """Mixers that multiply later tokens of a chunk by zero: what is not a number there reaches earlier tokens."""
 ABSOLUTE = {"transformer-elu", "transformer-window", *PARTS}
 """Features of rotated queries and keys, such as elu's, depend on more than the distance; so may token mixers."""
-
-
-def loss_of(model, tokens, **kwargs):
-    """The mean cross entropy of the visible pairs in float64 (a model's own loss is float32), and the logits."""
-    logits, mask = (
-        model(tokens if "inputs_embeds" not in kwargs else None, **kwargs).logits,
-        kwargs.get("attention_mask"),
-    )
-    seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-    pairs = seen[:, 1:] & seen[:, :-1]
-    return F.cross_entropy(logits[:, :-1][pairs], tokens[:, 1:][pairs]), logits
-
-
-def gradients(model):
-    return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
-
-
-def same(found, expected, bound):
-    assert found.keys() == expected.keys()
-    for path in expected:
-        torch.testing.assert_close(found[path], expected[path], atol=bound, rtol=bound, msg=path)
 
 
 # ---------------------------------------------------------------- causality
@@ -146,7 +126,7 @@ def test_float32_steps_over_256_tokens(name, mixers):
 
 
 @torch.no_grad()
-@every_case
+@parts_first
 def test_rows_of_a_cache_are_reordered_repeated_and_selected(case):
     model, (tokens, mask) = make(case), padded()
     tokens, mask = torch.cat([tokens, text(5, 3, seed=9)], 1), F.pad(mask, (0, 3), value=1)
@@ -166,7 +146,7 @@ def test_rows_of_a_cache_are_reordered_repeated_and_selected(case):
 
 
 @torch.no_grad()
-@every_case
+@parts_first
 def test_a_copy_of_a_cache_goes_its_own_way(case):
     """As one prompt with several continuations needs it; `reset` forgets everything."""
     model, tokens = make(case), text(2, T + 4)
@@ -185,7 +165,7 @@ def test_a_copy_of_a_cache_goes_its_own_way(case):
 
 
 @torch.no_grad()
-@every_case
+@parts_first
 def test_a_cache_of_pairs_works_or_says_why_not(case):
     model, tokens = make(case), text(2)
     whole = model(tokens, use_cache=False).logits
@@ -197,6 +177,24 @@ def test_a_cache_of_pairs_works_or_says_why_not(case):
             assert not case.startswith("transformer"), "which takes transformers' own cache"
         else:
             torch.testing.assert_close(parts, whole, atol=tolerance(case), rtol=0)
+
+
+@torch.no_grad()
+@every_model
+def test_a_cache_has_the_names_of_all_versions_of_transformers(name):
+    """`cache` since transformers 5.24, `past_key_values` before: each works with any of them, in `generate` too."""
+    model, tokens = make(name), text(2)
+    expected = model(tokens, use_cache=False).logits[:, 6:]
+    whole = model.generate(tokens, max_new_tokens=4, do_sample=False, use_cache=False)
+    for given in CACHE_NAMES:
+        cache = model.model.new_cache()
+        model(tokens[:, :6], **{given: cache})
+        twin = copy.deepcopy(cache)
+        found = model(tokens[:, 6:], **{given: cache}).logits
+        torch.testing.assert_close(found, expected, atol=tolerance(name), rtol=0)
+        assert torch.equal(model.generate(tokens, **{given: twin}, max_new_tokens=4, do_sample=False), whole)
+    with pytest.raises(ArgumentError, match="cache and past_key_values are two names of one argument"):
+        model(tokens[:, :1], cache=cache, past_key_values=model.model.new_cache())
 
 
 # ------------------------------------------------------------------ padding
@@ -231,7 +229,7 @@ def test_hidden_content_never_matters_not_even_nan(case):
     for filling in (0.0, torch.nan, torch.inf):
         assert torch.equal(found[filling][0], logits)
         torch.testing.assert_close(found[filling][1], inner, atol=tolerance(case) / 1000, rtol=0)
-        same(found[filling][2], weights, tolerance(case) / 10)
+        same_by_path(found[filling][2], weights, tolerance(case) / 10)
 
 
 @torch.no_grad()
@@ -254,7 +252,7 @@ def test_hidden_content_never_matters_in_a_cache(case):
 
 
 @torch.no_grad()
-@every_case
+@parts_first
 def test_positions_are_relative_and_those_of_hidden_tokens_do_not_matter(case):
     """Some generation loops give hidden tokens the position 1."""
     model, (tokens, mask) = make(case), padded()
@@ -288,163 +286,7 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(case):
         )
         count -= 1
     (total / count).backward()
-    same(gradients(model), together, 1e-9)
-
-
-# ------------------------------------------------------- gradients, training
-
-
-@cases([case for case in CASES if case not in PARTS])
-def test_every_parameter_has_its_derivative(case):
-    """Along a random direction of each parameter, against a central difference; DDP needs a gradient for each."""
-    model, tokens = make(case), text(2, 9)
-    loss_of(model, tokens)[0].backward()
-    draw, step = torch.Generator().manual_seed(7), 1e-6
-    for path, p in model.named_parameters():
-        assert p.grad is not None, path
-        along = torch.randn(p.shape, generator=draw, dtype=p.dtype)
-        with torch.no_grad():
-            sides = []
-            for sign in (1, -1):
-                p += sign * step * along
-                sides.append(loss_of(model, tokens)[0])
-                p -= sign * step * along
-        expected = (sides[0] - sides[1]) / (2 * step)
-        torch.testing.assert_close(
-            (p.grad * along).sum(), expected, atol=1e-8, rtol=1e-5, msg=lambda w, path=path: f"{path}: {w}"
-        )
-
-
-@every_case
-def test_gradient_checkpointing_changes_nothing(case):
-    model, (tokens, mask) = make(case).train(), padded()
-    model(tokens, attention_mask=mask, labels=tokens).loss.backward()
-    expected = gradients(model)
-    for reentrant in (False, True):
-        model.zero_grad()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model(tokens, attention_mask=mask, labels=tokens).loss.backward()
-        same(gradients(model), expected, 1e-12)
-        refuses("gradient checkpointing", model, tokens, use_cache=True)
-    assert model.eval()(tokens, use_cache=True).past_key_values is not None
-
-
-@every_case
-def test_gradients_flow_through_a_cache(case):
-    """A loss on the second half reaches weights by way of what the first half left in the cache."""
-    model, tokens = make(case), text(2)
-    model(tokens, use_cache=False).logits[:, 6:].square().mean().backward()
-    expected = gradients(model)
-    model.zero_grad()
-    cache = model(tokens[:, :6], use_cache=True).past_key_values
-    model(tokens[:, 6:], past_key_values=cache).logits.square().mean().backward()
-    same(gradients(model), expected, 10 * tolerance(case))
-
-
-@every_model
-@torch.no_grad()
-def test_a_cache_has_the_names_of_all_versions_of_transformers(name):
-    """`cache` since transformers 5.24, `past_key_values` before: each works with any of them, in `generate` too."""
-    model, tokens = make(name), text(2)
-    expected = model(tokens, use_cache=False).logits[:, 6:]
-    whole = model.generate(tokens, max_new_tokens=4, do_sample=False, use_cache=False)
-    for given in CACHE_NAMES:
-        cache = model.model.new_cache()
-        model(tokens[:, :6], **{given: cache})
-        twin = copy.deepcopy(cache)
-        found = model(tokens[:, 6:], **{given: cache}).logits
-        torch.testing.assert_close(found, expected, atol=tolerance(name), rtol=0)
-        assert torch.equal(model.generate(tokens, **{given: twin}, max_new_tokens=4, do_sample=False), whole)
-    with pytest.raises(ArgumentError, match="cache and past_key_values are two names of one argument"):
-        model(tokens[:, :1], cache=cache, past_key_values=model.model.new_cache())
-
-
-def compiled_and_eager(case, bound, *, masked=True, **how):
-    model, (tokens, mask) = make(case, **({} if "gd_steps" in CASES[case][1] else {"num_hidden_layers": 2})), padded()
-    model, mask = model.train(), mask if masked else torch.ones_like(mask)
-    given = {"attention_mask": mask} if masked else {}
-    loss, expected = loss_of(model, tokens, **given)
-    loss.backward()
-    eager = gradients(model)
-    model.zero_grad()
-    torch._dynamo.reset()
-    loss, found = loss_of(torch.compile(model, fullgraph=True, **how), tokens, **given)
-    loss.backward()
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=bound, rtol=0)
-    same(gradients(model), eager, bound)
-
-
-@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["masked", "whole"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        *language_models.names(),
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in ("transformer-biweight", "iclm-biweight", "memory-mosaic-biweight", "mosaic-distance")
-        ),
-        "iclm-steps-bos",
-    ],
-)
-def test_one_graph_without_breaks(case, masked):
-    compiled_and_eager(case, 1e-9, masked=masked, backend="aot_eager")
-
-
-@pytest.mark.slow
-@plain_case
-def test_compiled_to_machine_code(case):
-    compiled_and_eager(case, 1e-5)  # cosines of rotary angles are float32, and not rounded alike
-
-
-@every_case
-def test_weights_and_inputs_of_zero_are_finite(case):
-    model, (tokens, mask) = make(case), padded()
-    if takes_embeddings(case):
-        embedded = torch.zeros(5, T, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
-        model(inputs_embeds=embedded, attention_mask=mask, labels=tokens).loss.backward()
-        assert all(g.isfinite().all() for g in [embedded.grad, *gradients(model).values()])
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    model.zero_grad()
-    out = model(tokens, attention_mask=mask, labels=tokens)
-    out.loss.backward()
-    assert (out.logits == 0).all()
-    assert all(g.isfinite().all() for g in gradients(model).values())
-
-
-@torch.no_grad()
-@plain_case
-def test_bfloat16_is_near_float32(case):
-    tokens = text(2, 40)
-    wide = make(case, dtype=torch.float32)
-    narrow = copy.deepcopy(wide).to(torch.bfloat16)
-    wide.load_state_dict(narrow.state_dict())  # the same rounded weights
-    expected, found = wide(tokens).logits, narrow(tokens).logits
-    assert found.dtype == torch.bfloat16
-    assert found.isfinite().all()
-    assert (found.float() - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
-    stepwise, _ = in_chunks(narrow, tokens, [1] * 40)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = wide(tokens).logits
-    for other in (stepwise, mixed):
-        assert other.dtype == torch.bfloat16
-        assert (other.float() - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
-
-
-@every_case
-def test_a_pass_changes_nothing_in_the_model(case):
-    model, tokens = make(case), text(2)
-    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    for training in (True, False):
-        model.train(training)
-        first, second = model(tokens).logits, model(tokens).logits
-        assert torch.equal(first, second)
-        assert (model(tokens).past_key_values is None) is training
-        assert model(tokens, use_cache=True).past_key_values is not None
-    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    same_by_path(gradients(model), together, 1e-9)
 
 
 # --------------------------------------------------------- what is given back
@@ -494,7 +336,7 @@ def test_logits_to_keep_and_loss(name):
 
 
 @torch.no_grad()
-@every_case
+@parts_first
 def test_the_output_matrix_reads_the_base_model(case):
     """Fused losses compute `lm_head(base_model(...).last_hidden_state)`, and have no place for a factor."""
     model, (tokens, mask) = make(case), padded()
