@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PASSES = ("forward", "both")
 """The forward pass without a graph, and forward and backward through autograd."""
 Function = Callable[..., Tensor]
-PACKAGES = ("regard", "torch", "numba", "entmax", "transformers")
-
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Settings of the processes whose memory is measured: glibc then gives freed blocks back at once. Left to itself it
 keeps some, differently from run to run, which says nothing about what a pass needs."""

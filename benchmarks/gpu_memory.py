@@ -14,7 +14,7 @@ from torch import Tensor
 import regard
 
 TOKENS, CHUNK, SUB_KEYS, WIDTH, TOP_K = 4096, 512, 512, 512, 8
-EPS, BAR_MS = 1e-3, 0.5
+EPS = 1e-3
 RULE = regard.WriteRule("reference", address_weight=10.0, border=False)
 """Of the correctness row: the released program's, which whole tables show best."""
 BARS = {"read": 1e-4}

@@ -16,8 +16,6 @@ from gpu_measure import Bench, Row, small_tiles
 import regard
 
 FIRST = ("softmax", "biweight", "relumax", "local-linear")
-BAR = 1.35
-"""A step of the hybrid model with three memories against the same without, at most."""
 DELTA_RULE = "fla.ops.gated_delta_rule"
 """Where it is installed transformers takes its kernels, else loops of PyTorch operations, beside which memories look
 cheap."""

@@ -1,6 +1,7 @@
 """Similarities by their formulas, and bandwidths in units of distance by the distances themselves."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from mistakes import refuses
 
 import regard
 from regard.grammar import Spec, similarities
+from regard.grammar.similarities.base import Similarity
 
 RNG = np.random.default_rng(0)
 Q, K = RNG.normal(size=(3, 5)), RNG.normal(size=(7, 5))
@@ -145,3 +147,22 @@ def test_the_clipped_geometric_kernel_keeps_its_eps_in_float32() -> None:
     exact = 1 / (kernel.eps + (kernel.limit - wide.clamp(max=kernel.limit)) / kernel.limit)
     np.testing.assert_allclose(kernel.value(z, {}).numpy(), exact.numpy(), rtol=2e-6)
     np.testing.assert_allclose(kernel.slope(z, {})[3:].numpy(), (exact.square() / kernel.limit)[3:].numpy(), rtol=2e-6)
+
+
+@dataclass(frozen=True)
+class Cube(Similarity):
+    """s = q^3 . k^3, which says nothing about the size of its features."""
+
+    name = "cube"
+
+    def features(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return query**3, key**3
+
+
+def test_features_that_overflow_make_the_rows_that_see_them_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(similarities._objects, "cube", Cube)
+    q, k, v = torch.randn(3, 1, 1, 4, 3, generator=torch.Generator().manual_seed(0))
+    k[0, 0, 1, 0] = 1e15  # finite, but its cube is not
+    for impl in ("reference", "blocked"):
+        out = regard.attention(q, k, v, Spec("gaussian", similarity=Cube()), is_causal=True, impl=impl)
+        assert out[0, 0].isnan().all(-1).tolist() == [False, True, True, True]

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -277,6 +278,28 @@ def test_forward_mode_and_vmap_see_the_derivative(name: str) -> None:
     each = {n: t for n, t in x.items() if t.dim() > 2}
     run = lambda *y: case.run({**x, **{n: t[None] for n, t in zip(each, y, strict=True)}}, chunk_size=4)[0][0]  # noqa: E731
     close(torch.func.vmap(run)(*each.values()), out, 1e-10)
+
+
+MASKED: dict[str, Any] = {
+    "linear": regard.linear_attention,
+    "delta": partial(regard.delta_rule, beta=0.5),
+    "mesa": partial(regard.mesa_attention, ridge=0.5),
+    "interpolated": partial(regard.interpolated_attention, trend="linear-attention"),
+}
+
+
+@pytest.mark.parametrize("call", MASKED)
+def test_a_mask_in_a_whole_graph_of_any_length(call: str) -> None:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out = MASKED[call](q, k, v, attn_mask=mask)
+        return out if call == "interpolated" else out[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    for length in (16, 24, 33):
+        x = (*torch.randn(3, 2, 2, length, 4, generator=torch.Generator().manual_seed(0)), key_mask(length))
+        torch.testing.assert_close(compiled(*x), run(*x), rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

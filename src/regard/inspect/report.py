@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from jinja2 import Environment, StrictUndefined, Template
-
+from ..errors import extra_imports
 from .measures import AttentionMaps
 from .tables import Table
+
+with extra_imports():
+    import numpy as np
+    from jinja2 import Environment, StrictUndefined, Template
 
 
 @dataclass(frozen=True, kw_only=True)

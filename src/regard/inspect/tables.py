@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
-from rich import box
-from rich.table import Table as RichTable
-from rich.text import Text
+from ..errors import extra_imports
+
+with extra_imports():
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
 
 _ESCAPED = str.maketrans({"\\": "\\\\", "|": "\\|", "\n": " "})
 

@@ -203,7 +203,8 @@ def large_chunk_ttt(
     new = {"query": query, "key": key, "value": value, "rates": rates}
     new["share"] = query[..., :0].sum(-1) if share is None else share
     fits = query.dim() == 4 and 0 not in query.shape[1:]
-    require(fits, CALL, f"query has shape {shape(query)}, expected [B, T, H, D] with T >= 1.")
+    if not fits:  # torch.compile cannot trace the text of a symbolic length
+        raise ArgumentError(f"{CALL}: query has shape {shape(query)}, expected [B, T, H, D] with T >= 1.")
     given = f"for query {shape(query)}"
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():

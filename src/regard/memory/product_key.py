@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..checks import finite, flag, floating, instance, number, refuse, require, shape, tensor, whole, within
+from ..checks import ArgumentError, finite, flag, floating, instance, number, refuse, shape, tensor, whole, within
 from ..grammar import Spec, as_spec
 from ..precision import clean, full_precision
 from ..registry import Registry
@@ -211,14 +211,14 @@ def check_eps(call: str, name: str, eps: Any) -> float:
 def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> float:
     floating(call, "query", query)
     tensor(call, "keys", keys, like=query)
-    expected = "[B, T, H, Dk] with an even Dk, whose halves meet a set of sub-keys each"
-    fits = query.dim() == 4 and query.shape[-1] % 2 == 0 and query.shape[-1] > 0
-    require(fits, call, f"query is {shape(query)}, expected {expected}.")
+    if query.dim() != 4 or query.shape[-1] % 2 or not query.shape[-1]:  # no text of symbolic lengths in torch.compile
+        expected = "[B, T, H, Dk] with an even Dk, whose halves meet a set of sub-keys each"
+        raise ArgumentError(f"{call}: query is {shape(query)}, expected {expected}.")
     (batch, _, heads, width), own = query.shape, keys.dim() == 5
     wanted = (batch, heads, 2) if own else (heads, 2)
-    fits = keys.dim() in (4, 5) and tuple(keys.shape[:-2]) == wanted and keys.shape[-1] == width // 2
-    needed = f"[{heads}, 2, n, {width // 2}] or [{batch}, {heads}, 2, n, {width // 2}]"
-    require(fits, call, f"keys is {shape(keys)}, but query {shape(query)} needs {needed}.")
+    if keys.dim() not in (4, 5) or tuple(keys.shape[:-2]) != wanted or keys.shape[-1] != width // 2:
+        needed = f"[{heads}, 2, n, {width // 2}] or [{batch}, {heads}, 2, n, {width // 2}]"
+        raise ArgumentError(f"{call}: keys is {shape(keys)}, but query {shape(query)} needs {needed}.")
     require_top_k(call, top_k, keys.shape[-2])
     finite(call, "query", query)
     finite(call, "keys", keys)
@@ -272,8 +272,9 @@ def _dots(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to float64, since products cancel near a key, and for close keys far from the origin."""
-    return x if x.device.type == "mps" else x.double()  # MPS has no float64
+    """Convert to float64, except on MPS, which has none: near a key, and for close keys far from the origin,
+    cancellation in the products would leave less than float32 precision."""
+    return x if x.device.type == "mps" else x.double()
 
 
 class _Best(torch.autograd.Function):

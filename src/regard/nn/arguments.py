@@ -112,7 +112,7 @@ def columns_of(call: str, mask: Tensor, tokens: int, device: torch.device) -> Te
     boolean_mask(call, "attention_mask", mask)
     on_device(call, "attention_mask", mask, device)
     if mask.dim() not in (2, 4) or mask.shape[-1] < tokens:  # torch.compile cannot trace the text of a symbolic length
-        expected = f"[B, N] or [B, 1, T, N] with N >= {tokens}, the tokens so far"
+        expected = f"[B, N] or [B, 1 or H, T, N] with N >= {tokens}, the tokens so far"
         raise ArgumentError(f"{call}: attention_mask has shape {shape(mask)}, expected {expected}.")
     return mask[:, None, None] if mask.dim() == 2 else mask
 

@@ -80,7 +80,8 @@ def varlen_attention(
     checks.tensor(CALL, "key", key, "Tk", "Hkv", "D", like=query)
     checks.tensor(CALL, "value", value, "Tk", "Hkv", "Dv", like=query)
     same = len(key) == len(value)
-    require(same, CALL, f"key has shape {shape(key)} and value {shape(value)}, expected the same length.")
+    if not same:  # torch.compile cannot trace the text of a symbolic length
+        raise ArgumentError(f"{CALL}: key has shape {shape(key)} and value {shape(value)}, expected the same length.")
     left = [name for name in LEFT_OUT if name in arguments]
     require(not left, CALL, f"does not take {', '.join(left)}; regard.attention does, with regard.segment_ids.")
     ids = _ids(CALL, "cu_seqlens_q", cu_seqlens_q, query)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import ArgumentError, require, shape
+from ..checks import ArgumentError, shape
 from ..pairwise.local_regression import repeat_heads
 from ..pairwise.visibility import Visibility
 from ..precision import clean, full_precision, row_number
@@ -106,7 +106,8 @@ def key_mask(call: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
     if mask is None:
         return None
     checks.boolean_mask(call, "attn_mask", mask)
-    require(mask.dim() in (1, 2, 4), call, f"attn_mask has shape {shape(mask)}, expected [B, Tk] or [B, 1, 1, Tk].")
+    if mask.dim() not in (1, 2, 4):  # torch.compile cannot trace the text of a symbolic length
+        raise ArgumentError(f"{call}: attn_mask has shape {shape(mask)}, expected [B, Tk] or [B, 1, 1, Tk].")
     checks.on_device(call, "attn_mask", mask, key.device)
     batch, keys = key.shape[0], key.shape[2]
     checks.broadcastable(call, "attn_mask", mask, (batch, keys) if mask.dim() <= 2 else (batch, 1, 1, keys))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flags, optional_whole, require, shape, shown, within
+from ..checks import ArgumentError, flags, optional_whole, shape, shown, within
 from ..grammar import Spec, as_spec
 from ..pairwise.attention import _check_tensors, attention
 from ..pairwise.layout import Layout, any_layout
@@ -77,11 +77,7 @@ def interpolated_attention(
     optional_whole(CALL, "query_offset", query_offset)
     flags(CALL, enable_gqa=enable_gqa)
     within(CALL, None, _check_tensors, query, key, value, enable_gqa)
-    axes = attn_mask.dim() if isinstance(attn_mask, Tensor) else 2
-    same = axes in (1, 2) or (axes == 4 and attn_mask.shape[1:3] == (1, 1))  # type: ignore[union-attr]
-    many = "attn_mask must be the same for all queries and heads, since the model has one state"
-    require(same, CALL, f"{many}: give [B, Tk] or [B, 1, 1, Tk].")
-    mask = key_mask(CALL, attn_mask, key)
+    mask = _key_mask(attn_mask, key)
     how: dict[str, Any] = {
         "attn_mask": None if mask is None else mask[:, None, None], "is_causal": causal, "exclude_self": exclude_self,
         "query_offset": query_offset, "segment_ids": segment_ids, "scale": scale, "params": params,
@@ -123,3 +119,11 @@ def require_averages(spec: Spec) -> None:
             f"{CALL}: the spec {spec} {why}, so there is no mean of residuals; use a normalised spec of degree 0, such "
             f"as softmax or biweight."
         )
+
+
+def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Return the mask as [B, Tk], after checking that it is the same for all queries."""
+    if isinstance(mask, Tensor) and (mask.dim() not in (1, 2, 4) or (mask.dim() == 4 and mask.shape[1:3] != (1, 1))):
+        many = "attn_mask must be the same for all queries and heads, since the model has one state"
+        raise ArgumentError(f"{CALL}: {many}: give [B, Tk] or [B, 1, 1, Tk].")
+    return key_mask(CALL, mask, key)

@@ -102,9 +102,10 @@ class Delta(Trend):
     """
 
     beta: float = 1.0
+    log_decay: ClassVar[float] = 0.0
 
     def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-        fade = getattr(self, "log_decay", 0.0) or None
+        fade = self.log_decay or None
         return delta_rule(query, key, value, unit_steps(key, self.beta), log_decay=fade, **how)
 
 
@@ -118,7 +119,7 @@ class GatedDelta(Delta):
         log_decay: g <= 0 a token.
     """
 
-    log_decay: float = -0.01
+    log_decay: float = -0.01  # type: ignore[misc]
 
 
 _READ: dict[str, Trend] = {}

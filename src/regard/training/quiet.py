@@ -1,4 +1,4 @@
-"""Silencing the notices and progress bars of other libraries, and other settings for a block."""
+"""Silence notices and progress bars of other libraries, and change an attribute for the length of a block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def temporarily(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value inside a block."""
+    """Set attribute `name` of `thing` to `value` inside a block, and restore it afterwards."""
     former = getattr(thing, name)
     setattr(thing, name, value)
     try:

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` for runs that lose nothing: on any data (`SealedTrainer`), and on a text (`RegardTrainer`)."""
+"""Trainers on `transformers.Trainer` with sealed checkpoints: `SealedTrainer` for data, `RegardTrainer` for text."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Similarity(ABC):
     upper: float = math.inf  # upper bound of s (1 for a cosine)
     scaled: ClassVar[bool] = False  # whether z = scale * s accepts a scale
     symmetric: ClassVar[bool] = True  # phi = psi: the features of q = k are stored once
-    grows: ClassVar[bool] = False  # whether features can be larger than 1 and the largest entry
+    grows: ClassVar[bool] = True  # whether features can be larger than 1 and the largest entry; False saves a check
 
     @abstractmethod
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

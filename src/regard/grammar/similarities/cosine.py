@@ -23,6 +23,7 @@ class Cosine(Similarity):
 
     eps: float = 1e-3
     scaled: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
     lower: ClassVar[float] = -1.0  # type: ignore[misc]
     upper: ClassVar[float] = 1.0  # type: ignore[misc]
 

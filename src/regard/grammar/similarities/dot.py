@@ -16,6 +16,7 @@ class Dot(Similarity):
     """s = q . k, default scale 1/sqrt(D): the scores of scaled dot-product attention."""
 
     scaled: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
 
     def default_scale(self, dim: int) -> float:
         return dim**-0.5

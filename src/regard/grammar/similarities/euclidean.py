@@ -23,7 +23,6 @@ class Euclidean(Similarity):
 
     scaled: ClassVar[bool] = True
     symmetric: ClassVar[bool] = False
-    grows: ClassVar[bool] = True
     upper: ClassVar[float] = 0.0  # type: ignore[misc]
 
     def default_scale(self, dim: int) -> float:

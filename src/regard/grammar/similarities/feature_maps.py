@@ -19,6 +19,8 @@ class ELU(FeatureMap):
     In float32 the products of features near exp(-50) on both sides lose digits, and underflow near exp(-80).
     """
 
+    grows: ClassVar[bool] = False
+
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return self._map(query), self._map(key)
 
@@ -34,6 +36,8 @@ class ELU(FeatureMap):
 class ReLU(FeatureMap):
     """s = relu(q) . relu(k). Kernel-selection paper, Table 1."""
 
+    grows: ClassVar[bool] = False
+
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return query.relu(), key.relu()
 
@@ -42,8 +46,6 @@ class ReLU(FeatureMap):
 @dataclass(frozen=True)
 class ReLU2(FeatureMap):
     """s = relu(q)^2 . relu(k)^2. Kernel-selection paper, Table 1."""
-
-    grows: ClassVar[bool] = True
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return query.relu().square(), key.relu().square()

@@ -218,16 +218,20 @@ class Attention(nn.Module):
                     seen = Seen()
                 key, value = self._append(past_key_values, key, value, seen.window)
             seen = Seen(*seen[:3], self._mask(attention_mask, query, key), segment_ids)
-            local: dict[str, Any] = {}  # parameters of a local linear spec that depend on the token
-            if self.ridge_proj is not None:
-                local["ridge"] = self.ridge_proj(hidden_states)
-            if self.probed:
-                local["probe"] = self._position(self.r_proj(hidden_states), "r", position_embeddings)
+            local = self._local_params(hidden_states, position_embeddings)
             out, weights = self._attend(query, key, value, seen, output_attentions, local)
         heads = (out if self.out_norm is None else self.out_norm(out)).transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             heads = heads * self.gate_proj(hidden_states).sigmoid()
         return self.hook_out(self.o_proj(heads)), weights
+
+    def _local_params(self, hidden_states: Tensor, position_embeddings: Rotary) -> dict[str, Any]:
+        """Return parameters of a local linear spec that depend on the token: ridge [B, H, T, 1 or D], probe [B, H, T,
+        D]."""
+        params = {} if self.ridge_proj is None else {"ridge": self.ridge_proj(hidden_states)}
+        if self.probed:
+            params["probe"] = self._position(self.r_proj(hidden_states), "r", position_embeddings)
+        return params
 
     @property
     def order(self) -> Seen:

@@ -272,9 +272,9 @@ class LargeChunkTTT(nn.Module):
     def _new(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         if mask is None:
             return None
-        tokens = hidden.shape[1]
-        mask = columns_of(CALL, mask, tokens, hidden.device)
-        if mask.shape[1:3] != (1, 1) or len(mask) != len(hidden):
+        tokens, pairs = hidden.shape[1], isinstance(mask, Tensor) and mask.dim() == 3
+        mask = mask if pairs else columns_of(CALL, mask, tokens, hidden.device)
+        if pairs or mask.shape[1:3] != (1, 1) or len(mask) != len(hidden):
             expected = f"[B, Tk], a column for every token so far of hidden_states {shape(hidden)}"
             mend = "a mask of pairs cannot say what fast weights may learn: give segment_ids for packed documents"
             raise ArgumentError(f"{CALL}: attention_mask has shape {shape(mask)}, expected {expected}; {mend}.")

@@ -116,8 +116,8 @@ def backward(
         rule: code of the rule, power of the kernel, code of the fallback weights, and `Rule.own`.
         wanted: whether the rule's number is a tensor.
 
-    Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [4,
-    B, H, Tq] and two bytes a pair of blocks."""
+    Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [2
+    to 5, B, H, Tq] and two bytes a pair of blocks."""
     floats, flags, index, slope_mean, live = kept
     grad, q, k, v, slope_mean = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, slope_mean))
     (batch, heads, queries, dim), (key_heads, keys, value_dim) = q.shape, v.shape[1:]

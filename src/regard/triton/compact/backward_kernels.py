@@ -10,7 +10,8 @@ e = [z - theta]_+.
 
 If the threshold depends on the best key, the keys that tie for it subtract that sum in equal shares. Weights are
 recomputed from the row statistics, and blocks without weight are skipped (`lists`). The kernel by queries runs first
-and stores theta, g, rho and the shares of the best keys in tables for the kernel by keys.
+and stores theta, g, rho, the shares of the best keys and, for a kernel with a function of its own, the reach in tables
+for the kernel by keys.
 
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
 """

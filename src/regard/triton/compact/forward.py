@@ -26,7 +26,7 @@ TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-12}
 """Relative size of the last step of a threshold; the remaining error is about its square."""
 
 
-SMALLEST = torch.finfo(torch.float32).tiny
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Smallest scale: with a scale that underflows to 0 hidden keys would give NaN."""
 
 
@@ -37,7 +37,7 @@ class _Call(Call):
         self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, number: Tensor | float, span: Span,
         found: tuple[Tensor, ...], marks: Tensor, mask_tile: tuple[int, int], **form: Any,
     ) -> None:  # fmt: skip
-        factor = factor if isinstance(factor, Tensor) else max(factor, SMALLEST)
+        factor = factor if isinstance(factor, Tensor) else max(factor, LEAST_SCALE)
         super().__init__(q, k, v, factor, span, mask_tile=mask_tile[0], **form)
         visible, own = (*span.pointers, *span.steps), number_or_rows(number, span.low)
         self.read, self.mask_tile = (self.matrices, self.factor, own, visible, found, marks), mask_tile

@@ -3,12 +3,12 @@ threshold and for the key blocks that can have weight, then the output from thos
 
 A program serves a block of queries of one head. The first pass finds the largest score of every row and marks the key
 blocks that come near enough to it; each later pass visits the marked blocks and marks again. Newton's method
-(`grammar.threshold`) starts from the threshold of a few keys of each row, the best of those in every KEYS-th place:
+(`grammar.threshold`) starts from the threshold of a few keys of each row, the best of those in every K-th place:
 fewer keys have a lower threshold, so that the peak descends monotonically, and most of the descent needs no further
 pass. A converged row is not changed while others of its block continue.
 
-Legend: R = ROWS queries of a program, K = KEYS keys of a block; e excess; marks: uint8 [mask tiles of rows, key blocks]
-of one head, each the number of the pass that made it.
+Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block; e excess; marks: uint8 [mask tiles of rows,
+key blocks] of one head, each the number of the pass that made it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..runtime.blocks import FAR
 from .math import ADAPTIVE, ANCHORED, excess, lower_power, power, root, value_of
 from .rows import (
     applied,
@@ -35,7 +36,6 @@ STEPS = tl.constexpr(24)  # most passes; each marks with its number
 START = tl.constexpr(5)  # steps among a few keys
 CHUNK = tl.constexpr(256)  # marks that are read at once
 FINEST = tl.constexpr(2.0**-20)
-BEYOND = tl.constexpr(2**31 - 1)
 
 
 # Marks ----------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def tied(ties, z, e, nearly, columns):
     first, last, count = ties
     tie = (e > 0) & (z >= nearly[:, None])
     count += tl.sum(tie.to(tl.int32), 1)
-    first = tl.minimum(first, tl.min(tl.where(tie, columns[None, :], BEYOND), 1))
+    first = tl.minimum(first, tl.min(tl.where(tie, columns[None, :], FAR), 1))
     last = tl.maximum(last, tl.max(tl.where(tie, columns[None, :], -1), 1))
     return first, last, count
 
@@ -264,7 +264,7 @@ def compact_weigh_kernel(
         top = tl.load(floats_ptr + flat * 6)
         nearly = top - tl.abs(top) * (FINEST * 0.25)
         none = tl.full((FORM.own,), 0, tl.int32)
-        ties = none + BEYOND, none - 1, none
+        ties = none + FAR, none - 1, none
     seen_weights = mass, mass
     for side in tl.static_range(2):
         for t in range(counts[1 - side]):

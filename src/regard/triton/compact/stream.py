@@ -2,7 +2,7 @@
 of a block of queries rescales sums when better keys appear; with a fixed threshold a second kernel gives rows without a
 near enough key their fallback output.
 
-Legend: R = ROWS queries of a program, K = KEYS keys of a block.
+Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import load_rows, seen
+from ..runtime.blocks import FAR, load_rows, seen
 from .math import LOG2E, SMALLEST, SOFTMAX, UNIFORM, value_of
 from .rows import (
     applied,
@@ -26,8 +26,6 @@ from .rows import (
     store_row,
     store_values,
 )
-
-BEYOND = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -142,7 +140,7 @@ def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
     for block in range(run[0], run[3]):
         dot, columns = key_scores(q, k, block, scales[0], sight, True, FORM)
         here = tl.max(dot, 1)
-        at = tl.min(tl.where(dot == here[:, None], columns[None, :], BEYOND), 1)
+        at = tl.min(tl.where(dot == here[:, None], columns[None, :], FAR), 1)
         found = tl.where(here > best, at, found)
         best = tl.maximum(best, here)
     return found

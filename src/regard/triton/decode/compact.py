@@ -32,7 +32,6 @@ from .plan import MERGE, PARTS, Decoding, merged, most_keys, row_tensor
 TABLE = TileTable(
     "compact_decode",
     {(64, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32, stages=3), (256, 4): Tiles(keys=32)},
-    others=(Tiles(keys=64), Tiles(keys=128), Tiles(keys=128, warps=8)),
 )
 CHUNK = Tiles(keys=1024, warps=4, stages=1)
 """Scores that a program reads at once when it solves for a threshold."""

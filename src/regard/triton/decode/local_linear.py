@@ -52,9 +52,7 @@ MOMENTS = TileTable(
     },
     others=(Tiles(keys=128, warps=8), Tiles(keys=32)),
 )
-TABLE = TileTable(
-    "local_linear_decode", {(256, 4): Tiles(keys=32, stages=3)}, others=(Tiles(keys=32), Tiles(keys=64, stages=3))
-)
+TABLE = TileTable("local_linear_decode", {(256, 4): Tiles(keys=32, stages=3)})
 SOLVE = TileTable("local_linear_decode_solve", {(64, 4): Tiles(warps=4, stages=1), (128, 4): Tiles(warps=8, stages=1)})
 
 

@@ -1,4 +1,5 @@
-"""How a decoding call is split among programs, decided without looking into a tensor.
+"""How a decoding call is split among programs, decided without looking into a tensor, and the launches of one pass with
+its merge.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 """

@@ -125,9 +125,8 @@ def backward(
     if ridge is not None:
         assert rule is not None
         right, means = _right_sides(call)
-        u = solve(right, Call(x, y, v, factor, span, fine=y.dtype == torch.bfloat16), ridge, kept.lse, kept.kbar, rule)[
-            0
-        ]
+        rows = Call(x, y, v, factor, span, fine=y.dtype == torch.bfloat16)
+        u, *_ = solve(right, rows, ridge, kept.lse, kept.kbar, rule)
     read, dridge = _operands(call, ridge, u, means)
     dx, dfactor, dprobe = _by_rows(call, read, u)
     dy, dv = _by_keys(call, read)

@@ -26,11 +26,11 @@ ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=1024, warps
 WRITE = TileTable(
     "memory_write",
     {(512, 4): Tiles(rows=4, keys=512, warps=2, stages=1), (1 << 20, 4): Tiles(4, 1024, 4, 1)},
-    (Tiles(4, 512, 4, 1), Tiles(8, 512, 4, 1)),
 )
 """`rows`: entries of a slot that are processed at once; `keys`: the widest part of a row."""
 COUNTED = 8192
-"""Up to so many entries of a table, a kernel ranks each entry against all others; more are sorted by torch."""
+"""Up to so many entries of a table, a kernel ranks each entry against all others; more are sorted by torch. At most
+2^15 - 1: the kernel counts in 16 bits."""
 
 
 class Order(NamedTuple):

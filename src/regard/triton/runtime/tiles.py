@@ -17,8 +17,8 @@ import torch
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of one launch: rows and keys of a block (or sizes along the kernel's two axes), powers of two, >= 16;
-    warps of a program; stages of the software pipeline."""
+    """Block sizes of one launch: rows and keys of a block (or sizes along the kernel's two axes), powers of two, and >=
+    16 along an axis of a matrix product; warps of a program; stages of the software pipeline."""
 
     rows: int = 64
     keys: int = 64
