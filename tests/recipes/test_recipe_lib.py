@@ -176,7 +176,9 @@ def test_pivots() -> None:
 
 def test_claims_from_rows() -> None:
     told = [("section 1", "a", exact(1.0), "above", 0, "n"), ("section 2", "b", {}, "below", 0, "n"),
-            ("section 3", "c", {"x": exact(2.0)}, "at most", 3, "n", {"effect": 2.0, "digits": 1})]  # fmt: skip
+            ("section 2", "no samples", mean_interval([]), "below", 0, "n"),
+            ("section 3", "c", {"x": exact(2.0), "no samples": mean_interval([])}, "at most", 3, "n",
+             {"effect": 2.0, "digits": 1})]  # fmt: skip
     first_one, other = claims_of("Paper", told, effect=1.0)
     assert first_one == Claim("Paper", "section 1", "a", {"": exact(1.0)}, "above", 0, effect=1.0, note="n")
     assert other == Claim("Paper", "section 3", "c", {"x": exact(2.0)}, "at most", 3, effect=2.0, note="n", digits=1)

@@ -103,7 +103,7 @@ class FwPKMAblation(MemoryRecipe):
         of = lambda name: select(seen, model=name)  # noqa: E731
         gaps = lambda column, name, others: {  # noqa: E731
             other * (len(others) > 1): paired(of(name), of(other), column)
-            for other in others if {name, other} <= set(self.models)
+            for other in others
         }  # fmt: skip
         parts = [name for name in PARTS if name != LOOK_AHEAD]
         harm = "Removing look-ahead values yields the most significant harm"
@@ -112,7 +112,7 @@ class FwPKMAblation(MemoryRecipe):
                zip(of(DOT)["coverage"], of(WHOLE)["coverage"], strict=True)] if DOT in self.models else []  # fmt: skip
         poor = [max(small, float(lost)) for small, lost in zip(few, of(DOT)["diverged"], strict=True)]
         written: dict[str, Estimate] = {"": mean_interval(of(WHOLE)["across"] - of(WHOLE)["frozen"])}
-        on_names, on_needles = (self.unlearned(results, task, self.models) for task in (NAMES, NEEDLES))
+        on_names, on_needles = (self.unlearned(results, task) for task in (NAMES, NEEDLES))
         return [
             *claims_of(PAPER, [
                 ("section 4", "Writing lowers the loss on text", written, "below", 0.0,

@@ -118,8 +118,8 @@ class FwPKMCaseStudies(MemoryRecipe):
         over = lambda part, other: mean_interval(high[part] - high[other])  # noqa: E731
         spikes = {"repeated less other tokens": over("within", "other"), "new less other tokens": over("new", "other")}
         shown = "Share of the slots that the tokens of all answers retrieve"
-        unread = self.unlearned(results, NEEDLES, self.models)
-        nothing = self.unlearned(results, NAMES, self.models) or (NOTHING if 0 <= gain.high < math.inf else "")
+        unread = self.unlearned(results, NEEDLES)
+        nothing = self.unlearned(results, NAMES) or (NOTHING if 0 <= gain.high < math.inf else "")
         return [
             *claims_of(PAPER, [
                 ("section 5.1", "The majority of retrieved slots contain the correct target tokens", of("hits"),
@@ -132,7 +132,7 @@ class FwPKMCaseStudies(MemoryRecipe):
             *claims_of(PAPER, [
                 ("section 5.2", "Writing lowers the loss on names that come back", gain, "below", 0.0,
                  "Nats of what repeated names have, less the same memory never written."),
-            ], untestable=self.unlearned(results, NAMES, self.models)),
+            ], untestable=self.unlearned(results, NAMES)),
             *claims_of(PAPER, [
                 ("section 5.2", "The lower memory keeps its gate open on all tokens, the higher one is selective",
                  selective if len(set(gates["layer"])) > 1 else {}, "above", MARGIN, "Gates on names text."),

@@ -94,16 +94,14 @@ class SlotUse(TextRecipe):
         runs = runs.assign(use=runs["coverage"] / runs["even"])
         plain, batch, narrow = (select(runs, model=f"{NORMS[norm]}, {reads}")
                                 for norm, reads in (("none", WIDE), ("batch", WIDE), ("batch", FEW)))  # fmt: skip
-        more = {"": paired(batch, plain, "use")} if len(batch) and len(plain) else {}
-        nearly = {"": mean_interval(batch["use"])} if len(batch) else {}
-        fewer = {"": paired(narrow, batch, "use")} if len(batch) and len(narrow) else {}
         share = "Share of slots that are read, over that of even use."
         told: list[Any] = [
-            (WHERE, "Batch norm of the queries raises the share of slots in use", more, "above", 0.0,
-             f"{share} Less no norm; the paper has 97.9 % and 64.4 %."),
-            (WHERE, "With batch norm nearly all slots are in use", nearly, "at least", 0.95, share),
-            (WHERE, "Batch norm is less efficient where a token reads few slots", fewer, "below", 0.0,
-             f"{share} One head x {self.config.few} slots, less four heads x {self.config.top_k}."),
+            (WHERE, "Batch norm of the queries raises the share of slots in use", paired(batch, plain, "use"), "above",
+             0.0, f"{share} Less no norm; the paper has 97.9 % and 64.4 %."),
+            (WHERE, "With batch norm nearly all slots are in use", mean_interval(batch["use"]), "at least", 0.95,
+             share),
+            (WHERE, "Batch norm is less efficient where a token reads few slots", paired(narrow, batch, "use"), "below",
+             0.0, f"{share} One head x {self.config.few} slots, less four heads x {self.config.top_k}."),
         ]  # fmt: skip
         return claims_of(PAPER, told, effect=0.1, untestable=self.unlearned(results))
 

@@ -198,21 +198,17 @@ def loss_and_cost_claims(runs: Frame, untestable: str) -> list[Claim]:
     cost = {name: more(WV, TRANSFORMER, column) for name, column in COSTS.items()
             if WV in rows and runs[column].notna().all()}  # fmt: skip
     base = "Share of test perplexity above the Transformer's."
-    close: list[Any] = [
+    return claims_of(PAPER, [
         ("section 7, tables 1 and 2", "Perplexity close to a Transformer's of equal size", equal, "at most", CLOSE,
-         base),
+         base, {"effect": REPORTED}),
         ("section 7, table 1", "Perplexity of the full model, of another size, close to a Transformer's", unlike,
-         "at most", CLOSE, base),
-    ]  # fmt: skip
-    slight = ("section 7, table 3", "Only a slight increase in perplexity without feed-forward layers", without,
-              "at most", CLOSE, "Share of test perplexity above the same model with all. The paper: +0.6 % for f's, "
-              "+4.0 % for the Transformer's.")  # fmt: skip
-    similar = ("section 7", "Size, memory and training time are very similar", cost, "within", SIMILAR,
-               f"Share that {WV} needs more than the Transformer.")  # fmt: skip
-    return [
-        *claims_of(PAPER, close, effect=REPORTED, untestable=untestable),
-        *claims_of(PAPER, [slight], effect=CLOSE, untestable=untestable), *claims_of(PAPER, [similar]),
-    ]  # fmt: skip
+         "at most", CLOSE, base, {"effect": REPORTED}),
+        ("section 7, table 3", "Only a slight increase in perplexity without feed-forward layers", without, "at most",
+         CLOSE, "Share of test perplexity above the same model with all. The paper: +0.6 % for f's, +4.0 % for the "
+         "Transformer's.", {"effect": CLOSE}),
+        ("section 7", "Size, memory and training time are very similar", cost, "within", SIMILAR,
+         f"Share that {WV} needs more than the Transformer.", {"untestable": ""}),
+    ], untestable=untestable)  # fmt: skip
 
 
 def share_above(rows: Frame, base: Frame, value: str) -> Estimate:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from regard.tasks.stories import Stories
 
-from ..lib.claims import Claim, one
+from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
@@ -88,20 +88,20 @@ class StoriesRecipe(TaskRecipe):
         return found
 
     def claims(self, results: Results) -> list[Claim]:
-        missing = self.unlearned(results, "stories", self.models)
-        found = []
-        if {ICLM, TRANSFORMER} <= set(self.models):
-            gap = one(self.gap(results, ICLM, TRANSFORMER, metric=MEAN))
-            wording = "Stories of ICLM have the grades of a Transformer's"
-            note = "Mean of four grades from 0 to 10 by a program, less the Transformer's; 0.3 counts as equal."
-            found.append(Claim("ICLM", "section 7, table 1", wording, gap, "within", 0.3, 0.5, missing, note))
-        if set(MOSAICS) <= set(self.models):
-            gap = one(self.gap(results, *reversed(MOSAICS)))
-            wording = "Biweight is no worse than softmax on stories"
-            note = "Share of right words, less softmax's; 0.005 counts as equal."
-            found.append(Claim("Sparse attention", "figures 2 and 3, stories", wording, gap, "at least", -0.005, 0.01,
-                               missing, note))  # fmt: skip
-        return found
+        grades = (
+            "section 7, table 1",
+            "Stories of ICLM have the grades of a Transformer's",
+            self.gap(results, ICLM, TRANSFORMER, metric=MEAN),
+            "within",
+            0.3,
+            "Mean of four grades from 0 to 10 by a program, less the Transformer's; 0.3 counts as equal.",
+        )
+        words = ("figures 2 and 3, stories", "Biweight is no worse than softmax on stories",
+                 self.gap(results, *reversed(MOSAICS)), "at least", -0.005,
+                 "Share of right words, less softmax's; 0.005 counts as equal.")  # fmt: skip
+        missing = self.unlearned(results, "stories")
+        return [*claims_of("ICLM", [grades], effect=0.5, untestable=missing),
+                *claims_of("Sparse attention", [words], effect=0.01, untestable=missing)]  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         note = "Test split, ± half the 95 % interval over seeds. Grades from 0 to 10, of greedy continuations."

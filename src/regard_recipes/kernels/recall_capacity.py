@@ -80,11 +80,6 @@ class Trial(NamedTuple):
     seed: int
 
 
-def trials(config: RecallCapacityConfig, seed: int) -> list[Trial]:
-    """Return the trials of all conditions, panel by panel."""
-    return [trial(config, panel, level, seed) for panel in PANELS for level in getattr(config, panel)]
-
-
 def trial(config: RecallCapacityConfig, panel: str, level: float, seed: int) -> Trial:
     """Return keys, values and cues, a function of (seed, number of pairs, condition)."""
     count = int(level) if panel == "pairs" else config.stored
@@ -195,11 +190,10 @@ class RecallCapacity(Recipe):
         return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.config.models)]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        store, scales = cell["store"], self.config.scales
-        cases = trials(self.config, seed)
-        if store == SUMS:  # whole sums read as whole pairs do
-            cases = [case for case in cases if case.panel in ("zeroed", "jitter")]
-        for scale in (1.0,) if store == STATE else scales:
+        own, store = self.config, cell["store"]
+        panels = ("zeroed", "jitter") if store == SUMS else PANELS  # whole sums read as whole pairs do
+        cases = [trial(own, panel, level, seed) for panel in panels for level in getattr(own, panel)]
+        for scale in (1.0,) if store == STATE else own.scales:
             how = model(cell["kernel"]) if store == STATE else reader(Spec.parse(cell["spec"]), scale, store)
             for case in cases:
                 found = {name: significant(x) for name, x in recall(how, case).items()}
@@ -211,8 +205,8 @@ class RecallCapacity(Recipe):
         sums, pairs = (select(rows, store=store) for store in (SUMS, PAIRS))
         wording = "A distributed memory withstands the loss of its parts better than stored examples"
         note = f"Share of exact matches of the linear kernel with {level:.0%} of all numbers zeroed, sums less pairs."
-        gap: Any = paired(sums, pairs, "match") if len(sums) else {}
-        return claims_of("Cooper, 1973", [("distributed memory", wording, gap, "above", 0, note)], effect=0.05)
+        told = ("distributed memory", wording, paired(sums, pairs, "match"), "above", 0, note)
+        return claims_of("Cooper, 1973", [told], effect=0.05)
 
     def tables(self, results: Results) -> dict[str, Any]:
         own, chosen = self.config, best(results)
@@ -221,11 +215,10 @@ class RecallCapacity(Recipe):
                                    f"{max(own.pairs)} pairs": matches("pairs", max(own.pairs))}  # fmt: skip
         middle = {panel: getattr(own, panel)[len(getattr(own, panel)) // 2] for panel in PANELS}
         values |= {f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()}
-        part: Callable[[str, int], Show] = lambda column, n: only(stat(column, "mean", "{:.2g}"), level=n)  # noqa: E731
-        split = {f"{name}, {middle['pairs']} pairs": part(column, middle["pairs"])
-                 for name, column in (("signal bias", "bias"), ("interference", "interference"))}  # fmt: skip
-        split |= {f"1/SNR, {n} pairs": part("inverse_snr", n) for n in own.pairs}
-        percent: Show = lambda rows: f"{100 * rows['match'].mean():.1f}"  # noqa: E731
+        split = {f"{name}, {middle['pairs']} pairs": only(part, level=middle["pairs"])
+                 for name, part in (("signal bias", "{bias:.2g}"), ("interference", "{interference:.2g}"))}  # fmt: skip
+        split |= {f"1/SNR, {n} pairs": only("{inverse_snr:.2g}", level=n) for n in own.pairs}
+        percent = stat("match", "mean", "{:.1f}", 100)
         index, note = ["kernel", "scale", "store"], f"Percent; mean ± standard deviation over {own.seeds} seeds."
         return {
             "Exact matches in percent": pivot(shown, index, values, note=note),

@@ -38,6 +38,11 @@ class Estimate:
         return math.isfinite(self.mean)
 
     @property
+    def measured(self) -> bool:
+        """Whether there is a sample, or the number is exact."""
+        return self.count > 0 or self.low != -math.inf
+
+    @property
     def half(self) -> float:
         """Return half the width of the interval."""
         return (self.high - self.low) / 2
@@ -218,7 +223,8 @@ def one(estimate: Estimate) -> dict[str, Estimate]:
 
 
 def claims_of(paper: str, told: Iterable[Sequence[Any]], **common: Any) -> list[Claim]:
-    """Return claims of a paper, without those that have no estimates.
+    """Return claims of a paper, without estimates that have no sample (of models that were not trained, say), and
+    without claims that are left with none.
 
     Args:
         told: (where, wording, estimates, says, margin, note) of each, and where it differs from `common` a dictionary
@@ -228,6 +234,7 @@ def claims_of(paper: str, told: Iterable[Sequence[Any]], **common: Any) -> list[
     made = []
     for where, wording, found, says, margin, note, *own in told:
         estimates = one(found) if isinstance(found, Estimate) else found
+        estimates = {name: estimate for name, estimate in estimates.items() if estimate.measured}
         fields = {**common, **dict(*own), "note": note}
         made += [Claim(paper, where, wording, estimates, says, margin, **fields)] if estimates else []
     return made

@@ -150,11 +150,14 @@ class TaskRecipe(TrainedRecipe):
         """Return the test score of a model less that of another, paired by seed."""
         return super().gap(results, model, base, value, kind, metric=metric or self.metric, **where)
 
-    def unlearned(self, results: Results, task: str, models: Sequence[str]) -> str:
-        """Return why models cannot be compared on a task: none of them has learned it. Empty if one has."""
-        runs = select(self.chosen(results, "run"), task=task, model=list(models))
-        best = float(runs.groupby("model")["validation"].mean().max())
-        return "" if best >= self.learned else f"no model learned {task}: the best validation score is {best:.2f}"
+    def unlearned(self, results: Results, tasks: str | Sequence[str], models: Sequence[str] = ()) -> str:
+        """Return why models (by default all) cannot be compared on tasks: none of them has learned one of them. Empty
+        if one has."""
+        runs, said = select(self.chosen(results, "run"), model=list(models or self.models)), []
+        for task in [tasks] if isinstance(tasks, str) else tasks:
+            best = float(select(runs, task=task).groupby("model")["validation"].mean().max())
+            said += [f"no model learned {task}: the best validation score is {best:.2f}"] * (best < self.learned)
+        return "; ".join(said)
 
     def training_table(self, results: Results) -> Any:
         """Return a table of the chosen rates, and of what training took."""

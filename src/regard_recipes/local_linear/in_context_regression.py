@@ -23,7 +23,7 @@ from regard.nn import Attention
 from regard.nn.attention.ridge import RidgeProjection
 from regard.tasks import InContextRegression
 
-from ..lib.claims import Claim
+from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Cell, Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
@@ -152,16 +152,15 @@ class InContextRegressionRecipe(TaskRecipe):
         return float(task.error(found["prediction"].cpu(), prompts).mean())
 
     def claims(self, results: Results) -> list[Claim]:
-        found = []
-        for rival in (SOFTMAX, MESA):
-            if {LLA, rival} <= set(self.models):
-                gaps = {f"S = {n}": self.gap(results, LLA, rival, task=str(n)) for n in self.config.segments}
-                missing = [self.unlearned(results, str(n), (LLA, rival)) for n in self.config.segments]
-                wording = f"Local linear attention has smaller errors than {rival}"
-                note = f"Mean squared error on noiseless prompts, less that of {rival}."
-                untestable = "; ".join(filter(None, missing))
-                found.append(Claim(PAPER, "figure 4a", wording, gaps, "below", 0.0, 0.05, untestable, note))
-        return found
+        tasks = [str(n) for n in self.config.segments]
+        told = [
+            ("figure 4a", f"Local linear attention has smaller errors than {rival}",
+             {f"S = {n}": self.gap(results, LLA, rival, task=n) for n in tasks}, "below", 0.0,
+             f"Mean squared error on noiseless prompts, less that of {rival}.",
+             {"untestable": self.unlearned(results, tasks, (LLA, rival))})
+            for rival in (SOFTMAX, MESA)
+        ]  # fmt: skip
+        return claims_of(PAPER, told, effect=0.05)
 
     def tables(self, results: Results) -> dict[str, Any]:
         known = [f"S = {n}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items())

@@ -29,10 +29,10 @@ from regard.pairwise.local_linear_attention import local_linear_attention
 
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot
+from ..lib.language_training import DTYPES
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = 128  # rows to one number of the iterations by block
 EMULATED = 64  # steps of the emulated schemes at most, the last column of the paper's Table 2
 REGARD = "regard"

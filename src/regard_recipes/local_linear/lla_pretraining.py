@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..lib.claims import Claim, Estimate, claims_of, mean_interval
+from ..lib.claims import Claim, claims_of, mean_interval
 from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Cell, Results, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
@@ -80,15 +80,11 @@ class Pretraining(TextRecipe):
         return {**super().measured(model), **weights_seen(model, tokens.to(next(model.parameters()).device))}
 
     def claims(self, results: Results) -> list[Claim]:
-        names = self.models
-        lla = [LLA[ridge] for ridge in RIDGES if LLA[ridge] in names]
-        less = lambda base: {  # noqa: E731
-            name: self.gap(results, name, base) for name in lla if base in names
-        }
-        smaller = {f"{one} less {other}": self.gap(results, one, other)
-                   for other, one in pairwise(lla)}  # fmt: skip
-        seen = lambda value, name: self.seen(results, value, name)  # noqa: E731
-        more = {LLA_PLAIN: self.gap(results, LLA_PLAIN, PLAIN, "density")} if {PLAIN, LLA_PLAIN} <= {*names} else {}
+        lla = [LLA[ridge] for ridge in RIDGES if LLA[ridge] in self.models]
+        less = lambda base: {name: self.gap(results, name, base) for name in lla}  # noqa: E731
+        smaller = {f"{one} less {other}": self.gap(results, one, other) for other, one in pairwise(lla)}
+        more = {LLA_PLAIN: self.gap(results, LLA_PLAIN, PLAIN, "density")}
+        seen = lambda value, name: {name: mean_interval(select(self.chosen(results), model=name)[value])}  # noqa: E731
         loss, counted = "Nats per token of the test text.", f"Positions with an absolute weight above {DENSE:g}."
         common = {"untestable": self.unlearned(results)}
         losses: list[Any] = [
@@ -109,11 +105,6 @@ class Pretraining(TextRecipe):
              "above", 1.0, "The highest weight; the paper has 1.8."),
         ]  # fmt: skip
         return [*claims_of(PAPER, losses, effect=0.1, **common), *claims_of(PAPER, looks, effect=0.5, **common)]
-
-    def seen(self, results: Results, value: str, name: str) -> dict[str, Estimate]:
-        """Return the mean of a column of a model; nothing where it was not trained."""
-        rows = select(self.chosen(results), model=name)
-        return {name: mean_interval(rows[value])} if len(rows) else {}
 
     def tables(self, results: Results) -> dict[str, Any]:
         shows = {"positions above 0.1": interval("density"), "lowest weight": interval("lowest"),

@@ -25,15 +25,14 @@ from regard.grammar.solvers import Auto, BlockDiagonal, Cholesky, ConjugateGradi
 from regard.pairwise.attention import attention
 from regard.pairwise.local_linear_attention import local_linear_attention
 from regard.recurrent.mesa import mesa_attention
-from regard.tasks import ConeRegression
+from regard.tasks import ConeExamples, ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
 from ..lib.display import MISSING, Show, first, lines, only, panels, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
 from .lla_numerics_schemes import q_centred_blocks
+from .regression_at_test_time import PAPER, PAST, PROTOCOLS, SELF
 
-PAPER = "Local Linear Attention"
-SELF, PAST = "self-included", "strictly-past"
 SIGMA = "blocks of Sigma"  # the paper's
 ROWS = 128  # the B of the formulas: regard's own blocks of queries
 COSTS = {
@@ -76,29 +75,6 @@ class VariantsConfig(RecipeConfig):
     repeats: int = 5  # Timings of every variant.
 
 
-class Data(NamedTuple):
-    """Keys (which are the queries) and values [B, 1, T, d], and the positions that count."""
-
-    keys: Tensor
-    values: Tensor
-    later: slice
-
-    def share(self, predicted: Tensor) -> dict[str, float]:
-        """Return the error after the first segment, in units of the zero predictor's, and half the width of its 95 %
-        interval over sequences."""
-        off = (predicted - self.values)[:, 0, self.later].double().square().sum((-1, -2))
-        zero = self.values[:, 0, self.later].double().square().sum((-1, -2))
-        found = mean_interval((off / zero.mean()).tolist())
-        return {"error": significant(found.mean), "half": significant(found.half)}
-
-
-def draw(config: VariantsConfig, seed: int) -> Data:
-    """Return the sequences."""
-    task = ConeRegression(config.dim, config.length, config.segment, config.noise)
-    drawn = task.examples(seed, range(config.sequences))
-    return Data(drawn.keys[:, None], drawn.values[:, None], slice(config.segment % config.length, None))
-
-
 class Variant(NamedTuple):
     """A way to predict: its name and group in tables and figures, a row of `COSTS`, a function of queries, keys, values
     and options, whether it takes a ridge, the keys that a query sees (None: all), and its diagonal blocks."""
@@ -111,16 +87,17 @@ class Variant(NamedTuple):
     window: int | None = None
     blocks: int = 1
 
-    def predict(self, data: Data, ridge: float | None, strict: bool, counted: bool = False) -> tuple[Tensor, Any]:
-        """Return predictions [B, 1, T, d], and if counted the iterations of every row where there are some."""
-        if self.name == "sdpa" and not strict:  # it cannot hide a position's own pair
-            return scaled_dot_product_attention(data.keys, data.keys, data.values, is_causal=True), None
+    def predict(self, k: Tensor, v: Tensor, ridge: float | None, strict: bool, counted: bool = False) -> Any:
+        """Return predictions [B, T, d] at the keys, and if counted the iterations of every row, None without a solver.
+        Plain attention cannot hide a position's own pair."""
+        if self.name == "sdpa" and not strict:
+            return scaled_dot_product_attention(k, k, v, is_causal=True)[:, 0], None
         more = {"ridge": ridge, "return_diagnostics": counted} if self.takes_ridge else {}
-        found = self.call(data.keys, data.keys, data.values, exclude_self=strict, **more)
+        found = self.call(k, k, v, exclude_self=strict, **more)
         out, *_, seen = found if isinstance(found, tuple) else (found, None)
         if not counted or not self.takes_ridge or self.cost.endswith("direct"):
-            return out, None
-        return out, (seen if self.name == "mesa" else seen.solver)["iterations"]
+            return out[:, 0], None
+        return out[:, 0], (seen if self.name == "mesa" else seen.solver)["iterations"]
 
 
 def variants(config: VariantsConfig) -> list[Variant]:
@@ -171,9 +148,14 @@ class Variants(Recipe):
         "windows": (1, 2**20), "steps": (0, 10_000), "tols": (1e-7, 1.0),
     }  # fmt: skip
 
-    def check(self) -> None:
+    @property
+    def task(self) -> ConeRegression:
+        """Return the data."""
         own = self.config
-        ConeRegression(own.dim, own.length, own.segment, own.noise)
+        return ConeRegression(own.dim, own.length, own.segment, own.noise)
+
+    def check(self) -> None:
+        own, _ = self.config, self.task
         if own.dim & (own.dim - 1) or not 2 <= own.dim <= 128:
             raise ArgumentError(f"--dim is {own.dim}, expected a power of two from 2 to 128.")
         if own.tols[-1] != min(own.tols):
@@ -187,7 +169,7 @@ class Variants(Recipe):
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        data = draw(self.config, seed)
+        data = self.task.examples(seed, range(self.config.sequences))
         if cell["variant"] == SIGMA:
             yield from self.blocks_of_sigma(data)
             return
@@ -196,44 +178,51 @@ class Variants(Recipe):
             warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
             yield from self.errors_and_times(variant, data, cell["ridge"])
 
-    def errors_and_times(self, variant: Variant, data: Data, ridge: float | None) -> list[dict[str, Any]]:
+    def errors_and_times(self, variant: Variant, data: ConeExamples, ridge: float | None) -> list[dict[str, Any]]:
         """Return a row for each protocol."""
-        own, times = self.config, []
-        predicted = {
-            protocol: variant.predict(data, ridge, protocol == PAST, counted=True) for protocol in (SELF, PAST)
-        }
+        own, times, keys, values = self.config, [], data.keys[:, None], data.values[:, None]
+        predicted = {protocol: variant.predict(keys, values, ridge, protocol == PAST, True) for protocol in PROTOCOLS}
         for _ in range(own.repeats):
             start = time.perf_counter()
-            variant.predict(data, ridge, False)
-            times.append(1e6 * (time.perf_counter() - start) / (len(data.keys) * own.length))
+            variant.predict(keys, values, ridge, False)
+            times.append(1e6 * (time.perf_counter() - start) / (len(keys) * own.length))
         middle, seen = sorted(times)[len(times) // 2], variant.window or own.length
         common = {
             "group": variant.group, "cost": variant.cost, "window": variant.window, "blocks": variant.blocks,
             "keys": sum(min(i + 1, seen) for i in range(own.length)) / own.length,  # the mean over rows
             "microseconds": significant(middle), "fastest": significant(min(times)), "slowest": significant(max(times)),
         }  # fmt: skip
-        return [{**common, "protocol": protocol, **data.share(out),
+        return [{**common, "protocol": protocol, **self.share(out, data),
                  "steps": None if steps is None else significant(steps.double().mean())}
                 for protocol, (out, steps) in predicted.items()]  # fmt: skip
 
-    def blocks_of_sigma(self, data: Data) -> Iterator[dict[str, Any]]:
+    def blocks_of_sigma(self, data: ConeExamples) -> Iterator[dict[str, Any]]:
         """Yield error and the share of rows with delta <= 0 of the paper's blocks."""
-        for protocol in (SELF, PAST):
+        for protocol in PROTOCOLS:
             each = [q_centred_blocks(k, v, self.config.ridges, blocks(self.config.dim), protocol == PAST)
-                    for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)]  # fmt: skip
+                    for k, v in zip(data.keys, data.values, strict=True)]  # fmt: skip
             for ridge, count in each[0]:
                 out, delta = (torch.stack(parts) for parts in zip(*(one[ridge, count] for one in each), strict=True))
                 yield {"variant": f"{SIGMA} {count}", "ridge": ridge, "group": SIGMA, "blocks": count,
-                       "protocol": protocol, **data.share(out[:, None]),
-                       "not_positive": significant((delta[:, data.later] <= 0).double().mean())}  # fmt: skip
+                       "protocol": protocol, **self.share(out, data),
+                       "not_positive": significant((self.later(delta) <= 0).double().mean())}  # fmt: skip
+
+    def later(self, rows: Tensor) -> Tensor:
+        """Return the positions of [B, T] that count: those after the first segment, or all if there is no other."""
+        return rows[:, self.config.segment % self.config.length :]
+
+    def share(self, predicted: Tensor, data: ConeExamples) -> dict[str, float]:
+        """Return the error in units of the zero predictor's, and half its 95 % interval over sequences."""
+        off, zero = (self.later(self.task.error(out, data)).sum(-1) for out in (predicted, torch.zeros(())))
+        found = mean_interval((off / zero.mean()).tolist())
+        return {"error": significant(found.mean), "half": significant(found.half)}
 
     def at_every_ridge(self, results: Results) -> Frame:
         """Return the rows, those of variants without a ridge once for each ridge."""
         import pandas as pd
 
-        frame = results.frame
-        same = [frame[frame["ridge"].isna() | (frame["ridge"] == r)].assign(ridge=r) for r in self.config.ridges]
-        return pd.concat(same)
+        ridges, frame = self.config.ridges, results.frame
+        return pd.concat(frame[frame["ridge"].isna() | (frame["ridge"] == r)].assign(ridge=r) for r in ridges)
 
     def claims(self, results: Results) -> list[Claim]:
         rows = list(self.at_every_ridge(results).itertuples())

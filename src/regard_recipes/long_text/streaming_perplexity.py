@@ -115,7 +115,7 @@ class StreamingPerplexity(MemoryRecipe):
         }  # fmt: skip
         unit = "Nats per token, read by the paper's protocol"
         beside_slow = {f"{layout}, less PKM": gap for layout, gap in less("FwPKM", "PKM").items()}
-        nothing = self.unlearned(results, NAMES, self.models)
+        nothing = self.unlearned(results, NAMES)
         return claims_of(PAPER, [
             ("finding 1", "Fast memories gain on long documents", {**gains, **beside_slow}, "below", 0,
              f"{unit}, on long documents: FwPKM less no memory, and less PKM."),

@@ -164,34 +164,30 @@ class MosaicKernels(TextRecipe):
                  gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0),
             ]  # fmt: skip
         runs = self.compared(results, layers=self.config.layers[0])
+        of = lambda model, form: select(runs, model=model, form=form)  # noqa: E731
         released = {
-            f"{model}, {form}": paired(rows, select(runs, model=model, form=DEFINED), "test")
+            f"{model}, {form}": paired(of(model, form), of(model, DEFINED), "test")
             for model, form in (*((rule, "fast") for rule in RULES), ("topk-uniform", HARD))
-            if len(rows := select(runs, model=model, form=form))
-        }
-        told.append(("released programs", "The released programs learn as well as what is defined", released, "within",
-                     MATTERS))  # fmt: skip
+        }  # fmt: skip
+        learn = "The released programs learn as well as what is defined"
+        told.append(("released programs", learn, released, "within", MATTERS))
         note = f"Test nats per token, the first less the second; {MATTERS:g} is taken to matter."
         return claims_of(PAPER, [(*each, note) for each in told], effect=MATTERS, untestable=self.unlearned(results))
 
     def tables(self, results: Results) -> dict[str, Any]:
-        every, named = self.chosen(results), {"model": "weighting", "k": "k", "form": "form"}
-        empty: dict[str, Show] = {"empty rows": lambda rows: f"{rows['empty'].mean():.2%}"}
-        made = {}
+        every, named, made = self.chosen(results), {"model": "weighting", "k": "k", "form": "form"}, {}
         for layers in self.config.layers:
             base = select(every, layers=layers, model="softmax")
             losses: dict[str, Show] = {
                 "rate": "{rate:g}", "test nats/token": spread("test"), "above softmax": gap("test", base),
-                "training": spread("train"), "pairs with weight": "{support:.1f}", **empty,
+                "training": spread("train"), "pairs with weight": "{support:.1f}", "empty rows": "{empty:.2%}",
                 "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
                 "in softmax's": gap("step_cpu_seconds", base, 2, ratio=True),
                 "parameters": "{parameters:,.0f}",
             }  # fmt: skip
-            made[blocks(layers)] = pivot(
-                select(every, layers=layers), named, losses,
-                note=f"Seeds: {self.config.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
-                     f"interval. Empty: rows after the first token's in which no pair had weight by itself.",
-            )  # fmt: skip
+            made[blocks(layers)] = pivot(select(every, layers=layers), named, losses, note=(
+                f"Seeds: {self.config.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
+                f"interval. Empty: rows after the first token's in which no pair had weight by itself."))  # fmt: skip
         first_depth = self.compared(results, layers=self.config.layers[0])
         forms = select(first_depth, model=[*RULES, "topk-uniform"])
 
@@ -204,7 +200,7 @@ class MosaicKernels(TextRecipe):
                 forms, {"model": "weighting", "form": "form"},
                 {"test nats/token": spread("test"), "above defined": above({}, DEFINED),
                  "above mended": above({}, "mended"),
-                 "above sparsemax (relumax), softmax (others)": above(RIVALS, DEFINED), **empty},
+                 "above sparsemax (relumax), softmax (others)": above(RIVALS, DEFINED), "empty rows": "{empty:.2%}"},
                 note="fast: the paper's language models (no bandwidth, or a margin that is not learned; one pair too "
                      "many masked); mended: fast with the right mask; regular: the temperature applied twice.",
             )  # fmt: skip
@@ -215,16 +211,14 @@ class MosaicKernels(TextRecipe):
         runs, looks = (rows.assign(label=list(map(kind_of, rows["model"], rows["k"], rows["form"])))
                        for rows in (runs, looks))  # fmt: skip
         depths = self.config.layers
-        curves = {blocks(layers): select(looks, layers=layers, form=DEFINED) for layers in depths}
-        released = select(looks, layers=depths[0], model=RULES)
         y = {"train": "training loss, nats/token", "held_out": "validation loss, nats/token"}
+        along = partial(lines, x="step", y=y, hue="label", x_label="optimiser step")
         made = {
-            "curves": lines(curves, "step", y, "label", x_label="optimiser step"),
+            "curves": along({blocks(layers): select(looks, layers=layers, form=DEFINED) for layers in depths}),
             "final": dots(runs, "test", "label", "layers", x_label="test nats per token"),
         }
-        if len(released):
-            panels = {"as defined and as released": released}
-            made["released"] = lines(panels, "step", y, "label", x_label="optimiser step")
+        if len(released := select(looks, layers=depths[0], model=RULES)):
+            made["released"] = along({"as defined and as released": released})
         return made
 
     def notes(self, results: Results) -> list[str]:
@@ -253,10 +247,9 @@ def kind_of(model: str, k: float | None, form: str) -> str:
 
 
 def gaps_of(runs: Frame, names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
-    """Return the difference of test losses of each pair of weightings that were trained."""
-    trained = set(runs["model"])
+    """Return the difference of test losses of each pair of weightings."""
     return {f"{name} to {other}": paired(select(runs, model=name), select(runs, model=other), "test")
-            for name in names for other in others if {name, other} <= trained}  # fmt: skip
+            for name in names for other in others}  # fmt: skip
 
 
 def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
@@ -272,8 +265,7 @@ def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
     with torch.no_grad(), capture(model.eval()) as seen:
         model(input_ids=tokens, use_cache=False)
     model.train(training)
-    empty, support = [], []
-    rows: list[dict[str, Any]] = []
+    empty, support, rows = list[float](), list[float](), list[dict[str, Any]]()
     for block, memory in enumerate(memories):
         learned = {} if memory.sharpness is None else {"sharpness": memory.sharpness()}
         if isinstance(memory, ReleasedMemory):
@@ -283,13 +275,12 @@ def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
             empty.append(_later_rows(found.empty | found.fallback))
             support.append(_later_rows(found.support))
             learned |= memory.numbers()
-        values = {name: number.detach().flatten().tolist() for name, number in learned.items()}
-        rows += [
-            {"kind": "head", "block": block, "head": head, **{name: round(x[head], 4) for name, x in values.items()}}
-            for head in range(len(next(iter(values.values()), ())))
-        ]
-    means = (sum(parts) / len(parts) if parts else None for parts in (empty, support))
-    return {**dict(zip(("empty", "support"), means, strict=True)), "rows": rows}
+        values = zip(*(number.detach().flatten().tolist() for number in learned.values()), strict=True)
+        rows += [{"kind": "head", "block": block, "head": head,
+                  **{name: round(x, 4) for name, x in zip(learned, own, strict=True)}}
+                 for head, own in enumerate(values)]  # fmt: skip
+    mean = lambda parts: sum(parts) / len(parts) if parts else None  # noqa: E731
+    return {"empty": mean(empty), "support": mean(support), "rows": rows}
 
 
 def _later_rows(rows: Tensor) -> float:

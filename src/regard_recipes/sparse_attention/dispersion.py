@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 import regard
 from regard.training.fields import read_spec, split_specs
 
-from ..lib.claims import Claim, paired
+from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe
 
@@ -115,16 +115,16 @@ class Dispersion(Recipe):
         sparse = [name for name in SPARSE if name in self.specs]
         less = {name: paired(at(name, long), at(SOFTMAX, long), "error") for name in sparse}
         more = {name: paired(at(name, long), at(SOFTMAX, long), "weight") for name in sparse}
-        fall = {"": paired(at(SOFTMAX, long), at(SOFTMAX, short), "weight")}
+        fall = paired(at(SOFTMAX, long), at(SOFTMAX, short), "weight")
         note = f"At {long:,} keys, less softmax's."
-        return [
-            Claim(PAPER, "section 2.1", "Softmax attention disperses over long contexts", fall, "below", 0,
-                  note=f"Weight of the right key at {long:,} keys less that at {short:,}."),
-            Claim(PAPER, "section 2.1", "Compact kernels keep their weight on the right key", more, "above", 0,
-                  note=f"Weight of the right key. {note}"),
-            Claim(PAPER, "section 4.3", "They retrieve better from long contexts", less, "below", 0,
-                  note=f"Squared error over the squared value. {note}"),
-        ]  # fmt: skip
+        return claims_of(PAPER, [
+            ("section 2.1", "Softmax attention disperses over long contexts", fall, "below", 0,
+             f"Weight of the right key at {long:,} keys less that at {short:,}."),
+            ("section 2.1", "Compact kernels keep their weight on the right key", more, "above", 0,
+             f"Weight of the right key. {note}"),
+            ("section 4.3", "They retrieve better from long contexts", less, "below", 0,
+             f"Squared error over the squared value. {note}"),
+        ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         note = (

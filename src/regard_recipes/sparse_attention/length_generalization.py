@@ -76,7 +76,7 @@ class LengthGeneralization(TaskRecipe):
         tests, found = [str(n) for n in self.config.factors], []
         for wording, kernels in COMPACT.items():
             names = [name for name in kernels if name in self.models and SOFTMAX in self.models]
-            missing = [self.unlearned(results, task, [*names, SOFTMAX]) for task in self.config.tasks]
+            missing = self.unlearned(results, self.config.tasks, [*names, SOFTMAX])
             able = [(task, test) for task in self.config.tasks for test in tests[1:]
                     if any(self.scores(results, task=task, test=test, model=name)["score"].mean() >= SOME
                            for name in (*names, SOFTMAX))]  # fmt: skip
@@ -91,7 +91,7 @@ class LengthGeneralization(TaskRecipe):
                 Claim(PAPER, "table 2", f"{wording} to longer sequences than softmax",
                       {f"{task}, {name}, {test}x": self.gap(results, name, SOFTMAX, metric=metric, task=task, test=test)
                        for task, test in tests_of for name in names},
-                      "above", 0.0, 0.1, "; ".join(filter(None, (*missing, without))), note)
+                      "above", 0.0, 0.1, "; ".join(filter(None, (missing, without))), note)
                 for metric, tests_of, without, note in told if names
             ]  # fmt: skip
         return found
