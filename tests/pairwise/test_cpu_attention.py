@@ -170,7 +170,9 @@ def compare(label: str, data: Data, call: dict[str, Any], tolerance: float, dtyp
 # Blocks of all sizes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [1, 31, 32, 33, 127, 128, 129, 511, 512, 513])
+@pytest.mark.parametrize(
+    "keys", [1, 33, 129, 512, *(pytest.param(keys, marks=pytest.mark.slow) for keys in (31, 32, 127, 128, 511, 513))]
+)
 @pytest.mark.parametrize("label", CASES)
 def test_several_heads_in_a_block(label: str, keys: int, watched: Narrowing) -> None:
     data = clustered(label, min(keys, 70), keys, batch=2, heads=4, kv_heads=2, learned=keys in (33, 129))

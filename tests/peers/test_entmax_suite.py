@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fetch import fetch
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
 PREPARE = """
 import sys
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,16 @@ from regard_recipes.lib.papers import PAPERS, page, paper_of, stored
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
+@pytest.fixture(scope="module")
+def found() -> list[Any]:
+    """What is stored of every recipe."""
+    return list(stored(RESULTS))
+
+
 @pytest.mark.parametrize("paper", PAPERS)
-def test_the_pages_are_those_of_the_stored_rows(paper: str) -> None:
+def test_the_pages_are_those_of_the_stored_rows(paper: str, found: list[Any]) -> None:
     path = RESULTS / f"paper-{paper.lower().replace(' ', '-')}.md"
-    assert path.read_text() == page(paper, list(stored(RESULTS))), "run `regard reproduce --papers docs/results`"
+    assert path.read_text() == page(paper, found), "run `regard reproduce --papers docs/results`"
 
 
 def test_every_item_names_a_recipe_or_is_missing() -> None:
@@ -25,8 +32,7 @@ def test_every_item_names_a_recipe_or_is_missing() -> None:
         assert all(item.recipe == "" or item.recipe in recipes for item in items)
 
 
-def test_every_claim_of_a_paper_is_shown_once() -> None:
-    found = list(stored(RESULTS))
+def test_every_claim_of_a_paper_is_shown_once(found: list[Any]) -> None:
     for paper in PAPERS:
         text = page(paper, found)
         for _, _, _, claims in found:
