@@ -95,6 +95,16 @@ def test_one_graph_with_every_argument(label: str) -> None:
     compiles(run, "aot_eager", [partial(check, queries=q, keys=k) for q, k in sizes])
 
 
+def test_two_texts_that_were_never_parsed_in_one_graph() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first = regard.attention(q, k, v, "polynomial(r=1.2031)*adaptive", is_causal=True)
+        second = regard.interpolated_attention(q, k, v, "mesa(ridge=0.2031)", "biweight*anchored(margin=1.2031)")
+        return first + second + regard.interpolated_attention(q, k, v, "linear-attention(log_decay=-0.2031)")
+
+    data = draw(5, dtype=torch.float32)
+    close(torch.compile(run, backend="eager", fullgraph=True)(*data.tensors), run(*data.tensors), 2e-6)
+
+
 def test_decoding_compiles_once() -> None:
     """One query against a cache that grows."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from ..checks import ArgumentError, require
 
@@ -63,3 +64,29 @@ class Reader:
             return (name, arguments) if arguments else name
         self.take()
         return int(token) if re.fullmatch(r"[-+]?\d+", token) else number
+
+
+class Meanings:
+    """What texts mean, as attributes of a subclass.
+
+    While dynamo traces, it copies a dictionary when it first reads it, and misses what a second text of the same graph
+    adds. It looks up an attribute of a class each time.
+    """
+
+    names: ClassVar[dict[str, str]]
+
+    def __init_subclass__(cls) -> None:
+        cls.names = {}
+
+    @classmethod
+    def name_of(cls, text: str, parse: Callable[[str], Any]) -> str:
+        """Return the name of the attribute that holds what `text` means, which is parsed once."""
+        if not isinstance(text, str) or text not in cls.names:
+            meaning = parse(text)
+            if len(cls.names) >= 1024:  # bounds the memory when a number in the text changes at every call
+                for name in cls.names.values():
+                    delattr(cls, name)
+                cls.names.clear()
+            cls.names[text] = f"meaning_{len(cls.names)}"
+            setattr(cls, cls.names[text], meaning)
+        return cls.names[text]

@@ -22,7 +22,7 @@ from ..checks import ArgumentError, in_range, number, one_of, refuse, require, s
 from ..registry import Registry
 from .bandwidths import bandwidths
 from .kernels import NAMED_POWERS, Number, ParamInfo, Params, Polynomial, kernels
-from .reader import Reader
+from .reader import Meanings, Reader
 from .similarities import similarities
 from .solvers import solvers
 from .weighting import Weighting
@@ -315,24 +315,22 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
 
 # Parsing ----------------------------------------------------------------------------------------------------
 
-_READ: dict[str, Spec] = {}
+
+class _Specs(Meanings):
+    """Specs by text."""
 
 
 def _parsed(text: str) -> Spec:
-    _remember(text)
-    return _READ[text]
+    found: Spec = getattr(_Specs, _attribute_of(text))
+    return found
 
 
-def _remember(text: str) -> bool:
-    if not isinstance(text, str) or text not in _READ:
-        if len(_READ) >= 1024:  # bounds the memory when a number in the text changes at every call
-            _READ.clear()
-        _READ[text] = _parse(text)
-    return True
+def _attribute_of(text: str) -> str:
+    return _Specs.name_of(text, _parse)
 
 
 # Dynamo calls this function instead of tracing it. torch.compiler.assume_constant_result would import the compiler.
-_remember._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_attribute_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _parse(text: str) -> Spec:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, number
-from ..grammar.reader import Reader
+from ..grammar.reader import Meanings, Reader
 from ..grammar.spec import instance_of
 from ..registry import Registry
 from .delta import delta_rule
@@ -122,7 +122,8 @@ class GatedDelta(Delta):
     log_decay: float = -0.01  # type: ignore[misc]
 
 
-_READ: dict[str, Trend] = {}
+class _Trends(Meanings):
+    """Trends by text."""
 
 
 def as_trend(trend: Any) -> Trend:
@@ -134,22 +135,23 @@ def as_trend(trend: Any) -> Trend:
     if not isinstance(trend, str):
         found: Trend = instance_of(trends, trend)
         return found
-    _remember(trend)
-    return _READ[trend]
+    found = getattr(_Trends, _attribute_of(trend))
+    return found
 
 
-def _remember(text: str) -> bool:
-    if text not in _READ:
-        if len(_READ) >= 1024:  # numbers that change at every call must not fill the memory
-            _READ.clear()
-        terms = Reader(text).terms()
-        if len(terms) > 1:
-            raise ArgumentError(f"a trend is one term, such as mesa(ridge=0.5), not {text!r}.")
-        _READ[text] = instance_of(trends, terms[0][0], **terms[0][1])
-    return True
+def _attribute_of(text: str) -> str:
+    return _Trends.name_of(text, _parse)
 
 
-_remember._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo calls it instead of tracing it
+def _parse(text: str) -> Trend:
+    terms = Reader(text).terms()
+    if len(terms) > 1:
+        raise ArgumentError(f"a trend is one term, such as mesa(ridge=0.5), not {text!r}.")
+    made: Trend = instance_of(trends, terms[0][0], **terms[0][1])
+    return made
+
+
+_attribute_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo calls it instead of tracing it
 
 
 def unit_steps(key: Tensor, beta: float) -> Tensor:
