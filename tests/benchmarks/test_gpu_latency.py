@@ -27,3 +27,13 @@ def test_programs_of_a_multiprocessor_share_its_schedulers(module: Any) -> None:
     assert cycles(132, 8, 32, 0, 100, 2) == pytest.approx(200 + 1200)
     assert cycles(264, 8, 32, 0, 100, 2) == pytest.approx(400 + 1200)
     assert cycles(264, 8, 255, 0, 100, 2) == pytest.approx(2 * (200 + 1200))  # registers of one alone
+
+
+@pytest.mark.slow
+def test_the_stored_table_is_that_of_the_kernels(module: Any) -> None:
+    """A loop more in a kernel, or other tiles, need `python benchmarks/gpu_latency.py --write`."""
+    latency = module("gpu_latency")
+    stored = latency.RESULT.read_text(encoding="utf-8")
+    if f"Triton {latency.triton.__version__}." not in stored:
+        pytest.skip("the table is that of another Triton")
+    assert latency.page(latency.measured()) == stored

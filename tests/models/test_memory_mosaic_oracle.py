@@ -25,6 +25,7 @@ Weights = dict[str, Tensor]
 FIXED = "epanechnikov*fixed(h=1.2)*cosine"
 RELEASED = f"epanechnikov*fixed(h={math.sqrt(2)!r})*cosine(eps=0.0)"
 EUCLIDEAN = "epanechnikov*fixed(h=1.0)*euclidean"
+FEATURE_MAPS = ("relu", "relu2")
 
 
 def length(x: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ def length(x: Tensor) -> Tensor:
 def read(spec: str, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, beta2: Tensor | None, numbers: Any) -> Tensor:
     """What unit queries [T, D] read of unit keys [n, D]."""
     parsed = Spec.parse(spec)
-    if beta2 is not None and not parsed.takes_scale:  # a feature map has no scale, so that keys have length beta
+    if beta2 is not None and spec in FEATURE_MAPS:  # which have no scale, so that keys have length beta
         q, k, beta2 = beta2.sqrt() * q, beta2.sqrt() * k, None
     return oracle.of_one_head(parsed, q, k, v, seen, scale=beta2, **numbers)
 

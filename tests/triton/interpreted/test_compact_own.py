@@ -13,6 +13,7 @@ from own_kernel import bump
 from torch import Tensor
 
 import regard
+from regard.checks import ArgumentError
 from regard.triton.compact import rules
 from regard.triton.runtime import tiles
 
@@ -107,8 +108,16 @@ def test_diagnostics_are_those_of_the_reference() -> None:
 
 def test_what_is_refused() -> None:
     """The adaptive rule knows powers alone, in every implementation; a rule without kernels goes elsewhere."""
-    with pytest.raises(regard.ArgumentError, match="no power r"):
+    with pytest.raises(ArgumentError, match="no power r"):
         regard.Spec.parse("test-bump*adaptive")
     found = rules.rule_of(regard.Spec.parse("test-bump*nearest(k=3)"))
     assert isinstance(found, str)
     assert "adaptive, anchored and fixed" in found
+
+
+@pytest.mark.parametrize(("name", "value"), [("vanishes", False), ("params", ("r",)), ("compact", False)])
+def test_what_a_function_of_its_own_needs(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = regard.Spec.parse(ANCHORED)
+    assert isinstance(rules.rule_of(spec), rules.Rule)
+    monkeypatch.setattr(type(spec.kernel), name, value)
+    assert "weight vanishes at the threshold and nothing is learned" in rules.rule_of(spec)
