@@ -240,8 +240,10 @@ def _prepare(
     over = overflowing(q, scale)
     if over is not None:
         shared, query_bad, q = False, either(query_bad, over), torch.where(over[..., None], 0, q)
-    see = getattr(implementation, "seen_rows", _seen_rows)
-    non_finite = None if raw else see(visible, query.shape[1], query_bad, key_bad, value_bad)
+        scale = torch.where(over, 1, scale) if isinstance(scale, Tensor) else scale  # zero times NaN is NaN
+    see = _seen_rows if raw else getattr(implementation, "seen_rows", _seen_rows)
+    sound = raw and over is None  # or left to the implementation
+    non_finite = None if sound else see(visible, query.shape[1], query_bad, key_bad, value_bad)
     if native:
         x, y = (query, key) if spec.degree else (None, None)
         return Inputs(q, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), non_finite

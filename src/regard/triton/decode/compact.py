@@ -107,18 +107,18 @@ def _compact(call: Decoding, out: Tensor, tiles: Tiles, rule: Rule, given: Tenso
     tops, found, best = call.new(room), call.new(3), call.blank(rows, 2, dtype=torch.int32)
     kinds = {"RULE": rule.code, "EMPTY": rule.stand}
     launch(
-        scores_kernel, grid, call.matrices, call.factor, span, z, tops, *call.own, room, *steps,
+        scores_kernel, grid, call.matrices, call.factor, span, z, tops, *call.row_sizes, room, *steps,
         tiles=tiles, FORM=form,
     )  # fmt: skip
     form = form._replace(dim=0, wide=0, factors=False, raw=False, r=rule.r, **own_form(rule.own))
     launch(
-        threshold_kernel, (rows,), z, tops, near, given, span, found, best, *call.own, room,
+        threshold_kernel, (rows,), z, tops, near, given, span, found, best, *call.row_sizes, room,
         rule.number, *steps, tiles=CHUNK, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None,
         FORM=form._replace(value_dim=0, value_wide=0, own=1), **kinds,
     )  # fmt: skip
     part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
     launch(
-        output_kernel, grid, call.matrices[2], z, tops, span, found, best, part, *call.own, room, *steps,
+        output_kernel, grid, call.matrices[2], z, tops, span, found, best, part, *call.row_sizes, room, *steps,
         part.stride(0), tiles=tiles, FORM=form, **kinds,
     )  # fmt: skip
     add_splits(part, out)

@@ -143,13 +143,13 @@ def _moments(call: Decoding) -> tuple[Tensor, Tensor, Tensor]:
     tiles = MOMENTS.pick(dim, call.dtype)
     if call.form.masked:  # the matrix leaves few registers
         tiles = replace(tiles, keys=max(16, tiles.keys // 2))
-    least = max(1, max(FULL, 4 * call.own[1]) * dim // tiles.keys)
+    least = max(1, max(FULL, 4 * call.row_sizes[1]) * dim // tiles.keys)
     form, grid, _ = call.shared(tiles, one=True, least=least)
     splits = grid[1]
     moment, mean, state = (call.blank(splits, total, *shape) for shape in ((dim, dim), (dim,), (2,)))
     matrices = (*call.matrices[:2], call.matrices[1])  # values are not read
     launch(
-        moments_kernel, grid, matrices, call.factor, call.span.pointers, moment, mean, state, *call.own,
+        moments_kernel, grid, matrices, call.factor, call.span.pointers, moment, mean, state, *call.row_sizes,
         *call.span.steps, total, tiles=tiles, FORM=form._replace(value_dim=0, value_wide=0, raw=False),
     )  # fmt: skip
     if splits == 1:
@@ -170,7 +170,7 @@ def _solved(
 
     slope, form = torch.empty_like(mean), type(call.form)(*call.form[:2])
     launch(
-        solve_kernel, (call.rows,), call.matrices[0], spread, mean, ridge, slope, *call.own, number, tol,
+        solve_kernel, (call.rows,), call.matrices[0], spread, mean, ridge, slope, *call.row_sizes, number, tol,
         limit, tiles=SOLVE.pick(form.dim, torch.float32), RIDGE=0 if ridge is None else ridge.shape[-1],
         GRADIENTS=how in (1, 3), DIRECT=how in (2, 3), FORM=form,
     )  # fmt: skip
@@ -185,7 +185,7 @@ def _corrected(call: Decoding, slope: Tensor, mean: Tensor, state: Tensor, out: 
     form, grid, _ = call.shared(tiles)
     part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
     launch(
-        corrected_kernel, grid, call.matrices, call.factor, call.span.pointers, slope, mean, state, part, *call.own,
-        *call.span.steps, part.stride(0), tiles=tiles, FORM=form,
+        corrected_kernel, grid, call.matrices, call.factor, call.span.pointers, slope, mean, state, part,
+        *call.row_sizes, *call.span.steps, part.stride(0), tiles=tiles, FORM=form,
     )  # fmt: skip
     add_splits(part, out)

@@ -67,11 +67,11 @@ class Decoding(Call):
         masked = 0 if span.mask is None else 1 if span.mask.shape[1] == 1 else 2
         super().__init__(q, k, v, factor, span, masked=masked, most=1 << (q.shape[2] - 1).bit_length(), raw=raw)
         self.keys, self.rows = keys, self.shape.numel()
-        self.own = k.shape[1], *self.sizes[1:3]
+        self.row_sizes = k.shape[1], *self.sizes[1:3]
 
     def shared(self, tiles: Tiles, one: bool = False, least: int = LEAST) -> tuple[Form, tuple[int, int], int]:
         """Return form, grid (programs, splits) and tiles that a row can touch; with `one` a program has one row."""
-        key_heads, group, queries = self.own
+        key_heads, group, queries = self.row_sizes
         rows = 1 if one else rows_of(group * queries, self.dtype)
         programs = self.shape[0] * key_heads * -(-group * queries // rows)
         room = (self.keys + tiles.keys - 2) // tiles.keys + 1
@@ -87,7 +87,7 @@ def merged(call: Decoding, probe: Tensor | None, out: Tensor, tiles: Tiles) -> N
     total, sums = call.rows, 1 if probe is None else 2
     part, state = call.blank(grid[1], total, sums, form.value_dim), call.blank(grid[1], total, 2 * sums)
     launch(
-        online_kernel, grid, call.matrices, call.factor, call.span.pointers, probe, part, state, *call.own,
+        online_kernel, grid, call.matrices, call.factor, call.span.pointers, probe, part, state, *call.row_sizes,
         *call.span.steps, total, tiles=tiles, FORM=form,
     )  # fmt: skip
     launch(
