@@ -109,6 +109,21 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     torch.testing.assert_close([*net.parameters()], [*same.parameters()])
 
 
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_an_update_of_muon_changes_singular_values_alone(shape: tuple[int, int]) -> None:
+    """Newton-Schulz steps are a polynomial of the singular values, which is evaluated here in float64."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(torch.zeros(shape))
+    weight.grad = gradient.clone()
+    MuonAdamW([{"params": [weight], "momentum": 0.0, "nesterov": False}], [], lr=1.0).step()
+    u, s, v = torch.linalg.svd(gradient.double(), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    expected = -0.2 * max(shape) ** 0.5 * (u * s) @ v  # the scale of match_rms_adamw
+    assert (weight.detach().double() - expected).norm() < 0.02 * expected.norm()
+
+
 def test_groups_of_muon_follow_a_schedule() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     optimizer = MuonAdamW.of([{"params": list(net.parameters())}], 0.1, net)
