@@ -292,8 +292,7 @@ def fast_weight_mlp(
             expected = "query [B, T, Din] and value [B, T, Dv] with T >= 1"
             raise ArgumentError(f"{CALL}: {name} has shape {shape(x)}, expected {expected}.")
     check_tokens(CALL, query, mask, segment_ids, memory.shared)
-    given = f"for query {shape(query)} and value {shape(value)}, biases last"
-    first = first_network(CALL, weights, query, (query.shape[2], value.shape[2]), 1, given)
+    first = first_network(CALL, weights, query, (query.shape[2], value.shape[2]), 1)
     return memory.run(CALL, new, first, state, (mask, segment_ids), frozen)
 
 
@@ -307,16 +306,19 @@ def flush(state: FastMLPState, memory: FastMLPMemory | None = None, **options: A
     return flushed(FastMLPMemory.of(call, memory, options), state)
 
 
-def first_network(call: str, weights: Any, query: Tensor, sizes: tuple[int, ...], biases: int, given: str) -> SwiGLU:
+def first_network(call: str, weights: Any, query: Tensor, sizes: tuple[int, ...], biases: int) -> SwiGLU:
     """Return the first weights in the dtype of the computation, checked to fit the heads (if any), Din and Dv."""
     if not isinstance(weights, (tuple, list)) or len(weights) != 3:
         raise refuse(call, "weights", weights, f"three tensors: {', '.join(NAMES)}")
     for name, w in zip(NAMES, weights, strict=True):
         tensor(call, f"weights {name}", w, like=query)
-        require(w.dim() >= 2, call, f"weights {name} have shape {shape(w)}, expected a matrix.")
+        if w.dim() < 2:  # torch.compile cannot trace the text of a symbolic length
+            raise ArgumentError(f"{call}: weights {name} have shape {shape(w)}, expected a matrix.")
     *heads, inputs, outputs = sizes
     wide = weights[0].shape[-2]
     into, back = [*heads, wide, inputs + biases], [*heads, outputs, wide + biases]
     for name, w, size in zip(NAMES, weights, (into, into, back), strict=True):
-        require(list(w.shape) == size, call, f"weights {name} are {shape(w)}, expected {size} {given}.")
+        if list(w.shape) != size:
+            told = f"for query {shape(query)} and values of width {outputs}{', biases last' if biases else ''}"
+            raise ArgumentError(f"{call}: weights {name} are {shape(w)}, expected {size} {told}.")
     return SwiGLU(*(w.to(torch.promote_types(query.dtype, torch.float32)) for w in weights))

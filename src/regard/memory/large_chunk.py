@@ -205,14 +205,15 @@ def large_chunk_ttt(
     fits = query.dim() == 4 and 0 not in query.shape[1:]
     if not fits:  # torch.compile cannot trace the text of a symbolic length
         raise ArgumentError(f"{CALL}: query has shape {shape(query)}, expected [B, T, H, D] with T >= 1.")
-    given = f"for query {shape(query)}"
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():
         tensor(CALL, name, new[name], like=query)
         if new[name].shape != size:
-            raise ArgumentError(f"{CALL}: {name} has shape {shape(new[name])}, expected {list(size)} {given}.")
+            raise ArgumentError(
+                f"{CALL}: {name} has shape {shape(new[name])}, expected {list(size)} for query {shape(query)}."
+            )
     check_tokens(CALL, query, mask, segment_ids, False)
-    first = first_network(CALL, weights, query, (*query.shape[2:], query.shape[3]), 0, given)
+    first = first_network(CALL, weights, query, (*query.shape[2:], query.shape[3]), 0)
     out, after = memory.run(CALL, new, first, state, (mask, segment_ids), frozen)
     return out.unflatten(-1, query.shape[2:]), after
 
