@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mistakes import error_of, refuses
 
 import regard
+import regard.grammar.spec as spec_module
 from regard.checks import ArgumentError
 from regard.grammar import Spec, bandwidths, kernels, local_linear, similarities, solvers
 
@@ -315,3 +316,12 @@ def test_numbers_of_a_spec_are_those_of_params(said: str, bare: str, params: dic
     for numbers in (params, {n: torch.tensor(x, dtype=torch.float64) for n, x in params.items()}):
         found = regard.attention(q, k, v, bare, params=numbers, **how)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def test_texts_that_change_at_every_call_fill_no_memory() -> None:
+    """More texts than are kept, each read right, also the first one again."""
+    texts = [f"epanechnikov*anchored(margin={n})" for n in range(1, 1101)]
+    for _ in range(2):
+        assert [Spec.parse(text).bandwidth.margin for text in texts] == list(range(1, 1101))
+    held = [name for name in vars(spec_module._Specs) if name.startswith("parsed_")]
+    assert len(held) == len(spec_module._Specs.names) == 1024

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, ClassVar
 
 from ..checks import ArgumentError, require
@@ -66,27 +67,26 @@ class Reader:
         return int(token) if re.fullmatch(r"[-+]?\d+", token) else number
 
 
-class Meanings:
-    """What texts mean, as attributes of a subclass.
+class Parsed:
+    """What was parsed from texts, as attributes of a subclass: the 1024 latest.
 
     While dynamo traces, it copies a dictionary when it first reads it, and misses what a second text of the same graph
     adds. It looks up an attribute of a class each time.
     """
 
     names: ClassVar[dict[str, str]]
+    numbers: ClassVar[Iterator[int]]
 
     def __init_subclass__(cls) -> None:
-        cls.names = {}
+        cls.names, cls.numbers = {}, count()
 
     @classmethod
     def name_of(cls, text: str, parse: Callable[[str], Any]) -> str:
-        """Return the name of the attribute that holds what `text` means, which is parsed once."""
+        """Return the name of the attribute that holds what was parsed from `text`. No name is used again."""
         if not isinstance(text, str) or text not in cls.names:
-            meaning = parse(text)
+            name, found = f"parsed_{next(cls.numbers)}", parse(text)
             if len(cls.names) >= 1024:  # bounds the memory when a number in the text changes at every call
-                for name in cls.names.values():
-                    delattr(cls, name)
-                cls.names.clear()
-            cls.names[text] = f"meaning_{len(cls.names)}"
-            setattr(cls, cls.names[text], meaning)
+                delattr(cls, cls.names.pop(next(iter(cls.names))))
+            setattr(cls, name, found)
+            cls.names[text] = name
         return cls.names[text]

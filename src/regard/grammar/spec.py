@@ -22,7 +22,7 @@ from ..checks import ArgumentError, in_range, number, one_of, refuse, require, s
 from ..registry import Registry
 from .bandwidths import bandwidths
 from .kernels import NAMED_POWERS, Number, ParamInfo, Params, Polynomial, kernels
-from .reader import Meanings, Reader
+from .reader import Parsed, Reader
 from .similarities import similarities
 from .solvers import solvers
 from .weighting import Weighting
@@ -316,7 +316,7 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
 # Parsing ----------------------------------------------------------------------------------------------------
 
 
-class _Specs(Meanings):
+class _Specs(Parsed):
     """Specs by text."""
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, number
-from ..grammar.reader import Meanings, Reader
+from ..grammar.reader import Parsed, Reader
 from ..grammar.spec import instance_of
 from ..registry import Registry
 from .delta import delta_rule
@@ -122,7 +122,7 @@ class GatedDelta(Delta):
     log_decay: float = -0.01  # type: ignore[misc]
 
 
-class _Trends(Meanings):
+class _Trends(Parsed):
     """Trends by text."""
 
 
