@@ -116,13 +116,8 @@ def attention(
     implementation, see `regard.explain`.
     """
     spec = as_spec(spec, CALL)
-    flags(
-        CALL,
-        is_causal=is_causal,
-        exclude_self=exclude_self,
-        enable_gqa=enable_gqa,
-        return_diagnostics=return_diagnostics,
-    )
+    flags(CALL, is_causal=is_causal, exclude_self=exclude_self)
+    flags(CALL, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics)
     sizes, device = _check_tensors(query, key, value, enable_gqa), query.device
     batch, heads, _, queries, keys, dim, _ = sizes
     rows = (batch, heads, queries)
