@@ -8,6 +8,7 @@ Source: arXiv 1905.05702, section 3. Legend: n rows, C classes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -85,7 +86,7 @@ def _loss(
     return (omega[:, 0] + mean - z.gather(1, target[:, None].long())[:, 0]).to(X.dtype)
 
 
-class _Loss(nn.Module):
+class _Loss(nn.Module, ABC):
     """A loss of scores [n, C] and classes [n]: its mean, its sum or every row.
 
     Args:
@@ -98,8 +99,9 @@ class _Loss(nn.Module):
         self.ignore_index = ignore_index
         self.reduction = one_of(type(self).__name__, "reduction", reduction, REDUCTIONS)
 
+    @abstractmethod
     def loss(self, X: Tensor, target: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Return the loss of every row."""
 
     def forward(self, X: Tensor, target: Tensor) -> Tensor:
         ignored = target == self.ignore_index

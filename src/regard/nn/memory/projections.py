@@ -11,6 +11,7 @@ released program, a sigmoid of the mean of eight numbers):
 z(x) = (x - mean x) / (std x + 1e-6) over the Dv features, with the unbiased standard deviation.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -140,7 +141,7 @@ def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     return layer(as_input(x, layer))
 
 
-class FastWeightLayer(MemoryLayer):
+class FastWeightLayer(MemoryLayer, ABC):
     """The base of memory layers with `MemoryProjections` around fast weights.
 
     Attributes:
@@ -197,8 +198,8 @@ class FastWeightLayer(MemoryLayer):
         found = mixed(self.hook_read(found), own.value, own.gate) if apart else found
         return tokens.shown(self.projections.back(found)).to(hidden.dtype), state
 
+    @abstractmethod
     def _remember(
         self, tokens: Tokens, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> tuple[Tensor, Any]:
         """Return what was read [B, T, Dv], or its mix with the values, and the state after the call."""
-        raise NotImplementedError
