@@ -104,7 +104,7 @@ def few_first(found: Iterable[tuple[str, str]]) -> list[Any]:
     """Put representatives of (label, implementation) in the first tier of the tests, and the others in the second.
 
     Derivatives, hidden content, and the contracts against the oracle and the reference run over everything in the
-    first tier; few errors pass them that the other contracts would find."""
+    first tier."""
     return [pair if pair[0] in REPRESENTATIVES else pytest.param(*pair, marks=pytest.mark.slow) for pair in found]
 
 
