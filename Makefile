@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-peers test-hf docs lint format typecheck clean
+.PHONY: help setup demo test test-all test-peers test-hf docs lint format typecheck loops clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,10 +29,12 @@ $(STAMP): pyproject.toml
 demo: setup ## train small models on real text and on recall, and write tables, figures and report.html
 	$(BIN)/regard demo $(ARGS)
 
-test: setup lint typecheck ## lint, types and the tests (minutes)
+test: setup ## lint, types and the tests (minutes)
+	@$(MAKE) --no-print-directory -j 2 lint typecheck loops
 	$(TEST) $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal -q $(ARGS)
 
-test-all: setup lint typecheck ## every test (about an hour)
+test-all: setup ## every test (about an hour)
+	@$(MAKE) --no-print-directory -j 2 lint typecheck loops
 	$(TEST) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q $(ARGS)
 
 test-peers: ## check regard with TRL, PEFT, lm-eval and others, in an environment of their own
@@ -53,6 +55,9 @@ lint: setup ## ruff: rules and format
 
 typecheck: setup ## mypy
 	$(BIN)/mypy
+
+loops: setup # compile the numba loops once, for all test processes
+	$(TEST) $(BIN)/python tests/compile_loops.py
 
 format: setup ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

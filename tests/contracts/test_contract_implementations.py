@@ -40,7 +40,7 @@ WAYS = ("causal", "pairs, strict", "offsets, window, causal", "padding", "keys b
 @lru_cache(maxsize=2)  # the implementations of a sentence come one after the other
 def _reference(label: str) -> tuple[Data, dict[str, Any], dict[str, tuple[Tensor, dict[str, Tensor]]]]:
     """Inputs, the arguments of every call, and of each of `WAYS` the output and the gradients."""
-    data = draw(35, 38, heads=4, kv_heads=2).leaves()
+    data = draw(17, 20, heads=4, kv_heads=2).leaves()
     params, scale = learned(SPECS[label], data)
     inputs, always = named(data, params, scale), {"enable_gqa": True, "scale": scale, "params": params}
     found = outputs(label, "reference", data, WAYS, **always)
