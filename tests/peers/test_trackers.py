@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import python
 
 pytestmark = pytest.mark.peers
 SIZES = "--layers 1 --width 16 --heads 2 --context 16 --batch 2 --steps 4 --eval-every 2 --log-every 1 --device cpu"
@@ -21,12 +19,12 @@ def trained(tmp_path: Path) -> Callable[[str], list[dict]]:
     """`trained(tracker)`: train in a process of its own with a tracker, and return the lines of metrics.jsonl."""
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("".join(f"line {i} says {i * i % 97} and no more\n" for i in range(120)))
-    words = [sys.executable, "-m", "regard", "train", "--data", text, "--out", out, *SIZES.split(), "--report-to"]
+    words = ["-m", "regard", "train", "--data", text, "--out", out, *SIZES.split(), "--report-to"]
     places = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TRACKIO_DIR": str(tmp_path)}
 
     def train(tracker: str) -> list[dict]:
         pytest.importorskip(tracker, reason=f"the extra `peers` brings {tracker}")
-        subprocess.run([*map(str, words), tracker], check=True, capture_output=True, env={**os.environ, **places})
+        python(*words, tracker, **places)
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     return train

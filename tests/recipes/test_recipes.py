@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from oracles import entmax_row, softmax
+from programs import python
 from tiny_runs import tiny
 
 import regard as package
@@ -265,8 +264,7 @@ def test_help_and_list(capsys: pytest.CaptureFixture) -> None:
 
 def test_recipes_are_listed_without_what_draws_them() -> None:
     code = "import sys, regard; regard.registries(); print([m for m in ('matplotlib', 'rich') if m in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
+    assert python("-c", code).strip() == "[]"
 
 
 def test_the_page_says_what_its_example_prints() -> None:
@@ -274,6 +272,5 @@ def test_the_page_says_what_its_example_prints() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "associative-memory.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     said = re.findall(r"print\(.*\)  # (.*?)(?::.*)?$", example, flags=re.MULTILINE)
-    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines() == said
+    assert python("-c", example).splitlines() == said
     assert len(said) == 4

@@ -64,7 +64,8 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
         if not folder or len(table.rows) <= (LONGEST if place else FIRST):
             parts += [f"{head} {title}", table.markdown().strip()]
     if folder:
-        parts += [f"All {len(tables)} tables are in [{made.name}.md]({folder}{made.name}.md)."]
+        every = f"All {len(tables)} tables are" if len(tables) > 1 else "The table is"
+        parts += [f"{every} in [{made.name}.md]({folder}{made.name}.md)."]
     parts += [f"![{file}]({folder}{file})" for file in figures]
     parts += ["\n".join(f"- {note}" for note in made.notes(results))]
     return "\n\n".join(part for part in parts if part) + "\n"
