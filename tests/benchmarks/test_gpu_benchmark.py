@@ -352,7 +352,7 @@ def test_the_results_page_shows_what_is_stored(module: Any) -> None:
 
 
 def test_what_loses_the_device_is_not_tried_again(module: Any) -> None:
-    """Of the rows of that contestant, or of that sentence where it was correctness, none; all others are."""
+    """Of the rows of that contestant, or of that spec where it was correctness, none; all others are."""
     script, row = module("gpu"), module("gpu_measure").Row
     names = [f"attention, T {n}, D 64, live 1, {who}" for n in (1024, 2048) for who in ("flash", "regard biweight")]
     rows = [row(name, "compact", 0, dict) for name in names]

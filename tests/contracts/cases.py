@@ -47,16 +47,16 @@ ODD = (
 
 
 def text(kernel: str, rule: str, similarity: str = "dot", degree: int = 0, normalise: bool | None = None) -> str:
-    """A sentence of the grammar as text."""
+    """A spec as text."""
     parts = [kernel, rule, similarity]
     parts += [] if normalise is None else ["normalised" if normalise else "unnormalised"]
     return "*".join([*parts, "linear(ridge=0.1)"] if degree else parts)
 
 
-def built(sentence: str, reasons: Iterable[str] = ("",)) -> regard.Spec | None:
+def built(spec: str, reasons: Iterable[str] = ("",)) -> regard.Spec | None:
     """The Spec, or None where the grammar refuses it for one of these reasons."""
     try:
-        return regard.Spec.parse(sentence)
+        return regard.Spec.parse(spec)
     except ArgumentError as error:
         if not any(reason in str(error) for reason in reasons):
             raise

@@ -1,6 +1,6 @@
 """The dense truth in float64: every formula written out a second time, on whole [B, H, Tq, Tk] tensors, with
 thresholds by sorting or 200 bisections and the local linear model by its normal equations. Nothing here calls
-regard; a `Sentence` is read off a Spec's fields, or written by hand.
+regard; `Choices` are read off a Spec's fields, or written by hand.
 
 Everything is differentiable by autograd, so that gradients are expected values too.
 
@@ -19,8 +19,8 @@ Number = float | Tensor
 
 
 @dataclass(frozen=True)
-class Sentence:
-    """A sentence of the grammar in plain numbers; the defaults are those of the design."""
+class Choices:
+    """The choices of a spec in plain numbers; the defaults are those of the design."""
 
     kernel: str
     rule: str
@@ -52,12 +52,12 @@ RULES = {"fixed", "adaptive", "anchored", "nearest"}
 SOLVERS = {None, "auto", "cholesky", "cg", "block-diagonal", "learned"}
 
 
-def read(spec: Any) -> Sentence:
+def read(spec: Any) -> Choices:
     """The fields of a `regard.Spec`, by name."""
     kernel, rule, similarity = spec.kernel, spec.bandwidth, spec.similarity
     own = {name: getattr(rule, name) for name in ("margin", "k", "gradient", "temperature", "empty", "h")
            if hasattr(rule, name)}  # fmt: skip
-    return Sentence(
+    return Choices(
         kernel.name,
         rule.name,
         similarity.name,
@@ -76,10 +76,10 @@ def read(spec: Any) -> Sentence:
     )
 
 
-def knows(sentence: Sentence) -> bool:
-    """Whether every part of the sentence has its formula here; parts of third parties have not."""
-    known = sentence.kernel in RANKED | POINTWISE and sentence.rule in RULES
-    return known and sentence.similarity in SIMILARITIES and sentence.solver in SOLVERS
+def knows(choices: Choices) -> bool:
+    """Whether every choice has its formula here; parts of third parties have not."""
+    known = choices.kernel in RANKED | POINTWISE and choices.rule in RULES
+    return known and choices.similarity in SIMILARITIES and choices.solver in SOLVERS
 
 
 # Visibility -------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ SIMILARITIES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 def _scores(
-    s: Sentence, q: Tensor, k: Tensor, scale: Number | None, params: Mapping[str, Number]
+    s: Choices, q: Tensor, k: Tensor, scale: Number | None, params: Mapping[str, Number]
 ) -> tuple[Tensor, Number]:
     """(z, the bias that goes with it)."""
     z = SIMILARITIES[s.similarity](q, k, s.cosine_eps)
@@ -182,7 +182,7 @@ def _column(x: Number) -> Number:
 
 
 def weights(
-    s: Sentence, z: Tensor, seen: Tensor, bias: Number = 0.0, params: Mapping[str, Number] | None = None
+    s: Choices, z: Tensor, seen: Tensor, bias: Number = 0.0, params: Mapping[str, Number] | None = None
 ) -> Tensor:
     """p, zero where not `seen`."""
     params = params or {}
@@ -196,12 +196,12 @@ def weights(
 
 
 def of_scores(z: Tensor, rule: str, kernel: str = "polynomial", **numbers: Any) -> Tensor:
-    """p of scores z, -inf where hidden, by a kernel under a rule; `numbers` are fields of `Sentence`."""
-    s = Sentence(kernel, rule, **numbers)
+    """p of scores z, -inf where hidden, by a kernel under a rule; `numbers` are fields of `Choices`."""
+    s = Choices(kernel, rule, **numbers)
     return weights(s, z, z > -torch.inf, s.bias)
 
 
-def _kernel(s: Sentence, a: Tensor, params: Mapping[str, Number]) -> Tensor:
+def _kernel(s: Choices, a: Tensor, params: Mapping[str, Number]) -> Tensor:
     """K(a)."""
     if s.kernel == "gaussian":
         return a.exp()
@@ -216,7 +216,7 @@ def _kernel(s: Sentence, a: Tensor, params: Mapping[str, Number]) -> Tensor:
     return 1 / (1 + s.kernel_eps - torch.where(a < s.limit, a, s.limit) / s.limit)
 
 
-def _plain(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _plain(s: Choices, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
     w = torch.where(seen, _kernel(s, torch.where(seen, z, 0) + bias, params), 0)
     if not s.normalise:
         return w
@@ -239,7 +239,7 @@ def _softmax(z: Tensor) -> Tensor:
     return _share(torch.where(z > -torch.inf, (z - z.detach().amax(-1, keepdim=True)).exp(), 0))
 
 
-def _fixed(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _fixed(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
     if s.kernel == "gaussian":
         return _softmax(z)
     finite = z > -torch.inf
@@ -256,7 +256,7 @@ def _fixed(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -
     return torch.where(lost, instead, w / torch.where(lost, 1, total))
 
 
-def _adaptive(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _adaptive(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
     r = _column(1 / (params["alpha"] - 1)) if "alpha" in params else s.r
     finite = z > -torch.inf
     safe = torch.where(finite, z, 0)
@@ -279,7 +279,7 @@ def _adaptive(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]
     return powers(low + step - step.detach(), r)
 
 
-def _anchored(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _anchored(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
     theta = z.amax(-1, keepdim=True) - _column(params.get("margin", s.margin))
     inside = z > theta
     if s.kernel == "gaussian":
@@ -287,7 +287,7 @@ def _anchored(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]
     return _share(torch.where(inside, _kernel(s, torch.where(inside, z - theta, 1), params), 0))
 
 
-def _nearest(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _nearest(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
     count = (z > -torch.inf).sum(-1, keepdim=True)
     order = z.detach().sort(dim=-1, descending=True, stable=True).indices
     rank = order.argsort(-1)
@@ -301,7 +301,7 @@ def _nearest(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number])
     return p.detach() + smooth - smooth.detach()
 
 
-def _kept(s: Sentence, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, params: Mapping[str, Number]) -> Tensor:
+def _kept(s: Choices, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, params: Mapping[str, Number]) -> Tensor:
     if s.kernel == "gaussian":
         return _softmax(torch.where(kept, z, -torch.inf))
     if s.kernel == "uniform":
@@ -317,7 +317,7 @@ def _kept(s: Sentence, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, pa
     return _share(w)
 
 
-def _soft(s: Sentence, z: Tensor, order: Tensor, count: Tensor) -> Tensor:
+def _soft(s: Choices, z: Tensor, order: Tensor, count: Tensor) -> Tensor:
     width = z.shape[-1]
     kth = z.gather(-1, order[..., min(s.k, width) - 1 : min(s.k, width)])
     following = z.gather(-1, order[..., min(s.k + 1, width) - 1 : min(s.k + 1, width)])
@@ -334,7 +334,7 @@ def _soft(s: Sentence, z: Tensor, order: Tensor, count: Tensor) -> Tensor:
 
 
 def attention(
-    s: Sentence,
+    s: Choices,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -372,7 +372,7 @@ def usual_probe(q: Tensor) -> Tensor:
     return probe.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _mass(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _mass(s: Choices, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
     """sum_j K of every row [B, H, Tq], 1 in rows that see no key."""
     empty = ~seen.any(-1)
     z = torch.where(seen, z, -torch.inf)
@@ -449,25 +449,25 @@ def close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "") ->
     assert gap <= tolerance * size, f"{what}: differs by {gap:.3g} (size {size:.3g})"  # false for NaN
 
 
-PRESETS: dict[str, Sentence] = {
-    "softmax": Sentence("gaussian", "fixed"),
-    "sparsemax": Sentence("polynomial", "adaptive", r=1.0),
-    "biweight": Sentence("polynomial", "adaptive", r=2.0),
-    "triweight": Sentence("polynomial", "adaptive", r=3.0),
-    "relumax": Sentence("polynomial", "anchored", r=1.0, margin=1.0),
-    "normrelu": Sentence("polynomial", "fixed", r=1.0),
-    "topk-softmax": Sentence("gaussian", "nearest", k=32),
-    "topk-uniform": Sentence("uniform", "nearest", k=32),
-    "exponential": Sentence("gaussian", "fixed"),
-    "linear": Sentence("linear", "fixed", normalise=False),
-    "cosine": Sentence("linear", "fixed", "cosine", normalise=False),
-    "shift-cosine": Sentence("linear", "fixed", "cosine", bias=1.0),
-    "geometric": Sentence("geometric", "fixed", "cosine"),
-    "clipped-geometric": Sentence("clipped-geometric", "fixed"),
-    "rbf": Sentence("gaussian", "fixed", "euclidean"),
-    "relu": Sentence("linear", "fixed", "relu", bias=1e-4),
-    "relu2": Sentence("linear", "fixed", "relu2", bias=1e-4),
-    "elu": Sentence("linear", "fixed", "elu"),
-    "local-linear": Sentence("gaussian", "fixed", degree=1, ridge=0.1),
+PRESETS: dict[str, Choices] = {
+    "softmax": Choices("gaussian", "fixed"),
+    "sparsemax": Choices("polynomial", "adaptive", r=1.0),
+    "biweight": Choices("polynomial", "adaptive", r=2.0),
+    "triweight": Choices("polynomial", "adaptive", r=3.0),
+    "relumax": Choices("polynomial", "anchored", r=1.0, margin=1.0),
+    "normrelu": Choices("polynomial", "fixed", r=1.0),
+    "topk-softmax": Choices("gaussian", "nearest", k=32),
+    "topk-uniform": Choices("uniform", "nearest", k=32),
+    "exponential": Choices("gaussian", "fixed"),
+    "linear": Choices("linear", "fixed", normalise=False),
+    "cosine": Choices("linear", "fixed", "cosine", normalise=False),
+    "shift-cosine": Choices("linear", "fixed", "cosine", bias=1.0),
+    "geometric": Choices("geometric", "fixed", "cosine"),
+    "clipped-geometric": Choices("clipped-geometric", "fixed"),
+    "rbf": Choices("gaussian", "fixed", "euclidean"),
+    "relu": Choices("linear", "fixed", "relu", bias=1e-4),
+    "relu2": Choices("linear", "fixed", "relu2", bias=1e-4),
+    "elu": Choices("linear", "fixed", "elu"),
+    "local-linear": Choices("gaussian", "fixed", degree=1, ridge=0.1),
 }
 """The presets, from the design's table and the kernel-selection paper's Table 1, not from the package."""

@@ -37,7 +37,7 @@ LENGTHS = (1, 2, 7, 15, 16, 17, 63, 64, 65, 127)
 WAYS = ("causal", "pairs, strict", "offsets, window, causal", "padding", "keys by head, causal", "segments")
 
 
-@lru_cache(maxsize=2)  # the implementations of a sentence come one after the other
+@lru_cache(maxsize=2)  # the implementations of a spec come one after the other
 def _reference(label: str) -> tuple[Data, dict[str, Any], dict[str, tuple[Tensor, dict[str, Tensor]]]]:
     """Inputs, the arguments of every call, and of each of `WAYS` the output and the gradients."""
     data = draw(17, 20, heads=4, kv_heads=2).leaves()
@@ -93,11 +93,11 @@ def _diagnostics(spec: regard.Spec, impl: str, data: Data, call: dict[str, Any])
 @pytest.mark.parametrize("label", SPECS)
 def test_every_length(label: str) -> None:
     """Self-attention at lengths on and around powers of two equals the oracle."""
-    sentence = oracle.read(SPECS[label])
+    choices = oracle.read(SPECS[label])
     for length in LENGTHS:
         data = draw(length, batch=1, heads=1, seed=length)
         seen = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-        expected = oracle.attention(sentence, *data.tensors, seen)[0] if oracle.knows(sentence) else None
+        expected = oracle.attention(choices, *data.tensors, seen)[0] if oracle.knows(choices) else None
         for impl in impls_of(label):
             out = attend(SPECS[label], impl, data, is_causal=True)
             expected = out if expected is None else expected
@@ -135,14 +135,14 @@ def test_half_precision(label: str, impl: str, dtype: torch.dtype) -> None:
     gradients are off by the last rounding and little more."""
     half = draw(17, 23, dtype=dtype).leaves()
     exact = half.map(lambda x: x.detach().double()).leaves()
-    sentence = oracle.read(SPECS[label])
+    choices = oracle.read(SPECS[label])
     call = masks(*half.sizes)["padding, causal"]
     out = attend(SPECS[label], impl, half, **call)
     assert out.dtype == dtype
     found = gradients(out, named(half))
     assert all(grad.dtype == dtype for grad in found.values())
-    if oracle.knows(sentence):
-        truth, _ = oracle.attention(sentence, *exact.tensors, oracle.visible(*half.sizes, **call))
+    if oracle.knows(choices):
+        truth, _ = oracle.attention(choices, *exact.tensors, oracle.visible(*half.sizes, **call))
     else:
         truth = attend(SPECS[label], "reference", exact, **call)
     rounded(out, truth, dtype)

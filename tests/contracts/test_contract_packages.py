@@ -138,15 +138,15 @@ def test_a_kernel_of_another_package(installed: Path) -> None:
             "expm1*fixed(bias=4)": torch.expm1(torch.relu(z + 4)),
             "softplus": torch.log1p(z.exp()),
         }
-        for sentence, w in truth.items():
+        for spec, w in truth.items():
             w = torch.where(seen, w, 0)
             out = (w / w.sum(-1, keepdim=True)) @ v
             expected = torch.autograd.grad(out.sin().sum(), (q, k, v), retain_graph=True)
             for impl in ("reference", "blocked", "auto"):
-                got = regard.attention(q, k, v, sentence, is_causal=True, impl=impl)
-                assert (got - out).abs().max() < 1e-12, (sentence, impl)
+                got = regard.attention(q, k, v, spec, is_causal=True, impl=impl)
+                assert (got - out).abs().max() < 1e-12, (spec, impl)
                 grads = torch.autograd.grad(got.sin().sum(), (q, k, v))
-                assert all((a - b).abs().max() < 1e-11 for a, b in zip(grads, expected)), (sentence, impl)
+                assert all((a - b).abs().max() < 1e-11 for a, b in zip(grads, expected)), (spec, impl)
         assert regard.attention(q, k, v, "softplus*linear(ridge=0.1)").isfinite().all()
         w = torch.where(seen, truth["expm1*anchored(margin=0.7)"], 0).detach()
         away = k[..., None, :, :] - q[..., :, None, :]
@@ -155,8 +155,8 @@ def test_a_kernel_of_another_package(installed: Path) -> None:
         gram = gram + 0.2 * torch.diag(torch.tensor([0.0, 1, 1, 1], dtype=torch.float64))
         expected = torch.linalg.solve(gram, torch.einsum("bhij,bhija,bhjd->bhiad", w, design, v))[..., 0, :]
         for impl in ("reference", "blocked"):
-            sentence = "expm1*anchored(margin=0.7)*linear(ridge=0.2,ridge_mode=absolute)"
-            got = regard.attention(q, k, v, sentence, is_causal=True, impl=impl)
+            spec = "expm1*anchored(margin=0.7)*linear(ridge=0.2,ridge_mode=absolute)"
+            got = regard.attention(q, k, v, spec, is_causal=True, impl=impl)
             assert (got - expected).abs().max() < 1e-11, impl
         print("passed")
         """,

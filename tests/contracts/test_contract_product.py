@@ -54,7 +54,7 @@ MORE = (
 )
 """Specs with other constants, absolute ridges and options, which are compared with the oracle alone."""
 
-# Why a sentence has no meaning: (a fragment of the message, which sentences). The first that fits is meant.
+# Why a spec has no meaning: (a fragment of the message, which specs). The first that fits is meant.
 REFUSED = [
     ("needs scores below 1", lambda kernel, rule, degree, s, n: kernel == "geometric" and s in UNBOUNDED),
     ("a function of the score itself", lambda kernel, rule, degree, s, n: kernel not in RANKED and rule != "fixed"),
@@ -75,7 +75,7 @@ BUILT_IN = (
 
 
 def refusal(kernel: str, rule: str, degree: int, similarity: str, normalise: bool) -> str | None:
-    """The fragment expected in the error, or None where the sentence has a meaning."""
+    """The fragment expected in the error, or None where the spec has a meaning."""
     choice = (kernel, rule, degree, similarity, normalise)
     return next((fragment for fragment, fits in REFUSED if fits(*choice)), None)
 
@@ -89,20 +89,20 @@ def listed(kernel: str, rule: str, similarity: str) -> bool:
     ("kernel", "rule", "degree", "similarity"), list(product(KERNELS, RULES, (0, 1), SIMILARITIES))
 )
 def test_product(kernel: str, rule: str, degree: int, similarity: str, normalise: bool) -> None:
-    sentence = text(kernel, SMALL.get(rule, rule), similarity, degree, normalise)
+    words = text(kernel, SMALL.get(rule, rule), similarity, degree, normalise)
     reason = refusal(kernel, rule, degree, similarity, normalise)
     if not listed(kernel, rule, similarity):  # of a third party: it works, or says one of the known reasons
-        spec = built(sentence, [*(fragment for fragment, _ in REFUSED), "no power r"])
-        if spec is not None:
-            agrees(spec)
+        found = built(words, [*(fragment for fragment, _ in REFUSED), "no power r"])
+        if found is not None:
+            agrees(found)
     elif reason is None:
-        agrees(regard.Spec.parse(sentence))
+        agrees(regard.Spec.parse(words))
     else:
-        assert reason in error_of(regard.Spec.parse, sentence)
+        assert reason in error_of(regard.Spec.parse, words)
 
 
 @pytest.mark.parametrize("label", [*SPECS, *MORE])
-def test_sentence(label: str) -> None:
+def test_spec(label: str) -> None:
     """Presets and variants with numbers of their own, on rows limited in several ways."""
     for how in ("pairs, strict", "offsets, window", "beyond", "segments, causal, padding"):
         agrees(regard.Spec.parse(label), how)
@@ -116,12 +116,12 @@ def agrees(spec: regard.Spec, how: str = "padding, causal") -> None:
     seen = oracle.visible(*data.sizes, **call)
     params, scale = learned(spec, data)
     inputs = named(data, params, scale)
-    sentence = oracle.read(spec)
+    choices = oracle.read(spec)
     # Below r = 1 the slope at the edge is infinite, and rounding of the threshold is multiplied with it.
-    tolerance = 1e-7 if sentence.rule == "adaptive" and sentence.r < 1 else 1e-9
+    tolerance = 1e-7 if choices.rule == "adaptive" and choices.r < 1 else 1e-9
     expected = None
-    if oracle.knows(sentence):
-        out, _ = oracle.attention(sentence, *data.tensors, seen, scale, params)
+    if oracle.knows(choices):
+        out, _ = oracle.attention(choices, *data.tensors, seen, scale, params)
         expected = (out.detach(), gradients(out, inputs))
     for impl in IMPLS:
         out = attend(spec, impl, data, scale=scale, params=params, enable_gqa=True, **call)
@@ -161,12 +161,12 @@ def test_local_linear_without_ridge_has_least_norm() -> None:
     """ridge = 0, with rows that see fewer keys than the model has unknowns."""
     data = draw(9, dim=4, batch=1)
     seen = oracle.visible(*data.sizes, is_causal=True)
-    for sentence in ("gaussian*fixed*linear(ridge=0)", "biweight*linear(ridge=0)"):
-        spec = regard.Spec.parse(sentence)
+    for words in ("gaussian*fixed*linear(ridge=0)", "biweight*linear(ridge=0)"):
+        spec = regard.Spec.parse(words)
         expected, _ = oracle.attention(oracle.read(spec), *data.tensors, seen)
         leaves = data.leaves()
         out = regard.attention(*leaves.tensors, spec, is_causal=True)
-        close(out, expected, 1e-7, sentence)
+        close(out, expected, 1e-7, words)
         assert all(g.isfinite().all() for g in gradients(out, named(leaves)).values())
 
 
@@ -204,7 +204,7 @@ def test_an_implementation_refuses_with_its_reason(impl: str, label: str, call: 
     assert "Those that can: " in str(caught.value)
 
 
-def test_every_sentence_prints_and_reads_back() -> None:
+def test_every_spec_prints_and_reads_back() -> None:
     for spec in SPECS.values():
         assert regard.Spec.parse(str(spec)) == spec
         assert regard.Spec.from_json(spec.to_json()) == spec

@@ -39,19 +39,19 @@ def _whole_numbers(seed: int) -> Data:
 def test_ties(label: str, impl: str) -> None:
     """Equal scores, at the maximum, at the k-th place and on the threshold: the documented weights (equal, or
     the lowest index first) and the documented gradients (shared at a maximum, 0 at an edge)."""
-    sentence = oracle.read(SPECS[label])
-    if not oracle.knows(sentence):
+    choices = oracle.read(SPECS[label])
+    if not oracle.knows(choices):
         return
     for seed in (0, 1):
         data = _whole_numbers(seed).leaves()
         call = masks(*data.sizes)["pairs, strict"]
-        truth, _ = oracle.attention(sentence, *data.tensors, oracle.visible(*data.sizes, **call))
+        truth, _ = oracle.attention(choices, *data.tensors, oracle.visible(*data.sizes, **call))
         expected = gradients(truth, named(data))
         out = attend(SPECS[label], impl, data, **call)
         if out is None:
             continue
         close(out, truth, 1e-10)
-        if sentence.rule == "adaptive" and sentence.r <= 1:
+        if choices.rule == "adaptive" and choices.r <= 1:
             continue  # a key that lies on the threshold has a kink there, and rounding takes a side
         for name, grad in gradients(out, named(data)).items():
             close(grad, expected[name], 1e-9, f"gradient of {name}")
@@ -67,9 +67,9 @@ def test_a_query_of_zeros(label: str, impl: str) -> None:
     _, call, out = next(outputs(label, impl, data, ways))
     assert out.isfinite().all()
     assert all(grad.isfinite().all() for grad in gradients(out, named(data)).values())
-    sentence = oracle.read(SPECS[label])
-    if oracle.knows(sentence):
-        truth, _ = oracle.attention(sentence, *data.tensors, oracle.visible(*data.sizes, **call))
+    choices = oracle.read(SPECS[label])
+    if oracle.knows(choices):
+        truth, _ = oracle.attention(choices, *data.tensors, oracle.visible(*data.sizes, **call))
         close(out, truth, 1e-10)
 
 

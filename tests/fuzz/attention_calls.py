@@ -1,4 +1,4 @@
-"""Valid calls of the attention functions and of the sentences of the grammar."""
+"""Valid calls of the attention functions and of the specs of the grammar."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from .kinds import (
     Other,
     Real,
     Refused,
-    Sentence,
+    SpecValue,
     Whole,
     Word,
 )
@@ -99,7 +99,7 @@ def _kinds(given: dict[str, Any], spec: regard.Spec) -> dict[str, Kind]:
         "enable_gqa": Flag() if heads == given["key"].shape[1] else Flag(also=(False,)),
         "impl": Word(words=("auto",)),
         "return_diagnostics": Flag(),
-        "spec": Sentence(also=("linear*fixed(bias=1e999)",)),
+        "spec": SpecValue(also=("linear*fixed(bias=1e999)",)),
     }
 
 
@@ -239,7 +239,7 @@ def varlen(draw: Draw) -> Call:
         cu_seqlens_k=(ends_k, Integers(none=len(query) == len(key), fixed=(0,), also=(ends_k[:0],))),
         max_seqlen_q=(draw.one(None, int(ends_q.diff().max())), longest(ends_q)),
         max_seqlen_k=(None, longest(ends_k)),
-        spec=(spec, Sentence()),
+        spec=(spec, SpecValue()),
         is_causal=causal,
         window=(window, Whole(low=1, none=True)),
     )
@@ -281,7 +281,7 @@ def local_linear(draw: Draw) -> Call:
         "max_iter": Whole(low=0, high=2**31, none=True) if cg else Refused(none=True),
         "tol": Tolerance(low=0.0, high=1.0, none=True) if cg else Refused(none=True),
         "probe": Refused(none=True),
-        "spec": Sentence(also=("linear", "geometric*fixed*cosine*unnormalised", "rbf")),
+        "spec": SpecValue(also=("linear", "geometric*fixed*cosine*unnormalised", "rbf")),
     }
     call = Call("local_linear_attention", regard.local_linear_attention, given, kinds)
     if solver != "block-diagonal" and given["max_iter"] is None:
@@ -316,7 +316,7 @@ def explain(draw: Draw) -> Arguments:
     known = lambda v: isinstance(v, (str, torch.device)) and v in devices  # noqa: E731
     dtypes = ("float32", torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
     return arguments(
-        spec=(draw.one("softmax", "biweight", "local-linear"), Sentence()),
+        spec=(draw.one("softmax", "biweight", "local-linear"), SpecValue()),
         query_shape=((2, 4, draw.whole(0, 9), 8), Other(also=shapes)),
         key_shape=(draw.one(None, (2, 2, 5, 8)), Other(none=True, also=(*shapes, *apart))),
         value_dim=(draw.one(None, 3), Whole(low=1, high=2**48, none=True)),
@@ -330,7 +330,7 @@ def explain(draw: Draw) -> Arguments:
     )
 
 
-# Sentences ---------------------------------------------------------------------------------------------------------
+# Specs -------------------------------------------------------------------------------------------------------------
 
 
 @public("Spec", regard.Spec)

@@ -180,7 +180,7 @@ class Word(Kind):
 
 
 @dataclass(frozen=True)
-class Sentence(Kind):
+class SpecValue(Kind):
     """A Spec or its text. What a call refuses besides is in `also`."""
 
     def own(self, value: Any) -> bool:

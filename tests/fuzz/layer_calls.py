@@ -29,7 +29,7 @@ from .kinds import (
     Mask,
     Other,
     Real,
-    Sentence,
+    SpecValue,
     Whole,
 )
 from .memory_calls import IMPLS, SCORES, SIGNED
@@ -49,7 +49,7 @@ def attention(draw: Draw) -> Arguments:
         num_heads=(heads, SIZE),
         num_kv_heads=(None, Among(none=True, these=(heads,) if share else tuple(range(1, heads + 1)))),
         head_dim=(4, HEAD),
-        spec=(draw.one("softmax", "biweight"), Sentence(also=("elu",) if rule == "log" else ())),
+        spec=(draw.one("softmax", "biweight"), SpecValue(also=("elu",) if rule == "log" else ())),
         window=(draw.one(None, 3), Whole(none=True, low=1)),
         temperature=(rule, LOCAL_RULES),
         share_query_key=share,
@@ -65,7 +65,7 @@ def contextual(draw: Draw) -> Arguments:
         hidden_size=(8, SIZE),
         num_heads=(draw.one(1, 2), SIZE),
         head_dim=(4, HEAD),
-        spec=(draw.one("softmax", "biweight"), Sentence()),
+        spec=(draw.one("softmax", "biweight"), SpecValue()),
         look_ahead=draw.word("sum", "convex"),
         learned=(LEARNED, Other(test=empty, also=("h", ["alhpa"], [3]))),
         start=draw.word("wide", "spec"),
@@ -78,7 +78,7 @@ def persistent(draw: Draw) -> Arguments:
     return arguments(
         num_heads=(draw.one(1, 2), SIZE),
         head_dim=(4, HEAD),
-        spec=(draw.one("softmax", "biweight"), Sentence(also=("linear",))),
+        spec=(draw.one("softmax", "biweight"), SpecValue(also=("linear",))),
         **alike(SIZE, hidden_size=8, slots=3, copies=1),
     )
 
@@ -90,7 +90,7 @@ def gradient(draw: Draw) -> Arguments:
         covariate_size=(8, SIZE if heads == 1 else Anything()),
         value_size=(6, SIZE if variant[0] == "full" or heads == 1 else Among(these=(2,))),
         num_heads=(heads, DIVIDES),
-        spec=(draw.one("softmax", "linear"), Sentence(also=("gaussian*fixed*linear(ridge=0.3,solver=learned)",))),
+        spec=(draw.one("softmax", "linear"), SpecValue(also=("gaussian*fixed*linear(ridge=0.3,solver=learned)",))),
         variant=variant,
     )
 

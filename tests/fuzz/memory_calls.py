@@ -32,7 +32,7 @@ from .kinds import (
     Other,
     Real,
     Refused,
-    Sentence,
+    SpecValue,
     Whole,
     Word,
 )
@@ -42,7 +42,7 @@ SCORES = ("idw", "dot", "inverse-distance")
 OPTIMIZERS = ("sgd", "momentum", "muon", "momentum-muon")
 EPS = Real(low=0.0, high=1e30, strict=True)
 WEIGHTS = ("softmax", "sparsemax", "biweight")
-SIGNED = Sentence(also=("linear", "local-linear", "rbf"))
+SIGNED = SpecValue(also=("linear", "local-linear", "rbf"))
 
 
 # Associative -------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def associative(draw: Draw) -> Arguments:
     dim, tied = 3 if slots else draw.one(None, 3), draw.flag() if slots else False
     sums = spec == "linear" and not capacity
     return arguments(
-        spec=(spec, Sentence(also=("softmx",))),
+        spec=(spec, SpecValue(also=("softmx",))),
         scale=(draw.one(None, 0.7), Real(low=0.0, strict=True, none=True)),
         params=(draw.one(None, {}), Params(none=True)),
         store=("pairs", Anything() if sums else Word(words=("pairs",))),

@@ -12,7 +12,7 @@ from regard.inspect import gates, measures, mechanisms
 from regard.integrations import transformers as bridge
 
 from .draw import Arguments, Call, Draw, alike, arguments, called, made, public
-from .kinds import RAISES, RATE, SIZE, Among, Anything, Flag, Floats, Integers, Kind, Other, Real, Sentence, Whole
+from .kinds import RAISES, RATE, SIZE, Among, Anything, Flag, Floats, Integers, Kind, Other, Real, SpecValue, Whole
 
 TINY = {
     "vocab_size": 11,
@@ -357,7 +357,7 @@ def maps(draw: Draw) -> Arguments:
 
 @public("register", bridge.register, result=False)
 def register(draw: Draw) -> Arguments:
-    return arguments(sharp=("biweight*anchored(margin=0.5)", Sentence()))
+    return arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue()))
 
 
 @public("convert", bridge.convert, result=False)
@@ -365,4 +365,4 @@ def convert(draw: Draw) -> Arguments:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8))
-    return arguments(model=(model, Other()), spec=("biweight", Sentence()))
+    return arguments(model=(model, Other()), spec=("biweight", SpecValue()))

@@ -10,7 +10,7 @@ import regard
 
 from .attention_calls import Params
 from .draw import Arguments, Call, Draw, arguments, public
-from .kinds import Flag, Floats, Kind, Mask, Other, Real, Refused, Sentence, Whole, Word
+from .kinds import Flag, Floats, Kind, Mask, Other, Real, Refused, SpecValue, Whole, Word
 
 FORMS = ("chunked", "parallel", "recurrent")
 
@@ -88,8 +88,8 @@ def linear(draw: Draw) -> Call:
     given, kinds = _tensors(draw)
     spec = draw.one("elu", "linear", "relu", "relu2", "cosine")
     given |= {"spec": spec, "params": None}
-    kinds |= {"spec": Sentence(also=("softmax", "biweight"))}
-    sentence = oracle.read(regard.Spec.parse(spec))
+    kinds |= {"spec": SpecValue(also=("softmax", "biweight"))}
+    choices = oracle.read(regard.Spec.parse(spec))
     if not regard.Spec.parse(spec).takes_scale:
         given["scale"], kinds["scale"] = None, Refused(none=True)
 
@@ -104,10 +104,10 @@ def linear(draw: Draw) -> Call:
             if not state:
                 return zero
             z = oracle.SIMILARITIES[spec if spec in oracle.SIMILARITIES else "dot"](
-                q[None], torch.stack([k for _, k, _ in state]), sentence.cosine_eps
+                q[None], torch.stack([k for _, k, _ in state]), choices.cosine_eps
             )[0]
-            w = (z * scale + sentence.bias) * torch.stack([torch.as_tensor(w) for w, _, _ in state])
-            total = w.sum() if sentence.normalise else torch.ones(())
+            w = (z * scale + choices.bias) * torch.stack([torch.as_tensor(w) for w, _, _ in state])
+            total = w.sum() if choices.normalise else torch.ones(())
             values = torch.stack([v for _, _, v in state])
             return zero if total == 0 else w @ values / total
 
@@ -131,7 +131,7 @@ def interpolated(draw: Draw) -> Arguments:
         query_offset=(None, Whole(none=True, also=(torch.zeros(2), torch.tensor(2)))),
         enable_gqa=(True, Other(test=lambda value: value is True)),
         scale=(None, Real(low=0.0, strict=True, none=True, rows=((2, 4, 5),))),
-        spec=("softmax", Sentence(also=("linear", "elu*linear", "local-linear"))),
+        spec=("softmax", SpecValue(also=("linear", "elu*linear", "local-linear"))),
         params=(None, Params(none=True)),
         trend=("mesa", Other(also=TRENDS, skip=lambda v, given: v in (object, len))),  # whose own errors pass
     )

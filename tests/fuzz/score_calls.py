@@ -37,7 +37,7 @@ def _scores(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
     return given, kinds
 
 
-def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: oracle.Sentence, **of: str) -> Call:
+def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: oracle.Choices, **of: str) -> Call:
     dim = given["dim"]
     if any(isinstance(given[outer], Tensor) for outer in of):
         kinds["dim"] = Anything()  # the numbers of rows along one dim need not fit another
@@ -74,15 +74,15 @@ def entmax(draw: Draw) -> Call:
     if alpha == 1.0 if not isinstance(alpha, Tensor) else False:
         given["impl"], kinds["impl"] = "auto", Anything()
     kinds["alpha"] = _number_kind(given, 1.0, given["impl"] == "cpu", 1001.0)
-    s = oracle.Sentence("gaussian", "fixed")
+    s = oracle.Choices("gaussian", "fixed")
     if isinstance(alpha, Tensor) or alpha > 1:
-        s = oracle.Sentence("polynomial", "adaptive", r=1.0 if isinstance(alpha, Tensor) else 1 / (alpha - 1))
+        s = oracle.Choices("polynomial", "adaptive", r=1.0 if isinstance(alpha, Tensor) else 1 / (alpha - 1))
     return _score_call("entmax", given, kinds, s, alpha="alpha")
 
 
 @public("sparsemax")
 def sparsemax(draw: Draw) -> Call:
-    return _score_call("sparsemax", *_scores(draw), oracle.Sentence("polynomial", "adaptive", r=1.0))
+    return _score_call("sparsemax", *_scores(draw), oracle.Choices("polynomial", "adaptive", r=1.0))
 
 
 @public("relumax")
@@ -91,7 +91,7 @@ def relumax(draw: Draw) -> Call:
     given["margin"] = _number(draw, 0.3, 2.0, given["scores"], given["dim"])
     kinds["margin"] = _number_kind(given, 0.0, True)
     margin = given["margin"]
-    s = oracle.Sentence("polynomial", "anchored", margin=1.0 if isinstance(margin, Tensor) else margin)
+    s = oracle.Choices("polynomial", "anchored", margin=1.0 if isinstance(margin, Tensor) else margin)
     return _score_call("relumax", given, kinds, s, margin="margin")
 
 
@@ -104,7 +104,7 @@ def normrelu(draw: Draw) -> Call:
     }
     kinds |= {"bias": _number_kind(given, None, False), "empty": Word(words=("uniform", "zero", "nearest"))}
     bias = given["bias"]
-    s = oracle.Sentence("polynomial", "fixed", bias=0.0 if isinstance(bias, Tensor) else bias, empty=given["empty"])
+    s = oracle.Choices("polynomial", "fixed", bias=0.0 if isinstance(bias, Tensor) else bias, empty=given["empty"])
     return _score_call("normrelu", given, kinds, s, bias="bias")
 
 
@@ -117,7 +117,7 @@ def _topk(draw: Draw, name: str, kernel: str) -> Call:
     kinds |= {"k": Whole(low=1), "gradient": Word(words=("hard", "straight-through", "soft"))}
     if given["impl"] == "cpu":
         kinds["gradient"] = Anything()
-    return _score_call(name, given, kinds, oracle.Sentence(kernel, "nearest", k=given["k"], gradient=given["gradient"]))
+    return _score_call(name, given, kinds, oracle.Choices(kernel, "nearest", k=given["k"], gradient=given["gradient"]))
 
 
 @public("topk_softmax")

@@ -1,4 +1,4 @@
-"""Sentences: reading, writing, presets, and messages that teach."""
+"""Specs: reading, writing, presets, and messages that teach."""
 
 import copy
 import dataclasses
@@ -79,7 +79,7 @@ def test_presets_round_trip(name: str) -> None:
     assert Spec.parse("*".join(preset.parts())) == preset
     assert pickle.loads(pickle.dumps(preset)) == preset
     assert copy.deepcopy(preset) == preset
-    if name not in ("exponential",):  # the same sentence as softmax, which comes first
+    if name not in ("exponential",):  # the same spec as softmax, which comes first
         assert str(preset) == name
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard.grammar import RowStats, Spec
 
-SENTENCES = [
+SPECS = [
     "gaussian*fixed",
     "epanechnikov*fixed(bias=0.4)",
     "biweight*fixed(bias=-0.6,empty=nearest)",
@@ -52,7 +52,7 @@ def rows() -> Tensor:
     return z
 
 
-@pytest.mark.parametrize("text", SENTENCES)
+@pytest.mark.parametrize("text", SPECS)
 @torch.no_grad()
 def test_flags_say_what_the_weights_do(text: str) -> None:
     z = rows()
@@ -74,7 +74,7 @@ def test_flags_say_what_the_weights_do(text: str) -> None:
     assert same == (not any(word in text for word in MOVED_BY_A_SHIFT) or ranked_without_edge)
 
 
-@pytest.mark.parametrize("text", SENTENCES)
+@pytest.mark.parametrize("text", SPECS)
 @torch.no_grad()
 def test_statistics(text: str) -> None:
     z = rows()

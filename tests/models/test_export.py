@@ -1,6 +1,6 @@
 """torch.export: one graph for every length, which computes what the model computes.
 
-Sentences, mixers and models are taken from the registries, so that what is registered later is exported too or is
+Specs, mixers and models are taken from the registries, so that what is registered later is exported too or is
 named here as what cannot be.
 """
 
@@ -48,7 +48,7 @@ def same_at_every_length(model, program, *, padded=False):
 
 
 @pytest.mark.parametrize("mixer", quick_first([*presets(), "local-linear[biweight]"], {"biweight", "relumax"}))
-def test_every_sentence(mixer):
+def test_every_spec(mixer):
     model = make("transformer", mixer, torch.float32, num_hidden_layers=1)
     same_at_every_length(model, exported(model, text(2, 9)))
 

@@ -41,9 +41,9 @@ class DemoConfig:
     Ends with tables on the terminal, and with report.html, figures, table.md and results.json in a folder.
     """
 
-    steps: int = 1400
+    steps: int = 1000
     """Optimiser steps of each language model."""
-    recall_steps: int = 500
+    recall_steps: int = 300
     """Most optimiser steps of each model that learns to recall; 0 leaves this part out."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""

@@ -48,7 +48,7 @@ def plan(material: Material, spec: Spec, place: int, *, steps: int, seed: int, o
     """Return the training of the model at `place`. Models differ in `spec` and run folder only. Three evaluations come
     before the last one, which always covers the whole held-out text."""
     return TrainConfig(
-        data=out / TEXT, validation=material.share, spec=(str(spec),), layers=2, width=128, heads=4, context=CONTEXT,
+        data=out / TEXT, validation=material.share, spec=(str(spec),), layers=3, width=96, heads=4, context=CONTEXT,
         batch=8, steps=steps, learning_rate=1e-2, final_learning_rate=0.02, optimizer="muon", seed=seed, device="cpu",
         out=out / RUNS / folder_name(place, str(spec)), log_every=max(1, steps // 50), eval_every=steps // 4 + 1,
         eval_tokens=len(material.held_out_tokens), save_every=steps, keep=1,

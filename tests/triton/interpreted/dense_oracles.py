@@ -11,13 +11,13 @@ from typing import Any
 
 import regression
 from contracts import oracle
-from contracts.oracle import Sentence
+from contracts.oracle import Choices
 from contracts.oracle import visible as seen_pairs
 from torch import Tensor
 
 import regard
 
-__all__ = ["RULES", "attend", "local_linear", "near", "ratio", "scores", "seen_pairs", "sentence", "with_probe"]
+__all__ = ["RULES", "attend", "choices", "local_linear", "near", "ratio", "scores", "seen_pairs", "with_probe"]
 
 RULES = {
     "softmax": "softmax",
@@ -37,7 +37,7 @@ NUMBERS = {"anchored": "margin", "fixed": "bias"}
 
 
 @cache
-def sentence(text: str) -> Sentence:
+def choices(text: str) -> Choices:
     return oracle.read(regard.Spec.parse(text))
 
 
@@ -53,7 +53,7 @@ def attend(
     number: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return sum_j p_ij v_j. `number` [B, H, Tq] replaces the number of the rule, if it has one."""
-    s = sentence(text)
+    s = choices(text)
     numbers = {NUMBERS[s.rule]: number} if number is not None and s.rule in NUMBERS else {}
     return oracle.attention(s, q, k, v, seen, scale, numbers)[0]
 
@@ -67,7 +67,7 @@ def local_linear(
 
 def with_probe(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, probe: Tensor, scale: float | None = None) -> Tensor:
     """Return Parallax, sum_j p_ij (1 - (k_j - mean_i) . r_i) v_j."""
-    s = Sentence("gaussian", "fixed", degree=1, solver="learned")
+    s = Choices("gaussian", "fixed", degree=1, solver="learned")
     return oracle.attention(s, q, k, v, seen, scale, {"probe": probe})[0]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_calls import BATCH, HEADS, IDS, Calls, both, draw, far, pairs, some, triton, uncopied, weight_of
 from contracts import oracle
-from dense_oracles import RULES, attend, near, ratio, scores, seen_pairs, sentence
+from dense_oracles import RULES, attend, choices, near, ratio, scores, seen_pairs
 from torch import Tensor
 
 import regard
@@ -324,7 +324,7 @@ def test_diagnostics(name: str) -> None:
         plain = triton(leaves, rule, **how)
     seen = seen_pairs(BATCH, HEADS, 37, 37, **how)
     z = scores(leaves[0].double(), leaves[1].double())
-    p = oracle.weights(sentence(rule), z, seen, sentence(rule).bias)
+    p = oracle.weights(choices(rule), z, seen, choices(rule).bias)
     support, visible = (p > 0).sum(-1), seen.sum(-1)
     near([out], [plain], 1e-6)
     assert float((told.support - support).abs().max()) <= 1  # a key at the very edge
@@ -334,9 +334,9 @@ def test_diagnostics(name: str) -> None:
     near([told.effective_sample_size, told.density], [size, support / visible], 2e-2)
     assert not told.empty.any()
     assert not told.status.any()
-    if sentence(rule).rule == "adaptive":
-        inside = torch.where(p > 0, z / sentence(rule).r, torch.inf)
-        tau = inside.amin(-1) - p.where(p > 0, torch.tensor(1e9, dtype=p.dtype)).amin(-1) ** (1 / sentence(rule).r)
+    if choices(rule).rule == "adaptive":
+        inside = torch.where(p > 0, z / choices(rule).r, torch.inf)
+        tau = inside.amin(-1) - p.where(p > 0, torch.tensor(1e9, dtype=p.dtype)).amin(-1) ** (1 / choices(rule).r)
         assert float((told.tau - tau).abs().max()) <= 1e-4
 
 

@@ -24,7 +24,7 @@ from attention_calls import (
     weight_of,
     wide,
 )
-from dense_oracles import NUMBERS, RULES, attend, near, seen_pairs, sentence
+from dense_oracles import NUMBERS, RULES, attend, choices, near, seen_pairs
 from torch import Tensor
 
 import regard
@@ -124,7 +124,7 @@ def test_numbers_of_rows(name: str, poisoned: None) -> None:
     leaves, make = draw(), torch.Generator().manual_seed(3)
     scale = (torch.rand(BATCH, HEADS, T, generator=make) + 0.2).requires_grad_()
     number = (torch.rand(BATCH, HEADS, T, generator=make) + 0.3).requires_grad_()
-    named = None if name == "softmax" else NUMBERS.get(sentence(rule).rule)
+    named = None if name == "softmax" else NUMBERS.get(choices(rule).rule)
     numbers = [scale] if named is None else [scale, number]
     exact = wide([*leaves, *numbers])
     seen = seen_pairs(BATCH, HEADS, T, T, is_causal=True)
