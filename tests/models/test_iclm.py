@@ -56,7 +56,7 @@ def test_the_parity_report_says_what_can_be_equal():
     assert narrow[4] == "yes"
     assert not any("feed-forward of f" in name for size, name in cells if size == "large"), "no width is small enough"
     assert str(report).count("\n") == len(report.rows) + 3
-    assert str(parity_report()) in PAGE
+    assert " ".join(str(parity_report()).split()) in " ".join(PAGE.split())  # the page wraps its lines
     refuses("unknown size 'huge', expected one of 'small', 'medium', 'large'", parity_report, "huge")
 
 
