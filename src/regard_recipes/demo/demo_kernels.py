@@ -43,7 +43,8 @@ class KernelWeights:
 
 
 def kernel_weights(model: PreTrainedModel, name: str, tokens: Tensor, maps: AttentionMaps) -> KernelWeights | None:
-    """Weigh the keys of the head that looks furthest back by each of `SPECS`.
+    """Weigh the keys of one head by each of `SPECS`: the head in which most keys have weight under biweight, since
+    there kernels differ most.
 
     Args:
         model: trained with the spec `name`.
@@ -53,16 +54,18 @@ def kernel_weights(model: PreTrainedModel, name: str, tokens: Tensor, maps: Atte
     Returns:
         The weights, or None if the model has no queries and keys to read.
     """
-    layer, head = maps.farthest()
-    names = [f"layers.{layer}.self_attn.hook_{part}" for part in "qk"]
+    layers = range(model.config.num_hidden_layers)
+    names = [f"layers.{layer}.self_attn.hook_{part}" for layer in layers for part in "qk"]
     try:
         _, kept = run_with_cache(model, tokens.long()[None], names)
     except regard.checks.ArgumentError:
         return None
-    q, k = (kept[point][:, head : head + 1] for point in names)
+    q, k = (torch.cat([kept[point] for point in names[first::2]]) for first in (0, 1))  # [layers, H, T, D]
     weights = {}
     with torch.no_grad():
         for spec in SPECS:
             _, seen = regard.attention(q, k, k, spec, is_causal=True, impl="reference", return_diagnostics=True)
-            weights[spec] = seen.weights[0, 0, -1]
-    return KernelWeights(model=name, layer=layer, head=head, labels=maps.labels, weights=weights)
+            weights[spec] = seen.weights[:, :, -1]
+    layer, head = divmod(int((weights["biweight"] > 0).sum(-1).argmax()), q.shape[1])
+    chosen = {spec: each[layer, head] for spec, each in weights.items()}
+    return KernelWeights(model=name, layer=layer, head=head, labels=maps.labels, weights=chosen)

@@ -238,7 +238,8 @@ def page(result: Result, pictures: dict[str, bytes]) -> Page:
             f"zero: the prediction does not depend on it."
         )
         parts.append(Part(title="One text, one trained model, four kernels", text=text, picture=pictures["kernels.png"],
-                          caption="Weights of the characters for the query at the last one."))  # fmt: skip
+                          caption="Weights of the characters for the query at the last one, in the head where "
+                          "biweight gives weight to most of them."))  # fmt: skip
     text = (
         f"{len(result.outcomes)} small language models that differ in their attention only, trained on the same "
         f"windows of the same text from the same seed, beside a {result.baseline.name} model of that text."
