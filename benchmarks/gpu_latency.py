@@ -121,15 +121,8 @@ def page(rows: dict[str, list[Any]]) -> str:
         for name, (programs, registers, count, rounds, took) in rows.items()
     ]
     total = sum(row[-1] for row in rows.values()) + LAUNCH * len(rows)
-    head = [
-        "kernel",
-        "programs",
-        "registers",
-        "instructions of a warp",
-        "rounds of loads",
-        "us",
-        "us before, by a review",
-    ]
+    head = ["kernel", "programs", "registers", "instructions of a warp", "rounds of loads", "us"]
+    head += ["us before, by a review"]
     table = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1), *lines]
     return (
         "# Time of the fast-weight memory, by count\n\nWritten by `python benchmarks/gpu_latency.py --write`, which "

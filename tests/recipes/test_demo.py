@@ -210,7 +210,7 @@ def test_the_four_kernels_weigh_the_scores_of_the_trained_model(done: tuple[Demo
     text = "On day 3 the 3th fox ate 9"
     tokens = torch.tensor(tokenizer(text)["input_ids"])
     maps = attention_maps(model, tokens, list(text))
-    seen = demo_kernels.kernel_weights(model, "softmax", tokens, maps)
+    seen = demo_kernels.kernel_weights(model, "softmax", tokens, text)
     assert seen is not None
     assert list(seen.weights) == list(demo_kernels.SPECS)
     torch.testing.assert_close(seen.weights["softmax"], maps.weights[seen.layer, seen.head, -1])

@@ -5,6 +5,7 @@ Queries and keys are those of a head of the trained model. Only the spec that tu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,6 @@ from transformers import PreTrainedModel
 import regard
 from regard.inspect.figures import weights_on_text
 from regard.inspect.hooks import run_with_cache
-from regard.inspect.measures import AttentionMaps
 
 SPECS = ("softmax", "sparsemax", "biweight", "relumax")
 
@@ -42,14 +42,14 @@ class KernelWeights:
         return weights_on_text(self.weights, self.labels, title=title)
 
 
-def kernel_weights(model: PreTrainedModel, name: str, tokens: Tensor, maps: AttentionMaps) -> KernelWeights | None:
-    """Weigh the keys of one head by each of `SPECS`: the head in which most keys have weight under biweight, since
-    there kernels differ most.
+def kernel_weights(model: PreTrainedModel, name: str, tokens: Tensor, labels: Sequence[str]) -> KernelWeights | None:
+    """Weigh the keys of one head by each of `SPECS`: the head in which most keys have weight under biweight. Where one
+    key has all weight, no kernel differs from another.
 
     Args:
         model: trained with the spec `name`.
         tokens: int [T], of which the last is the query.
-        maps: weights of the model on these tokens.
+        labels: T tokens as text.
 
     Returns:
         The weights, or None if the model has no queries and keys to read.
@@ -68,4 +68,4 @@ def kernel_weights(model: PreTrainedModel, name: str, tokens: Tensor, maps: Atte
             weights[spec] = seen.weights[:, :, -1]
     layer, head = divmod(int((weights["biweight"] > 0).sum(-1).argmax()), q.shape[1])
     chosen = {spec: each[layer, head] for spec, each in weights.items()}
-    return KernelWeights(model=name, layer=layer, head=head, labels=maps.labels, weights=chosen)
+    return KernelWeights(model=name, layer=layer, head=head, labels=tuple(labels), weights=chosen)

@@ -119,7 +119,7 @@ def train_one(settings: TrainConfig, material: Material, call: str) -> Outcome:
     maps = kernels = None
     with suppress(ArgumentError):  # the model has no weights to show
         maps = attention_maps(model, material.excerpt_tokens, list(material.excerpt))
-        kernels = kernel_weights(model, name, material.excerpt_tokens, maps)
+        kernels = kernel_weights(model, name, material.excerpt_tokens, material.excerpt)
     half = CONTEXT // 2
     sampled = (
         f"Temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, from the held-out text. "
