@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from any_model import make, text
+from hostile import change_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_words import tokenizer
@@ -88,3 +89,18 @@ def test_a_damaged_file_is_one_error(saved: dict, tmp_path: Path) -> None:
         mutations(Path(file))[how](folder / file, random.Random(0))
         with pytest.raises(ArgumentError, match=rf"HybridForCausalLM.from_pretrained: cannot load {folder}: {what}"):
             language_models.get("transformer").model.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["load_model", "from_pretrained"])
+@pytest.mark.parametrize("field", ["mixers", "num_attention_heads"])
+def test_a_field_that_a_saved_configuration_lost_is_not_its_default(
+    saved: dict, tmp_path: Path, field: str, ours: bool
+) -> None:
+    for name, (source, _) in saved.items():
+        folder = tmp_path / name
+        shutil.copytree(source, folder)
+        change_json(folder / "config.json", lambda table: {key: table[key] for key in table if key != field})
+        load = (
+            (lambda path: load_model(path, call="test")[0]) if ours else language_models.get(name).model.from_pretrained
+        )
+        assert f"the saved configuration has no '{field}'" in str(read(load, folder))

@@ -98,12 +98,20 @@ class RegardConfig(PreTrainedConfig):
         """Read a configuration with transformers' `from_dict`.
 
         Raises:
-            ArgumentError: as in the class, or for a configuration of another model type.
+            ArgumentError: as in the class, or for a configuration of another model type, or for a saved one that lacks
+                a field of `RegardConfig`.
         """
         given = config_dict.get("model_type", cls.model_type)
         wrong = f"the configuration is of model type {given!r}, expected {cls.model_type!r}"
         auto = "transformers.AutoModelForCausalLM chooses the class by itself"
         require(given == cls.model_type, cls.__name__, f"{wrong}; {auto}.")
+        if "transformers_version" in config_dict:  # `save_pretrained` wrote it, with every field
+            base = {each.name for each in fields(PreTrainedConfig)}  # earlier versions leave out their own defaults
+            shared = own_fields(RegardConfig)  # fields of subclasses may be younger than the file
+            missing = [name for name in shared if name not in {*config_dict, *base}]
+            lost = f"the saved configuration has no {', '.join(map(repr, missing))}, which save_pretrained writes"
+            mend = "its default may be another model: give the field its value, or save the model again"
+            require(not missing, cls.__name__, f"{lost}; {mend}.")
         config_dict = {name: value for name, value in config_dict.items() if name != "auto_map"}  # we are its classes
         return_unused = kwargs.pop("return_unused_kwargs", False)  # then the caller checks unused keywords
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
