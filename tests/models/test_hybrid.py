@@ -153,7 +153,7 @@ def test_defaults_that_follow_from_others():
 def test_files_from_before_there_were_temperatures(tmp_path, former, now):
     HybridConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
-    for name in ("temperatures", "share_query_key", "exclude_self", "ridges", "qk_norm"):
+    for name in ("regard_version", "temperatures", "share_query_key", "exclude_self", "ridges", "qk_norm"):
         del fields[name]
     (tmp_path / "config.json").write_text(json.dumps({**fields, "learn_temperature": former}))
     config = HybridConfig.from_pretrained(tmp_path)

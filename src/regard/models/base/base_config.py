@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ... import Spec
+from ... import Spec, __version__
 from ...checks import ArgumentError, closest, flags, number, refuse, require, suggestion
 from ...grammar import as_spec
 from ...nn.arguments import positive_int
@@ -38,6 +38,8 @@ keywords to the configuration and to the model."""
 
 
 AUTO_MODULE = "regard_auto"
+_OF_THE_FILE = ("auto_map", "regard_version")
+"""Keys of a saved configuration that are no fields of the model."""
 _AUTO_TEXT = '"""Classes of regard, for transformers: pip install "regard[lm]"."""\n\n'
 
 
@@ -99,20 +101,21 @@ class RegardConfig(PreTrainedConfig):
 
         Raises:
             ArgumentError: as in the class, or for a configuration of another model type, or for a saved one that lacks
-                a field of `RegardConfig`.
+                a field: one of this version of regard any field, an earlier one a field of `RegardConfig`.
         """
         given = config_dict.get("model_type", cls.model_type)
         wrong = f"the configuration is of model type {given!r}, expected {cls.model_type!r}"
         auto = "transformers.AutoModelForCausalLM chooses the class by itself"
         require(given == cls.model_type, cls.__name__, f"{wrong}; {auto}.")
         if "transformers_version" in config_dict:  # `save_pretrained` wrote it, with every field
-            base = {each.name for each in fields(PreTrainedConfig)}  # earlier versions leave out their own defaults
-            shared = own_fields(RegardConfig)  # fields of subclasses may be younger than the file
-            missing = [name for name in shared if name not in {*config_dict, *base}]
+            base = {each.name for each in fields(PreTrainedConfig)}  # transformers leaves out its own defaults
+            same = config_dict.get("regard_version") == __version__  # fields of subclasses may be younger than the file
+            written = own_fields(cls if same else RegardConfig)
+            missing = [name for name in written if name not in {*config_dict, *base}]
             lost = f"the saved configuration has no {', '.join(map(repr, missing))}, which save_pretrained writes"
             mend = "its default may be another model: give the field its value, or save the model again"
             require(not missing, cls.__name__, f"{lost}; {mend}.")
-        config_dict = {name: value for name, value in config_dict.items() if name != "auto_map"}  # we are its classes
+        config_dict = {name: value for name, value in config_dict.items() if name not in _OF_THE_FILE}
         return_unused = kwargs.pop("return_unused_kwargs", False)  # then the caller checks unused keywords
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         config.normalise()
@@ -131,6 +134,7 @@ class RegardConfig(PreTrainedConfig):
         The file holds imports, and `auto_map` names its classes, so that `from_pretrained(folder,
         trust_remote_code=True)` of transformers' Auto classes works. regard itself never runs it.
         """
+        self.regard_version = __version__
         self.auto_map = {auto: f"{AUTO_MODULE}.{each.__name__}" for auto, each in self.auto_classes.items()}
         if self.auto_map:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
@@ -139,7 +143,8 @@ class RegardConfig(PreTrainedConfig):
         try:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         finally:
-            del self.auto_map  # of the file, not of the model
+            for name in _OF_THE_FILE:
+                delattr(self, name)
 
     @property
     def call(self) -> str:
