@@ -1,7 +1,7 @@
 """A page for each paper, from all stored results: its tables and figures with the verdicts on their claims.
 
 `regard reproduce --papers FOLDER` writes FOLDER/paper-NAME.md. A table or figure without a stored claim is shown as
-not run, with the command that runs it, or as missing.
+not run, or as not testable at this size where it needs a GPU, with the command that runs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from regard.checks import ArgumentError
 from regard.recipes import recipes
 
-from .claims import Claim
+from .claims import NOT_TESTABLE, Claim
 from .recipe import Recipe
 from .results import load
 
@@ -30,6 +30,7 @@ class Item:
         place: such as "figure 4a".
         what: what it shows or claims.
         recipe: that measures it; empty if there is none.
+        gpu: command that measures it where there is a GPU, if there is no recipe.
         where: parts of `Claim.where` that belong to it; empty for the place itself.
         wording: parts of `Claim.wording` of which one must occur; empty for all.
     """
@@ -39,6 +40,13 @@ class Item:
     recipe: str = ""
     where: tuple[str, ...] = ()
     wording: tuple[str, ...] = ()
+    gpu: str = ""
+
+    def unmeasured(self) -> tuple[str, str]:
+        """Return the verdict and the command where no claim is stored."""
+        if self.gpu:
+            return NOT_TESTABLE, f"on a GPU: `{self.gpu}`"
+        return "not run", f"`regard reproduce {self.recipe}`"
 
     def holds(self, name: str, claim: Claim) -> bool:
         """Return whether a claim of a recipe belongs here."""
@@ -68,7 +76,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item("figure 5", "state tracking", "state-tracking"),
         Item("table 1, appendix E", "windows and diagonal blocks", "lla-variants", ("section 4", "appendix E")),
         Item("table 2", "precision of the solver in bfloat16", "lla-numerics", ("ridge", "float32", "all data")),
-        Item("figures 1 and 7", "memory and latency of prefill: needs a GPU, see gpu.md"),
+        Item("figures 1 and 7", "memory and latency of prefill", gpu="python benchmarks/gpu.py --write"),
         Item("figure 8, appendix F.3", "language-model pretraining", "lla-pretraining", ("F.3",)),
     ),
     "Fast-weight Product Key Memory": (
@@ -125,13 +133,13 @@ def page(paper: str, found: Sequence[tuple[str, Recipe, str, Sequence[Claim]]]) 
         shown += ours
         rows += [row(item.place, command, claim) for _, command, claim in ours]
         if not ours:
-            verdict, command = ("not run", f"`regard reproduce {item.recipe}`") if item.recipe else ("missing", "")
+            verdict, command = item.unmeasured()
             rows.append((item.place, item.what, verdict, "", command))
     others = (each for each in claims if paper_of(each[2]) == paper and each not in shown)
     rows += [row(claim.where, command, claim) for _, command, claim in others]
     counts = Counter(each[2] for each in rows)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    note = "Verdicts are computed from 95 % intervals. Not run and missing rows have no stored result."
+    note = "Verdicts are computed from 95 % intervals. Rows that are not run have no stored result."
     table = Table(("place", "claim", "verdict", "measured", "command"), tuple(rows), note)
     intro = "What we measured of the paper's tables and figures. Written by `regard reproduce --papers docs/results`."
     return f"# {paper}\n\n{intro}\n\n{len(rows)} rows: {summary}.\n\n{table.markdown()}"
