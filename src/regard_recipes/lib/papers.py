@@ -18,6 +18,10 @@ from .claims import NOT_TESTABLE, Claim
 from .recipe import Recipe
 from .results import load
 
+NOTE = (
+    "Verdicts are computed from 95 % intervals. Rows that are not run have no stored result. What the full sizes need: "
+    "[run a recipe at full size on a GPU](../cookbook/full-size-on-a-gpu.md#what-the-full-sizes-need)."
+)
 NAMES = {"FwPKM": "Fast-weight Product Key Memory"}
 """Short names in claims."""
 
@@ -139,8 +143,7 @@ def page(paper: str, found: Sequence[tuple[str, Recipe, str, Sequence[Claim]]]) 
     rows += [row(claim.where, command, claim) for _, command, claim in others]
     counts = Counter(each[2] for each in rows)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    note = "Verdicts are computed from 95 % intervals. Rows that are not run have no stored result."
-    table = Table(("place", "claim", "verdict", "measured", "command"), tuple(rows), note)
+    table = Table(("place", "claim", "verdict", "measured", "command"), tuple(rows), NOTE)
     intro = "What we measured of the paper's tables and figures. Written by `regard reproduce --papers docs/results`."
     return f"# {paper}\n\n{intro}\n\n{len(rows)} rows: {summary}.\n\n{table.markdown()}"
 

@@ -31,6 +31,8 @@ def reproduce(argv: list[str]) -> int:
         raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(sorted(recipes.names()))}.")
     name, rest = argv[0], argv[1:]
     recipe = recipes.get(name)
+    if rest[:1] == ["--estimate"]:
+        return _estimate(recipe, rest[1:])
     return _rebuild(recipe, rest[1:]) if rest[:1] == ["--rebuild"] else _run(recipe, rest)
 
 
@@ -44,6 +46,15 @@ def _run(kind: type[Recipe], argv: list[str]) -> int:
     _show(screen, made, results)
     out = made.config.out or Path(f"{kind.name}-out")
     screen.print(f"{time.perf_counter() - start:.0f} s in all. Look inside: {out}", highlight=False)
+    return 0
+
+
+def _estimate(kind: type[Recipe], argv: list[str]) -> int:
+    """Print how large a run would be."""
+    from .estimate import estimate
+
+    table = estimate(kind(options(kind, argv)))
+    consoles()[1].print(table.rich(f"{CALL} {kind.name}"))
     return 0
 
 
@@ -95,7 +106,10 @@ def sizes_text(kind: type[Recipe]) -> str:
         f"--size {size} sets {', '.join(f'{name} {value}' for name, value in values.items())}."
         for size, values in kind.sizes.items()
     ]
-    return " ".join([*parts, "--rebuild FOLDER, alone, writes the page of stored results again without measuring."])
+    return " ".join([
+        *parts, "--rebuild FOLDER, alone, writes the page of stored results again without measuring.",
+        "--estimate, given first, prints parameters, operations and memory of a run instead of running.",
+    ])  # fmt: skip
 
 
 def _rebuild(kind: type[Recipe], argv: list[str]) -> int:

@@ -90,6 +90,18 @@ class TaskRecipe(TrainedRecipe):
         entry = language_models.get(kind)
         return entry.model(entry.config(**fields))
 
+    def untrained(self, cell: Cell) -> tuple[Any, int]:
+        import torch
+
+        own, task = self.config, self.training_tasks()[cell["task"]]
+        with torch.device("cpu"):
+            length = self.example_length(task)
+        return self.make_model(cell["model"], task), own.steps * own.batch * length
+
+    def example_length(self, task: Any) -> int:
+        """Return the number of tokens of a training example, the first one."""
+        return len(task.examples(0, [0])[0].tokens)
+
     def shared(self) -> Mapping[str, Any]:
         """Return the fields of the configuration that all models have beside the width."""
         return {"num_hidden_layers": self.config.layers, "num_attention_heads": self.config.heads}

@@ -25,6 +25,9 @@ from .trained import TrainedConfig, TrainedRecipe
 if TYPE_CHECKING:
     from .language_text import LanguageText
 
+VOCABULARIES = {"char": 100, "byte": 258, "bpe": 32_000, "gpt2": 50_257}
+"""Tokens of a tokenizer, at most or about (char), where the text has not been read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecipeConfig(TrainedConfig, TextConfig):
@@ -86,6 +89,13 @@ class TextRecipe(TrainedRecipe):
         config, budget = self.model_config(cell, self.vocabulary), self.budget(cell["rate"])
         call = ", ".join(f"{name} {value}" for name, value in cell.items())
         return train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measured)
+
+    def untrained(self, cell: Cell) -> tuple[Any, int]:
+        from regard.models.base.catalogue import model_of
+
+        own = self.config
+        config = self.model_config(cell, VOCABULARIES[own.tokenizer])
+        return model_of(config)(config), own.steps * own.batch * own.context
 
     def measured(self, model: Any) -> dict[str, Any]:
         """Return columns of the row "run" of a trained model, and further rows as "rows"."""

@@ -3,6 +3,7 @@ at the rate that is best for it on validation data."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -55,6 +56,10 @@ class TrainedRecipe(Recipe):
 
     def cells(self) -> Sequence[Cell]:
         return [{"model": model, "rate": rate} for model in self.models for rate in self.config.rates]
+
+    @abstractmethod
+    def untrained(self, cell: Cell) -> tuple[Any, int]:
+        """Return the model of a cell before its training, and the most tokens that it is trained on."""
 
     def merit(self, runs: Frame) -> Frame:
         """Return the column of runs by which rates are chosen, the larger the better."""

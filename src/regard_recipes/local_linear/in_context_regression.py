@@ -106,6 +106,9 @@ class InContextRegressionRecipe(TaskRecipe):
     def make_model(self, name: str, task: InContextRegression) -> Regressor:  # type: ignore[override]
         return Regressor(name, task.dim, self.config.width, task.queries)
 
+    def example_length(self, task: InContextRegression) -> int:
+        return int(task.examples(0, [0]).inputs.shape[-2])
+
     def prepare(self) -> Mapping[str, Any]:
         facts: dict[str, dict[str, float]] = {}
         for name, noisy in self.training_tasks().items():
