@@ -281,7 +281,7 @@ def local_linear(draw: Draw) -> Call:
         "max_iter": Whole(low=0, high=2**31, none=True) if cg else Refused(none=True),
         "tol": Tolerance(low=0.0, high=1.0, none=True) if cg else Refused(none=True),
         "probe": Refused(none=True),
-        "spec": SpecValue(also=("linear", "geometric*fixed*cosine*unnormalised", "rbf")),
+        "spec": SpecValue(also=("linear", "geometric*fixed*cosine*unnormalised"), fine=("rbf",)),
     }
     call = Call("local_linear_attention", regard.local_linear_attention, given, kinds)
     if solver != "block-diagonal" and given["max_iter"] is None:

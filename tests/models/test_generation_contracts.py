@@ -58,6 +58,19 @@ def test_generated_batch_equals_its_rows(case):
 
 @torch.no_grad()
 @every_model
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_follows_padding_on_the_right_sees_the_prompt(name, cached):
+    model, (tokens, mask) = make(name), prompts()
+    tokens, mask = tokens.flip(1), mask.flip(1)
+    found = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False, use_cache=cached)
+    for _ in range(5):
+        new = model(tokens, attention_mask=mask, use_cache=False).logits[:, -1:].argmax(-1)
+        tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    assert torch.equal(found, tokens)
+
+
+@torch.no_grad()
+@every_model
 @pytest.mark.parametrize("mixers", ["softmax", "shift-cosine"])
 def test_what_generate_tells(name, mixers):
     model, tokens = make(name, mixers), text(2, 5)

@@ -100,7 +100,12 @@ def token_positions(
         return position_ids
     if mask is None:
         return (torch.arange(tokens, device=hidden.device) + past)[None]
-    return columns((mask.cumsum(-1) - 1).clamp_min(0), past, tokens)
+    return columns(counted(mask), past, tokens)
+
+
+def counted(mask: Tensor) -> Tensor:
+    """Return the number of real tokens before each, [B, N], for booleans [B, N]; that of a token before for padding."""
+    return (mask.cumsum(-1) - 1).clamp_min(0)
 
 
 def not_predicted(attention_mask: Tensor | None, documents: Documents | None, last: int) -> Tensor | None:

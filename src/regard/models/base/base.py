@@ -28,6 +28,7 @@ from .arguments import (
     CACHE_NAMES,
     IGNORED,
     columns,
+    counted,
     key_mask,
     not_predicted,
     one_cache,
@@ -323,6 +324,14 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         else:
             model_kwargs[CACHE] = own
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        """Return the model's own positions, from which `generate` counts on. transformers gives padding the position 0:
+        what is written after padding on the right would begin a document of its own."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is None:
+            return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        return counted(mask != 0)
 
     @staticmethod
     def create_masks_for_generate(
