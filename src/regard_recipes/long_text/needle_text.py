@@ -1,9 +1,10 @@
 """Text with needles for small models: whole words of real text; a key and every two digits are one token.
 
 Small models do not learn in minutes to copy six digits from bytes. So the commonest words are tokens (the rest share
-one), and a needle is "number K3f 42 .". An example to learn from is a haystack and then, in another order, its needles
-again: only their numbers are asked. One token in sixteen is an answer; with a loss on all tokens small models do not
-find them in minutes among text and unpredictable numbers.
+one), and a needle is "number K3f 42 .". An example to learn from is a haystack and then needles of it again, drawn
+with replacement: only their numbers are asked. If each were asked once, a model could answer without the keys, by
+leaving out numbers that were asked before. One token in sixteen is an answer; with a loss on all tokens small models do
+not find them in minutes among text and unpredictable numbers.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class NeedleText(TokenTask):
         task = self.haystacks(self.length - needles * (3 + answer), needles, split)
         found = task.example(random.randrange(2**32), 0)
         tokens, labels = list(found.haystack), dict[int, int]()
-        for key, value in random.sample(list(found.numbers.items()), needles):
+        for key, value in random.choices(list(found.numbers.items()), k=needles):
             tokens += self.encode(task.sentence(key, value))
             asked = range(len(tokens) - 1 - answer, len(tokens) - 1)
             labels |= {place: tokens[place] for place in asked}
