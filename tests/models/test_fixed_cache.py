@@ -6,7 +6,7 @@ from any_model import in_chunks, make, padded, text
 from mistakes import refuses
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 
 from regard.checks import ArgumentError
 from regard.models import RegardCacheLayer
@@ -127,6 +127,15 @@ def test_more_tokens_than_places():
     model(tokens, past_key_values=cache)
     refuses("the cache has places for 8 tokens, and this call makes it 12", model, tokens, past_key_values=cache)
     model(tokens[:, :2], past_key_values=cache)  # the refused call left the cache alone
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_fewer_places_than_the_window(window):
+    layer, x = Attention(32, 4, layer_idx=0, window=window), torch.randn(1, 6, 32)
+    cache = Cache(layers=[StaticSlidingWindowLayer(max_cache_len=16, sliding_window=4)])
+    layer(x[:, :4], past_key_values=cache)
+    with pytest.raises(ArgumentError, match="the cache has places for 4 tokens, and this call makes it 5"):
+        layer(x[:, 4:5], past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["memory-mosaic", "iclm"])

@@ -91,6 +91,17 @@ def test_a_window_that_leaves_out_the_token_itself(mixers):
         refuses("the cache gave 4 tokens of the 5 that window=4 needs", in_chunks, model, tokens, 1, mask, short)
 
 
+def test_a_layer_without_a_window_refuses_a_cache_that_drops_tokens():
+    mixers = ["softmax", "interpolated"]  # only the first has the window, and the configuration's cache cuts both
+    model, tokens = made(mixers, window=4), padded()[0]
+    cache = DynamicCache(config=model.config)
+    refuses("the cache gave 4 tokens of the 5 that no window needs", in_chunks, model, tokens, 1, None, cache)
+    layer, x = Attention(32, 4, layer_idx=0), torch.randn(1, 6, 32)
+    cache = Cache(layers=[DynamicSlidingWindowLayer(4)])
+    layer(x[:, :4], past_key_values=cache)
+    refuses("the cache gave 5 tokens of the 6 that no window needs", layer, x[:, 4:], past_key_values=cache)
+
+
 def test_which_layer_keeps_what():
     kinds = lambda cache: [type(layer) for layer in cache.layers]  # noqa: E731
     for mixer in LINEAR:

@@ -43,10 +43,12 @@ def visible_places(
 
     `mask` is boolean [B, N] or [B, 1 or H, T, N], True where a key may be attended, or None; further columns are those
     of places that are not filled yet. More tokens than places (checked on a CPU, where it costs no waiting) are an
-    ArgumentError.
+    ArgumentError, unless the places are those of the window.
     """
     past = layer.get_seq_length()
-    if not layer.is_sliding and not torch.compiler.is_compiling() and device.type == "cpu":
+    reach = None if order.window is None else order.window + order.exclude_self
+    slides = layer.is_sliding and reach is not None and reach <= layer.max_cache_len
+    if not slides and not torch.compiler.is_compiling() and device.type == "cpu":
         total = int(past) + tokens
         if total > layer.max_cache_len:
             full = f"the cache has places for {layer.max_cache_len} tokens, and this call makes it {total}"

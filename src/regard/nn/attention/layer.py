@@ -216,7 +216,7 @@ class Attention(nn.Module):
                     tokens = query.shape[2]
                     attention_mask = visible_places(CALL, fixed, attention_mask, tokens, seen, key.device)
                     seen = Seen()
-                key, value = self._append(past_key_values, key, value, seen.window)
+                key, value = self._append(past_key_values, key, value, seen)
             seen = Seen(*seen[:3], self._mask(attention_mask, query, key), segment_ids)
             local = self._local_params(hidden_states, position_embeddings)
             out, weights = self._attend(query, key, value, seen, output_attentions, local)
@@ -292,16 +292,18 @@ class Attention(nn.Module):
             raise ArgumentError(f"{CALL}: weights of earlier tokens were asked for, but {why}.")
         return self._attend(query, key, value, seen, output_attentions, {})
 
-    def _append(self, cache: Any, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    def _append(self, cache: Any, key: Tensor, value: Tensor, order: Seen) -> tuple[Tensor, Tensor]:
         """Append to the cache; return all keys and values that it holds, [B, Hkv, Tk, D]."""
         assert self.layer_idx is not None  # checked by _sums
         tokens = key.shape[2]
         key, value = cache.update(key, value, self.layer_idx)
-        if window is not None:
-            needed = min(cache.get_seq_length(self.layer_idx), window + self.exclude_self + tokens - 1)
-            if key.shape[2] < needed:
+        if order.is_causal:  # `visible_places` has checked a cache of fixed length
+            needed, why, mend = cache.get_seq_length(self.layer_idx), "no window", "use a cache that keeps all of them"
+            if order.window is not None:
+                needed, why = min(needed, order.window + order.exclude_self + tokens - 1), f"window={order.window}"
                 mend = "let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)"
-                given = f"the cache gave {key.shape[2]} tokens of the {needed} that window={window} needs"
+            if key.shape[2] < needed:
+                given = f"the cache gave {key.shape[2]} tokens of the {needed} that {why} needs"
                 raise ArgumentError(f"{CALL}: {given}; {mend}.")
         return key, value
 
