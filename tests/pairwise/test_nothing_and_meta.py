@@ -133,3 +133,12 @@ def test_an_empty_batch_with_a_mask_segments_and_a_state(name: str) -> None:
     state = call(x)[1]
     for how in ({"mask": mask}, {"segment_ids": ids}, {"mask": mask, "segment_ids": ids}, {"state": state}):
         assert call(x, **how)[0].shape[:2] == (0, 5)
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "elu", "shift-cosine", "local-linear"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_without_heads_is_empty(spec: str, causal: bool) -> None:
+    q = torch.ones(2, 0, 3, 4, requires_grad=True)
+    out = regard.attention(q, q, q, spec, is_causal=causal)
+    assert out.shape == (2, 0, 3, 4)
+    out.sum().backward()

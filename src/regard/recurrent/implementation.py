@@ -26,6 +26,8 @@ class Linear:
     def supports(self, problem: Problem) -> str | None:
         if not finite_features(problem.spec):
             return "needs finite features: the linear kernel with the fixed rule, at degree 0"
+        if not problem.heads:
+            return "needs a head"
         if problem.transformed:
             return "has first derivatives in reverse mode only, without torch.func transforms"
         if problem.diagnostics:
