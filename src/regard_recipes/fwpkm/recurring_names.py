@@ -127,9 +127,6 @@ class RecurringNamesRecipe(TaskRecipe):
             made["Gates"] = pivot(gates, ["model"], {"": interval("gate")}, "place", note=note)
         return made
 
-    def figures(self, results: Results) -> dict[str, bytes]:
-        return {"curves": self.curves(results)}
-
 
 def gate_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each of `PLACES`: the mean gate at the tokens from which it is predicted, over some documents."""

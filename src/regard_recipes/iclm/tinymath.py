@@ -17,6 +17,7 @@ from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.trained import SIZES, SizesConfig
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 SEEN, HELD_OUT = "new stories", "new operands"
@@ -31,19 +32,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyMathConfig(TaskRecipeConfig):
+class TinyMathConfig(TaskRecipeConfig, SizesConfig):
     """Train ICLM and Transformer on word problems, with and without feed-forward layers."""
 
     setting: str = "small"  # Setting of the task: 'quick' (numbers up to 20), 'small' (up to 81) or 'paper'.
-    width: int = 64  # Channels.
-    layers: int = 4  # Layers; of ICLM, half as many pairs of blocks.
-    heads: int = 4  # Heads.
+    layers: int = 4
+    """Layers; of ICLM, half as many pairs of blocks."""
     batch: int = 32
-    """Examples of a step."""
     steps: int = 1200
-    """Optimiser steps of each model."""
     stop_at: float = 1.1
-    """Validation score that ends training; by default none does."""
 
 
 @recipe("tinymath")
@@ -53,8 +50,7 @@ class TinyMathRecipe(TaskRecipe):
     Config = TinyMathConfig
     known = MODELS
     metric = ANSWER
-    limits: ClassVar = {**TaskRecipe.limits, "width": (8, 8192), "layers": (2, 256),
-                        "heads": (1, 256)}  # fmt: skip
+    limits: ClassVar = {**TaskRecipe.limits, **SIZES, "layers": (2, 256)}
     sizes: ClassVar = {
         "quick": {"setting": "quick", "seeds": 2, "steps": 40, "rates": (3e-3,), "examples": 32, "width": 32,
                   "models": (TRANSFORMER, ICLM)},

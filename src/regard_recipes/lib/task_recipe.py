@@ -30,7 +30,7 @@ class TaskRecipeConfig(TrainedConfig):
     batch: int = 64
     """Examples of a step."""
     stop_at: float = 0.995
-    """Validation score that ends training."""
+    """Validation score that ends training; above 1 for never."""
     examples: int = 512
     """Examples of the test split that each score is taken from."""
 

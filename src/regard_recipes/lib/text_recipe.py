@@ -20,7 +20,7 @@ from regard.checks import ArgumentError
 from .display import Show, interval, lines, median, pivot
 from .language_training import Budget, Corpus, TextConfig, train_language_model
 from .recipe import Cell, Frame, Results
-from .trained import TrainedConfig, TrainedRecipe
+from .trained import SIZES, SizesConfig, TrainedConfig, TrainedRecipe
 
 if TYPE_CHECKING:
     from .language_text import LanguageText
@@ -30,21 +30,14 @@ VOCABULARIES = {"char": 100, "byte": 258, "bpe": 32_000, "gpt2": 50_257}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRecipeConfig(TrainedConfig, TextConfig):
+class TextRecipeConfig(TrainedConfig, TextConfig, SizesConfig):
     """Train language models on a text, and compare them."""
-
-    width: int = 64
-    """Channels."""
-    layers: int = 2
-    """Layers."""
-    heads: int = 4
-    """Heads."""
 
 
 class TextRecipe(TrainedRecipe):
     """A recipe of language models trained on one text."""
 
-    limits: ClassVar = {**TrainedRecipe.limits, "width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
+    limits: ClassVar = {**TrainedRecipe.limits, **SIZES}
 
     @abstractmethod
     def model_config(self, cell: Cell, vocabulary: int) -> Any:

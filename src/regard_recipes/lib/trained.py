@@ -26,6 +26,21 @@ class TrainedConfig(RecipeConfig):
     """Learning rates, of which each model takes the one that is best on validation data, by the mean over seeds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SizesConfig:
+    """Options of recipes whose models have one width, and layers and heads of one kind; `SIZES` are their limits."""
+
+    width: int = 64
+    """Channels."""
+    layers: int = 2
+    """Layers."""
+    heads: int = 4
+    """Heads."""
+
+
+SIZES = {"width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
+
+
 class TrainedRecipe(Recipe):
     """A recipe of trained models. Its rows of kind "run" have the end of each training.
 

@@ -17,6 +17,7 @@ from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.trained import SIZES, SizesConfig
 from .length_generalization import LOG
 from .length_generalization import MODELS as OTHERS
 
@@ -31,17 +32,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageConfig(TaskRecipeConfig):
+class LanguageConfig(TaskRecipeConfig, SizesConfig):
     """Train Memory Mosaics on strings of automata, and score them on new automata."""
 
     automata: tuple[int, ...] = (1000, 0)  # Different automata in training; 0 for a new one in every example.
     setting: str = "quick"  # Sizes of automata and strings: 'quick' or 'paper'.
-    width: int = 64  # Channels.
-    layers: int = 2  # Blocks.
-    heads: int = 2  # Heads.
+    heads: int = 2
     batch: int = 32
     stop_at: float = 1.1
-    """Validation score that ends training; above 1 for never."""
 
 
 @recipe("in-context-language")
@@ -52,8 +50,7 @@ class InContextLanguage(TaskRecipe):
     known = MODELS
     metric = VALID
     learned = 0.75
-    limits: ClassVar = {**TaskRecipe.limits, "automata": (0, 2**40), "width": (8, 8192), "layers": (1, 256),
-                        "heads": (1, 256)}  # fmt: skip
+    limits: ClassVar = {**TaskRecipe.limits, **SIZES, "automata": (0, 2**40)}
     sizes: ClassVar = {
         "quick": {"seeds": 2, "automata": (0,), "steps": 60, "rates": (3e-3,), "examples": 32,
                   "models": (SOFTMAX, "biweight"), "width": 32},
@@ -82,6 +79,3 @@ class InContextLanguage(TaskRecipe):
         rows, index = self.chosen(results), {"task": "automata", "model": "model"}
         scores = pivot(rows, index, {"": interval("score")}, "metric", note=note)
         return {"Scores on new automata": scores, "Training": self.training_table(results)}
-
-    def figures(self, results: Results) -> dict[str, bytes]:
-        return {"curves": self.curves(results)}

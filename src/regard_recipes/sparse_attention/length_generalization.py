@@ -17,6 +17,7 @@ from ..lib.claims import Claim
 from ..lib.display import interval, lines, panels, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.trained import SIZES, SizesConfig
 
 PAPER, SOFTMAX = "Sparse attention", "softmax"
 LOG = "Transformer, softmax with learned scale × log n"
@@ -32,16 +33,13 @@ SOME = 0.1  # share of exact answers from which on a length can show a differenc
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthConfig(TaskRecipeConfig):
+class LengthConfig(TaskRecipeConfig, SizesConfig):
     """Train Memory Mosaics on short sequences, and test them on longer ones."""
 
     seeds: int = 5
     tasks: tuple[str, ...] = ("mqmtar", "sort")  # Of mqmtar, reverse and sort.
     setting: str = "quick"  # Setting of the tasks: 'quick' or 'paper'.
     factors: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # Test lengths, in multiples of the longest in training.
-    width: int = 64  # Channels.
-    layers: int = 2  # Blocks.
-    heads: int = 4  # Heads.
     steps: int = 3000
     examples: int = 128
     """Examples of the test split at each length."""
@@ -55,7 +53,7 @@ class LengthGeneralization(TaskRecipe):
     known = MODELS
     metric = "exact"
     choices: ClassVar = {"tasks": ("mqmtar", "reverse", "sort")}
-    limits: ClassVar = {**TaskRecipe.limits, "factors": (1, 1024), "width": (8, 8192), "layers": (1, 256)}
+    limits: ClassVar = {**TaskRecipe.limits, **SIZES, "factors": (1, 1024)}
     sizes: ClassVar = {
         "quick": {"seeds": 2, "tasks": ("sort",), "factors": (1, 2), "steps": 60, "rates": (3e-3,), "examples": 32,
                   "models": (SOFTMAX, "biweight"), "width": 32},
