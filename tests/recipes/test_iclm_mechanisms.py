@@ -199,11 +199,11 @@ def test_a_training_that_diverged_is_named():
 def test_induction_heads_form_in_f():
     """A pair of layers, 150 steps on repeated blocks; the score is made here from the weights: in f's pattern row i - 1
     predicts token i, and column i - 16 carries token i - 16."""
-    from regard_recipes.iclm.iclm_mechanisms import BLOCKS
-    from regard_recipes.lib.language_training import Corpus, train_language_model
+    from regard_recipes.lib.language_training import train_language_model
 
     own = Mechanisms(Mechanisms.configure("quick", block_steps=150))
-    corpus = Corpus(*(measure.block_stream(64, 8, 24, n, seed) for n, seed in ((400_000, 0), (8192, 1))))
+    corpus = measure.block_corpus(0)
+    assert (len(corpus.train_tokens), len(corpus.held_out_tokens)) == (400_000, 8192)
     generator = torch.Generator().manual_seed(9)
     block = torch.stack([torch.randperm(64, generator=generator)[:16] for _ in range(8)])
     texts, kept = block.repeat(1, 3), {}
@@ -212,11 +212,10 @@ def test_induction_heads_form_in_f():
         f = model(texts, output_attentions=True).attentions[-1]
         return max(f[:, head, range(16, 48), range(1, 33)].mean().item() for head in range(f.shape[1]))
 
-    look = {name: BLOCKS[name] for name in ("vocabulary", "period", "length", "texts")}
     run, *rows = train_language_model(
         own.model({"task": "blocks", "model": "iclm"}, 64), corpus, own.budget("blocks"), 0, name="blocks",
         prepare=lambda model: kept.update(before=best(model.eval())) or model.train(),
-        measure=lambda model: {"best": best(model), **measure.measure_blocks(model, **look, seed=0)},
+        measure=lambda model: {"best": best(model), **measure.measure_blocks(model, seed=0)},
     )  # fmt: skip
     assert kept["before"] < 0.1
     assert run["best"] > 0.8

@@ -65,7 +65,7 @@ def test_the_size_of_the_paper() -> None:
 
 
 def test_a_bandwidth_that_is_too_narrow_is_seen_in_empty_rows() -> None:
-    windows = torch.randint(20, (3, 14), generator=torch.Generator().manual_seed(0)).tolist()
+    windows = torch.randint(20, (3, 14), generator=torch.Generator().manual_seed(0))
     wide = recipe.inside(model(cell("normrelu")), windows)
     narrow = model(cell("normrelu"))
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_a_bandwidth_that_is_too_narrow_is_seen_in_empty_rows() -> None:
 
 def test_what_is_counted_inside() -> None:
     """Softmax weighs every pair; the fast program sees one less and leaves the second row empty."""
-    windows = torch.randint(20, (2, 10), generator=torch.Generator().manual_seed(0)).tolist()
+    windows = torch.randint(20, (2, 10), generator=torch.Generator().manual_seed(0))
     whole = recipe.inside(model(cell("softmax", 2)), windows)
     assert whole["support"] == pytest.approx(np.arange(1, 10).mean())
     assert whole["empty"] == 0

@@ -27,6 +27,7 @@ from regard.inspect.tables import Table
 from regard.training import TrainingStopped
 
 from ..lib import results
+from ..lib.display import MISSING
 from .demo_kernels import KernelWeights
 from .demo_recall import Recall, recall_curves, recall_table
 
@@ -34,7 +35,6 @@ MADE_BY = "regard demo"
 MARKER, TEXT, RUNS, FIGURES = "results.json", "text.txt", "runs", "figures"
 PAGE, TABLE = "report.html", "table.md"
 FREE = 64 * 2**20  # bytes that the disk must have free; a demo of four models takes less than half of it
-NONE = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,13 +189,13 @@ def table(result: Result) -> Table:
     shown = lambda of, more: (  # noqa: E731
         f"{of.bits_per_char:.3f}", more, f"{of.train_seconds:.1f} s", f"{of.tokens_per_second:,.0f}"
     )  # fmt: skip
-    rows: list[tuple[str, ...]] = [(base.name, *shown(base, NONE), NONE, NONE)]
+    rows: list[tuple[str, ...]] = [(base.name, *shown(base, MISSING), MISSING, MISSING)]
     for outcome in result.outcomes:
         model = outcome.trained
         if model is None:
-            rows.append((outcome.name, "stopped", *[NONE] * 5))
+            rows.append((outcome.name, "stopped", *[MISSING] * 5))
             continue
-        support = NONE if model.support is None else f"{model.support:.1f}"
+        support = MISSING if model.support is None else f"{model.support:.1f}"
         above = f"{model.bits_per_char - base.bits_per_char:+.3f}"
         rows.append((outcome.name, *shown(model, above), f"{model.parameters:,}", support))
     header = ("model", "bits/char", f"vs {base.name}", "training", "tokens/s", "parameters", "support")

@@ -19,16 +19,7 @@ from ..lib.recipe import Frame, Results, recipe, select
 from ..long_text.names_reading import read_names
 from ._fwpkm_looks import WRITERS, case_of, gate_rows, look_at_slots
 from .memory_layouts import PAPER, Places, Row
-from .memory_recipe import (
-    NAMES,
-    NAMES_LIMITS,
-    NEEDLE_LIMITS,
-    NEEDLES,
-    PAPER_SIZE,
-    QUICK,
-    MemoryRecipe,
-    NamesAndNeedlesConfig,
-)  # fmt: skip
+from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesConfig, NamesAndNeedlesRecipe
 
 if TYPE_CHECKING:
     from regard.inspect.gates import GateTrace
@@ -48,37 +39,30 @@ class FwPKMCaseStudiesConfig(NamesAndNeedlesConfig):
     seeds: int = 5
     """Models that are trained; the first one's case is drawn."""
     layers: int = 4
-    batch: int = 16
     steps: int = 80
-    stop_at: float = 2.0
-    rates: tuple[float, ...] = (4e-3,)
     digits: int = 4
     examples: int = 64
     """Haystacks with a question; the first that is answered correctly is drawn."""
-    haystack: int = 192  # Tokens of a haystack.
+    haystack: int = 192
+    documents: int = 16
     gate_chunk: int = 4
     """Tokens between two writes where gates are looked at; the paper takes a sixteenth of the training's."""
-    documents: int = 16  # Documents of held-out text whose gates are counted.
-    gate_tokens: int = 480  # Tokens of each.
+    gate_tokens: int = 480  # Tokens of each document.
     drawn: int = 240  # Tokens of the first document that are drawn.
 
 
 @recipe("fwpkm-case-studies")
-class FwPKMCaseStudies(MemoryRecipe):
+class FwPKMCaseStudies(NamesAndNeedlesRecipe):
     """Slots that answer a needle's question with their hits, and gates over a text: the two case studies of FwPKM."""
 
     Config = FwPKMCaseStudiesConfig
     known: ClassVar = {ROW.name: {"row": ROW}}
     sizes: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "haystack": 80, "gate_tokens": 120, "documents": 4, "drawn": 60},
-        "paper": {**PAPER_SIZE, "rule": "normalized", "address_weight": 10.0, "seeds": 3, "people": 24,
-                  "words": 30_000, "digits": 6, "key_digits": 2, "most": 16, "haystack": 4000, "gate_chunk": 32,
-                  "gate_tokens": 10_000, "examples": 100, "drawn": 600},
-    }  # fmt: skip
-    limits: ClassVar = {
-        **MemoryRecipe.limits, **NAMES_LIMITS, **NEEDLE_LIMITS, "gate_chunk": (2, math.inf), "documents": (1, math.inf),
-        "gate_tokens": (2, math.inf), "drawn": (1, math.inf),
-    }  # fmt: skip
+        "paper": {**PAPER_BOTH, "seeds": 3, "gate_chunk": 32, "gate_tokens": 10_000, "examples": 100, "drawn": 600},
+    }
+    limits: ClassVar = {**NamesAndNeedlesRecipe.limits, "gate_chunk": (2, math.inf), "gate_tokens": (2, math.inf),
+                        "drawn": (1, math.inf)}  # fmt: skip
 
     def places(self) -> Places:
         """Fast memories low and high, a slow one between them."""

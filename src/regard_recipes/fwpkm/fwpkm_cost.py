@@ -25,6 +25,7 @@ from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
 from .memory_layouts import (
     LAYOUTS,
     MEMORIES,
+    MEMORY_LIMITS,
     PAPER_MODEL,
     PAPER_VOCABULARY,
     PKM_HEADS,
@@ -82,7 +83,7 @@ class FwpkmCost(Recipe):
         "quick": {"width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "steps": 3},
         "paper": {**PAPER_MODEL, "dtype": "bfloat16", "batch": 8, "steps": 20},
     }  # fmt: skip
-
+    limits: ClassVar = MEMORY_LIMITS
     choices: ClassVar = {"layouts": LAYOUTS, "memories": MEMORIES}
 
     def check(self) -> None:

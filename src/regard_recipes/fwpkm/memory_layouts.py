@@ -54,6 +54,12 @@ class MemoryConfig:
     """Channels of a memory's keys and values."""
 
 
+MEMORY_LIMITS = {
+    **dict.fromkeys(("layers", "context", "chunk", "sub_keys", "memory_dim"), (2, math.inf)),
+    **dict.fromkeys(("kv_heads", "delta_heads"), (0, math.inf)),
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One model of a comparison: how its layers mix tokens, and one of `MEMORIES`."""
@@ -151,11 +157,8 @@ def hidden_of(own: Any) -> int:
 
 def check_sizes(call: str, config: Any, layouts: Iterable[str]) -> None:
     """Raise an ArgumentError where no sizes can be made of the options."""
-    least = 4 if any("+" in layout for layout in layouts) else 2
-    lowest = {"layers": least, "chunk": 2, "sub_keys": 2, "memory_dim": 2, "context": 2, "kv_heads": 0,
-              "delta_heads": 0}  # fmt: skip
-    for name, low in lowest.items():
-        check_number(f"{call}: --{name.replace('_', '-')}", getattr(config, name), low, math.inf)
+    if any("+" in layout for layout in layouts):
+        check_number(f"{call}: --layers", config.layers, 4, math.inf)
     if config.memory_dim % 2:
         raise ArgumentError(f"{call}: --memory-dim is {config.memory_dim}, expected an even number: keys have halves.")
     if config.context < 2 * config.chunk:

@@ -16,7 +16,7 @@ from ..lib.recipe import check_names
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
 from ..long_text.names_reading import NamesText
 from ..long_text.needle_text import NeedleText, needle_text
-from .memory_layouts import PAPER_MODEL, MemoryConfig, Places, Row, check_sizes, row_config
+from .memory_layouts import MEMORY_LIMITS, PAPER_MODEL, MemoryConfig, Places, Row, check_sizes, row_config
 
 RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}
 NAMES, NEEDLES = "names", "needles"
@@ -26,6 +26,11 @@ PAPER_SIZE: dict[str, Any] = {
     **PAPER_MODEL, "rule": "program", "feed_forward": "swiglu", "batch": 32, "steps": 20_000, "rates": (3e-4, 1e-3),
 }  # fmt: skip
 """Here memories are new in every training window. The paper's training carries one memory, of all windows, on."""
+PAPER_BOTH: dict[str, Any] = {
+    **PAPER_SIZE, "rule": "normalized", "address_weight": 10.0, "people": 24, "words": 30_000, "haystack": 4000,
+    "digits": 6, "key_digits": 2, "most": 16,
+}  # fmt: skip
+"""The same for recipes with both texts, names and needles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,14 @@ class NeedleConfig:
 class NamesAndNeedlesConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
     """Options of recipes with both texts."""
 
+    batch: int = 16
+    stop_at: float = 2.0
+    rates: tuple[float, ...] = (4e-3,)
+    haystack: int = 256
+    """Tokens of a haystack."""
+    documents: int = 8
+    """Documents of held-out names that are read."""
+
 
 NAMES_LIMITS = {"people": (1, 100)}
 NEEDLE_LIMITS = {**dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)), "key_digits": (1, 4)}
@@ -88,7 +101,7 @@ NEEDLE_LIMITS = {**dict.fromkeys(("words", "most", "needles", "reads"), (1, math
 class MemoryRecipe(TaskRecipe):
     """A recipe of models with memories; a name in `known` has a row ("row") and options of FwPKM memories ("fast")."""
 
-    limits: ClassVar = {**TaskRecipe.limits, "top_k": (1, 2**16)}
+    limits: ClassVar = {**TaskRecipe.limits, **MEMORY_LIMITS, "top_k": (1, 2**16)}
 
     def check(self) -> None:
         super(TaskRecipe, self).check()  # the tasks, which it would make next, are made below: sizes are checked first
@@ -142,3 +155,13 @@ class MemoryRecipe(TaskRecipe):
         """Return the text of needles, in examples as long as a training window."""
         own = self.config
         return needle_text(own.data, own.words, own.digits, own.key_digits, own.context, own.most)
+
+
+class NamesAndNeedlesRecipe(MemoryRecipe):
+    """A recipe of models that learn both texts, and read haystacks and documents of another length."""
+
+    limits: ClassVar = {**MemoryRecipe.limits, **NAMES_LIMITS, **NEEDLE_LIMITS, "documents": (1, math.inf)}
+
+    def check(self) -> None:
+        super().check()
+        self.needles().haystacks(self.config.haystack, self.config.needles).example(0, 0)

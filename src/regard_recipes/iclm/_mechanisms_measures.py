@@ -29,9 +29,15 @@ from regard.inspect.mechanisms import (
     uniform_attention,
 )  # fmt: skip
 
+from ..lib.language_training import Corpus
+
 Row = dict[str, Any]
 DIGITS = 4  # decimals of stored weights
 BATCH = 16  # texts at a time where a loss is measured
+BLOCKS = {"vocabulary": 64, "shortest": 8, "longest": 24, "width": 64, "heads": 2, "context": 64, "batch": 16,
+          "tokens": 400_000, "measured": 4096, "period": 16, "length": 48, "texts": 32}  # fmt: skip
+"""Repeated blocks: tokens of a block in training, `tokens` of the training text, `measured` of the held-out one; the
+models and their windows; and what heads are measured on, `texts` of `length` tokens with blocks of `period`."""
 
 
 def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed: int) -> Tensor:
@@ -50,11 +56,18 @@ def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed
     return torch.cat(parts)[:length].int()
 
 
-def measure_blocks(model: Any, *, vocabulary: int, period: int, length: int, texts: int, seed: int) -> Row:
-    """Return induction scores on repeated blocks before and after training, as rows of heads, and a prompt. `period`
-    and `length` are the tokens of a block and of a text, `seed` is that of the training."""
-    device = next(model.parameters()).device
-    tokens = repeated_blocks(vocabulary, period, length, texts, torch.Generator().manual_seed(seed + 1)).to(device)
+def block_corpus(seed: int) -> Corpus:
+    """Return the repeated blocks that models learn from, and others to measure their losses on."""
+    sizes = [BLOCKS[name] for name in ("vocabulary", "shortest", "longest")]
+    return Corpus(block_stream(*sizes, BLOCKS["tokens"], seed), block_stream(*sizes, 2 * BLOCKS["measured"], seed + 1))
+
+
+def measure_blocks(model: Any, seed: int) -> Row:
+    """Return induction scores on repeated blocks before and after training, as rows of heads, and a prompt. `seed` is
+    that of the training."""
+    device, vocabulary, period = next(model.parameters()).device, BLOCKS["vocabulary"], BLOCKS["period"]
+    generator = torch.Generator().manual_seed(seed + 1)
+    tokens = repeated_blocks(vocabulary, period, BLOCKS["length"], BLOCKS["texts"], generator).to(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         untrained = type(model)(model.config).to(device).eval()

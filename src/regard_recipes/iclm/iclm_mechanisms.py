@@ -18,8 +18,9 @@ from regard.inspect.mechanisms import EPSILON
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, paired, unpaired
 from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
-from ..lib.language_training import Budget, Corpus, TextConfig, train_language_model
+from ..lib.language_training import Budget, TextConfig, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
+from ._mechanisms_measures import BLOCKS, block_corpus, choose_prompts, measure_blocks, measure_text
 from .iclm_parity import build
 
 PAPER = "ICLM"
@@ -29,8 +30,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     TRANSFORMER_NO_MLP: {"feed_forward": "none"},
 }  # fmt: skip
 EXPLAINED = (ICLM, ICLM_NO_MLP)  # models whose logits are taken apart
-BLOCKS = {"vocabulary": 64, "shortest": 8, "longest": 24, "width": 64, "heads": 2, "context": 64, "batch": 16,
-          "tokens": 400_000, "measured": 4096, "period": 16, "length": 48, "texts": 32}  # fmt: skip
 BLOCK_RATE = 3e-3
 DOMINATES = 0.5  # share of a layer's weight above which the next token dominates
 FORMED, CHANCE = 0.8, 0.1  # induction score of the best head after training, and of any head before
@@ -94,20 +93,16 @@ class Mechanisms(Recipe):
     def prepare(self) -> Mapping[str, Any]:
         import torch
 
-        from ..lib.language_text import read_text
-        from ._mechanisms_measures import block_stream, choose_prompts
+        from ..lib.language_text import read_text, windows
 
         own = self.config
         text = read_text(own.data, own.tokenizer, context=own.context, measured=own.measured, call=self.call())
-        unseen = text.held_out_tokens
-        windows = unseen[: len(unseen) // own.context * own.context].view(-1, own.context)
-        self.windows = windows[:: max(1, len(windows) // own.texts)][: own.texts].clone()
-        self.prompts = choose_prompts(unseen, own.prompt, own.prompts)
+        whole = windows(text.held_out_tokens, own.context)
+        self.windows = whole[:: max(1, len(whole) // own.texts)][: own.texts].clone()
+        self.prompts = choose_prompts(text.held_out_tokens, own.prompt, own.prompts)
         self.vocabulary, self.words = text.vocabulary, text.words(torch.arange(len(text.tokenizer)))
         self.words += [""] * (self.vocabulary - len(self.words))
-        lengths = ((BLOCKS["tokens"], own.seed), (2 * BLOCKS["measured"], own.seed + 1))
-        blocks = [block_stream(BLOCKS["vocabulary"], BLOCKS["shortest"], BLOCKS["longest"], *each) for each in lengths]
-        self.corpora = {"text": text.corpus, "blocks": Corpus(*blocks)}
+        self.corpora = {"text": text.corpus, "blocks": block_corpus(own.seed)}
         return {"text": text.described, "blocks": BLOCKS}
 
     def cells(self) -> list[Cell]:
@@ -115,18 +110,14 @@ class Mechanisms(Recipe):
         return [{"task": task, "model": name} for task, names in models.items() for name in names]
 
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
-        from ._mechanisms_measures import measure_blocks, measure_text
-
         own, task = self.config, cell["task"]
+        look, vocabulary = partial(measure_blocks, seed=seed), BLOCKS["vocabulary"]
         if task == "text":
             shown = self.prompts if seed == own.seed else []
             look = partial(measure_text, windows=self.windows, prompts=shown, words=self.words,
                            from_row=own.context // 4)  # fmt: skip
-        else:
-            given = {name: BLOCKS[name] for name in ("vocabulary", "period", "length", "texts")}
-            look = partial(measure_blocks, **given, seed=seed)
-        config = self.model(cell, self.vocabulary if task == "text" else BLOCKS["vocabulary"])
-        name = f"{cell['model']} on {task}"
+            vocabulary = self.vocabulary
+        config, name = self.model(cell, vocabulary), f"{cell['model']} on {task}"
         return train_language_model(config, self.corpora[task], self.budget(task), seed, name=name, measure=look)
 
     def budget(self, task: str) -> Budget:
@@ -168,8 +159,8 @@ class Mechanisms(Recipe):
         sinks: Callable[[str], Show] = lambda column: lambda rows: f"{(rows[column] > EPSILON).sum()} of {len(rows)}"  # noqa: E731
         sink: dict[str, Show] = {
             "column 0": "{first:.3f}", "most": stat("first", "max", "{:.3f}"), "equal weights": "{uniform:.3f}",
-            "sinks there": sinks("first"), "strongest column": strongest, "sinks": sinks("strongest"),
-            "evenness": "{even:.2f}",
+            "sinks there": sinks("first"), "strongest column": largest("strongest", "{strongest:.3f} in {place:.0f}"),
+            "sinks": sinks("strongest"), "evenness": "{even:.2f}",
         }  # fmt: skip
         copy: dict[str, Show] = {
             "on the predicted": "{predicted:.3f}", "equal weights": first("{predicted_uniform:.3f}"),
@@ -313,10 +304,9 @@ def over_seeds(numbers: Any) -> Estimate:
     return mean_interval(numbers) if len(numbers) > 1 else exact(float(numbers.sum(min_count=1)))
 
 
-def strongest(rows: Frame) -> str:
-    """Return the mean weight and the place of the strongest column of a layer."""
-    best = rows.loc[rows["strongest"].astype(float).fillna(-1).idxmax()]
-    return f"{best['strongest']:.3f} in {best['place']:.0f}"
+def largest(column: str, form: str) -> Show:
+    """Return a function that shows the row with the largest number in a column."""
+    return lambda rows: form.format(**rows.loc[rows[column].astype(float).fillna(-1).idxmax()])
 
 
 def block_table(results: Results) -> Any:
@@ -346,15 +336,11 @@ def ablation_table(results: Results) -> Any:
         means = lambda rows: rows.groupby(key, sort=False)[value].mean().items()  # noqa: E731
         return lambda rows: "; ".join(f"{label(name)} {x:{form}}" for name, x in means(rows))
 
-    def dearest(rows: Frame) -> str:
-        head = rows.loc[rows["cost"].astype(float).fillna(-1).idxmax()]
-        return f"{head['stream']} {head['layer']:.0f}.{head['head']:.0f} {head['cost']:+.3f}"
-
     values = {
         "parameters": only("{parameters:,.0f}", kind="run"),
         "perplexity": only(spread("perplexity"), kind="run"),
         "equal weights in": only(by("stream", "cost", "+.3f"), kind="equal weights"),
-        "dearest head": only(dearest, kind="head"),
+        "dearest head": only(largest("cost", "{stream} {layer:.0f}.{head:.0f} {cost:+.3f}"), kind="head"),
         "lens after each f block": only(by("layer", "loss", ".3f"), kind="lens"),
     }
     return pivot(frame, ["model"], values, note="Nats per token more than the whole model has on the windows on which "

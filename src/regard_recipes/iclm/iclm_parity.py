@@ -87,11 +87,6 @@ class Parity(TextRecipe):
                   "dtype": "bfloat16", "compile": True, "device": "auto"},
     }  # fmt: skip
 
-    @property
-    def shape(self) -> Shape:
-        """Return layers, width and heads."""
-        return self.config.layers, self.config.width, self.config.heads
-
     def check(self) -> None:
         super().check()
         for name in (TRANSFORMER, *(KINDS[name].rival for name in self.models)):
@@ -106,7 +101,8 @@ class Parity(TextRecipe):
 
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return the configuration; None for a model that cannot have the size of its rival."""
-        return entry(cell["model"], self.shape, vocabulary, self.config.context)
+        own = self.config
+        return entry(cell["model"], (own.layers, own.width, own.heads), vocabulary, own.context)
 
     def measured(self, model: Any) -> dict[str, Any]:
         return super().measured(model) | {"inner": getattr(model.config, model.config.size_field)}

@@ -52,11 +52,10 @@ class LanguageText:
         """Return the text of every token [n]."""
         return [self.tokenizer.decode([token]) for token in tokens.tolist()]
 
-    def windows(self, count: int, context: int) -> list[list[int]]:
-        """Return the first held-out windows, `count` at most and one at least, without overlap."""
-        tokens = self.held_out_tokens
-        many = max(1, min(count, len(tokens) // context))
-        return [tokens[i * context : (i + 1) * context].tolist() for i in range(many)]
+
+def windows(tokens: Tensor, context: int) -> Tensor:
+    """Return the windows of a text without overlap, [W, T]."""
+    return tokens[: len(tokens) // context * context].view(-1, context)
 
 
 def read_text(

@@ -225,11 +225,12 @@ class Variants(Recipe):
         return pd.concat(frame[frame["ridge"].isna() | (frame["ridge"] == r)].assign(ridge=r) for r in ridges)
 
     def claims(self, results: Results) -> list[Claim]:
-        rows = list(self.at_every_ridge(results).itertuples())
-        errors = {(row.variant, row.ridge, row.protocol): self.estimate(row) for row in rows}
+        rows, count = list(self.at_every_ridge(results).itertuples()), self.config.sequences
+        errors = {(row.variant, row.ridge, row.protocol):
+                  Estimate(row.error, row.error - row.half, row.error + row.half, count) for row in rows}  # fmt: skip
         named = lambda row: f"{row.variant}, ridge {row.ridge:g}, {row.protocol}"  # noqa: E731
         less = lambda base, group: {  # noqa: E731
-            named(row): unpaired(self.estimate(row), errors[base, row.ridge, row.protocol])
+            named(row): unpaired(*(errors[name, row.ridge, row.protocol] for name in (row.variant, base)))
             for row in rows if group in (row.group, row.variant)
         }  # fmt: skip
         shares = {named(row): exact(row.not_positive) for row in rows if row.group == SIGMA and row.blocks > 1}
@@ -244,10 +245,6 @@ class Variants(Recipe):
             (part, "The denominator delta of BD-LLA is positive", shares, "at most", 0,
              "Share of rows with delta <= 0 for diagonal blocks of Sigma, more than one block."),
         ], effect=0.05, digits=4)  # fmt: skip
-
-    def estimate(self, row: Any) -> Estimate:
-        """Return the error of a row over sequences."""
-        return Estimate(row.error, row.error - row.half, row.error + row.half, self.config.sequences)
 
     def tables(self, results: Results) -> dict[str, Any]:
         own, frame = self.config, results.frame

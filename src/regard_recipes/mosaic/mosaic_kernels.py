@@ -97,7 +97,9 @@ class MosaicKernels(TextRecipe):
         super().check()
 
     def load(self, text: LanguageText) -> dict[str, Any]:
-        self.windows = text.windows(LOOKED_AT, self.config.context)
+        from ..lib.language_text import windows
+
+        self.windows = windows(text.held_out_tokens, self.config.context)[:LOOKED_AT].clone()
         return super().load(text)
 
     def cells(self) -> list[Cell]:
@@ -252,7 +254,7 @@ def gaps_of(runs: Frame, names: Sequence[str], others: Sequence[str]) -> dict[st
             for name in names for other in others}  # fmt: skip
 
 
-def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
+def inside(model: Any, windows: Tensor) -> dict[str, Any]:
     """Return of the contextual memories on windows [B, T] of tokens "empty", the share of rows after the first token's
     in which no pair has weight by itself; "support", the mean number of pairs with weight, None for released forms; and
     "rows", one for each head with its learned numbers: "sharpness" (beta^2), "h", "margin"."""
@@ -260,10 +262,9 @@ def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
     from regard.nn import ContextualMemory
 
     memories = [module for module in model.modules() if isinstance(module, ContextualMemory)]
-    tokens = torch.tensor(windows, device=next(model.parameters()).device)
     training = model.training
     with torch.no_grad(), capture(model.eval()) as seen:
-        model(input_ids=tokens, use_cache=False)
+        model(input_ids=windows.to(next(model.parameters()).device).long(), use_cache=False)
     model.train(training)
     empty, support, rows = list[float](), list[float](), list[dict[str, Any]]()
     for block, memory in enumerate(memories):
