@@ -58,6 +58,7 @@ MEMORY_LIMITS = {
     **dict.fromkeys(("layers", "context", "chunk", "sub_keys", "memory_dim"), (2, math.inf)),
     **dict.fromkeys(("kv_heads", "delta_heads"), (0, math.inf)),
 }
+"""Limits of the options of `MemoryConfig`."""
 
 
 @dataclass(frozen=True)
