@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -58,8 +59,8 @@ def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed
 
 def block_corpus(seed: int) -> Corpus:
     """Return the repeated blocks that models learn from, and others to measure their losses on."""
-    sizes = [BLOCKS[name] for name in ("vocabulary", "shortest", "longest")]
-    return Corpus(block_stream(*sizes, BLOCKS["tokens"], seed), block_stream(*sizes, 2 * BLOCKS["measured"], seed + 1))
+    stream = partial(block_stream, BLOCKS["vocabulary"], BLOCKS["shortest"], BLOCKS["longest"])
+    return Corpus(stream(BLOCKS["tokens"], seed), stream(2 * BLOCKS["measured"], seed + 1))
 
 
 def measure_blocks(model: Any, seed: int) -> Row:
