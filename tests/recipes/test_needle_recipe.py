@@ -131,8 +131,8 @@ def judged(shares: dict[str, float], lengths: tuple[int, ...] = (64, 4096)) -> d
             for length in lengths:
                 for protocol in PROTOCOLS if row.remembers else PROTOCOLS[:1]:
                     for read in (1, 2) if row.remembers else (1,):
-                        key = f"{row.layout} {protocol} {read}"
-                        found = shares.get(f"{key} {length}", shares.get(key, 0.0)) if row.remembers else 0.0
+                        key = f"{row.layout} {protocol} {read}" if row.remembers else f"{row.layout} alone"
+                        found = shares.get(f"{key} {length}", shares.get(key, 0.0))
                         told = {**common, "seed": seed, "kind": "answers", "read": read, "length": length,
                                 "protocol": protocol}  # fmt: skip
                         moved = 0.01 * seed * (0 < found < 1)
@@ -150,7 +150,7 @@ FIRST, SECOND, LONGER, MORE, WINDOWS, KEPT = (
     "Windows in training make attention's models use the memory",
     "A memory kept from sample to sample costs less than a quarter of the answers",
 )  # fmt: skip
-LEARNED = {"GDN whole 2": 0.95, "GDN flushed 1": 0.95, "GDN flushed 2": 1.0}
+LEARNED = {"GDN whole 2": 0.95, "GDN flushed 1": 0.95, "GDN flushed 2": 1.0, "GDN alone 64": 0.9}
 NEVER = "not testable at this size"
 
 
@@ -158,9 +158,13 @@ NEVER = "not testable at this size"
     ("shares", "expected"),
     [
         (LEARNED, {FIRST: "holds", SECOND: "holds", LONGER: "holds", MORE: "fails", KEPT: "holds", WINDOWS: NEVER}),
+        ({**LEARNED, "GDN alone 64": 0.0}, {LONGER: NEVER, SECOND: "holds"}),
         ({}, dict.fromkeys((FIRST, SECOND, LONGER, KEPT, WINDOWS), NEVER)),
         ({**LEARNED, "GDN whole 1": 1.0, "GDN whole 2": 0.4, "GDN flushed 1": 0.4}, {FIRST: "fails", SECOND: "fails"}),
-        ({**LEARNED, "GDN flushed 2 4096": 0.0, "GDN whole 2 4096": 0.06}, {LONGER: "fails", MORE: "holds"}),
+        (
+            {**LEARNED, "GDN flushed 2 4096": 0.0, "GDN whole 2 4096": 0.06, "GDN alone": 0.1, "GDN alone 64": 0.9},
+            {LONGER: "fails", MORE: "holds"},
+        ),
         ({**LEARNED, "GDN flushed 1 kept": 0.2}, {KEPT: "fails"}),
         ({"FA-pSWA flushed 2": 0.96}, {WINDOWS: "holds"}),
         ({"FA-pSWA flushed 2": 0.96, "FA flushed 2": 0.96}, {WINDOWS: "fails"}),

@@ -100,7 +100,8 @@ class Needle(MemoryRecipe):
         answers, lengths, context = self.chosen(results, "answers"), self.config.lengths, self.config.context
         short, long = lengths[0], lengths[-1]
         models = [name for name in self.models if self.row(name).rereads]
-        learned = [name for name in models if best(select(answers, model=name, length=short)) >= GOOD]
+        able = [name for name in self.models if best(select(answers, model=name, length=short)) >= GOOD]
+        learned = [name for name in models if name in able]
         rest = [name for name in models if name not in learned]
         left_out = f" Left out, since they never answer {GOOD:.0%}: {', '.join(rest)}." if rest else ""
         never = "" if learned else f"no model answers {GOOD:.0%} at {short} tokens"
@@ -117,7 +118,7 @@ class Needle(MemoryRecipe):
         whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
         last = {"length": long, "protocol": "flushed", "read": self.config.reads}
         without = {name: ((name, last), (self.row(name).layout, {**whole, "length": long})) for name in learned
-                   if self.row(name).remembers}  # fmt: skip
+                   if self.row(name).remembers and self.row(name).layout in able}  # fmt: skip
         pairs = {one: other for one, other in RESTRICTED.items() if {f"{one} | FwPKM", f"{other} | FwPKM"} & {*learned}}
         windows = {f"{one} less {other}": ((f"{one} | FwPKM", last), (f"{other} | FwPKM", last))
                    for one, other in pairs.items()}  # fmt: skip
@@ -129,7 +130,8 @@ class Needle(MemoryRecipe):
             ("finding 4", "A second read boosts retrieval", ways({**whole, "read": 2}, whole), 0, GOOD, never,
              f"{at_short} by the paper's protocol, second read less first."),
             ("finding 5", "Memories generalise to longer texts", gaps(without), 0, GOOD,
-             never if long > context else "no haystack is longer than a training window",
+             "no haystack is longer than a training window" if long <= context else "" if without else
+             f"no layout without a memory answers {GOOD:.0%} at {short} tokens",
              f"{at_long} after windows of {context}, last read, written before the question, less the same layout "
              f"without a memory."),
             ("finding 6", "Longer texts need more reads", reads, 0, None,
