@@ -61,8 +61,7 @@ def parity_report(*sizes: str) -> ParityReport:
     rows = [row for size in sizes or PRESETS for row in _of(ICLMConfig.preset(size), size)]
     note = (
         "At parity: within 0.01 % (a start vector) of the Transformer with the same layers, width, heads and "
-        "vocabulary. Variant full is there with two heads of f, or with a narrower feed-forward layer on f where "
-        "one is narrow enough."
+        "vocabulary. Variant full is at parity with two heads of f, or with a narrower feed-forward layer on f."
     )
     return ParityReport(("size", "model", "parameters", "beside the Transformer", "at parity"), tuple(rows), note)
 
