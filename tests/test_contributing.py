@@ -36,7 +36,7 @@ def blocks(part: str) -> list[str]:
 
 
 def test_every_kind_of_part_has_an_example() -> None:
-    expected = ["kernel", "bandwidth rule", "similarity", "token mixer", "memory", "model", "task"]
+    expected = ["kernel", "thresholding rule", "similarity", "token mixer", "memory", "model", "task"]
     assert [kind.removeprefix("A ") for kind in KINDS] == expected
     assert all(len(blocks(part)) == 2 for part in PARTS)
 

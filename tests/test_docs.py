@@ -33,7 +33,14 @@ BESIDE = {"huggingface", "finetune-with-lora"}
 MECHANISMS = [page for page in PAGES if page.parent.name == "mechanisms" and page.stem != "index"]
 WITHOUT_CLAIMS = {"associative-memory", "interpolated"}
 """Mechanisms on which the papers make no claim that a recipe measures."""
-SECTIONS = ["Problem", "Formula", "Cost", "When to use it", "When not to use it", "What the papers say and what we measured"]
+SECTIONS = [
+    "Problem",
+    "Formula",
+    "Cost",
+    "When to use it",
+    "When not to use it",
+    "What the papers say and what we measured",
+]
 OLD = r"\bsentences?\b|\bspoilt\b|\bkeys that count\b|\bdesk size\b|\bgranule\b|\bbandwidth rule\b"
 WITH_EXAMPLES = [
     ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)

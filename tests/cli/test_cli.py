@@ -187,7 +187,7 @@ def test_help_of_everything(regard: Callable) -> None:
         ("generate {run} --seed 4294967296", "--seed is 4294967296, expected 0 to 4294967295."),
         ("demo --seed 5000000000 --data {text}", "demo: error: --seed is 5000000000, expected 0 to 4294967295."),
         ("train --data {text} --option", "--option expects a value."),
-        ("train --resume --out nowhere", "nowhere holds no run."),
+        ("train --resume --out nowhere", "nowhere holds no run; give"),
         (
             "train --resume --out {run} --width 8",
             "--width is 8 but the run in {run} began with 16; only --steps, --device, --report-to and",

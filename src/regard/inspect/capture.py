@@ -1,4 +1,4 @@
-"""Reading the diagnostics of attention layers while a model runs, without changing what it computes."""
+"""Capture of the diagnostics of attention layers while a model runs, without changing its outputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -75,7 +75,7 @@ def attention(
     impl: str = "auto",
     return_diagnostics: bool = False,
 ) -> Any:
-    """Predict a value at every query by local regression on the visible pairs of keys and values.
+    """Compute attention with the kernel, thresholding rule, similarity and local model that `spec` names.
 
     Args:
         query: [B, H, Tq, D].

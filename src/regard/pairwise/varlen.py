@@ -51,7 +51,7 @@ def varlen_attention(
     spec: Spec | str = "softmax",
     **arguments: Any,
 ) -> Tensor:
-    """Compute `regard.attention` of every packed sequence by itself.
+    """Compute `regard.attention` separately for every packed sequence.
 
     Args:
         query: [Tq, H, D], the sequences one after the other.

@@ -114,7 +114,7 @@ class MQAR(TokenTask):
 @tasks.register("stacked-mqar")
 @dataclass(frozen=True)
 class StackedMQAR(MQAR):
-    """Recall of values where a key and its value are one position: no layer has to join neighbours first.
+    """Recall of values where a key and its value are one position, so that no layer has to combine neighbours first.
 
     `tokens` of an example holds the keys, `beside` the value that stands at each, 0 for none. A model takes the sum of
     two embeddings, `table(tokens) + table(beside)`, as `inputs_embeds`. The gap between pairs and queries is in

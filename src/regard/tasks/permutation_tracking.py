@@ -27,7 +27,7 @@ from .tokens import TokenExample, TokenTask, check_sizes, example_of
 @tasks.register("permutation-tracking")
 @dataclass(frozen=True)
 class PermutationTracking(TokenTask):
-    """Items that change places.
+    """Places of items after swaps.
 
     Args:
         places: N.

@@ -1,4 +1,4 @@
-"""Long documents in which people come back: what is worth remembering beyond a window.
+"""Long documents with recurring names: facts to remember beyond a window of attention.
 
 A document is a stream of short sentences. Some are statements about a person ("Ann keeps a kite ."), the same whenever
 the person comes up again; others are about nobody. Who keeps what is drawn anew for each document, so that the last
@@ -32,7 +32,7 @@ VERBS = ("keeps", "wants", "likes", "paints")
 @tasks.register("recurring-names")
 @dataclass(frozen=True)
 class RecurringNames(WordTask):
-    """What each person of a document keeps, likes and wants, repeated many times.
+    """Facts about the persons of a document, each stated many times.
 
     Args:
         sentences: of a document.

@@ -19,7 +19,7 @@ from .runtime import support
 
 @register_impl("triton", priority=35)
 class Triton:
-    """Run fused kernels on a GPU: compact and local linear attention in Theta(n d) memory, forward and backward. With
+    """Run fused kernels on a GPU: sparse and local linear attention in Theta(n d) memory, forward and backward. With
     one query, programs share out the keys."""
 
     name: ClassVar[str] = "triton"

@@ -74,9 +74,9 @@ class Budget:
             `final_share` of it.
         weight_decay: of matrices; vectors and scalars have none.
         clip: largest norm of the gradient.
-        looks: how often the losses are noted, at even distances, the last time at the end.
+        looks: number of times that the losses are recorded, at equal intervals, the last one at the end.
         measured: number of held-out tokens that the loss is measured on, the first ones.
-        dtype: of the products, "float32" or "bfloat16" (autocast; weights and updates are float32).
+        dtype: precision of matrix products, "float32" or "bfloat16" (autocast; weights and updates are float32).
         device, compile: of the model; train through torch.compile.
     """
 

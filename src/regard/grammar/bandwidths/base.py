@@ -18,11 +18,11 @@ bandwidths: Registry[Any] = Registry("bandwidth rule", "regard.bandwidths")
 
 
 class RuleBase(ABC):
-    """Where the threshold of a row lies and how it moves with the scores.
+    """Base class of thresholding rules: the threshold of a row, and its derivative with respect to the scores.
 
     A rule defines `weighting`, `bounded` and `locate`. The defaults are those of a rule without parameters, whose
-    threshold does not move and alone decides which keys have weight. An object with a name, `weighting` and `resolve`
-    is enough for a rule that has a weighting of its own.
+    threshold is constant and alone decides which keys have weight. A rule with its own weighting only needs a name,
+    `weighting` and `resolve`.
     """
 
     name: ClassVar[str]

@@ -111,7 +111,7 @@ def _hard(spec: Spec) -> bool:
 
 @energies.register("exponential")
 class _Exponential:
-    """f = log sum exp z, over the keys that count: softmax and top-k softmax."""
+    """f = log sum exp z, over the keys that are kept: softmax and top-k softmax."""
 
     additive = True
 
@@ -186,7 +186,7 @@ class _Sum:
 
 @energies.register("mean-shift")
 class _MeanShift(_Sum):
-    """f = sum Phi(z + bias), Phi' = K: normalised kernels with an edge, fixed, on the Euclidean similarity."""
+    """f = sum Phi(z + bias), Phi' = K: normalised sparse kernels under the fixed rule, on the Euclidean similarity."""
 
     additive = False
 

@@ -30,7 +30,7 @@ def require_finite_features(spec: Spec, trend: Any, call: str) -> None:
         raise ArgumentError(f"{call}: a global linear model ({trend.name}) is read as one; give spec='linear' with it.")
     if not finite_features(spec):
         able = ", ".join(name for name, preset in presets_registry.items() if finite_features(preset))
-        none = f"{spec} has no finite features, so that its pairs do not fold into sums"
+        none = f"{spec} has no finite features, so its pairs cannot be stored as sums"
         raise ArgumentError(f"{call}: {none}; use store='pairs', or one of: {able}.")
 
 

@@ -59,7 +59,8 @@ def refuse_misspelt(call: str, extra: dict[str, Any]) -> None:
 
 def outside(call: str, tokens: Tensor, vocabulary: int) -> str:
     """Return the message for tokens that are not integers from 0 to `vocabulary` - 1."""
-    span = f"{tokens.min().item()} to {tokens.max().item()}"
+    low, high = tokens.min().item(), tokens.max().item()
+    span = str(low) if low == high else f"{low} to {high}"
     return f"{call}: input_ids holds {span}, expected integers from 0 to {vocabulary - 1}, the vocabulary."
 
 

@@ -50,8 +50,8 @@ class Ridge(Rule):
     def require(self, call: str, spec: Spec) -> None:
         """Check that `spec` is local linear with a solver that uses a ridge, or that this rule is not learned."""
         solves = spec.degree == 1 and spec.solver.name != "learned"
-        mend = "leave it out or take a spec such as 'local-linear[biweight]'"
-        none = f"ridge {self} needs a local linear model that is solved for, and {spec} is none; {mend}."
+        mend = "omit it or use a spec such as 'local-linear[biweight]'"
+        none = f"ridge {self} needs a local linear model whose solver uses a ridge, and {spec} is not one; {mend}."
         require(not self.numbers(1) or solves, call, none)
 
 

@@ -21,8 +21,10 @@ from .projections import FastWeightLayer, Projected, Tokens
 
 @memory_layers.register("fwmlp")
 class FastWeightMLP(FastWeightLayer):
-    """Read a SwiGLU network with biases at every token's query; after every chunk of tokens, its three matrices take
-    one gradient step towards the tokens' values.
+    """SwiGLU network whose weights are trained at test time (FwMLP).
+
+    Every token reads the network's output at its query. After every chunk of tokens, the three matrices take one
+    gradient step towards the tokens' values.
 
         q, v, g = projections of the token (`MemoryProjections`)        read = W_down (silu(W_gate q) * (W_up q))
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream

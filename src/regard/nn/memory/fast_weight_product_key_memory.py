@@ -41,8 +41,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @memory_layers.register("fwpkm")
 class FastWeightProductKeyMemory(FastWeightLayer):
-    """Read, for every token, the k slots nearest to its query; after every chunk of tokens, move what was read towards
-    the value of the token that came next, so that the same query finds that value at the next reading.
+    """Product-key memory that is written at test time (FwPKM).
+
+    Every token reads the k slots nearest to its query. After every chunk of tokens, the slots that a token read move
+    towards the value of the next token, so that the same query later reads this value.
 
         q, v, g = projections of the token (`nn.memory.projections`)    read = sum_j w_j V_j, j in the k slots of q
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream

@@ -249,7 +249,7 @@ SOLVERS["cpu"] = NumbaRows
 
 @register_impl("cpu", priority=20)
 class Cpu(Blocked):
-    """Theta(n d) memory, numba loops over rows; compact kernels under every built-in thresholding rule."""
+    """Theta(n d) memory, numba loops over rows; sparse weights under every built-in thresholding rule."""
 
     name: ClassVar[str] = "cpu"
 

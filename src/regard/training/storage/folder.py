@@ -119,7 +119,7 @@ def saved_config(out: Path, *, call: str) -> TrainConfig:
         hint = f" Runs next to it: {', '.join(sorted(others))}." if others else ""
         if _holds_run(out):
             hint = " One was stopped while it began or was deleted; start again with --overwrite."
-        raise ArgumentError(f"{call}: {out} holds no run.{hint}")
+        raise ArgumentError(f"{call}: {out} holds no run; give the --out folder of a run, or omit --resume.{hint}")
     listed = _read_run(out, call=call).get("files", {})
     if "config.json" in listed:
         _check_unchanged(out, "config.json", listed, call)

@@ -21,7 +21,7 @@ SHARE = 16.0
 
 @token_mixers.register("gla")
 class GatedLinearAttention(RecurrentMixer):
-    """A sum of values by keys that keeps sigmoid(w)^(1/16) of each channel of the keys at a token."""
+    """Linear attention with a decay sigmoid(w)^(1/16) for each token and channel of the keys."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"conv_size": 1}
 

@@ -28,7 +28,7 @@ class DiagonalState(State):
 
 @token_mixers.register("h3")
 class H3(RecurrentMixer):
-    """q * SSM(k * v), channel by channel, with real rates of decay; the shift before it is the short convolution.
+    """q * SSM(k * v), channel by channel, with real decay rates, after a short convolution.
 
     The paper's state space model has complex rates.
     """

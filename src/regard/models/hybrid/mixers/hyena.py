@@ -30,7 +30,7 @@ class Inputs(State):
 
 @token_mixers.register("hyena")
 class Hyena(RecurrentMixer):
-    """q * (h conv k v), channel by channel; a small network of the lag makes the filter h, which fades with the lag.
+    """q * (h conv k v), channel by channel; a small network computes the filter h from the lag, with a decay.
 
     This is the paper's operator of order two. Decoding costs O(N^2) a token.
     """

@@ -17,7 +17,7 @@ from ..token_mixers import TokenMixer, token_mixers
 
 @token_mixers.register("interpolated")
 class InterpolatedMixer(Attention, TokenMixer):
-    """Apply `regard.nn.Attention` with `regard.interpolated_attention` in its heads; it has no weights to show.
+    """Apply `regard.nn.Attention` with `regard.interpolated_attention` in its heads; it returns no attention weights.
 
     Args:
         trend: the global linear model, a name or text of `regard.recurrent.trends`.

@@ -18,7 +18,7 @@ STEPS = (1e-3, 1e-1)
 
 @token_mixers.register("mamba2")
 class Mamba2(RecurrentMixer):
-    """A sum of values by keys with a step d for each token: the sum is multiplied by exp(-a d), and d v k^T is added.
+    """Linear attention with a step d for each token: the state is multiplied by exp(-a d), and d v k^T is added.
 
     C and B of the paper are queries and keys, one of each a head. Values reach the output by the memory alone: the
     paper's skip is left out.

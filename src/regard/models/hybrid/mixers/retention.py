@@ -14,7 +14,7 @@ from ..token_mixers import token_mixers
 
 @token_mixers.register("retention")
 class Retention(RecurrentMixer):
-    """A sum of values by keys; head h keeps 1 - 2^(-5 - h) of it at every token.
+    """Linear attention whose head h decays by 1 - 2^(-5 - h) per token.
 
     The reference rotates queries and keys by their positions; here the decay alone tells positions apart.
     """
