@@ -201,7 +201,7 @@ def test_an_implementation_refuses_with_its_reason(impl: str, label: str, call: 
     with pytest.raises(ArgumentError) as caught:
         regard.attention(*draw().tensors, SPECS[label], impl=impl, **call)
     assert reason in str(caught.value)
-    assert "Use one of: " in str(caught.value)
+    assert "Those that can: " in str(caught.value)
 
 
 def test_every_spec_prints_and_reads_back() -> None:

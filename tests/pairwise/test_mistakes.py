@@ -81,7 +81,7 @@ LIMITS = [
     *(("segment_ids has shape", {"segment_ids": IDS.new_zeros(s)}) for s in ((1, 6), (3, 7), (7, 1), (2, 8))),
     ("segment_ids ... on meta", {"segment_ids": IDS.to("meta")}),
     *((LOST, {"segment_ids": IDS, "query_offset": o}) for o in (-1, 3, 100, torch.tensor([0, 3]))),
-    *(("segment ... Use one of:", {"segment_ids": IDS, "impl": i, "spec": s})
+    *(("segment ... Those that can:", {"segment_ids": IDS, "impl": i, "spec": s})
       for i, s in (("sdpa", "softmax"), ("linear", "linear"))),
 ]  # fmt: skip
 NUMBERS = [
@@ -111,10 +111,10 @@ NAMED = [
     ("unknown impl 'referense'. Did you mean 'reference'?", {"impl": "referense"}),
     ("unknown impl 'cuda-kernel'. Choose from: auto, ", {"impl": "cuda-kernel"}),
     ("impl='sdpa' computes only normalised Gaussian weights", {"spec": "biweight", "impl": "sdpa"}),
-    ("Use one of: cpu, blocked, reference", {"spec": "biweight", "impl": "sdpa"}),
-    ("Use one of: blocked, reference", {"spec": "local-linear", "impl": "sdpa"}),
-    ("Use one of: cpu, blocked, reference", {"spec": "local-linear[biweight]", "impl": "sdpa"}),
-    ("Use one of: blocked, reference", {"impl": "sdpa", "return_diagnostics": True}),
+    ("Those that can: cpu, blocked, reference", {"spec": "biweight", "impl": "sdpa"}),
+    ("Those that can: blocked, reference", {"spec": "local-linear", "impl": "sdpa"}),
+    ("Those that can: cpu, blocked, reference", {"spec": "local-linear[biweight]", "impl": "sdpa"}),
+    ("Those that can: blocked, reference", {"impl": "sdpa", "return_diagnostics": True}),
     ("expected a Spec or its text, got 3 (int)", {"spec": 3}),
     ("Did you mean 'softmax'", {"spec": "sofmax"}),
 ]

@@ -206,7 +206,7 @@ def choose(problem: Problem, impl: str) -> Any:
     reason = _reason(entry, problem)
     if reason is not None:
         able = [e.name for e in _ranked() if _reason(e, problem) is None]
-        raise ArgumentError(f"attention: impl={impl!r} {reason}. Use one of: {', '.join(able) or 'none'}.")
+        raise ArgumentError(f"attention: impl={impl!r} {reason}. Those that can: {', '.join(able) or 'none'}.")
     return entry.impl
 
 

@@ -14,7 +14,7 @@ from ..token_mixers import token_mixers
 
 @token_mixers.register("retention")
 class Retention(RecurrentMixer):
-    """Linear attention whose head h decays by 1 - 2^(-5 - h) per token.
+    """Linear attention with the decay factor 1 - 2^(-5 - h) per token in head h.
 
     The reference rotates queries and keys by their positions; here the decay alone tells positions apart.
     """
