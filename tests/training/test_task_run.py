@@ -46,6 +46,7 @@ def test_a_run_on_a_task_is_trained_scored_and_read_again(tmp_path: Path, capsys
         (["--task", "mqar", "--task-option", "pairs=99"], "too short for 99 pairs"),
         (["--task", "mqar", "--task-option", "pairs=x"], "pairs"),
         (["--task", "mqar", "--task-option", "pairs=2", "--task-option", "pairs=3"], "given twice"),
+        (["--task", "mqar", "--metric", "acuracy"], "the task has no metric 'acuracy'; it has accuracy, exact, loss."),
         (["--task", "needle"], "no task of tokens"),
         (["--task", "mqar", "--data", "x"], "give one of them"),
         (["--task", "mqar", "--accumulate", "2"], "none of --accumulate, --dtype, --report-to and --shard"),

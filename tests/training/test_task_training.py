@@ -8,17 +8,18 @@ from torch.optim import AdamW, Muon
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
-from regard.tasks import Sort, StackedMQAR
+from regard.tasks import Sort, StackedMQAR, tasks
 from regard.training.muon import MuonAdamW, hidden_matrices
-from regard.training.task import TaskBudget, TaskExamples, train_on_task
+from regard.training.task import TaskBudget, TaskExamples, score_task, train_on_task
+from regard.training.task.scores import check_metric
 
 TASK = Sort(symbols=3, least=2, most=3)
 
 
 def model(**fields: object) -> HybridForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} | fields
-    return HybridForCausalLM(HybridConfig(vocab_size=TASK.vocabulary, **sizes))  # type: ignore[arg-type]
+    sizes = {"vocab_size": TASK.vocabulary, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return HybridForCausalLM(HybridConfig(**sizes | fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -140,3 +141,14 @@ def test_two_tokens_at_a_position_are_the_sum_of_their_embeddings() -> None:
     config = HybridConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=1)
     budget = TaskBudget(steps=400, batch=32, learning_rate=2e-2, eval_every=50, eval_examples=64, stop_at=0.8)
     assert train_on_task(HybridForCausalLM(config), task, budget).best("accuracy") >= 0.8
+
+
+def test_a_metric_that_the_task_lacks_is_found_before_training() -> None:
+    task = tasks.get("recurring-names").named("terse")
+    found = score_task(model(vocab_size=task.vocabulary), task, split="validation", examples=8)
+    assert len(found) > 3
+    for metric in found:
+        check_metric("test", task, metric, "validation", 8)
+    refuses("test: the task has no metric 'L1'; it has accuracy, ", check_metric, "test", task, "L1", "validation", 8)
+    refuses("train_on_task: the task has no metric 'loss on x'", train_on_task, model(), TASK,
+            TaskBudget(metric="loss on x"))  # fmt: skip

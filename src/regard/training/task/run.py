@@ -26,7 +26,7 @@ from ..storage import folder
 from ..storage.checkpoints import last_good, step_of, write_summary
 from ..storage.lock import only_run
 from ..validation import check_task, validate
-from .scores import TaskScore, score_task
+from .scores import TaskScore, check_metric, score_task
 from .training import Checkpoints, TaskBudget, TaskProgress, train_on_task
 
 CALL = "train"
@@ -73,6 +73,7 @@ def train_task(
     alone = f"a run on a task takes one process, got {several} of torchrun; start it without torchrun."
     require(several == "1", CALL, alone)
     task = check_task(config, CALL)
+    check_metric(CALL, task, config.metric, "validation", config.eval_examples)
     source = folder.task_source(config.task or "", repr(task))
     folder.check_out(config, call=CALL)
     console = console or Console(stderr=True)

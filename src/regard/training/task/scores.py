@@ -107,6 +107,18 @@ def check_vocabulary(call: str, model: PreTrainedModel, task: TokenTask) -> None
     require(size >= task.vocabulary, call, few)
 
 
+def check_metric(call: str, task: TokenTask, metric: str, split: str, examples: int) -> None:
+    """Check that one of the examples 0 to `examples` - 1 has a metric that needs no generation."""
+    known: set[str] = set()
+    for index in range(examples):
+        example = task.example(0, index, split)
+        known |= {"loss", *(f"loss on {part}" for part, at in example.parts.items() if (at & example.asked).any())}
+        known |= {*task.scores(task.oracle(example), example)}
+        if metric in known:
+            return
+    raise ArgumentError(f"{call}: the task has no metric {metric!r}; it has {', '.join(sorted(known))}.")
+
+
 def _forward(model: PreTrainedModel, examples: list[TokenExample]) -> Iterator[tuple[TokenExample, Tensor]]:
     """Yield each example with the logits [T, vocabulary] that predict its labels."""
     batch = {name: x.to(model.device) for name, x in collate(examples).items() if name != "labels"}

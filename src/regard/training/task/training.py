@@ -25,7 +25,7 @@ from ..errors import one_error
 from ..storage.checkpoints import go_back
 from ..storage.resuming import check_checkpoint, put_weights
 from ..trainer import SealedTrainer
-from .scores import TaskScore, check_vocabulary, embedded, score_task
+from .scores import TaskScore, check_metric, check_vocabulary, embedded, score_task
 
 CALL = "train_on_task"
 OPTIMIZERS = ("adamw", "muon")
@@ -196,8 +196,6 @@ class TaskScoring(TrainerCallback, ExportableState):
             scores = self.trainer.score()
             if self.report is not None:
                 self.report(state.global_step, scores)
-            if budget.metric not in scores:
-                raise ArgumentError(f"{CALL}: the task has no metric {budget.metric!r}; it has {', '.join(scores)}.")
             if self.trainer.good_enough:
                 control.should_training_stop = True
                 control.should_save = self.trainer.args.save_strategy == "steps"
@@ -254,6 +252,7 @@ def train_on_task(
     """
     instance(CALL, "task", task, TokenTask, "a task of tokens")
     check_vocabulary(CALL, model, task)
+    check_metric(CALL, task, budget.metric, "validation", budget.eval_examples)
     with TemporaryDirectory() as folder:
         trainer = _trainer(model, task, budget, checkpoints, Path(folder))
         scoring = TaskScoring(trainer, report)
