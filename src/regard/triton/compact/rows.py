@@ -39,20 +39,6 @@ def row_number(ptr, flat, number, GIVEN: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, fallback):
-    """Store the statistics of rows in the layout of `block_rows`, with status 0."""
-    tl.store(floats_ptr + flat * 6, top, mask=real)
-    tl.store(floats_ptr + flat * 6 + 1, theta, mask=real)
-    tl.store(floats_ptr + flat * 6 + 2, reach, mask=real)
-    tl.store(floats_ptr + flat * 6 + 3, mass, mask=real)
-    tl.store(floats_ptr + flat * 6 + 4, support, mask=real)
-    tl.store(floats_ptr + flat * 6 + 5, ess, mask=real)
-    tl.store(flags_ptr + flat * 3, empty.to(tl.int32), mask=real)
-    tl.store(flags_ptr + flat * 3 + 1, fallback.to(tl.int32), mask=real)
-    tl.store(flags_ptr + flat * 3 + 2, tl.zeros_like(empty.to(tl.int32)), mask=real)
-
-
-@triton.jit
 def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
     """Store x [R, Dv] in rows `flat` of a tensor like the output, where `stored`."""
     columns = tl.arange(0, FORM.value_wide)
@@ -125,12 +111,6 @@ def load_keys(of, block, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.conste
     first = block * FORM.tile
     held = tl.arange(0, FORM.tile) < keys - first
     return load(places_of(at, first, stride, FORM.tile, WIDTH, FORM.far), held, DIM, WIDTH, EDGE)
-
-
-@triton.jit
-def load_values(v, block, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """Load the values of a key block, [K, Dv]."""
-    return load_keys(v, block, FORM.value_dim, FORM.value_wide, EDGE, FORM)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import FAR
+from ..runtime.blocks import FAR, store_numbers
 from .math import ADAPTIVE, ANCHORED, excess, lower_power, power, root, value_of
 from .rows import (
     applied,
@@ -24,11 +24,10 @@ from .rows import (
     count_of,
     counted,
     key_scores,
-    load_values,
+    load_keys,
     marks_of,
     opened,
     row_number,
-    store_row,
     store_values,
 )
 
@@ -202,7 +201,8 @@ def compact_search_kernel(
     finest = tl.abs(top) * FINEST  # below it rounding decides which keys are near enough
     reach = tl.where(empty, 1.0, tl.maximum(within, finest))
     one, none = tl.full((FORM.own,), 1.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
-    store_row(floats_ptr, flags_ptr, flat, real, top, top - reach, reach, one, none, none, empty, empty & False)
+    store_numbers(floats_ptr, flat, (top, top - reach, reach, one, none, none), real)
+    store_numbers(flags_ptr, flat, (empty, 0, 0), real)  # status 0
     if FORM.rule == ADAPTIVE:
         marks = lists_of(marks_ptr, list_ptr, place, queries, keys, FORM)
         counts = collect(marks, run, 1, FORM)
@@ -228,15 +228,6 @@ def tied(ties, z, e, nearly, columns):
     first = tl.minimum(first, tl.min(tl.where(tie, columns[None, :], FAR), 1))
     last = tl.maximum(last, tl.max(tl.where(tie, columns[None, :], -1), 1))
     return first, last, count
-
-
-@triton.jit
-def store_ties(index_ptr, flat, ties, real):
-    """Store the ties of rows; key 0 if there is none."""
-    first, last, count = ties
-    tl.store(index_ptr + flat * 3, tl.where(count > 0, first, 0), mask=real)
-    tl.store(index_ptr + flat * 3 + 1, tl.where(count > 0, last, 0), mask=real)
-    tl.store(index_ptr + flat * 3 + 2, count, mask=real)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
@@ -271,7 +262,7 @@ def compact_weigh_kernel(
             block = listed(marks, t, side == 0)
             dot, columns = key_scores(q, k, block, factor, sight, side == 0, FORM)
             e = excess(dot, by[:, None], theta[:, None])
-            x = load_values(v, block, side == 0, FORM)
+            x = load_keys(v, block, FORM.value_dim, FORM.value_wide, side == 0, FORM)
             acc, part, w = applied(acc, value_of(e, reach[:, None], g[:, None], FORM), x)
             mass += part
             if KEEPS_MEAN:
@@ -294,5 +285,6 @@ def compact_weigh_kernel(
     if KEEPS_MEAN:
         store_values(slope_mean_ptr, flat, slope_sum / tl.where(slope_mass > 0, slope_mass, 1.0)[:, None], real, FORM)
     if TIES:
-        store_ties(index_ptr, flat, ties, real)
+        first, last, count = ties  # key 0 if there is none
+        store_numbers(index_ptr, flat, (tl.where(count > 0, first, 0), tl.where(count > 0, last, 0), count), real)
         leave(marks, run, 2, FORM)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import FAR, load_rows, seen
+from ..runtime.blocks import FAR, load_rows, seen, store_numbers
 from .math import LOG2E, SMALLEST, SOFTMAX, UNIFORM, value_of
 from .rows import (
     applied,
@@ -18,12 +18,11 @@ from .rows import (
     count_of,
     counted,
     key_scores,
-    load_values,
+    load_keys,
     opened,
     own_rows,
     place_of,
     row_number,
-    store_row,
     store_values,
 )
 
@@ -87,7 +86,7 @@ def compact_stream_kernel(
             before = best
             best = tl.maximum(best, tl.max(dot, 1))
             w, kept = weights_of(dot, before, best, by, bias, FORM)
-            x = load_values(v, block, side == 0, FORM)
+            x = load_keys(v, block, FORM.value_dim, FORM.value_wide, side == 0, FORM)
             acc, part, _ = applied(acc * kept[:, None], w, x)
             mass = mass * kept + part
             if FORM.keep and FORM.rule != SOFTMAX:
@@ -112,7 +111,8 @@ def compact_stream_kernel(
         reach = tl.where(some, reach_of(best, by, bias), 1.0)
     top = tl.where(empty, 0.0, top)
     theta = tl.where(empty, -1.0, theta)
-    store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, lost)
+    store_numbers(floats_ptr, flat, (top, theta, reach, mass, support, ess), real)
+    store_numbers(flags_ptr, flat, (empty, lost, 0), real)  # status 0
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
     for block in range(run[0], run[3]):
         columns = block * FORM.tile + tl.arange(0, FORM.tile)
         taken = seen(columns, sight[0], sight[1], sight[2], v[2], FORM.masked) & lost[:, None]
-        x = load_values(v, block, True, FORM)
+        x = load_keys(v, block, FORM.value_dim, FORM.value_wide, True, FORM)
         acc = tl.dot(taken.to(x.dtype), x, acc, input_precision="ieee")
         part = tl.sum(taken.to(tl.int32), 1)
         count += part

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..compact.math import ADAPTIVE, ANCHORED, FIXED, NEAREST, UNIFORM, lower_power, power, relative, root
-from ..runtime.blocks import FAR, LENGTHS
+from ..runtime.blocks import FAR, LENGTHS, store_numbers
 from ..runtime.finite_kernel import non_finite
 from .math import (
     add_weighted,
@@ -42,10 +42,8 @@ def scores_kernel(
 ):
     """Store scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room].
     FORM.raw: look at values, too; what is not finite has the score inf, so that its row has no weights."""
-    rows, tiles, sight, a, by, k, v = opened(
-        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
-    )
-    _, held, own = rows
+    steps = stride_low, stride_mb, stride_mh
+    (_, held, own), tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
     wrong = non_finite(a)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
@@ -192,12 +190,9 @@ def threshold_kernel(
         if lost:
             nearest = origin * KEYS + nearest_key(z, tops, top, tiles, CHUNK, KEYS)
     mass = total_weight(near, kept, reach, CHUNK, FORM)
-    found += row * 3
-    tl.store(found, tl.where(top == float("-inf"), 0.0, top))
-    tl.store(found + 1, tl.where(lost, 0.0, tl.where(none, 1.0, reach)))
-    tl.store(found + 2, tl.where(none | lost, 1.0, mass))
-    tl.store(best + row * 2, visible)
-    tl.store(best + row * 2 + 1, nearest)
+    numbers = tl.where(none, 0.0, top), tl.where(lost, 0.0, tl.where(none, 1.0, reach))
+    store_numbers(found, row, (numbers[0], numbers[1], tl.where(none | lost, 1.0, mass)), None)
+    store_numbers(best, row, (visible, nearest), None)
 
 
 # Output ---------------------------------------------------------------------------------------------------------
@@ -211,9 +206,9 @@ def output_kernel(
     """Store the sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split.
     Only values with weight in some row of the tile are read. A row whose best score is inf is NaN."""
     KEYS: tl.constexpr = FORM.tile
-    batch, head, rows, tiles, sight = part_of(span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM)
+    steps = stride_low, stride_mb, stride_mh
+    batch, head, (_, held, own), tiles, sight = part_of(span, steps, heads, group, queries, FORM)
     start, to = sight[0], sight[1]
-    _, held, own = rows
     top = tl.load(found + own * 3, mask=held, other=0.0)
     reach = tl.load(found + own * 3 + 1, mask=held, other=1.0)
     mass = tl.load(found + own * 3 + 2, mask=held, other=1.0)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..compact.math import LOG2E
-from ..runtime.blocks import LENGTHS
+from ..runtime.blocks import LENGTHS, store_numbers
 from ..runtime.finite_kernel import non_finite
 from .math import (
     add_weighted,
@@ -46,12 +46,11 @@ def moments_kernel(
     D: tl.constexpr = FORM.dim
     WIDTH: tl.constexpr = FORM.wide
     ONE: tl.constexpr = min(FORM.masked, 1)  # one row has one mask
-    rows, tiles, sight, a, by, k, _v = opened(
-        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
-    )
+    steps = stride_low, stride_mb, stride_mh
+    (rows, _, _), tiles, sight, a, by, k, _v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
     mask = sight[2]
     if ONE:
-        mask += (tl.max(rows[0], 0) // queries).to(tl.int64) * stride_mh
+        mask += (tl.max(rows, 0) // queries).to(tl.int64) * stride_mh
     sight = sight[0], sight[1], mask
     by = tl.max(by, 0) * LOG2E
     top, mass = float("-inf"), 0.0
@@ -90,8 +89,7 @@ def moments_kernel(
     inside = (i < D)[:, None] & (columns < D)[None, :]
     tl.store(moment + own * D * D + i[:, None] * D + columns[None, :], spread, mask=inside)
     tl.store(mean + own * D + columns, centre + shift, mask=columns < D)
-    tl.store(state + own * 2, top)
-    tl.store(state + own * 2 + 1, mass)
+    store_numbers(state, own, (top, mass), None)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -127,8 +125,7 @@ def merge_moments_kernel(
         own_spread = tl.load(moment + own * D * D + i[:, None] * D + columns[None, :], mask=inside, other=0.0)
         found += w * (own_spread + mine[:, None] * away[None, :])
     tl.store(spread + row * D * D + i[:, None] * D + columns[None, :], found, mask=inside)
-    tl.store(merged + row * 2, top)
-    tl.store(merged + row * 2 + 1, mass)
+    store_numbers(merged, row, (top, mass), None)
 
 
 @triton.jit
@@ -231,10 +228,8 @@ def corrected_kernel(
 ):  # fmt: skip
     """Store sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. The product of the mean is
     taken with t as it was multiplied. FORM.raw: NaN in rows that see a non-finite number."""
-    rows, tiles, sight, a, by, k, v = opened(
-        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
-    )
-    _, held, own = rows
+    steps = stride_low, stride_mb, stride_mh
+    (_, held, own), tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
     t, middle = load_vectors(slope, own, held, FORM.dim, FORM.wide), load_vectors(mean, own, held, FORM.dim, FORM.wide)
     mass = tl.load(state + own * 2 + 1, mask=held, other=1.0)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..compact.math import LOG2E
-from ..runtime.blocks import LENGTHS
+from ..runtime.blocks import LENGTHS, store_numbers
 from ..runtime.finite_kernel import non_finite
 from .math import (
     add_weighted,
@@ -35,10 +35,8 @@ def online_kernel(
     """Store over a program's tiles part [splits, N, S, DV] = (sum w v, and for t = -probe sum w (s_j - s) v) and state
     [splits, N, 2 S] = (m, sum w, and then sum w (s_j - s), s). FORM.raw: NaN in rows that see a non-finite number."""
     CORRECTED: tl.constexpr = probe is not None
-    rows, tiles, sight, a, by, k, v = opened(
-        matrices, factor, span, (stride_low, stride_mb, stride_mh), heads, group, queries, FORM
-    )
-    _, held, own = rows
+    steps = stride_low, stride_mb, stride_mh
+    (_, held, own), tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
     wrong = non_finite(a)
     top = tl.full((FORM.own,), float("-inf"), tl.float32)
@@ -74,14 +72,12 @@ def online_kernel(
     columns, split = tl.arange(0, FORM.value_wide), tl.program_id(1).to(tl.int64) * total_rows + own
     inside = held[:, None] & (columns < DV)[None, :]
     part += split[:, None] * ((1 + CORRECTED) * DV) + columns[None, :]
-    state += split * (2 + 2 * CORRECTED)
     tl.store(part, total, mask=inside)
-    tl.store(state, top, mask=held)
-    tl.store(state + 1, mass, mask=held)
     if CORRECTED:
         tl.store(part + DV, correction, mask=inside)
-        tl.store(state + 2, correction_mass, mask=held)
-        tl.store(state + 3, level_s, mask=held)
+        store_numbers(state, split, (top, mass, correction_mass, level_s), held)
+    else:
+        store_numbers(state, split, (top, mass), held)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

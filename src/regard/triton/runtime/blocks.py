@@ -69,6 +69,13 @@ def load_rows(at, rows, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def store_numbers(at, rows, numbers, held):
+    """Store a tuple of numbers for each row that is `held`, in a contiguous [..., len(numbers)]."""
+    for i in tl.static_range(len(numbers)):
+        tl.store(at + rows * len(numbers) + i, numbers[i], mask=held)
+
+
+@triton.jit
 def load_span(low, high, rows, held):
     """Load the range of keys [low, high) of each row, empty if it is not `held`."""
     return tl.load(low + rows, mask=held, other=0), tl.load(high + rows, mask=held, other=0)
