@@ -28,21 +28,6 @@ TABLE = TileTable(
 Some: TypeAlias = Tensor | None
 
 
-def _start(tensors: Sequence[Some], found: Sequence[Tensor], bad: Sequence[Some], backward: bool) -> None:
-    """Fill `found` from the tensors: forward with `bad`, which is filled, too; backward by it."""
-    from .finite_kernel import clean_kernel
-
-    jobs = [_job(x, y, z) for x, y, z in zip(tensors, found, bad, strict=True) if x is not None and z is not None]
-    tiles = TABLE.pick(max(job[-1] for job in jobs), jobs[0][0][0].dtype)
-    grid = max(-(-length // tiles.rows) for *_, length, _ in jobs), max(most for _, most, *_ in jobs), len(jobs)
-    jobs += [jobs[0]] * (3 - len(jobs))  # not read
-    matrices, programs, heads, lengths, dims = zip(*jobs, strict=True)
-    launch(
-        clean_kernel, grid, matrices, *programs, *heads, *lengths, tiles=tiles,
-        DIMS=dims, WIDTH=1 << (max(dims) - 1).bit_length(), ROWS=tiles.rows, COUNT=grid[2], BACKWARD=backward,
-    )  # fmt: skip
-
-
 def _job(x: Tensor, found: Tensor, bad: Tensor) -> tuple[Any, int, int, int, int]:
     """Return the pointers and strides of one tensor, and its numbers of heads of all sequences, heads, rows and D."""
     if x.dim() != 4 or x.stride(-1) != 1:
@@ -54,9 +39,19 @@ def _job(x: Tensor, found: Tensor, bad: Tensor) -> tuple[Any, int, int, int, int
 
 def _run(*given: Some) -> tuple[Tensor, ...]:
     """Clean three tensors by three flags or, if the first of these is None, by their numbers, and return flags too."""
-    tensors, bad = given[:3], given[3:]
-    found, flags = _like(given)
-    _start(tensors, found, flags if bad[0] is None else bad, backward=bad[0] is not None)
+    from .finite_kernel import clean_kernel
+
+    (found, flags), backward = _like(given), given[3] is not None
+    wanted = zip(given[:3], found, given[3:] if backward else flags, strict=True)
+    jobs = [_job(x, y, bad) for x, y, bad in wanted if x is not None and bad is not None]
+    tiles = TABLE.pick(max(job[-1] for job in jobs), jobs[0][0][0].dtype)
+    grid = max(-(-length // tiles.rows) for *_, length, _ in jobs), max(most for _, most, *_ in jobs), len(jobs)
+    jobs += [jobs[0]] * (3 - len(jobs))  # not read
+    matrices, programs, heads, lengths, dims = zip(*jobs, strict=True)
+    launch(
+        clean_kernel, grid, matrices, *programs, *heads, *lengths, tiles=tiles,
+        DIMS=dims, WIDTH=1 << (max(dims) - 1).bit_length(), ROWS=tiles.rows, COUNT=grid[2], BACKWARD=backward,
+    )  # fmt: skip
     return *found, *flags
 
 
