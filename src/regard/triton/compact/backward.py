@@ -1,4 +1,18 @@
-"""The backward pass of compact attention and softmax: lists of live blocks, then two kernels.
+"""The backward pass of compact attention and softmax: lists of live blocks (`lists`), then two kernels, one by blocks
+of queries, one by blocks of keys.
+
+With g = mass^(-1/r) / reach of a row and a = [z - theta]_+ g, its weights are p = a^r, and their derivative by z is
+A = r g a^(r-1); for softmax A = p. Given G = dL/dp and rho = sum_j B_j G_j (`grammar.weighting`),
+
+    dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j.
+
+A kernel with a function of its own has g = 1 / mass, p = g K(e) / K(reach) and A = g K'(e) / K(reach), with
+e = [z - theta]_+.
+
+If the threshold depends on the best key, the keys that tie for it subtract that sum in equal shares. Weights are
+recomputed from the row statistics, and blocks without weight are skipped. The kernel by queries runs first and stores
+theta, g, rho, the shares of the best keys and, for a kernel with a function of its own, the reach in tables for the
+kernel by keys.
 
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
 """
@@ -6,19 +20,21 @@ Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimension
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..runtime.call import Form
+from ..runtime.blocks import load, load_block, load_span, seen, store_block
+from ..runtime.call import Call, Form
 from ..runtime.launch import launch
+from ..runtime.operators import rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.support import interpreted
-from ..runtime.tiles import Tiles, TileTable, padded
-from .backward_kernels import compact_dkv_kernel, compact_dq_kernel
-from .lists import Lists, lists_of
-from .math import ANCHORED, SOFTMAX
+from ..runtime.tiles import Tiles, TileTable
+from .lists import Lists, block_of, lists_of, plan_of
+from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, excess, lower_power, relative, root
 from .rules import own_form
 
 _WIDE = [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)]
@@ -30,6 +46,366 @@ DKV = TileTable.by_width(
 )
 NARROW = 32
 """Most rows of a streamed block on devices whose products take operands from registers."""
+NEAR = tl.constexpr(2.0**-19)  # relative tolerance of scores that tie for the best
+GRAD, Q, K, V, SLOPE_MEAN = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
+THETA, RHO, SCALE, EXTRA, REACH = (tl.constexpr(i) for i in range(5))
+"""Tables; EXTRA: shares of best keys, or fallback weights."""
+LENGTHS = ["heads", "group", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded"]
+"""Parameters that the kernels are not specialised for. The numbers of queries and keys are not among them: to know that
+they are multiples of 16 saves registers, which are short at 128 features."""
+
+
+@triton.jit
+def _tile(at, start, total, OF: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, FORM: tl.constexpr):
+    """Load rows [start, start + SIZE) of a matrix; 0 from row `total` on, which only PART blocks reach."""
+    STEP: tl.constexpr = FORM.steps[OF]
+    if OF == Q or OF == K:  # noqa: SIM109 - kernels have no "in"
+        return load_block(at, start, STEP, total, SIZE, FORM.dim, FORM.wide, PART, STEP * SIZE >= 2**31)
+    else:
+        return load_block(at, start, STEP, total, SIZE, FORM.value_dim, FORM.value_wide, PART, STEP * SIZE >= 2**31)
+
+
+@triton.jit
+def _line(at, start, total, other, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Load numbers of rows [start, start + SIZE); `other` from row `total` on, which only PART blocks reach."""
+    row = start + tl.arange(0, SIZE)
+    return tl.load(at + row, mask=row < total, other=other) if PART else tl.load(at + row)
+
+
+@triton.jit
+def _of_head(matrix, batch, head):
+    """Return where one head lies, from (base, strides of batch and head)."""
+    return matrix[0] + batch * matrix[1] + head * matrix[2]
+
+
+@triton.jit
+def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
+    """Return (theta, g, reach) of rows, for softmax (log2 of the sum of exp z, 1, 1). g is 0 if no key is in the
+    bandwidth."""
+    mass = tl.load(floats + line * 6 + 3, mask=inside, other=1.0)
+    if FORM.rule == SOFTMAX:
+        theta = tl.load(floats + line * 6, mask=inside, other=0.0) * LOG2E + tl.log2(mass)
+        g = tl.full((FORM.own,), 1.0, tl.float32)
+        reach = g
+    else:
+        theta = tl.load(floats + line * 6 + 1, mask=inside, other=0.0)
+        reach = tl.load(floats + line * 6 + 2, mask=inside, other=1.0)
+        none = tl.load(flags + line * 3, mask=inside, other=1) | tl.load(flags + line * 3 + 1, mask=inside, other=1)
+        size = mass if FORM.relative is not None else root(mass, FORM.r, True) * reach
+        g = tl.where(none != 0, 0.0, 1 / size)
+    return theta, g, reach
+
+
+@triton.jit
+def _weights(dot, factor, theta, g, reach, seen, PART: tl.constexpr, FORM: tl.constexpr):
+    """Return (weights, slopes / (r g)) of a tile of dot products; with PART, 0 for hidden pairs."""
+    if FORM.rule == SOFTMAX:
+        z = dot * (factor * LOG2E) - theta
+        if PART:
+            z = tl.where(seen, z, float("-inf"))
+        p = tl.exp2(z)
+        slope = p
+    else:
+        e = excess(dot, factor, theta)
+        if PART:
+            e = tl.where(seen, e, 0.0)
+        if FORM.relative is None:
+            a = e * g
+            slope = lower_power(a, FORM.r)
+            p = slope * a
+        else:
+            value, slope = relative(reach - e, reach, FORM)
+            p = value * g
+    return p, slope
+
+
+@triton.jit
+def _tops(floats, index, line, inside):
+    """Return (first key with the best score, last, how many, that score, tolerance) of rows."""
+    first = tl.load(index + line * 3, mask=inside, other=-1)
+    last = tl.load(index + line * 3 + 1, mask=inside, other=-1)
+    count = tl.load(index + line * 3 + 2, mask=inside, other=0)
+    top = tl.load(floats + line * 6, mask=inside, other=0.0)
+    size = tl.abs(top) + tl.load(floats + line * 6 + 2, mask=inside, other=0.0)
+    return first, last, count, top, size * NEAR
+
+
+@triton.jit
+def _others(key, z, first, last, count, top, near):
+    """Return which keys tie for the best score besides the first: the last and, of more than two, those between."""
+    between = (count > 2) & (key < last) & (tl.abs(z - top) <= near)
+    return (key > first) & ((key == last) | between)
+
+
+@triton.jit
+def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.constexpr):
+    """Add one block of keys to state (sum of dz k, sum of dz) of a block of queries."""
+    q, grad = own
+    factor, theta, g, rho, low, high, reach = rows
+    start = block_of(plan, t, PART, FORM)[0] * FORM.tile
+    k = _tile(kv[0], start, keys, K, FORM.tile, PART, FORM)
+    v = _tile(kv[1], start, keys, V, FORM.tile, PART, FORM)
+    shown = None
+    if PART:
+        shown = seen(start + tl.arange(0, FORM.tile), low, high, kv[2], keys, FORM.masked)
+    dot = tl.dot(q, tl.trans(k), input_precision=FORM.precision)
+    _, slope = _weights(dot, factor, theta[:, None], g[:, None], reach[:, None], shown, PART, FORM)
+    dz = slope * (tl.dot(grad, tl.trans(v), input_precision=FORM.precision) - rho[:, None])
+    moved = state[1]
+    if FORM.given or FORM.rule == ANCHORED:
+        moved += tl.sum(dz, 1)
+    return tl.dot(dz.to(k.dtype), k, state[0], input_precision=FORM.precision), moved
+
+
+@triton.jit
+def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
+    """Return the mean of the keys that tie for the best score of each row; several keys are rare."""
+    first, last, count, top, near = tops
+    places = kv[0] + first.to(tl.int64)[:, None] * FORM.steps[2] + tl.arange(0, FORM.wide)[None, :]
+    total = load(places, first >= 0, FORM.dim, FORM.wide, True).to(tl.float32)
+    if tl.max(count, 0) > 1:
+        for t in range(plan[1] + plan[2]):
+            if t < plan[1]:
+                start = block_of(plan, t, False, FORM)[0] * FORM.tile
+            else:
+                start = block_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
+            k = _tile(kv[0], start, keys, K, FORM.tile, True, FORM)
+            z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
+            key = start + tl.arange(0, FORM.tile)
+            tie = _others(key[None, :], z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
+            tie = tie & seen(key, rows[4], rows[5], kv[2], keys, FORM.masked)
+            total = tl.dot(tie.to(k.dtype), k, total, input_precision=FORM.precision)
+    return total / tl.maximum(count, 1)[:, None]
+
+
+@triton.jit
+def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constexpr):
+    """Store what the kernel by keys needs of rows of a head."""
+    rho, theta, g, reach, moved, count = left
+    tl.store(table + THETA * queries + row, theta, mask=inside)
+    tl.store(table + RHO * queries + row, rho, mask=inside)
+    if FORM.rule != SOFTMAX:
+        tl.store(table + SCALE * queries + row, g, mask=inside)
+    if FORM.relative is not None:
+        tl.store(table + REACH * queries + row, reach, mask=inside)
+    if FORM.rule == ANCHORED:
+        tl.store(table + EXTRA * queries + row, -moved / tl.maximum(count, 1), mask=inside)
+        tl.store(ties, (tl.max(count, 0) > 1).to(tl.uint8))
+    if FORM.rule == FIXED and FORM.stand == UNIFORM:
+        some = tl.load(index + row, mask=inside, other=0)
+        tl.store(table + EXTRA * queries + row, tl.where(some > 0, 1.0 / some, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def compact_dq_kernel(
+    floats, flags, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, list_rows, list_length,
+    table, ties, outs, heads, group, queries, keys, range_step, mask_batch, mask_head, padded, FORM: tl.constexpr,
+):  # fmt: skip
+    """Compute dq and the gradients of the rows' numbers for one block of queries, and tables for the kernel by keys."""
+    blocks = tl.cdiv(queries, FORM.own)
+    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last see most
+    nth = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = nth // heads, nth % heads
+    start = block * FORM.own
+    row = start + tl.arange(0, FORM.own)
+    inside, line = row < queries, nth * queries + row
+    low, high = low_ptr + batch * range_step, high_ptr + batch * range_step
+    plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, queries, FORM)
+    mask_at = low
+    if FORM.masked:
+        mask_at = mask_ptr + batch * mask_batch + head * mask_head
+    kv = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group), mask_at
+
+    slope_mean = _tile(_of_head(matrices[4], batch, head), start, queries, SLOPE_MEAN, FORM.own, True, FORM)
+    grad = _tile(_of_head(matrices[0], batch, head), start, queries, GRAD, FORM.own, True, FORM)
+    rho = tl.sum(grad.to(tl.float32) * slope_mean.to(tl.float32), 1)
+    q = _tile(_of_head(matrices[1], batch, head), start, queries, Q, FORM.own, True, FORM)
+    theta, g, reach = _row_scales(floats, flags, line, inside, FORM)
+    by = factor
+    if FORM.factors:
+        by = tl.load(factor + line, mask=inside, other=0.0)[:, None]
+    low_of, high_of = load_span(low, high, row, inside)
+    rows = by, theta, g, rho, low_of, high_of, reach
+
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+    for t in range(plan[1]):
+        state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, False, FORM)
+    for t in range(plan[2]):
+        state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, True, FORM)
+    dq, moved = state
+    count = 1
+    if FORM.rule == ANCHORED:
+        tops = _tops(floats, index, line, inside)
+        dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
+        count = tops[2]
+    left = rho, theta, g, reach, moved, count
+    table, ties = table + nth * queries * FORM.tables, ties + nth * padded + block
+    _leave_rows(table, ties, left, index + nth * queries, row, inside, queries, FORM)
+    slope = FORM.r * g
+    if FORM.given:
+        tl.store(outs[2] + line, moved * slope, mask=inside)
+    if FORM.factors:
+        dfactor = tl.sum(dq * q.to(tl.float32), 1) * slope
+        if FORM.rule == FIXED and FORM.relative is None:  # the factor of scores above a threshold of 0 cancels
+            dfactor = tl.where(theta == 0, 0.0, dfactor)
+        tl.store(outs[1] + line, dfactor, mask=inside)
+    at = outs[0] + nth * queries * FORM.dim
+    store_block(at, dq * (slope[:, None] * by), start, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+
+
+@triton.jit
+def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constexpr):
+    """Add to dk the gradient shares of tied best keys after the first, which are rare."""
+    k, _, key, first, last = own
+    queries, keys = sizes
+    table, index, floats, factor = tables
+    for t in range(plan[1] + plan[2]):
+        if t < plan[1]:
+            block, head = block_of(plan, t, False, FORM)
+        else:
+            block, head = block_of(plan, t - plan[1], True, FORM)
+        start, at = block * FORM.tile, tl.cast(head, tl.int64) * queries
+        row = start + tl.arange(0, FORM.tile)
+        first_best, last_best, count, top, near = _tops(floats + at * 6, index + at * 3, row, row < queries)
+        if tl.max(count, 0) > 1:
+            q_at = matrices[1] + tl.cast(head, tl.int64) * matrices[3]
+            q = _tile(q_at, start, queries, Q, FORM.tile, True, FORM)
+            by = factor
+            if FORM.factors:
+                by = _line(factor + at, start, queries, 0.0, FORM.tile, True)[None, :]
+            z = tl.dot(k, tl.trans(q), input_precision=FORM.precision) * by
+            bests = first_best[None, :], last_best[None, :], count[None, :], top[None, :], near[None, :]
+            tie = _others(key[:, None], z, bests[0], bests[1], bests[2], bests[3], bests[4])
+            tie = tie & _seen_rows(start, key, first, last, mask, head, keys, FORM)
+            rows = table + tl.cast(head, tl.int64) * queries * FORM.tables
+            share = _line(rows + EXTRA * queries, start, queries, 0.0, FORM.tile, True)[None, :]
+            g = _line(rows + SCALE * queries, start, queries, 0.0, FORM.tile, True)[None, :]
+            dk = tl.dot(tl.where(tie, share * (by * g), 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
+    return dk
+
+
+@triton.jit
+def _with_stand_ins(p, key, alike_at, best_at, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
+    """Return weights with the fallback weights of rows that have no key in the bandwidth."""
+    if FORM.stand == UNIFORM:
+        alike = _line(alike_at, start, queries, 0.0, FORM.tile, PART)[None, :]
+        if PART:
+            alike = tl.where(seen, alike, 0.0)
+        p += alike
+    if FORM.stand == NEAREST:
+        best = _line(best_at, start, queries, -1, FORM.tile, PART)
+        p = tl.where(key[:, None] == best[None, :], 1.0, p)
+    return p
+
+
+@triton.jit
+def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.constexpr, FORM: tl.constexpr):
+    """Add one block of queries to state (sum of dz q, sum of p dL/do) of a block of keys."""
+    k, v, key, first, last = own
+    queries, keys = sizes
+    block, head = block_of(plan, t, PART, FORM)
+    start = block * FORM.tile
+    row = start + tl.arange(0, FORM.tile)
+    head_at = tl.cast(head, tl.int64)
+    at = head_at * queries
+    table, index, _, factor = tables
+    q = _tile(matrices[1] + head_at * matrices[3], start, queries, Q, FORM.tile, PART, FORM)
+    grad = _tile(matrices[0] + head_at * matrices[2], start, queries, GRAD, FORM.tile, PART, FORM)
+    table = table + at * FORM.tables
+    theta = _line(table + THETA * queries, start, queries, 0.0, FORM.tile, PART)
+    rho = _line(table + RHO * queries, start, queries, 0.0, FORM.tile, PART)
+    g = theta
+    if FORM.rule != SOFTMAX:
+        g = _line(table + SCALE * queries, start, queries, 0.0, FORM.tile, PART)
+    reach = g
+    if FORM.relative is not None:
+        reach = _line(table + REACH * queries, start, queries, 1.0, FORM.tile, PART)
+    by = factor
+    if FORM.factors:
+        by = _line(factor + at, start, queries, 0.0, FORM.tile, PART)[None, :]
+    dot = tl.dot(k, tl.trans(q), input_precision=FORM.precision)
+    seen = None
+    if PART:
+        seen = _seen_rows(start, key, first, last, mask, head, keys, FORM)
+    p, slope = _weights(dot, by, theta[None, :], g[None, :], reach[None, :], seen, PART, FORM)
+    if FORM.rule == FIXED:
+        p = _with_stand_ins(p, key, table + EXTRA * queries, index + at, start, queries, seen, PART, FORM)
+    dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
+    dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
+    if FORM.rule == ANCHORED:
+        best = tl.load(index + (at + row) * 3, mask=row < queries, other=-1)
+        share = _line(table + EXTRA * queries, start, queries, 0.0, FORM.tile, PART)
+        dz += tl.where(key[:, None] == best[None, :], share[None, :], 0.0)
+    if FORM.rule != SOFTMAX:
+        by *= g[None, :]
+    if FORM.rule != SOFTMAX or FORM.factors:
+        dz *= by
+    return tl.dot(dz.to(q.dtype), q, state[0], input_precision=FORM.precision), dv
+
+
+@triton.jit
+def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
+    """Return which rows of a block see the program's keys."""
+    if FORM.masked:
+        shown = tl.load(mask[0] + head * mask[1] + key, mask=key < keys, other=0)
+        last = tl.where(shown != 0, last, 0)
+    row = start + tl.arange(0, FORM.tile)
+    return (row[None, :] >= first[:, None]) & (row[None, :] < last[:, None])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def compact_dkv_kernel(
+    floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, list_rows, list_length,
+    table, outs, heads, queries, keys, range_step, mask_batch, mask_head, FORM: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of one block of keys, over all query heads that use them."""
+    blocks = tl.cdiv(keys, FORM.own)
+    start = tl.program_id(0) % blocks * FORM.own
+    nth = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, key_head = nth // (heads // FORM.group), nth % (heads // FORM.group)
+    head = key_head * FORM.group
+    query_nth = batch * heads + head
+    at = query_nth * queries
+    key = start + tl.arange(0, FORM.own)
+    inside = key < keys
+    low, high = low_ptr + batch * range_step, high_ptr + batch * range_step
+    first, last = load_span(low, high, key, inside)
+    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, K, FORM.own, True, FORM)
+    v = _tile(_of_head(matrices[3], batch, key_head), start, keys, V, FORM.own, True, FORM)
+    streams = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head), matrices[0][2], matrices[1][2]
+    by = factor
+    if FORM.factors:
+        by = factor + at
+    shown = low, 0
+    if FORM.masked:
+        shown = mask_ptr + batch * mask_batch + head * mask_head, mask_head
+    numbers = index
+    if FORM.rule == ANCHORED:
+        numbers = index + at * 3
+    if FORM.rule == FIXED:
+        numbers = index + at
+    rows = table + query_nth * queries * FORM.tables, numbers, floats + at * 6, by
+    own, size = (k, v, key, first, last), (queries, keys)
+
+    plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+    for t in range(plan[1]):
+        state = _dkv_step(state, plan, t, own, streams, rows, shown, size, False, FORM)
+    for t in range(plan[2]):
+        state = _dkv_step(state, plan, t, own, streams, rows, shown, size, True, FORM)
+    dk, dv = state
+    if FORM.rule == ANCHORED and plan[3] > 0:
+        dk = _other_shares(dk, plan, own, streams, rows, shown, size, FORM)
+    if FORM.rule != SOFTMAX:
+        dk *= FORM.r
+    elif not FORM.factors:
+        dk *= factor
+    dk_at, dv_at = outs[0] + nth * keys * FORM.dim, outs[1] + nth * keys * FORM.value_dim
+    store_block(dk_at, dk, start, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
+    store_block(dv_at, dv, start, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide)
+
+
+# On the host --------------------------------------------------------------------------------------------------
 
 
 def _streamed(size: int, device: torch.device) -> int:
@@ -43,49 +419,46 @@ def _streamed(size: int, device: torch.device) -> int:
     return min(size, NARROW) if isinstance(arch, int) and arch < 90 else size
 
 
-class _Call(NamedTuple):
+class _Call(Call):
     """What both kernels of a call are given."""
 
-    floats: Tensor
-    flags: Tensor
-    index: Tensor
-    factor: Tensor | float
-    matrices: tuple[tuple[Tensor, int, int], ...]  # grad, q, k, v, slope_mean
-    span: Span
-    live: Tensor
-    mask_tile: tuple[int, int]
-    sizes: tuple[int, int, int, int, int]  # H, H / Hkv, Tq, Tk, all rows
-    form: Form
+    def __init__(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, span: Span,
+        kept: tuple[Tensor, ...], mask_tile: tuple[int, int], rule: tuple[int, int, int, str], wanted: bool,
+    ) -> None:  # fmt: skip
+        self.soft, self.mask_tile = rule[0] == SOFTMAX.value, mask_tile
+        self.floats, self.flags, self.index, slope_mean, self.live = kept
+        every = tuple(map(rows_together, (grad, q, k, v, slope_mean)))
+        form = {"rule": rule[0], "r": rule[1], "stand": rule[2], "given": wanted, **own_form(rule[3])}
+        form |= {"tables": 2 if self.soft else 5 if rule[3] else 4, "steps": tuple(x.stride(2) for x in every)}
+        super().__init__(q, k, v, factor, span, precision="ieee" if q.dtype == torch.float32 else "tf32", **form)
+        self.read = self.factor[0 if self.form.factors else 1], tuple((x, *x.stride()[:2]) for x in every)
+        self.table = self.blank(*self.shape[:2], self.form.tables, self.shape[2])
 
-    def by_queries(self, tiles: Tiles, table: Tensor, outs: tuple[Tensor, ...]) -> Tensor:
-        """Fill `table` and outs. Return which blocks have a row with tied best keys, uint8 [B x H, blocks]."""
-        queries = self.sizes[2]
+    def by_queries(self, tiles: Tiles, outs: tuple[Tensor, ...]) -> Tensor:
+        """Fill the table and outs. Return which blocks have a row with tied best keys, uint8 [B x H, blocks]."""
+        heads, queries = self.shape[:2].numel(), self.shape[2]
         own = tiles.rows if self.soft else min(tiles.rows, self.mask_tile[0])
-        heads, blocks = self.sizes[4] // max(1, queries), -(-queries // own)
+        blocks = -(-queries // own)
         padded = blocks if self.soft else -(-queries // self.mask_tile[0]) * (self.mask_tile[0] // own)
-        ties = torch.zeros(heads, padded, dtype=torch.uint8, device=table.device)
-        lists, form = self._lists(2, own, _streamed(tiles.keys, table.device), 1)
+        ties = torch.zeros(heads, padded, dtype=torch.uint8, device=self.q.device)
+        lists, form = self._lists(2, own, _streamed(tiles.keys, self.q.device), 1)
         launch(
-            compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, self.factor, self.matrices,
-            *self.span[:2], self.span.mask, lists.listed, lists.counts, table, ties, outs, *self.sizes[:4],
-            *self.span.steps, lists.rows, lists.length, padded, tiles=tiles, FORM=form,
+            compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, *self.read, *self.span[:2],
+            self.span.mask, *lists, self.table, ties, outs, *self.sizes, *self.span.steps, padded, tiles=tiles,
+            FORM=form,
         )  # fmt: skip
         return ties
 
-    def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, outs: tuple[Tensor, ...]) -> None:
+    def by_keys(self, tiles: Tiles, ties: Tensor, outs: tuple[Tensor, Tensor]) -> None:
         """Fill outs: dk, dv."""
-        lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows, table.device), self.sizes[1], ties)
-        blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
-        heads, _, queries, keys, _ = self.sizes
+        heads, group, queries, keys = self.sizes
+        lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows, self.q.device), group, ties)
+        blocks = outs[0].shape[:2].numel() * -(-keys // tiles.keys)
         launch(
-            compact_dkv_kernel, (blocks,), self.floats, self.index, self.factor, self.matrices, self.span.first,
-            self.span.last, self.span.mask, lists.listed, lists.counts, table, outs, heads, queries, keys,
-            batch_stride(self.span.first), *self.span.mask_steps, lists.rows, lists.length, tiles=tiles, FORM=form,
+            compact_dkv_kernel, (blocks,), self.floats, self.index, *self.read, *self.span[2:], *lists, self.table,
+            outs, heads, queries, keys, batch_stride(self.span.first), *self.span.mask_steps, tiles=tiles, FORM=form,
         )  # fmt: skip
-
-    @property
-    def soft(self) -> bool:
-        return self.form.rule == SOFTMAX.value
 
     def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Lists, Form]:
         """Return what streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
@@ -118,29 +491,13 @@ def backward(
 
     Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [2
     to 5, B, H, Tq] and two bytes a pair of blocks."""
-    floats, flags, index, slope_mean, live = kept
-    grad, q, k, v, slope_mean = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, slope_mean))
-    (batch, heads, queries, dim), (key_heads, keys, value_dim) = q.shape, v.shape[1:]
-    factors, masked, soft = isinstance(factor, Tensor), span.mask is not None, rule[0] == SOFTMAX.value
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
-    every = (grad, q, k, v, slope_mean)
-    widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
-    tables = 2 if soft else 5 if rule[3] else 4
-    form = Form(*widths, factors, int(masked), precision=precision, given=wanted, tables=tables, steps=steps)
-    form = form._replace(rule=rule[0], r=rule[1], stand=rule[2], **own_form(rule[3]))
-    matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
-    by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
-    call = _Call(floats, flags, index, by, matrices, span, live, mask_tile, sizes, form)
-
-    own = {"device": q.device, "dtype": torch.float32}
+    call = _Call(grad, q, k, v, factor, span, kept, mask_tile, rule, wanted)
+    factors, masked = call.form.factors, span.mask is not None
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dfactor, dgiven = (torch.empty(q.shape[:3] if some else (0,), **own) for some in (factors, wanted))
-    table = torch.empty(*q.shape[:2], tables, queries, **own)
-    key, outs = (max(dim, value_dim), q.dtype), (dq, dfactor, dgiven)
-    flags_of = (*rule, factors, masked, wanted)
-    tiles = DQ.pick(*key, lambda tiles: call.by_queries(tiles, table, outs), flags_of)
-    ties = call.by_queries(tiles, table, outs)
-    tiles = DKV.pick(*key, lambda tiles: call.by_keys(tiles, table, ties, (dk, dv)), flags_of)
-    call.by_keys(tiles, table, ties, (dk, dv))
+    dfactor, dgiven = (call.new() if some else call.blank(0) for some in (factors, wanted))
+    outs, flags = (dq, dfactor, dgiven), (*rule, factors, masked, wanted)
+    tiles = DQ.pick(call.width, call.dtype, lambda tiles: call.by_queries(tiles, outs), flags)
+    ties = call.by_queries(tiles, outs)
+    tiles = DKV.pick(call.width, call.dtype, lambda tiles: call.by_keys(tiles, ties, (dk, dv)), flags)
+    call.by_keys(tiles, ties, (dk, dv))
     return dq, dk, dv, dfactor, dgiven
