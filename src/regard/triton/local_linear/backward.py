@@ -8,35 +8,46 @@ With the saved t and means m of a row, g = dL/do, gamma_ij = g_i . v_j and its m
     dv_j = sum_i p_ij a_ij g_i,   dridge_i = -t_i u_i,   dfactor_i = x_i . sum_j dz_ij y_j
 
 Three kernels and one solve compute them: the right sides by rows; u; dx by rows; dy and dv by keys, with all query
-heads of a key head in one program. If t is given, u is 0, and one kernel by rows gives dx and -dL/dt. All but p is
-saved or made in Theta(n d) memory. In bfloat16 the kernel by keys multiplies in two terms what b and a are made of: the
-weights of the right sides and u, since b may be small beside rounding errors of gamma, and t, since a long t would
-carry a away from the forward pass's.
+heads of a key head in one program. If t is given, u is 0, and one kernel by rows gives dx and -dL/dt. All but p, which
+each kernel computes again for its tiles, is saved or made in Theta(n d) memory. In bfloat16 the kernel by keys
+multiplies in two terms what b and a are made of: the weights of the right sides and u, since b may be small beside
+rounding errors of gamma, and t, since a long t would carry a away from the forward pass's.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys; x [B, H, Tq, D], y [B, Hkv, Tk, D],
-v [B, Hkv, Tk, Dv].
+v [B, Hkv, Tk, Dv]. In kernels as in `math`; matrices are x, y, v, g.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ..runtime.blocks import LENGTHS, load_block, load_span, seen, store_block
 from ..runtime.call import Call, matrix_of, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
-from .backward_kernels import (
-    NUMBERS,
-    local_linear_key_kernel,
-    local_linear_operands_kernel,
-    local_linear_query_kernel,
-    local_linear_right_kernel,
+from .math import (
+    LOG2E,
+    of_head,
+    opened,
+    own_rows,
+    pair_tile,
+    plan,
+    product,
+    put_rows,
+    ridge_width,
+    row_factor,
+    row_ridge,
+    rows_of,
+    tile_at,
+    tile_count,
+    times,
+    weights_of,
 )
-from .math import ridge_width
 from .solve import Rule, solve
 
 RIGHT = TileTable.by_width(
@@ -62,101 +73,325 @@ BY_KEYS = TileTable.by_width(
 accumulators, registers hold 32 streamed rows, and 16 in float32."""
 
 
-class Kept(NamedTuple):
-    """What the forward pass saves, float32 and contiguous: t [B, H, Tq, D], lse [B, H, Tq], and the means of
-    coordinates [B, H, Tq, D] and of values [B, H, Tq, Dv]. p_ij = 2^(log2(e) z_ij - lse_i). In a row without a key lse
-    is +inf and all else 0."""
-
-    t: Tensor
-    lse: Tensor
-    kbar: Tensor
-    vbar: Tensor
+GIVEN, SOLUTION, REST, LAST = (tl.constexpr(i) for i in range(4))
+"""Operands of a row: t rounded, -u rounded, and the rounding errors of both."""
+LIFT, DROP, MEAN, FIRST, LSE, SCALE, FALL, NUMBERS = (tl.constexpr(i) for i in (*range(7), 8))
+"""Numbers of a row: 1 - m . t, gammabar - m . u, c, 1 - m . t of t's first term, lse, c's factor log2(e), and
+gammabar - m . u of u's first term; 8 lie in one sector of memory."""
 
 
-class Gradients(NamedTuple):
-    """dx, dy, dv, contiguous in the dtypes of x, y, v; float32 gradients of factor [B, H, Tq], ridge [B, H, Tq, 1 or D]
-    and probe [B, H, Tq, D], each None if it is a number or absent."""
+@triton.jit
+def _rows_of(matrices, kept, factor, span, steps, sizes, FORM: tl.constexpr):
+    """Return what the kernels by rows begin with: place (number of the head's first row among all, first row, rows),
+    their x and g, c and lse, sight, tiles of keys, and (keys, values) of the head."""
+    (at, batch, own), first, rows, sight, tiles, x, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
+    g = rows_of(matrices[3], batch, own, first, sizes[2], FORM.value_dim, FORM.value_wide, FORM)
+    lse = tl.load(kept[0] + at + rows, mask=rows < sizes[2], other=float("inf"))
+    return (at, first, rows), (x, g), (c, lse), sight, tiles, kv
 
-    dx: Tensor
-    dy: Tensor
-    dv: Tensor
-    dfactor: Tensor | None
-    dridge: Tensor | None
-    dprobe: Tensor | None
+
+@triton.jit
+def _mean_value(kept, g, at, first, queries, FORM: tl.constexpr):
+    """Return g . vbar of rows."""
+    vbar = kept[2] + at * FORM.value_dim
+    vbar = load_block(vbar, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    return tl.sum(g.to(tl.float32) * vbar, 1)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def local_linear_right_kernel(
+    outs, matrices, kept, factor, span, heads, group, queries, keys, span_batch, mask_batch, mask_head,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Store for one block of queries the right sides [B, H, Tq, D] of the systems of u, and gammabar [B, H, Tq]: g .
+    vbar, corrected for the weights that the forward pass rounded. Rounding errors in u and gammabar enter b, which is
+    small where the model fits."""
+    steps, sizes = (span_batch, mask_batch, mask_head), (heads, group, queries)
+    (at, first, rows), (x, g), (c, lse), sight, tiles, kv = _rows_of(matrices, kept, factor, span, steps, sizes, FORM)
+    mean = _mean_value(kept, g, at, first, queries, FORM)
+    total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
+    used, unrounded = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+    for side in tl.static_range(1 if FORM.masked else 2):
+        for n in range(tile_count(tiles, side == 0)):
+            k, v, visible = pair_tile(n, tiles, kv, sight, keys, side == 0, FORM)
+            p = weights_of(x, k, c, lse, visible, side == 0)
+            w = p * (product(g, tl.trans(v)) - mean[:, None])
+            total, used = times(w, k, total, used, FORM.operands > 2)
+            unrounded += tl.sum(w, 1)
+    total -= used[:, None] * own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
+    put_rows(outs[0] + at * FORM.dim, total, first, queries, FORM)
+    tl.store(outs[1] + at + rows, mean + unrounded, mask=rows < queries)
+
+
+@triton.jit
+def _operand(operands, WHICH: tl.constexpr, at, first, queries, FORM: tl.constexpr):
+    """Load one operand of this block's rows."""
+    step: tl.constexpr = FORM.operands * FORM.dim
+    return load_block(operands + at * step + WHICH * FORM.dim, first, step, queries, FORM.own, FORM.dim, FORM.wide)
+
+
+@triton.jit
+def _put_operand(operands, WHICH: tl.constexpr, value, mean, at, first, queries, FORM: tl.constexpr):
+    """Store a value as it is multiplied and return (it, mean . it)."""
+    rounded = value.to(operands.dtype.element_ty)
+    step: tl.constexpr = FORM.operands * FORM.dim
+    base = operands + at * step + WHICH * FORM.dim
+    store_block(base, rounded, first, step, queries, FORM.own, FORM.dim, FORM.wide)
+    return rounded.to(tl.float32), tl.sum(rounded.to(tl.float32) * mean, 1)
+
+
+@triton.jit
+def _ridge_share(t, u, ridge, dridge, place, queries, FORM: tl.constexpr):
+    """Return sum_d ridge_d t_d u_d, and store dL/dridge if the ridge is a tensor."""
+    at, first, rows = place
+    both = t * u
+    own = row_ridge((ridge[0] + at * FORM.ridge, ridge[1]), first, queries, FORM.own, FORM)
+    if FORM.ridge == 1:
+        tl.store(dridge + at + rows, -tl.sum(both, 1), mask=rows < queries)
+    if FORM.ridge > 1:
+        put_rows(dridge + at * FORM.dim, -both, first, queries, FORM)
+    return tl.sum(both * own, 1)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def local_linear_operands_kernel(
+    grad, kept, slopes, means, ridge, dridge, factor, operands, table, heads, queries, FORM: tl.constexpr
+):  # fmt: skip
+    """Store what the kernels by queries and by keys read of one block of rows: `operands` [B, H, Tq, 2 to 4, D] and
+    `table` [B, H, Tq, NUMBERS], with c as it is for an exact solution. Also store the gradient of ridges."""
+    head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * FORM.own
+    at, row = head * queries, first + tl.arange(0, FORM.own)
+    inside, line = row < queries, table + (at + row) * NUMBERS
+    share = tl.full((FORM.own,), 0.0, tl.float32)
+    if FORM.solved:
+        drop = tl.load(means + at + row, mask=inside, other=0.0)
+    else:
+        g = rows_of(grad, head // heads, head % heads, first, queries, FORM.value_dim, FORM.value_wide, FORM)
+        drop = _mean_value(kept, g, at, first, queries, FORM)
+    mean = own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
+    t = own_rows(slopes[0] + at * FORM.dim, first, queries, FORM)
+    used, lift = _put_operand(operands, GIVEN, t, mean, at, first, queries, FORM)
+    tl.store(line + FIRST, 1 - lift, mask=inside)
+    if FORM.operands > 2:
+        lift += _put_operand(operands, REST, t - used, mean, at, first, queries, FORM)[1]
+    if FORM.solved:
+        u = own_rows(slopes[1] + at * FORM.dim, first, queries, FORM)
+        share = _ridge_share(t, u, ridge, dridge, (at, first, row), queries, FORM)
+        used, own = _put_operand(operands, SOLUTION, -u, mean, at, first, queries, FORM)
+        drop += own
+        tl.store(line + FALL, drop, mask=inside)
+        if FORM.operands > 2:
+            drop += _put_operand(operands, LAST, -u - used, mean, at, first, queries, FORM)[1]
+    tl.store(line + LIFT, 1 - lift, mask=inside)
+    tl.store(line + DROP, drop, mask=inside)
+    tl.store(line + MEAN, share, mask=inside)
+    tl.store(line + LSE, tl.load(kept[0] + at + row, mask=inside, other=0.0), mask=inside)
+    tl.store(line + SCALE, row_factor(factor[0] + at, factor[1], row, queries, FORM.factors), mask=inside)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def local_linear_query_kernel(
+    outs, matrices, kept, u, operands, table, factor, span, heads, group, queries, keys,
+    span_batch, mask_batch, mask_head, FORM: tl.constexpr,
+):  # fmt: skip
+    """Store dx, gradients of factors or of a given t, and c of a block of queries, from one term each."""
+    steps, sizes = (span_batch, mask_batch, mask_head), (heads, group, queries)
+    (at, first, rows), (x, g), (c, lse), sight, tiles, kv = _rows_of(matrices, kept, factor, span, steps, sizes, FORM)
+    inside, line = rows < queries, table + (at + rows) * NUMBERS
+    t = _operand(operands, GIVEN, at, first, queries, FORM)
+    negative = _operand(operands, SOLUTION, at, first, queries, FORM) if FORM.solved else t
+    lift = tl.load(line + FIRST, mask=inside, other=0.0)
+    drop = tl.load(line + (FALL if FORM.solved else DROP), mask=inside, other=0.0)
+    guess = tl.load(line + MEAN, mask=inside, other=0.0)
+    total, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+    used, unrounded = none, none
+    if not FORM.solved:
+        right, spent = total, none
+    for side in tl.static_range(1 if FORM.masked else 2):
+        for n in range(tile_count(tiles, side == 0)):
+            k, v, visible = pair_tile(n, tiles, kv, sight, keys, side == 0, FORM)
+            p = weights_of(x, k, c, lse, visible, side == 0)
+            b = product(g, tl.trans(v))
+            if FORM.solved:
+                b = tl.dot(negative, tl.trans(k), b, input_precision=FORM.precision)
+            b = (b - drop[:, None]) * p
+            if not FORM.solved:
+                right, spent = times(b, k, right, spent, False)
+            dz = (product(t, tl.trans(k)) + lift[:, None]) * b
+            if FORM.solved:
+                dz -= p * guess[:, None]
+            total, used = times(dz, k, total, used, False)
+            unrounded += tl.sum(dz, 1)
+    tl.store(line + MEAN, guess + unrounded, mask=inside)
+    mean = own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
+    if not FORM.solved:
+        put_rows(outs[2] + at * FORM.dim, spent[:, None] * mean - right, first, queries, FORM)
+    total -= used[:, None] * mean
+    if FORM.factors:
+        tl.store(outs[1] + at + rows, tl.sum(x.to(tl.float32) * total, 1), mask=inside)
+    total *= (c / LOG2E)[:, None]
+    if FORM.solved:
+        total += own_rows(u + at * FORM.dim, first, queries, FORM)
+    put_rows(outs[0] + at * FORM.dim, total, first, queries, FORM)
+
+
+@triton.jit
+def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """Add one tile of queries of one head to state (dk, dv)."""
+    k, v, low, high, begin = own
+    x_at, grad_at, operands, table, mask, factor = read
+    (queries, keys), wide = sizes, FORM.operands * FORM.dim
+    member = tl.cast(member, tl.int64)
+    row = first + tl.arange(0, FORM.tile)
+    inside = row < queries
+    x = load_block(x_at[0] + member * x_at[1], first, x_at[2], queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    g = grad_at[0] + member * grad_at[1]
+    g = load_block(g, first, grad_at[2], queries, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
+    operands += member * queries * wide
+    t = load_block(operands, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    line = table + (member * queries + first) * NUMBERS + tl.arange(0, FORM.tile) * NUMBERS
+    c = tl.full((FORM.tile,), 0.0, tl.float32) + factor * LOG2E
+    if FORM.factors:
+        c = tl.load(line + SCALE, mask=inside, other=0.0)
+    lse = tl.load(line + LSE, mask=inside, other=float("inf"))
+    p = tl.exp2(tl.dot(k, tl.trans(x), input_precision=FORM.precision) * c[None, :] - lse[None, :])
+    if FORM.masked == 2:  # a mask shared by all heads is applied at the end
+        key = begin + tl.arange(0, FORM.own)
+        high = tl.where(tl.load(mask[0] + member * mask[1] + key, mask=key < keys, other=0) != 0, high, 0)
+    if EDGE or FORM.masked == 2:
+        p = tl.where(seen(row, low, high, mask[0], queries, False), p, 0.0)
+    a = tl.dot(k, tl.trans(t), input_precision=FORM.precision)
+    if FORM.operands > 2:
+        rest = operands + REST * FORM.dim
+        rest = load_block(rest, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        a = tl.dot(k, tl.trans(rest), a, input_precision=FORM.precision)
+    a = p * (a + tl.load(line + LIFT, mask=inside, other=0.0)[None, :])
+    dv = tl.dot(a.to(k.dtype), g, state[1], input_precision=FORM.precision)
+    dk = state[0]
+    b = tl.dot(v, tl.trans(g), input_precision=FORM.precision)
+    if FORM.solved:
+        u = operands + SOLUTION * FORM.dim
+        u = load_block(u, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        dk = tl.dot(a.to(k.dtype), u, dk, input_precision=FORM.precision)
+        b = tl.dot(k, tl.trans(u), b, input_precision=FORM.precision)
+        if FORM.operands > 2:
+            last = operands + LAST * FORM.dim
+            last = load_block(last, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+            b = tl.dot(k, tl.trans(last), b, input_precision=FORM.precision)
+    b -= tl.load(line + DROP, mask=inside, other=0.0)[None, :]
+    dk = tl.dot((p * b).to(k.dtype), t, dk, input_precision=FORM.precision)
+    mean = tl.load(line + MEAN, mask=inside, other=0.0)
+    dz = (a * b - p * mean[None, :]) * (c / LOG2E)[None, :]
+    return tl.dot(dz.to(k.dtype), x, dk, input_precision=FORM.precision), dv
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def local_linear_key_kernel(
+    outs, matrices, operands, table, factor, span, heads, group, queries, keys, span_batch, mask_batch, mask_head,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Store dk and dv of one block of keys, over all query heads of its key head in turn."""
+    begin, nth = tl.program_id(0) * FORM.own, tl.program_id(1).to(tl.int64)
+    batch, key_head = nth // (heads // group), nth % (heads // group)
+    k = rows_of(matrices[1], batch, key_head, begin, keys, FORM.dim, FORM.wide, FORM)
+    v = rows_of(matrices[2], batch, key_head, begin, keys, FORM.value_dim, FORM.value_wide, FORM)
+    key = begin + tl.arange(0, FORM.own)
+    low, high = load_span(span[0] + batch * span_batch, span[1] + batch * span_batch, key, key < keys)
+    tiles = plan(low, high, FORM.tile, False)
+    head = key_head * group
+    mask = span[2] + batch * mask_batch + head * mask_head
+    there = high > low  # full tiles also give weights to keys that nobody sees
+    if FORM.masked == 1:
+        there &= tl.load(mask + key, mask=key < keys, other=0) != 0
+    x_at, grad_at = of_head(matrices[0], batch, head), of_head(matrices[3], batch, head)
+    base = (batch * heads + head) * queries
+    read = (
+        (x_at[0], matrices[0][2], x_at[1]), (grad_at[0], matrices[3][2], grad_at[1]),
+        operands + base * (FORM.operands * FORM.dim), table + base * NUMBERS, (mask, mask_head), factor,
+    )  # fmt: skip
+    own = k, v, low, high, begin
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+    for side in tl.static_range(2):
+        each = tile_count(tiles, side == 0)
+        for n in range(group * each):  # one loop over heads and tiles takes fewer registers than two
+            first = tile_at(n % each, tiles, side == 0, FORM)
+            state = _key_step(state, own, n // each, first, read, (queries, keys), side == 0, FORM)
+    at = nth * keys
+    dk, dv = tl.where(there[:, None], state[0], 0.0), tl.where(there[:, None], state[1], 0.0)
+    store_block(outs[0] + at * FORM.dim, dk, begin, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
+    dv_at = outs[1] + at * FORM.value_dim
+    store_block(dv_at, dv, begin, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide)
+
+
+# On the host --------------------------------------------------------------------------------------------------
 
 
 class _Call(Call):
-    """One backward pass as kernels read it."""
+    """One backward pass as kernels read it: the matrices with dL/do, and the lse and means of rows."""
 
     def __init__(
         self, grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, solved: bool, span: Span,
-        kept: Kept,
+        kept: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         super().__init__(x, y, v, factor, span)
-        self.kept, self.matrices = kept, (matrix_of(rows_together(grad.to(v.dtype), FARTHEST)), *self.matrices)
+        self.kept, self.matrices = kept, (*self.matrices, matrix_of(rows_together(grad.to(v.dtype), FARTHEST)))
         masked = 0 if span.mask is None else 1 if span.mask.shape[1] == 1 or self.sizes[1] == 1 else 2
         operands = 2 if x.dtype == torch.float32 else 4 if solved else 3
         self.form = self.form._replace(masked=masked, solved=solved, operands=operands)
-
-    def by_rows(self) -> tuple[Any, ...]:
-        """Return what both kernels by rows take of the call."""
-        return self.factor, self.span.pointers[:2], self.span.pointers[2], *self.span.steps, *self.sizes
-
-    def row_blocks(self, tiles: Tiles) -> tuple[int]:
-        blocks, heads = self.grid(tiles.rows)
-        return (blocks * heads,)
+        self.sight = self.factor, span.pointers, *self.sizes, *span.steps
 
 
 def backward(
     grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, ridge: float | Tensor | None, span: Span,
-    kept: Kept, rule: Rule | None,
-) -> Gradients:  # fmt: skip
-    """Compute the gradients of one call from dL/do [B, H, Tq, Dv], with deterministic kernels. Scores are factor * x .
-    y with a number or float32 [B, H, Tq]. The ridge, a number or float32 [B, H, Tq, 1 or D] relative to the kernel
-    weight, and the rule of the solver are None if t was given.
+    t: Tensor, kept: tuple[Tensor, ...], rule: Rule | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Compute the gradients of one call from dL/do [B, H, Tq, Dv], with deterministic kernels: dx, dy, dv, contiguous
+    in the dtypes of x, y, v, and float32 gradients of factor, ridge and probe, each None if it is a number or absent.
+    Scores are factor * x . y.
+
+    Args:
+        factor: a number or float32 [B, H, Tq].
+        ridge: a number or float32 [B, H, Tq, 1 or D] relative to the kernel weight; None if t was given.
+        t: float32 [B, H, Tq, D], as saved or given, contiguous.
+        kept: lse and the means of keys and values of `forward.moments`.
+        rule: of the solver; None if t was given.
 
     Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 8 for dy and dv; in bfloat16
     4, 5 and 10."""
-    if not kept.lse.numel():
-        optional = (z if isinstance(z, Tensor) else None for z in (factor, ridge, kept.t if ridge is None else None))
-        return Gradients(*(None if z is None else z.new_zeros(z.shape) for z in (x, y, v, *optional)))
+    if not kept[0].numel():
+        optional = (z if isinstance(z, Tensor) else None for z in (factor, ridge, t if ridge is None else None))
+        return tuple(None if z is None else z.new_zeros(z.shape) for z in (x, y, v, *optional))
     call = _Call(grad, x, y, v, factor, ridge is not None, span, kept)
     u = means = None
     if ridge is not None:
         assert rule is not None
         right, means = _right_sides(call)
         rows = Call(x, y, v, factor, span, fine=y.dtype == torch.bfloat16)
-        u, *_ = solve(right, rows, ridge, kept.lse, kept.kbar, rule)
-    read, dridge = _operands(call, ridge, u, means)
+        u, *_ = solve(right, rows, ridge, kept[0], kept[1], rule)
+    read, dridge = _operands(call, ridge, t, u, means)
     dx, dfactor, dprobe = _by_rows(call, read, u)
-    dy, dv = _by_keys(call, read)
-    return Gradients(dx, dy, dv, dfactor, dridge, dprobe)
+    return dx, *_by_keys(call, read), dfactor, dridge, dprobe
 
 
 def _right_sides(call: _Call) -> tuple[Tensor, Tensor]:
     """Return (sum_j p_ij (gamma_ij - gammabar_i) y_j [B, H, Tq, D], gammabar [B, H, Tq])."""
     outs = call.new(call.form.dim), call.new()
-
-    def run(tiles: Tiles) -> None:
-        args = (outs, call.matrices, call.kept[1:], *call.by_rows())
-        launch(local_linear_right_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=call.fitted(tiles))
-
-    run(RIGHT.pick(call.width, call.dtype, run))
+    call.by_rows(local_linear_right_kernel, RIGHT, outs, call.matrices, call.kept, *call.sight)
     return outs
 
 
 def _operands(
-    call: _Call, ridge: float | Tensor | None, u: Tensor | None, means: Tensor | None
+    call: _Call, ridge: float | Tensor | None, t: Tensor, u: Tensor | None, means: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """Return (operands [B, H, Tq, 2 to 4, D] and numbers [B, H, Tq, 8] of rows, dridge)."""
-    lse, width = call.kept.lse, ridge_width(ridge)
+    lse, width = call.kept[0], ridge_width(ridge)
     dridge = call.new(width) if width else None
     read = call.q.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)
-    slopes, means = (call.kept.t, lse if u is None else u), lse if means is None else means
+    slopes, means = (t, lse if u is None else u), lse if means is None else means
     number = number_or_rows(0.0 if ridge is None else ridge, lse)
     tiles = OPERANDS.pick(call.width, torch.float32)
     launch(
-        local_linear_operands_kernel, call.row_blocks(tiles), call.matrices[0], call.kept[1:], slopes, means, number,
+        local_linear_operands_kernel, call.grid(tiles.rows), call.matrices[3], call.kept, slopes, means, number,
         lse if dridge is None else dridge, call.factor, *read, call.sizes[0], call.sizes[2],
         tiles=tiles, FORM=call.form._replace(own=tiles.rows, ridge=width),
     )  # fmt: skip
@@ -165,30 +400,25 @@ def _operands(
 
 def _by_rows(call: _Call, read: tuple[Tensor, Tensor], u: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (dx, dfactor, dprobe)."""
-    lse = call.kept.lse
+    lse = call.kept[0]
     dx = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     dfactor = call.new() if call.form.factors else None
     dprobe = None if call.form.solved else call.new(call.form.dim)
     outs = tuple(lse if z is None else z for z in (dx, dfactor, dprobe))
-
-    def run(tiles: Tiles) -> None:
-        args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *read, *call.by_rows())
-        launch(local_linear_query_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=call.fitted(tiles))
-
-    run(BY_ROWS.pick(call.width, call.dtype, run, (call.form.solved,)))
+    given = outs, call.matrices, call.kept, lse if u is None else u, *read, *call.sight
+    call.by_rows(local_linear_query_kernel, BY_ROWS, *given, flags=(call.form.solved,))
     return dx, dfactor, dprobe
 
 
 def _by_keys(call: _Call, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.k, call.v))
-    span = call.span
+    first, last, mask = call.span.first, call.span.last, call.span.pointers[2]
 
     def run(tiles: Tiles) -> None:
-        grid = (dy.shape[0] * dy.shape[1] * -(-call.sizes[3] // tiles.keys),)
         launch(
-            local_linear_key_kernel, grid, (dy, dv), call.matrices, *read, call.factor[1], (span.first, span.last),
-            call.span.pointers[2], batch_stride(span.first), *span.mask_steps, *call.sizes,
-            tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
+            local_linear_key_kernel, (-(-call.sizes[3] // tiles.keys), dy.shape[0] * dy.shape[1]), (dy, dv),
+            call.matrices, *read, call.factor[1], (first, last, mask), *call.sizes, batch_stride(first),
+            *call.span.mask_steps, tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
         )  # fmt: skip
 
     run(BY_KEYS.pick(call.width, call.dtype, run, (call.form.solved,)))

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...grammar import SolveStatus
-from ..runtime.blocks import LENGTHS, load_span
+from ..runtime.blocks import LENGTHS, load_span, store_numbers
 from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
@@ -112,8 +112,8 @@ def _one(row, low, high, right_ptr, q_at, k_at, lse_ptr, factor, ridge, mask_ptr
         rest = b - tl.sum(a * slope, 0) - own * tl.load(value_ptr + row * FORM.dim + d).to(tl.float64)
         left += rest * rest
         size += b * b
-    tl.store(statistics_ptr + row * 2, 0.0)
-    tl.store(statistics_ptr + row * 2 + 1, tl.sqrt(left / tl.where(size > 0, size, 1.0)).to(tl.float32))
+    residual = tl.sqrt(left / tl.where(size > 0, size, 1.0)).to(tl.float32)
+    store_numbers(statistics_ptr, row, (0.0, residual), None)
     tl.store(status_ptr + row, tl.where(least < LEAST, RAISED, 0))
 
 

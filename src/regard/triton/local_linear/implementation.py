@@ -152,7 +152,7 @@ def _forward(
     else:
         penalty = numbers.ridge if ridge is None else ridge
         t, statistics, status = solve(right, call, penalty, lse, mean, Rule(*numbers[2:6]))
-    out, counts = output(t, call, found, solved=not numbers.given, counted=numbers.counted)
+    out, counts = output(t, call, found, not numbers.given, numbers.counted)
     return out, lse.new_empty(0) if numbers.given else t, lse, mean, vmean, statistics, status, counts
 
 
@@ -190,19 +190,18 @@ def _backward(
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return gradients of x, y, v, and of factor, ridge and probe, empty if they are no tensors."""
-    from .backward import Kept
     from .backward import backward as differentiate
     from .solve import Rule
 
-    span, kept, numbers = Span(*rest[:5]), Kept(*rest[5:9]), _Numbers(*rest[9:])
+    span, (t, *kept), numbers = Span(*rest[:5]), rest[5:9], _Numbers(*rest[9:])
     penalty: float | Tensor | None = numbers.ridge if ridge is None else ridge
     rule: Rule | None = Rule(*numbers[2:6])
     if numbers.given:
         assert probe is not None
-        kept, penalty, rule = kept._replace(t=-probe.contiguous()), None, None
+        t, penalty, rule = -probe.contiguous(), None, None
     own = numbers.factor if factor is None else factor
-    dx, dy, dv, *optional = differentiate(grad, x, y, v, own, penalty, span, kept, rule)
-    return dx, dy, dv, *(kept.lse.new_empty(0) if z is None else z for z in optional)
+    found = differentiate(grad, x, y, v, own, penalty, span, t, tuple(kept), rule)
+    return tuple(kept[0].new_empty(0) if z is None else z for z in found)
 
 
 def _fake_gradients(grad, x, y, v, factor, ridge, probe, *rest):

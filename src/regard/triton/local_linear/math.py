@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import FAR, load_block, load_span, parts, row_scale, seen
+from ..runtime.blocks import FAR, load_block, load_span, parts, row_scale, seen, store_block
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)
@@ -33,15 +33,28 @@ def of_head(matrix, batch, head):
 
 
 @triton.jit
+def rows_of(matrix, batch, head, first, count, DIM: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Load this block's rows [R, WIDTH] of one head of a matrix with DIM columns."""
+    at, stride = of_head(matrix, batch, head)
+    return load_block(at, first, stride, count, FORM.own, DIM, WIDTH)
+
+
+@triton.jit
 def own_rows(pointer, first, queries, FORM: tl.constexpr):
     """Load this block's rows [R, W] of contiguous vectors [Tq, D]."""
     return load_block(pointer, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
+def put_rows(pointer, x, first, queries, FORM: tl.constexpr):
+    """Store x [R, W] in them."""
+    store_block(pointer, x, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+
+
+@triton.jit
 def plan(low, high, KEYS: tl.constexpr, MASKED: tl.constexpr):
     """Return the tiles of keys that a block of rows visits: (start, tiles, left, full). Tile i begins at start + i
-    KEYS. Every row that sees any key sees all keys of the `full` tiles from `left` on; the others (`edge_tile`) and,
+    KEYS. Every row that sees any key sees all keys of the `full` tiles from `left` on; the others (`tile_at`) and,
     with a mask, all need a look at pairs."""
     some = high > low
     stop = tl.max(tl.where(some, high, 0), 0)
@@ -57,12 +70,6 @@ def plan(low, high, KEYS: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def edge_tile(n, left, full):
-    """Return which tile is the n-th of those that are not full."""
-    return tl.where(n < left, n, n + full)
-
-
-@triton.jit
 def tile_count(tiles, EDGE: tl.constexpr):
     """Return how many tiles need a look at pairs (EDGE), or how many do not."""
     return tiles[1] - tiles[3] if EDGE else tiles[3]
@@ -72,19 +79,26 @@ def tile_count(tiles, EDGE: tl.constexpr):
 def tile_at(n, tiles, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Return the first key of the n-th of those tiles."""
     start, _, left, full = tiles
-    return start + edge_tile(n, left, full) * FORM.tile if EDGE else start + (left + n) * FORM.tile
+    return start + (tl.where(n < left, n, n + full) if EDGE else left + n) * FORM.tile
 
 
 @triton.jit
-def opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM: tl.constexpr):
-    """Return (head among all, batch, head, first row, rows [R], their ranges of keys and the mask) of a program."""
+def opened(matrices, factor, span, sizes, steps, FORM: tl.constexpr):
+    """Return what kernels by blocks of rows begin with: (number of the head's first row among all, batch, head), first
+    row of the block, rows [R], sight (their ranges of keys and the mask), the tiles of their `plan`, q [R, W], c [R],
+    and (keys, values) of the head. `steps`: strides of the ranges, and of the mask by sequence and head."""
+    heads, group, queries = sizes
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # in causal order the last rows see most, and begin first
     head = tl.program_id(1).to(tl.int64)
     batch, own = head // heads, head % heads
-    rows = block * FORM.own + tl.arange(0, FORM.own)
-    low, high = load_span(span[0] + batch * span_batch, span[1] + batch * span_batch, rows, rows < queries)
-    sight = low, high, span[2] + batch * mask_batch + own * mask_head
-    return head, batch, own, block * FORM.own, rows, sight
+    first = block * FORM.own
+    rows = first + tl.arange(0, FORM.own)
+    low, high = load_span(span[0] + batch * steps[0], span[1] + batch * steps[0], rows, rows < queries)
+    sight = low, high, span[2] + batch * steps[1] + own * steps[2]
+    q = rows_of(matrices[0], batch, own, first, queries, FORM.dim, FORM.wide, FORM)
+    c = row_factor(factor[0] + head * queries, factor[1], rows, queries, FORM.factors)
+    kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
+    return (head * queries, batch, own), first, rows, sight, plan(low, high, FORM.tile, FORM.masked), q, c, kv
 
 
 @triton.jit
@@ -132,31 +146,42 @@ def norm_scale(x):
 
 
 @triton.jit
-def weighted_tile(q, c, lse, sight, k_at, first, keys, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """Return one tile of keys [K, W] and its weights p [R, K]; with EDGE, 0 for hidden pairs."""
-    k = load_block(k_at[0], first, k_at[1], keys, FORM.tile, FORM.dim, FORM.wide, EDGE)
+def key_tile(first, k_at, sight, keys, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """Return (keys [K, W], which of them each row sees) of the tile that begins at `first`; without EDGE, all are."""
+    k, visible = load_block(k_at[0], first, k_at[1], keys, FORM.tile, FORM.dim, FORM.wide, EDGE), sight[0]
     if EDGE:
         visible = seen(first + tl.arange(0, FORM.tile), sight[0], sight[1], sight[2], keys, FORM.masked)
+    return k, visible
+
+
+@triton.jit
+def pair_tile(n, tiles, kv, sight, keys, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """Return (keys, values, which of them each row sees) of the n-th tile."""
+    first = tile_at(n, tiles, EDGE, FORM)
+    k, visible = key_tile(first, kv[0], sight, keys, EDGE, FORM)
+    v = load_block(kv[1][0], first, kv[1][1], keys, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
+    return k, v, visible
+
+
+@triton.jit
+def weights_of(q, k, c, lse, visible, EDGE: tl.constexpr):
+    """Return the weights p [R, K] of a tile; with EDGE, 0 for hidden pairs."""
     p = tl.exp2(product(q, tl.trans(k)) * c[:, None] - lse[:, None])
     if EDGE:
         p = tl.where(visible, p, 0.0)
-    return k, p
+    return p
 
 
 @triton.jit
 def sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM: tl.constexpr):
     """Return (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i, for d [R, W] in the dtype of the keys
     and away = mean . d. The covariance times d is the first minus the second times the mean."""
-    start, count, left, full = tiles
     total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
     used = tl.full((FORM.own,), 0.0, tl.float32)
-    for n in tl.range(0, count - full, num_stages=EDGES):
-        first = start + edge_tile(n, left, full) * FORM.tile
-        k, p = weighted_tile(q, c, lse, sight, k_at, first, keys, True, FORM)
-        total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.fine)
-    if not FORM.masked:
-        for n in range(left, left + full):
-            k, p = weighted_tile(q, c, lse, sight, k_at, start + n * FORM.tile, keys, False, FORM)
+    for side in tl.static_range(1 if FORM.masked else 2):  # with a mask no tile is full
+        for n in tl.range(0, tile_count(tiles, side == 0), num_stages=EDGES if side == 0 else None):
+            k, visible = key_tile(tile_at(n, tiles, side == 0, FORM), k_at, sight, keys, side == 0, FORM)
+            p = weights_of(q, k, c, lse, visible, side == 0)
             total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.fine)
     return total, used
 

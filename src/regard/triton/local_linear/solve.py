@@ -6,9 +6,10 @@ C_i is never formed. A step streams the keys once. A row stops when its residual
 block stops with its last row. Rows with few keys are solved one by one (`direct`).
 
 With bfloat16 keys the direction is rounded before use and is then the direction: its image is exact but for the
-weights, which are split in two terms. Vectors that a sweep does not need lie in memory meanwhile.
+weights, which are split in two terms. Between sweeps over the keys the vectors of all rows lie in scratch memory and
+pass through registers a few rows at a time, which leaves registers to the sweeps.
 
-Legend: as in `math`.
+Legend: as in `math`; x, r, d: solution, residual and direction of a row; A = C + ridge.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import LENGTHS, load_block
+from ...grammar import SolveStatus
+from ..runtime.blocks import LENGTHS, load_block, load_span, store_block, store_numbers
 from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .direct import TILES as DIRECT
 from .direct import solve_few
-from .math import (
-    of_head,
-    opened,
-    plan,
-    ridge_width,
-    row_factor,
-    row_ridge,
-    sweep,
-    weighted_tile,
-)
-from .steps import AWAY, ROW, TERMS, TILE, D, begin, finish, follow, tile
+from .math import key_tile, norm_scale, opened, ridge_width, row_ridge, sweep, weights_of
+
+UNCONVERGED = tl.constexpr(int(SolveStatus.UNCONVERGED))
+EPS = tl.constexpr(2.0**-23)
+X, R, MEAN, IMAGE, D = (tl.constexpr(i) for i in range(5))
+"""Tiles [R, W] of a block's scratch memory: x, r, mean of the keys, result of a sweep, d."""
+AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i) for i in range(10))
+"""Rows [R] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is
+active, whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
+TILE, ROW = tl.constexpr(5), tl.constexpr(10)
+PART = tl.constexpr(16)
+"""Rows whose vectors are in registers at once."""
+
 
 RESTARTS = tl.constexpr(3)
 """How often a row restarts if its true residual is still too large."""
@@ -61,12 +65,208 @@ TILES = TileTable.by_width(
 
 
 @triton.jit
+def _tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return where ROWS rows of a tile lie, from row `part` on."""
+    at = scratch + which * (FORM.own * FORM.wide) + part * FORM.wide
+    return at + tl.arange(0, ROWS)[:, None] * FORM.wide + tl.arange(0, FORM.wide)[None, :]
+
+
+@triton.jit
+def _rows(scratch, which: tl.constexpr, part, FORM: tl.constexpr):
+    """Return where a part of a row of numbers lies."""
+    return scratch + TILE * (FORM.own * FORM.wide) + which * FORM.own + part + tl.arange(0, PART)
+
+
+@triton.jit
+def _direct(d, mean, active, scratch, part, FORM: tl.constexpr):
+    """Store the direction, rounded as it will be multiplied."""
+    d = tl.where(active[:, None], d, 0.0)
+    if FORM.fine:
+        d = d.to(tl.bfloat16).to(tl.float32)
+    tl.store(_tile(scratch, D, part, PART, FORM), d)
+    tl.store(_rows(scratch, AWAY, part, FORM), tl.sum(mean * d, 1))
+
+
+@triton.jit
+def _begin(scratch, right_ptr, mean_ptr, span, first, queries, tol, limit, FORM: tl.constexpr):
+    """Set x = 0 and r = right in its own unit. Return whether any row is active."""
+    running = 0
+    for part in range(0, FORM.own, PART):
+        rows = first + part + tl.arange(0, PART)
+        low, high = load_span(span[0], span[1], rows, rows < queries)
+        r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
+        mean = load_block(mean_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
+        size = norm_scale(r)
+        r = r / size[:, None]
+        rr = tl.sum(r * r, 1)
+        unsettled = (rr > 0) & (high - low > FORM.few)
+        active = unsettled & (limit > 0)
+        tl.store(_tile(scratch, X, part, PART, FORM), tl.full((PART, FORM.wide), 0.0, tl.float32))
+        tl.store(_tile(scratch, R, part, PART, FORM), r)
+        tl.store(_tile(scratch, MEAN, part, PART, FORM), mean)
+        tl.store(_rows(scratch, RR, part, FORM), rr)
+        tl.store(_rows(scratch, WHOLE, part, FORM), rr)
+        tl.store(_rows(scratch, GOAL, part, FORM), tol * tol * rr)
+        tl.store(_rows(scratch, COUNT, part, FORM), tl.full((PART,), 0.0, tl.float32))
+        tl.store(_rows(scratch, ACTIVE, part, FORM), active.to(tl.float32))
+        tl.store(_rows(scratch, OPEN, part, FORM), unsettled.to(tl.float32))
+        tl.store(_rows(scratch, SIZE, part, FORM), size)
+        _direct(r, mean, active, scratch, part, FORM)
+        running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
+    return running
+
+
+@triton.jit
+def _image(scratch, part, ridge, first, queries, FORM: tl.constexpr):
+    """Return (A d, d, mean) of some rows, after a sweep."""
+    d = tl.load(_tile(scratch, D, part, PART, FORM))
+    mean = tl.load(_tile(scratch, MEAN, part, PART, FORM))
+    total = tl.load(_tile(scratch, IMAGE, part, PART, FORM))
+    used = tl.load(_rows(scratch, USED, part, FORM))
+    ridge = row_ridge(ridge, first + part, queries, PART, FORM)
+    return total - used[:, None] * mean + ridge * d, d, mean
+
+
+@triton.jit
+def _advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
+    """Take one step along d and return whether any row continues. The next direction is made conjugate to d by the
+    image itself, since a ratio of residuals ignores rounding."""
+    running = 0
+    for part in range(0, FORM.own, PART):
+        image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
+        rr = tl.load(_rows(scratch, RR, part, FORM))
+        goal = tl.load(_rows(scratch, GOAL, part, FORM))
+        count = tl.load(_rows(scratch, COUNT, part, FORM))
+        curve = tl.sum(d * image, 1)
+        good = (tl.load(_rows(scratch, ACTIVE, part, FORM)) > 0) & (curve > 0)
+        curve = tl.where(good, curve, 1.0)
+        r = tl.load(_tile(scratch, R, part, PART, FORM))
+        length = tl.where(good, tl.sum(r * d, 1) / curve, 0.0)
+        x = tl.load(_tile(scratch, X, part, PART, FORM)) + length[:, None] * d
+        tl.store(_tile(scratch, X, part, PART, FORM), x)
+        r -= length[:, None] * image
+        tl.store(_tile(scratch, R, part, PART, FORM), r)
+        rr = tl.where(good, tl.sum(r * r, 1), rr)
+        count += good.to(tl.float32)
+        active = good & (rr > goal) & (count < limit)
+        _direct(r - (tl.sum(r * image, 1) / curve)[:, None] * d, mean, active, scratch, part, FORM)
+        tl.debug_barrier()  # other threads may still read what is stored now
+        tl.store(_rows(scratch, RR, part, FORM), rr)
+        tl.store(_rows(scratch, COUNT, part, FORM), count)
+        tl.store(_rows(scratch, ACTIVE, part, FORM), active.to(tl.float32))
+        running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
+    return running
+
+
+@triton.jit
+def _look(scratch, right_ptr, first, queries, FORM: tl.constexpr):
+    """Begin to compute true residuals: r = right, from which A x is then subtracted."""
+    for part in range(0, FORM.own, PART):
+        x = tl.load(_tile(scratch, X, part, PART, FORM))
+        mean = tl.load(_tile(scratch, MEAN, part, PART, FORM))
+        size = tl.load(_rows(scratch, SIZE, part, FORM))
+        r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
+        tl.store(_tile(scratch, R, part, PART, FORM), r)
+        _direct(x, mean, size > 0, scratch, part, FORM)
+
+
+@triton.jit
+def _take_off(scratch, ridge, first, queries, FORM: tl.constexpr):
+    """Subtract A d from r, and make what rounding left of x the next d."""
+    for part in range(0, FORM.own, PART):
+        image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
+        r = tl.load(_tile(scratch, R, part, PART, FORM)) - image
+        tl.store(_tile(scratch, R, part, PART, FORM), r)
+        if FORM.fine:
+            x = tl.load(_tile(scratch, X, part, PART, FORM))
+            whole = tl.load(_rows(scratch, SIZE, part, FORM)) > 0
+            _direct(x - d, mean, whole, scratch, part, FORM)
+
+
+@triton.jit
+def _settle(scratch, right_ptr, first, queries, limit, again, FORM: tl.constexpr):
+    """Let rows whose true residual r is still too large continue from it. Return whether any does."""
+    running = 0
+    for part in range(0, FORM.own, PART):
+        x = tl.load(_tile(scratch, X, part, PART, FORM))
+        r = tl.load(_tile(scratch, R, part, PART, FORM))
+        mean = tl.load(_tile(scratch, MEAN, part, PART, FORM))
+        size = tl.load(_rows(scratch, SIZE, part, FORM))
+        right = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
+        # Exact steps lower x.Ax / 2 - b.x, which is 0 at x = 0. If it is positive, rounding errors dominate x: restart.
+        kept = tl.sum(x * (right + r), 1) >= 0
+        x = tl.where(kept[:, None], x, 0.0)
+        r = tl.where(kept[:, None], r, right)
+        tl.store(_tile(scratch, X, part, PART, FORM), x)
+        tl.store(_tile(scratch, R, part, PART, FORM), r)
+        terms = tl.load(_rows(scratch, TERMS, part, FORM))
+        floor = 2 * EPS * (terms * tl.sqrt(tl.sum(x * x, 1)) + tl.sqrt(tl.sum(right * right, 1)))
+        goal = tl.load(_rows(scratch, GOAL, part, FORM))
+        count = tl.load(_rows(scratch, COUNT, part, FORM))
+        unsettled = tl.load(_rows(scratch, OPEN, part, FORM)) > 0
+        rr = tl.where(unsettled, tl.sum(r * r, 1), tl.load(_rows(scratch, RR, part, FORM)))
+        unsettled &= ~(rr <= tl.maximum(goal, floor * floor))
+        active = unsettled & (count < limit) & (again > 0)
+        _direct(r, mean, active, scratch, part, FORM)
+        tl.debug_barrier()  # other threads may still read what is stored now
+        tl.store(_rows(scratch, RR, part, FORM), rr)
+        tl.store(_rows(scratch, OPEN, part, FORM), unsettled.to(tl.float32))
+        tl.store(_rows(scratch, ACTIVE, part, FORM), active.to(tl.float32))
+        running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
+    return running
+
+
+@triton.jit
+def _finish(scratch, value_ptr, statistics_ptr, status_ptr, first, queries, FORM: tl.constexpr):
+    """Store the solutions, statistics and status."""
+    for part in range(0, FORM.own, PART):
+        x = tl.load(_tile(scratch, X, part, PART, FORM))
+        size = tl.load(_rows(scratch, SIZE, part, FORM))
+        store_block(value_ptr, x * size[:, None], first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
+        rr = tl.load(_rows(scratch, RR, part, FORM))
+        whole = tl.load(_rows(scratch, WHOLE, part, FORM))
+        unsettled = tl.load(_rows(scratch, OPEN, part, FORM)) > 0
+        if not FORM.verify:
+            unsettled &= ~(rr <= tl.load(_rows(scratch, GOAL, part, FORM)))
+        rows = first + part + tl.arange(0, PART)
+        there = rows < queries
+        residual = tl.sqrt(rr / tl.where(whole > 0, whole, 1.0))
+        store_numbers(statistics_ptr, rows, (tl.load(_rows(scratch, COUNT, part, FORM)), residual), there)
+        tl.store(status_ptr + rows, tl.where(unsettled, UNCONVERGED, 0), mask=there)
+
+
+@triton.jit
+def _follow(phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM: tl.constexpr):
+    """Use the stored result of a sweep and return (whether any row continues, phase, restarts left). Phase 0 is a step;
+    phases 1 and 2 compute true residuals (FORM.verify), from the two terms of x in turn."""
+    running = 1
+    if not FORM.verify or phase == 0:
+        running = _advance(scratch, ridge, first, queries, limit, FORM)
+        if FORM.verify and running == 0:
+            tl.debug_barrier()
+            _look(scratch, right_ptr, first, queries, FORM)
+            running = 1
+            phase = 1
+    else:
+        _take_off(scratch, ridge, first, queries, FORM)
+        if FORM.fine and phase == 1:
+            phase = 2
+        else:
+            tl.debug_barrier()
+            running = _settle(scratch, right_ptr, first, queries, limit, again, FORM)
+            phase = 0
+            again -= 1
+    tl.debug_barrier()
+    return running, phase, again
+
+
+@triton.jit
 def _terms(q, c, lse, sight, k_at, keys, start, tiles, FORM: tl.constexpr):
     """Return sum_j p_ij |k_j|^2, the size of what a product with C sums."""
     found = tl.full((FORM.own,), 0.0, tl.float32)
     for n in range(tiles):
-        k, p = weighted_tile(q, c, lse, sight, k_at, start + n * FORM.tile, keys, True, FORM)
-        kf = k.to(tl.float32)
+        k, visible = key_tile(start + n * FORM.tile, k_at, sight, keys, True, FORM)
+        p, kf = weights_of(q, k, c, lse, visible, True), k.to(tl.float32)
         found += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
     return found
 
@@ -77,31 +277,29 @@ def _solve(
     heads, group, queries, keys, span_batch, mask_batch, mask_head, FORM: tl.constexpr,
 ):  # fmt: skip
     """Solve a block of rows."""
-    head, batch, own, first, rows, sight = opened(span, heads, queries, span_batch, mask_batch, mask_head, FORM)
-    tiles = plan(sight[0], sight[1], FORM.tile, FORM.masked)
+    sizes, steps = (heads, group, queries), (span_batch, mask_batch, mask_head)
+    (at, batch, _), first, rows, sight, tiles, q, c, (k_at, _) = opened(matrices, factor, span, sizes, steps, FORM)
     ranges = span[0] + batch * span_batch, span[1] + batch * span_batch
-    at, c = head * queries, row_factor(factor[0] + head * queries, factor[1], rows, queries, FORM.factors)
-    scratch += (head * tl.num_programs(0) + first // FORM.own) * (FORM.own * (TILE * FORM.wide + ROW))
-    k_at = of_head(matrices[1], batch, own // group)
+    block = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + first // FORM.own
+    scratch += block * (FORM.own * (TILE * FORM.wide + ROW))
     right_ptr += at * FORM.dim
     ridge = ridge[0] + at * FORM.ridge, ridge[1]
-    running = begin(scratch, right_ptr, kept[1] + at * FORM.dim, ranges, first, queries, tol, limit, FORM)
+    running = _begin(scratch, right_ptr, kept[1] + at * FORM.dim, ranges, first, queries, tol, limit, FORM)
     tl.debug_barrier()
-    q_at = of_head(matrices[0], batch, own)
-    q = load_block(q_at[0], first, q_at[1], queries, FORM.own, FORM.dim, FORM.wide)
     lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
     phase, again, numbers = 0, RESTARTS, scratch + FORM.own * (TILE * FORM.wide) + tl.arange(0, FORM.own)
     if FORM.verify:
         terms = _terms(q, c, lse, sight, k_at, keys, tiles[0], tiles[1], FORM)
         tl.store(numbers + FORM.own * TERMS, terms + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
     while running > 0:
-        d = tl.load(tile(scratch, D, 0, FORM.own, FORM)).to(k_at[0].dtype.element_ty)
+        d = tl.load(_tile(scratch, D, 0, FORM.own, FORM)).to(k_at[0].dtype.element_ty)
         away = tl.load(numbers + FORM.own * AWAY)
         total, used = sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM)
-        running, phase, again = follow(
-            total, used, phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
-        )
-    finish(scratch, value_ptr + at * FORM.dim, statistics_ptr + at * 2, status_ptr + at, first, queries, FORM)
+        tl.store(_tile(scratch, IMAGE, 0, FORM.own, FORM), total)
+        tl.store(numbers + FORM.own * USED, used)
+        tl.debug_barrier()
+        running, phase, again = _follow(phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM)
+    _finish(scratch, value_ptr + at * FORM.dim, statistics_ptr + at * 2, status_ptr + at, first, queries, FORM)
 
 
 def solve(
@@ -120,7 +318,7 @@ def solve(
         rows = triton.cdiv(right.shape[2], tiles.rows) * tiles.rows
         scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
         launch(
-            _solve, call.grid(tiles.rows), right, call.matrices[:2], (lse, mean), call.factor,
+            _solve, call.grid(tiles.rows), right, call.matrices, (lse, mean), call.factor,
             number_or_rows(ridge, lse), call.span.pointers, found[0], scratch, *found[1:], rule.tol, rule.limit,
             *call.sizes, *call.span.steps, tiles=tiles,
             FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify),

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .launch import launch
 from .span import Span
-from .tiles import Tiles, padded
+from .tiles import Tiles, TileTable, padded
 
 
 class Form(NamedTuple):
@@ -101,6 +102,14 @@ class Call:
     def fitted(self, tiles: Tiles, **more: Any) -> Form:
         """Return the form of a kernel with these tiles."""
         return self.form._replace(own=tiles.rows, tile=tiles.keys, **more)
+
+    def by_rows(self, kernel: Any, table: TileTable, *args: Any, flags: tuple[Any, ...] = (), **form: Any) -> None:
+        """Launch a kernel over blocks of rows with tiles of a table, for what `flags` say besides."""
+
+        def run(tiles: Tiles) -> None:
+            launch(kernel, self.grid(tiles.rows), *args, tiles=tiles, FORM=self.fitted(tiles, **form))
+
+        run(table.pick(self.width, self.dtype, run, flags))
 
     def grid(self, rows: int) -> tuple[int, int]:
         """Return programs for blocks of so many rows of each head."""
