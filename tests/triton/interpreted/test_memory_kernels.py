@@ -44,17 +44,17 @@ def test_writing_rows(tokens: int, k: int, rows: int, width: int, sort: bool, mo
     monkeypatch.setattr(memory_write, "COUNTED", 0 if sort else 1 << 20)
     slots, shares, errors, counted = a_write(tokens, k, rows, width)
     before = drawn(2, rows, width)
-    order = memory_write.order_of(slots, counted, rows)
+    ordered, entries, _ = memory_write.order_of(slots, counted, rows)
     table, log = before.clone(), torch.empty(2, tokens * k, width)
-    memory_write.written(table, order.slots, order.entries, shares, errors, log)
+    memory_write.written(table, ordered, entries, shares, errors, log)
     after = table.clone()
     assert gap(table, written_by_hand(before, slots, shares, errors, counted)) < 1e-6
-    memory_write.swapped(table, order.slots, log)
+    memory_write.swapped(table, ordered, log)
     assert torch.equal(table, before)
-    memory_write.swapped(table, order.slots, log)
+    memory_write.swapped(table, ordered, log)
     assert torch.equal(table, after)
     again = before.clone()
-    memory_write.written(again, order.slots, order.entries, shares, errors, None)
+    memory_write.written(again, ordered, entries, shares, errors, None)
     assert torch.equal(again, after)
     hit = torch.zeros(2, rows, dtype=torch.bool)
     for m in range(2):
@@ -66,8 +66,8 @@ def test_rows_in_bfloat16_are_rounded_once() -> None:
     slots, shares, errors, counted = a_write(9, 3, 12, 5)
     table = drawn(2, 12, 5).bfloat16()
     wanted = written_by_hand(table, slots, shares, errors, counted)
-    order = memory_write.order_of(slots, counted, 12)
-    memory_write.written(table, order.slots, order.entries, shares, errors, None)
+    ordered, entries, _ = memory_write.order_of(slots, counted, 12)
+    memory_write.written(table, ordered, entries, shares, errors, None)
     assert ((table.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6).all()
 
 

@@ -104,6 +104,20 @@ def require_names(call: str, tensors: Mapping[str, Tensor], *names: str) -> None
     require(set(tensors) == set(names), call, got)
 
 
+def whole_tables(
+    call: str, tensors: Mapping[str, Tensor], dtypes: tuple[torch.dtype, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return values [M, N, Dv] and base [N, Dv] that a store of whole tables wrote, in one of `dtypes` (empty: any)."""
+    require_names(call, tensors, "base", "values")
+    values, base = tensors["values"], tensors["base"]
+    fit = values.dim() == 3 and values.shape[1:] == base.shape and values.dtype == base.dtype
+    if not (fit and (not dtypes or base.dtype in dtypes)):
+        given = f"values {shape(values)} ({values.dtype}) and base {shape(base)} ({base.dtype})"
+        among = f", {' or '.join(map(str, dtypes))}" if dtypes else ""
+        raise ArgumentError(f"{call}: {given}, expected [M, N, Dv] and [N, Dv] of one dtype{among}.")
+    return values, base
+
+
 def preferred(base: Tensor, *others: Any) -> str:
     """Return the store for impl="auto": the first whose `prefers(base, *others)` is true, otherwise "sparse" if it is
     registered, otherwise "reference"."""
@@ -203,10 +217,4 @@ class DenseValues:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> DenseValues:
-        call = "DenseValues.from_tensors"
-        require_names(call, tensors, "base", "values")
-        values, base = tensors["values"], tensors["base"]
-        if values.dim() != 3 or values.shape[1:] != base.shape or values.dtype != base.dtype:
-            given = f"values {shape(values)} ({values.dtype}) and base {shape(base)} ({base.dtype})"
-            raise ArgumentError(f"{call}: {given}, expected [M, N, Dv] and [N, Dv] of one dtype.")
-        return cls(values, base)
+        return cls(*whole_tables("DenseValues.from_tensors", tensors))

@@ -48,19 +48,14 @@ join = _operator(
 )  # fmt: skip
 picked_rows = _operator(
     "read.picked_rows",
-    "(Tensor table, Tensor slots, Tensor? weights, Tensor? other=None, Tensor? good=None) -> (Tensor, Tensor)",
-    lambda table, slots, weights, other=None, good=None: (
+    "(Tensor table, Tensor slots, Tensor? weights, Tensor? other=None, Tensor? good=None, Tensor? value=None, "
+    "Tensor? gate=None) -> (Tensor, Tensor, Tensor)",
+    lambda table, slots, weights, other=None, good=None, value=None, gate=None: (
         _like(table, *((0,) if weights is None else (*slots.shape[:2], table.shape[-1]))),
         _like(table, *((0,) if other is None else slots.shape)),
+        _like(table, *((0,) if value is None else value.shape)),
     ),
 )
-mixed_rows = _operator(
-    "read.mixed_rows",
-    "(Tensor table, Tensor slots, Tensor weights, Tensor? good, Tensor value, Tensor? gate) -> (Tensor, Tensor)",
-    lambda table, slots, weights, good, value, gate: (
-        _like(table, *slots.shape[:2], table.shape[-1]), _like(table, *value.shape)
-    ),
-)  # fmt: skip
 pulled_rows = _operator(
     "read.pulled_rows",
     "(Tensor table, Tensor slots, Tensor? good, Tensor? by_sum, Tensor by_mix, Tensor sums, Tensor value, Tensor? gate)"

@@ -187,23 +187,17 @@ def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def picked_rows(
     table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None = None, good: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return sum_j weights_pj V[slots_pj] [M, P, Dv] and V[slots_pj] . other_p [M, P, K], float32. One launch; reads P
-    K Dv numbers of the table.
+    value: Tensor | None = None, gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return sum_j weights_pj V[slots_pj] [M, P, Dv], V[slots_pj] . other_p [M, P, K], and the mixes of those sums with
+    values [B, T, Dv]: g sum + (1 - g) value, or sum + value without a gate; all float32, and empty if they need what is
+    None. One launch; reads P K Dv numbers of the table.
 
     Args:
         table, slots: float32 or bfloat16 [M, N, Dv], contiguous; int64 [M, P, K].
-        weights: float32 [M, P, K], or None for no sums, which are then empty.
-        other: float32 [M, P, Dv], or None for no products, likewise.
-        good: bool [M, P]; results of others are 0. None: all are."""
-    return _summed(table, slots, weights, other, good)[:2]
-
-
-def _summed(
-    table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None, good: Tensor | None,
-    value: Tensor | None = None, gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the results of `picked_rows`, and mixes if values are given."""
+        weights, other: float32 [M, P, K] and [M, P, Dv].
+        good: bool [M, P]; results of others are 0. None: all are.
+        value, gate: float32 [B, T, Dv] and [B, T]."""
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     sums = _float32(table, *((0,) if weights is None else (memories, tokens, width)))
     dots = _float32(table, *((0,) if other is None else slots.shape))
@@ -223,21 +217,12 @@ def _summed(
     return sums, dots, mixed
 
 
-def mixed_rows(
-    table: Tensor, slots: Tensor, weights: Tensor, good: Tensor | None, value: Tensor, gate: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the sums of `picked_rows` and their mixes with value float32 [B, T, Dv] by gate float32 [B, T]: g sum + (1
-    - g) value, or sum + value without a gate, 0 where not good, [B, T, Dv]. One launch."""
-    sums, _, mixed = _summed(table, slots, weights, None, good, value, gate)
-    return sums, mixed
-
-
 def pulled_rows(
     table: Tensor, slots: Tensor, good: Tensor | None, by_sum: Tensor | None, by_mix: Tensor, sums: Tensor,
     value: Tensor, gate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Differentiate `mixed_rows`, whose first result is `sums`, from the gradients of sums by_sum [M, P, Dv], or None,
-    and of mixes by_mix [B, T, Dv], float32. One launch; reads P K Dv numbers of the table.
+    """Differentiate the sums and mixes of `picked_rows` from the gradients of sums by_sum [M, P, Dv], or None, and of
+    mixes by_mix [B, T, Dv], float32. One launch; reads P K Dv numbers of the table.
 
     Returns:
         u . V[slots_pj] [M, P, K], the gradient of the weights; u = by_sum + g by_mix [M, P, Dv]; the gradients of

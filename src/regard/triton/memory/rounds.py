@@ -87,7 +87,7 @@ def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tu
     index, back = by_set(halves, one)
     own, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
     rows = table.reshape(-1, *table.shape[-2:]).contiguous()
-    sums, dots = picked_rows(rows, index, own, given)
+    sums, dots, _ = picked_rows(rows, index, own, given)
     return back(sums), back(dots)
 
 
@@ -204,10 +204,7 @@ class _Shares(torch.autograd.Function):
         else:
             total, number = _together(weights, slots)
             seen = (weights * total / number).sum(-1)
-            step, slope = (
-                ctx.rate / seen,
-                -2 * total / number / seen[..., None],
-            )  # slope: derivative of log step by weights
+            step, slope = ctx.rate / seen, -2 * total / number / seen[..., None]  # slope: of log step, by weights
         plain = torch.where(written, step, 0)
         step = plain if gate is None else plain * gate
         whole = (upstream * weights).sum(-1)

@@ -129,12 +129,11 @@ def errors_of(
         good, good_next: bool [R, L] and [R, 1]; None: all are.
         look_ahead: targets are the next good token's values, else the token's own."""
     streams, length, width = read.shape
-    read, value, after = read.contiguous(), rows_together(value), following
+    read, value = read.contiguous(), rows_together(value)
+    after = None if following is None else rows_together(following)
     errors = torch.empty_like(read)
     written = torch.empty(streams, length, dtype=torch.bool, device=read.device)
     place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
-    if after is not None:
-        after = rows_together(after)
 
     def run(tiles: Tiles) -> None:
         launch(

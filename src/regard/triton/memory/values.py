@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ... import precision
-from ...checks import ArgumentError, require, shape
+from ...checks import require
 from ...memory.product_key import Dot, InverseDistance, SlotScore
-from ...memory.stores.slot_values import require_names, slot_values
+from ...memory.stores.slot_values import slot_values, whole_tables
 from ..runtime.finite import clean
 from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
 from .operators import order_of, written
@@ -33,7 +33,7 @@ MOST_KEYS, MOST_PAIRS = 4096, 8192
 @slot_values.register("triton", "table")
 @dataclass(frozen=True, eq=False)
 class TableValues:
-    """M tables of values that kernels write in place: a `SlotValues` for CUDA devices.
+    """M tables of values that kernels write in place, for CUDA devices. Methods are described in `SlotValues`.
 
     Attributes:
         version: the version of a table.
@@ -117,17 +117,14 @@ class TableValues:
 
     @property
     def memories(self) -> int:
-        """M."""
         return self.version.table.shape[0]
 
     @property
     def slots(self) -> int:
-        """N."""
         return self.base.shape[0]
 
     @property
     def width(self) -> int:
-        """Dv."""
         return self.base.shape[1]
 
     @property
@@ -137,9 +134,8 @@ class TableValues:
         return sum(x.numel() * x.element_size() for x in parts)
 
     def read(self, weights: Tensor, slots: Tensor) -> Tensor:
-        """Return sum_j weights_pj V[slots_pj], [M, P, Dv], for weights and slots [M, P, K]."""
         if torch.compiler.is_compiling():
-            return (weights[..., None] * self._plain(slots)).sum(-2)
+            return (weights[..., None] * self.version.rows(slots)).sum(-2)
         return self.mixed(weights.float(), slots, None)[0]
 
     def mixed(
@@ -152,17 +148,12 @@ class TableValues:
         return Read.apply(weights, self.token, self.version, slots, good, value, gate)
 
     def rows(self, slots: Tensor) -> Tensor:
-        """Return V[slots] [M, P, K, Dv]."""
         if torch.compiler.is_compiling() or self.token is None:
-            return self._plain(slots)
+            return self.version.rows(slots)
         return Rows.apply(self.token, self.version, slots)
 
-    def _plain(self, slots: Tensor) -> Tensor:
-        first = torch.arange(self.memories, device=slots.device)[:, None, None]
-        return self.version.rooted()[first, slots].float()
-
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> TableValues:
-        """Do `SlotValues.write`; counted None: all are."""
+        """Do `SlotValues.write`; `counted` None: all tokens are."""
         self._require_device()
         shares, errors = shares.float(), errors.float()
         recorded = torch.is_grad_enabled() and any(
@@ -190,12 +181,11 @@ class TableValues:
         return after, count.view(slots.shape)
 
     def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Do `precision.clean` by a kernel; see `slot_memory.Rounds`."""
+        """Do `precision.clean` by a kernel. This, `looked` and `rewritten` are described in `slot_memory.Rounds`."""
         kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
         return clean(x)[0] if kernel else precision.clean(x)
 
     def looked(self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
-        """Return what tokens find and read, by kernels; see `slot_memory.Rounds`."""
         from .rounds import looked
 
         return looked(self, how, keys, tokens)
@@ -203,17 +193,14 @@ class TableValues:
     def rewritten(
         self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor], following: dict[str, Tensor] | None
     ) -> tuple[Tensor, TableValues] | None:
-        """Return keys and values after a write, by kernels; see `slot_memory.Rounds`."""
         from .rounds import rewritten
 
         return rewritten(self, how, keys, tokens, following)
 
     def reset(self, rows: Tensor) -> TableValues:
-        """Reset the memories `rows` (bool [M]) to the base."""
         return self._made(torch.where(rows.to(self.base.device)[:, None, None], self.base, self.dense()), self.base)
 
     def detach(self, rows: Tensor | None = None) -> TableValues:
-        """Return the same numbers without gradients through the memories `rows` (bool [M]; None: all)."""
         if rows is None:
             return replace(self, token=None, base=self.base if self.base.is_leaf else self.base.detach())
         if self.token is None:
@@ -222,18 +209,15 @@ class TableValues:
         return self._made(torch.where(rows.to(table.device)[:, None, None], table.detach(), table), self.base)
 
     def clone(self) -> TableValues:
-        """Return a copy with a table of its own; gradients flow through it."""
         return self._made(self.dense(), self.base.clone())
 
     def select(self, indices: Tensor) -> TableValues:
-        """Return the memories `indices`, integers in that order or flags [M], with a copy of their tables."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         index = indices.to(self.base.device)
         return self._copied(len(index), lambda table: table[index])
 
     def repeat(self, n: int) -> TableValues:
-        """Return every memory `n` times in a row, with a copy of their tables."""
         return self._copied(self.memories * n, lambda x: x[:, None].expand(-1, n, -1, -1).flatten(0, 1))
 
     def _copied(self, memories: int, pick: Callable[[Tensor], Tensor]) -> TableValues:
@@ -243,7 +227,6 @@ class TableValues:
         return begun if self.token is not None else replace(begun, token=None)
 
     def written(self) -> Tensor:
-        """Return how many rows of each memory differ from the base, int64 [M]."""
         return (self.version.rooted() != self.base).any(-1).sum(-1)
 
     def dense(self) -> Tensor:
@@ -263,15 +246,7 @@ class TableValues:
         Raises:
             ArgumentError: a tensor is missing or unknown, or shapes do not fit.
         """
-        call = f"{CALL}.from_tensors"
-        require_names(call, tensors, "base", "values")
-        values, base = tensors["values"], tensors["base"]
-        fit = values.dim() == 3 and values.shape[1:] == base.shape
-        if not (fit and values.dtype == base.dtype and base.dtype in DTYPES):
-            raise ArgumentError(
-                f"{call}: values {shape(values)} ({values.dtype}) and base {shape(base)} ({base.dtype}), expected "
-                f"[M, N, Dv] and [N, Dv] of one dtype, torch.float32 or torch.bfloat16."
-            )
+        values, base = whole_tables(f"{CALL}.from_tensors", tensors, DTYPES)
         return cls._made(values.clone(memory_format=torch.contiguous_format), base)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableValues:
@@ -284,7 +259,5 @@ class TableValues:
 
     def _require_device(self) -> None:
         reason = unsupported_device(self.base.device.type)
-        if reason is not None:
-            raise ArgumentError(
-                f"{CALL}: impl='triton' {reason}; move the state to a CUDA device, or begin with impl='sparse'."
-            )
+        then = "move the state to a CUDA device, or begin with impl='sparse'."
+        require(reason is None, CALL, f"impl='triton' {reason}; {then}")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...memory.stores.overlay_pool import first_order
-from .operators import mixed_rows, order_of, picked_rows, pulled_rows, swapped, written
+from .operators import order_of, picked_rows, pulled_rows, swapped, written
 
 
 class Version:
@@ -48,12 +48,16 @@ class Version:
         self._gradient: Tensor | None = None
         self._pass = -1
 
-    def rooted(self) -> Tensor:
-        """Return the table after making it hold this version."""
-        path: list[Version] = [self]
+    def _path(self) -> list[Version]:
+        """Return the versions from this one to the one that the table holds."""
+        path = [self]
         while (link := path[-1].link) is not None:
             path.append(link[0])
-        for version in reversed(path[:-1]):
+        return path
+
+    def rooted(self) -> Tensor:
+        """Return the table after making it hold this version."""
+        for version in reversed(self._path()[:-1]):
             assert version.link is not None
             newer, slots, log = version.link
             swapped(self.table, slots, log)
@@ -73,12 +77,14 @@ class Version:
             last.settle()
             newer.logged = 0
 
+    def rows(self, slots: Tensor) -> Tensor:
+        """Return V[slots] [M, P, K, Dv], float32."""
+        first = torch.arange(len(slots), device=slots.device)[:, None, None]
+        return self.rooted()[first, slots].float()
+
     def settle(self) -> None:
         """Copy the table and continue in the copy."""
-        path: list[Version] = [self]
-        while (link := path[-1].link) is not None:
-            path.append(link[0])
-        table = self.table.clone()
+        path, table = self._path(), self.table.clone()
         for version in reversed(path[:-1]):
             assert version.link is not None
             _, slots, log = version.link
@@ -131,14 +137,11 @@ class Read(torch.autograd.Function):
         ctx: Any, weights: Tensor, token: Tensor | None, version: Version, slots: Tensor, good: Tensor | None,
         value: Tensor | None, gate: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        ctx.version, mixed = version, None
+        ctx.version = version
         ctx.set_materialize_grads(False)
-        if value is None:
-            read, _ = picked_rows(version.rooted(), slots, weights, None, good)
-        else:
-            read, mixed = mixed_rows(version.rooted(), slots, weights, good, value, gate)
+        read, _, mixed = picked_rows(version.rooted(), slots, weights, None, good, value, gate)
         ctx.save_for_backward(weights, slots, good, None if value is None else read, value, gate)
-        return read, mixed
+        return read, None if value is None else mixed
 
     @staticmethod
     @first_order
@@ -163,8 +166,7 @@ class Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, version: Version, slots: Tensor) -> Tensor:
         ctx.version, ctx.slots = version, slots
-        first = torch.arange(len(slots), device=slots.device)[:, None, None]
-        return version.rooted()[first, slots].float()
+        return version.rows(slots)
 
     @staticmethod
     @first_order
@@ -198,7 +200,7 @@ class Write(torch.autograd.Function):
         token = shares.new_zeros(()) if ctx.needs_input_grad[2] else None
         if found is None:
             return torch.zeros_like(shares), torch.zeros_like(errors), token, *none
-        own, dots = picked_rows(found, slots, -shares / count, errors, counted)
+        own, dots, _ = picked_rows(found, slots, -shares / count, errors, counted)
         if token is not None:
             ctx.before.give(found)
         return -dots / count, own, token, *none

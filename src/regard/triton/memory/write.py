@@ -10,8 +10,6 @@ Legend: M tables of N rows of Dv numbers, P tokens, K slots of each, E = P K ent
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -31,16 +29,6 @@ WRITE = TileTable(
 COUNTED = 8192
 """Up to so many entries of a table, a kernel ranks each entry against all others; more are sorted by torch. At most
 2^15 - 1: the kernel counts in 16 bits."""
-
-
-class Order(NamedTuple):
-    """Entries sorted by slot, all int32 [M, E]: slots, ascending, N for tokens that are not counted; which entry stands
-    at each place (those of one slot keep their order); and for every entry, in the order of tokens, how many entries of
-    counted tokens have its slot."""
-
-    slots: Tensor
-    entries: Tensor
-    count: Tensor
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -137,9 +125,14 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, D
             tl.store(other, held, mask=inside)
 
 
-def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
+def order_of(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...]:
     """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last. Cost: one
-    launch up to `COUNTED` entries of a table, else a stable sort."""
+    launch up to `COUNTED` entries of a table, else a stable sort.
+
+    Returns:
+        All int32 [M, E]: slots, ascending, N for tokens that are not counted; which entry stands at each place (those
+        of one slot keep their order); and for every entry, in the order of tokens, how many entries of counted tokens
+        have its slot."""
     memories, tokens, k = slots.shape
     total = tokens * k
     if total > COUNTED:
@@ -154,23 +147,23 @@ def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
         )  # fmt: skip
 
     run(ORDER.pick(k, slots.dtype, run))
-    return Order(*found)
+    return tuple(found)
 
 
-def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> Order:
+def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...]:
     slots = slots.to(torch.int32)
     keys = (slots if counted is None else torch.where(counted[..., None], slots, n)).flatten(1)
     ordered, entries = keys.sort(dim=-1, stable=True)
     sides = (torch.searchsorted(ordered, ordered, right=side, out_int32=True) for side in (True, False))
     count = torch.sub(*sides)
-    return Order(ordered, entries.int(), torch.empty_like(count).scatter_(1, entries, count))
+    return ordered, entries.int(), torch.empty_like(count).scatter_(1, entries, count)
 
 
 def written(
     table: Tensor, slots: Tensor, entries: Tensor, shares: Tensor, errors: Tensor, log: Tensor | None, *,
     add: bool = False,
 ) -> None:  # fmt: skip
-    """Write rows of `table` [M, N, Dv], contiguous, float32 or bfloat16, in place, for slots and entries of an `Order`,
+    """Write rows of `table` [M, N, Dv], contiguous, float32 or bfloat16, in place, for slots and entries of `order_of`,
     shares float32 [M, P, K] and errors float32 [M, P, Dv]. `log` [M, E, Dv] like `table` takes the rows before the
     write, each at its slot's first entry. With `add`, sum share e is added to the rows instead, as a backward pass does
     with gradients.
