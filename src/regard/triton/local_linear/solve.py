@@ -40,8 +40,6 @@ active, whether it is unsettled, the unit of its right side, the size of what C 
 TILE, ROW = tl.constexpr(5), tl.constexpr(10)
 PART = tl.constexpr(16)
 """Rows whose vectors are in registers at once."""
-
-
 RESTARTS = tl.constexpr(3)
 """How often a row restarts if its true residual is still too large."""
 
