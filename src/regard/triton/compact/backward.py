@@ -198,8 +198,9 @@ def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constex
 
 @triton.jit(do_not_specialize=LENGTHS)
 def compact_dq_kernel(
-    floats, flags, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, list_rows, list_length,
-    table, ties, outs, heads, group, queries, keys, range_step, mask_batch, mask_head, padded, FORM: tl.constexpr,
+    floats, flags, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, ties, outs,
+    heads, group, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, padded,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute dq and the gradients of the rows' numbers for one block of queries, and tables for the kernel by keys."""
     blocks = tl.cdiv(queries, FORM.own)
@@ -355,8 +356,8 @@ def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def compact_dkv_kernel(
-    floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, list_rows, list_length,
-    table, outs, heads, queries, keys, range_step, mask_batch, mask_head, FORM: tl.constexpr,
+    floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, outs,
+    heads, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one block of keys, over all query heads that use them."""
     blocks = tl.cdiv(keys, FORM.own)
@@ -445,8 +446,8 @@ class _Call(Call):
         lists, form = self._lists(2, own, _streamed(tiles.keys, self.q.device), 1)
         launch(
             compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, *self.read, *self.span[:2],
-            self.span.mask, *lists, self.table, ties, outs, *self.sizes, *self.span.steps, padded, tiles=tiles,
-            FORM=form,
+            self.span.mask, *lists[:2], self.table, ties, outs, *self.sizes, *self.span.steps, *lists[2:], padded,
+            tiles=tiles, FORM=form,
         )  # fmt: skip
         return ties
 
@@ -456,8 +457,9 @@ class _Call(Call):
         lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows, self.q.device), group, ties)
         blocks = outs[0].shape[:2].numel() * -(-keys // tiles.keys)
         launch(
-            compact_dkv_kernel, (blocks,), self.floats, self.index, *self.read, *self.span[2:], *lists, self.table,
-            outs, heads, queries, keys, batch_stride(self.span.first), *self.span.mask_steps, tiles=tiles, FORM=form,
+            compact_dkv_kernel, (blocks,), self.floats, self.index, *self.read, *self.span[2:], *lists[:2], self.table,
+            outs, heads, queries, keys, batch_stride(self.span.first), *self.span.mask_steps, *lists[2:],
+            tiles=tiles, FORM=form,
         )  # fmt: skip
 
     def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Lists, Form]:
