@@ -202,8 +202,8 @@ def local_linear_query_kernel(
     negative = _operand(operands, SOLUTION, at, first, queries, FORM) if FORM.solved else t
     lift = tl.load(line + FIRST, mask=inside, other=0.0)
     drop = tl.load(line + (FALL if FORM.solved else DROP), mask=inside, other=0.0)
-    guess = tl.load(line + MEAN, mask=inside, other=0.0)
     total, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+    guess = tl.load(line + MEAN, mask=inside, other=0.0) if FORM.solved else none
     used, unrounded = none, none
     if not FORM.solved:
         right, spent = total, none
@@ -215,9 +215,9 @@ def local_linear_query_kernel(
             if FORM.solved:
                 b = tl.dot(negative, tl.trans(k), b, input_precision=FORM.precision)
             b = (b - drop[:, None]) * p
+            dz = (product(t, tl.trans(k)) + lift[:, None]) * b
             if not FORM.solved:
                 right, spent = times(b, k, right, spent, False)
-            dz = (product(t, tl.trans(k)) + lift[:, None]) * b
             if FORM.solved:
                 dz -= p * guess[:, None]
             total, used = times(dz, k, total, used, False)
