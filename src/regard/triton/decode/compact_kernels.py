@@ -43,7 +43,7 @@ def scores_kernel(
     """Store scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room].
     FORM.raw: look at values, too; what is not finite has the score inf, so that its row has no weights."""
     steps = stride_low, stride_mb, stride_mh
-    (_, held, own), tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    _, held, own, tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
     wrong = non_finite(a)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
@@ -207,8 +207,8 @@ def output_kernel(
     Only values with weight in some row of the tile are read. A row whose best score is inf is NaN."""
     KEYS: tl.constexpr = FORM.tile
     steps = stride_low, stride_mb, stride_mh
-    batch, head, (_, held, own), tiles, sight = part_of(span, steps, heads, group, queries, FORM)
-    start, to = sight[0], sight[1]
+    batch, head, rows, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
+    held, own, start, to = rows[1], rows[2], sight[0], sight[1]
     top = tl.load(found + own * 3, mask=held, other=0.0)
     reach = tl.load(found + own * 3 + 1, mask=held, other=1.0)
     mass = tl.load(found + own * 3 + 2, mask=held, other=1.0)

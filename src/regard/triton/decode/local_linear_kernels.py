@@ -47,7 +47,7 @@ def moments_kernel(
     WIDTH: tl.constexpr = FORM.wide
     ONE: tl.constexpr = min(FORM.masked, 1)  # one row has one mask
     steps = stride_low, stride_mb, stride_mh
-    (rows, _, _), tiles, sight, a, by, k, _v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    rows, _, _, tiles, sight, a, by, k, _v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
     mask = sight[2]
     if ONE:
         mask += (tl.max(rows, 0) // queries).to(tl.int64) * stride_mh
@@ -229,7 +229,7 @@ def corrected_kernel(
     """Store sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. The product of the mean is
     taken with t as it was multiplied. FORM.raw: NaN in rows that see a non-finite number."""
     steps = stride_low, stride_mb, stride_mh
-    (_, held, own), tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    _, held, own, tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
     t, middle = load_vectors(slope, own, held, FORM.dim, FORM.wide), load_vectors(mean, own, held, FORM.dim, FORM.wide)
     mass = tl.load(state + own * 2 + 1, mask=held, other=1.0)

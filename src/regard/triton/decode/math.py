@@ -77,14 +77,15 @@ def load_queries(q, batch, first_head, rows, held, queries, FORM: tl.constexpr):
 
 @triton.jit
 def opened(matrices, factor, span, steps, heads, group, queries, FORM: tl.constexpr):
-    """Return (rows, tiles, sight) of `part_of`, queries, factors, and (pointer, stride) of keys and values."""
+    """Return (rows, which exist, their numbers, tiles, sight) of `part_of`, queries, factors, and (pointer, stride) of
+    keys and values."""
     batch, head, own, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
     q, k, v = matrices
     a = load_queries(q, batch, head * group, own[0], own[1], queries, FORM)
     by = row_scale(factor[0], factor[1], own[2], own[1], FORM.factors)
     k = k[0] + batch * k[1] + head * k[2], k[3]
     v = v[0] + batch * v[1] + head * v[2], v[3]
-    return own, tiles, sight, a, by, k, v
+    return own[0], own[1], own[2], tiles, sight, a, by, k, v
 
 
 @triton.jit

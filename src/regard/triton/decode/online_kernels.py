@@ -36,7 +36,7 @@ def online_kernel(
     [splits, N, 2 S] = (m, sum w, and then sum w (s_j - s), s). FORM.raw: NaN in rows that see a non-finite number."""
     CORRECTED: tl.constexpr = probe is not None
     steps = stride_low, stride_mb, stride_mh
-    (_, held, own), tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    _, held, own, tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
     wrong = non_finite(a)
     top = tl.full((FORM.own,), float("-inf"), tl.float32)

@@ -82,12 +82,12 @@ gammabar - m . u of u's first term; 8 lie in one sector of memory."""
 
 @triton.jit
 def _rows_of(matrices, kept, factor, span, steps, sizes, FORM: tl.constexpr):
-    """Return what the kernels by rows begin with: place (number of the head's first row among all, first row, rows),
-    their x and g, c and lse, sight, tiles of keys, and (keys, values) of the head."""
-    (at, batch, own), first, rows, sight, tiles, x, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
+    """Return what the kernels by rows begin with: number of the head's first row among all, first row, rows, their x,
+    g, c and lse, sight, tiles of keys, and (keys, values) of the head."""
+    at, batch, own, first, rows, sight, tiles, x, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
     g = rows_of(matrices[3], batch, own, first, sizes[2], FORM.value_dim, FORM.value_wide, FORM)
     lse = tl.load(kept[0] + at + rows, mask=rows < sizes[2], other=float("inf"))
-    return (at, first, rows), (x, g), (c, lse), sight, tiles, kv
+    return at, first, rows, x, g, c, lse, sight, tiles, kv
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def local_linear_right_kernel(
     vbar, corrected for the weights that the forward pass rounded. Rounding errors in u and gammabar enter b, which is
     small where the model fits."""
     steps, sizes = (span_batch, mask_batch, mask_head), (heads, group, queries)
-    (at, first, rows), (x, g), (c, lse), sight, tiles, kv = _rows_of(matrices, kept, factor, span, steps, sizes, FORM)
+    at, first, rows, x, g, c, lse, sight, tiles, kv = _rows_of(matrices, kept, factor, span, steps, sizes, FORM)
     mean = _mean_value(kept, g, at, first, queries, FORM)
     total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
     used, unrounded = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
@@ -196,7 +196,7 @@ def local_linear_query_kernel(
 ):  # fmt: skip
     """Store dx, gradients of factors or of a given t, and c of a block of queries, from one term each."""
     steps, sizes = (span_batch, mask_batch, mask_head), (heads, group, queries)
-    (at, first, rows), (x, g), (c, lse), sight, tiles, kv = _rows_of(matrices, kept, factor, span, steps, sizes, FORM)
+    at, first, rows, x, g, c, lse, sight, tiles, kv = _rows_of(matrices, kept, factor, span, steps, sizes, FORM)
     inside, line = rows < queries, table + (at + rows) * NUMBERS
     t = _operand(operands, GIVEN, at, first, queries, FORM)
     negative = _operand(operands, SOLUTION, at, first, queries, FORM) if FORM.solved else t
@@ -240,7 +240,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     """Add one tile of queries of one head to state (dk, dv)."""
     k, v, low, high, begin = own
     x_at, grad_at, operands, table, mask, factor = read
-    (queries, keys), wide = sizes, FORM.operands * FORM.dim
+    queries, keys, wide = sizes[0], sizes[1], FORM.operands * FORM.dim
     member = tl.cast(member, tl.int64)
     row = first + tl.arange(0, FORM.tile)
     inside = row < queries

@@ -49,7 +49,7 @@ def _moments(
     """Store lse and the means of a block of rows and, if t is solved for, the right sides q - mean. Sums are relative
     to the largest score so far, `top`, in base 2; weights of values are rounded once."""
     sizes, steps = (heads, group, queries), (span_batch, mask_batch, mask_head)
-    (at, batch, own), first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
+    at, batch, own, first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
     top = tl.full((FORM.own,), 0.0, tl.float32) + float("-inf")
     mass, vmass = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
@@ -113,7 +113,7 @@ def _output(
 ):  # fmt: skip
     """Store the output of a block of rows. `slope` holds t, or -t if it was given; two are scratch."""
     sizes, steps = (heads, group, queries), (span_batch, mask_batch, mask_head)
-    (at, batch, own), first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
+    at, batch, own, first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
     lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
     plane = tl.num_programs(1).to(tl.int64) * queries
     terms, rest_ptr = terms_ptr + at * FORM.dim, terms_ptr + (plane + at) * FORM.dim

@@ -84,7 +84,7 @@ def tile_at(n, tiles, EDGE: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def opened(matrices, factor, span, sizes, steps, FORM: tl.constexpr):
-    """Return what kernels by blocks of rows begin with: (number of the head's first row among all, batch, head), first
+    """Return what kernels by blocks of rows begin with: number of the head's first row among all, batch, head, first
     row of the block, rows [R], sight (their ranges of keys and the mask), the tiles of their `plan`, q [R, W], c [R],
     and (keys, values) of the head. `steps`: strides of the ranges, and of the mask by sequence and head."""
     heads, group, queries = sizes
@@ -98,7 +98,7 @@ def opened(matrices, factor, span, sizes, steps, FORM: tl.constexpr):
     q = rows_of(matrices[0], batch, own, first, queries, FORM.dim, FORM.wide, FORM)
     c = row_factor(factor[0] + head * queries, factor[1], rows, queries, FORM.factors)
     kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
-    return (head * queries, batch, own), first, rows, sight, plan(low, high, FORM.tile, FORM.masked), q, c, kv
+    return head * queries, batch, own, first, rows, sight, plan(low, high, FORM.tile, FORM.masked), q, c, kv
 
 
 @triton.jit

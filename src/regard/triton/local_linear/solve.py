@@ -276,7 +276,8 @@ def _solve(
 ):  # fmt: skip
     """Solve a block of rows."""
     sizes, steps = (heads, group, queries), (span_batch, mask_batch, mask_head)
-    (at, batch, _), first, rows, sight, tiles, q, c, (k_at, _) = opened(matrices, factor, span, sizes, steps, FORM)
+    at, batch, _, first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
+    k_at = kv[0]
     ranges = span[0] + batch * span_batch, span[1] + batch * span_batch
     block = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + first // FORM.own
     scratch += block * (FORM.own * (TILE * FORM.wide + ROW))
