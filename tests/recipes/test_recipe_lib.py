@@ -39,6 +39,8 @@ class SumsConfig(RecipeConfig):
     """Added to everything."""
     fault: int = -1
     """The value whose cell fails."""
+    tasks: tuple[str, ...] = ("one",)
+    """Nothing depends on them."""
 
 
 class Squares(Recipe):
@@ -259,6 +261,8 @@ def test_more_seeds_are_added_to_what_is_there(squares: type[Squares], tmp_path:
     assert len(found["rows"]) == 2 * 3 * 3
     assert 77.0 in [row[4] for row in found["rows"]]
     assert found["config"]["seeds"] == 3
+    assert reproduce(*call, "--seeds", 3, "--tasks", "one", "two") == 0  # more names
+    assert 77.0 in [row[4] for row in record(out)["rows"]]
     assert reproduce(*call, "--seeds", 2) == 0  # fewer: a new run
     assert 77.0 not in [row[4] for row in record(out)["rows"]]
     journal.write_text("\n".join(journal.read_text().splitlines()[:-1]) + "\n")  # killed before its end

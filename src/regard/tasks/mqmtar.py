@@ -44,7 +44,7 @@ class MQMTAR(TokenTask):
     """
 
     settings: ClassVar[Settings] = {
-        "quick": {"letters": 32, "least": 18, "most": 30, "queries": 2},
+        "quick": {"letters": 16, "least": 18, "most": 30, "queries": 2},
         "paper": {"letters": 256, "least": 32, "most": 64},
     }
 

@@ -30,6 +30,8 @@ Unit = tuple[Cell, int]
 """A cell and a seed."""
 FREE = ("out", "workers", "quick")
 """Options in which a continued run may differ."""
+GROWING = ("seeds", "models", "rates", "tasks")
+"""Options that a continued run may have more of: what is measured for one of them does not depend on the others."""
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Journal:
     @classmethod
     def open(cls, made: Recipe, argv: Sequence[str]) -> Journal:
         """Return the journal of a new run, or of the one in the folder if it has the same options and is not finished,
-        or has fewer seeds.
+        or has fewer seeds, models, rates or tasks.
 
         Raises:
             ArgumentError: the folder cannot be used, or holds an unfinished run with other options.
@@ -67,7 +69,7 @@ class Journal:
             return cls(path, header)
         old, new = before["config"], header["config"]
         differs = [name for name in new if name not in FREE and old.get(name) != new[name]]
-        if differs == ["seeds"] and new["seeds"] > old["seeds"]:
+        if differs and all(name in GROWING and _grows(old.get(name), new[name]) for name in differs):
             return cls(path, header, lines)
         if finished:
             return cls(path, header)
@@ -177,6 +179,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return str(value)
+
+
+def _grows(old: Any, new: Any) -> bool:
+    """Return whether an option is a larger number, or has all former names and more."""
+    if isinstance(new, int):
+        return bool(new > old)
+    return bool(old) and set(old) < set(new)
 
 
 def _key(cell: Cell, seed: int) -> str:
