@@ -1,6 +1,7 @@
 """`regard.compat.fla` has the signatures of fla (PyPI: flash-linear-attention) and computes what its naive forms do.
 
-The naive forms compute in float32; those of the delta rule and of retention take [B, H, T, D], the others [B, T, H, D].
+So do the functions of regard that it calls: the delta rule, linear, Mesa, local linear and softmax attention. The naive
+forms compute in float32; those of the delta rule and of retention take [B, H, T, D], the others [B, T, H, D].
 """
 
 import inspect
@@ -155,6 +156,22 @@ def test_packed_sequences() -> None:
     for form in FORMS:
         given = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
         same(call(f"{form}_gated_delta_rule", **given, **how), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_delta_product_is_the_delta_rule_with_interleaved_keys(form: str) -> None:
+    """Each token fades at its first step; the row after its last step is read."""
+    from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
+
+    steps = 3
+    x, long = draw(), draw(tokens=T * steps)
+    pairs = {"k": long["k"], "v": long["v"], "beta": 2 * long["beta"]}
+    expected = naive_recurrent_gated_delta_product(
+        x["q"], **pairs, g=x["g"], scale=K**-0.5, num_householder=steps, output_final_state=True
+    )
+    fade = torch.nn.functional.pad(x["g"][:, :, None], (0, 0, 0, steps - 1)).flatten(1, 2)
+    out, state = call(f"{form}_gated_delta_rule", x["q"].repeat_interleave(steps, 1), **pairs, g=fade)
+    same((out[:, steps - 1 :: steps], state), expected)
 
 
 def test_mesa_net() -> None:
