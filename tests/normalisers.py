@@ -46,10 +46,12 @@ HOW: dict[str, dict[str, Any]] = {
     "normrelu-nearest": {"rule": "fixed", "bias": 0.3, "empty": "nearest"},
     "topk_softmax": {"rule": "nearest", "kernel": "gaussian", "k": 3},
     "topk_uniform": {"rule": "nearest", "kernel": "uniform", "k": 3},
-    "topk_uniform-straight-through": {"rule": "nearest", "kernel": "uniform", "k": 3},
+    "topk_uniform-straight-through": {"rule": "nearest", "kernel": "uniform", "k": 3, "gradient": "straight-through"},
+    "topk_softmax-soft": {"rule": "nearest", "kernel": "gaussian", "k": 3, "gradient": "soft"},
+    "topk_uniform-soft": {"rule": "nearest", "kernel": "uniform", "k": 3, "gradient": "soft"},
     "softmax": {"rule": "nearest", "kernel": "gaussian", "k": 10**9},
 }
-"""Arguments of `oracle.of_scores` that give the same weights."""
+"""Arguments of `oracle.of_scores` that give the same weights and gradients."""
 
 
 def function(name: str, impl: str) -> Call:

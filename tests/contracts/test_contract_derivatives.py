@@ -1,16 +1,19 @@
 """Derivatives against finite differences in float64, second derivatives, and torch.func."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from normalisers import HOW, function
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import regard
 from regard.checks import ArgumentError
 
+from . import oracle
 from .cases import FAST, PAIRS, REPRESENTATIVES, SPECS, attend, close, draw, impls_of, learned, masks, named
 
 
@@ -19,7 +22,7 @@ def smooth(label: str) -> bool:
     return getattr(SPECS[label].bandwidth, "gradient", "hard") != "straight-through"
 
 
-def function(label: str, impl: str, how: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+def call_of(label: str, impl: str, how: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """The output as a function of query, key, value, every number that can be learned and the scale, on rows
     that see one, two, some and no keys."""
     spec = SPECS[label]
@@ -39,14 +42,14 @@ def function(label: str, impl: str, how: str) -> tuple[Callable[..., Tensor], tu
 @pytest.mark.parametrize(("label", "impl"), [(label, impl) for label, impl in PAIRS if smooth(label)])
 def test_first_derivatives(label: str, impl: str) -> None:
     """gradcheck with respect to everything at once."""
-    run, inputs = function(label, impl, "padding, causal" if impl == "sdpa" else "strict")
+    run, inputs = call_of(label, impl, "padding, causal" if impl == "sdpa" else "strict")
     assert gradcheck(run, inputs, eps=1e-6, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("label", [label for label in SPECS if smooth(label)])
 def test_second_derivatives(label: str) -> None:
     """gradgradcheck of the reference: entry by entry for one of each kind, along random directions for all."""
-    run, inputs = function(label, "reference", "strict")
+    run, inputs = call_of(label, "reference", "strict")
     entries = label in REPRESENTATIVES
     assert gradgradcheck(run, inputs, eps=1e-6, atol=1e-5, rtol=1e-4, fast_mode=not entries)
 
@@ -54,7 +57,7 @@ def test_second_derivatives(label: str) -> None:
 @pytest.mark.parametrize(("label", "impl"), FAST)
 def test_second_derivatives_are_right_or_refused(label: str, impl: str) -> None:
     """Implementations other than the reference: an error that says so, never silently wrong."""
-    run, inputs = function(label, impl, "padding")
+    run, inputs = call_of(label, impl, "padding")
     out = run(*inputs)
     first = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)[0]
     with pytest.raises((ArgumentError, RuntimeError), match=r"differentiable once|is not implemented") as caught:
@@ -87,68 +90,31 @@ def test_straight_through_differentiates_softmax(label: str) -> None:
 
 # The weightings on plain scores under torch.func ------------------------------------------------------------
 
-NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "entmax": lambda z: regard.entmax(z, 1.5),
-    "entmax 4/3": lambda z: regard.entmax(z, 4 / 3),
-    "entmax 3": lambda z: regard.entmax(z, 3.0),
-    "entmax 1": lambda z: regard.entmax(z, 1.0),
-    "sparsemax": regard.sparsemax,
-    "relumax": regard.relumax,
-    "normrelu": lambda z: regard.normrelu(z, 0.3),
-    "topk_softmax": lambda z: regard.topk_softmax(z, 3),
-    "topk_softmax soft": lambda z: regard.topk_softmax(z, 3, gradient="soft"),
-    "topk_uniform": lambda z: regard.topk_uniform(z, 3),
-}
 
-
-def jacobian(name: str, z: Tensor) -> Tensor:
-    """dp/dz of one row by its formula, from p alone where p says it, else from z."""
-    p = NORMALISERS[name](z).detach()
-    alpha = {"entmax": 1.5, "entmax 4/3": 4 / 3, "entmax 3": 3.0, "sparsemax": 2.0}.get(name)
-    if alpha is not None:
-        u = torch.where(p > 0, torch.where(p > 0, p, 1) ** (2 - alpha), 0)
-        return torch.diag(u) - torch.outer(u, u) / u.sum()
-    if name in ("entmax 1", "topk_softmax"):
-        return torch.diag(p) - torch.outer(p, p)
-    if name == "topk_uniform":
-        return torch.zeros(len(z), len(z), dtype=z.dtype)
-    if name == "topk_softmax soft":
-        step = 1e-6 * torch.eye(len(z), dtype=z.dtype)
-        rows = [NORMALISERS[name](z + e) - NORMALISERS[name](z - e) for e in step]
-        return torch.stack(rows, 1) / 2e-6
-    bias = 0.3 if name == "normrelu" else 1 - z.max()
-    inside = ((z + bias) > 0).to(z.dtype)
-    total = ((z + bias) * inside).sum()
-    found = (torch.diag(inside) - torch.outer(p, inside)) / total
-    if name == "relumax":  # the threshold moves with the best score
-        found[:, z.argmax()] -= (inside - p * inside.sum()) / total
-    return found
-
-
-@pytest.mark.parametrize("name", NORMALISERS)
+@pytest.mark.parametrize("name", HOW)
 def test_torch_func(name: str) -> None:
     """vmap is the batch, jacrev, jacfwd and vmap(jacrev) are the formula, jvp is its product."""
     rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     tangent = torch.randn(9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    weighting = NORMALISERS[name]
-    close(torch.func.vmap(weighting)(rows), weighting(rows), 1e-13, "vmap")
-    expected = torch.stack([jacobian(name, row) for row in rows])
-    close(torch.func.vmap(torch.func.jacrev(weighting))(rows), expected, 1e-7, "vmap of jacrev")
+    weighting, formula = function(name, "auto"), partial(oracle.of_scores, **HOW[name])
+    close(torch.func.vmap(weighting)(rows), formula(rows), 1e-12, "vmap")
+    expected = torch.stack([torch.autograd.functional.jacobian(formula, row) for row in rows])
+    close(torch.func.vmap(torch.func.jacrev(weighting))(rows), expected, 1e-10, "vmap of jacrev")
     for row, matrix in zip(rows, expected, strict=True):
-        close(torch.func.jacrev(weighting)(row), matrix, 1e-7, "jacrev")
-        close(torch.func.jacfwd(weighting)(row), matrix, 1e-7, "jacfwd")
+        close(torch.func.jacrev(weighting)(row), matrix, 1e-10, "jacrev")
+        close(torch.func.jacfwd(weighting)(row), matrix, 1e-10, "jacfwd")
         value, push = torch.func.jvp(weighting, (row,), (tangent,))
-        close(value, weighting(row), 1e-13, "jvp")
-        close(push, matrix @ tangent, 1e-7, "jvp")
+        close(value, formula(row), 1e-12, "jvp")
+        close(push, matrix @ tangent, 1e-10, "jvp")
 
 
-@pytest.mark.parametrize("name", NORMALISERS)
+@pytest.mark.parametrize("name", HOW)
 def test_torch_func_twice(name: str) -> None:
     """hessian of a weighted sum equals autograd's."""
     row = torch.randn(7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
     def loss(z: Tensor) -> Tensor:
-        return (NORMALISERS[name](z) * torch.arange(7.0, dtype=torch.float64)).square().sum()
+        return (function(name, "auto")(z) * torch.arange(7.0, dtype=torch.float64)).square().sum()
 
     found: Any = torch.func.jacrev(torch.func.jacrev(loss))(row)
     close(found, torch.autograd.functional.hessian(loss, row), 1e-10)

@@ -72,16 +72,11 @@ def test_gradients_are_made_where_they_are_wanted() -> None:
     close(alpha.grad, (up - down) / 2e-6, 1e-7)
 
 
-def test_transforms_run_the_reference() -> None:
-    """impl="auto" gives the tangent of the formula under dual numbers and vmap; impl="cpu" says that it has none."""
-    z, t = normal(4, 30), normal(4, 30, seed=1)
-    plain = lambda x: oracle.of_scores(x, "adaptive", r=2.0)  # noqa: E731
-    expected = torch.autograd.functional.jvp(plain, z, t)[1]
-    close(torch.func.vmap(regard.entmax, in_dims=1)(z.T.contiguous()), plain(z), 1e-12)
+def test_transforms_are_refused() -> None:
+    """impl="cpu" has none; impl="auto" runs the reference under them, as tests/contracts checks."""
+    z = normal(4, 30)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(z, t)
-        close(torch.autograd.forward_ad.unpack_dual(regard.entmax(dual)).tangent, expected, 1e-11)
-        refuses("impl='cpu'", regard.entmax, dual, impl="cpu")
+        refuses("impl='cpu'", regard.entmax, torch.autograd.forward_ad.make_dual(z, z), impl="cpu")
     refuses("impl='cpu'", torch.func.vmap(lambda x: regard.entmax(x, impl="cpu")), z)
 
 
