@@ -6,8 +6,6 @@ Legend: q [.., Tq, D], k [.., Tk, D], v [.., Tk, Dv]; w kernel weights and p wei
 a number, [.., Tq] or, one for every coordinate, [.., Tq, D], in the units of w.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -84,46 +82,6 @@ def softmax(z: Tensor, seen: Tensor) -> Tensor:
     e = torch.where(seen, (z - torch.where(top > -torch.inf, top, 0)).exp(), 0)
     total = e.sum(-1, keepdim=True)
     return e / torch.where(total > 0, total, 1)
-
-
-def entmax15(z: Tensor, seen: Tensor) -> Tensor:
-    """The weights of the biweight kernel, by the package `entmax`."""
-    from entmax import entmax15 as found
-
-    lost = ~seen.any(-1, keepdim=True)
-    return torch.where(lost, 0, found(torch.where(lost, 0, torch.where(seen, z, -torch.inf)), dim=-1))
-
-
-def rectified(z: Tensor, seen: Tensor, margin: float = 1.0, power: int = 1) -> Tensor:
-    """[z - max z + margin]_+^power, kernel weights under the anchored rule."""
-    z = torch.where(seen, z, -torch.inf)
-    top = z.amax(-1, keepdim=True)
-    return torch.where(seen, (z - torch.where(top > -torch.inf, top, 0) + margin).clamp(min=0) ** power, 0)
-
-
-def shares(w: Tensor) -> Tensor:
-    total = w.sum(-1, keepdim=True)
-    return w / torch.where(total > 0, total, 1)
-
-
-WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "softmax": softmax,
-    "biweight": entmax15,
-    "relumax": lambda z, seen: shares(rectified(z, seen)),
-}
-
-
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, ridge: Ridge, name: str = "softmax", scale: Ridge | None = None
-) -> Tensor:
-    """Local linear attention of q, k, v in float64, keys repeated for the queries' heads; ridge relative to the total
-    weight."""
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    z = q @ k.transpose(-1, -2) * (scale[..., None] if isinstance(scale, Tensor) else scale)
-    p = WEIGHTS[name](z, seen.expand(z.shape))
-    return fit(p, q, k, v, ridge.double() if isinstance(ridge, Tensor) else ridge)
 
 
 def lower(queries: int, keys: int | None = None, window: int | None = None) -> Tensor:

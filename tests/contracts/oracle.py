@@ -1,6 +1,6 @@
 """The dense truth in float64: every formula written out a second time, on whole [B, H, Tq, Tk] tensors, with
-thresholds by sorting or 200 bisections and the local linear model by its normal equations. Nothing here calls
-regard; `Choices` are read off a Spec's fields, or written by hand.
+thresholds by sorting or 200 bisections and the local linear model by its normal equations (`regression.fit`). Nothing
+here calls regard; `Choices` are read off a Spec's fields, or written by hand.
 
 Everything is differentiable by autograd, so that gradients are expected values too.
 
@@ -9,10 +9,11 @@ Legend: B batch, H heads, Tq queries, Tk keys, D features; z scores, w kernel va
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from regression import Ridge, fit, penalties
 from torch import Tensor
 
 Number = float | Tensor
@@ -135,7 +136,7 @@ def _permitted(at: int, j: int, causal: bool, strict: bool, window: int | None) 
 
 
 def _pairs(q: Tensor, k: Tensor) -> Tensor:
-    return (q[..., :, None, :] * k[..., None, :, :]).sum(-1)
+    return q @ k.mT
 
 
 def _cosine(q: Tensor, k: Tensor, eps: float) -> Tensor:
@@ -353,11 +354,25 @@ def attention(
     if s.solver == "learned":
         return _parallax(k, v, p, params.get("probe", usual_probe(q))), p
     ridge = params.get("ridge", s.ridge)
+    if isinstance(ridge, float) and ridge == 0:
+        return _least_norm(q, k, v, p), p
+    amount = penalties(ridge, q)
     if s.absolute:
-        ridge = ridge / _mass(s, z, seen, bias, params)
+        amount = amount / _mass(s, z, seen, bias, params)[..., None]
     if s.solver == "block-diagonal":
-        return _block_diagonal(q, k, v, p, ridge, s.blocks or q.shape[-1]), p
-    return _local_linear(q, k, v, p, ridge), p
+        return _block_diagonal(q, k, v, p, amount, s.blocks or q.shape[-1]), p
+    return fit(p, q, k, v, amount), p
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, ridge: Ridge, name: str = "softmax", scale: Number | None = None
+) -> Tensor:
+    """Local linear attention of q, k, v in float64, the weights those of a preset; ridge a number, [B, H, Tq] or
+    [B, H, Tq, D], relative to the total weight."""
+    q, k, v = (x.double() for x in (q, k, v))
+    ridge = ridge.double() if isinstance(ridge, Tensor) else ridge
+    choices = replace(PRESETS[name], degree=1)
+    return attention(choices, q, k, v, seen.expand(*q.shape[:3], k.shape[2]), scale, {"ridge": ridge})[0]
 
 
 def of_one_head(spec: Any, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, **numbers: Any) -> Tensor:
@@ -394,48 +409,27 @@ def _parallax(k: Tensor, v: Tensor, p: Tensor, probe: Tensor) -> Tensor:
     return (p * (1 - torch.einsum("bhija,bhia->bhij", away, probe))) @ v
 
 
-def _block_diagonal(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: Number, blocks: int) -> Tensor:
-    """The covariance of the keys about their mean, with zeros outside its diagonal blocks."""
+def _block_diagonal(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: Tensor, blocks: int) -> Tensor:
+    """The covariance of the keys about their mean, with zeros outside its diagonal blocks; ridge [B, H, Tq, D]."""
     mean = torch.einsum("bhij,bhja->bhia", p, k)
     away = k[..., None, :, :] - mean[..., None, :]
     spread = torch.einsum("bhij,bhija,bhijc->bhiac", p, away, away)
     at = torch.arange(q.shape[-1]) * blocks // q.shape[-1]
     spread = torch.where(at[:, None] == at, spread, 0)
-    amount = ridge[..., None] if isinstance(ridge, Tensor) else torch.tensor(ridge, dtype=p.dtype)
-    matrix = spread + torch.diag_embed(amount.expand(q.shape))
-    t = torch.linalg.solve(matrix, (q - mean)[..., None])[..., 0]
+    t = torch.linalg.solve(spread + torch.diag_embed(ridge), (q - mean)[..., None])[..., 0]
     return (p * (1 + torch.einsum("bhija,bhia->bhij", away, t))) @ v
 
 
-def _local_linear(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: Number) -> Tensor:
-    """Intercept at the query of the ridge regression of v on k - q with weights p; no penalty on the
-    intercept. ridge = 0 is the solution of least norm."""
-    total = p.sum(-1, keepdim=True)
-    lost = total == 0
+def _least_norm(q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> Tensor:
+    """Intercept at the query of the regression of v on k - q with weights p, of the solutions that of least norm."""
     x = k[..., None, :, :] - q[..., :, None, :]  # [B, H, Tq, Tk, D]
-    if isinstance(ridge, float) and ridge == 0:
-        return torch.where(lost, 0, _least_norm(x, v, p))
-    design = torch.cat([torch.ones_like(x[..., :1]), x], -1)
-    gram = torch.einsum("bhij,bhija,bhijc->bhiac", p, design, design)
-    right = torch.einsum("bhij,bhija,bhjd->bhiad", p, design, v)
-    penalty = torch.ones(design.shape[-1], dtype=p.dtype)
-    penalty[0] = 0
-    amount = ridge[..., None] if isinstance(ridge, Tensor) else ridge
-    gram = gram + torch.diag_embed(penalty * amount)
-    corner = torch.zeros_like(gram)
-    corner[..., 0, 0] = 1
-    gram = torch.where(lost[..., None], gram + corner, gram)  # a row without weight: anything regular
-    return torch.where(lost, 0, torch.linalg.solve(gram, right)[..., 0, :])
-
-
-def _least_norm(x: Tensor, v: Tensor, p: Tensor) -> Tensor:
     mean_x = torch.einsum("bhij,bhija->bhia", p, x)
     mean_v = torch.einsum("bhij,bhjd->bhid", p, v)
     root = p.sqrt()[..., None]
     left = root * (x - mean_x[..., None, :])
     right = root * (v[..., None, :, :] - mean_v[..., None, :])
     slope = torch.linalg.pinv(left, rtol=1e-9) @ right  # [B, H, Tq, D, Dv]
-    return mean_v - (mean_x[..., None, :] @ slope)[..., 0, :]
+    return torch.where(p.sum(-1, keepdim=True) == 0, 0, mean_v - (mean_x[..., None, :] @ slope)[..., 0, :])
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:

@@ -1,9 +1,8 @@
 """Valid calls of the attention functions and of the specs of the grammar."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import regression
 import torch
 from contracts import oracle
 from contracts.cases import SPECS
@@ -285,27 +284,14 @@ def local_linear(draw: Draw) -> Call:
     }
     call = Call("local_linear_attention", regard.local_linear_attention, given, kinds)
     if solver != "block-diagonal" and given["max_iter"] is None:
-        call.truth, call.tolerance = _fitted(given, spec, mode), 1e-4 if cg else 1e-6
+        choices = replace(oracle.read(spec), degree=1, absolute=mode == "absolute")
+
+        def truth(**wide: Any) -> Tensor:
+            tensors = (wide[name] for name in ("query", "key", "value"))
+            return oracle.attention(choices, *tensors, _visible(given), params={"ridge": wide["ridge"]})[0]
+
+        call.truth, call.tolerance = truth, 1e-4 if cg else 1e-6
     return call
-
-
-def _fitted(given: dict[str, Any], spec: regard.Spec, mode: str) -> Any:
-    """Local linear regression by its normal equations."""
-    s, rows = oracle.read(spec), _rows(given)
-
-    def truth(**wide: Any) -> Tensor:
-        q, k, v, ridge = wide["query"], wide["key"], wide["value"], wide["ridge"]
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        seen = _visible(given)
-        p = oracle.attention(s, q, k, v, seen)[1]
-        ridge = ridge if isinstance(ridge, Tensor) else torch.full(rows, ridge, dtype=torch.float64)
-        if mode == "absolute":
-            z, bias = oracle._scores(s, q, k, None, {})
-            mass = oracle._mass(s, z, seen, bias, {})
-            ridge = ridge / (mass if ridge.dim() == 3 else mass[..., None])
-        return regression.fit(p, q, k, v, ridge)
-
-    return truth
 
 
 @public("explain", regard.explain)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from contracts.oracle import dense
 from mistakes import refuses
-from regression import dense, draw, lower, ratio, textbook
+from regression import draw, lower, ratio, textbook
 from torch import Tensor
 from torch.autograd import gradcheck
 

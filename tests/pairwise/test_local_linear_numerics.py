@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from regression import FLOOR, brute_force, dense, draw, family, lower, ratio, softmax, systems
+from contracts.oracle import dense
+from regression import FLOOR, brute_force, draw, family, lower, ratio, softmax, systems
 from torch import Tensor
 
 import regard

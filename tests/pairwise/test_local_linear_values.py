@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from contracts import oracle
-from contracts.oracle import close
-from regression import dense, draw, entmax15, fit, lower, ratio, rectified, shares, softmax, systems
+from contracts.oracle import Choices, close, dense
+from regression import draw, fit, lower, ratio, softmax, systems
 from torch import Tensor
 
 import regard
@@ -134,9 +134,8 @@ def test_effective_weights_sum_to_one_at_any_budget(impl: str, solver) -> None:
 @pytest.mark.parametrize("spec", ["softmax", "biweight", "relumax"])
 def test_no_steps_and_a_large_ridge_are_attention(spec: str) -> None:
     q, k, v = draw(2, 2, 60, 8, seed=8, dtype=torch.float32)
-    z = scores(q.double(), k.double())
-    p = {"softmax": softmax, "biweight": entmax15, "relumax": lambda z, s: shares(rectified(z, s))}[spec](z, lower(60))
-    expected = p @ v.double()
+    seen = lower(60).expand(2, 2, 60, 60)
+    expected, _ = oracle.attention(oracle.PRESETS[spec], q.double(), k.double(), v.double(), seen)
     for impl in IMPLS:
         assert ratio(local(q, k, v, spec=spec, max_iter=0, impl=impl), expected) <= 1e-6
         assert ratio(local(q, k, v, spec=spec, ridge=1e6, impl=impl), expected) <= 1e-4
@@ -198,8 +197,8 @@ def test_block_diagonal_is_the_masked_covariance(blocks: int) -> None:
     """For every number of blocks that divides D, in closed form or by factors; gradients by autograd of the dense
     form. One block is local linear attention itself."""
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 40, 12, value_dim=3, seed=16))
-    p = softmax(scores(q, k), lower(40))
-    expected = oracle._block_diagonal(q, k, v, p, 0.4, blocks or 12)
+    choices = Choices("gaussian", "fixed", degree=1, ridge=0.4, solver="block-diagonal", blocks=blocks)
+    expected, _ = oracle.attention(choices, q, k, v, lower(40).expand(1, 2, 40, 40))
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     if blocks == 1:
         close(expected, dense(q, k, v, lower(40), 0.4), 1e-9)

@@ -26,13 +26,12 @@ from torch.autograd.function import once_differentiable
 
 from ..checks import ArgumentError, flag, flags, floating, instance, optional_whole, refuse, require, shape, tensor
 from ..grammar import Spec, as_spec
-from ..pairwise.attention import attention
 from ..pairwise.visibility import Visibility, runs_of
 from ..precision import autocast, full_precision
 from .arguments import check_hidden, check_positions, positive_int, positive_ints
 from .attention.layer import Observer, Rotary
 from .attention.rotary import rotate
-from .hooks import HookPoint
+from .hooks import HookPoint, observed_attention
 
 CALL = "nn.FunctionalGradient"
 VARIANTS = ("full", "wv", "slice")
@@ -251,47 +250,14 @@ class FunctionalGradient(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs | None, output_attentions: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weighted sums of values [B, H, rows, Dv] and the weights [B, H, rows, n] or None."""
-        (batch, heads, rows, _), n = query.shape, key.shape[2]
-        if rows == 0 or n == 0:
-            empty = self.hook_pattern(query.new_zeros(batch, heads, rows, n))
-            return query.new_zeros(batch, heads, rows, value.shape[3]), empty if output_attentions else None
         value = value.to(query.dtype)  # under autocast projections are narrower than embeddings
         mask = None if pairs is None else pairs.visible[:, None, None]
         # the query of row i is at the position of the pair that the row completes
         segments = None if pairs is None or pairs.segments is None else pairs.segments[:, 1:]
-        share = self._share(rows, n, mask, segments, is_causal, query)
-        arguments: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "segment_ids": segments}
-        if not output_attentions and not self.hook_pattern.active:
-            value = value.expand(-1, heads, -1, -1)
-            if self.observer is None:
-                out = attention(query, key, value, self.spec, **arguments)
-            else:
-                arguments["impl"] = "reference" if self.observe_weights else "auto"
-                out, diagnostics = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
-                self.observer(self.layer_idx, diagnostics)
-            return out if share is None else out * share, None
-        weights = self.hook_pattern(self._weights(query, key, share, arguments))
-        if mask is not None:  # a hook may have changed the weights of padding
-            weights = weights.masked_fill(~mask, 0)
-        return weights.to(value.dtype) @ value, weights if output_attentions else None
-
-    def _weights(self, query: Tensor, key: Tensor, share: Tensor | None, arguments: dict[str, Any]) -> Tensor:
-        """Return the factors of the values, [B, H, rows, n]."""
-        batch, heads, n, _ = key.shape
-        if query.requires_grad or self.spec.degree:
-            # the output is linear in the values: for unit vectors it is the weights, with gradients, from the same
-            # implementation as the output
-            unit = torch.eye(n, dtype=query.dtype, device=query.device).expand(batch, heads, n, n)
-            weights = attention(query, key, unit, self.spec, **arguments)
-        else:
-            unit = query.new_zeros(batch, heads, n, 1)
-            _, diagnostics = attention(
-                query, key, unit, self.spec, return_diagnostics=True, impl="reference", **arguments
-            )
-            weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
-            if self.observer is not None:
-                self.observer(self.layer_idx, diagnostics)
-        return weights if share is None else weights * share
+        how: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "segment_ids": segments}
+        how["share"] = self._share(query.shape[2], key.shape[2], mask, segments, is_causal, query)
+        value = value.expand(-1, self.num_heads, -1, -1)
+        return observed_attention(self, query, key, value, output_attentions, **how)
 
     def _share(
         self, rows: int, n: int, mask: Tensor | None, segments: Tensor | None, is_causal: bool, like: Tensor

@@ -1,9 +1,15 @@
-"""Named places in a model where a hook can read a tensor or replace it."""
+"""Named places in a model where a hook can read a tensor or replace it.
 
-from collections.abc import Callable
+Shapes: B batch, Tq queries, Tk keys, H query heads, Hkv key/value heads, Dv channels of a value.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..pairwise.attention import attention, diagnosed_attention
 
 
 class HookPoint(nn.Module):
@@ -29,14 +35,50 @@ class HookPoint(nn.Module):
         return x
 
 
-def report_weights(layer: Any, diagnostics: Any, out: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Call the observer of `layer` and the hooks at its `hook_pattern`; return the output and the weights. The
-    diagnostics hold the weights if `hook_pattern` is active; `mix` computes the output from weights that a hook
-    replaced."""
+def observed_attention(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, output_attentions: bool, *, columns: int | None = None,
+    share: Tensor | None = None, **arguments: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Call `regard.attention` with the spec of a layer, call its observer, and let hooks at its `hook_pattern` replace
+    the weights.
+
+    Args:
+        layer: has `spec`, `layer_idx`, `observer`, `observe_weights` and `hook_pattern`.
+        query, key, value, arguments: as in `regard.attention`.
+        output_attentions: also return the weights.
+        columns: of the weights, filled with zeros; default: as many as keys.
+        share: factor of output and weights, broadcastable to [B, H, Tq, 1], which the diagnostics do not include.
+
+    Returns:
+        Output, and weights or None.
+    """
+    observed = layer.observer is not None and layer.observe_weights
+    dense = output_attentions or layer.hook_pattern.active or observed
+    arguments["impl"] = "reference" if dense else "auto"
+    if not dense and layer.observer is None:
+        out = attention(query, key, value, layer.spec, **arguments)
+        return out if share is None else out * share, None
+    out, diagnostics = diagnosed_attention(query, key, value, layer.spec, **arguments)
+    missing = (key.shape[2] if columns is None else columns) - key.shape[2]
+    parts = {"weights": diagnostics.weights, "effective_weights": diagnostics.effective_weights}
+    padded = {name: pad(w[..., : key.shape[2]], (0, missing)) for name, w in parts.items() if w is not None}
+    diagnostics = replace(diagnostics, **padded)
     if layer.observer is not None:
         layer.observer(layer.layer_idx, diagnostics.detached())
     weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
-    if not layer.hook_pattern.active:
-        return out, weights
-    replaced = layer.hook_pattern(weights)
-    return out if replaced is weights else mix(replaced), replaced
+    if share is not None:
+        out, weights = out * share, None if weights is None else weights * share
+    if layer.hook_pattern.active:
+        replaced = layer.hook_pattern(weights)
+        if replaced is not weights:
+            out, weights = _mix(replaced, value, arguments.get("attn_mask")), replaced
+    return out, weights if output_attentions else None
+
+
+def _mix(weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Return weights of a hook [B, H, Tq, columns] times values [B, Hkv, Tk, Dv], masked keys left out."""
+    weights = weights[..., : value.shape[2]]
+    if mask is not None:
+        value = value.masked_fill(~mask.any(dim=(1, 2))[:, None, :, None], 0)
+        weights = weights.masked_fill(~mask, 0)
+    return weights.to(value.dtype) @ value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)

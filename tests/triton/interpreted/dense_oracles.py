@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import regression
 from contracts import oracle
 from contracts.oracle import Choices
 from contracts.oracle import visible as seen_pairs
@@ -62,7 +61,7 @@ def local_linear(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, ridge: float | Tensor, scale: float | None = None
 ) -> Tensor:
     """Return the local linear fit under softmax weights; ridge a number, [B, H, Tq] or [B, H, Tq, D]."""
-    return regression.dense(q, k, v, seen, ridge, scale=scale)
+    return oracle.dense(q, k, v, seen, ridge, scale=scale)
 
 
 def with_probe(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, probe: Tensor, scale: float | None = None) -> Tensor:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from ...checks import ArgumentError, broadcastable, flags, number, optional_whole, refuse, segments, shape
 from ...grammar import Spec, as_spec
-from ...pairwise.attention import attention, diagnosed_attention
 from ...pairwise.visibility import Visibility, runs_of
 from ...recurrent.linear import LinearState, finite_features, linear_attention
 from ..arguments import check_heads, check_hidden, check_positions, check_shared, check_window, columns_of, layer_of
-from ..hooks import HookPoint, report_weights
+from ..hooks import HookPoint, observed_attention
 from .fixed_cache import Seen, fixed_layer, visible_places
 from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
@@ -322,24 +321,11 @@ class Attention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, output_attentions: bool, local: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Call `regard.attention` with this layer's parameters; return [B, H, T, D] and weights or None."""
-        observed = self.observer is not None and self.observe_weights
-        dense = output_attentions or self.hook_pattern.active or observed
         arguments: dict[str, Any] = {**seen._asdict(), **self._temper(query, key, seen)}
-        arguments |= {"enable_gqa": self.num_kv_heads != self.num_heads, "impl": "reference" if dense else "auto"}
+        arguments["enable_gqa"] = self.num_kv_heads != self.num_heads
         if local:
             arguments["params"] = {**arguments.get("params", {}), **local}
-        if not dense and self.observer is None:
-            return attention(query, key, value, self.spec, **arguments), None
-        out, diagnostics = diagnosed_attention(query, key, value, self.spec, **arguments)
-        out, weights = report_weights(self, diagnostics, out, lambda weights: self._mix(weights, value, seen.attn_mask))
-        return out, weights if output_attentions else None
-
-    def _mix(self, weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return weights [B, H, T, Tk] of a hook times values, masked keys left out."""
-        if mask is not None:
-            value = value.masked_fill(~mask.any(dim=(1, 2))[:, None, :, None], 0)
-            weights = weights.masked_fill(~mask, 0)
-        return weights.to(value.dtype) @ value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+        return observed_attention(self, query, key, value, output_attentions, **arguments)
 
     def _temper(self, query: Tensor, key: Tensor, seen: Seen, state: LinearState | None = None) -> dict[str, Any]:
         """Return the temperature as arguments of `regard.attention`."""

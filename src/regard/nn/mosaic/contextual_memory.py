@@ -22,13 +22,13 @@ from torch.nn.functional import pad
 
 from ...checks import flags, instance, number, one_of, optional_whole, refuse, require, segments, token_mask
 from ...grammar import Spec, as_spec
-from ...pairwise.attention import attention, diagnosed_attention
+from ...pairwise.attention import attention
 from ...pairwise.visibility import runs_of
 from ...recurrent.leaky import LeakyState
 from ...recurrent.states import State
 from ..arguments import check_heads, check_hidden
 from ..attention.layer import Observer
-from ..hooks import HookPoint, report_weights
+from ..hooks import HookPoint, observed_attention
 from .features import (
     LOOK_AHEAD,
     SCALE_LIMIT,
@@ -298,17 +298,12 @@ class ContextualMemory(nn.Module):
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return [B, H, T, D] and weights or None; query i sees the pairs up to the one that its token completed."""
-        observed = self.observer is not None and self.observe_weights
-        dense = output_attentions or self.hook_pattern.active or observed
-        arguments: dict[str, Any] = {"is_causal": True, "impl": "reference" if dense else "auto"}
+        arguments: dict[str, Any] = {"is_causal": True, "params": self.numbers() or None}
         if segment_ids is not None:  # one pair per token, so that query i sees earlier keys of its document
             key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
             mask = None if mask is None else pad(mask, (0, 1))
             arguments.update(exclude_self=True, segment_ids=segment_ids)
         arguments["attn_mask"] = None if mask is None else mask[:, None, None]
-        params = self.numbers()
-        if params:
-            arguments["params"] = params
         sharpness = None if self.sharpness is None else self.sharpness()
         if self.spec.takes_scale:
             assert sharpness is not None
@@ -316,27 +311,12 @@ class ContextualMemory(nn.Module):
         elif sharpness is not None:
             beta = sharpness.sqrt().to(key.dtype)[:, None, None]
             query, key = query * beta, key * beta
-        if not dense and self.observer is None:
-            if query.shape[2] == key.shape[2] + 1 > 1:  # without the first query there are as many queries as pairs
-                out = attention(query[:, :, 1:], key, value, self.spec, **arguments)
-                return pad(out, (0, 0, 1, 0)), None
-            return attention(query, key, value, self.spec, **arguments), None
-        out, diagnostics = diagnosed_attention(query, key, value, self.spec, **arguments)
-        # add the pair of the last token, which no query sees yet, so that weights have a column for every token
+        seen = output_attentions or self.hook_pattern.active or self.observer is not None
+        if not seen and query.shape[2] == key.shape[2] + 1 > 1:  # without the first query there are as many as pairs
+            return pad(attention(query[:, :, 1:], key, value, self.spec, **arguments), (0, 0, 1, 0)), None
+        # with the pair of the last token, which no query sees yet, weights have a column for every token
         columns = key.shape[2] + (segment_ids is None)
-        parts = {"weights": diagnostics.weights, "effective_weights": diagnostics.effective_weights}
-        padded = {n: pad(w, (0, columns - w.shape[-1])) for n, w in parts.items() if w is not None}
-        diagnostics = replace(diagnostics, **padded)
-        out, weights = report_weights(self, diagnostics, out, lambda weights: _mix(weights, value, mask))
-        return out, weights if output_attentions else None
-
-
-def _mix(weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Return weights [B, H, T, n or n + 1] of a hook times values [B, H, n, D], masked pairs left out."""
-    weights = weights[..., : value.shape[2]]
-    if mask is not None:
-        weights = weights.masked_fill(~mask[:, None, None], 0)
-    return weights.to(value.dtype) @ value
+        return observed_attention(self, query, key, value, output_attentions, columns=columns, **arguments)
 
 
 def _previous(now: Tensor, pending: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
