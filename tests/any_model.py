@@ -22,10 +22,11 @@ TRANSFORMER = {
     "elu": {"mixers": ["elu", "topk-softmax"], "num_hidden_layers": 2},
     "linear": {"mixers": ["linear", "normrelu"], "num_hidden_layers": 2, "feed_forward": "gelu", "norm": "layer"},
     "grouped": {"mixers": ["shift-cosine", "softmax"], "num_hidden_layers": 2, "num_key_value_heads": 1},
-    "local-linear": {"mixers": ["local-linear", "local-linear[biweight]"], "ridges": "learned", "qk_norm": "rms",
+    "local-linear": {"mixers": ["local-linear", "local-linear[biweight]"], "qk_norm": "rms",
+                     "ridges": ["learned", "learned-per-dimension"],
                      "num_key_value_heads": 1, "num_hidden_layers": 2},
     "window": {"mixers": ["softmax", "elu", "biweight", "local-linear"], "window": 3},
-    "window-without-self": {"mixers": ["softmax", "shift-cosine"], "num_hidden_layers": 2, "window": 4,
+    "window-without-self": {"mixers": ["softmax", "shift-cosine", "biweight"], "num_hidden_layers": 3, "window": 4,
                             "exclude_self": True},
     "one-key": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "window": [1, None], "rotary_share": 0.5},
     "qk_norm": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "qk_norm": "l2"},
@@ -156,11 +157,13 @@ def padded(seed=1):
 
 
 def in_chunks(model, tokens, sizes, mask=None, cache=None):
+    """The logits of tokens [B, T], or of embeddings, that are given in pieces, and the cache."""
     parts, seen = [], 0
     for chunk in tokens.split(sizes, dim=1):
         seen += chunk.shape[1]
+        given = {"inputs_embeds" if chunk.is_floating_point() else "input_ids": chunk}
         whole = None if mask is None else mask[:, :seen]
-        out = model(chunk, attention_mask=whole, past_key_values=cache, use_cache=True)
+        out = model(**given, attention_mask=whole, past_key_values=cache, use_cache=True)
         cache, parts = getattr(out, CACHE), [*parts, out.logits]
     return torch.cat(parts, 1), cache
 
@@ -179,6 +182,19 @@ def loss_of(model, tokens, **kwargs):
 def gradients(model):
     """The gradients that parameters hold, by path."""
     return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
+
+
+@torch.no_grad()
+def central_difference(value, parameters, along, step=1e-6):
+    """The slope of `value()` by parameters that move along these directions."""
+    sides = []
+    for sign in (1, -1):
+        for p, direction in zip(parameters, along, strict=True):
+            p += sign * step * direction
+        sides.append(value())
+        for p, direction in zip(parameters, along, strict=True):
+            p -= sign * step * direction
+    return (sides[0] - sides[1]) / (2 * step)
 
 
 def same_by_path(found, expected, bound):

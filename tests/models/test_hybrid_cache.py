@@ -1,14 +1,11 @@
-"""Decoding with sums: what the model's own cache holds, and that nothing else changes.
+"""Decoding with sums: what the model's own cache holds.
 
-`weigh` writes the six kernels with finite features out as functions of a query and the keys (kernel-selection paper,
-Table 1), so that a layer's steps are checked against all pairs in float64.
+What is computed with it is tested in `test_model_contracts.py`.
 """
-
-import math
 
 import pytest
 import torch
-from any_model import T, in_chunks, make, padded, text
+from any_model import in_chunks, make, padded, text
 from mistakes import refuses
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
@@ -26,74 +23,13 @@ def made(mixers, **fields):
     return make("transformer", mixers, torch.float32, **{"num_hidden_layers": 2, "num_key_value_heads": 1, **fields})
 
 
-def cosine(q, k):
-    return (k @ q) / ((q @ q + 1e-3) * ((k * k).sum(-1) + 1e-3)).sqrt()
-
-
-def elu(x):
-    return torch.where(x > 0, x + 1, x.exp())
-
-
-KERNELS = {
-    "linear": lambda q, k: (k @ q) / math.sqrt(len(q)),
-    "cosine": cosine,
-    "shift-cosine": lambda q, k: 1 + cosine(q, k),
-    "relu": lambda q, k: k.clamp(min=0) @ q.clamp(min=0) + 1e-4,
-    "relu2": lambda q, k: k.clamp(min=0) ** 2 @ q.clamp(min=0) ** 2 + 1e-4,
-    "elu": lambda q, k: elu(k) @ elu(q),
-}
-UNNORMALISED = ("linear", "cosine")
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("spec", LINEAR)
-def test_steps_of_a_layer_equal_all_pairs(spec, strict):
-    """Left padding, grouped heads, and for `linear` a temperature that counts keys."""
-    torch.manual_seed(0)
-    log = spec == "linear"
-    layer = Attention(32, 4, num_kv_heads=2, spec=spec, layer_idx=0, exclude_self=strict,
-                      temperature="log" if log else "fixed").double()  # fmt: skip
-    x = torch.randn(2, 9, 32, dtype=torch.float64)
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[1, :4] = False
-    q, k, v = (p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    heads = torch.zeros(2, 4, 9, 8, dtype=torch.float64)
-    for b in range(2):
-        for h in range(4):
-            for i in range(9):
-                seen = [j for j in range(i if strict else i + 1) if mask[b, j]]
-                if seen:
-                    w = KERNELS[spec](q[b, h, i], k[b, h // 2, seen])
-                    w = w * (0.43 * math.log(max(len(seen), 2)) if log else 1)
-                    w = w if spec in UNNORMALISED else w / w.sum()
-                    heads[b, h, i] = w @ v[b, h // 2, seen]
-    expected = layer.o_proj(heads.transpose(1, 2).flatten(2))
-    for sizes in ((9,), (1,) * 9, (4, 1, 3, 1)):
-        cache, parts, at = Cache(layers=[RegardCacheLayer()]), [], 0
-        for size in sizes:
-            part = slice(at, at + size)
-            parts.append(layer(x[:, part], attention_mask=mask[:, : at + size], past_key_values=cache)[0])
-            at += size
-        torch.testing.assert_close(torch.cat(parts, 1)[mask], expected[mask], atol=1e-6, rtol=0)
-        assert cache.get_seq_length() == 9
-
-
-@pytest.mark.parametrize("mixers", ["softmax", "shift-cosine", "biweight"])
-def test_a_window_that_leaves_out_the_token_itself(mixers):
-    model = made(mixers, window=4, exclude_self=True)
-    tokens, mask = padded()
-    with torch.no_grad():
-        whole = model(tokens, attention_mask=mask, use_cache=False).logits
-        for cache in (None, DynamicCache(config=model.config), DynamicCache()):
-            parts, cache = in_chunks(model, tokens, 1, mask, cache)
-            torch.testing.assert_close(parts[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=0)
-        short = Cache(layers=[DynamicSlidingWindowLayer(4) for _ in range(2)])
-        refuses("the cache gave 4 tokens of the 5 that window=4 needs", in_chunks, model, tokens, 1, mask, short)
-
-
-def test_a_layer_without_a_window_refuses_a_cache_that_drops_tokens():
+def test_a_cache_that_drops_tokens_that_are_needed_is_refused():
+    tokens = padded()[0]
+    model = made("softmax", window=4, exclude_self=True)
+    cache = Cache(layers=[DynamicSlidingWindowLayer(4) for _ in range(2)])
+    refuses("the cache gave 4 tokens of the 5 that window=4 needs", in_chunks, model, tokens, 1, None, cache)
     mixers = ["softmax", "interpolated"]  # only the first has the window, and the configuration's cache cuts both
-    model, tokens = made(mixers, window=4), padded()[0]
+    model = made(mixers, window=4)
     cache = DynamicCache(config=model.config)
     refuses("the cache gave 4 tokens of the 5 that no window needs", in_chunks, model, tokens, 1, None, cache)
     layer, x = Attention(32, 4, layer_idx=0), torch.randn(1, 6, 32)
@@ -123,19 +59,6 @@ def test_the_sums_do_not_grow(mixer):
         sizes.append(layer.bytes)
     # one key head of 9 features (8 and the bias): values of 8 channels, a sum of keys, one flag
     assert sizes == [(9 * 8 + 9) * 4 + 1] * 3
-
-
-def test_a_step_leaves_the_state_before_it_alone():
-    model = made("elu")
-    tokens, mask = padded()
-    with torch.no_grad():
-        _, cache = in_chunks(model, tokens, T, mask)
-        before = [layer.linear_state for layer in cache.layers]
-        numbers = [state.values.clone() for state in before]
-        model(tokens[:, :1], attention_mask=torch.ones(5, T + 1, dtype=torch.long), past_key_values=cache)
-    for layer, state, values in zip(cache.layers, before, numbers, strict=True):
-        assert torch.equal(state.values, values)
-        assert not torch.equal(layer.linear_state.values, values)
 
 
 def test_an_empty_layer_can_be_asked_everything():

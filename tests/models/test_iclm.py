@@ -179,25 +179,11 @@ def test_capture_sees_covariate_layers_then_f_layers():
         torch.testing.assert_close(seen.layers[layer].weights[..., -9:, -9:], w.detach(), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["softmax", "biweight", "linear", "local-linear"])
-def test_the_layer_of_functional_gradients(spec):
-    """The weights of packed rows are those of each document alone; with a cache documents are refused."""
-    torch.manual_seed(0)
-    layer = FunctionalGradient(16, 8, 2, spec=spec).double()
-    ids = torch.tensor([[0] * 5 + [1] + [2] * 6])
-    pairs = Pairs.of(torch.ones_like(ids, dtype=torch.bool), 12, ids)
-    covariates, values = torch.randn(1, 12, 16).double(), torch.randn(1, 11, 8).double()
-    out, _ = layer(covariates, values, pairs=pairs)
-    shown, weights = layer(covariates, values, pairs=pairs, output_attentions=True)
-    torch.testing.assert_close(shown, out)
-    whole = torch.zeros_like(weights)
-    for begin, end in ((0, 5), (5, 6), (6, 12)):
-        alone, own = layer(covariates[:, begin:end], values[:, begin : end - 1], output_attentions=True)
-        torch.testing.assert_close(out[:, begin:end], alone)
-        whole[:, :, begin : end - 1, begin : end - 1] = own
-    torch.testing.assert_close(weights, whole)
-    with pytest.raises(ArgumentError, match="a cache was given"):
-        layer(covariates, values, pairs=pairs, cache=SimpleNamespace(pending=print, extend=print))
+def test_a_cache_holds_one_document():
+    layer, ids = FunctionalGradient(16, 8, 2), torch.tensor([[0] * 5 + [1] + [2] * 6])
+    pairs, cache = Pairs.of(ids >= 0, 12, ids), SimpleNamespace(pending=print, extend=print)
+    covariates, values = torch.randn(1, 12, 16), torch.randn(1, 11, 8)
+    refuses("a cache was given", layer, covariates, values, pairs=pairs, cache=cache)
     refuses("a cache holds one document", Pairs.of, torch.ones(1, 14, dtype=torch.bool), 12, ids)
 
 

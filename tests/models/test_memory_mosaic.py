@@ -121,16 +121,10 @@ def test_what_is_remembered():
     assert sizes[0] == sizes[1]
 
 
-def test_tokens_are_not_taken_back():
+def test_what_a_cache_cannot_do():
     model, ids = make(), text(1, 6)
-    refuses("cannot be removed", model.generate, ids, max_new_tokens=4, prompt_lookup_num_tokens=2)
-    _, cache = in_chunks(model, ids, [6])
-    refuses("cannot be removed", cache.crop, 3)
-
-
-def test_caches_of_other_models_are_refused():
-    model = make()
-    refuses("without MemoryMosaicCacheLayer at layer 0", model, text(1, 4), past_key_values=DynamicCache())
+    refuses("cannot be removed", in_chunks(model, ids, [6])[1].crop, 3)
+    refuses("without MemoryMosaicCacheLayer at layer 0", model, ids, past_key_values=DynamicCache())
     with pytest.raises(ArgumentError, match="which the model updates itself"):
         model.model.new_cache().update(torch.zeros(1, 3, 1, 8), torch.zeros(1, 3, 1, 8), 0)
 

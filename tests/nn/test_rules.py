@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from contracts import oracle
 from layers_by_hand import (
     RIDGES,
     TEMPERATURES,
@@ -18,6 +19,7 @@ from layers_by_hand import (
     draw,
     layer,
     multiplier,
+    normalised,
     ridge_values,
     turn,
     visible,
@@ -133,7 +135,7 @@ def test_a_temperature_of_a_third_party(monkeypatch):
     module, x = layer(temperature="root(start_at=3)"), draw(B, T, C)
     assert str(module.temperature) == "root(start_at=3.0)"
     assert torch.equal(module.factor, torch.full((H,), 3.0, dtype=torch.float64))
-    scale = 3 * (torch.arange(1, T + 1).double() / D).sqrt()[:, None]
+    scale = 3 * (torch.arange(1, T + 1).double() / D).sqrt()
     torch.testing.assert_close(module(x)[0], by_hand(module, x, visible(T), scale=scale), atol=1e-6, rtol=0)
 
 
@@ -165,7 +167,7 @@ def test_a_ridge_of_a_third_party(monkeypatch):
     monkeypatch.setitem(ridges._objects, "exponential", Exponential)
     module, x = layer(spec="local-linear", ridge="exponential(start=0.4)"), draw(B, T, C)
     assert str(module.ridge) == "exponential(start=0.4)"
-    ridge = (x @ module.ridge_proj.weight.T + math.log(0.4)).exp().mT[..., None]
+    ridge = (x @ module.ridge_proj.weight.T + math.log(0.4)).exp().mT
     expected = by_hand(module, x, visible(T), ridge=ridge)
     torch.testing.assert_close(module(x)[0], expected, atol=1e-6, rtol=0)  # the bias was made in float32
 
@@ -225,27 +227,23 @@ SPECS = {**regard.presets(), "h-gaussian": regard.Spec.parse("gaussian*fixed(h=0
 
 @pytest.mark.parametrize("name", SPECS)
 def test_every_spec_with_a_scale_takes_every_temperature(name):
-    """Row by row, the layer is `regard.attention` with that row's number as scale (or 1/h^2)."""
-    spec = SPECS[name]
+    """Each row has its own number as scale, or as 1/h^2."""
+    spec, known = SPECS[name], oracle.read(SPECS[name])
     q, k, v = draw(B, H, T, 8, seed=1), draw(B, H, T, 8, seed=2), draw(B, H, T, 8, seed=3)
-    has = spec.takes_scale or (spec.bandwidth.name == "fixed" and spec.bandwidth.h is not None)
     for text in TEMPERATURES:
         rule = as_temperature(text)
-        if not has:
+        if not spec.takes_scale and known.h is None:
             with pytest.raises(ArgumentError, match=r"has none; leave it out or choose one of: softmax, sparsemax"):
                 rule.arguments(spec, 8, torch.ones(1, 1, T))
             continue
-        counts = Visibility(T, T, causal=True).counts()
-        whole = regard.attention(q, k, v, spec, is_causal=True, **rule.arguments(spec, 8, counts))
-        for i in (0, 4, T - 1):
-            factor = multiplier(text, i + 1)
-            if spec.takes_scale:
-                usual = {"cosine": 1.0}.get(spec.similarity.name, 8**-0.5)
-                given = {"scale": usual * factor}
-            else:
-                given = {"params": {"h": spec.bandwidth.h / math.sqrt(factor)}}
-            row = regard.attention(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], spec, **given)
-            torch.testing.assert_close(whole[:, :, i : i + 1], row, atol=2e-5, rtol=0)
+        found = regard.attention(
+            q, k, v, spec, is_causal=True, **rule.arguments(spec, 8, Visibility(T, T, causal=True).counts())
+        )
+        factor = torch.tensor([multiplier(text, i + 1) for i in range(T)]).double()
+        scale = factor * (1.0 if known.similarity == "cosine" else 8**-0.5) if spec.takes_scale else None
+        params = {} if spec.takes_scale else {"h": known.h / factor.sqrt()}
+        expected, _ = oracle.attention(known, q, k, v, visible(T), scale, params)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
 def test_the_usual_scale_is_for_every_spec():
@@ -291,46 +289,6 @@ def test_values_are_the_formula_and_never_below_the_floor(text):
     assert torch.autograd.gradcheck(as_ridge(text).values, [y])
 
 
-def steps(module, x, sizes, mask, positions):
-    """The layer piece by piece with a cache."""
-    cache, outs, at = DynamicCache(), [], 0
-    for size in sizes:
-        part = slice(at, at + size)
-        at += size
-        turned = tuple(angles[:, part] for angles in positions)
-        outs.append(module(x[:, part], turned, mask[:, :at], cache)[0])
-    return torch.cat(outs, 1)
-
-
-CACHED = [
-    {},
-    {"ridge": "learned"},
-    {"ridge": RIDGES[1], "qk_norm": "l2"},
-    {"ridge": "learned-per-dimension", "qk_norm": "rms"},
-    {"ridge": "learned", "window": 6},
-    {"ridge": "learned", "window": 6, "exclude_self": True},
-]
-
-
-@pytest.mark.parametrize("options", CACHED, ids=lambda options: "-".join(map(str, options.values())))
-@pytest.mark.parametrize("spec", ["local-linear", "local-linear[biweight]", "local-linear[relumax]"])
-def test_pieces_with_a_cache_equal_the_whole(spec, options):
-    """Left padding, grouped heads; exactly in float64, to 1e-5 in float32. (The ridge starts near 0.1 or above it: a
-    smaller one magnifies rounding as much as it is smaller than the keys' squares.)"""
-    length, sizes = 40, [1] * 10 + [13, 1, 1, 7, 1, 1, 6]
-    module = layer(spec=spec, num_kv_heads=2, layer_idx=0, **options)
-    if module.ridge_proj is not None:
-        torch.nn.init.constant_(module.ridge_proj.weight, 0.01)
-    mask = torch.ones(B, length, dtype=torch.bool)
-    mask[0, :5] = False
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        module, x = module.to(dtype), draw(B, length, C, dtype=dtype)
-        positions = rotary_angles(torch.arange(length)[None], D, dtype=dtype)
-        whole = module(x, positions, mask)[0]
-        gap = (steps(module, x, sizes, mask, positions) - whole)[mask].abs().max()
-        assert gap < tolerance, (dtype, float(gap))
-
-
 @pytest.mark.parametrize("norm", [None, "rms", "l2"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_pieces_that_other_solvers_do_equal_the_whole(dtype, tolerance, norm):
@@ -341,8 +299,13 @@ def test_pieces_that_other_solvers_do_equal_the_whole(dtype, tolerance, norm):
     x, mask = draw(B, length, C, dtype=dtype), torch.ones(B, length, dtype=torch.bool)
     mask[0, :5] = False
     positions = rotary_angles(torch.arange(length)[None], 32, dtype=dtype)
-    whole = module(x, positions, mask)[0]
-    gap = (steps(module, x, sizes, mask, positions) - whole)[mask]
+    whole, cache, pieces, at = module(x, positions, mask)[0], DynamicCache(), [], 0
+    for size in sizes:
+        part = slice(at, at + size)
+        at += size
+        turned = tuple(angles[:, part] for angles in positions)
+        pieces.append(module(x[:, part], turned, mask[:, :at], cache)[0])
+    gap = (torch.cat(pieces, 1) - whole)[mask]
     assert gap.double().norm() < tolerance * whole[mask].double().norm()
     if dtype == torch.float32:
         assert gap.abs().max() < 1e-5
@@ -359,20 +322,12 @@ def test_the_weights_are_those_of_the_values():
 
 @pytest.mark.parametrize("norm", [None, "rms"])
 def test_a_probe_of_the_layer_in_the_place_of_a_solution(norm):
-    """Parallax: weights p (1 - (k - kbar) . r), r normalised and turned like a query."""
+    """The probe is normalised without a gain, and turned like a query."""
     module, x = layer(spec="gaussian*linear(solver=learned)", qk_norm=norm), draw(B, T, C)
-    if norm:
-        module.q_norm.reset_parameters()
-        module.k_norm.reset_parameters()
-    angles = angles_of(torch.arange(T))
-    rms = lambda y: y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()  # noqa: E731
-    split = lambda projection: projection(x).view(B, T, H, D).transpose(1, 2)  # noqa: E731
-    q, k, r = (turn(rms(y) if norm else y, angles) for y in map(split, (module.q_proj, module.k_proj, module.r_proj)))
-    p = (q @ k.mT / D**0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
-    slopes = r @ k.mT - ((p @ k) * r).sum(-1, keepdim=True)
-    expected = module.o_proj(((p * (1 - slopes)) @ split(module.v_proj)).transpose(1, 2).flatten(2))
-    positions = rotary_angles(torch.arange(T)[None], D, dtype=torch.float64)
-    found, _ = module(x, positions)
+    angles, probe = angles_of(torch.arange(T)), module.r_proj(x).view(B, T, H, D).transpose(1, 2)
+    probe = turn(normalised(probe, "rms") if norm else probe, angles)
+    found, _ = module(x, rotary_angles(torch.arange(T)[None], D, dtype=torch.float64))
+    expected = by_hand(module, x, visible(T), None, angles, norm, probe=probe)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
     found.square().sum().backward()
     assert module.r_proj.weight.grad.abs().max() > 1e-3
