@@ -22,7 +22,7 @@ from fwmlp_oracle import (
     tokens,
     weights,
 )  # fmt: skip
-from fwpkm_oracle import mixed, projected
+from fwpkm_layers import mixed, projected
 from mistakes import error_of
 from torch.autograd import grad
 

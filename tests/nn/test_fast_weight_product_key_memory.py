@@ -1,4 +1,4 @@
-"""The fast-weight product-key memory layer: its definition (fwpkm_oracle.py), settings, precision, resident memories.
+"""The fast-weight product-key memory layer: its definition (fwpkm_layers.py), settings, precision, resident memories.
 
 What every memory layer keeps is tested in `tests/contracts`, and what a write does in `tests/memory`."""
 
@@ -47,8 +47,7 @@ VARIANTS = {
 def test_equals_its_definition(name, impl):
     options = VARIANTS[name]
     made, x = layer(impl=impl, **options), tokens()
-    named = {{"norm_eps": "eps"}.get(key, key): value for key, value in options.items()}
-    out, keys, values = oracle(made, **named).run(x)
+    out, keys, values = oracle(made, **options).run(x)
     found, state = made(x)
     close(found, out)
     close(state.values.dense(), values)
@@ -56,7 +55,7 @@ def test_equals_its_definition(name, impl):
     assert (values - made.values).abs().max() > 0.1, "nothing was written"
     if options.get("key_update") != "none":
         assert (keys - made.keys).abs().max() > 1e-3
-    assert (out[:, CHUNK:] - oracle(made, **named, chunk_size=99).run(x)[0][:, CHUNK:]).abs().max() > 1e-3
+    assert (out[:, CHUNK:] - oracle(made, **options, chunk_size=99).run(x)[0][:, CHUNK:]).abs().max() > 1e-3
 
 
 def test_preset_options():

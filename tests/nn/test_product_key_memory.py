@@ -264,28 +264,12 @@ def test_groups_of_a_trained_run_keep_their_rate() -> None:
     transformers = pytest.importorskip("transformers")
     from regard.training.trainer import RegardTrainer
 
-    class Base(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Model()
-
-        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-            return {"loss": self.model.memory(self.model.embed(input_ids))[0].square().sum()}
-
     torch.manual_seed(0)
-    base = Base()
     trainer = RegardTrainer.__new__(RegardTrainer)
-    trainer.model, trainer.optimizer, trainer.lr_scheduler = base, None, None
+    trainer.model, trainer.optimizer, trainer.lr_scheduler = Model(), None, None
     trainer.optimizer_cls_and_kwargs, trainer.muon, trainer.shard = None, False, False
-    trainer.args = transformers.TrainingArguments(
-        output_dir="unused",
-        learning_rate=0.2,
-        weight_decay=0.4,
-        warmup_steps=4,
-        max_steps=10,
-        use_cpu=True,
-        report_to="none",
-    )
+    sizes = {"learning_rate": 0.2, "weight_decay": 0.4, "warmup_steps": 4, "max_steps": 10}
+    trainer.args = transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **sizes)
     optimizer = trainer.create_optimizer()
     scheduler = trainer.create_scheduler(10)
     seen = []
