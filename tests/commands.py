@@ -1,8 +1,9 @@
-"""Command lines, run in this process, and a small run for them to read."""
+"""Command lines, run in this process, a small run for them to read, and what a model writes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +56,16 @@ def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"context": 16, "layers": 1, "width": 16, "heads": 2, "batch": 2, "device": "cpu"}
     train(TrainConfig(data=text_file, out=out, steps=4, save_every=2, **sizes), console=Console(quiet=True))
     return out
+
+
+def continued(model: Any, tokenizer: Any, prompt: str, count: int) -> str:
+    """The likeliest tokens one after the other, special ones left out, each from the whole text before it."""
+    import torch
+
+    ids = tokenizer(prompt)["input_ids"]
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        logits[tokenizer.all_special_ids] = -torch.inf
+        ids.append(int(logits.argmax()))
+    return tokenizer.decode(ids)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from commands import continued
 from hostile import COMMANDS, answer, change_json, reseal, some
 from transformers import GenerationConfig
 
@@ -31,21 +31,10 @@ SETTINGS = {
 }
 
 
-def by_hand(model: torch.nn.Module, tokenizer: object, prompt: str, count: int) -> str:
-    """The likeliest tokens one after the other, special ones left out, each from the whole text before it."""
-    ids = tokenizer(prompt)["input_ids"]
-    for _ in range(count):
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, -1]
-        logits[tokenizer.all_special_ids] = -torch.inf
-        ids.append(int(logits.argmax()))
-    return tokenizer.decode(ids)
-
-
 @pytest.mark.parametrize("which", some(SETTINGS, "eos", "penalty", "time"))
 def test_settings_beside_the_model(run_folder: Path, regard: Callable, which: str) -> None:
     model, tokenizer = load_model(run_folder, call="test")
-    want = by_hand(model, tokenizer, "line ", 12)
+    want = continued(model, tokenizer, "line ", 12)
     path = run_folder / "model" / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **SETTINGS[which]}))
     reseal(run_folder)
@@ -57,7 +46,7 @@ def test_settings_beside_the_model(run_folder: Path, regard: Callable, which: st
 def test_settings_on_the_model(run_folder: Path, which: str) -> None:
     model, tokenizer = load_model(run_folder, call="test")
     draw = {"max_new_tokens": 12, "temperature": 0.9, "seed": 3}
-    want = by_hand(model, tokenizer, "line ", 12), generate_text(model, tokenizer, "line ", **draw)
+    want = continued(model, tokenizer, "line ", 12), generate_text(model, tokenizer, "line ", **draw)
     settings = GenerationConfig()
     for name, value in SETTINGS[which].items():
         setattr(settings, name, value)

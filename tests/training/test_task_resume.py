@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from mistakes import refuses
 from rich.console import Console
-from steps import logged, same_model
+from steps import At, crash, logged, same_model
 from transformers import TrainerCallback
 
 from regard.checks import ArgumentError
@@ -26,17 +25,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Crash(TrainerCallback):
-    """Raise an error after a step, as a kill would end the run there."""
-
-    def __init__(self, step: int, error: type[BaseException] = SystemError) -> None:
-        self.step, self.error = step, error
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            raise self.error
-
-
 def run(out: Path, *callbacks: TrainerCallback, **changes: Any) -> Any:
     config = TrainConfig(out=out, **{**SIZES, **changes})
     return train_task(config, console=Console(file=io.StringIO()), callbacks=callbacks)
@@ -47,7 +35,7 @@ def test_a_run_that_was_killed_gives_the_same_numbers(tmp_path: Path, optimizer:
     whole, out = tmp_path / "whole", tmp_path / "out"
     expected = run(whole, optimizer=optimizer)
     with pytest.raises(SystemError):
-        run(out, Crash(5), optimizer=optimizer)
+        run(out, At(5, crash), optimizer=optimizer)
     torch.manual_seed(99)
     found = run(out, optimizer=optimizer, resume=True)
     assert found.scores == expected.scores
@@ -59,7 +47,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     expected = run(whole)
     with pytest.raises(SystemError):
-        run(out, Crash(5))
+        run(out, At(5, crash))
     weights = out / "checkpoint-4" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "model.safetensors differs" in (fault(out / "checkpoint-4", tokenizer=False) or "")
@@ -81,14 +69,9 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_has_a_checkpoint(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
     out = tmp_path / "out"
     with pytest.raises(TrainingInterrupted, match="interrupted after step"):
-        run(out, Interrupt())
+        run(out, At(3, lambda _: signal.raise_signal(signal.SIGTERM)))
     saved = sorted(out.glob("checkpoint-*"))
     assert saved
     assert fault(saved[-1], tokenizer=False) is None

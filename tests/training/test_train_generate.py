@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from commands import continued
 from mistakes import refuses
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,12 +58,7 @@ def test_the_same_seed_gives_the_same_text(model: LlamaForCausalLM) -> None:
 
 
 def test_greedy_is_the_argmax_of_a_loop(model: LlamaForCausalLM) -> None:
-    ids = TOKENIZER("fed")["input_ids"]
-    with torch.no_grad():
-        for _ in range(20):
-            logits = model(torch.tensor([ids])).logits[0, -1]
-            ids.append(3 + int(logits[3:].argmax()))  # 0 to 2 are special
-    want = "".join("".join(sorted("abcdefgh "))[i - 3] for i in ids)
+    want = continued(model, TOKENIZER, "fed", 20)
     assert generate_text(model, TOKENIZER, "fed", max_new_tokens=20, temperature=0.0) == want
 
 
