@@ -253,7 +253,7 @@ def test_a_state_does_not_go_back() -> None:
         ({"sync": "all_gather"}, "shared=True"),
         ({"sync": "reduce", "shared": True}, "sync is 'reduce'"),
         ({"sync": "all_gather", "shared": True, "chunk_size": 2}, "init_process_group"),
-        ({"values": torch.zeros(35, 4).double()}, "values is \\[35, 4\\]"),
+        ({"values": torch.zeros(35, 4).double()}, "values has shape \\[35, 4\\]"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], words: str) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..checks import ArgumentError, choice, flags, floating, instance, number, refuse, require, shape, tensor
+from ..checks import ArgumentError, choice, flags, instance, number, refuse, require, shape, tensor
 from ..precision import full_precision
 from ..recurrent.states import require_state
 from .stream import ChunkMemory, Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
@@ -284,13 +284,12 @@ def fast_weight_mlp(
     """
     flags(CALL, frozen=frozen)
     memory = FastMLPMemory.of(CALL, memory, options)
+    tensor(CALL, "query", query, "B", "T", "Din")
+    tensor(CALL, "value", value, *query.shape[:2], "Dv", like=query)
+    if 0 in query.shape[1:] or 0 in value.shape[1:]:  # torch.compile cannot trace the text of a symbolic length
+        given = f"query {shape(query)} and value {shape(value)}"
+        raise ArgumentError(f"{CALL}: got {given}, expected [B, T, Din] and [B, T, Dv] with T >= 1.")
     new = {"query": query, "value": value}
-    for name, x in new.items():
-        floating(CALL, name, x)
-        tensor(CALL, name, x, like=query)
-        if x.dim() != 3 or 0 in x.shape[1:] or x.shape[:2] != query.shape[:2]:
-            expected = "query [B, T, Din] and value [B, T, Dv] with T >= 1"
-            raise ArgumentError(f"{CALL}: {name} has shape {shape(x)}, expected {expected}.")
     check_tokens(CALL, query, mask, segment_ids, memory.shared)
     first = first_network(CALL, weights, query, (query.shape[2], value.shape[2]), 1)
     return memory.run(CALL, new, first, state, (mask, segment_ids), frozen)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flag, floating, instance, shape, tensor, within
+from ..checks import ArgumentError, flag, instance, shape, tensor, within
 from ..precision import full_precision
 from .fast_weight_rules import WriteRule
 from .fast_weight_state import FastWeightState, check_state
@@ -117,22 +117,15 @@ def flush(state: FastWeightState, memory: SlotMemory | None = None, **options: A
 
 
 def _check_tensors(query: Tensor, value: Tensor, gate: Tensor | None, keys: Tensor, values: Tensor, top_k: int) -> None:
-    floating(CALL, "query", query)
-    for name, given in {"value": value, "gate": gate, "keys": keys, "values": values}.items():
-        if given is not None or name != "gate":
-            tensor(CALL, name, given, like=query)
-    if query.dim() != 4 or query.shape[-1] == 0 or query.shape[-1] % 2:
-        raise ArgumentError(f"{CALL}: query is {shape(query)}, expected [B, T, H, Dk] with an even Dk.")
+    tensor(CALL, "query", query, "B", "T", "H", "Dk")
     batch, tokens, heads, width = query.shape
-    if keys.dim() != 4 or tuple(keys.shape[:2]) != (heads, 2) or keys.shape[-1] != width // 2:
-        why = f"query {shape(query)} needs [{heads}, 2, n, {width // 2}]"
-        raise ArgumentError(f"{CALL}: keys is {shape(keys)}, but {why}.")
-    slots = keys.shape[2] ** 2
-    if values.dim() != 2 or values.shape[0] != slots or tuple(value.shape) != (batch, tokens, values.shape[1]):
-        expected = f"[{slots}, Dv] and [{batch}, {tokens}, Dv] for query {shape(query)} and keys {shape(keys)}"
-        raise ArgumentError(f"{CALL}: values is {shape(values)} and value {shape(value)}, expected {expected}.")
-    if gate is not None and tuple(gate.shape) != (batch, tokens):
-        raise ArgumentError(f"{CALL}: gate is {shape(gate)}, expected [{batch}, {tokens}], as query {shape(query)}.")
+    if width == 0 or width % 2:
+        raise ArgumentError(f"{CALL}: query has shape {shape(query)}, expected [B, T, H, Dk] with an even Dk.")
+    tensor(CALL, "keys", keys, heads, 2, "n", width // 2, like=query)
+    tensor(CALL, "values", values, keys.shape[2] ** 2, "Dv", like=query)
+    tensor(CALL, "value", value, batch, tokens, values.shape[1], like=query)
+    if gate is not None:
+        tensor(CALL, "gate", gate, batch, tokens, like=query)
     require_top_k(CALL, top_k, keys.shape[2])
 
 

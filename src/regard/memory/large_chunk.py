@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, choice, flag, floating, instance, require, shape, tensor
+from ..checks import ArgumentError, choice, flag, instance, require, shape, tensor
 from .fast_weight_mlp import NAMES, NetworkMemory, NetworkState, SwiGLU, first_fields, first_network
 from .stream import check_chunk, check_meta_grad, check_tokens, flushed
 from .tokens import Tensors, Waiting, hidden_where, marked
@@ -197,21 +197,16 @@ def large_chunk_ttt(
     """
     memory = LargeChunkMemory.of(CALL, memory, options)
     flag(CALL, "frozen", frozen)
-    floating(CALL, "query", query)
+    tensor(CALL, "query", query, "B", "T", "H", "D")
     lacking = memory.rule.momentum and share is None
     require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
     new = {"query": query, "key": key, "value": value, "rates": rates}
     new["share"] = query[..., :0].sum(-1) if share is None else share
-    fits = query.dim() == 4 and 0 not in query.shape[1:]
-    if not fits:  # torch.compile cannot trace the text of a symbolic length
+    if 0 in query.shape[1:]:  # torch.compile cannot trace the text of a symbolic length
         raise ArgumentError(f"{CALL}: query has shape {shape(query)}, expected [B, T, H, D] with T >= 1.")
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():
-        tensor(CALL, name, new[name], like=query)
-        if new[name].shape != size:
-            raise ArgumentError(
-                f"{CALL}: {name} has shape {shape(new[name])}, expected {list(size)} for query {shape(query)}."
-            )
+        tensor(CALL, name, new[name], *size, like=query)
     check_tokens(CALL, query, mask, segment_ids, False)
     first = first_network(CALL, weights, query, (*query.shape[2:], query.shape[3]), 0)
     out, after = memory.run(CALL, new, first, state, (mask, segment_ids), frozen)

@@ -116,9 +116,7 @@ def key_mask(call: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
 
 def no_pairs(call: str, query: Tensor, kv_heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys and values of length 0, for queries that read a state only."""
-    checks.floating(call, "query", query)
-    if query.dim() != 4:
-        raise ArgumentError(f"{call}: query has shape {shape(query)}, expected [batch, heads, length, dim].")
+    checks.tensor(call, "query", query, "batch", "heads", "length", "dim")
     sizes = (query.shape[0], kv_heads, 0)
     return query.new_empty(*sizes, query.shape[3]), query.new_empty(*sizes, value_dim)
 
@@ -149,26 +147,34 @@ def log_decays(call: str, log_decay: Any, key: Tensor, features: int | None, dty
         return None
     checks.in_range(call, "log_decay", log_decay, high=0.0, strict=False)
     rows = (key.shape[0], key.shape[1], key.shape[2])
-    if not isinstance(log_decay, Tensor):
-        log_decay = torch.full((1,), max(float(log_decay), torch.finfo(dtype).min), dtype=dtype, device=key.device)
-    checks.floating(call, "log_decay", log_decay)
-    checks.on_device(call, "log_decay", log_decay, key.device)
-    per_feature = "" if features is None else f" or {[*rows, features]} (per feature)"
-    expected = f"[{rows[1]}] (per key head), {list(rows)} (per token){per_feature}"
-    g = log_decay
-    if g.dim() not in (0, 1, 3, 4) or (g.dim() == 4 and features is None and g.shape[-1] != 1):
-        raise ArgumentError(f"{call}: log_decay has shape {shape(g)}, expected {expected}.")
-    if g.dim() <= 1:
-        checks.broadcastable(call, "log_decay", g, (rows[1],))
-        g = g.expand(rows[1])[:, None, None]
-    elif g.dim() == 3:
-        checks.broadcastable(call, "log_decay", g, rows)
-        g = g[..., None]
-    else:
-        checks.broadcastable(call, "log_decay", g, (*rows, features or 1))
-    g = g.to(dtype).expand(*rows, g.shape[-1])
+    sizes: AxisSizes = {0: ((), ""), 1: ((rows[1],), "per key head"), 3: (rows, "per token")}
+    if features is not None:
+        sizes[4] = ((*rows, features), "per feature")
+    elif isinstance(log_decay, Tensor) and log_decay.shape[-1:] == (1,):
+        sizes[4] = ((*rows, 1), "")
+    g = four_axes(call, "log_decay", log_decay, sizes, dtype, key.device)
+    g = g.expand(*rows, g.shape[-1])
     bad = ~(g.detach() < torch.inf)  # also NaN; -inf is allowed
     return PerKey(torch.where(bad, 0, g), bad.any(-1))
+
+
+AxisSizes = dict[int, tuple[tuple[int, ...], str]]
+"""By the number of axes of an argument: the largest size, and for what it holds a number each ("": not named)."""
+
+
+def four_axes(call: str, name: str, value: Any, sizes: AxisSizes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number, or a tensor that broadcasts to one of `sizes`, with four axes [B, H, T, X]."""
+    if not isinstance(value, Tensor):
+        return torch.full((1,) * 4, max(float(value), torch.finfo(dtype).min), dtype=dtype, device=device)
+    checks.floating(call, name, value)
+    checks.on_device(call, name, value, device)
+    if value.dim() not in sizes:
+        expected = ", ".join(f"{list(size)} ({each})" for size, each in sizes.values() if each)
+        raise ArgumentError(f"{call}: {name} has shape {shape(value)}, expected {expected}.")
+    checks.broadcastable(call, name, value, sizes[value.dim()][0])
+    every = slice(None)
+    axes: list[Any] = [(None,) * 4, (None, every, None, None), (None, every, None), (..., None), ...]
+    return value.to(dtype)[axes[value.dim()]]
 
 
 def per_key(call: str, name: str, value: Any, key: Tensor, dtype: torch.dtype) -> PerKey:

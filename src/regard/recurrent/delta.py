@@ -40,8 +40,7 @@ class DeltaState(LinearMap):
 
     Attributes:
         values: W^T [B, Hkv, D, Dv], float32 or float64.
-        non_finite: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
-        tokens: how many positions were seen, masked ones included.
+        non_finite, tokens: as in `regard.LinearState`.
     """
 
     values: Tensor
@@ -77,8 +76,6 @@ def delta_rule(
 ) -> tuple[Tensor, DeltaState]:
     """Learn a linear map from keys to values by the delta rule, and read it at the queries.
 
-    Prefill, chunks and single steps agree: each call takes the state that the one before returned.
-
     Args:
         query: [B, H, Tq, D], not divided by sqrt(D).
         key: [B, Hkv, Tk, D]; H is a multiple of Hkv. The rule is stable for beta |k|^2 < 2; keys are usually unit
@@ -87,19 +84,15 @@ def delta_rule(
         beta: step size >= 0: a number or broadcastable to [B, Hkv, Tk].
         log_decay: g <= 0 (the gated delta rule), applied to the state before the step: a number, per key head [Hkv],
             per token [B, Hkv, Tk] or per channel of the keys [B, Hkv, Tk, D]; -inf clears the state.
-        state: the state of earlier calls; None at the beginning.
         form: "chunked" (WY), "parallel" (one triangular system for all positions) or "recurrent" (step by step).
-        chunk_size: positions of a chunk; default `decay.CHUNK`.
-        attn_mask: boolean over the keys, [B, Tk] or [B, 1, 1, Tk], False for padding, which changes nothing.
+        state, chunk_size, attn_mask, segment_ids: as in `regard.linear_attention`.
         is_causal: query i reads W_i; Tq must equal Tk. Otherwise every query reads the last state.
         exclude_self: query i reads W_{i-1}; implies `is_causal`.
-        segment_ids: integers [B or 1, T] of packed sequences, as in `regard.linear_attention`.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; default 1.
         layout: "bthd" for tensors with tokens before heads, as in `regard.attention`; also in `beta` and `log_decay`.
 
     Returns:
-        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all keys). Rows without a visible key are 0;
-        rows that see a non-finite number are NaN, also in later calls.
+        (output, state) as `regard.linear_attention`.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, or numbers out of range.

@@ -58,7 +58,7 @@ def interpolated_attention(
         is_causal, exclude_self: as in `regard.attention`, for weights and model.
         query_offset: the key position of query 0, a whole number; default Tk - Tq (end-aligned). A function as trend
             needs 0.
-        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk, as in `regard.linear_attention`.
+        segment_ids: as in `regard.linear_attention`.
         scale, params, enable_gqa: as in `regard.attention`.
         layout: as in `regard.attention`; a function as trend gets tensors with heads before tokens.
 
@@ -88,10 +88,8 @@ def interpolated_attention(
     if function and (query_offset not in (None, 0) or key.shape[2] != query.shape[2]):
         raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
     if segment_ids is not None and key.shape[2] != query.shape[2]:
-        raise ArgumentError(
-            f"{CALL}: takes segments only with a query at every key, but there are {query.shape[2]} queries and "
-            f"{key.shape[2]} keys."
-        )
+        counts = f"{query.shape[2]} queries and {key.shape[2]} keys"
+        raise ArgumentError(f"{CALL}: takes segments only with a query at every key, but there are {counts}.")
     q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
     both = within(CALL, None, attention, q, k, torch.cat([v, k], -1), weights, **how)
     mean, centre = both.split([value.shape[3], key.shape[3]], -1)

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
-from ..checks import ArgumentError, shape
+from ..checks import ArgumentError
 from ..grammar import SolveStatus
 from ..pairwise.layout import Layout, any_layout
 from ..pairwise.local_regression import repeat_heads
 from ..precision import transformed
+from . import arguments
 from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
 from .decay import CHUNK, decayed, final, read, shifted
 from .mesa_solve import How, Systems, every_gram, method, solved, statistics
@@ -42,8 +43,7 @@ class MesaState(LinearMap):
     Attributes:
         values: sum gamma beta k v^T [B, Hkv, D, Dv], float32 or float64.
         gram: sum gamma beta k k^T [B, Hkv, D, D].
-        non_finite: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
-        tokens: how many positions were seen, masked ones included.
+        non_finite, tokens: as in `regard.LinearState`.
     """
 
     values: Tensor
@@ -86,8 +86,6 @@ def mesa_attention(
 ) -> Any:
     """Fit a ridge regression of all values so far on their keys, and read it at the queries.
 
-    Prefill, chunks and single steps agree: each call takes the state that the one before returned.
-
     Args:
         query: [B, H, Tq, D], not divided by sqrt(D).
         key: [B, Hkv, Tk, D]; H is a multiple of Hkv.
@@ -97,19 +95,14 @@ def mesa_attention(
             and does not fade. Gradients flow.
         log_decay: g <= 0: a number, per key head [Hkv] or per token [B, Hkv, Tk]; -inf clears the state.
         beta: weight of each key >= 0: a number or broadcastable to [B, Hkv, Tk]; default 1.
-        state: the state of earlier calls; None at the beginning.
         form: "chunked", "parallel" (the matrices of all queries at once) or "recurrent" (one after the other).
-        chunk_size: positions of a chunk; default `decay.CHUNK`.
+        state, chunk_size, attn_mask, is_causal, segment_ids: as in `regard.linear_attention`.
+        exclude_self: query i reads the state before key i; implies `is_causal`.
         solver: of the chunked form. "cholesky" (also "auto") solves directly: by two factors a chunk if nothing fades
             and the ridge is the same for all tokens, else by one matrix per query. "cg" is conjugate gradients, which
             are faster for many well-conditioned systems. The other forms solve directly.
         tol: |b - A t| / |b| at which conjugate gradients stop; default 1e-6 in float32 and 1e-13 in float64.
         max_iter: their largest number of steps; default 2 D + 16.
-        attn_mask: boolean over the keys, [B, Tk] or [B, 1, 1, Tk], False for padding, which changes nothing.
-        is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query reads the last
-            state.
-        exclude_self: query i reads the state before key i; implies `is_causal`.
-        segment_ids: integers [B or 1, T] of packed sequences, as in `regard.linear_attention`.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; default 1.
         layout: "bthd" for tensors with tokens before heads, as in `regard.attention`; also in `ridge`, `log_decay` and
             `beta`.
@@ -117,8 +110,7 @@ def mesa_attention(
             (|b - A t| / |b|, the true one) and "iterations" (of conjugate gradients).
 
     Returns:
-        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all keys[, diagnostics]). Rows without a
-        visible key are 0; rows that see a non-finite number are NaN, also in later calls.
+        (output, state[, diagnostics]), the first two as `regard.linear_attention`.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, a solver that the form does not have.
@@ -272,19 +264,12 @@ def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the ridge as [B, H, 1 or Tq, D]."""
     checks.in_range(CALL, "ridge", ridge, low=0.0, high=torch.finfo(dtype).max, strict=True)
     batch, heads, queries, dim = query.shape
-    if not isinstance(ridge, Tensor):
-        return torch.full((1, 1, 1, 1), float(ridge), dtype=dtype, device=query.device).expand(batch, heads, 1, dim)
-    checks.floating(CALL, "ridge", ridge)
-    checks.on_device(CALL, "ridge", ridge, query.device)
-    fits: dict[int, tuple[int, ...]] = {
-        0: (), 1: (heads,), 2: (heads, dim), 3: (batch, heads, queries), 4: (batch, heads, queries, dim)
-    }  # fmt: skip
-    if ridge.dim() not in fits:
-        raise ArgumentError(
-            f"{CALL}: ridge has shape {shape(ridge)}, expected [{heads}] (per head), [{heads}, {dim}] (and dimension), "
-            f"[{batch}, {heads}, {queries}] (per token) or one that broadcasts to [{batch}, {heads}, {queries}, {dim}]."
-        )
-    checks.broadcastable(CALL, "ridge", ridge, fits[ridge.dim()])
-    places = {0: (None,) * 4, 1: (None, slice(None), None, None), 2: (None, slice(None), None), 3: (..., None), 4: ...}
-    whole = ridge.to(dtype)[places[ridge.dim()]]
+    sizes = {
+        0: ((), ""),
+        1: ((heads,), "per head"),
+        2: ((heads, dim), "and dimension"),
+        3: ((batch, heads, queries), "per token"),
+        4: ((batch, heads, queries, dim), "and dimension"),
+    }
+    whole = arguments.four_axes(CALL, "ridge", ridge, sizes, dtype, query.device)
     return whole.expand(batch, heads, whole.shape[2], dim)

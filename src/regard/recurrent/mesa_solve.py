@@ -26,6 +26,7 @@ from torch import Tensor
 from ..checks import ArgumentError
 from ..pairwise.local_regression import repeat_heads
 from .decay import Chunks, decayed, prefix, segments, suffix
+from .scan import scan
 
 BLOCK = 16
 """Queries whose matrices are held at once."""
@@ -266,18 +267,14 @@ class _Span:
         self.upto: Tensor | None = None
         if systems.g is None:
             self.seen = torch.ones(size, size, dtype=k.dtype, device=k.device).tril()
-            fade, part = None, written.transpose(-1, -2) @ k
+            fade, part = k.new_ones(*k.shape[:3], 1), written.transpose(-1, -2) @ k
         else:
             g = self.chunks.cut(systems.g)
             self.seen = repeat_heads(segments(g[..., 0]), heads)
             self.upto = repeat_heads(prefix(g).exp(), heads)
-            fade, part = prefix(g)[..., -1:, :].exp(), (written * suffix(g).exp()).transpose(-1, -2) @ k
-        starts, state = [], systems.gram
-        for n in range(self.chunks.count):
-            starts.append(state)
-            state = (state if fade is None else state * fade[:, :, n]) + part[:, :, n]
-        self.after = state
-        self.start = repeat_heads(torch.stack(starts, 2), heads)
+            fade, part = prefix(g)[..., -1, :].exp(), (written * suffix(g).exp()).transpose(-1, -2) @ k
+        start, self.after = scan(fade, part, systems.gram)
+        self.start = repeat_heads(start, heads)
         self.key, self.written = repeat_heads(k, heads), repeat_heads(written, heads)
         ridge = systems.ridge
         self.ridge = ridge[:, :, None] if ridge.shape[2] == 1 else self.chunks.cut(ridge)

@@ -74,7 +74,7 @@ class State:
     @property
     def bytes(self) -> int:
         """The memory of the tensors in bytes, whatever the number of tokens seen."""
-        return sum(x.numel() * x.element_size() for x in self._tensors().values())
+        return sum(x.nbytes for x in self._tensors().values())
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, contiguous, for safetensors; `from_tensors` reads them."""

@@ -27,7 +27,7 @@ Shapes: z [B, H, Tq, n], -inf at masked pairs; q [B, H, Tq, D]; k [B, H, n, D]; 
 from __future__ import annotations
 
 from functools import singledispatch
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -40,26 +40,28 @@ from ...registry import Registry
 
 CALL = "AssociativeMemory.energy"
 
-energies: Registry[Energy] = Registry("energy", "regard.energies")
+energies: Registry[type[Energy]] = Registry("energy", "regard.energies")
 
 
 class Energy(Protocol):
     """A family of specs with an energy."""
 
-    additive: bool  # whether the energy of a sum of two reads is the sum of their energies
+    additive: ClassVar[bool] = True  # whether the energy of a sum of two reads is the sum of their energies
 
-    def covers(self, spec: Spec) -> bool:
+    @staticmethod
+    def covers(spec: Spec) -> bool:
         """Return whether `spec` belongs to the family."""
 
-    def potential(self, z: Tensor, spec: Spec, params: Params) -> Tensor:
+    @staticmethod
+    def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
         """Return f [B, H, Tq] of scores z; any finite number for rows without a visible key."""
 
 
-def family(spec: Spec) -> Energy | None:
+def family(spec: Spec) -> type[Energy] | None:
     return next((found for _, found in energies.items() if found.covers(spec)), None)
 
 
-def require_energy(spec: Spec, call: str) -> Energy:
+def require_energy(spec: Spec, call: str) -> type[Energy]:
     """Return the family of `spec`, or raise an error that lists the presets that have one."""
     found = family(spec)
     if found is None:
@@ -110,10 +112,8 @@ def _hard(spec: Spec) -> bool:
 
 
 @energies.register("exponential")
-class _Exponential:
+class _Exponential(Energy):
     """f = log sum exp z, over the keys that are kept: softmax and top-k softmax."""
-
-    additive = True
 
     @staticmethod
     def covers(spec: Spec) -> bool:
@@ -129,10 +129,8 @@ class _Exponential:
 
 
 @energies.register("tsallis")
-class _Tsallis:
+class _Tsallis(Energy):
     """f = max over p of p . z + H(p), H = sum (p - p^alpha) / (alpha (alpha - 1)): alpha-entmax, alpha = 1 + 1/r."""
-
-    additive = True
 
     @staticmethod
     def covers(spec: Spec) -> bool:
@@ -150,10 +148,8 @@ class _Tsallis:
 
 
 @energies.register("subset-mean")
-class _SubsetMean:
+class _SubsetMean(Energy):
     """f = the mean of the k best scores: the mean of the k nearest."""
-
-    additive = True
 
     @staticmethod
     def covers(spec: Spec) -> bool:
@@ -166,10 +162,8 @@ class _SubsetMean:
 
 
 @energies.register("sum")
-class _Sum:
+class _Sum(Energy):
     """f = sum Phi(z + bias), Phi' = K: sums that are not normalised, on the dot product."""
-
-    additive = True
 
     @staticmethod
     def covers(spec: Spec) -> bool:
