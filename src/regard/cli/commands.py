@@ -78,7 +78,7 @@ def _train_task(config: TrainConfig) -> int:
 class EvalOptions:
     """Measure a trained model on held-out text."""
 
-    run: Run
+    run: Run = tyro.MISSING
     """Folder of a training run (its --out), or of a saved model."""
     data: Path | None = None
     """UTF-8 file or folder to measure on, or 'datasets:NAME' as in `regard train`. By default the text that was held
@@ -208,7 +208,7 @@ def _eval_text(options: EvalOptions) -> tuple[Source, Iterator[str], TrainConfig
 class GenerateOptions:
     """Continue a prompt with a trained model. The same seed gives the same text."""
 
-    run: Run
+    run: Run = tyro.MISSING
     """Folder of a training run (its --out), or of a saved model."""
     prompt: str | None = None
     """Text to continue. By default a newline, or another character if the model does not know it."""

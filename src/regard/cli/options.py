@@ -6,6 +6,7 @@ answered with the closest known ones.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import re
@@ -14,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ArgumentError, require, suggestion
+from ..errors import ArgumentError, suggestion
 from ..training.fields import flag as flag_of
 from ..training.fields import from_mapping, read_mapping
 
@@ -48,10 +49,8 @@ def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None,
     """
     import tyro
 
-    argv = [_OUTPUT.sub("--out", word) for word in argv]
-    file, argv = _take_config(argv, command)
-    argv = _join_repeated(argv, cls, command)
-    default = _defaults(cls) if base is None else base
+    file, argv = _prepare([_OUTPUT.sub("--out", word) for word in argv], cls, command)
+    default = cls() if base is None else base
     if file is not None:
         default = from_mapping(default, read_mapping(file, call=command), call=command, source=str(file))
     shown = _grouped(default)
@@ -92,55 +91,21 @@ def _values(options: Any, kind: Any = None) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(kind or options)}
 
 
-def _take_config(argv: list[str], command: str) -> tuple[Path | None, list[str]]:
-    """Remove `--config FILE` or `--config=FILE` from the arguments."""
-    rest: list[str] = []
-    file: Path | None = None
-    words = iter(argv)
-    for word in words:
-        if word == "--config":
-            value = next(words, "")
-            require(value != "", command, "--config expects a file, such as --config run.toml.")
-            file = Path(value)
-        elif word.startswith("--config="):
-            file = Path(word.partition("=")[2])
-        else:
-            rest.append(word)
-    return file, rest
-
-
-def _join_repeated(argv: list[str], cls: type[Any], command: str) -> list[str]:
-    """Move the words after all occurrences of a repeatable flag behind one occurrence at the end, so that
-    `--option a=1 --option b=2` is the same as `--option a=1 b=2`."""
-    repeatable = {flag_of(f.name) for f in dataclasses.fields(cls) if f.metadata.get("repeatable")}
-    rest: list[str] = []
-    repeated: dict[str, list[str]] = {}
-    target = rest
-    for word in argv:
-        flag, equals, value = word.partition("=")
-        flag = flag.replace("_", "-")
-        if flag in repeatable:
-            target = repeated.setdefault(flag, [])
-            target += [value] if equals else []
-            continue
-        if word.startswith("-"):
-            target = rest
-        target.append(word)
-    for flag, words in repeated.items():
-        require(bool(words), command, f"{flag} expects a value.")
-    return rest + [word for flag, words in repeated.items() for word in (flag, *words)]
-
-
-def _defaults(cls: type[C]) -> C:
-    """Return an instance with every default; fields without one are marked as missing for tyro."""
-    import tyro
-
-    required = {
-        field.name: tyro.MISSING
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    return cls(**required)
+def _prepare(argv: list[str], cls: type[Any], command: str) -> tuple[Path | None, list[str]]:
+    """Return the file of `--config` and the other arguments, with one occurrence of each repeatable flag: `--option a=1
+    --option b=2` becomes `--option a=1 b=2`."""
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    reader.add_argument("--config", type=Path)
+    for name in (field.name for field in dataclasses.fields(cls) if field.metadata.get("repeatable")):
+        reader.add_argument(flag_of(name), f"--{name}", dest=flag_of(name), nargs="+", action="extend")
+    try:
+        found, rest = reader.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        flag, _, _ = str(error.argument_name).partition("/")
+        what = "a file, such as --config run.toml" if flag == "--config" else "a value"
+        raise ArgumentError(f"{command}: {flag} expects {what}.") from None
+    repeated = {flag: words for flag, words in vars(found).items() if flag != "config" and words}
+    return found.config, rest + [word for flag, words in repeated.items() for word in (flag, *words)]
 
 
 def _describe(cls: type[Any], epilogue: str) -> str:

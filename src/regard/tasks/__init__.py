@@ -2,7 +2,7 @@
 
 An example is a function of (seed, index), and of the split where a task has splits, so that it can be generated alone
 or in a batch, and a resumed run sees the same data. A task is a frozen dataclass of settings, with one file and one
-registration.
+registration. Settings that are out of range or do not fit together raise `ArgumentError`.
 """
 
 from .base import Task, tasks

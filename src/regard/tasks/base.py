@@ -20,6 +20,11 @@ Settings = Mapping[str, Mapping[str, Any]]
 """Name to values of the fields that differ from the defaults."""
 
 
+def hashed(text: str, size: int = 8) -> int:
+    """Return a number of `size` bytes that depends on the text alone, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
+
+
 def check_place(call: str, seed: Any, index: Any) -> None:
     """Check that `seed` and `index` are integers and the index is at least 0."""
     whole(call, "seed", seed, -(2**63), 2**64)
@@ -29,8 +34,7 @@ def check_place(call: str, seed: Any, index: Any) -> None:
 def generator(call: str, name: str, seed: Any, index: Any) -> torch.Generator:
     """Return the source of random numbers of one example, the same on every machine; errors name `call`."""
     check_place(call, seed, index)
-    digest = hashlib.blake2b(f"{name}:{seed}:{index}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(hashed(f"{name}:{seed}:{index}") >> 1)
 
 
 class Stackable(ABC, Generic[E]):
@@ -65,21 +69,13 @@ class Task(Protocol):
 
 
 class Named:
-    """A task with named settings, such as those of a paper.
-
-    Attributes:
-        settings: name to values of the fields that differ from the defaults.
-    """
+    """A task with named settings, such as those of a paper."""
 
     settings: ClassVar[Settings] = {}
 
     @classmethod
     def named(cls, setting: str, **changes: Any) -> Self:
-        """Return the task with a named setting, some of its fields changed.
-
-        Raises:
-            ArgumentError: an unknown setting.
-        """
+        """Return the task with a named setting, some of its fields changed; refuse an unknown one."""
         unknown = f"unknown setting {shown(setting)}.{suggestion(shown(setting), [*cls.settings])}"
         require(setting in cls.settings, f"{cls.__name__}.named", unknown)
         return cls(**{**cls.settings[setting], **changes})

@@ -61,9 +61,6 @@ class ConeRegression(Stackable[ConeExamples]):
         segment: positions of a segment; `length / segment` is a power of two, at most 2^dim.
         noise: delta, the standard deviation of every coordinate of a value around A_c k.
         query_noise: the standard deviation of every coordinate of a query around its key.
-
-    Raises:
-        ArgumentError: a number out of range.
     """
 
     dim: int = 64

@@ -27,9 +27,6 @@ class Reordered(TokenTask):
     Args:
         symbols: how many there are; three tokens after them are begin, separator and end.
         least, most: lengths L, drawn uniformly.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
     """
 
     settings: ClassVar[Settings] = {

@@ -60,9 +60,6 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
         documents: number of documents; they have the same keys, in another order and with other values.
         reads: number of readings of a document before the next one begins.
         shuffled: give every reading its own order of the pairs, so that a model cannot rely on the order.
-
-    Raises:
-        ArgumentError: a number out of range, or more pairs than keys.
     """
 
     keys: int = 128

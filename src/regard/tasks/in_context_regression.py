@@ -11,6 +11,7 @@ The paper does not say whether a query sees earlier queries; `query_mask` keeps 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -51,9 +52,6 @@ class InContextRegression(Named, Stackable[RegressionPrompts]):
         segment: pairs of a cone; `length / segment` is a power of two, at most 2^dim.
         queries: L'.
         noise: the standard deviation of every coordinate of a target of a pair; queries have none.
-
-    Raises:
-        ArgumentError: a number out of range.
     """
 
     settings: ClassVar[Settings] = {
@@ -69,12 +67,12 @@ class InContextRegression(Named, Stackable[RegressionPrompts]):
 
     def __post_init__(self) -> None:
         whole(CALL, "queries", self.queries, 1, 2**40)
-        object.__setattr__(self, "_cones", ConeRegression(self.dim, self.length, self.segment, self.noise))
+        _ = self.cones  # checks the other numbers
 
-    @property
+    @cached_property
     def cones(self) -> ConeRegression:
         """Return the task that draws the pairs."""
-        return self._cones  # type: ignore[attr-defined]
+        return ConeRegression(self.dim, self.length, self.segment, self.noise)
 
     def example(self, seed: int, index: int) -> RegressionPrompts:
         """Return example `index` of the stream `seed`, without a batch axis."""

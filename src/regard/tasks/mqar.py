@@ -36,9 +36,6 @@ class MQAR(TokenTask):
         pairs: n, no key and no value twice; 4 n <= T.
         power: a of the gap's law, p(gap) ~ gap^(a - 1), gaps in pairs of places.
         fillers: "zero", or "random": any token that is no key of the sequence.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
     """
 
     settings: ClassVar[Settings] = {

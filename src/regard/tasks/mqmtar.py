@@ -38,9 +38,6 @@ class MQMTAR(TokenTask):
         queries: drawn with replacement, as in the reference program, or without where `distinct`.
         share: of the source that pairs fill.
         distinct: whether no key is asked for twice.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
     """
 
     settings: ClassVar[Settings] = {

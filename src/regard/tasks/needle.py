@@ -10,7 +10,6 @@ A text is a sequence of pieces: words (strings, as the paper's program counts) o
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import string
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..checks import instance, optional_whole, refuse, require, whole
-from .base import check_place, tasks
+from .base import check_place, hashed, tasks
 
 CALL = "NeedleInHaystack"
 
@@ -137,8 +136,7 @@ class NeedleInHaystack:
     def example(self, seed: int, index: int) -> NeedleExample:
         """Return example `index` of the stream `seed`, in O(length) time; raise `ArgumentError` if it has no room."""
         check_place(f"{CALL}.example", seed, index)
-        digest = hashlib.blake2b(f"needle:{seed}:{index}".encode(), digest_size=8).digest()
-        draw = random.Random(int.from_bytes(digest, "little"))
+        draw = random.Random(hashed(f"needle:{seed}:{index}"))
         first = index * (self.needles if self.reserved is None else self.reserved)
         ids = (unique_id(seed, first + i, self.id_digits) for i in range(self.needles))
         keys = [self.key.format(id=each) for each in ids]
@@ -170,10 +168,10 @@ class NeedleInHaystack:
         """Return `count` pieces of the text from a random one on."""
         wrong = f"{self.needles} needles have {self.length - count} pieces, more than a haystack"
         require(count >= 0, CALL, f"{wrong} of length {self.length}; make it longer, or give fewer needles.")
-        start, total = draw.randrange(len(self.text)), len(self.text)
+        start = draw.randrange(len(self.text))
         first = list(self.text[start : start + count])
         while len(first) < count:
-            first += list(self.text[: count - len(first)][:total])
+            first += self.text[: count - len(first)]
         return first
 
     def _cuts(self, draw: random.Random, filler: Sequence[Any]) -> list[int]:
@@ -218,8 +216,7 @@ def unique_id(seed: int, number: int, digits: int = 4) -> str:
     half = 4**digits
     left, right = divmod(number % half**2, half)
     for turn in range(4):
-        mixed = hashlib.blake2b(f"{seed}:{turn}:{right}".encode(), digest_size=4).digest()
-        left, right = right, left ^ int.from_bytes(mixed, "little") % half
+        left, right = right, left ^ hashed(f"{seed}:{turn}:{right}", size=4) % half
     return f"{left * half + right:0{digits}x}"
 
 

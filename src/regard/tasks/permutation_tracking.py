@@ -34,9 +34,6 @@ class PermutationTracking(TokenTask):
         items: of which N are drawn without replacement; at least N.
         questions: at most N.
         swaps: (least, most) of S; N/6 and N/3, rounded down and at least 1, by default.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
     """
 
     settings: ClassVar[Settings] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..checks import flag, require
 from .base import Settings, tasks
 from .tiny_math import NAMES, OBJECTS
-from .tokens import TokenExample, WordTask, check_sizes, example_of
+from .tokens import TokenExample, Words, WordTask, check_sizes, example_of
 
 _FILLER = (
     "the rain fell on the roof, the wind came from the sea, the road was long and empty, a dog ran by, "
@@ -42,9 +43,6 @@ class RecurringNames(WordTask):
             which small models learn to recall in a few hundred steps.
         window: tokens; an earlier statement further away than that is "far".
         everything: whether every token has a label (for training a language model), not recurring last words alone.
-
-    Raises:
-        ArgumentError: a number out of range.
     """
 
     settings: ClassVar[Settings] = {
@@ -67,8 +65,11 @@ class RecurringNames(WordTask):
         require(self.people <= len(NAMES), call, f"people is {self.people}, expected at most {len(NAMES)}.")
         require(self.verbs <= len(VERBS), call, f"verbs is {self.verbs}, expected at most {len(VERBS)}.")
         require(0.0 < self.share <= 1.0, call, f"share is {self.share}, expected a number above 0, at most 1.")
+
+    @cached_property
+    def words(self) -> Words:
         listed = [word for sentence in FILLER for word in sentence.split()]
-        self._list([*listed, "a", *VERBS, *NAMES, *OBJECTS])
+        return Words([*listed, "a", *VERBS, *NAMES, *OBJECTS])
 
     def draw(self, random: Random, split: str) -> TokenExample:
         people, verbs = random.sample(NAMES, self.people), VERBS[: self.verbs] or ("",)

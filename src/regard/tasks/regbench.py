@@ -13,7 +13,6 @@ belongs to: no automaton is in two splits.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
@@ -23,12 +22,10 @@ from torch import Tensor
 
 from ..checks import require
 from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, drawn, example_of
+from .tokens import TokenExample, TokenTask, check_sizes, drawn, example_of, split_of
 
 Edges = tuple[dict[int, int], ...]
 """For every state: symbol to next state. The first state is the start."""
-SHARES = (("train", 0.8), ("validation", 0.1), ("test", 0.1))
-"""Shares of all automata."""
 
 
 def minimised(edges: Edges) -> Edges:
@@ -56,15 +53,9 @@ def minimised(edges: Edges) -> Edges:
     return tuple({s: order[classes[j]] for s, j in sorted(edges[first[c]].items())} for c in queue)
 
 
-def split_of(edges: Edges) -> str:
-    """Return the split that a minimised automaton belongs to, by a hash of it."""
-    text = repr([sorted(state.items()) for state in edges])
-    at = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") / 2**64
-    for split, share in SHARES:
-        if at < share:
-            return split
-        at -= share
-    return SHARES[-1][0]
+def canonical(edges: Edges) -> str:
+    """Return the text whose hash says which split a minimised automaton belongs to (`split_of`)."""
+    return repr([sorted(state.items()) for state in edges])
 
 
 @dataclass(frozen=True)
@@ -89,9 +80,6 @@ class RegBench(TokenTask):
         edges: the most edges of a state, at most as many as the automaton has symbols and other states.
         strings, string: (least, most) strings of an example, and symbols of a string.
         automata: how many different automata the training split uses; 0 for a new one in every example.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
     """
 
     settings: ClassVar[Settings] = {
@@ -145,7 +133,7 @@ class RegBench(TokenTask):
         source = random
         if self.automata and split == "train":  # one of a few automata, each from a separate stream
             source = Random(f"regbench {random.randrange(self.automata)}")
-        edges = drawn(lambda: self.automaton(source), lambda found: split_of(found) == split, self, split)
+        edges = drawn(lambda: self.automaton(source), lambda found: split_of(canonical(found)) == split, self, split)
         tokens: list[int] = []
         states: list[int] = []
         for _ in range(random.randint(*self.strings)):

