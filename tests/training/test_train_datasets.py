@@ -11,7 +11,7 @@ from steps import At, crash, same_model
 
 from regard.cli import main
 from regard.training import TrainingStopped
-from regard.training.data.stream import StreamedWindows
+from regard.training.data.documents import StreamedWindows
 from regard.training.data.tokenizers import byte_tokenizer
 
 needed = pytest.mark.skipif(find_spec("datasets") is None, reason="needs the extra data")

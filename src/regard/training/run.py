@@ -18,7 +18,7 @@ from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
 from .data.corpus import Corpus, encode_part, open_source, work_folder
-from .data.stream import StreamedWindows
+from .data.documents import StreamedWindows
 from .data.text import Source
 from .data.tokenizers import build_tokenizer
 from .device import check_agreement, check_sharding, main_process, resolve_device

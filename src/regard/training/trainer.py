@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import nested_gather
 from ..checks import ArgumentError, require
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock, StepNumber
-from .data.stream import StreamedWindows
+from .data.documents import StreamedWindows
 from .device import main_process
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
@@ -29,16 +29,8 @@ from .storage.resuming import put_weights
 
 
 class SealedTrainer(Trainer):
-    """Trainer that reads its data in order, gives memories a learning rate of their own, and seals its checkpoints.
-
-    A failed write of a checkpoint gives one clear error. Weights are loaded from safetensors only, and none may be
-    missing.
-
-    Args:
-        keep: number of checkpoints to keep.
-        muon: whether Muon updates the matrices of hidden layers (`MuonAdamW`).
-        **kwargs: arguments of `transformers.Trainer`.
-    """
+    """Trainer that reads its data in order, gives memories a learning rate of their own, and seals its checkpoints, of
+    which it keeps `keep`. With `muon`, Muon updates the matrices of hidden layers (`MuonAdamW`)."""
 
     control: TrainerControl
     optimizer: torch.optim.Optimizer | None
@@ -46,7 +38,7 @@ class SealedTrainer(Trainer):
     regroups: ClassVar[bool] = False
     """Whether parameters are in the groups of `optimizer_groups` even without a memory and without Muon."""
 
-    def __init__(self, *, keep: int, muon: bool, **kwargs: Any) -> None:
+    def __init__(self, *, keep: int, muon: bool = False, **kwargs: Any) -> None:
         self.keep, self.muon = keep, muon
         super().__init__(**kwargs)
 
@@ -96,14 +88,11 @@ class SealedTrainer(Trainer):
 class RegardTrainer(SealedTrainer):
     """Trainer of language models on a text, with strided evaluation, more logs, and a stop at non-finite numbers.
 
-    Checkpoints include the losses since the last log, and the config with the `use_cache` that the model was built
-    with. With `shard`, the processes of a run share out the model, and what is saved are whole tensors.
-
     Args:
         held_out: held-out tokens that are evaluated during training.
         train_units, held_out_units: sizes of the two texts, for bits.
         context, eval_batch: tokens per window, and windows per evaluation batch.
-        shard: whether the processes of the run share out the model (`sharding`).
+        shard: whether the processes of the run share out the model (`sharding`); whole tensors are saved.
         **kwargs: arguments of `SealedTrainer`.
     """
 
@@ -115,8 +104,6 @@ class RegardTrainer(SealedTrainer):
         held_out_units: Units,
         context: int,
         eval_batch: int,
-        keep: int,
-        muon: bool = False,
         shard: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -126,7 +113,7 @@ class RegardTrainer(SealedTrainer):
         # Trainer sets it to False in the config
         self.built_with_cache = getattr(kwargs["model"].config, "use_cache", True)
         self.since_log = {"loss": 0.0, "step": 0}
-        super().__init__(keep=keep, muon=muon, **kwargs)
+        super().__init__(**kwargs)
         for callback in (self.clock, StepNumber(), SinceLog(self)):
             self.add_callback(callback)
 
@@ -176,13 +163,12 @@ class RegardTrainer(SealedTrainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the loss; raise `TrainingStopped`, naming step and first non-finite tensor, if it is not finite."""
-        result = super().compute_loss(model, inputs, *args, **kwargs)
-        loss = result[0] if isinstance(result, tuple) else result
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
         if not (finite_everywhere(loss) if is_sharded(self.model) else torch.isfinite(loss)):
             with self.compute_loss_context_manager():
                 culprit = first_non_finite(self.model, inputs)
             raise TrainingStopped(self._stopped(f"the loss is {loss.item()}", culprit, inputs))
-        return result
+        return loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients of one micro-batch; raise `TrainingStopped` before the step if one is not finite."""

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..config import TrainConfig
 from ..evaluation import Units
-from .documents import is_dataset, open_documents
-from .stream import StreamedWindows
+from .documents import StreamedWindows, is_dataset, open_documents
 from .text import Source, open_text
 from .tokenizers import encode_chunks
 from .windows import SampledWindows, on_disk

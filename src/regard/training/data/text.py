@@ -20,7 +20,7 @@ from ...errors import ArgumentError, require
 from ..storage.files import regular_size
 
 if TYPE_CHECKING:
-    from .stream import Documents
+    from .documents import Documents
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".csv", ".tsv", ".html", ".xml"),
@@ -92,22 +92,19 @@ class Source:
         if self.stream is not None:
             return iter(()), self.chunks()
         cut = self.characters - round(self.characters * validation)
-        return self._learned(cut), self._held_out(cut)
+        return self._part(0, cut), self._part(cut, self.characters)
 
-    def _learned(self, cut: int) -> Iterator[str]:
+    def _part(self, begin: int, end: int) -> Iterator[str]:
+        at = 0
         for chunk in self.chunks():
-            if cut <= 0:
+            if at >= end:
                 return
-            yield chunk if self.documents else chunk[:cut]
-            cut -= len(chunk)
-
-    def _held_out(self, cut: int) -> Iterator[str]:
-        for chunk in self.chunks():
-            if cut <= 0:
-                yield chunk
-            elif cut < len(chunk) and not self.documents:
-                yield chunk[cut:]
-            cut -= len(chunk)
+            piece = chunk[max(begin - at, 0) : end - at]
+            if self.documents:
+                piece = chunk if at >= begin else ""
+            if piece:
+                yield piece
+            at += len(chunk)
 
 
 def open_text(path: Path | str, *, call: str = "open_text") -> Source:
