@@ -154,14 +154,13 @@ def _eval_harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, op
     from ..training.task.harness import harness_scores
 
     require(not _of_a_text(options), "eval", "--lm-eval scores tasks; omit --data, --context and --stride.")
-    found = harness_scores(
-        model, tokenizer, options.lm_eval, limit=options.limit, batch=options.batch, folder=options.tasks
-    )
+    settings: dict[str, Any] = {"limit": options.limit, "batch": options.batch, "folder": options.tasks}
+    scores, prefix = harness_scores(model, tokenizer, options.lm_eval, **settings)
     rows = [
         (f"{task} {metric}", f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
-        for task, metric, value, error in found.scores
+        for task, metric, value, error in scores
     ]
-    print_pairs([*rows, ("prefix token", repr(found.prefix))])
+    print_pairs([*rows, ("prefix token", repr(prefix))])
     return 0
 
 

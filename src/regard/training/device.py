@@ -47,15 +47,8 @@ def main_process() -> bool:
 
 
 def check_agreement(config: TrainConfig, source: dict[str, Any], *, call: str) -> None:
-    """Check that all processes of a run have the same options, data and versions; does nothing for one process.
-
-    Args:
-        config: the options of the run.
-        source: the data, as `folder.text_source` or `folder.task_source` describe them.
-
-    Raises:
-        ArgumentError: in every process, if one differs from the first.
-    """
+    """Check that all processes of a run have the same options, data (`source`, of `folder.text_source`) and versions;
+    raise `ArgumentError` in every process if one differs from the first."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     versions = f"regard {__version__}, torch {torch.__version__}"

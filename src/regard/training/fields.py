@@ -130,13 +130,11 @@ def read_spec(text: str, flag: str, call: str) -> Spec:
 
 
 def from_text(text: str, hint: Any, where: str) -> Any:
-    """Return the value of type `hint` that a command-line text stands for.
+    """Return the value of type `hint` that a command-line text stands for; the `ArgumentError` of a text that does not
+    fit begins with `where`.
 
     Texts are numbers, true or false, none for optional types, and lists separated by commas. Of a union, the first type
     that fits is taken. For `Any`, the result is text, or a list of texts if there are commas outside brackets.
-
-    Raises:
-        ArgumentError: the text does not fit; the message begins with `where`.
     """
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):

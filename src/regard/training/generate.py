@@ -24,11 +24,8 @@ from .quiet import quiet_transformers, temporarily
 
 
 class SeededSampling(LogitsProcessor):
-    """Turn scores [B, V] into scores whose argmax is a sample.
-
-    The scores are divided by `temperature` (0: take the most likely token), and only the `top_k` most likely tokens are
-    sampled (None: all), never those in `forbidden`.
-    """
+    """Turn scores [B, V] into scores whose argmax is a sample of the `top_k` most likely tokens (None: of all), but
+    never of those in `forbidden`, at a temperature (0: the most likely token)."""
 
     def __init__(self, *, temperature: float, top_k: int | None, seed: int, forbidden: list[int]) -> None:
         self.temperature, self.top_k, self.forbidden = temperature, top_k, forbidden

@@ -12,14 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class MuonAdamW(Optimizer):
-    """Two optimisers with one set of parameter groups.
+    """Two optimisers with one set of parameter groups, of which each has its own; one may have none.
 
     Muon (Jordan et al., 2024) makes the update of a matrix orthogonal. It is for matrices between hidden states;
-    embeddings, heads, norms and tables are AdamW's.
-
-    Args:
-        muon, adamw: parameter groups of each; one of them may be empty.
-        lr: the learning rate of groups without their own. Updates of Muon are scaled so that AdamW's rates fit.
+    embeddings, heads, norms and tables are AdamW's. Updates of Muon are scaled so that AdamW's learning rates fit.
     """
 
     def __init__(self, muon: list[dict[str, Any]], adamw: list[dict[str, Any]], lr: float) -> None:
@@ -63,11 +59,8 @@ class MuonAdamW(Optimizer):
 
 
 class FloatProducts(TorchDispatchMode):
-    """Multiply bfloat16 matrices on a CPU in float32, and round the results to bfloat16.
-
-    Muon makes a matrix orthogonal in bfloat16. A CPU without bfloat16 instructions takes tens of times as long for that
-    as for the same products in float32.
-    """
+    """Multiply bfloat16 matrices on a CPU in float32, and round the results to bfloat16: a CPU without bfloat16
+    instructions takes tens of times as long for Muon's products in bfloat16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

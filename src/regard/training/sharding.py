@@ -15,11 +15,8 @@ from ..checks import require
 
 
 def shard(model: Any) -> None:
-    """Split the parameters of a transformers model in place, block by block (`_no_split_modules`).
-
-    Raises:
-        ArgumentError: a parameter without axes, which cannot be split.
-    """
+    """Split the parameters of a transformers model in place, block by block (`_no_split_modules`); raise
+    `ArgumentError` for a parameter without axes, which cannot be split."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -46,11 +46,8 @@ def is_dataset(data: Path | None) -> bool:
 
 
 def open_documents(options: TrainConfig, *, call: str) -> Source:
-    """Measure the documents of a data set.
-
-    Raises:
-        ArgumentError: the package `datasets` is not installed, the data cannot be read, or they hold no text.
-    """
+    """Measure the documents of a data set; raise `ArgumentError` if `datasets` is not installed, or the data cannot be
+    read or hold no text."""
     rows = _load(options, call)
     column = _column(rows, options, call)
     name, local = _name(options)
@@ -112,13 +109,7 @@ def _name(options: DataOptions) -> tuple[str, bool]:
 
 
 class Documents:
-    """The documents of a data set, in order.
-
-    Args:
-        rows: a `Dataset` or an `IterableDataset` with one column.
-        column: its name.
-        where: the beginning of error messages.
-    """
+    """The documents in the one column of a `Dataset` or an `IterableDataset`, in order; errors begin with `where`."""
 
     def __init__(self, rows: Any, column: str, where: str) -> None:
         self.rows, self.column, self.where = rows, column, where
@@ -151,17 +142,10 @@ class Documents:
 
 class StreamedWindows(Dataset):
     """Map-style dataset whose example i is window i of the documents, each followed by an end-of-text token, one after
-    the other and again from the start at their end; to be read in order.
+    the other and again from the start at their end; to be read in order. Arguments and items are as in
+    `SampledWindows`, with an `IterableDataset` behind the documents.
 
-    Items are dicts with `input_ids` and `labels`, both int64 [C]; the model shifts the labels. A place is (state before
-    a document, tokens of that document before the window), or None for the first window.
-
-    Args:
-        documents: of an `IterableDataset`.
-        tokenizer: for the documents.
-        context: C.
-        steps: number of optimiser steps.
-        per_step: examples per step, over all devices and accumulated micro-batches.
+    A place is (state before a document, tokens of that document before the window), or None for the first window.
     """
 
     def __init__(

@@ -101,11 +101,8 @@ def is_elsewhere(name: str) -> bool:
 def build_tokenizer(name: str, text: str | Iterable[str]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of that name in `TOKENIZERS`, built for `text`, or another model's by `AutoTokenizer`.
 
-    The end of text is used as padding if the other model has none; an attention mask tells them apart.
-
-    Raises:
-        ArgumentError: an unknown name, or a tokenizer that cannot be loaded, needs code of its own, is not a fast
-            one, or has neither padding nor an end of text.
+    The end of text is used as padding if the other model has none. Raises `ArgumentError` for an unknown name, or a
+    tokenizer that cannot be loaded, needs code of its own, is not a fast one, or has neither of the two.
     """
     if not is_elsewhere(name):
         return TOKENIZERS.get(name)(text)

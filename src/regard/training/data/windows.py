@@ -8,7 +8,6 @@ Shapes: n tokens in the text, C the context (tokens per window).
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,14 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ...tasks.base import hashed
+
 
 def on_disk(tokens: Iterable[Tensor], folder: Path) -> Tensor:
     """Return tokens, int32 each, as one tensor [n] in a file without a name in `folder`, which the system deletes with
-    the tensor and reads where it is accessed. Memory does not depend on n.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    the tensor and reads where it is accessed: memory does not depend on n. Raises OSError if it cannot be written."""
     with TemporaryFile(dir=folder) as file:
         for part in tokens:
             file.write(part.numpy().tobytes())
@@ -40,8 +37,7 @@ def window_starts(seed: int, step: int, count: int, positions: int) -> Tensor:
 
     Depends only on the arguments; the first k entries do not depend on `count`.
     """
-    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = torch.Generator().manual_seed(hashed(f"{seed}:{step}") >> 1)
     # one draw at a time, since a vectorised draw may depend on `count`
     return torch.cat([torch.randint(positions, (1,), generator=generator) for _ in range(count)])
 

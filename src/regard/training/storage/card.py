@@ -57,10 +57,8 @@ predicted once, from at least half a window before it.
 def write_card(
     folder: Path, config: TrainConfig, model: PreTrainedModel, text: Source, summary: dict[str, Any]
 ) -> None:
-    """Write README.md, with the metadata that the Hugging Face Hub reads; `summary` is that of summary.json.
-
-    Names of folders on this machine stay out.
-    """
+    """Write README.md, with the metadata that the Hugging Face Hub reads; `summary` is that of summary.json. Names of
+    folders on this machine stay out."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     from ...models import language_models

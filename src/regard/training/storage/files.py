@@ -13,12 +13,8 @@ _MOST_HOLES = 1 << 30
 
 
 def regular_size(path: Path, *, links: bool = True) -> int:
-    """Return the size in bytes of a regular file or, with `links`, of one that a symbolic link leads to.
-
-    Raises:
-        OSError: there is no such file, it is a folder, a device, a pipe or a link that is not allowed, or almost
-            nothing of it is on the disk.
-    """
+    """Return the size in bytes of a regular file or, with `links`, of one that a symbolic link leads to; raise OSError
+    if there is none, or almost nothing of it is on the disk."""
     status = os.stat(path, follow_symlinks=links)
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
@@ -46,14 +42,10 @@ def _holes(path: Path, size: int) -> int:
     return holes
 
 
-def read_text(path: Path, *, most: int = MOST_JSON) -> str:
-    """Return the UTF-8 text of a regular file.
-
-    Raises:
-        OSError: there is no such regular file, or it is larger than `most` bytes; UnicodeDecodeError: it is not UTF-8.
-    """
-    if (size := regular_size(path)) > most:
-        raise OSError(f"{path.name} has {size} bytes, at most {most} are read")
+def read_text(path: Path) -> str:
+    """Return the UTF-8 text of a regular file; raise OSError if there is none, or it is larger than `MOST_JSON`."""
+    if (size := regular_size(path)) > MOST_JSON:
+        raise OSError(f"{path.name} has {size} bytes, at most {MOST_JSON} are read")
     return path.read_text(encoding="utf-8")
 
 

@@ -79,10 +79,8 @@ def task_source(name: str, settings: str) -> dict[str, Any]:
 
 
 def begin(config: TrainConfig, source: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, *, call: str) -> None:
-    """Create the folder, or delete the run in it if the config says so, and write the files that will not change.
-
-    `source` is `text_source` or `task_source`. Raises `ArgumentError` if the folder cannot be written.
-    """
+    """Create the folder, or delete the run in it if the config says so, and write the files that will not change, with
+    `source` (`text_source` or `task_source`); raise `ArgumentError` if the folder cannot be written."""
     import torch
     import transformers
 

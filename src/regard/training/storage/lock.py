@@ -19,10 +19,8 @@ LOCK = "run.lock"
 
 @contextmanager
 def only_run(folder: Path, *, call: str) -> Iterator[None]:
-    """Hold the lock of a run folder inside the block; the folder is created if it does not exist.
-
-    Raises `ArgumentError` if another process holds it, or the folder cannot be written.
-    """
+    """Hold the lock of a run folder, which is created if there is none, inside the block; raise `ArgumentError` if
+    another process holds it, or the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = _open(folder / LOCK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,39 +14,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class HarnessScores:
-    """Result of `harness_scores`.
-
-    Attributes:
-        scores: (task, metric, value, standard error or None).
-        prefix: the token that stands before a text without a context: its first token is predicted from this one.
-    """
-
-    scores: list[tuple[str, str, float, float | None]]
-    prefix: str
-
-
 def harness_scores(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[str],
     *,
-    limit: int | None = None,
-    batch: int = 16,
-    folder: Path | None = None,
-) -> HarnessScores:
-    """Return the scores of a causal language model on tasks of lm-eval, with their standard errors.
+    limit: int | None,
+    batch: int,
+    folder: Path | None,
+) -> tuple[list[tuple[str, str, float, float | None]], str]:
+    """Return scores of a causal language model on tasks of lm-eval, as (task, metric, value, standard error or None),
+    and the token from which the first token of a text without a context is predicted.
 
-    Args:
-        model: on its device.
-        tasks: names of tasks or groups, such as "hellaswag". Most tasks download their data.
-        limit: examples per task, the first ones; default: all.
-        batch: examples per forward pass.
-        folder: of YAML files that define further tasks.
-
-    Raises:
-        ArgumentError: lm-eval is not installed, a task is unknown, or its data cannot be loaded.
+    Of each task the first `limit` examples are used (None: all), `batch` at a time; `folder` holds YAML files of
+    further tasks. Raises `ArgumentError` if lm-eval is not installed, a task is unknown, or its data cannot be loaded.
     """
     try:
         from lm_eval import simple_evaluate
@@ -70,4 +50,4 @@ def harness_scores(
             if comma and not metric.endswith("_stderr"):
                 spread = metrics.get(f"{metric}_stderr,{choice}")
                 scores.append((task, metric, value, spread if isinstance(spread, float) else None))
-    return HarnessScores(scores, tokenizer.decode(judge.prefix_token_id))
+    return scores, tokenizer.decode(judge.prefix_token_id)

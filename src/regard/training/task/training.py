@@ -208,11 +208,7 @@ class TaskScoring(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": kept}
 
     def restore(self, state: TrainerState, checkpoint: Path) -> None:
-        """Take over what a checkpoint holds.
-
-        Raises:
-            ArgumentError: it cannot be read.
-        """
+        """Take over what a checkpoint holds; raise `ArgumentError` if it cannot be read."""
         with one_error(f"train: cannot continue from {checkpoint}: trainer_state.json: what was scored"):
             kept = state.stateful_callbacks["TaskScoring"]["attributes"]
             self.trainer.losses = [float(loss) for loss in kept["losses"]]
