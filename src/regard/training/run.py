@@ -21,6 +21,7 @@ from .data.corpus import Corpus, encode_part, open_source, work_folder
 from .data.documents import StreamedWindows
 from .data.text import Source
 from .data.tokenizers import build_tokenizer
+from .data.windows import SampledWindows
 from .device import check_agreement, check_sharding, main_process, resolve_device
 from .errors import TrainingInterrupted, TrainingStopped, one_line
 from .generate import opening
@@ -153,11 +154,16 @@ def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
 
 
 def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: Corpus) -> RegardTrainer:
-    windows = {"context": config.context, "steps": config.steps, "seed": config.seed}
+    sizes = {"context": config.context, "steps": config.steps, "per_step": config.per_step * args.world_size}
+    windows: SampledWindows | StreamedWindows
+    if corpus.text.stream is not None:
+        windows = StreamedWindows(corpus.text.stream, corpus.tokenizer, **sizes)
+    else:
+        windows = SampledWindows((corpus.train or corpus.held_out).tokens, seed=config.seed, **sizes)
     trainer = RegardTrainer(
         model=model,
         args=args,
-        train_dataset=corpus.windows(per_step=config.per_step * args.world_size, **windows),
+        train_dataset=windows,
         processing_class=corpus.tokenizer,
         held_out=corpus.held_out.tokens[: config.eval_tokens],
         train_units=(corpus.train or corpus.held_out).units,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..config import TrainConfig
 from ..evaluation import Units
-from .documents import StreamedWindows, is_dataset, open_documents
+from .documents import is_dataset, open_documents
 from .text import Source, open_text
 from .tokenizers import encode_chunks
-from .windows import SampledWindows, on_disk
+from .windows import on_disk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,13 +40,6 @@ class Corpus:
     train: Part | None
     held_out: Part
     prompt: str
-
-    def windows(self, *, per_step: int, steps: int, context: int, seed: int) -> SampledWindows | StreamedWindows:
-        """Return the examples of a run."""
-        if self.train is not None:
-            return SampledWindows(self.train.tokens, context=context, steps=steps, per_step=per_step, seed=seed)
-        assert self.text.stream is not None
-        return StreamedWindows(self.text.stream, self.tokenizer, context=context, steps=steps, per_step=per_step)
 
 
 def open_source(config: TrainConfig, *, call: str) -> Source:

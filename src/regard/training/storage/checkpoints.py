@@ -18,12 +18,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import chain
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..errors import TrainingStopped, one_line
+from ..errors import TrainingStopped, expect, one_line
 from .files import is_plain_name, regular_size
 
 MANIFEST = "COMPLETE.json"
@@ -63,52 +62,45 @@ def seal(folder: Path) -> None:
 def fault(folder: Path, *, tokenizer: bool = True) -> str | None:
     """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged. Without
     `tokenizer` there need be none, as in a run on a task."""
-    try:
-        if regular_size(folder / MANIFEST, links=False) > _MOST_MANIFEST:
-            return f"{MANIFEST} cannot be read"
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        listed = {name: (size, digest) for name, (size, digest) in manifest["files"].items()}
-        step = manifest.get("step")
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"{MANIFEST} cannot be read"
     is_checkpoint = _NAME.fullmatch(folder.name) is not None
-    if is_checkpoint and (step != step_of(folder) or isinstance(step, bool)):
-        return f"{MANIFEST} belongs to step {step!r}"
     needed = [one for one in (_OF_CHECKPOINT if is_checkpoint else _OF_MODEL) if tokenizer or one != _TOKENIZER]
-    return _not_listed(folder, listed, needed, is_checkpoint) or _differing(folder, listed)
-
-
-def _not_listed(
-    folder: Path, listed: dict[str, tuple[object, object]], needed: list[tuple[str, ...]], is_checkpoint: bool
-) -> str | None:
-    """Return which file is missing from a seal or should not be in it, or None."""
-    for patterns in needed:
-        if not any(fnmatchcase(name, pattern) for name in listed for pattern in patterns):
-            return f"{MANIFEST} does not list {patterns[0]}"
-    odd = next((name for name in listed if not is_plain_name(name)), None)
-    if odd is not None:
-        return f"{MANIFEST} lists {odd!r}, which is not the name of a file in the folder"
-    if is_checkpoint:  # Trainer would read these
-        others = (path.name for path in sorted(folder.iterdir()) if path.is_dir() or path.suffix in _READ_BY_TRAINER)
-        other = next((name for name in others if name not in listed), None)
-        return other and f"{other} was not there when it was written"
-    return None
-
-
-def _differing(folder: Path, listed: dict[str, tuple[object, object]]) -> str | None:
-    """Return which file differs from the seal, or None. All sizes are compared before any file is read."""
     try:
-        sizes = (name for name, (size, _) in listed.items() if regular_size(folder / name, links=False) != size)
-        digests = (name for name, entry in listed.items() if fingerprint(folder / name) != list(entry))
-        for name in chain(sizes, digests):
-            return f"{name} differs from what was written"
+        listed = _listed(folder, is_checkpoint)
+        for patterns in needed:
+            found = any(fnmatchcase(name, pattern) for name in listed for pattern in patterns)
+            expect(found, f"{MANIFEST} does not list {patterns[0]}")
+        for path in sorted(folder.iterdir()) if is_checkpoint else ():
+            read = path.is_dir() or path.suffix in _READ_BY_TRAINER
+            expect(not read or path.name in listed, f"{path.name} was not there when it was written")
+        for name, (size, _) in listed.items():  # all sizes before any file is read
+            expect(regular_size(folder / name, links=False) == size, f"{name} differs from what was written")
+        for name, entry in listed.items():
+            expect(fingerprint(folder / name) == entry, f"{name} differs from what was written")
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:
+        return str(error)
     return None
+
+
+def _listed(folder: Path, is_checkpoint: bool) -> dict[str, list[object]]:
+    """Return the size and the digest of every file that a seal lists; raise ValueError for a seal that does not fit."""
+    try:
+        expect(regular_size(folder / MANIFEST, links=False) <= _MOST_MANIFEST, "too large")
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        listed = {name: [size, digest] for name, (size, digest) in manifest["files"].items()}
+        step = manifest.get("step")
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{MANIFEST} cannot be read") from None
+    fits = not is_checkpoint or (step == step_of(folder) and not isinstance(step, bool))
+    expect(fits, f"{MANIFEST} belongs to step {step!r}")
+    for name in listed:
+        expect(is_plain_name(name), f"{MANIFEST} lists {name!r}, which is not the name of a file in the folder")
+    return listed
 
 
 def last_complete(run: Path) -> tuple[Path | None, list[str]]:
