@@ -36,11 +36,14 @@ _OUTPUT = re.compile(r"^--output(?=$|=)")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None, epilogue: str = "") -> C:
+def parse(
+    cls: type[C], argv: list[str], *, command: str, base: C | None = None, about: str | None = None, epilogue: str = ""
+) -> C:
     """Return the dataclass `cls` from flags, which override the file of `--config`, which overrides `base`.
 
     Args:
         base: values set by neither flag nor file; default: the defaults of the class.
+        about: a docstring for `--help`; default: that of the class.
         epilogue: a paragraph for `--help`.
 
     Raises:
@@ -62,7 +65,7 @@ def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None,
                 args=argv,
                 default=shown,
                 prog=f"regard {command}",
-                description=_describe(cls, epilogue),
+                description=_describe(about or cls.__doc__ or "", epilogue),
                 return_unknown_args=True,
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
             )
@@ -108,8 +111,8 @@ def _prepare(argv: list[str], cls: type[Any], command: str) -> tuple[Path | None
     return found.config, rest + [word for flag, words in repeated.items() for word in (flag, *words)]
 
 
-def _describe(cls: type[Any], epilogue: str) -> str:
-    text = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+def _describe(about: str, epilogue: str) -> str:
+    text = " ".join(about.split("\n\n")[0].split())
     config = "--config FILE.toml reads any of these options from a file; flags override the file."
     return "\n\n".join(part for part in (text, epilogue, config) if part)
 

@@ -139,11 +139,7 @@ def _train_all(
 
 
 def parse_specs(text: str, call: str = CALL) -> list[Spec]:
-    """Return the specs of a list with commas between them.
-
-    Raises:
-        ArgumentError: an empty or unknown spec, or one that is named twice.
-    """
+    """Return the specs of a list with commas between them."""
     specs = [read_spec(part, "--specs", call) for part in split_specs(text)]
     for spec in specs:
         if specs.count(spec) > 1:

@@ -102,11 +102,7 @@ class Result:
 
 
 def check_out(out: Path, call: str) -> None:
-    """Check that a demo may be written to `out`, without changing anything.
-
-    Raises:
-        ArgumentError: it is a file, holds something else, cannot be written, or the disk is nearly full.
-    """
+    """Check that a demo may be written to `out`, without changing anything."""
     free = shutil.disk_usage(results.check_out(out, call, MADE_BY)).free
     if free < FREE:
         raise ArgumentError(
@@ -115,11 +111,7 @@ def check_out(out: Path, call: str) -> None:
 
 
 def begin(out: Path, text: str, call: str) -> None:
-    """Create the folder or remove an earlier demo from it, mark it, and write the text. Other files stay.
-
-    Raises:
-        ArgumentError: the folder cannot be written.
-    """
+    """Create the folder or remove an earlier demo from it, mark it, and write the text. Other files stay."""
     try:
         for name in (TEXT, RUNS, FIGURES, PAGE, TABLE) if out.is_dir() else ():
             if (out / name).is_dir() and not (out / name).is_symlink():
@@ -145,11 +137,7 @@ def _write(path: Path, content: str) -> None:
 
 
 def write(out: Path, result: Result) -> None:
-    """Write figures, table and report, and last the JSON, which marks the demo as finished.
-
-    Raises:
-        TrainingStopped: the files cannot be written; the models in `runs/` are complete.
-    """
+    """Write figures, table and report, and last the JSON, which marks the demo as finished."""
     curves = [curve(outcome) for outcome in result.outcomes if outcome.trained is not None]
     try:
         pictures = _pictures(result, curves)

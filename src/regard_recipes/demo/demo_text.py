@@ -63,11 +63,7 @@ class Material:
 
 
 def prepare(data: Path | None, *, context: int, excerpt: int, call: str) -> Material:
-    """Read the text (`source_text`), split it into two parts of at least `context` characters, and encode it.
-
-    Raises:
-        ArgumentError: the text is missing, empty, not UTF-8, or too short.
-    """
+    """Read the text (`source_text`), split it into two parts of at least `context` characters, and encode it."""
     source, content = source_text(data, call)
     if len(content) > LONGEST:
         source += f", the first {LONGEST:,} of {len(content):,} characters"
@@ -101,11 +97,7 @@ def source_text(data: Path | None, call: str) -> tuple[str, str]:
 
 
 def python_manual(call: str) -> str:
-    """Return the language reference that `help()` shows, as one text; see `join_topics`.
-
-    Raises:
-        ArgumentError: this interpreter was installed without it.
-    """
+    """Return the language reference that `help()` shows, as one text; see `join_topics`."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

@@ -71,11 +71,7 @@ def shared_settings(settings: TrainConfig) -> dict[str, str]:
 
 
 def rehearse(plans: Sequence[TrainConfig], material: Material, call: str) -> None:
-    """Run every model forward and backward on one window, so that a spec that cannot be trained is found first.
-
-    Raises:
-        ArgumentError: one cannot be trained; the message says which and why.
-    """
+    """Run every model forward and backward on one window, so that a spec that cannot be trained is found first."""
     window = material.train_tokens[:CONTEXT].long()[None]
     for settings in plans:
         validate(settings, call)
@@ -101,11 +97,7 @@ def count(material: Material, order: int) -> Baseline:
 
 
 def train_one(settings: TrainConfig, material: Material, call: str) -> Outcome:
-    """Train a model, generate a sample, and compute attention maps. A run that stops gives an outcome with the reason.
-
-    Raises:
-        TrainingInterrupted: Ctrl-C or SIGTERM.
-    """
+    """Train a model, generate a sample, and compute attention maps; a run that stops gives the reason."""
     name, clock, cpu = settings.spec[0], Clock(), time.process_time()
     try:
         summary = train(settings, build_model=build_model, callbacks=[clock], console=Console(quiet=True))

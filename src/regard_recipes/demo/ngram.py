@@ -38,9 +38,6 @@ class NGram:
         tokens: the training text as token ids.
         vocabulary: number of tokens V; ids are 0 .. V - 1.
         order: n, the length of the longest n-gram; the context is n - 1 tokens.
-
-    Raises:
-        ArgumentError: an order below one, a text shorter than the order, or ids outside the vocabulary.
     """
 
     def __init__(self, tokens: Sequence[int], vocabulary: int, order: int = 5) -> None:
@@ -72,11 +69,7 @@ class NGram:
         return p
 
     def loss(self, tokens: Sequence[int]) -> float:
-        """Return the mean negative log-likelihood in nats of all tokens but the first.
-
-        Raises:
-            ArgumentError: fewer than two tokens.
-        """
+        """Return the mean negative log-likelihood in nats of all tokens but the first."""
         tokens = tuple(tokens)
         if len(tokens) < 2:
             raise ArgumentError(f"NGram.loss: {len(tokens)} tokens, expected at least 2.")

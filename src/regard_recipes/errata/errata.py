@@ -15,9 +15,8 @@ from ._listing import ERRATA
 
 @dataclass(frozen=True, kw_only=True)
 class ErrataConfig(RecipeConfig):
-    """Show errors in the five papers and in the programs that were published with them."""
-
     only: tuple[str, ...] = tuple(ERRATA)  # Names of the errata to show; all by default.
+    choices: ClassVar = {"only": tuple(ERRATA)}
 
 
 @recipe("errata")
@@ -26,7 +25,6 @@ class Errata(Recipe):
 
     Config = ErrataConfig
     sizes: ClassVar = {"quick": {}, "paper": {}}
-    choices: ClassVar = {"only": tuple(ERRATA)}
 
     def cells(self) -> Sequence[Cell]:
         return [{"erratum": name} for name in self.config.only]

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.memory.fast_weights import WriteRule, fast_weight_memory
 from regard.models.hybrid.memories import chunk_size
 from regard.nn import FastWeightProductKeyMemory
 from regard.nn.memory_trace import SlotStatistics, WriterTrace, observed
 from regard.tasks import CrossDocumentRecall, RecallExamples
+from regard.training.device import resolve_device
 
 from .fast_weight_recall import EXACT, RULES, FastWeightRecallConfig, task_of
 
@@ -65,8 +67,6 @@ def train_and_measure(
     """Train on two readings of every document, the loss on the second; then measure. Yield rows of the kinds "run" (the
     model, its seconds, and shares of retrieved slots that hold the right value), "loss" (nats, means of eight parts of
     the training), "recall" (share of right values) and "once" (the same read once, by tokens of a chunk)."""
-    from regard.training.device import resolve_device
-
     device = torch.device(resolve_device(config.device, call="train_and_measure"))
     torch.manual_seed(seed)
     model = make_model(config, rule, stress=stress).to(device)
@@ -169,8 +169,6 @@ def measure_collapse(seed: int) -> Iterator[dict[str, Any]]:
 @torch.no_grad()
 def coverage(spread: float, weight: float, seed: int, sizes: dict[str, Any] | None = None) -> float:
     """Return the share of slots that are read in the last chunks, after the chunks before them have moved the keys."""
-    from regard.memory.fast_weights import WriteRule, fast_weight_memory
-
     own = {**COLLAPSE, **(sizes or {})}
     n, width, chunk = own["sub_keys"], own["key_dim"], own["chunk"]
     tokens, early = chunk * own["chunks"], chunk * (own["chunks"] - own["looked_at"])

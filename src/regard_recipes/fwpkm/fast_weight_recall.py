@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
+
 from regard.tasks import CrossDocumentRecall
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
@@ -39,8 +41,6 @@ WIDER = 2.0  # times the slots that queries must use with the entropy
 
 @dataclass(frozen=True, kw_only=True)
 class FastWeightRecallConfig(RecipeConfig):
-    """Train a memory and nothing else to recall pairs, under each rule of writing."""
-
     seeds: int = 3
     """Models of each kind."""
     rules: tuple[str, ...] = tuple(RULES)  # Rules of writing to train with.
@@ -59,6 +59,11 @@ class FastWeightRecallConfig(RecipeConfig):
     learning_rate: float = 3e-3  # Of AdamW at the start; from there it falls evenly to 0.
     examples: int = 64  # Examples that are measured.
     address_weight: float = 1.0  # Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys.
+    choices: ClassVar = {"rules": tuple(RULES)}
+    limits: ClassVar = {
+        **dict.fromkeys(("steps", "stress_steps", "batch", "examples", "width", "top_k"), (1, math.inf)),
+        "reads": (2, math.inf), "learning_rate": (1e-9, 1e3),
+    }  # fmt: skip
 
 
 def task_of(own: FastWeightRecallConfig, **changes: Any) -> CrossDocumentRecall:
@@ -81,16 +86,7 @@ class FastWeightRecall(Recipe):
         },
     }  # fmt: skip
 
-    limits: ClassVar = {
-        **dict.fromkeys(("steps", "stress_steps", "batch", "examples", "width", "top_k"), (1, math.inf)),
-        "reads": (2, math.inf), "learning_rate": (1e-9, 1e3),
-    }  # fmt: skip
-
-    choices: ClassVar = {"rules": tuple(RULES)}
-
     def check(self) -> None:
-        import torch
-
         from ._fast_weight_recall_model import make_model
 
         with torch.device("meta"):

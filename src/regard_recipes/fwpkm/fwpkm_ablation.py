@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from ..lib.claims import Claim, claims_of, mean_interval, paired
 from ..lib.display import Show, gap, interval, lines, pivot
 from ..lib.recipe import Frame, Results, recipe, select
@@ -41,13 +43,12 @@ COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory cou
 
 @dataclass(frozen=True, kw_only=True)
 class FwPKMAblationConfig(NamesAndNeedlesConfig):
-    """Leave out one part of a fast-weight product-key memory at a time."""
-
     sub_keys: int = 32
     steps: int = 100
     examples: int = 32
     """Haystacks with a question that each model is asked."""
     segments: int = 16  # Training windows of each document.
+    limits: ClassVar = {"segments": (1, math.inf)}
 
 
 @recipe("fwpkm-ablation")
@@ -61,7 +62,6 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         "quick": {**QUICK, "seeds": 2, "segments": 2, "haystack": 80},
         "paper": {**PAPER_BOTH, "examples": 500},
     }
-    limits: ClassVar = {**NamesAndNeedlesRecipe.limits, "segments": (1, math.inf)}
 
     def fast(self, name: str) -> dict[str, Any]:
         return {**super().fast(name), **({"top_k": 4 * self.config.top_k} if name == WIDER else {})}
@@ -152,8 +152,6 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        import torch
-
         from regard.inspect.memory_figures import gate_histograms
 
         y = {"share": "share of right answers"}

@@ -11,7 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+
+from regard.inspect.gates import GateTrace
+from regard.inspect.slot_trace import slot_table
 
 from ..lib.claims import Claim, claims_of, mean_interval, paired
 from ..lib.display import dots, interval, pivot
@@ -20,9 +25,6 @@ from ..long_text.names_reading import read_names
 from ._fwpkm_looks import WRITERS, case_of, gate_rows, look_at_slots
 from .memory_layouts import PAPER, Places, Row
 from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesConfig, NamesAndNeedlesRecipe
-
-if TYPE_CHECKING:
-    from regard.inspect.gates import GateTrace
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
 MAJORITY = 0.5
@@ -34,8 +36,6 @@ NOTHING = "writing does not lower the loss on names that come back, so that gate
 
 @dataclass(frozen=True, kw_only=True)
 class FwPKMCaseStudiesConfig(NamesAndNeedlesConfig):
-    """Train a model with two fast-weight memories, and look at its slots and its gates."""
-
     seeds: int = 5
     """Models that are trained; the first one's case is drawn."""
     layers: int = 4
@@ -49,6 +49,7 @@ class FwPKMCaseStudiesConfig(NamesAndNeedlesConfig):
     """Tokens between two writes where gates are looked at; the paper takes a sixteenth of the training's."""
     gate_tokens: int = 480  # Tokens of each document.
     drawn: int = 240  # Tokens of the first document that are drawn.
+    limits: ClassVar = {"gate_chunk": (2, math.inf), "gate_tokens": (2, math.inf), "drawn": (1, math.inf)}
 
 
 @recipe("fwpkm-case-studies")
@@ -61,8 +62,6 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         "quick": {**QUICK, "seeds": 2, "haystack": 80, "gate_tokens": 120, "documents": 4, "drawn": 60},
         "paper": {**PAPER_BOTH, "seeds": 3, "gate_chunk": 32, "gate_tokens": 10_000, "examples": 100, "drawn": 600},
     }
-    limits: ClassVar = {**NamesAndNeedlesRecipe.limits, "gate_chunk": (2, math.inf), "gate_tokens": (2, math.inf),
-                        "drawn": (1, math.inf)}  # fmt: skip
 
     def places(self) -> Places:
         """Fast memories low and high, a slow one between them."""
@@ -132,8 +131,6 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         return select(self.chosen(results, "layer"), task=task)
 
     def tables(self, results: Results) -> dict[str, Any]:
-        from regard.inspect.slot_trace import slot_table
-
         own = self.config
         slots = {"hits, last writer": "hits", f"hits, one of the last {WRITERS}": "hits_of_four",
                  "weight on hits": "weight", "misses by the same token": "same_query",
@@ -193,10 +190,6 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
 
     def gates(self, results: Results) -> GateTrace:
         """Return the first model's gates on the part of the text that is drawn."""
-        import torch
-
-        from regard.inspect.gates import GateTrace
-
         rows = select(self.chosen(results, "gates"), seed=self.config.seed)
         labels = tuple(f" {results.facts['words'][NAMES][token]}" for token in rows["tokens"].iloc[0])
         return GateTrace(labels, tuple(rows["layer"]), torch.tensor(rows["gates"].tolist()))

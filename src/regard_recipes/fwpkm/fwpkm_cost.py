@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from regard.checks import ArgumentError
+from regard.nn import ProductKeyMemory
+from regard.nn.memories import MemoryLayer
 
 from ..lib.claims import Claim, exact
 from ..lib.display import Show, dots, pivot, stat
@@ -25,7 +27,6 @@ from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
 from .memory_layouts import (
     LAYOUTS,
     MEMORIES,
-    MEMORY_LIMITS,
     PAPER_MODEL,
     PAPER_VOCABULARY,
     PKM_HEADS,
@@ -59,8 +60,6 @@ NOTHING = (float("nan"),) * 3  # where the paper has no number
 
 @dataclass(frozen=True, kw_only=True)
 class FwpkmCostConfig(MemoryConfig, LanguageConfig):
-    """Count and measure the models of the fast-weight paper's table 2. The sizes are those of the measured models."""
-
     workers: int = 1
     """Models that are measured at the same time."""
     layouts: tuple[str, ...] = ("GDN", "GDN+SWA", "GDN+FA", "FA")  # Layouts that are counted and measured.
@@ -72,6 +71,7 @@ class FwpkmCostConfig(MemoryConfig, LanguageConfig):
     looks: int = 1
     sub_keys: int = 128
     memory_dim: int = 128
+    choices: ClassVar = {"layouts": LAYOUTS, "memories": MEMORIES}
 
 
 @recipe("fwpkm-cost")
@@ -83,8 +83,6 @@ class FwpkmCost(Recipe):
         "quick": {"width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "steps": 3},
         "paper": {**PAPER_MODEL, "dtype": "bfloat16", "batch": 8, "steps": 20},
     }  # fmt: skip
-    limits: ClassVar = MEMORY_LIMITS
-    choices: ClassVar = {"layouts": LAYOUTS, "memories": MEMORIES}
 
     def check(self) -> None:
         own, call = self.config, self.call()
@@ -192,8 +190,6 @@ def counted(row: Row, own: Any, batch: int) -> dict[str, Any]:
     token's forward pass by `PARTS`; tokens of a step, and its operations as the paper counts them (paper_flops) and all
     of them (flops)."""
     from regard.models.base.catalogue import model_of
-    from regard.nn import ProductKeyMemory
-    from regard.nn.memories import MemoryLayer
 
     config = row_config(row, own, PAPER_VOCABULARY)
     with torch.device("meta"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 
@@ -52,13 +52,10 @@ class MemoryConfig:
     """The square root of a memory's slots."""
     memory_dim: int = 64
     """Channels of a memory's keys and values."""
-
-
-MEMORY_LIMITS = {
-    **dict.fromkeys(("layers", "context", "chunk", "sub_keys", "memory_dim"), (2, math.inf)),
-    **dict.fromkeys(("kv_heads", "delta_heads"), (0, math.inf)),
-}
-"""Limits of the options of `MemoryConfig`."""
+    limits: ClassVar = {
+        **dict.fromkeys(("layers", "context", "chunk", "sub_keys", "memory_dim"), (2, math.inf)),
+        **dict.fromkeys(("kv_heads", "delta_heads"), (0, math.inf)),
+    }
 
 
 @dataclass(frozen=True)
@@ -117,11 +114,7 @@ def row_config(
     **fields: Any,
 ) -> Any:  # fmt: skip
     """Return the configuration of a row in the sizes of `own`, which has the options of `MemoryConfig`, with further
-    options of a FwPKM memory (`fast`) and `fields`.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
-    """
+    options of a FwPKM memory (`fast`) and `fields`."""
     from regard.models import HybridConfig
 
     head, delta_heads, depths = own.width // own.heads, own.delta_heads or own.heads, places or Places.of(own.layers)

@@ -16,7 +16,7 @@ from ..lib.recipe import check_names
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
 from ..long_text.names_reading import NamesText
 from ..long_text.needle_text import NeedleText, needle_text
-from .memory_layouts import MEMORY_LIMITS, PAPER_MODEL, MemoryConfig, Places, Row, check_sizes, row_config
+from .memory_layouts import PAPER_MODEL, MemoryConfig, Places, Row, check_sizes, row_config
 
 RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}
 NAMES, NEEDLES = "names", "needles"
@@ -51,6 +51,7 @@ class MemoryTaskConfig(MemoryConfig, TaskRecipeConfig):
     suits its 512 sub-keys."""
     feed_forward: str = "none"
     """Of every layer: none, swiglu or gelu."""
+    limits: ClassVar = {"top_k": (1, 2**16)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class NamesConfig:
 
     people: int = 4
     """People of a document."""
+    limits: ClassVar = {"people": (1, 100)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ class NeedleConfig:
     """Hexadecimal digits of a needle's key, together a token."""
     reads: int = 4
     """How often a haystack is read at most."""
+    limits: ClassVar = {**dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)), "key_digits": (1, 4)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +95,11 @@ class NamesAndNeedlesConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
     """Tokens of a haystack."""
     documents: int = 8
     """Documents of held-out names that are read."""
-
-
-NAMES_LIMITS = {"people": (1, 100)}
-NEEDLE_LIMITS = {**dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)), "key_digits": (1, 4)}
+    limits: ClassVar = {"documents": (1, math.inf)}
 
 
 class MemoryRecipe(TaskRecipe):
     """A recipe of models with memories; a name in `known` has a row ("row") and options of FwPKM memories ("fast")."""
-
-    limits: ClassVar = {**TaskRecipe.limits, **MEMORY_LIMITS, "top_k": (1, 2**16)}
 
     def check(self) -> None:
         super(TaskRecipe, self).check()  # the tasks, which it would make next, are made below: sizes are checked first
@@ -118,11 +116,7 @@ class MemoryRecipe(TaskRecipe):
         return found
 
     def model_config(self, name: str, vocabulary: int) -> Any:
-        """Return the configuration of a model.
-
-        Raises:
-            ArgumentError: sizes that do not fit.
-        """
+        """Return the configuration of a model."""
         own = self.config
         return row_config(self.row(name), own, vocabulary, self.fast(name), self.places(),
                           initializer_range=first_range(own.width), feed_forward=own.feed_forward)  # fmt: skip
@@ -159,8 +153,6 @@ class MemoryRecipe(TaskRecipe):
 
 class NamesAndNeedlesRecipe(MemoryRecipe):
     """A recipe of models that learn both texts, and read haystacks and documents of another length."""
-
-    limits: ClassVar = {**MemoryRecipe.limits, **NAMES_LIMITS, **NEEDLE_LIMITS, "documents": (1, math.inf)}
 
     def check(self) -> None:
         super().check()

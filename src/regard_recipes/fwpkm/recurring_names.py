@@ -12,6 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
+from regard.inspect.gates import gate_trace
+from regard.nn import FastWeightProductKeyMemory
 from regard.tasks import TokenTask
 from regard.tasks.recurring_names import RecurringNames
 
@@ -30,8 +34,6 @@ HELPS = 0.1  # nats, and difference of gates, that count as an effect
 
 @dataclass(frozen=True, kw_only=True)
 class RecurringNamesConfig(TaskRecipeConfig):
-    """Train models on documents in which names come back, with and without a memory that is written while reading."""
-
     sentences: int = 24
     """Sentences of a document."""
     people: int = 6
@@ -48,6 +50,10 @@ class RecurringNamesConfig(TaskRecipeConfig):
     batch: int = 32
     examples: int = 128
     """Documents of the test split that each score is taken from."""
+    limits: ClassVar = {
+        "sentences": (2, 2**31), "people": (1, 2**31), "window": (1, 2**31), "width": (8, 8192),
+        "sub_keys": (2, 2**15), "chunk": (1, 2**31),
+    }  # fmt: skip
 
 
 @recipe("recurring-names")
@@ -60,10 +66,6 @@ class RecurringNamesRecipe(TaskRecipe):
         FWPKM: {"mixers": "softmax", "memories": "FwPKM@1"},
     }  # fmt: skip
     metric = "accuracy on far"
-    limits: ClassVar = {
-        **TaskRecipe.limits, "sentences": (2, 2**31), "people": (1, 2**31), "window": (1, 2**31), "width": (8, 8192),
-        "sub_keys": (2, 2**15), "chunk": (1, 2**31),
-    }  # fmt: skip
     sizes: ClassVar = {
         "quick": {"seeds": 2, "steps": 40, "batch": 16, "rates": (3e-3,), "examples": 16, "sentences": 16, "people": 3},
         "paper": {"seeds": 3, "sentences": 1024, "people": 24, "window": 512, "width": 768, "sub_keys": 512,
@@ -81,8 +83,6 @@ class RecurringNamesRecipe(TaskRecipe):
                 "max_position_embeddings": 16 * own.sentences, "memory_options": {"fwpkm": memory}}  # fmt: skip
 
     def scored(self, model: Any, name: str, test: TokenTask) -> Iterator[dict[str, Any]]:
-        from regard.nn import FastWeightProductKeyMemory
-
         memories = [module for module in model.modules() if isinstance(module, FastWeightProductKeyMemory)]
         for memory in (WRITTEN, FROZEN) if memories else ("",):
             for module in memories:
@@ -130,10 +130,6 @@ class RecurringNamesRecipe(TaskRecipe):
 
 def gate_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each of `PLACES`: the mean gate at the tokens from which it is predicted, over some documents."""
-    import torch
-
-    from regard.inspect.gates import gate_trace
-
     sums: dict[str, list[Any]] = {place: [] for place in PLACES}
     for example in task.examples(0, range(count), "test"):
         gates = gate_trace(model, example.tokens, [""] * len(example.tokens)).gates.mean(0)[:-1]

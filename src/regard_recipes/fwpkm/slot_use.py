@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError
+from regard.memory.product_key import product_key_search
+from regard.nn import ProductKeyMemory
 
 from ..lib.claims import Claim, claims_of, mean_interval, paired
 from ..lib.display import dots, interval, pivot, stat
@@ -33,8 +35,6 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SlotUseConfig(TextRecipeConfig):
-    """Train language models with a product-key memory, and count the slots that are read."""
-
     sub_keys: int = 128  # The square root of the slots; the paper has 512.
     memory_dim: int = 64  # Channels of a memory's keys and values.
     top_k: int = 8  # Slots that each of four heads reads where many are read: a sixteenth of the sub-keys.
@@ -42,6 +42,8 @@ class SlotUseConfig(TextRecipeConfig):
     steps: int = 1500
     measured: int = 16_384
     """Held-out tokens that the results are measured on."""
+    limits: ClassVar = {"layers": (2, 256), "sub_keys": (2, 2**16), "memory_dim": (2, 8192),
+                        "top_k": (1, 2**16), "few": (1, 2**16)}  # fmt: skip
 
 
 @recipe("slot-use")
@@ -50,8 +52,6 @@ class SlotUse(TextRecipe):
 
     Config = SlotUseConfig
     known = MODELS
-    limits: ClassVar = {**TextRecipe.limits, "layers": (2, 256), "sub_keys": (2, 2**16), "memory_dim": (2, 8192),
-                        "top_k": (1, 2**16), "few": (1, 2**16)}  # fmt: skip
     sizes: ClassVar = {
         "quick": {"seeds": 2, "width": 32, "context": 32, "batch": 8, "steps": 40, "rates": (3e-3,), "sub_keys": 32,
                   "memory_dim": 32, "top_k": 4, "measured": 2048, "looks": 2},
@@ -68,20 +68,12 @@ class SlotUse(TextRecipe):
                 raise ArgumentError(f"{self.call()}: {given}, expected at most the {own.sub_keys} --sub-keys.")
         super().check()
 
-    def model_config(self, cell: Cell, vocabulary: int) -> Any:
-        from regard.models import HybridConfig
-
-        from ..lib.language_training import initial_range
-
+    def fields(self, cell: Cell) -> dict[str, Any]:
         own, kind = self.config, MODELS[cell["model"]]
         heads, top_k = (4, own.top_k) if kind["reads"] == WIDE else (1, own.few)
         memory = {"sub_keys": own.sub_keys, "key_dim": own.memory_dim, "value_dim": own.memory_dim, "heads": heads,
                   "top_k": top_k, "query_norm": kind["norm"]}  # fmt: skip
-        return HybridConfig(
-            vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
-            max_position_embeddings=own.context, initializer_range=initial_range(own.width), mixers="softmax",
-            memories=f"PKM@{own.layers // 2}", memory_options={"pkm": memory},
-        )  # fmt: skip
+        return {"mixers": "softmax", "memories": f"PKM@{own.layers // 2}", "memory_options": {"pkm": memory}}
 
     def measured(self, model: Any) -> dict[str, Any]:
         context = self.config.context
@@ -131,9 +123,6 @@ def slots_read(model: Any, tokens: Tensor, batch: int) -> dict[str, float]:
     """Return how evenly a model reads the slots of its product-key memory on windows [W, T]: coverage (share of slots
     that are read), even (the share that random reads would reach), kl (divergence of the reads from even use, in nats)
     and reads (of a slot, the mean)."""
-    from regard.memory.product_key import product_key_search
-    from regard.nn import ProductKeyMemory
-
     memory = next(module for module in model.modules() if isinstance(module, ProductKeyMemory))
     counts = torch.zeros(memory.values.shape[0], dtype=torch.long)
 

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import torch
+
 from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, paired, unpaired
 from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
+from ..lib.language_text import read_text, windows
 from ..lib.language_training import Budget, TextConfig, train_language_model
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 from ._mechanisms_measures import BLOCKS, block_corpus, choose_prompts, measure_blocks, measure_text
@@ -42,8 +45,6 @@ REPORTED = {ICLM: 1.77 / 1.76 - 1, TRANSFORMER: 1.81 / 1.74 - 1}  # rise on Tiny
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismsConfig(TextConfig):
-    """Train ICLM and Transformers, and measure what their heads do."""
-
     layers: int = 4  # Layers of the models of text, an even number: half as many of phi and of f.
     width: int = 128  # Width of the models of text.
     heads: int = 4  # Heads of every layer.
@@ -58,6 +59,8 @@ class MechanismsConfig(TextConfig):
     texts: int = 64  # Held-out windows on which heads are measured.
     prompts: int = 3  # Prompts that are drawn.
     prompt: int = 48  # Tokens of a prompt.
+    limits: ClassVar = {name: (low, math.inf) for name, low in
+                        {"block_steps": 1, "texts": 1, "prompts": 0, "prompt": 4}.items()}  # fmt: skip
 
 
 @recipe("iclm-mechanisms")
@@ -65,8 +68,6 @@ class Mechanisms(Recipe):
     """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
 
     Config = MechanismsConfig
-    limits: ClassVar = {name: (low, math.inf) for name, low in
-                        {"block_steps": 1, "texts": 1, "prompts": 0, "prompt": 4}.items()}  # fmt: skip
     sizes: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
                   "block_steps": 150, "measured": 2048, "looks": 3, "texts": 16, "prompts": 1, "prompt": 32},
@@ -91,10 +92,6 @@ class Mechanisms(Recipe):
             raise ArgumentError(f"{call}: --layers, --width or --heads: {error}") from None
 
     def prepare(self) -> Mapping[str, Any]:
-        import torch
-
-        from ..lib.language_text import read_text, windows
-
         own = self.config
         text = read_text(own.data, own.tokenizer, context=own.context, measured=own.measured, call=self.call())
         whole = windows(text.held_out_tokens, own.context)

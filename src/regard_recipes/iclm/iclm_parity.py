@@ -61,8 +61,6 @@ MAIN = tuple(KINDS)[:5]  # with all feed-forward layers
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig(TextRecipeConfig):
-    """Train ICLM and Transformers of equal size on the same text, and compare them."""
-
     models: tuple[str, ...] = tuple(name for name in KINDS if name not in ("iclm-full-two-heads", "iclm-wv-no-phi-mlp"))
     """Names of the models; a model comes with the Transformer it is compared to. Also known: iclm-full-two-heads and
     iclm-wv-no-phi-mlp."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+
+from regard.tasks import TokenTask
 from regard.tasks.stories import Stories
 
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-
-if TYPE_CHECKING:
-    from regard.tasks import TokenTask
+from ..lib.trained import SizesConfig
 
 TRANSFORMER, ICLM, MEAN = "Transformer", "ICLM", "mean grade"
 MOSAICS = {f"Memory Mosaic, {name}": {"model": "memory-mosaic", "mixers": name} for name in ("softmax", "biweight")}
@@ -32,16 +33,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoriesConfig(TaskRecipeConfig):
-    """Train models on stories, and grade how they continue one."""
-
+class StoriesConfig(TaskRecipeConfig, SizesConfig):
     setting: str = "quick"  # Setting of the task: 'quick' or 'long'.
-    width: int = 64  # Channels.
-    layers: int = 4  # Layers; of ICLM, half as many pairs of blocks.
-    heads: int = 4  # Heads.
+    layers: int = 4
+    """Layers; of ICLM, half as many pairs of blocks."""
     graded: int = 64  # Stories that each model continues.
     batch: int = 32
     stop_at: float = 1.1
+    limits: ClassVar = {"layers": (2, 256), "graded": (2, 2**20)}
 
 
 @recipe("stories")
@@ -51,8 +50,6 @@ class StoriesRecipe(TaskRecipe):
     Config = StoriesConfig
     known = MODELS
     learned = 0.3
-    limits: ClassVar = {**TaskRecipe.limits, "width": (8, 8192), "layers": (2, 256), "heads": (1, 256),
-                        "graded": (2, 2**20)}  # fmt: skip
     sizes: ClassVar = {
         "quick": {"seeds": 2, "steps": 30, "rates": (3e-3,), "examples": 16, "graded": 4, "width": 32, "layers": 2},
         "paper": {"setting": "long", "width": 512, "layers": 8, "heads": 8, "steps": 80_000, "batch": 128,
@@ -69,8 +66,6 @@ class StoriesRecipe(TaskRecipe):
 
     def grades(self, model: Any) -> dict[str, list[float]]:
         """Return the grades of continued stories, and their means."""
-        import torch
-
         task: Any = self.training_tasks()["stories"]
         found: dict[str, list[float]] = {}
         model.eval()

@@ -17,7 +17,7 @@ from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-from ..lib.trained import SIZES, SizesConfig
+from ..lib.trained import SizesConfig
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 SEEN, HELD_OUT = "new stories", "new operands"
@@ -33,14 +33,13 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TinyMathConfig(TaskRecipeConfig, SizesConfig):
-    """Train ICLM and Transformer on word problems, with and without feed-forward layers."""
-
     setting: str = "small"  # Setting of the task: 'quick' (numbers up to 20), 'small' (up to 81) or 'paper'.
     layers: int = 4
     """Layers; of ICLM, half as many pairs of blocks."""
     batch: int = 32
     steps: int = 1200
     stop_at: float = 1.1
+    limits: ClassVar = {"layers": (2, 256)}
 
 
 @recipe("tinymath")
@@ -50,7 +49,6 @@ class TinyMathRecipe(TaskRecipe):
     Config = TinyMathConfig
     known = MODELS
     metric = ANSWER
-    limits: ClassVar = {**TaskRecipe.limits, **SIZES, "layers": (2, 256)}
     sizes: ClassVar = {
         "quick": {"setting": "quick", "seeds": 2, "steps": 40, "rates": (3e-3,), "examples": 32, "width": 32,
                   "models": (TRANSFORMER, ICLM)},

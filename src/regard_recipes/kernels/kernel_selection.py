@@ -17,7 +17,6 @@ from regard import Spec
 
 from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
 from ..lib.display import Show, dots, gap, lines, median, pivot, spread
-from ..lib.language_training import initial_range
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 from .shared_query_key import CACHED, PAPER, memory_bytes, memory_columns
@@ -35,8 +34,6 @@ MARGINAL = 0.02  # nats per character that "marginally better" is taken to mean
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSelectionConfig(TextRecipeConfig):
-    """Train the ten kernels of the kernel-selection paper, normalised and not, with queries apart and q = k."""
-
     models: tuple[str, ...] = KERNELS
     """Kernels of Table 1."""
     earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
@@ -100,18 +97,13 @@ class KernelSelection(TextRecipe):
     def measured(self, model: Any) -> dict[str, Any]:
         return super().measured(model) | memory_bytes(model, self.config.batch, self.config.context)
 
-    def model_config(self, cell: Cell, vocabulary: int) -> Any:
-        """Return a GPT-2 with rotary positions that attends in this way."""
-        from regard.models import HybridConfig
-
-        own = self.config
-        return HybridConfig(
-            vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
-            intermediate_size=4 * own.width, feed_forward="gelu", norm="layer", max_position_embeddings=own.context,
-            initializer_range=initial_range(own.width), mixers=spec_of(cell["model"], cell["weights"]),
-            output_norm=cell["weights"] == PLAIN, share_query_key=cell["query_key"] != APART,
-            exclude_self=cell["query_key"] == EARLIER,
-        )  # fmt: skip
+    def fields(self, cell: Cell) -> dict[str, Any]:
+        """Return those of a GPT-2 with rotary positions that attends in this way."""
+        return {
+            "intermediate_size": 4 * self.config.width, "feed_forward": "gelu", "norm": "layer",
+            "mixers": spec_of(cell["model"], cell["weights"]), "output_norm": cell["weights"] == PLAIN,
+            "share_query_key": cell["query_key"] != APART, "exclude_self": cell["query_key"] == EARLIER,
+        }  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
         runs, bigram = self.chosen(results), results.facts["bigram"]

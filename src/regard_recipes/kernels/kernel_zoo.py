@@ -30,8 +30,6 @@ CORRECTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class KernelZooConfig(RecipeConfig):
-    """Draw every kernel, and its weights over three scores under every bandwidth rule."""
-
     workers: int = 0
     """Cells measured at the same time; they are small, so by default in this process."""
     reach: float = 3.0  # Scores are drawn from -reach to reach.
@@ -39,6 +37,10 @@ class KernelZooConfig(RecipeConfig):
     plane: int = 40  # Points along each side of the plane of scores [0, u1, u2]; an even number leaves out ties with 0.
     nearest: int = 2  # How many of the three keys the nearest rule keeps.
     bias: float = 1.0  # What the fixed rule adds to the scores of kernels that end at a threshold.
+    limits: ClassVar = {  # nothing is random: one seed
+        "points": (3, math.inf), "plane": (3, math.inf), "nearest": (1, math.inf), "reach": (1e-3, 100),
+        "seeds": (1, 1),
+    }  # fmt: skip
 
 
 def distinct_kernels() -> dict[str, Any]:
@@ -128,11 +130,6 @@ class KernelZoo(Recipe):
 
     Config = KernelZooConfig
     sizes: ClassVar = {"quick": {"points": 41, "plane": 20}}
-
-    limits: ClassVar = {  # nothing is random: one seed
-        "points": (3, math.inf), "plane": (3, math.inf), "nearest": (1, math.inf), "reach": (1e-3, 100),
-        "seeds": (1, 1),
-    }  # fmt: skip
 
     def cells(self) -> list[Cell]:
         rules = (ALONE, *bandwidths.names())

@@ -44,8 +44,6 @@ WORDS = {"noise": "cue noise", "erased": "erased", "zeroed": "zeroed", "jitter":
 
 @dataclass(frozen=True, kw_only=True)
 class RecallCapacityConfig(RecipeConfig):
-    """Measure how well every preset recalls stored pairs."""
-
     specs: tuple[str, ...] = ()
     """Specs to measure, such as softmax 'triweight*anchored(margin=1)'. By default every preset."""
     models: tuple[str, ...] = ("mesa(ridge=0.01)", "mesa(ridge=1)", "delta")
@@ -66,6 +64,10 @@ class RecallCapacityConfig(RecipeConfig):
     dim: int = 64  # Channels of keys and values.
     seeds: int = 5
     """Independent memories per condition."""
+    limits: ClassVar = {
+        **dict.fromkeys(("stored", "cues", "dim"), (1, math.inf)), **dict.fromkeys(("noise", "jitter"), (0, 1e6)),
+        **dict.fromkeys(("erased", "zeroed"), (0, 1)), "scales": (1e-6, 1e6), "pairs": (1, 2**20),
+    }  # fmt: skip
 
 
 class Trial(NamedTuple):
@@ -166,11 +168,6 @@ class RecallCapacity(Recipe):
 
     Config = RecallCapacityConfig
     sizes: ClassVar = {"quick": {"seeds": 2, "pairs": (16, 64, 256, 1024), "scales": (5.0, 75.0)}}
-
-    limits: ClassVar = {
-        **dict.fromkeys(("stored", "cues", "dim"), (1, math.inf)), **dict.fromkeys(("noise", "jitter"), (0, 1e6)),
-        **dict.fromkeys(("erased", "zeroed"), (0, 1)), "scales": (1e-6, 1e6), "pairs": (1, 2**20),
-    }  # fmt: skip
 
     def check(self) -> None:
         own, call = self.config, self.call()

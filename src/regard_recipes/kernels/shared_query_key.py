@@ -35,8 +35,6 @@ LITTLE = 0.05  # bits per character that a difference in loss must reach to matt
 
 @dataclass(frozen=True, kw_only=True)
 class SharedQueryKeyConfig(RecipeConfig):
-    """Train small language models with queries and keys apart and shared, and compare them."""
-
     seeds: int = 3
     """Models of each kind; they differ in first weights and windows."""
     specs: str = "softmax,shift-cosine,elu,relumax"  # Attention specs with commas between them.

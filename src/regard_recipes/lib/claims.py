@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from .recipe import Frame
 
 if TYPE_CHECKING:
@@ -91,8 +93,6 @@ def mean_interval(values: Iterable[float]) -> Estimate:
 def log_slope(frame: Frame, x: str, y: str) -> Estimate:
     """Return the slope of log mean `y` against log `x`, with the standard errors of the means over seeds carried
     through."""
-    import numpy as np
-
     groups = frame.groupby(x)[y]
     means, errors, counts = groups.mean(), groups.sem().fillna(0.0), groups.count()
     place = np.log(means.index.to_numpy(float))

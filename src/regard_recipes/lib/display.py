@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
+import numpy as np
+
 from .claims import mean_interval, paired
 from .recipe import Frame, select
 
@@ -222,7 +224,6 @@ def heat(
         text: a mean as the text of its cell.
         label: of the colours, which go from 0 to 1, or over the decades of `log`, its ends.
     """
-    import numpy as np
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from regard.checks import ArgumentError
+from regard.nn import FastWeightProductKeyMemory, ProductKeyMemory
 
 from .recipe import Recipe, check_shared
 from .trained import TrainedRecipe
@@ -27,11 +28,7 @@ NOTE = (
 
 
 def estimate(made: Recipe) -> Any:
-    """Return a table with a row for each model, and one for the whole run.
-
-    Raises:
-        ArgumentError: the recipe trains no language models on a text or a task, or an option is out of range.
-    """
+    """Return a table with a row for each model, and one for the whole run."""
     from regard.inspect.tables import Table
 
     if not isinstance(made, TrainedRecipe):
@@ -66,8 +63,6 @@ def row(name: str, runs: int, parameters: int, tokens: float, operations: float,
 def used(model: Any) -> int:
     """Return the number of parameters that multiply every token: without embeddings that are only read, and without the
     slots of product-key memories."""
-    from regard.nn import FastWeightProductKeyMemory, ProductKeyMemory
-
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     read = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - multiplied
     memories = (ProductKeyMemory, FastWeightProductKeyMemory)

@@ -67,9 +67,6 @@ def read_text(
         context: least length of each part, in tokens.
         measured: held-out tokens that are wanted for the results.
         choice: those that are wanted before them to choose settings on; never more than a third of what is held out.
-
-    Raises:
-        ArgumentError: the text is missing, empty, not UTF-8 or too short, or the tokenizer cannot be made.
     """
     from regard.training import TOKENIZERS, encode, split_text
 

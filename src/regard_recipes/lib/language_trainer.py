@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
@@ -106,8 +107,6 @@ class Looks(TrainerCallback):
 @contextlib.contextmanager
 def global_generators(device: torch.device, seed: int) -> Iterator[None]:
     """Seed the generators of torch, numpy and Python inside the block, and leave them as they were."""
-    import numpy as np
-
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     with (
         quiet_transformers(),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError
+from regard.training.device import resolve_device
 
 from .recipe import RecipeConfig, check_number
 
@@ -104,8 +105,6 @@ class Budget:
     def check(self, call: str) -> None:
         """Raise an ArgumentError, which starts with `call` and names a flag, where a number is out of range or the
         device does not exist."""
-        from regard.training.device import resolve_device
-
         ranges: dict[str, tuple[float, float]] = {
             **dict.fromkeys(("batch", "steps", "looks", "parts"), (1, math.inf)),
             **dict.fromkeys(("context", "measured"), (2, math.inf)), "final_share": (0, 1), "warmup": (0, 1),
@@ -162,7 +161,6 @@ def train_language_model(
             f"expected at least a context of {budget.context} and 2; give more text or a smaller context."
         )
     from regard.models.base.catalogue import model_of
-    from regard.training.device import resolve_device
 
     from .language_trainer import global_generators, train_with_trainer
 

@@ -20,9 +20,6 @@ def write(made: Recipe, results: Results, out: Path) -> str:
 
     Returns:
         The Markdown, without its title.
-
-    Raises:
-        ArgumentError: the folder cannot be written.
     """
     figures = {f"{made.name}-{part}.png": picture for part, picture in made.figures(results).items()}
     body = markdown(made, results, list(figures))
@@ -72,11 +69,7 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
 
 
 def write_block(page: Path, made: Recipe, results: Results, folder: str) -> None:
-    """Replace what stands on a page between `<!-- regard reproduce NAME: begin -->` and `... end -->`.
-
-    Raises:
-        ArgumentError: the page has no such pair of marks.
-    """
+    """Replace what stands on a page between `<!-- regard reproduce NAME: begin -->` and `... end -->`."""
     text = page.read_text(encoding="utf-8")
     begin, end = marks(made.name)
     if text.count(begin) != 1 or text.count(end) != 1:

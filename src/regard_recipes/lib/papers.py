@@ -149,11 +149,7 @@ def page(paper: str, found: Sequence[tuple[str, Recipe, str, Sequence[Claim]]]) 
 
 
 def write_pages(folder: Path) -> list[Path]:
-    """Write the page of each paper to a folder with stored results, and return their paths.
-
-    Raises:
-        ArgumentError: the folder holds no results.
-    """
+    """Write the page of each paper to a folder with stored results, and return their paths."""
     found = list(stored(folder))
     if not found:
         raise ArgumentError(f"reproduce: --papers: {folder} holds no results of recipes (NAME.json).")

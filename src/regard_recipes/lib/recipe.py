@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from regard.checks import ArgumentError, suggestion
 from regard.recipes import Progress, recipes
 from regard.training.config import SEEDS
+from regard.training.device import resolve_device
 
 if TYPE_CHECKING:
     from pandas import DataFrame as Frame
@@ -34,7 +35,12 @@ R = TypeVar("R", bound="type[Recipe]")
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
-    """Options that all recipes share. The defaults of a recipe's own fields are those of the size 'small'."""
+    """Options that all recipes share. The defaults of a recipe's own fields are those of the size 'small'.
+
+    A class that adds fields may set `limits`, field to its least and largest number, of several numbers each, and each
+    only once; and `choices`, field of names to the known names, of which at least one is named, and each only once.
+    Those of its base classes hold too.
+    """
 
     out: Path | None = None
     """Folder to write; by default NAME-out. An earlier result in it is replaced; any other folder must be empty."""
@@ -51,6 +57,13 @@ class RecipeConfig:
     """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
     device: str = "cpu"
     """'cpu', 'cuda', 'mps' or 'auto'."""
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = {"seeds": (1, math.inf), "workers": (0, math.inf)}
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    @classmethod
+    def declared(cls, what: str) -> dict[str, Any]:
+        """Return "limits" or "choices" with those of the base classes."""
+        return {name: value for base in reversed(cls.__mro__) for name, value in vars(base).get(what, {}).items()}
 
 
 @dataclass(frozen=True)
@@ -101,15 +114,11 @@ class Recipe(ABC):
     Attributes:
         Config: subclass of `RecipeConfig`; every field has a default and a docstring.
         sizes: 'quick' and 'paper' to the fields in which they differ from the defaults.
-        limits: field to its least and largest number; of several numbers each, and each only once.
-        choices: field of names to the known names; at least one is named, and each only once.
         name: set by `@recipe`.
     """
 
     Config: ClassVar[type[RecipeConfig]]
     sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}
-    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
     name: ClassVar[str] = ""
 
     def __init__(self, config: Any) -> None:
@@ -180,15 +189,13 @@ def recipe(name: str) -> Callable[[R], R]:
 
 def check_shared(made: Recipe) -> None:
     """Raise an ArgumentError where a shared option, or then one of the recipe's own, is out of range."""
-    from regard.training.device import resolve_device
-
     config, call = made.config, made.call()
     resolve_device(config.device, call=call)
-    for name, (low, high) in {"seeds": (1, math.inf), "workers": (0, math.inf), **made.limits}.items():
+    for name, (low, high) in config.declared("limits").items():
         check_number(f"{call}: --{name.replace('_', '-')}", getattr(config, name), low, high)
     if not 0 <= config.seed <= SEEDS - config.seeds:
         raise ArgumentError(f"{call}: --seed is {config.seed}, expected 0 to {SEEDS - config.seeds}.")
-    for name, known in made.choices.items():
+    for name, known in config.declared("choices").items():
         check_names(call, f"--{name.replace('_', '-')}", getattr(config, name), list(known))
     try:
         made.check()

@@ -91,7 +91,7 @@ def _papers(argv: list[str]) -> int:
 def options(kind: type[Recipe], argv: list[str]) -> Any:
     """Return the config from flags, over the values of the chosen size."""
     command, about = f"{CALL} {kind.name}", sizes_text(kind)
-    given: Any = parse(kind.Config, argv, command=command, epilogue=about)
+    given: Any = parse(kind.Config, argv, command=command, about=kind.__doc__, epilogue=about)
     size = "quick" if given.quick else given.size
     if size == "small":
         return given

@@ -51,11 +51,7 @@ class Journal:
     @classmethod
     def open(cls, made: Recipe, argv: Sequence[str]) -> Journal:
         """Return the journal of a new run, or of the one in the folder if it has the same options and is not finished,
-        or has fewer seeds, models, rates or tasks.
-
-        Raises:
-            ArgumentError: the folder cannot be used, or holds an unfinished run with other options.
-        """
+        or has fewer seeds, models, rates or tasks."""
         out = made.config.out or Path(f"{made.name}-out")
         check_out(out, made.call())
         path = out / f"{made.name}.jsonl"
@@ -142,11 +138,7 @@ def unfinished_units(made: Recipe, journal: Journal) -> list[Unit]:
 
 
 def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
-    """Return a recipe and its rows from the record or else the journal in a folder.
-
-    Raises:
-        ArgumentError: there is neither, or the record is of an older form.
-    """
+    """Return a recipe and its rows from the record or else the journal in a folder."""
     record, journal = folder / f"{kind.name}.json", folder / f"{kind.name}.jsonl"
     if record.exists():
         found = json.loads(record.read_text(encoding="utf-8"))
@@ -197,9 +189,6 @@ def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
 
     Returns:
         The nearest folder that exists, `out` itself or one above it.
-
-    Raises:
-        ArgumentError: it is a file, holds what the command did not write, or cannot be written.
     """
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")

@@ -10,15 +10,16 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+
+from regard.tasks import TokenTask
 
 from .claims import Estimate
 from .display import Show, interval, lines, panels, pivot
 from .recipe import Cell, Frame, Results, select
-from .trained import TrainedConfig, TrainedRecipe
-
-if TYPE_CHECKING:
-    from regard.tasks import TokenTask
+from .trained import TrainedConfig, TrainedRecipe, language_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class TaskRecipeConfig(TrainedConfig):
     """Validation score that ends training; above 1 for never."""
     examples: int = 512
     """Examples of the test split that each score is taken from."""
+    limits: ClassVar = {"steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31), "stop_at": (0.0, 2.0)}
 
 
 def first_range(width: int) -> float:
@@ -67,8 +69,6 @@ class TaskRecipe(TrainedRecipe):
     scorings: ClassVar[int] = 10
     per: ClassVar = ("task", "model")
     shown: ClassVar = "test"
-    limits: ClassVar = {**TrainedRecipe.limits, "steps": (1, 2**31), "batch": (1, 2**20),
-                        "examples": (2, 2**31), "stop_at": (0.0, 2.0)}  # fmt: skip
 
     @abstractmethod
     def training_tasks(self) -> Mapping[str, TokenTask]:
@@ -80,19 +80,14 @@ class TaskRecipe(TrainedRecipe):
 
     def make_model(self, name: str, task: TokenTask) -> Any:
         """Return a model with first weights from torch's generator, by its fields in `known` and those of `shared`."""
-        from regard.models import language_models
+        from regard.models.base.catalogue import model_of
 
         width = self.config.width
         fields = {"vocab_size": task.vocabulary, "hidden_size": width, **self.shared(), **self.known[name]}
-        kind = fields.pop("model", "transformer")
-        if kind != "memory-mosaic":  # whose first weights have a scale of their own
-            fields.setdefault("initializer_range", first_range(width))
-        entry = language_models.get(kind)
-        return entry.model(entry.config(**fields))
+        config = language_config(fields, first_range(width))
+        return model_of(config)(config)
 
     def untrained(self, cell: Cell) -> tuple[Any, int]:
-        import torch
-
         own, task = self.config, self.training_tasks()[cell["task"]]
         with torch.device("cpu"):
             length = self.example_length(task)
@@ -118,8 +113,6 @@ class TaskRecipe(TrainedRecipe):
         return [{"task": task, **cell} for task in self.training_tasks() for cell in models]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        import torch
-
         from regard.training.task import TaskBudget, train_on_task
         from regard.training.task.training import LossNotFinite
 

@@ -7,10 +7,9 @@ validation text; what is shown is measured on a text after it.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +17,10 @@ from torch import Tensor
 from regard.checks import ArgumentError
 
 from .display import Show, interval, lines, median, pivot
-from .language_training import Budget, Corpus, TextConfig, train_language_model
+from .language_text import LanguageText, read_text
+from .language_training import Budget, Corpus, TextConfig, initial_range, train_language_model
 from .recipe import Cell, Frame, Results
-from .trained import SIZES, SizesConfig, TrainedConfig, TrainedRecipe
-
-if TYPE_CHECKING:
-    from .language_text import LanguageText
+from .trained import SizesConfig, TrainedConfig, TrainedRecipe, language_config
 
 VOCABULARIES = {"char": 100, "byte": 258, "bpe": 32_000, "gpt2": 50_257}
 """Tokens of a tokenizer, at most or about (char), where the text has not been read."""
@@ -37,11 +34,18 @@ class TextRecipeConfig(TrainedConfig, TextConfig, SizesConfig):
 class TextRecipe(TrainedRecipe):
     """A recipe of language models trained on one text."""
 
-    limits: ClassVar = {**TrainedRecipe.limits, **SIZES}
-
-    @abstractmethod
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return the configuration of the model of a cell."""
+        own = self.config
+        sizes = {
+            "vocab_size": vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
+            "num_attention_heads": own.heads, "max_position_embeddings": own.context,
+        }  # fmt: skip
+        return language_config({**sizes, **self.fields(cell)}, initial_range(own.width))
+
+    def fields(self, cell: Cell) -> Mapping[str, Any]:
+        """Return the fields of a model's configuration that are not sizes, and "model", its kind."""
+        return self.known[cell["model"]]
 
     def check(self) -> None:
         from regard.training import TOKENIZERS
@@ -61,8 +65,6 @@ class TextRecipe(TrainedRecipe):
         return Budget.of(self.config, learning_rate=rate)
 
     def prepare(self) -> Mapping[str, Any]:
-        from .language_text import read_text
-
         own = self.config
         sizes = {"context": own.context, "measured": own.measured, "choice": max(own.context, own.measured // 2)}
         return self.load(read_text(own.data, own.tokenizer, **sizes, call=self.call()))

@@ -24,11 +24,12 @@ class TrainedConfig(RecipeConfig):
     """Names of the models to train; by default all but those that are slow on a CPU."""
     rates: tuple[float, ...] = (1e-3, 3e-3)
     """Learning rates, of which each model takes the one that is best on validation data, by the mean over seeds."""
+    limits: ClassVar = {"rates": (1e-8, 1.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizesConfig:
-    """Options of recipes whose models have one width, and layers and heads of one kind; `SIZES` are their limits."""
+    """Options of recipes whose models have one width, and layers and heads of one kind."""
 
     width: int = 64
     """Channels."""
@@ -36,9 +37,19 @@ class SizesConfig:
     """Layers."""
     heads: int = 4
     """Heads."""
+    limits: ClassVar = {"width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
 
 
-SIZES = {"width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
+def language_config(fields: Mapping[str, Any], spread: float) -> Any:
+    """Return the configuration of the language model that "model" names in `fields`, by default "transformer", with
+    the other fields; `spread` is the standard deviation of its first weights."""
+    from regard.models import language_models
+
+    own = {**fields}
+    kind = own.pop("model", "transformer")
+    if kind != "memory-mosaic":  # whose first weights have a scale of their own
+        own.setdefault("initializer_range", spread)
+    return language_models.get(kind).config(**own)
 
 
 class TrainedRecipe(Recipe):
@@ -57,7 +68,6 @@ class TrainedRecipe(Recipe):
     base: ClassVar[str] = ""
     per: ClassVar[Sequence[str]] = ("model",)
     shown: ClassVar[str] = "run"
-    limits: ClassVar = {"rates": (1e-8, 1.0)}
 
     @property
     def models(self) -> tuple[str, ...]:

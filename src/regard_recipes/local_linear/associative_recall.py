@@ -59,8 +59,6 @@ def models(head: int) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecallConfig(TaskRecipeConfig):
-    """Train models on MQAR with several numbers of pairs, and score them by number of pairs."""
-
     pairs: tuple[int, ...] = (2, 4, 8, 16)  # Numbers of pairs, each in an equal share of the training examples.
     length: int = 4  # Tokens of a sequence for each of its pairs, at least 4.
     vocabulary: int = 64  # Tokens; the paper has 8192.
@@ -69,6 +67,8 @@ class RecallConfig(TaskRecipeConfig):
     steps: int = 1000
     rates: tuple[float, ...] = (3e-3, 6e-3)
     examples: int = 256
+    limits: ClassVar = {"pairs": (1, 2**16), "vocabulary": (4, 2**24), "width": (8, 8192),
+                        "length": (4, 2**16), "head": (2, 8192)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,6 @@ class AssociativeRecall(TaskRecipe):
     Config = RecallConfig
     known = models(32)
     slow = (MAMBA,)
-    limits: ClassVar = {**TaskRecipe.limits, "pairs": (1, 2**16), "vocabulary": (4, 2**24), "width": (8, 8192),
-                        "length": (4, 2**16), "head": (2, 8192)}  # fmt: skip
     sizes: ClassVar = {
         "quick": {"seeds": 2, "pairs": (2, 4), "steps": 60, "rates": (3e-3,), "examples": 64,
                   "models": (SOFTMAX, "linear", LLA), "width": 32},

@@ -44,8 +44,6 @@ PARTS = ("whole", "boundary", "interior")
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryBiasConfig(RecipeConfig):
-    """Measure how fast global linear, local constant and local linear regression learn, and where they err."""
-
     seeds: int = 24
     """Independent designs for each n."""
     dims: tuple[int, ...] = (1, 2)  # Dimensions of the design, each from 1 to 3.
@@ -53,6 +51,10 @@ class BoundaryBiasConfig(RecipeConfig):
     noise: float = 0.5  # Standard deviation of the noise on values.
     radii: int = 96  # Evaluation points along a radius.
     directions: int = 4  # Radii (in one dimension there are two).
+    limits: ClassVar = {
+        "seeds": (2, math.inf), "radii": (8, math.inf), "directions": (1, math.inf), "noise": (1e-6, 1e3),
+        "dims": (1, 3), "sizes": (32, 2**17),
+    }  # fmt: skip
 
 
 class Places(NamedTuple):
@@ -121,11 +123,6 @@ class BoundaryBias(Recipe):
 
     Config = BoundaryBiasConfig
     sizes: ClassVar = {"quick": {"sizes": (512, 1024, 2048, 4096), "seeds": 12, "radii": 64}}
-
-    limits: ClassVar = {
-        "seeds": (2, math.inf), "radii": (8, math.inf), "directions": (1, math.inf), "noise": (1e-6, 1e3),
-        "dims": (1, 3), "sizes": (32, 2**17),
-    }  # fmt: skip
 
     def check(self) -> None:
         if len(self.config.sizes) < 2:

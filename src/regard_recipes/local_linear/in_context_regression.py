@@ -40,14 +40,13 @@ TESTED = 10_000  # first index of test examples; validation examples come before
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionConfig(TaskRecipeConfig):
-    """Train models to regress in context on data with segments, and compare their errors."""
-
     dim: int = 8  # Channels of inputs and targets; the paper has 32.
     length: int = 64  # Pairs of a prompt.
     segments: tuple[int, ...] = (8, 16, 64)  # Pairs of a segment.
     width: int = 32  # Channels of the model; the paper has 128.
     stop_at: float = 2.0
     """Validation score (minus the error) that ends training; above 0 for never."""
+    limits: ClassVar = {"dim": (1, 1024), "length": (2, 2**20), "segments": (1, 2**20), "width": (4, 8192)}
 
 
 class MesaLayer(nn.Module):
@@ -91,8 +90,6 @@ class InContextRegressionRecipe(TaskRecipe):
     known = MODELS
     metric = MSE
     learned = -0.8
-    limits: ClassVar = {**TaskRecipe.limits, "dim": (1, 1024), "length": (2, 2**20), "segments": (1, 2**20),
-                        "width": (4, 8192)}  # fmt: skip
     sizes: ClassVar = {
         "quick": {"seeds": 2, "dim": 4, "length": 32, "segments": (8,), "steps": 40, "rates": (1e-2,), "examples": 64},
         "paper": {"dim": 32, "length": 256, "segments": (32, 64, 128, 256), "width": 128, "batch": 256, "steps": 40_000,

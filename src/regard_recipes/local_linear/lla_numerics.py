@@ -39,23 +39,6 @@ REGARD = "regard"
 TARGETS = {0.1: 0.016, 0.01: 0.056}  # ridge to the relative error of bfloat16 inputs with anisotropic keys
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumericsConfig(RecipeConfig):
-    """Measure the error of local linear attention against solver steps, tolerance, ridge and precision."""
-
-    families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")  # Kinds of data.
-    ridges: tuple[float, ...] = (1.0, 0.1, 0.01)  # Ridges, relative to the kernel weight.
-    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # Budgets of conjugate gradients, in steps.
-    tols: tuple[float, ...] = (1e-2, 1e-3, 1e-4)  # Budgets of conjugate gradients, in relative residuals.
-    length: int = 1024  # Positions.
-    dim: int = 64  # Channels of queries, keys and values.
-    draws: int = 2  # Independent heads of every kind of data.
-
-
-Data = tuple[Tensor, Tensor, Tensor]
-"""q, k, v [T, D]."""
-
-
 FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "normal": lambda q, k, at: (q, k),
     "normalised": lambda q, k, at: (q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)),
@@ -63,6 +46,26 @@ FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] =
     "recall": lambda q, k, at: (k[(at * torch.arange(1, len(k) + 1)).long()] + 0.1 * q, k),
 }
 """Queries and keys from normal ones and uniform numbers; the anisotropic keys from one row more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericsConfig(RecipeConfig):
+    families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")  # Kinds of data.
+    ridges: tuple[float, ...] = (1.0, 0.1, 0.01)  # Ridges, relative to the kernel weight.
+    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # Budgets of conjugate gradients, in steps.
+    tols: tuple[float, ...] = (1e-2, 1e-3, 1e-4)  # Budgets of conjugate gradients, in relative residuals.
+    length: int = 1024  # Positions.
+    dim: int = 64  # Channels of queries, keys and values.
+    draws: int = 2  # Independent heads of every kind of data.
+    choices: ClassVar = {"families": tuple(FAMILIES)}
+    limits: ClassVar = {
+        "length": (2, 4096), "dim": (1, 128), "draws": (1, 64), "seeds": (1, 1), "ridges": (1e-6, 1e6),
+        "steps": (1, 4 * EMULATED), "tols": (1e-7, 1.0),
+    }  # fmt: skip
+
+
+Data = tuple[Tensor, Tensor, Tensor]
+"""q, k, v [T, D]."""
 
 
 def draw(config: NumericsConfig, family: str, head: int, seed: int = 0) -> Data:
@@ -145,12 +148,6 @@ class Numerics(Recipe):
 
     Config = NumericsConfig
     sizes: ClassVar = {"quick": {"length": 256, "dim": 32, "draws": 1}}
-
-    limits: ClassVar = {
-        "length": (2, 4096), "dim": (1, 128), "draws": (1, 64), "seeds": (1, 1), "ridges": (1e-6, 1e6),
-        "steps": (1, 4 * EMULATED), "tols": (1e-7, 1.0),
-    }  # fmt: skip
-    choices: ClassVar = {"families": tuple(FAMILIES)}
 
     def cells(self) -> list[Cell]:
         return [{"data": family, "dtype": dtype} for family in self.config.families for dtype in DTYPES]

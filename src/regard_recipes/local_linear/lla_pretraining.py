@@ -16,9 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from regard.inspect.capture import capture
+
 from ..lib.claims import Claim, claims_of, mean_interval
 from ..lib.display import dots, interval, pivot
-from ..lib.recipe import Cell, Results, recipe, select
+from ..lib.recipe import Results, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 
 PAPER, WHERE = "Local Linear Attention", "appendix F.3"
@@ -42,8 +44,6 @@ WINDOWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainingConfig(TextRecipeConfig):
-    """Train language models with local linear attention and softmax, and look at their weights."""
-
     batch: int = 8
     steps: int = 1500
 
@@ -61,17 +61,6 @@ class Pretraining(TextRecipe):
                   "parts": 16, "steps": 20_000, "rates": (3e-4, 1e-3), "measured": 262_144, "looks": 20,
                   "dtype": "bfloat16", "device": "auto"},
     }  # fmt: skip
-
-    def model_config(self, cell: Cell, vocabulary: int) -> Any:
-        from regard.models import HybridConfig
-
-        from ..lib.language_training import initial_range
-
-        own = self.config
-        return HybridConfig(
-            vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
-            max_position_embeddings=own.context, initializer_range=initial_range(own.width), **MODELS[cell["model"]],
-        )  # fmt: skip
 
     def measured(self, model: Any) -> dict[str, Any]:
         own = self.config
@@ -124,8 +113,6 @@ class Pretraining(TextRecipe):
 def weights_seen(model: Any, tokens: Tensor) -> dict[str, float]:
     """Return how the weights of a model look on windows [W, T]: positions with an absolute weight above `DENSE`, the
     sum of negative weights, and the lowest and the highest weight. Queries are those of the second half."""
-    from regard.inspect.capture import capture
-
     with capture(model, weights=True) as seen:
         model(input_ids=tokens.long(), use_cache=False)
     found: dict[str, list[Tensor]] = {"density": [], "negative": [], "lowest": [], "highest": []}

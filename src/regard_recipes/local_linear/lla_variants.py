@@ -58,8 +58,6 @@ calls the traffic of blockwise softmax attention n d + n^2 a head; it is n^2 d /
 
 @dataclass(frozen=True, kw_only=True)
 class VariantsConfig(RecipeConfig):
-    """Measure error and time of windows, diagonal blocks and solver budgets of local linear attention."""
-
     workers: int = 1
     """Cells measured at the same time; more than one spoils the times."""
     dim: int = 64  # Channels of keys and values, a power of two: blocks are its divisors.
@@ -73,6 +71,10 @@ class VariantsConfig(RecipeConfig):
     tols: tuple[float, ...] = (1e-1, 1e-2, 1e-3)
     """Budgets of conjugate gradients, in relative residuals; the last one is that of the windows."""
     repeats: int = 5  # Timings of every variant.
+    limits: ClassVar = {
+        "length": (16, 4096), "sequences": (1, 4096), "repeats": (1, 1000), "seeds": (1, 1), "ridges": (1e-6, 1e6),
+        "windows": (1, 2**20), "steps": (0, 10_000), "tols": (1e-7, 1.0),
+    }  # fmt: skip
 
 
 class Variant(NamedTuple):
@@ -141,11 +143,6 @@ class Variants(Recipe):
     sizes: ClassVar = {
         "quick": {"dim": 16, "length": 256, "segment": 64, "sequences": 4, "windows": (32, 128), "steps": (1, 4),
                   "repeats": 2},
-    }  # fmt: skip
-
-    limits: ClassVar = {
-        "length": (16, 4096), "sequences": (1, 4096), "repeats": (1, 1000), "seeds": (1, 1), "ridges": (1e-6, 1e6),
-        "windows": (1, 2**20), "steps": (0, 10_000), "tols": (1e-7, 1.0),
     }  # fmt: skip
 
     @property

@@ -49,8 +49,6 @@ FULL = 32  # channels up to which a cell has all sequences
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionConfig(RecipeConfig):
-    """Measure how attention, local linear models and linear states follow a linear map that changes."""
-
     specs: tuple[str, ...] = ("softmax", "rbf", "biweight", "relumax", "triweight")
     """Kernels, each measured as a local constant and as a local linear model."""
     residuals: tuple[str, ...] = ("softmax+mesa", "softmax+linear", "biweight+mesa")
@@ -71,6 +69,10 @@ class RegressionConfig(RecipeConfig):
     scales: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
     """The scales to choose from, in units of the scale that a method has by itself."""
     ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)  # The ridges to choose from.
+    limits: ClassVar = {
+        **dict.fromkeys(("sequences", "held_out", "dims", "segments"), (1, math.inf)), "seeds": (1, 1),
+        **dict.fromkeys(("scales", "ridges", "ridge", "tol"), (1e-6, 1e6)),
+    }  # fmt: skip
 
 
 def task(config: RegressionConfig, cell: Cell) -> ConeRegression:
@@ -130,11 +132,6 @@ class Regression(Recipe):
             "scales": (0.25, 0.5, 1.0, 2.0), "ridges": (0.1, 1.0, 10.0),
         },
         "paper": {"sequences": 10_000},
-    }  # fmt: skip
-
-    limits: ClassVar = {
-        **dict.fromkeys(("sequences", "held_out", "dims", "segments"), (1, math.inf)), "seeds": (1, 1),
-        **dict.fromkeys(("scales", "ridges", "ridge", "tol"), (1e-6, 1e6)),
     }  # fmt: skip
 
     def check(self) -> None:

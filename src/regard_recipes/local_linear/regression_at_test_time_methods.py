@@ -41,11 +41,7 @@ class Method(NamedTuple):
 def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: int) -> list[Method]:
     """Return every estimator: kernels (`specs`) as local constants and as local linear models solved to `tol`, linear
     states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
-    of which one draws with `seed`.
-
-    Raises:
-        ArgumentError: an unknown kernel or state, or a local linear model where a kernel is expected.
-    """
+    of which one draws with `seed`."""
     kernels = {name: _constant(name) for name in specs}
     made: list[tuple[str, Form, bool, bool]] = [
         (name, partial(_kernel, spec), spec.takes_scale, False) for name, spec in kernels.items()

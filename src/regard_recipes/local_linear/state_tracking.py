@@ -18,7 +18,7 @@ from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, mamba
-from ..lib.trained import SIZES, SizesConfig
+from ..lib.trained import SizesConfig
 
 PAPER, LLA, SOFTMAX, MAMBA = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mamba"
 MOVED = "accuracy on moved places"
@@ -34,12 +34,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StateTrackingConfig(TaskRecipeConfig, SizesConfig):
-    """Train models to follow items through swaps, and score them on places that were moved."""
-
     places: tuple[int, ...] = (6,)  # Numbers of places N; the paper has 16, 24, 48 and 96.
     items: int = 32  # Items to choose from; the paper has 8192.
     questions: int = 4  # Questions of a sequence; the paper has 8.
     steps: int = 3000
+    limits: ClassVar = {"places": (2, 4096), "items": (2, 2**24), "questions": (1, 4096)}
 
 
 @recipe("state-tracking")
@@ -50,7 +49,6 @@ class StateTracking(TaskRecipe):
     known = MODELS
     slow = (MAMBA,)
     metric = MOVED
-    limits: ClassVar = {**TaskRecipe.limits, **SIZES, "places": (2, 4096), "items": (2, 2**24), "questions": (1, 4096)}
     sizes: ClassVar = {
         "quick": {"seeds": 2, "steps": 40, "rates": (3e-3,), "models": (SOFTMAX, LLA), "examples": 64, "width": 32},
         "paper": {"places": (16, 24, 48, 96), "items": 8192, "questions": 8, "width": 256, "layers": 4, "batch": 256,

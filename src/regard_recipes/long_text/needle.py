@@ -17,7 +17,6 @@ from regard.checks import ArgumentError
 
 from ..fwpkm.memory_layouts import LACT, LAYOUTS, MEMORIES, PAPER, RESTRICTED, Row
 from ..fwpkm.memory_recipe import (
-    NEEDLE_LIMITS,
     NEEDLES,
     PAPER_SIZE,
     QUICK,
@@ -46,8 +45,6 @@ SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleRecipeConfig(NeedleConfig, MemoryTaskConfig):
-    """Train the fast-weight paper's layouts on text with needles, and let them read haystacks one to four times."""
-
     batch: int = 64
     steps: int = 1200
     stop_at: float = 0.98
@@ -56,6 +53,7 @@ class NeedleRecipeConfig(NeedleConfig, MemoryTaskConfig):
     rates: tuple[float, ...] = (3e-3, 6e-3)
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
+    limits: ClassVar = {"lengths": (1, math.inf), "kept": (0, math.inf)}
 
 
 @recipe("needle")
@@ -66,7 +64,6 @@ class Needle(MemoryRecipe):
     known: ClassVar = {row.name: {"row": row} for row in ROWS}
     slow: ClassVar = [row.name for row in ROWS if row.name not in SMALL]
     scorings = 60  # models with a memory learn in tens of steps, those without in many hundreds
-    limits: ClassVar = {**MemoryRecipe.limits, **NEEDLE_LIMITS, "lengths": (1, math.inf), "kept": (0, math.inf)}
     sizes: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "rates": (3e-3,), "lengths": (40, 80), "reads": 2, "kept": 2},
         "paper": {**PAPER_SIZE, "models": tuple(row.name for row in ROWS), "digits": 6, "key_digits": 2,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.capture import eval_mode
+from regard.nn import FastWeightProductKeyMemory
 from regard.tasks import NeedleResult, NeedleScore
 
 from .needle_text import NeedleText
@@ -111,8 +112,6 @@ def read_and_answer(
 @contextmanager
 def _chunk_of_slots(model: Any, tokens: int | None) -> Iterator[None]:
     """Give the memories with slots another chunk inside the block; None: their own."""
-    from regard.nn import FastWeightProductKeyMemory
-
     slots = [module for module in model.modules() if isinstance(module, FastWeightProductKeyMemory)]
     before = [module.chunk_size for module in slots]
     try:

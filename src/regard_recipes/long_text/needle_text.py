@@ -111,11 +111,7 @@ class NeedleText(TokenTask):
 
 @cache
 def needle_text(data: Path | None, common: int, digits: int, key_digits: int, length: int, most: int) -> NeedleText:
-    """Return the user's text, or the interpreter's manual, with a vocabulary of `common` words of its own.
-
-    Raises:
-        ArgumentError: the text is missing or too short, the number of digits is odd, or needles do not fit.
-    """
+    """Return the user's text, or the interpreter's manual, with a vocabulary of `common` words of its own."""
     from ..demo.demo_text import source_text
 
     _, content = source_text(data, "needles")

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from regard.inspect.capture import eval_mode
 from regard.inspect.gates import GATE
+from regard.inspect.hooks import hooked, named_hook_points
+from regard.nn.memory_trace import observed
 
 Span = Literal["stream", "document", "segment"]
 
@@ -80,9 +82,7 @@ def streamed(
         frozen: memories are read and never written.
         statistics: keep gates and count slots.
     """
-    from regard.inspect.hooks import hooked, named_hook_points
     from regard.models.hybrid.memories import frozen_memory
-    from regard.nn.memory_trace import observed
 
     losses: list[Tensor] = []
     gates: dict[str, list[Tensor]] = {}

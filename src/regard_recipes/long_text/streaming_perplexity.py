@@ -20,7 +20,6 @@ from regard.inspect.gates import BINS
 from ..fwpkm.memory_layouts import FULL, LACT, LAYOUTS, MEMORIES, PAPER, RESTRICTED, Row
 from ..fwpkm.memory_recipe import (
     NAMES,
-    NAMES_LIMITS,
     PAPER_SIZE,
     QUICK,
     MemoryRecipe,
@@ -43,8 +42,6 @@ NO_KNOWLEDGE = ("Nothing is the same in all documents of this text, so that it c
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingPerplexityConfig(NamesConfig, MemoryTaskConfig):
-    """Train the fast-weight paper's layouts with each of its memories, and read short and long documents in order."""
-
     batch: int = 16
     steps: int = 300
     stop_at: float = 0.97
@@ -53,6 +50,7 @@ class StreamingPerplexityConfig(NamesConfig, MemoryTaskConfig):
     """Documents of each kind that are read; a quarter of them side by side."""
     segments: int = 16
     """Segments of a long document, each as long as a training window."""
+    limits: ClassVar = {"segments": (1, math.inf)}
 
 
 @recipe("streaming-perplexity")
@@ -64,7 +62,6 @@ class StreamingPerplexity(MemoryRecipe):
     slow: ClassVar = [row.name for row in ROWS if row.name not in SMALL]
     metric = "accuracy on far"
     scorings = 20
-    limits: ClassVar = {**MemoryRecipe.limits, **NAMES_LIMITS, "segments": (1, math.inf)}
     sizes: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "rates": (4e-3,), "segments": 3,
                   "models": ("GDN", "GDN | PKM", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")},

@@ -13,20 +13,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from regard.inspect import capture
+from regard.nn import ContextualMemory
+
 from ..lib.claims import Claim, Estimate, claims_of, paired
 from ..lib.display import Show, dots, gap, lines, median, pivot, spread
+from ..lib.language_text import LanguageText, windows
 from ..lib.language_training import train_language_model
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
-
-if TYPE_CHECKING:
-    from ..lib.language_text import LanguageText
 
 PAPER = "Sparse attention"
 # Spec of each weighting. The bandwidth h of normalised ReLU (equation 11: distances between unit keys) and the margin
@@ -48,8 +49,6 @@ KIND = ("layers", "model", "k", "form")  # columns that name a model
 
 @dataclass(frozen=True, kw_only=True)
 class MosaicKernelsConfig(TextRecipeConfig):
-    """Train Memory Mosaics with every weighting of the sparse-attention paper, as defined and as released."""
-
     models: tuple[str, ...] = tuple(WEIGHTINGS)
     """Weightings to train, of the eight."""
     released: tuple[str, ...] = FORMS
@@ -69,6 +68,7 @@ class MosaicKernelsConfig(TextRecipeConfig):
     looks: int = 5
     seeds: int = 5
     """Models of each kind; they differ in first weights and windows."""
+    limits: ClassVar = {"ks": (1, math.inf)}
 
 
 @recipe("mosaic-kernels")
@@ -79,7 +79,6 @@ class MosaicKernels(TextRecipe):
     known: ClassVar = {name: {"mixers": spec} for name, spec in WEIGHTINGS.items()}
     per: ClassVar = KIND
     base = "softmax"
-    limits: ClassVar = {**TextRecipe.limits, "ks": (1, math.inf)}
     sizes: ClassVar = {
         "quick": {"seeds": 1, "width": 32, "heads": 2, "context": 96, "batch": 4, "steps": 80, "rates": (2e-2,),
                   "measured": 2048, "looks": 4},
@@ -97,8 +96,6 @@ class MosaicKernels(TextRecipe):
         super().check()
 
     def load(self, text: LanguageText) -> dict[str, Any]:
-        from ..lib.language_text import windows
-
         self.windows = windows(text.held_out_tokens, self.config.context)[:LOOKED_AT].clone()
         return super().load(text)
 
@@ -136,18 +133,12 @@ class MosaicKernels(TextRecipe):
         """Return the k of comparisons: the paper's if it is among those trained."""
         return SHOWN_K if SHOWN_K in self.config.ks else self.config.ks[0]
 
-    def model_config(self, cell: Cell, vocabulary: int) -> Any:
-        """Return the Memory Mosaic of a cell. Released forms replace the weights of softmax, whose sharpness they
-        need."""
-        from regard.models import MemoryMosaicConfig
-
-        own = self.config
+    def fields(self, cell: Cell) -> dict[str, Any]:
+        # released forms replace the weights of softmax, whose sharpness they need
         spec = "softmax" if cell["form"] in FORMS else WEIGHTINGS[cell["model"]].format(k=cell["k"])
-        return MemoryMosaicConfig(
-            vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=cell["layers"],
-            num_attention_heads=own.heads, mixers=spec, max_position_embeddings=own.context,
-            uniform_gradient="hard" if cell["form"] == HARD else "straight-through",
-        )  # fmt: skip
+        gradient = "hard" if cell["form"] == HARD else "straight-through"
+        return {"model": "memory-mosaic", "num_hidden_layers": cell["layers"], "mixers": spec,
+                "uniform_gradient": gradient}  # fmt: skip
 
     def compared(self, results: Results, kind: str = "run", **where: Any) -> Frame:
         """Return the rows of a kind at the chosen rates; of nearest keys only those with the k of comparisons."""
@@ -258,9 +249,6 @@ def inside(model: Any, windows: Tensor) -> dict[str, Any]:
     """Return of the contextual memories on windows [B, T] of tokens "empty", the share of rows after the first token's
     in which no pair has weight by itself; "support", the mean number of pairs with weight, None for released forms; and
     "rows", one for each head with its learned numbers: "sharpness" (beta^2), "h", "margin"."""
-    from regard.inspect import capture
-    from regard.nn import ContextualMemory
-
     memories = [module for module in model.modules() if isinstance(module, ContextualMemory)]
     training = model.training
     with torch.no_grad(), capture(model.eval()) as seen:

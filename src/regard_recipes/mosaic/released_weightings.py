@@ -79,11 +79,7 @@ class ReleasedMemory(ContextualMemory):
 
     @classmethod
     def of(cls, memory: ContextualMemory, released: Released) -> ReleasedMemory:
-        """Return a memory with the same parameters.
-
-        Raises:
-            ArgumentError: its spec has no learned sharpness.
-        """
+        """Return a memory with the same parameters."""
         if memory.sharpness is None:
             raise ArgumentError(
                 f"ReleasedMemory: {memory.spec} has no learned sharpness; build the memory with the spec 'softmax'."
@@ -109,11 +105,7 @@ class ReleasedMemory(ContextualMemory):
 
 
 def use_released(model: nn.Module, released: Released) -> None:
-    """Give every contextual memory of a model the weights of a released program, with its own parameters.
-
-    Raises:
-        ArgumentError: the model has no contextual memory, or as `ReleasedMemory.of`.
-    """
+    """Give every contextual memory of a model the weights of a released program, with its own parameters."""
     memories = {name: child for name, child in model.named_modules() if name and isinstance(child, ContextualMemory)}
     if not memories:
         raise ArgumentError("use_released: the model has no contextual memory; give a Memory Mosaic.")

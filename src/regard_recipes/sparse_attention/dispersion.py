@@ -33,8 +33,6 @@ STEPS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class DispersionConfig(RecipeConfig):
-    """Measure the weight of the right key, the support and the error of retrieval while the memory grows."""
-
     seeds: int = 5
     """Memories of each length."""
     specs: str = "softmax,sparsemax,biweight,triweight,relumax,topk-softmax"
@@ -44,6 +42,7 @@ class DispersionConfig(RecipeConfig):
     similarity: float = 0.7
     """Mean cosine of the query and its key. All other keys are random, with cosines of about 1/sqrt(dim)."""
     queries: int = 64  # Queries of each memory.
+    limits: ClassVar = {"lengths": (2, 2**24), "dim": (2, 4096), "similarity": (0.0, 1.0), "queries": (1, 2**16)}
 
 
 @recipe("dispersion")
@@ -55,7 +54,6 @@ class Dispersion(Recipe):
         "quick": {"seeds": 3, "lengths": (64, 256, 1024), "queries": 32},
         "paper": {"lengths": (64, 256, 1024, 4096, 16384, 65536, 262144), "seeds": 10},
     }
-    limits: ClassVar = {"lengths": (2, 2**24), "dim": (2, 4096), "similarity": (0.0, 1.0), "queries": (1, 2**16)}
 
     @property
     def specs(self) -> list[str]:

@@ -17,7 +17,7 @@ from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-from ..lib.trained import SIZES, SizesConfig
+from ..lib.trained import SizesConfig
 from .length_generalization import LOG
 from .length_generalization import MODELS as OTHERS
 
@@ -33,13 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig(TaskRecipeConfig, SizesConfig):
-    """Train Memory Mosaics on strings of automata, and score them on new automata."""
-
     automata: tuple[int, ...] = (1000, 0)  # Different automata in training; 0 for a new one in every example.
     setting: str = "quick"  # Sizes of automata and strings: 'quick' or 'paper'.
     heads: int = 2
     batch: int = 32
     stop_at: float = 1.1
+    limits: ClassVar = {"automata": (0, 2**40)}
 
 
 @recipe("in-context-language")
@@ -50,7 +49,6 @@ class InContextLanguage(TaskRecipe):
     known = MODELS
     metric = VALID
     learned = 0.75
-    limits: ClassVar = {**TaskRecipe.limits, **SIZES, "automata": (0, 2**40)}
     sizes: ClassVar = {
         "quick": {"seeds": 2, "automata": (0,), "steps": 60, "rates": (3e-3,), "examples": 32,
                   "models": (SOFTMAX, "biweight"), "width": 32},

@@ -17,7 +17,7 @@ from ..lib.claims import Claim
 from ..lib.display import interval, lines, panels, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-from ..lib.trained import SIZES, SizesConfig
+from ..lib.trained import SizesConfig
 
 PAPER, SOFTMAX = "Sparse attention", "softmax"
 LOG = "Transformer, softmax with learned scale × log n"
@@ -34,8 +34,6 @@ SOME = 0.1  # share of exact answers from which on a length can show a differenc
 
 @dataclass(frozen=True, kw_only=True)
 class LengthConfig(TaskRecipeConfig, SizesConfig):
-    """Train Memory Mosaics on short sequences, and test them on longer ones."""
-
     seeds: int = 5
     tasks: tuple[str, ...] = ("mqmtar", "sort")  # Of mqmtar, reverse and sort.
     setting: str = "quick"  # Setting of the tasks: 'quick' or 'paper'.
@@ -43,6 +41,8 @@ class LengthConfig(TaskRecipeConfig, SizesConfig):
     steps: int = 3000
     examples: int = 128
     """Examples of the test split at each length."""
+    limits: ClassVar = {"factors": (1, 1024)}
+    choices: ClassVar = {"tasks": ("mqmtar", "reverse", "sort")}
 
 
 @recipe("length-generalization")
@@ -52,8 +52,6 @@ class LengthGeneralization(TaskRecipe):
     Config = LengthConfig
     known = MODELS
     metric = "exact"
-    choices: ClassVar = {"tasks": ("mqmtar", "reverse", "sort")}
-    limits: ClassVar = {**TaskRecipe.limits, **SIZES, "factors": (1, 1024)}
     sizes: ClassVar = {
         "quick": {"seeds": 2, "tasks": ("sort",), "factors": (1, 2), "steps": 60, "rates": (3e-3,), "examples": 32,
                   "models": (SOFTMAX, "biweight"), "width": 32},

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import ArgumentError
+from regard.tasks import Stories
+from regard.tasks.tokens import stream
 
 from ..lib.claims import Claim, Estimate, claims_of, paired
 from ..lib.display import interval, lines, panels, pivot
-from ..lib.recipe import Cell, Results, recipe
+from ..lib.language_text import LanguageText, windows
+from ..lib.recipe import Results, recipe
 from ..lib.text_recipe import TextRecipe, TextRecipeConfig
 from ..mosaic.mosaic_kernels import WEIGHTINGS
-
-if TYPE_CHECKING:
-    from ..lib.language_text import LanguageText
 
 PAPER, SOFTMAX, RELUMAX, OTHER, OWN = "Sparse attention", "softmax", "relumax", "other text", "own text"
 COMPACT = ("normrelu", "biweight", "triweight")
@@ -38,8 +38,6 @@ TOKENIZERS = ("byte", "gpt2")
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfDistributionConfig(TextRecipeConfig):
-    """Train Memory Mosaics on one text, and read another one with them."""
-
     other: Path | None = None  # UTF-8 text to read, a file or a folder. None: stories of a grammar.
     tokenizer: str = "byte"
     """byte or gpt2."""
@@ -49,6 +47,7 @@ class OutOfDistributionConfig(TextRecipeConfig):
     measured: int = 16_384
     """Held-out tokens, and tokens of the other text, that the results are measured on."""
     rates: tuple[float, ...] = (2e-3, 5e-3)
+    limits: ClassVar = {"context": (2 * PARTS, 2**20)}
 
 
 @recipe("out-of-distribution")
@@ -56,8 +55,10 @@ class OutOfDistribution(TextRecipe):
     """Loss of Memory Mosaics along a text of another kind than the one trained on, by kernel."""
 
     Config = OutOfDistributionConfig
-    known: ClassVar = {name: {"mixers": WEIGHTINGS[name]} for name in (SOFTMAX, *COMPACT, "sparsemax", RELUMAX)}
-    limits: ClassVar = {**TextRecipe.limits, "context": (2 * PARTS, 2**20)}
+    known: ClassVar = {
+        name: {"model": "memory-mosaic", "mixers": WEIGHTINGS[name]}
+        for name in (SOFTMAX, *COMPACT, "sparsemax", RELUMAX)
+    }
     sizes: ClassVar = {
         "quick": {"seeds": 2, "models": (SOFTMAX, "biweight", RELUMAX), "width": 32, "context": 64, "steps": 60,
                   "rates": (5e-3,), "measured": 2048, "looks": 2},
@@ -71,15 +72,6 @@ class OutOfDistribution(TextRecipe):
             given = f"--tokenizer is {self.config.tokenizer!r}, which depends on the text"
             raise ArgumentError(f"{self.call()}: {given}; expected {' or '.join(TOKENIZERS)}.")
         super().check()
-
-    def model_config(self, cell: Cell, vocabulary: int) -> Any:
-        from regard.models import MemoryMosaicConfig
-
-        own = self.config
-        return MemoryMosaicConfig(
-            vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
-            max_position_embeddings=own.context, **self.known[cell["model"]],
-        )  # fmt: skip
 
     def load(self, text: LanguageText) -> dict[str, Any]:
         from regard.training import encode
@@ -161,9 +153,6 @@ class OutOfDistribution(TextRecipe):
 
 def other_text(path: Path | None, characters: int, call: str) -> tuple[str, str]:
     """Return where a text comes from, and the text: a file or folder, or so many characters of stories."""
-    from regard.tasks import Stories
-    from regard.tasks.tokens import stream
-
     if path is not None:
         from regard.training import load_text
 
@@ -177,18 +166,13 @@ def other_text(path: Path | None, characters: int, call: str) -> tuple[str, str]
     return "stories of a grammar", "\n".join(parts)
 
 
-def windows(tokens: Tensor, context: int) -> Tensor:
-    """Return the windows of a text without overlap, int64 [W, T]."""
-    return tokens[: len(tokens) // context * context].view(-1, context).long()
-
-
 @torch.no_grad()
 def losses_along(model: Any, tokens: Tensor, batch: int) -> Tensor:
     """Return the nats per token at every position but the first, means over windows [W, T]: [T - 1]."""
     device = next(model.parameters()).device
     total = torch.zeros(tokens.shape[1] - 1, dtype=torch.float64)
     for part in tokens.split(batch):
-        part = part.to(device)
+        part = part.to(device).long()
         logits = model(input_ids=part, use_cache=False).logits[:, :-1].float()
         total += F.cross_entropy(logits.mT, part[:, 1:], reduction="none").sum(0).double().cpu()
     return total / len(tokens)

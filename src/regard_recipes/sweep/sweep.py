@@ -28,18 +28,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from regard.checks import ArgumentError, suggestion, within
-from regard.tasks import tasks
+from regard.tasks import TokenTask, tasks
 from regard.training.fields import from_mapping, read_mapping
 
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-
-if TYPE_CHECKING:
-    from regard.tasks import TokenTask
 
 EXAMPLE: dict[str, Any] = {
     "task": {"name": "mqar", "setting": "quick"},
@@ -54,8 +51,6 @@ TRAIN = ("seeds", "rates", "steps", "batch", "stop_at", "examples")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(TaskRecipeConfig):
-    """Train models on a task over the grid that a TOML file gives."""
-
     file: Path | None = None
     """The TOML file; what it sets wins over other options. Without one, a small example is run."""
     content: str = ""
