@@ -1,9 +1,8 @@
 """`regard demo`: small models with different mechanisms, trained side by side, on one page.
 
-Language models that differ in their attention spec alone learn the same text: they have the same sizes and seed, and
-see the same windows in the same order. A 5-gram model of the text is the baseline. The queries and keys of one of them
-show what four kernels make of the same scores. Other models learn to recall values by keys. `run_demo` imports slow
-modules after the checks that do not need them.
+Language models of the same sizes and seed, which differ in their attention spec alone, learn the same windows of a
+text, beside a 5-gram model. The queries and keys of one of them show what four kernels make of the same scores. Other
+models learn to recall values by keys. Slow modules are imported after the checks that do not need them.
 """
 
 from __future__ import annotations

@@ -21,14 +21,7 @@ SPECS = ("softmax", "sparsemax", "biweight", "relumax")
 
 @dataclass(frozen=True, kw_only=True)
 class KernelWeights:
-    """Weights of the last token of a text under several specs.
-
-    Attributes:
-        model: the spec that the model was trained with.
-        layer, head: where queries and keys come from, counted from 0.
-        labels: T tokens.
-        weights: spec to weights [T].
-    """
+    """Weights [T] of the last of T tokens by spec, from queries and keys of one layer and head (from 0) of a model."""
 
     model: str
     layer: int
@@ -43,17 +36,9 @@ class KernelWeights:
 
 
 def kernel_weights(model: PreTrainedModel, name: str, tokens: Tensor, labels: Sequence[str]) -> KernelWeights | None:
-    """Weigh the keys of one head by each of `SPECS`: the head in which most keys have weight under biweight. Where one
-    key has all weight, no kernel differs from another.
-
-    Args:
-        model: trained with the spec `name`.
-        tokens: int [T], of which the last is the query.
-        labels: T tokens as text.
-
-    Returns:
-        The weights, or None if the model has no queries and keys to read.
-    """
+    """Weigh the keys of one head by each of `SPECS`, for the last of the tokens [T]: the head in which most keys have
+    weight under biweight. Where one key has all weight, no kernel differs from another. None if the model, trained with
+    the spec `name`, has no queries and keys to read."""
     layers = range(model.config.num_hidden_layers)
     names = [f"layers.{layer}.self_attn.hook_{part}" for layer in layers for part in "qk"]
     try:

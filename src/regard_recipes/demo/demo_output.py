@@ -49,8 +49,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The results of one model. `train_seconds` is wall time of training steps, `cpu_seconds` processor time of the
-    whole training call; `support` is as in `regard.training.evaluate`."""
+    """The results of one model: `train_seconds` of training steps by the clock, `cpu_seconds` of the whole call."""
 
     bits_per_char: float
     parameters: int

@@ -34,15 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recall:
-    """What one model has learned.
-
-    Attributes:
-        name: of the model.
-        steps, accuracy: the steps after which the validation split was scored, and the scores.
-        final, standard_error: accuracy on the test split.
-        seconds: of training, with scores.
-        parameters: of the model.
-    """
+    """What one model has learned: `accuracy` on the validation split after `steps`, and the `final` one on the test
+    split; `seconds` of training, with scores."""
 
     name: str
     steps: tuple[int, ...]

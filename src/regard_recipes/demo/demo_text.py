@@ -21,15 +21,8 @@ HELD_OUT, MOST_HELD_OUT = 0.1, 40_000  # share of the text that is held out, at 
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """The text of a demo, prepared.
-
-    Attributes:
-        source: where it came from.
-        content: the characters that are used; the last share `share` of it is `held_out`.
-        tokenizer: one token per character of the training text.
-        train_tokens, held_out_tokens: int32 [n], as `train` will encode them.
-        excerpt: the beginning of the first held-out paragraph, for attention maps and (`prompt`) samples.
-    """
+    """The text of a demo, of which the last share `share` is `held_out`; its tokens, int32 [n], one for each character;
+    and the beginning of the first held-out paragraph, for attention maps and (`prompt`) samples."""
 
     source: str
     content: str

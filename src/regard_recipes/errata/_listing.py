@@ -11,15 +11,8 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Erratum:
-    """One error.
-
-    Attributes:
-        paper: its short name, the title of a table.
-        place: where it is printed or released.
-        printed: what is printed or released.
-        correct: what is true.
-        numbers: returns the numbers that show it; its source is the script.
-    """
+    """One error of a paper or its program: where, what is `printed` or released, what is `correct`, and a function that
+    returns `numbers` which show it."""
 
     paper: str
     place: str

@@ -30,13 +30,8 @@ def look_at_slots(
 ) -> Iterator[dict[str, Any]]:
     """Read haystacks of L = `length` tokens n times, answer greedily, and yield what was retrieved for the tokens of
     the answers. The chunk is the haystack: each reading is written once, the last one before the question's first token
-    is read.
-
-    Yields:
-        A row of kind "layer" for each memory layer with counts over all questions, and one of kind "slots" with the
-        share of right answers ("exact") and the stream and the retrieved slots of the first question that was answered
-        correctly (of the first of all if none was).
-    """
+    is read. A row of kind "layer" for each memory layer has counts over all questions; one of kind "slots" has the
+    share of right answers ("exact"), and the slots of the first question that was answered correctly, if any."""
     haystacks, questions, examples = asked(text, length, needles, range(count), seed)
     answers = torch.tensor([text.encode(example.answer) for example in examples])
     spoken, traces = retrieved(model, haystacks, questions, answers.shape[1], reads)
@@ -73,15 +68,11 @@ def retrieved(model: Any, haystacks: Tensor, questions: Tensor, length: int, rea
 
 
 def layer_counts(found: Sequence[SlotReadings], right: list[bool], layer: str) -> dict[str, Any]:
-    """Return counts of what one layer retrieved over all questions.
-
-    Returns:
-        hits, hits_of_four: share of the slots to which the last write, or one of the last four, gave the true next
-        token; weight: share of the weight on hits; same_query: of the written slots that miss, the share whose last
-        writer was the token that asks, and same_by_chance, the share of that token among all that were read before;
-        never: share of the slots that were never written; mixed: of the right answers, the share with a miss, None
-        where there is none.
-    """
+    """Return counts of what one layer retrieved over all questions: hits, hits_of_four (share of the slots to which the
+    last write, or one of the last four, gave the true next token); weight (share of the weight on hits); same_query (of
+    the written slots that miss, the share whose last writer was the token that asks) and same_by_chance (share of that
+    token among all that were read before); never (share of slots never written); mixed (of the right answers, the share
+    with a miss, None where there is none)."""
     mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
     misses, never, chance = [], [], []
     for seen in found:

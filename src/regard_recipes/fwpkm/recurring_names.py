@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 
 from regard.inspect.gates import gate_trace
-from regard.nn import FastWeightProductKeyMemory
 from regard.tasks import TokenTask
 from regard.tasks.recurring_names import RecurringNames
 
@@ -83,13 +82,14 @@ class RecurringNamesRecipe(TaskRecipe):
                 "max_position_embeddings": 16 * own.sentences, "memory_options": {"fwpkm": memory}}  # fmt: skip
 
     def scored(self, model: Any, name: str, test: TokenTask) -> Iterator[dict[str, Any]]:
-        memories = [module for module in model.modules() if isinstance(module, FastWeightProductKeyMemory)]
-        for memory in (WRITTEN, FROZEN) if memories else ("",):
-            for module in memories:
-                module.frozen = memory == FROZEN
-            yield from ({**row, "memory": memory} for row in super().scored(model, name, test))
-            if memory == WRITTEN:
-                yield from gate_rows(model, test, min(32, self.config.examples))
+        from regard.models.hybrid.memories import frozen_memory, memory_modules
+
+        written = bool(memory_modules(model))
+        yield from ({**row, "memory": WRITTEN if written else ""} for row in super().scored(model, name, test))
+        if written:
+            yield from gate_rows(model, test, min(32, self.config.examples))
+            with frozen_memory(model):
+                yield from ({**row, "memory": FROZEN} for row in super().scored(model, name, test))
 
     def claims(self, results: Results) -> list[Claim]:
         if not {WINDOW, FWPKM} <= set(self.models):

@@ -21,12 +21,8 @@ START = "start"
 
 
 def prompt_figure(prompts: Mapping[str, Mapping[str, Any]], explained: Sequence[str]) -> bytes:
-    """Draw one prompt: above, the weights in the middle layer of each stream; below, what each context token adds to
-    the logit of the predicted token, a panel for each model of `explained`, whose first gives the maps of ICLM.
-
-    Args:
-        prompts: model to its row of kind "prompt".
-    """
+    """Draw one prompt, by model its row of kind "prompt": above, the weights in the middle layer of each stream; below,
+    what each context token adds to the logit of the predicted token, a panel for each model of `explained`."""
     iclm, transformer = prompts[explained[0]], prompts["transformer"]
     heights = (6.8, 2.8 * len(explained))
     figure = Figure(figsize=(17.0, sum(heights)), dpi=90, layout="constrained")

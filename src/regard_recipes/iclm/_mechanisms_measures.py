@@ -42,10 +42,8 @@ models and their windows; and what heads are measured on, `texts` of `length` to
 
 
 def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed: int) -> Tensor:
-    """Return tokens to learn induction from, int32 [length]: random blocks of random length, each two to four times.
-
-    The length must vary: with blocks of one length the distance alone would tell the next token.
-    """
+    """Return tokens to learn induction from, int32 [length]: random blocks, each two to four times. Their length varies,
+    since with one length the distance would tell the next token."""
     generator = torch.Generator().manual_seed(seed)
     parts: list[Tensor] = []
     total = 0
@@ -150,11 +148,8 @@ def cross_entropy(logits: Tensor, windows: Tensor, reduction: str = "mean") -> T
 
 
 def choose_prompts(tokens: Tensor, length: int, count: int) -> list[list[int]]:
-    """Return windows of a text [n] whose end has occurred in them before, so that there is something to copy.
-
-    They are the first that do not overlap, and no model is asked. Ends are as long as enough windows allow; rows of one
-    sign (rules, indentation) do not count.
-    """
+    """Return the first windows of a text [n] without overlap whose end has occurred in them before, so that there is
+    something to copy. Ends are as long as enough windows allow; rows of one sign (rules, indentation) do not count."""
     found: list[list[int]] = []
     for size in (8, 6, 4, 3, 2, 1, 0):
         found = list(islice(_recurring(tokens.tolist(), length, size), count))

@@ -52,10 +52,8 @@ def distinct_kernels() -> dict[str, Any]:
 
 
 def shape(kernel: Any, config: KernelZooConfig) -> dict[str, Any]:
-    """Return value and slope of a kernel over x, normalised where it is a function of distance.
-
-    Compact kernels end at distance 1, a = 1 - u^2; the Gaussian is that of standard deviation 1, a = -u^2 / 2.
-    """
+    """Return value and slope of a kernel over x, of mass 1 where it is a function of the distance u: compact kernels
+    end at u = 1, with a = 1 - u^2, and the Gaussian has standard deviation 1, with a = -u^2 / 2."""
     side = torch.linspace(-config.reach, config.reach, config.points, dtype=torch.float64) * _unit(kernel, config)
     x = side.requires_grad_()
     excess = lambda u: 1 - u * u if kernel.compact else -u * u / 2  # noqa: E731
@@ -82,14 +80,10 @@ def _slope(total: Tensor, x: Tensor) -> Tensor:
 
 
 def product(kernel: Any, rule: str, config: KernelZooConfig) -> dict[str, Any]:
-    """Return a kernel under a bandwidth rule, or the reason why that has no meaning.
-
-    Returns:
-        spec, reason; unit (every score is multiplied by it; 1 but for kernels with a limit); edge (how far scores are
-        drawn, in that unit); line, slopes [points, 3] (weights of the scores (t, 0, -t), and their derivative by t);
-        plane [plane, plane] (weight of the first of the scores [0, u1, u2], u1 along the last axis); support (how many
-        of these three have weight).
-    """
+    """Return a kernel under a bandwidth rule, or the reason why that has no meaning: spec, reason; unit (every score is
+    multiplied by it; 1 but for kernels with a limit); edge (how far scores are drawn, in that unit); line, slopes
+    [points, 3] (weights of the scores (t, 0, -t), and their derivative by t); plane [plane, plane] (weight of the first
+    of the scores [0, u1, u2], u1 along the last axis); support (how many of these three have weight)."""
     # numbers for which three scores show more than under the rule's defaults
     chosen: dict[str, Any] = {"k": config.nearest} if rule == "nearest" else {}
     if rule == "fixed" and kernel.compact:

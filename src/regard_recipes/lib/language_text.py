@@ -65,8 +65,7 @@ def read_text(
 
     Args:
         context: least length of each part, in tokens.
-        measured: held-out tokens that are wanted for the results.
-        choice: those that are wanted before them to choose settings on; never more than a third of what is held out.
+        measured, choice: held-out tokens that are wanted for the results, and before them to choose settings on.
     """
     from regard.training import TOKENIZERS, encode, split_text
 

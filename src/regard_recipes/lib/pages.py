@@ -45,8 +45,7 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
 
     Args:
         figures: file names.
-        folder: what stands before them in links from another page, such as "results/"; such a page has no table of more
-            than `LONGEST` rows, and none of more than `FIRST` rows in the first place.
+        folder: what stands before them in links from another page, such as "results/", which has no long tables.
         level: of the headings.
     """
     record, head = results.record, "#" * level

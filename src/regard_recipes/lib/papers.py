@@ -36,14 +36,12 @@ class Item:
         recipe: that measures it; empty if there is none.
         gpu: command that measures it where there is a GPU, if there is no recipe.
         where: parts of `Claim.where` that belong to it; empty for the place itself.
-        wording: parts of `Claim.wording` of which one must occur; empty for all.
     """
 
     place: str
     what: str
     recipe: str = ""
     where: tuple[str, ...] = ()
-    wording: tuple[str, ...] = ()
     gpu: str = ""
 
     def unmeasured(self) -> tuple[str, str]:
@@ -54,9 +52,7 @@ class Item:
 
     def holds(self, name: str, claim: Claim) -> bool:
         """Return whether a claim of a recipe belongs here."""
-        where = self.where or (self.place,)
-        fits = not self.wording or any(part in claim.wording for part in self.wording)
-        return name == self.recipe and fits and any(part in claim.where for part in where)
+        return name == self.recipe and any(part in claim.where for part in self.where or (self.place,))
 
 
 PAPERS: dict[str, tuple[Item, ...]] = {

@@ -33,11 +33,8 @@ DECAYS = (0.001, 0.1)
 
 
 def models(head: int) -> dict[str, dict[str, Any]]:
-    """Return names of models to fields of their configuration; `head` is the width of their single head.
-
-    Attention has rotary positions, whose wavelengths suit short sequences; the delta rules, Mesa and Mamba have short
-    convolutions. Mamba is that of transformers, which is slow without a GPU.
-    """
+    """Return names of models to fields of their configuration; `head` is the width of their single head. Attention has
+    rotary positions that suit short sequences. Mamba is that of transformers, which is slow without a GPU."""
     bare = {"feed_forward": "none", "head_dim": head, "rope_theta": 100.0}
     gated = {"mixer_options": {"gated-deltanet": {"num_heads": 1, "head_dim": head}}}
     slots = {"sub_keys": 8, "key_dim": head, "value_dim": head, "top_k": 4, "chunk_size": 8}

@@ -80,10 +80,8 @@ class Needle(MemoryRecipe):
         return {NEEDLES: self.needles()}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
-        """Yield the scores by length, protocol and number of reads, memories new for each haystack and kept.
-
-        A model without fast weights reads once: it would answer the same after any number of reads.
-        """
+        """Yield the scores by length, protocol and number of reads, memories new for each haystack and kept. A model
+        without fast weights reads once: it would answer the same after any number of reads."""
         own, fast = self.config, any(hasattr(module, "frozen") for module in model.modules())
         cases = [(length, protocol, 0) for length in own.lengths for protocol in PROTOCOLS[: None if fast else 1]]
         cases += [(own.lengths[0], protocol, own.kept) for protocol in KEPT if fast and own.kept]
