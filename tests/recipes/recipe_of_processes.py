@@ -1,7 +1,5 @@
 """A recipe that other processes can import."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

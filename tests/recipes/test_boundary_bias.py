@@ -1,7 +1,5 @@
 """`regard reproduce boundary-bias` at a tiny size, and its parts against numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

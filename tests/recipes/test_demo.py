@@ -1,7 +1,5 @@
 """The demo from its flags to its folder."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

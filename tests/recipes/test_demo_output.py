@@ -1,7 +1,5 @@
 """The folder of the demo: which may be written, what is removed, and the parts of the results."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """The text of the demo: where it comes from, how it is cut, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each erratum shows an error: what is printed is off, what is called correct is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from regard_recipes.errata import errata  # noqa: F401  (registers the errata)

@@ -1,7 +1,5 @@
 """`regard reproduce NAME --estimate`: parameters, tokens and operations of a run; torch counts them too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What holds for every recipe: a tiny run stores and shows everything, a seed decides its numbers, mistakes are found
 before anything is written."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

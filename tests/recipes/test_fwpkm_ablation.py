@@ -1,7 +1,5 @@
 """`regard reproduce fwpkm-ablation`: what each variant is, what is measured of it, and what is claimed."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

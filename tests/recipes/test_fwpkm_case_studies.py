@@ -1,7 +1,5 @@
 """`regard reproduce fwpkm-case-studies`: slots and gates, counted by hand, and what is claimed of them."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`regard reproduce fwpkm-cost`: the paper's table 2, counted by other means, and what is said about it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """`regard reproduce iclm-mechanisms`: what it measures on models, and its claims on rows made by hand."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

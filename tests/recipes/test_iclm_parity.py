@@ -1,7 +1,5 @@
 """`regard reproduce iclm-parity`: every model trained, counted and judged."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`regard reproduce kernel-selection`: every kernel trained, counted and judged."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The training of the language recipes, against a loop written out here."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

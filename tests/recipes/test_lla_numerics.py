@@ -1,8 +1,6 @@
 """`regard reproduce lla-numerics`: its truth and its emulations against the dense oracle, and what a
 small run leaves behind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`regard reproduce lla-variants`: the paper's blocks and the formulas written out, and what a small run leaves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`regard reproduce mosaic-kernels`: every weighting trained, as defined and as released, counted and judged."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

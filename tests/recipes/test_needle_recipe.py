@@ -1,7 +1,5 @@
 """`regard reproduce needle`: the text with needles, how answers are counted, and verdicts that follow the numbers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The counting baseline, against numbers worked out by hand and against laws."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

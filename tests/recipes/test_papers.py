@@ -1,7 +1,5 @@
 """One page for each paper, from stored results."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recipe layer: intervals against statsmodels and by hand, verdicts, journal, continuation, rebuilding."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`regard reproduce`: recipes at a tiny size through the command line, and the numbers they leave behind."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

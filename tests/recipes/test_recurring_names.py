@@ -1,7 +1,5 @@
 """`regard reproduce recurring-names`: gates by place, and verdicts on rows made by hand."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the released programs computed, against their formulas in loops."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`regard reproduce shared-query-key`, as small as it goes."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 from tiny_runs import tiny

@@ -1,7 +1,5 @@
 """The blocks that recipes write on pages are those of the stored rows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Long texts segment by segment: losses by hand, what is carried, gates; and n reads of a haystack."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`regard reproduce streaming-perplexity`: the text, what is read how, and verdicts that follow the numbers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

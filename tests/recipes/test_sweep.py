@@ -1,7 +1,5 @@
 """Sweeps from a TOML file: the grid, its mistakes, and a run that was stopped."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

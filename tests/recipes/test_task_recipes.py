@@ -1,7 +1,5 @@
 """Recipes that train on tasks: rates are chosen on the validation split, and verdicts need a model that has learned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """`regard reproduce test-time-regression` at a tiny size: every number against a plain loop in numpy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

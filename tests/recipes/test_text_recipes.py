@@ -1,7 +1,5 @@
 """Recipes that train language models on a text: the best rate is taken, and verdicts follow the numbers."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

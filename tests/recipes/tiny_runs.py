@@ -1,7 +1,5 @@
 """Recipes as small as they go, each run once for all tests, whichever process they are in."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

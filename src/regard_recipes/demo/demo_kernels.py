@@ -3,8 +3,6 @@
 Queries and keys are those of a head of the trained model. Only the spec that turns their scores into weights changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

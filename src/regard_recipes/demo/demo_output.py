@@ -8,8 +8,6 @@ runs/            one training run per model (see regard.training)
 text.txt         the text that was used
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Small models without feed-forward layers learn multi-query associative recall (`
 pairs of keys and values and then asks for the value of each key.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One model of the demo: settings, a trial step, training, sample and attention maps."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import suppress

@@ -10,8 +10,6 @@ Below the longest context, a count is the number of different tokens before the 
 vocabulary. A context that never occurred is replaced by the next shorter one.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Errata of the FwPKM paper (arXiv 2601.00671) and of its published program."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Errata of the ICLM paper and of the paper on generalized memory and kernel selection."""
 
-from __future__ import annotations
-
 import torch
 
 from ._listing import Numbers, erratum

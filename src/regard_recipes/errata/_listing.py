@@ -1,7 +1,5 @@
 """The list of errata: `@erratum` adds a function that shows one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

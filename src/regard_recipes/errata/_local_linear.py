@@ -1,7 +1,5 @@
 """Errata of Local Linear Attention (arXiv 2510.01450) and of its published program, in dense float64."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

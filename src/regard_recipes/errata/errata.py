@@ -1,7 +1,5 @@
 """Show errors in the five papers and in the programs that were published with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getsourcelines

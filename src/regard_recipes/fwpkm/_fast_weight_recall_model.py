@@ -3,8 +3,6 @@
 Shapes: B examples, D documents, R readings, P pairs, T = D R 2 P tokens of a stream, V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

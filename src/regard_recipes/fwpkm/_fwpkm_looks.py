@@ -4,8 +4,6 @@ Shapes: E questions, L tokens of a haystack, n readings, Q tokens of a question,
 of a stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -10,8 +10,6 @@ Also measured: fewer slots than pairs need; one reading with smaller chunks, so 
 wrote the slots that are read; and whether the entropy of section 3.3 spreads clustered queries over more slots.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ names come back and reads documents in order, with the memory carried on; and tr
 four readings.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ A model that learned a text in which names come back reads with smaller chunks t
 memory layer is shown by token. What the paper says of both is counted over many questions and documents.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ with everything that is computed; a multiplication and an addition are two. Samp
 that runs here, forward, backward and the optimiser's step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the recipes share that train models with memories on tasks: their options and their models."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import product

@@ -6,8 +6,6 @@ an earlier mention. Attention sees a window. The memory is written while it read
 nothing is written at test time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ batch norm of the queries. The paper adds that query norms become inefficient wh
 Here one layer of a small Transformer is such a memory, and slots are counted on held-out text.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

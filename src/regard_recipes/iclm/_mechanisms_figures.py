@@ -4,8 +4,6 @@ In a map of f a column is a pair of a context and the token that followed it, an
 Transformer it is a position, and carries the token there (column 0 of phi: the start token).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

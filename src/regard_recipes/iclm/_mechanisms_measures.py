@@ -3,8 +3,6 @@
 Shapes: B texts, T tokens, H heads, L layers of f.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -42,8 +40,8 @@ models and their windows; and what heads are measured on, `texts` of `length` to
 
 
 def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed: int) -> Tensor:
-    """Return tokens to learn induction from, int32 [length]: random blocks, each two to four times. Their length varies,
-    since with one length the distance would tell the next token."""
+    """Return tokens to learn induction from, int32 [length]: random blocks, each two to four times. Their length
+    varies, since with one length the distance would tell the next token."""
     generator = torch.Generator().manual_seed(seed)
     parts: list[Tensor] = []
     total = 0

@@ -5,8 +5,6 @@ all heads, beside what equal weights give. Models of text, ICLM and Transformer 
 feed-forward layers, are trained beside pairs of layers on repeated random blocks, where induction can be seen forming.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ W_v f attention alone has (2 + H) C^2 parameters to the Transformer's 4 C^2. So 
 narrower feed-forward layers of f, and (at the paper's size) with two heads in f, which makes it equal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

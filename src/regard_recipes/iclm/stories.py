@@ -5,8 +5,6 @@ and 3 (BabiStories). The data of both are out of reach here. The stories are tho
 grammar, consistency, plot and creativity from 0 to 10 (`regard.tasks.Stories.grade`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean

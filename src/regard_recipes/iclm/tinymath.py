@@ -4,8 +4,6 @@ ICLM paper, section 7, table 3 and figure 3: at equal perplexity, models without
 but compute the answer less often.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The figures of the kernel zoo, as PNG."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

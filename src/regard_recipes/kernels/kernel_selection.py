@@ -7,8 +7,6 @@ number of keys, so that an RMS norm of every head's output follows it. The basel
 with equal weights on the whole past.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

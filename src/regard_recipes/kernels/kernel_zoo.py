@@ -4,8 +4,6 @@ The sparse-attention paper's Figure 1, drawn from the registries: the kernels ag
 score vector [0, u1, u2]; also the weights along the line (t, 0, -t), with their slopes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

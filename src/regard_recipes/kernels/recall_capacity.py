@@ -10,8 +10,6 @@ All see the same keys, values, cues and damage. A kernel that takes a scale is g
 takes none, keys and cues are multiplied by its root, which has the same effect on their dot products.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

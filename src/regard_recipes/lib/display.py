@@ -1,8 +1,6 @@
 """Tables and figures from frames: a row of text for each group of rows; lines over a column, dots for each seed, and
 coloured cells as PNG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter

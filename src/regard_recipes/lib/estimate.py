@@ -3,8 +3,6 @@
 `regard reproduce NAME --estimate --size paper` makes every model on torch's meta device, which stores no weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

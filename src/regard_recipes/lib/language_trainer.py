@@ -1,7 +1,5 @@
 """Train a language model of a recipe with the Trainer of `regard.training`, without a run folder."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random

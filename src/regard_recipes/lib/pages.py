@@ -1,7 +1,5 @@
 """The folder of a recipe's results, written from its rows: record, Markdown and figures."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

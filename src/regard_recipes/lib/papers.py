@@ -4,8 +4,6 @@
 not run, or as not testable at this size where it needs a GPU, with the command that runs it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`regard reproduce NAME`: run a recipe and leave its results in a folder."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import fields
 from pathlib import Path

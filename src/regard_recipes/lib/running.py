@@ -1,8 +1,6 @@
 """Run calls side by side, each in a fresh process with one thread, so that the time and peak memory of a call do not
 depend on the others."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import sys

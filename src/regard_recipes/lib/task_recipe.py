@@ -4,8 +4,6 @@ Each model is trained with every learning rate and seed. The rate is chosen for 
 validation split; what is shown are scores on the test split.
 """
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

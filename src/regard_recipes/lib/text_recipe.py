@@ -4,8 +4,6 @@ Each model is trained with every learning rate and seed. The rate is chosen for 
 validation text; what is shown is measured on a text after it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

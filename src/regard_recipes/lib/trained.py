@@ -1,8 +1,6 @@
 """What recipes of trained models have in common: every model is trained with every learning rate and seed, and compared
 at the rate that is best for it on validation data."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ models with states have states of one size. A model is trained once, on sequence
 short ones are learned first, without which the long ones take many times as many steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from random import Random

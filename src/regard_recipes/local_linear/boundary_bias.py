@@ -8,8 +8,6 @@ w = [1 - |q - k|^2 / h^2]_+, at the bandwidth of a grid with the least mean erro
 over radii times a few directions (P evaluation points), since everything is symmetric.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ segments, each with a linear map of its own on a cone of its own, and predict y 
 noise and tested without. Later queries see earlier ones, which have no y.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

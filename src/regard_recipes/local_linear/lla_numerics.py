@@ -12,8 +12,6 @@ without centred keys. Data of one head, T positions and D channels, values norma
     recall       a query is a key it sees, moved by N(0, 1/100)
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

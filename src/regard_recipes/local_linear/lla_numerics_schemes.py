@@ -9,8 +9,6 @@ more guards: a row stops where d.Ad is not positive, and its result is the itera
 Legend: q, k, v [T, D] of one head; w [T, T] kernel weights, causal; p the same with rows that sum to one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ to 1.8. The paper names neither the data nor the sizes. Its softmax has a fixed 
 cannot become sharper. So softmax is also trained with a scale that it learns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar

@@ -7,8 +7,6 @@ delta = omega - mu . rho is no longer positive; regard takes the blocks of the c
 keys, where there is no denominator. Both are measured, with every ridge.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterator

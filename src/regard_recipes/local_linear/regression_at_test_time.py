@@ -11,8 +11,6 @@ states none. `chosen`, in the second protocol: scale and ridge with the least er
 The first protocol has no choice: the sharpest bandwidth, which looks up the pair itself, would win for every kernel.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A scale is counted in units of the estimator's own (1/sqrt(d) for attention); a 
 a kernel, absolute for Mesa.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial

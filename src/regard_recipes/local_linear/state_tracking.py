@@ -5,8 +5,6 @@ An answer that ignores all swaps is right at the places that no swap touched, ab
 accuracy on moved places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

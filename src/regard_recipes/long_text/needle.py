@@ -5,8 +5,6 @@ length until it finds needles there, and is then asked for needles in haystacks 
 protocols of `needle_reading`: that of the paper, which answers before it writes, and two that write first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

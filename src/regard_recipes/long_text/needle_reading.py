@@ -16,8 +16,6 @@ and positions begin anew at every read; only the memory is kept, and for LaCT it
 Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args

@@ -7,8 +7,6 @@ leaving out numbers that were asked before. One token in sixteen is an answer; w
 not find them in minutes among text and unpredictable numbers.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ without a gap, and every token of a document except the first is predicted once.
 Shapes: B rows read side by side, S tokens of a segment, L of a document.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack

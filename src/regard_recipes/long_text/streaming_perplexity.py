@@ -7,8 +7,6 @@ segment. Here the models are also read by rules that favour nobody: the memory n
 states of all models carried through a document as well.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

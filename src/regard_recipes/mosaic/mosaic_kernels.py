@@ -7,8 +7,6 @@ uniform nearest keys and normalised ReLU differ, and are worse. Its released pro
 and with k = 32 also, as released, none to the keys.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

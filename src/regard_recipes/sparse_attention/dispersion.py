@@ -5,8 +5,6 @@ loses weight as keys are added (dispersion; sparse-attention paper, section 2.1)
 the right key has a weight of 0.9 among the fewest keys. Then only the number of keys changes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Sparse-attention paper, section 4.2, tables 1 and 5: validity of the likeliest s
 the automaton's distribution, for models trained on 1,000 to 40,000 automata.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

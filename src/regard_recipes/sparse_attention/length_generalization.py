@@ -5,8 +5,6 @@ Reverse and Sort at one range of lengths and tested at up to 64 times its end. T
 tokens of its answer are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

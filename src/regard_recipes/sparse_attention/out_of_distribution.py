@@ -6,8 +6,6 @@ Unless files are given, models learn the Python manual and read the stories of `
 over sixteenths of a window.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar

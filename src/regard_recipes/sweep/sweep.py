@@ -20,8 +20,6 @@ mixers = "softmax"
 mixers = "biweight"
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
