@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..lib.recipe import check_number
+from ..lib.recipe import Limits, check_number
 
 PAPER = "Fast-weight Product Key Memory"
 LAYOUTS = ("GDN", "GDN+SWA", "GDN+FA", "FA", "FA-pSWA")
@@ -52,7 +52,7 @@ class MemoryConfig:
     """The square root of a memory's slots."""
     memory_dim: int = 64
     """Channels of a memory's keys and values."""
-    limits: ClassVar = {
+    limits: ClassVar[Limits] = {
         **dict.fromkeys(("layers", "context", "chunk", "sub_keys", "memory_dim"), (2, math.inf)),
         **dict.fromkeys(("kv_heads", "delta_heads"), (0, math.inf)),
     }

@@ -10,7 +10,7 @@ import torch
 
 from regard.nn.memory.fast_weight_product_key_memory import PRESETS
 
-from ..lib.recipe import check_names
+from ..lib.recipe import Limits, check_names
 from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
 from ..long_text.names_reading import NamesText
 from ..long_text.needle_text import NeedleText, needle_text
@@ -49,7 +49,7 @@ class MemoryTaskConfig(MemoryConfig, TaskRecipeConfig):
     suits its 512 sub-keys."""
     feed_forward: str = "none"
     """Of every layer: none, swiglu or gelu."""
-    limits: ClassVar = {"top_k": (1, 2**16)}
+    limits: ClassVar[Limits] = {"top_k": (1, 2**16)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class NamesConfig:
 
     people: int = 4
     """People of a document."""
-    limits: ClassVar = {"people": (1, 100)}
+    limits: ClassVar[Limits] = {"people": (1, 100)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,10 @@ class NeedleConfig:
     """Hexadecimal digits of a needle's key, together a token."""
     reads: int = 4
     """How often a haystack is read at most."""
-    limits: ClassVar = {**dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)), "key_digits": (1, 4)}
+    limits: ClassVar[Limits] = {
+        **dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)),
+        "key_digits": (1, 4),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,7 @@ class NamesAndNeedlesConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
     """Tokens of a haystack."""
     documents: int = 8
     """Documents of held-out names that are read."""
-    limits: ClassVar = {"documents": (1, math.inf)}
+    limits: ClassVar[Limits] = {"documents": (1, math.inf)}
 
 
 class MemoryRecipe(TaskRecipe):

@@ -30,6 +30,8 @@ Cell = Mapping[str, Any]
 """One point of the grid: column to a text, a number or a truth value."""
 Row = Mapping[str, Any]
 """One measurement: column to a text, a number, a truth value or None."""
+Limits = Mapping[str, tuple[float, float]]
+"""Option to its least and largest number."""
 R = TypeVar("R", bound="type[Recipe]")
 
 
@@ -57,7 +59,7 @@ class RecipeConfig:
     """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
     device: str = "cpu"
     """'cpu', 'cuda', 'mps' or 'auto'."""
-    limits: ClassVar[Mapping[str, tuple[float, float]]] = {"seeds": (1, math.inf), "workers": (0, math.inf)}
+    limits: ClassVar[Limits] = {"seeds": (1, math.inf), "workers": (0, math.inf)}
     choices: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     @classmethod

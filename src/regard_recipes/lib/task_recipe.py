@@ -16,7 +16,7 @@ from regard.tasks import TokenTask
 
 from .claims import Estimate
 from .display import Show, interval, lines, panels, pivot
-from .recipe import Cell, Frame, Results, select
+from .recipe import Cell, Frame, Limits, Results, select
 from .trained import TrainedConfig, TrainedRecipe, language_config
 
 
@@ -32,7 +32,7 @@ class TaskRecipeConfig(TrainedConfig):
     """Validation score that ends training; above 1 for never."""
     examples: int = 512
     """Examples of the test split that each score is taken from."""
-    limits: ClassVar = {"steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31), "stop_at": (0.0, 2.0)}
+    limits: ClassVar[Limits] = {"steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31), "stop_at": (0.0, 2.0)}
 
 
 def first_range(width: int) -> float:

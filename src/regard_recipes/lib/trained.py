@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from regard.checks import ArgumentError
 
 from .claims import Estimate, paired
-from .recipe import Cell, Frame, Recipe, RecipeConfig, Results, check_names, select
+from .recipe import Cell, Frame, Limits, Recipe, RecipeConfig, Results, check_names, select
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class TrainedConfig(RecipeConfig):
     """Names of the models to train; by default all but those that are slow on a CPU."""
     rates: tuple[float, ...] = (1e-3, 3e-3)
     """Learning rates, of which each model takes the one that is best on validation data, by the mean over seeds."""
-    limits: ClassVar = {"rates": (1e-8, 1.0)}
+    limits: ClassVar[Limits] = {"rates": (1e-8, 1.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class SizesConfig:
     """Layers."""
     heads: int = 4
     """Heads."""
-    limits: ClassVar = {"width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
+    limits: ClassVar[Limits] = {"width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
 
 
 def language_config(fields: Mapping[str, Any], spread: float) -> Any:
