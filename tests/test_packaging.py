@@ -3,7 +3,6 @@
 import importlib
 import re
 import runpy
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -74,19 +73,7 @@ def test_the_workflows_run_what_a_developer_runs() -> None:
 @pytest.mark.slow
 def test_a_wheel_holds_the_packages_alone(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="the wheel is built without a network; `pip install hatchling`")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        tmp_path,
-        ROOT,
-    ]
-    subprocess.run([str(part) for part in command], check=True)
+    python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT)
     (built,) = tmp_path.glob("regard-*.whl")
     names = zipfile.ZipFile(built).namelist()
     assert {name.split("/")[0] for name in names} == {

@@ -74,23 +74,25 @@ def test_signature_of_attention() -> None:
     assert keyword == list(parameters)[4:]
 
 
-def test_import_needs_torch_alone() -> None:
-    """No optional dependency is imported, and none is needed: they are hidden here."""
+def test_import_and_calls_need_torch_alone() -> None:
+    """The import loads no other package, and calls need none: optional packages are hidden from them."""
     code = """
 import sys
 
 HIDDEN = ("transformers", "accelerate", "tokenizers", "safetensors", "tyro", "rich", "matplotlib", "jinja2",
           "numba", "triton", "entmax", "statsmodels", "scipy", "pytest", "hypothesis", "datasets", "lm_eval")
-sys.modules.update(dict.fromkeys(HIDDEN))  # None: importing it fails
 import torch
 torch_alone = set(sys.modules)
 import regard
+regard.attention
 new = {m.split(".")[0] for m in set(sys.modules) - torch_alone}
 third = {m for m in new if m not in sys.stdlib_module_names and m not in ("regard", "torch", "__editable__")}
 assert not third, third
 assert "torch._dynamo" not in sys.modules, "the compiler takes seconds to import; load it when it is used"
-x = torch.zeros(1, 1, 2, 4)
-regard.attention(x, x, x, "biweight")
+sys.modules.update(dict.fromkeys(HIDDEN))  # None: importing it fails
+x = torch.zeros(1, 1, 2, 4, requires_grad=True)
+for spec in regard.presets():
+    regard.attention(x, x, x, spec, is_causal=True).sum().backward()
 print(sorted(regard.presets())[0])
 """
     assert ran(code) == "biweight"

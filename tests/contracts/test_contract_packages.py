@@ -1,6 +1,5 @@
-"""Importing takes torch alone, and another package's part joins in through an entry point."""
+"""Another package's part joins in through an entry point."""
 
-import json
 import os
 from pathlib import Path
 from textwrap import dedent
@@ -87,31 +86,6 @@ def run(program: str, *extra: Path) -> str:
     """Standard output of a fresh interpreter."""
     path = os.pathsep.join([*map(str, extra), os.environ.get("PYTHONPATH", "")])
     return python("-c", dedent(program), PYTHONPATH=path, OMP_NUM_THREADS="1")
-
-
-def test_import_and_calls_take_torch_alone() -> None:
-    """Neither transformers nor triton, nor anything else that `import torch` has not loaded already; the first
-    calls load no more of that (torch itself looks for triton there), but for numba where it is installed, when the
-    first row is solved by it."""
-    new, loaded, later = json.loads(
-        run("""
-        import json, sys
-        import torch
-        tops = lambda: {name.partition(".")[0] for name in sys.modules}
-        before = tops()
-        import regard
-        loaded = tops()
-        x = torch.randn(1, 1, 4, 3, requires_grad=True)
-        for spec in regard.presets():
-            regard.attention(x, x, x, spec, is_causal=True).sum().backward()
-        new = loaded - set(sys.stdlib_module_names) - before - {"regard"}
-        print(json.dumps([sorted(new), sorted(loaded), sorted(tops())]))
-        """)
-    )
-    extras = {"transformers", "numba", "matplotlib", "tokenizers", "scipy"}
-    assert new == []
-    assert not {"triton", *extras} & set(loaded)
-    assert not (extras - {"numba", "scipy"}) & set(later)
 
 
 def test_a_kernel_of_another_package(installed: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 from mistakes import error_of
 
 import regard
-from regard.checks import ArgumentError
 from regard.grammar.spec import _TEXTS
 
 from . import oracle
@@ -184,27 +183,3 @@ def test_who_computes_what() -> None:
             assert attend(SPECS[label], impl, data, **call) is not None, f"{label}, {impl}: {how}"
     for how in ("all", "causal", "padding", "pairs, strict", "window, padding"):
         assert attend(SPECS["softmax"], "sdpa", data, **masks(*data.sizes)[how]) is not None, how
-
-
-@pytest.mark.parametrize(
-    ("impl", "label", "call", "reason"),
-    [
-        ("sdpa", "local-linear", {}, "only normalised Gaussian weights of degree 0"),
-        ("sdpa", "biweight", {}, "only normalised Gaussian weights of degree 0"),
-        ("sdpa", "softmax", {"exclude_self": True}, "no strictly causal order"),
-        ("sdpa", "softmax", {"window": 2}, "has no window"),
-        ("sdpa", "softmax", {"is_causal": True, "query_offset": 2}, "aligns causal order to the first key"),
-        ("sdpa", "softmax", {"return_diagnostics": True}, "has no row statistics"),
-    ],
-)
-def test_an_implementation_refuses_with_its_reason(impl: str, label: str, call: dict, reason: str) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        regard.attention(*draw().tensors, SPECS[label], impl=impl, **call)
-    assert reason in str(caught.value)
-    assert "Those that can: " in str(caught.value)
-
-
-def test_every_spec_prints_and_reads_back() -> None:
-    for spec in SPECS.values():
-        assert regard.Spec.parse(str(spec)) == spec
-        assert regard.Spec.from_json(spec.to_json()) == spec

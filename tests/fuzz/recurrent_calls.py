@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from contracts import oracle
+from recurrent.recurrences import recurrence
 from torch import Tensor
 
 import regard
@@ -50,31 +50,16 @@ def _tensors(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
     return given, kinds
 
 
-def _walk(wide: dict[str, Any], given: dict[str, Any], step: Any, read: Any, start: Any) -> Tensor:
-    """The outputs [B, H, T, Dv] of a recurrence: `step` puts a pair into a state, `read` asks it."""
-    query, key, value = wide["query"], wide["key"], wide["value"]
-    (batch, heads, tokens, _), kv_heads = query.shape, key.shape[1]
-    mask = torch.ones(batch, tokens, dtype=torch.bool) if given["attn_mask"] is None else given["attn_mask"]
-    decay = 0.0 if wide["log_decay"] is None else wide["log_decay"]
-    decay = decay if isinstance(decay, Tensor) else torch.full(key.shape[:3], decay, dtype=torch.float64)
-    rows = []
-    for b in range(batch):
-        for h in range(heads):
-            of = h // (heads // kv_heads)
-            state, seen, out = start, [], []
-            for t in range(tokens):
-                before = state
-                if mask[b, t]:
-                    state = step(state, b, of, t, key[b, of, t], value[b, of, t], decay[b, of, t].exp())
-                seen.append(before if given["exclude_self"] else state)
-            last = given["is_causal"] or given["exclude_self"]
-            out = [read(seen[t] if last else state, b, h, t, query[b, h, t]) for t in range(tokens)]
-            rows.append(torch.stack(out))
-    return torch.stack(rows).view(batch, heads, tokens, -1)
-
-
-def _factor(wide: dict[str, Any]) -> float:
-    return 1.0 if wide["scale"] is None else wide["scale"]
+def _by_definition(rule: str, given: dict[str, Any], wide: dict[str, Any]) -> Tensor:
+    """The outputs [B, H, T, Dv] of a recurrence, one token after the other; scale as it is but for linear attention."""
+    names = {"q": "query", "k": "key", "v": "value", "g": "log_decay", "beta": "beta", "ridge": "ridge"}
+    x = {name: wide[of] for name, of in names.items() if wide.get(of) is not None}
+    scale = wide["scale"]
+    if rule not in ("delta", "mesa") and scale is not None:
+        x["scale"], scale = torch.full(x["q"].shape[:3], scale), None
+    x = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in x.items()}
+    order = "strict" if given["exclude_self"] else "causal" if given["is_causal"] else "all"
+    return recurrence(rule)(x, order, given["attn_mask"])[0] * (1.0 if scale is None else scale)
 
 
 def _finish(call: Call) -> Call:
@@ -89,29 +74,11 @@ def linear(draw: Draw) -> Call:
     spec = draw.one("elu", "linear", "relu", "relu2", "cosine")
     given |= {"spec": spec, "params": None}
     kinds |= {"spec": SpecValue(also=("softmax", "biweight"))}
-    choices = oracle.read(regard.Spec.parse(spec))
     if not regard.Spec.parse(spec).takes_scale:
         given["scale"], kinds["scale"] = None, Refused(none=True)
 
     def truth(**wide: Any) -> Tensor:
-        scale = wide["query"].shape[-1] ** -0.5 if spec == "linear" and wide["scale"] is None else _factor(wide)
-
-        def step(state: Any, b: int, h: int, t: int, k: Tensor, v: Tensor, fade: Tensor) -> Any:
-            return [(w * fade, own, value) for w, own, value in state] + [(1.0, k, v)]
-
-        def read(state: Any, b: int, h: int, t: int, q: Tensor) -> Tensor:
-            zero = torch.zeros(wide["value"].shape[-1], dtype=torch.float64) + 0 * q.sum()
-            if not state:
-                return zero
-            z = oracle.SIMILARITIES[spec if spec in oracle.SIMILARITIES else "dot"](
-                q[None], torch.stack([k for _, k, _ in state]), choices.cosine_eps
-            )[0]
-            w = (z * scale + choices.bias) * torch.stack([torch.as_tensor(w) for w, _, _ in state])
-            total = w.sum() if choices.normalise else torch.ones(())
-            values = torch.stack([v for _, _, v in state])
-            return zero if total == 0 else w @ values / total
-
-        return _walk(wide, given, step, read, [])
+        return _by_definition(spec, given, wide)
 
     return _finish(Call("linear_attention", regard.linear_attention, given, kinds, truth))
 
@@ -145,15 +112,7 @@ def delta(draw: Draw) -> Call:
     kinds |= {"beta": Real(low=0.0, rows=(pairs,))}
 
     def truth(**wide: Any) -> Tensor:
-        beta = wide["beta"]
-        beta = beta if isinstance(beta, Tensor) else torch.full(pairs, beta, dtype=torch.float64)
-
-        def step(w: Tensor, b: int, h: int, t: int, k: Tensor, v: Tensor, fade: Tensor) -> Tensor:
-            w = w * fade
-            return w + beta[b, h, t] * torch.outer(v - w @ k, k)
-
-        start = torch.zeros(wide["value"].shape[-1], wide["key"].shape[-1], dtype=torch.float64)
-        return _walk(wide, given, step, lambda w, b, h, t, q: w @ q * _factor(wide), start)
+        return _by_definition("delta", given, wide)
 
     return _finish(Call("delta_rule", regard.delta_rule, given, kinds, truth))
 
@@ -176,21 +135,6 @@ def mesa(draw: Draw) -> Call:
     }
 
     def truth(**wide: Any) -> Tensor:
-        dim, ridge, beta = wide["key"].shape[-1], wide["ridge"], wide["beta"]
-
-        def step(state: Any, b: int, h: int, t: int, k: Tensor, v: Tensor, fade: Tensor) -> Any:
-            n = 1.0 if beta is None else beta[b, h, t]
-            return fade * state[0] + n * torch.outer(v, k), fade * state[1] + n * torch.outer(k, k)
-
-        def read(state: Any, b: int, h: int, t: int, q: Tensor) -> Tensor:
-            return (
-                state[0] @ torch.linalg.solve(state[1] + ridge * torch.eye(dim, dtype=torch.float64), q) * _factor(wide)
-            )
-
-        start = (
-            torch.zeros(wide["value"].shape[-1], dim, dtype=torch.float64),
-            torch.zeros(dim, dim, dtype=torch.float64),
-        )
-        return _walk(wide, given, step, read, start)
+        return _by_definition("mesa", given, wide)
 
     return _finish(Call("mesa_attention", regard.mesa_attention, given, kinds, truth))

@@ -60,7 +60,11 @@ def error(found: Tensor, exact: np.ndarray, slack: np.ndarray | float = 0.0) -> 
     return float(worst.max())
 
 
-def check(call, impl: str, alpha: float, tensor: bool, count: int) -> None:
+@pytest.mark.parametrize("count", [1500, pytest.param(24000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize(("call", "impl"), CALLS)
+def test_float32(call, impl: str, alpha: float, tensor: bool, count: int) -> None:
     z, g = rows(count)
     leaf = z.clone().requires_grad_()
     number = torch.full((count, 1), alpha).requires_grad_()
@@ -75,21 +79,6 @@ def check(call, impl: str, alpha: float, tensor: bool, count: int) -> None:
     if tensor:  # a sum of terms of the size of dL/dp, which may cancel
         off = np.abs(number.grad[:, 0].double().numpy() - dalpha)
         assert (off <= BOUND * np.maximum(np.abs(dalpha), 1e-2 * size)).all()
-
-
-@pytest.mark.parametrize("tensor", [False, True])
-@pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize(("call", "impl"), CALLS)
-def test_float32(call, impl: str, alpha: float, tensor: bool) -> None:
-    check(call, impl, alpha, tensor, 1500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor", [False, True])
-@pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize(("call", "impl"), CALLS)
-def test_float32_of_24000_rows(call, impl: str, alpha: float, tensor: bool) -> None:
-    check(call, impl, alpha, tensor, 24000)
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])

@@ -110,11 +110,18 @@ NAMED = [
     *((f"impl ... {x!r}", {"impl": x}) for x in (None, 3)),
     ("unknown impl 'referense'. Did you mean 'reference'?", {"impl": "referense"}),
     ("unknown impl 'cuda-kernel'. Choose from: auto, ", {"impl": "cuda-kernel"}),
-    ("impl='sdpa' computes only normalised Gaussian weights", {"spec": "biweight", "impl": "sdpa"}),
-    ("Those that can: cpu, blocked, reference", {"spec": "biweight", "impl": "sdpa"}),
-    ("Those that can: blocked, reference", {"spec": "local-linear", "impl": "sdpa"}),
-    ("Those that can: cpu, blocked, reference", {"spec": "local-linear[biweight]", "impl": "sdpa"}),
-    ("Those that can: blocked, reference", {"impl": "sdpa", "return_diagnostics": True}),
+    *(
+        (f"impl='sdpa' {why} ... Those that can: {able}blocked, reference", {"impl": "sdpa", **how})
+        for why, able, how in (
+            ("computes only normalised Gaussian weights of degree 0", "cpu, ", {"spec": "biweight"}),
+            ("computes only normalised Gaussian weights of degree 0", "", {"spec": "local-linear"}),
+            ("computes only normalised Gaussian weights of degree 0", "cpu, ", {"spec": "local-linear[biweight]"}),
+            ("has no window and no strictly causal order", "", {"exclude_self": True}),
+            ("has no window and no strictly causal order", "", {"window": 2}),
+            ("aligns causal order to the first key", "", {"is_causal": True, "query_offset": 2}),
+            ("has no row statistics", "", {"return_diagnostics": True}),
+        )
+    ),
     ("expected a Spec or its text, got 3 (int)", {"spec": 3}),
     ("Did you mean 'softmax'", {"spec": "sofmax"}),
 ]

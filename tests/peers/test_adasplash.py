@@ -6,15 +6,13 @@ Triton reads TRITON_INTERPRET when it is imported, which other tests do before. 
 process of its own it writes what AdaSplash computes.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from programs import python
 from torch import Tensor
 
 import regard
@@ -43,10 +41,7 @@ def _write(path: str) -> None:
 def computed(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What AdaSplash computes in each case."""
     path = tmp_path_factory.mktemp("adasplash") / "results.pt"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", str(Path(__file__)), str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-W", "ignore", __file__, path, TRITON_INTERPRET="1")
     found: Results = torch.load(path)
     return found
 

@@ -185,16 +185,27 @@ def spread(x: Inputs, name: str, like: Tensor, default: float) -> Tensor:
     return t[places[t.dim()]].expand_as(like)
 
 
+def mapped(text: str, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Features of queries and keys, whose products are the weights of a spec."""
+    features, scaled, bias, _ = SPECS[text]
+    assert features is not None
+    q, k = features(x["q"]), features(x["k"])
+    q = q * (x["scale"][..., None] if "scale" in x else x["q"].shape[-1] ** -0.5 if scaled else 1.0)
+    return tuple(torch.cat([y, torch.full_like(y[..., :1], bias**0.5)], -1) for y in (q, k)) if bias else (q, k)
+
+
 def recurrence(rule: str) -> Callable[..., tuple[Tensor, Inputs]]:
-    """The definition of "linear", "elu", "delta" or "mesa", one token after the other."""
+    """The definition of "delta", "mesa" or the linear attention of a spec, one token after the other. Sizes are those
+    of the inputs."""
+    divided = rule in SPECS and SPECS[rule][3]
 
     def define(x: Inputs, order: str = "causal", mask: Tensor | None = None) -> tuple[Tensor, Inputs]:
-        q, k, v = x["q"], x["k"], x["v"]
-        q, k = {"linear": (q / 2, k), "elu": (elu(q), elu(k))}.get(rule, (q, k))
-        length, ratio = k.shape[2], q.shape[1] // k.shape[1]
+        q, k = mapped(rule, x) if rule in SPECS else (x["q"], x["k"])
+        v, (batch, kv_heads, length, dim), ratio = x["v"], k.shape, q.shape[1] // k.shape[1]
         g, beta = spread(x, "g", k, 0.0), spread(x, "beta", k, 1.0)[..., :1]
         ridge = spread(x, "ridge", q, 0.0)
-        state = (k.new_zeros(2, 2, 4, 3), k.new_zeros(2, 2, 4, 1), k.new_zeros(2, 2, 4, 4))  # W^T, sum of keys, H
+        sizes = (v.shape[3], 1, dim)  # of W^T, the sum of the keys, and H
+        state = tuple(k.new_zeros(batch, kv_heads, dim, size) for size in sizes)
         states = [state]
         for t in range(length):
             at, value, step = k[:, :, t, :, None], v[:, :, t, None], beta[:, :, t, None]
@@ -202,20 +213,20 @@ def recurrence(rule: str) -> Callable[..., tuple[Tensor, Inputs]]:
             if rule == "delta":
                 w = w - step * at @ (at.mT @ w)
             new = (w + step * at @ value, keys + step * at, gram + step * at @ at.mT)
-            real = torch.ones(2, 1, 1, 1, dtype=torch.bool) if mask is None else mask[:, t, None, None, None]
+            real = torch.ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask[:, t, None, None, None]
             state = tuple(torch.where(real, y, old) for y, old in zip(new, state, strict=True))
             states.append(state)
-        rows = [q.new_zeros(2, 4, 0, 3)]
+        rows = [q.new_zeros(*q.shape[:2], 0, v.shape[3])]
         for t in range(length):
             place = {"causal": t + 1, "strict": t, "all": length}[order]
             w, keys, gram = (y.repeat_interleave(ratio, 1) for y in states[place])
             query = q[:, :, t, :, None]
             if rule == "mesa":
                 query = torch.linalg.solve(gram + torch.diag_embed(ridge[:, :, t]), query)
-            mass = query.mT @ keys if rule == "elu" else torch.ones_like(query[..., :1, :])
+            mass = query.mT @ keys if divided else torch.ones_like(query[..., :1, :])
             rows.append(query.mT @ w / torch.where(mass == 0, 1, mass))
         w, keys, gram = state
-        more = {"keys": keys[..., 0]} if rule in ("linear", "elu") else {"gram": gram} if rule == "mesa" else {}
+        more = {"keys": keys[..., 0]} if rule in SPECS else {"gram": gram} if rule == "mesa" else {}
         return torch.cat(rows, 2), {"values": w, **more}
 
     return define
