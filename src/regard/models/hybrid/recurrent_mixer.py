@@ -1,7 +1,7 @@
 """What token mixers with a recurrent memory share: projections, a short convolution, a norm and an output gate.
 
-A subclass says how its memory is written and read (`recall`). The short convolution is that of Gated DeltaNet: over the
-last few tokens, channel by channel, before the memory sees queries, keys and values.
+The short convolution is that of Gated DeltaNet: over the last few tokens, channel by channel, before the memory sees
+queries, keys and values.
 
 Shapes: B batch, T tokens given now, C model width, H heads, D channels of a head, W the convolution's width.
 """
@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from ...checks import optional_whole, whole
 from ...nn.arguments import positive_ints
+from ...recurrent.packing import by_document, documents
 from ...recurrent.states import State
 from ..base.cache_layers import StateCacheLayer
 from .convolutions import convolved, latest
@@ -52,11 +53,11 @@ class Heads(NamedTuple):
 class RecurrentMixer(StateMixer):
     """Queries, keys and values, a memory of fixed size, a norm for each head, an output gate and a projection.
 
+    A subclass says how its memory is written and read (`recall`), and makes parameters of its own (`make`).
+
     Args:
-        hidden_size: C.
-        num_heads: H.
-        head_dim: D.
-        conv_size: W; 1 for no convolution.
+        hidden_size, num_heads, head_dim: C, H and D.
+        conv_size: W; 1 for no convolution; default: that of `defaults`.
         norm_eps: of the norm of the heads.
         layer_idx: the layer's place in a cache.
     """
@@ -69,13 +70,13 @@ class RecurrentMixer(StateMixer):
         hidden_size: int,
         num_heads: int,
         head_dim: int,
-        conv_size: int = 4,
+        conv_size: int | None = None,
         *,
         norm_eps: float = 1e-6,
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        call = type(self).__name__
+        call, conv_size = type(self).__name__, self.defaults["conv_size"] if conv_size is None else conv_size
         positive_ints(call, hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
         whole(call, "conv_size", conv_size, 1, 2**20)
         self.layer_idx = optional_whole(call, "layer_idx", layer_idx, 0)
@@ -86,6 +87,10 @@ class RecurrentMixer(StateMixer):
         self.gate = nn.Linear(hidden_size, inner, bias=False)
         self.norm = nn.RMSNorm(head_dim, norm_eps)
         self.output = nn.Linear(inner, hidden_size, bias=False)
+        self.make(hidden_size)
+
+    def make(self, hidden_size: int) -> None:
+        """Make the parameters of the memory; by default there are none."""
 
     @classmethod
     def build(cls, config: Any, layer_idx: int, options: Mapping[str, Any]) -> Self:
@@ -115,6 +120,40 @@ class RecurrentMixer(StateMixer):
         heads = self.norm(read).transpose(1, 2).flatten(2) * F.silu(self.gate(hidden))
         tokens = hidden.shape[1] + (0 if convolution is None else convolution.tokens)
         return self.output(heads), (memory, ConvolutionState(latest(inputs, real, reach), tokens=tokens))
+
+
+class LongConvolution(RecurrentMixer):
+    """q * (f(k * v) + skip * k * v), channel by channel, where f is a convolution over all tokens (`convolve`).
+
+    A subclass also has `skip`, [H, D].
+    """
+
+    skip: nn.Parameter
+
+    @abstractmethod
+    def convolve(self, inputs: Tensor, real: Tensor | None, state: Any) -> tuple[Tensor, State]:
+        """Return outputs and the state after all tokens for inputs [B, H, D, T], which are 0 at padding. `real` is
+        boolean [B, T], real tokens first; None: all are."""
+
+    def recall(self, heads: Heads) -> tuple[Tensor, State | None]:
+        how, mask = heads.how, heads.how["attn_mask"]
+        packed = documents(type(self).__name__, how["segment_ids"], heads.query, heads.key)
+        mask = None if mask is None else mask[:, None]
+        if packed is None:
+            return self._read(heads[:3], mask, how["state"])
+        alone = lambda *given: (self._read(*given)[0], None)  # noqa: E731 (states of documents may have many lengths)
+        return by_document(packed, alone, heads[:3], mask)
+
+    def _read(self, parts: tuple[Tensor, ...], mask: Tensor | None, state: Any) -> tuple[Tensor, State]:
+        """Do what `recall` does for queries, keys and values [B, H, T, D] and a mask [B, 1, T]."""
+        query, key, value = parts
+        real = None if mask is None else mask[:, 0]
+        inputs = (key * value).to(torch.promote_types(query.dtype, torch.float32)).transpose(2, 3)
+        if real is not None:
+            inputs = inputs * real[:, None, None]
+        out, state = self.convolve(inputs, real, state)
+        out = out + self.skip.to(inputs.dtype)[..., None] * inputs
+        return query * out.transpose(2, 3).to(query.dtype), state
 
 
 def gates(projected: Tensor) -> Tensor:

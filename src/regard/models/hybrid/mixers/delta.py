@@ -1,7 +1,5 @@
 """DeltaNet (Yang et al. 2024, arXiv:2406.06484): a linear memory that is corrected by the delta rule."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ....recurrent.delta import delta_rule
@@ -17,9 +15,8 @@ class DeltaNet(RecurrentMixer):
     `regard.delta_rule` on keys of length one.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
-        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
-        self.write = nn.Linear(hidden_size, num_heads, bias=False)
+    def make(self, hidden_size: int) -> None:
+        self.write = nn.Linear(hidden_size, self.num_heads, bias=False)
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
         beta = gates(self.write(heads.hidden)).sigmoid()

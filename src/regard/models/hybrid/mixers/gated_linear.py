@@ -25,9 +25,9 @@ class GatedLinearAttention(RecurrentMixer):
 
     defaults: ClassVar[Mapping[str, Any]] = {"conv_size": 1}
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 1, **more: Any) -> None:
-        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
-        self.decay = nn.Sequential(nn.Linear(hidden_size, RANK, bias=False), nn.Linear(RANK, num_heads * head_dim))
+    def make(self, hidden_size: int) -> None:
+        inner = self.num_heads * self.head_dim
+        self.decay = nn.Sequential(nn.Linear(hidden_size, RANK, bias=False), nn.Linear(RANK, inner))
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
         decay = self.decay(heads.hidden).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2).contiguous()

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ....recurrent.packing import by_document, documents
 from ....recurrent.states import State
 from ..convolutions import long_convolution
-from ..recurrent_mixer import Heads, RecurrentMixer
+from ..recurrent_mixer import LongConvolution
 from ..token_mixers import token_mixers
 
 MODES = 16
@@ -27,17 +26,17 @@ class DiagonalState(State):
 
 
 @token_mixers.register("h3")
-class H3(RecurrentMixer):
+class H3(LongConvolution):
     """q * SSM(k * v), channel by channel, with real decay rates, after a short convolution.
 
-    The paper's state space model has complex rates.
+    The paper's state space model has complex rates. Cost: O(T^2) time and O(T) memory a channel and mode.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
-        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
-        self.log_rate = nn.Parameter(torch.zeros(num_heads, head_dim, MODES))
-        self.weight = nn.Parameter(torch.zeros(num_heads, head_dim, MODES))
-        self.skip = nn.Parameter(torch.ones(num_heads, head_dim))
+    def make(self, hidden_size: int) -> None:
+        sizes = (self.num_heads, self.head_dim)
+        self.log_rate = nn.Parameter(torch.zeros(*sizes, MODES))
+        self.weight = nn.Parameter(torch.zeros(*sizes, MODES))
+        self.skip = nn.Parameter(torch.ones(sizes))
 
     def init_weights(self) -> None:
         """Spread the rates of each channel evenly in their logarithm, and draw the weights of its sums."""
@@ -46,27 +45,12 @@ class H3(RecurrentMixer):
         init.normal_(self.weight, std=MODES**-0.5)
         init.ones_(self.skip)
 
-    def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        """Return what is read and the sums after all tokens. Cost: O(T^2) time and O(T) memory a channel and mode."""
-        how, mask = heads.how, heads.how["attn_mask"]
-        packed = documents("H3", how["segment_ids"], heads.query, heads.key)
-        return by_document(packed, self._read, heads[:3], None if mask is None else mask[:, None], how["state"])
-
-    def _read(self, heads: Any, mask: Tensor | None, state: Any) -> tuple[Tensor, State]:
-        """Do what `recall` does for queries, keys and values [B, H, T, D] and a mask [B, 1, T], real tokens first."""
-        query, key, value = heads
-        real = None if mask is None else mask[:, 0]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        inputs = (key * value).to(wide).transpose(2, 3)  # [B, H, D, T]
-        if real is not None:
-            inputs = inputs * real[:, None, None]
-        tokens = inputs.shape[-1]
+    def convolve(self, inputs: Tensor, real: Tensor | None, state: Any) -> tuple[Tensor, State]:
+        tokens, wide = inputs.shape[-1], inputs.dtype
         rate, weight = self.log_rate.to(wide).exp(), self.weight.to(wide)
         lags = torch.arange(tokens + 1, device=inputs.device)
         fading = torch.exp(-rate[..., None] * lags)  # [H, D, modes, T + 1]
-        kernel = (weight[..., None] * fading[..., :-1]).sum(-2)
-        out = long_convolution(inputs, kernel)
-        out = out + self.skip.to(wide)[..., None] * inputs
+        out = long_convolution(inputs, (weight[..., None] * fading[..., :-1]).sum(-2))
         # real tokens stand first, so that the age of token j in the end is the number of real ones after it
         count = inputs.new_full((len(inputs),), tokens) if real is None else real.sum(-1).to(wide)
         age = (count[:, None] - 1 - lags[:-1]).clamp_min(0)
@@ -74,5 +58,4 @@ class H3(RecurrentMixer):
         if state is not None:
             out = out + torch.einsum("hdm,hdmt,bhdm->bhdt", weight, fading[..., 1:], state.sums)
             sums = sums + state.sums * torch.exp(-rate * count[:, None, None, None])
-        found = query * out.transpose(2, 3).to(query.dtype)
-        return found, DiagonalState(sums, tokens=tokens + (0 if state is None else state.tokens))
+        return out, DiagonalState(sums, tokens=tokens + (0 if state is None else state.tokens))

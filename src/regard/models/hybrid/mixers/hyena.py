@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ....nn.arguments import plain_matrix
-from ....recurrent.packing import by_document, documents
 from ....recurrent.states import State
 from ..convolutions import long_convolution
-from ..recurrent_mixer import Heads, RecurrentMixer
+from ..recurrent_mixer import LongConvolution
 from ..token_mixers import token_mixers
 
 WAVES, WIDTH = 8, 32
@@ -29,18 +28,17 @@ class Inputs(State):
 
 
 @token_mixers.register("hyena")
-class Hyena(RecurrentMixer):
+class Hyena(LongConvolution):
     """q * (h conv k v), channel by channel; a small network computes the filter h from the lag, with a decay.
 
-    This is the paper's operator of order two. Decoding costs O(N^2) a token.
+    This is the paper's operator of order two. Cost: O(N^2) time and O(N) memory a channel, also for one more token.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
-        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
+    def make(self, hidden_size: int) -> None:
         self.filter_in = nn.Linear(2 * WAVES + 1, WIDTH)
-        self.filter_out = nn.Linear(WIDTH, num_heads * head_dim, bias=False)
-        self.log_rate = nn.Parameter(torch.zeros(num_heads, head_dim))
-        self.skip = nn.Parameter(torch.ones(num_heads, head_dim))
+        self.filter_out = nn.Linear(WIDTH, self.num_heads * self.head_dim, bias=False)
+        self.log_rate = nn.Parameter(torch.zeros(self.num_heads, self.head_dim))
+        self.skip = nn.Parameter(torch.ones(self.num_heads, self.head_dim))
 
     def init_weights(self) -> None:
         """Spread how fast filters fade over the channels, and draw the network so that its waves differ."""
@@ -62,31 +60,11 @@ class Hyena(RecurrentMixer):
         made = nn.functional.linear(hidden, last.to(wide)).T.unflatten(0, self.log_rate.shape)
         return made * torch.exp(-self.log_rate.to(wide).exp()[..., None] * lag)
 
-    def recall(self, heads: Heads) -> tuple[Tensor, State | None]:
-        """Return what the queries read, and all inputs. Cost: O(N^2) time and O(N) memory a channel."""
-        how, mask = heads.how, heads.how["attn_mask"]
-        packed = documents("Hyena", how["segment_ids"], heads.query, heads.key)
-        mask = None if mask is None else mask[:, None]
-        if packed is None:
-            return self._read(heads[:3], mask, how["state"])
-        alone = lambda *given: (self._read(*given)[0], None)  # noqa: E731 (the inputs of documents have many lengths)
-        return by_document(packed, alone, heads[:3], mask)
-
-    def _read(self, heads: Any, mask: Tensor | None, state: Any) -> tuple[Tensor, State]:
-        """Do what `recall` does for queries, keys and values [B, H, T, D] and a mask [B, 1, T], real tokens first."""
-        query, key, value = heads
-        real = None if mask is None else mask[:, 0]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        inputs = (key * value).to(wide).transpose(2, 3)
-        if real is not None:
-            inputs = inputs * real[:, None, None]
-        tokens = inputs.shape[-1]
-        every = inputs if state is None else torch.cat([state.products.to(wide), inputs], -1)
-        out = long_convolution(every, self.filters(every.shape[-1]))[..., -tokens:]
-        out = out + self.skip.to(wide)[..., None] * inputs
+    def convolve(self, inputs: Tensor, real: Tensor | None, state: Any) -> tuple[Tensor, State]:
+        every = inputs if state is None else torch.cat([state.products.to(inputs.dtype), inputs], -1)
+        n = every.shape[-1]
+        out = long_convolution(every, self.filters(n))[..., -inputs.shape[-1] :]
         if real is not None:  # padding moves in front of the real tokens, where it keeps none of them from the next
-            n = every.shape[-1]
             at = (torch.arange(n, device=every.device) - (~real).sum(-1)[:, None]) % n
             every = every.gather(-1, at[:, None, None].expand_as(every))
-        found = query * out.transpose(2, 3).to(query.dtype)
-        return found, Inputs(every, tokens=every.shape[-1])
+        return out, Inputs(every, tokens=n)

@@ -1,7 +1,5 @@
 """The state space model of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060) as linear attention with a decay per token."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,11 +22,10 @@ class Mamba2(RecurrentMixer):
     paper's skip is left out.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
-        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
-        self.step = nn.Linear(hidden_size, num_heads, bias=False)
-        self.step_bias = nn.Parameter(torch.zeros(num_heads))
-        self.log_rate = nn.Parameter(torch.zeros(num_heads))
+    def make(self, hidden_size: int) -> None:
+        self.step = nn.Linear(hidden_size, self.num_heads, bias=False)
+        self.step_bias = nn.Parameter(torch.zeros(self.num_heads))
+        self.log_rate = nn.Parameter(torch.zeros(self.num_heads))
 
     def init_weights(self) -> None:
         """Draw rates from 1 to 16, and steps whose logarithm is uniform, as Mamba-2 does."""

@@ -20,11 +20,10 @@ class MesaNet(RecurrentMixer):
     """Ridge regression of values on keys of length one, with gates for forgetting and writing, and a learned ridge for
     every channel of every head (`regard.mesa_attention`)."""
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
-        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
-        self.keep = nn.Linear(hidden_size, num_heads, bias=True)
-        self.write = nn.Linear(hidden_size, num_heads, bias=True)
-        self.ridge = nn.Parameter(torch.zeros(num_heads, head_dim))
+    def make(self, hidden_size: int) -> None:
+        self.keep = nn.Linear(hidden_size, self.num_heads)
+        self.write = nn.Linear(hidden_size, self.num_heads)
+        self.ridge = nn.Parameter(torch.zeros(self.num_heads, self.head_dim))
 
     def init_weights(self) -> None:
         """Set the forgetting gates so that a head keeps most of what it knows, and the ridges."""
