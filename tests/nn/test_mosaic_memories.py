@@ -124,6 +124,16 @@ def test_weights_of_packed_documents_are_those_of_the_documents(spec):
     torch.testing.assert_close(layer(x, mask, segment_ids=IDS)[0][mask], 0.5 * out[mask])
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_reset_state_is_that_before_the_first_token(masked):
+    layer, x = memory(), tokens()
+    mask = torch.ones(len(x), T, dtype=torch.bool) if masked else None
+    first, state, _ = layer(x, mask, remember=True)
+    again, after, _ = layer(x, mask, state.reset(), remember=True)
+    assert torch.equal(first, again)
+    assert torch.equal(layer(x, state=state)[0], layer(x, state=after)[0])
+
+
 def test_one_row_of_segment_ids_serves_the_batch():
     layer, x = memory("biweight"), tokens()
     for mask in (None, torch.arange(T).expand(2, T) > 2):

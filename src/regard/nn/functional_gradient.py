@@ -16,7 +16,6 @@ width of f and of embeddings, Dv channels of a head's value, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,58 +31,10 @@ from .arguments import check_hidden, check_positions, positive_int, positive_int
 from .attention.layer import Observer, Rotary
 from .attention.rotary import rotate
 from .hooks import HookPoint, observed_attention
+from .pairs import Pairs, pair_rows
 
 CALL = "nn.FunctionalGradient"
 VARIANTS = ("full", "wv", "slice")
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """The covariate of each value if rows are padded or hold several documents: that of the last real row before it.
-
-    Attributes:
-        index: int64 [B, new], the covariate of each new pair, as an index into the pending one and the rows of this
-            call.
-        last: int64 [B, 1], the covariate that waits for the next value, indexed alike.
-        visible: boolean [B, n], the pairs whose value is real and has a covariate in its document.
-        real: boolean [B, R], the real rows of this call.
-        segments: integers [B or 1, R], the documents of the rows, without rows before them; None for one document per
-            row.
-    """
-
-    index: Tensor
-    last: Tensor
-    visible: Tensor
-    real: Tensor
-    segments: Tensor | None = None
-
-    @classmethod
-    def of(cls, real: Tensor, rows: int, segments: Tensor | None = None) -> Pairs:
-        """Return the pairs of a text, of whose rows so far `real` [B, S] are real and the last `rows` are in this call;
-        `segments` [B or 1, S] are their documents, and then all rows must be in this call."""
-        size = real.shape[1]
-        part = f"segments come with {size} rows, {rows} of them in this call"
-        fits = segments is None or rows == size
-        require(fits, f"{CALL} (Pairs.of)", f"{part}, expected all: a cache holds one document.")
-        earlier = size - rows
-        index = torch.arange(size, device=real.device).expand(real.shape)
-        latest = torch.where(real, index, -1).cummax(1).values
-        begins = torch.zeros_like(index) if segments is None else runs_of(segments)[0]
-        visible = real[:, 1:] & (latest[:, :-1] >= begins[:, 1:])
-        # with earlier rows, index 0 is the pending covariate and index 1 the first row of this call
-        covariate = (latest - earlier + int(earlier > 0)).clamp_min(0)
-        return cls(covariate[:, max(earlier - 1, 0) : -1], covariate[:, -1:], visible, real[:, earlier:], segments)
-
-
-def pair_rows(rows: Tensor, pending: Tensor | None, pairs: Pairs | None) -> tuple[Tensor, Tensor]:
-    """Return the part of `rows` [B, H, R, D] that belongs to the new pairs, [B, H, R, D] or [B, H, R - 1, D] without
-    `pending`, and the part [B, H, 1, D] that waits for the next value. `pending` [B, H, 1, D] is of the row before
-    them, if there is one."""
-    x = rows if pending is None else torch.cat((pending, rows), -2)
-    if pairs is None:
-        return x[..., :-1, :], x[..., -1:, :]
-    pick = lambda index: x.gather(-2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))  # noqa: E731
-    return pick(pairs.index), pick(pairs.last)
 
 
 class FunctionalGradient(nn.Module):

@@ -45,42 +45,24 @@ from .packing import Documents
 
 @dataclass(frozen=True)
 class Context:
-    """Arguments of a decoder other than the embeddings.
+    """Arguments of a decoder other than the embeddings."""
 
-    Attributes:
-        mask: boolean [B, N], True where a token is real; None if all are. A cache of fixed length may add columns for
-            places that are not filled yet.
-        real: the columns [B, T] of this call's tokens in the mask, or None.
-        positions: integers [B or 1, T], the number of real tokens before each.
-        cache: read and extended, or None.
-        past: tokens in the cache, padding included; an integer tensor if the cache has a fixed length and tokens.
-        output_attentions: also return the attention weights.
-        segments: integers [B or 1, T] that increase by one where a document begins; None if every row is one document.
-            Only for models with `honours_segments`, and never with a cache.
-    """
-
-    mask: Tensor | None
-    real: Tensor | None
-    positions: Tensor
-    cache: Cache | None
-    past: int | Tensor
+    mask: Tensor | None  # boolean [B, N], True where a token is real; a fixed cache may add columns of unfilled places
+    real: Tensor | None  # the columns [B, T] of this call's tokens in the mask
+    positions: Tensor  # integers [B or 1, T], the number of real tokens before each
+    cache: Cache | None  # read and extended
+    past: int | Tensor  # tokens in the cache, padding included; a tensor if a fixed cache counts on a device
     output_attentions: bool
-    segments: Tensor | None = None
+    segments: Tensor | None = None  # integers [B or 1, T] that increase by one where a document begins
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Outputs of a decoder.
+    """Outputs of a decoder."""
 
-    Attributes:
-        hidden: [B, T, C] after the last norm, the input of the output matrix.
-        states: hidden states before each layer.
-        attentions: attention weights of every layer [B, H, T, N] if asked for; None for a layer without weights.
-    """
-
-    hidden: Tensor
-    states: list[Tensor] = field(default_factory=list)
-    attentions: list[Tensor | None] = field(default_factory=list)
+    hidden: Tensor  # [B, T, C] after the last norm, the input of the output matrix
+    states: list[Tensor] = field(default_factory=list)  # before each layer
+    attentions: list[Tensor | None] = field(default_factory=list)  # [B, H, T, N]; None for a layer without weights
 
 
 class RegardPreTrainedModel(CheckedLoading):
@@ -93,25 +75,15 @@ class RegardPreTrainedModel(CheckedLoading):
 
 
 class RegardModel(RegardPreTrainedModel):
-    """The decoder without the output matrix.
+    """The decoder without the output matrix; a subclass defines `decode` and `new_cache`."""
 
-    Attributes:
-        embed_tokens: token embeddings.
-        decode: maps embeddings [B, T, C] and their `Context` to a `Decoded`; defined by the subclass.
-        new_cache: returns an empty cache; with `pairs=True`, one that keeps keys and values where the model can do so.
-            Defined by the subclass.
-        honours_segments: whether `decode` separates the documents of `Context.segments`; if not, packed documents are
-            refused.
-        fixed_caches: whether caches of fixed length are taken, and `new_cache(length=...)` returns one.
-    """
-
-    honours_segments: ClassVar[bool] = False
-    fixed_caches: ClassVar[bool] = False
+    honours_segments: ClassVar[bool] = False  # whether `decode` separates packed documents, which are refused otherwise
+    fixed_caches: ClassVar[bool] = False  # whether caches of fixed length are taken; then `new_cache` takes `length`
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
     norm: nn.Module
-    decode: Callable[[Tensor, Context], Decoded]
-    new_cache: Callable[..., Cache]
+    decode: Callable[[Tensor, Context], Decoded]  # of embeddings [B, T, C]
+    new_cache: Callable[..., Cache]  # empty; with `pairs=True` one with keys and values, where the model can have it
     gradient_checkpointing = False
 
     @property
@@ -326,8 +298,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             model_kwargs[CACHE] = own
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-        """Return the model's own positions, from which `generate` counts on. transformers gives padding the position 0:
-        what is written after padding on the right would begin a document of its own."""
+        """Return the model's own positions: transformers' are 0 at padding, which would begin a document after it."""
         mask = model_kwargs.get("attention_mask")
         if mask is None:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)

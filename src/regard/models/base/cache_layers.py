@@ -69,15 +69,10 @@ class StateCacheLayer(OwnCacheLayer):
 
     The model's layer replaces the states and never changes one in place. Tokens cannot be removed from a state, so
     assisted and prompt-lookup decoding are refused before they start.
-
-    Attributes:
-        held: names of the attributes with states, each None before the first token; the first one counts tokens.
-        positional: names among them of states with RoPE-rotated keys, which cannot continue if positions restart.
-        no_way_back: why tokens cannot be removed, for the error message of `crop`.
     """
 
-    held: ClassVar[tuple[str, ...]]
-    positional: ClassVar[tuple[str, ...]] = ()
+    held: ClassVar[tuple[str, ...]]  # attributes with states, None before the first token; the first one counts tokens
+    positional: ClassVar[tuple[str, ...]] = ()  # those with rotated keys, which cannot continue if positions restart
     no_way_back: ClassVar[str] = (
         "tokens cannot be removed from a state, as assisted and prompt-lookup decoding do; decode without an assistant."
     )

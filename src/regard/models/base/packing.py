@@ -33,17 +33,11 @@ def take(packed: dict[str, Any], keywords: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents begin.
+    """Where documents begin."""
 
-    Attributes:
-        source: the argument that says so.
-        begins: boolean [B or 1, T], True at the first real token of each document except the first one of its row.
-        faults: messages of possible mistakes in the arguments, each with a boolean scalar, True if it was made.
-    """
-
-    source: str
-    begins: Tensor
-    faults: Mapping[str, Tensor]
+    source: str  # the argument that says so
+    begins: Tensor  # boolean [B or 1, T], True at the first real token of each document but the first one of its row
+    faults: Mapping[str, Tensor]  # messages of possible mistakes, each with a boolean scalar, True if it was made
 
     @classmethod
     def of(

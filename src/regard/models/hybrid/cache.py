@@ -51,11 +51,7 @@ class RegardCacheLayer(StateCacheLayer):
 
 
 class MemoryCacheLayer(StateCacheLayer):
-    """The state of one memory that is written at test time (`regard.nn.memory_layers`), None before the first token.
-
-    Args:
-        depth: index of the model's layer that has the memory.
-    """
+    """The state of the memory of layer `depth` that is written at test time, None before the first token."""
 
     held = ("memory",)
     memory: Any

@@ -32,12 +32,8 @@ from .token_mixers import TokenMixer, token_mixers
 class HybridDecoderLayer(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + feed_forward(norm(x)) if there is a feed-forward layer.
 
-    A memory written at test time adds to x before or after the mixer; a trained one replaces the feed-forward layer.
-
-    Attributes:
-        self_attn: the mixer: `regard.nn.Attention` or a `TokenMixer`.
-        memory: the memory that is written at test time, or None.
-        memory_index: index of the memory's layer in the cache.
+    A memory written at test time (`memory`) adds to x before or after the mixer (`self_attn`); a trained one replaces
+    the feed-forward layer. `memory_index` is the memory's place in the cache.
     """
 
     def __init__(self, config: HybridConfig, layer_idx: int, memory_index: int) -> None:
@@ -144,11 +140,7 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
 
 
 class HybridModel(HybridPreTrainedModel, RegardModel):
-    """The decoder without the output matrix.
-
-    Attributes:
-        training_step: the number of the optimiser's step, set by `tell_step`; None if it was not called.
-    """
+    """The decoder without the output matrix."""
 
     honours_segments = True
     fixed_caches = True
@@ -162,7 +154,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
             HybridDecoderLayer(config, i, depth + stateful.index(i) if i in stateful else depth) for i in range(depth)
         )
         self.cached_layers = depth + len(stateful)
-        self.training_step: int | None = None
+        self.training_step: int | None = None  # of the optimiser, set by `tell_step`
         self.passes = 0
         self.norm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
         self.post_init()

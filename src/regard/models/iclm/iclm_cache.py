@@ -22,12 +22,8 @@ from ..base.cache_layers import OwnCacheLayer
 
 
 class ICLMCache(Cache):
-    """Layers for the covariate blocks, the f blocks and the values that all f blocks share, in this order.
-
-    Args:
-        covariate_layers, function_layers: numbers of covariate blocks and of f blocks.
-        start: whether there is a start slot before the first token.
-    """
+    """Layers for the covariate blocks, the f blocks and the values that all f blocks share, in this order; `start` says
+    whether there is a start slot before the first token."""
 
     def __init__(self, covariate_layers: int, function_layers: int, start: bool) -> None:
         slots: list[Any] = [SlotLayer(start) for _ in range(covariate_layers)]
@@ -68,17 +64,12 @@ class SlotLayer(DynamicLayer):
 
 
 class PairLayer(OwnCacheLayer):
-    """Tensors [B, H, n, D] with one entry per pair, and the entries that wait for their value.
-
-    Attributes:
-        grown: by name, the entries of all pairs.
-        waiting: by name, the entry of the next pair, [B, H, 1, D].
-    """
+    """Tensors by name, with one entry per pair, and the entries that wait for their value."""
 
     is_croppable = True
     update_refusal = "keys wait for their values here; use extend."
-    grown: dict[str, Tensor]
-    waiting: dict[str, Tensor]
+    grown: dict[str, Tensor]  # [B, H, n, D]
+    waiting: dict[str, Tensor]  # [B, H, 1, D]
 
     def __init__(self, start: bool) -> None:
         super().__init__()

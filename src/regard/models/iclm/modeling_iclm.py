@@ -24,7 +24,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ... import Spec
 from ...checks import ArgumentError, require
 from ...nn import Attention, FunctionalGradient, HookPoint, expected_embedding, feed_forwards, rotary_angles
-from ...nn.functional_gradient import Pairs, mean_embedding, pair_rows
+from ...nn.functional_gradient import mean_embedding
+from ...nn.pairs import Pairs, pair_rows
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel
 from ..base.catalogue import LanguageModel, language_models
 from .configuration_iclm import ICLMConfig

@@ -17,29 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...nn.functional_gradient import Pairs
+from ...nn.pairs import Pairs
 from ...pairwise.visibility import runs_of
 from ..base.base import Context
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of a call.
+    """The slots of a call."""
 
-    Attributes:
-        positions: integers [B or 1, R].
-        mask: boolean [B, S], True where a slot is real; None if all are.
-        pairs: the pairs of slots and values; None if all slots are real and in one document.
-        segments: integers [B or 1, R], the document of each slot; None if every row is one document.
-        token_slots: integers [B or 1, T], the slot of each token if rows have several start slots; None if the tokens
-            have the last slots.
-    """
-
-    positions: Tensor
-    mask: Tensor | None
-    pairs: Pairs | None
-    segments: Tensor | None = None
-    token_slots: Tensor | None = None
+    positions: Tensor  # integers [B or 1, R]
+    mask: Tensor | None  # boolean [B, S], True where a slot is real; None if all are
+    pairs: Pairs | None  # of slots and values; None if all slots are real and in one document
+    segments: Tensor | None = None  # integers [B or 1, R], the document of each slot; None if every row is one
+    token_slots: Tensor | None = None  # integers [B or 1, T], if rows have several start slots; None: the last slots
 
     @classmethod
     def of(cls, context: Context, start: bool) -> Slots:

@@ -22,23 +22,13 @@ IMPLS = ("auto", "reference", "sparse", "triton")
 
 @dataclass(frozen=True)
 class SlotTable:
-    """The table of slots, and how a token finds its own.
+    """The table of slots, and how a token finds its own; top_k, score, spec and idw_eps are as top_k, score, spec and
+    eps of `SlotMemory`."""
 
-    Args:
-        sub_keys: n; the table has n^2 slots.
-        key_dim: Dk, the width of a query and a key; even.
-        value_dim: Dv.
-        heads: H, which all read one table of values.
-        top_k, score, spec, idw_eps: as top_k, score, spec and eps of `SlotMemory`.
-
-    Raises:
-        ArgumentError: sizes or names that do not fit.
-    """
-
-    sub_keys: int = 512
-    key_dim: int = 512
-    value_dim: int = 512
-    heads: int = 1
+    sub_keys: int = 512  # n; the table has n^2 slots
+    key_dim: int = 512  # Dk, the width of a query and a key; even
+    value_dim: int = 512  # Dv
+    heads: int = 1  # H, which all read one table of values
     top_k: int = 8
     score: str = "idw"
     spec: str | Spec = "softmax"
@@ -57,17 +47,11 @@ class SlotTable:
 
 @dataclass(frozen=True)
 class ValueMix:
-    """The values that are written, and the mix of a token's value with what it read.
+    """The values that are written, and the mix of a token's value with what it read."""
 
-    Args:
-        value_norm: z-score the values.
-        gating: mix by a learned gate; otherwise add.
-        norm_eps: of the RMS norms.
-    """
-
-    value_norm: bool = True
-    gating: bool = True
-    norm_eps: float = 1e-5
+    value_norm: bool = True  # z-score the values
+    gating: bool = True  # mix by a learned gate; otherwise add
+    norm_eps: float = 1e-5  # of the RMS norms
 
 
 @dataclass(frozen=True)
@@ -81,9 +65,6 @@ class MemoryStore:
         resident: (needs `shared`) keep the memory in the module, in training and evaluation, as the released program
             does: a call without a state continues from what the last call left.
         storage, impl, sync: as in `SlotMemory`; the dtype may be given by its name.
-
-    Raises:
-        ArgumentError: unknown names, or options that exclude each other.
     """
 
     shared: bool = False

@@ -30,9 +30,7 @@ class FastWeightMLP(FastWeightLayer):
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
         loss of a chunk = mean over pairs and features of (read_t - y_t)^2,     y_t = (v_t + v_{t+1}) / 2
 
-    Chunks are counted from the start of a row's stream, however it is cut into calls; a full chunk is written when the
-    next token arrives, before that token reads. Padding is removed. A token whose hidden state is not finite gets the
-    output NaN, and is neither a target nor learned from; `regard.checks.debug` raises.
+    Chunks, padding and non-finite tokens are treated as in `FastWeightLayer`.
 
     Args:
         hidden_size: C.

@@ -49,10 +49,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         q, v, g = projections of the token (`nn.memory.projections`)    read = sum_j w_j V_j, j in the k slots of q
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
 
-    Chunks are counted from the start of a row's stream, however it is cut into calls. A full chunk waits until the next
-    token arrives and is written before that token reads; `flush` writes what waits. Padding is removed. A token whose
-    hidden state is not finite gets the output NaN and is neither written nor a target; statistics count it
-    (`nn.memory_trace.SlotStatistics`), and `regard.checks.debug` raises.
+    Chunks, padding and non-finite tokens are treated as in `FastWeightLayer`; `nn.memory_trace.SlotStatistics` counts
+    the latter.
 
     Args:
         hidden_size: C.
@@ -189,7 +187,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
             if self.settings.sync is not None:  # now, while all processes take part; later a single one may save
-                self._held = self._flushed(self._held, observer)
+                with torch.no_grad():
+                    self._held = flush(self._held, self.settings, observer=observer)
         return found, after
 
     def _exported(
@@ -218,19 +217,14 @@ class FastWeightProductKeyMemory(FastWeightLayer):
     def flush(self, state: FastWeightState) -> FastWeightState:
         """Return the state with its waiting tokens written, at the end of a document or before a question about it. A
         frozen memory writes nothing."""
-        if self.frozen:
-            return state
-        return flush(state, self.settings, observer=self.observer)
+        return state if self.frozen else flush(state, self.settings, observer=self.observer)
 
     @torch.no_grad()
-    def _flushed(self, state: FastWeightState, observer: MemoryObserver | None) -> FastWeightState:
-        return flush(state, self.settings, observer=observer)
-
     def _settled(self, observer: MemoryObserver | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values with everything written, as new tensors."""
         if self._held is None:
             return self.keys, self.values
-        held = self._flushed(self._held, observer)
+        held = flush(self._held, self.settings, observer=observer)
         return held.keys[0], held.values.dense()[0].to(self.values.dtype)
 
     def _settle(self) -> None:

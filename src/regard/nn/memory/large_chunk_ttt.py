@@ -43,16 +43,11 @@ default (the paper's Table 3 swaps the two numbers)."""
 
 @dataclass(frozen=True)
 class WindowState(State):
-    """The keys and values within the window of later tokens.
+    """The keys and values within the window of later tokens, n <= W - 1."""
 
-    Attributes:
-        key, value: [B, H, n, C / H], keys rotated by their positions; n <= W - 1.
-        valid: boolean [B, n], which of them may be attended to.
-    """
-
-    key: Tensor
-    value: Tensor
-    valid: Tensor
+    key: Tensor  # [B, H, n, C / H], rotated by their positions
+    value: Tensor  # [B, H, n, C / H]
+    valid: Tensor  # boolean [B, n], which of them may be attended to
 
 
 class LargeChunkTTT(nn.Module):
@@ -204,7 +199,7 @@ class LargeChunkTTT(nn.Module):
         value = self.v_proj(hidden)
         read, fast = self._learn(hidden, (query, key, value), position_embeddings, tokens, layer, segment_ids)
         query, key = (self._turned(x, position_embeddings) for x in (query, key))
-        pairs = (self.hook_q(query), self.hook_k(key), self.hook_v(self._split(value)))
+        pairs = (self.hook_q(query), self.hook_k(key), self.hook_v(self._turned(value, None)))
         attended, weights, window = self._attend(pairs, tokens, layer, segment_ids, output_attentions)
         out = self.o_proj(attended.transpose(1, 2).flatten(2) + self.hook_read(read).flatten(2).to(attended.dtype))
         if layer is not None:
@@ -214,13 +209,10 @@ class LargeChunkTTT(nn.Module):
     def flush(self, state: LargeChunkState) -> LargeChunkState:
         return flush(state, self.settings)
 
-    def _split(self, x: Tensor) -> Tensor:
-        """Split [B, T, C] into attention heads, [B, H, T, C / H]."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-
     def _turned(self, x: Tensor, positions: Rotary) -> Tensor:
-        """Split [B, T, C] into attention heads and rotate them by their positions."""
-        return self._split(x) if positions is None else rotate(self._split(x), *positions)
+        """Split [B, T, C] into attention heads [B, H, T, C / H], rotated by their positions."""
+        heads = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return heads if positions is None else rotate(heads, *positions)
 
     def _learn(
         self, hidden: Tensor, parts: Parts, positions: Rotary, tokens: Tokens, layer: Any, segment_ids: Tensor | None

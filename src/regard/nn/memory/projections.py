@@ -75,18 +75,9 @@ class Projected(NamedTuple):
 class MemoryProjections(nn.Module):
     """Queries, values and gates of tokens, and the output projection.
 
-    Args:
-        hidden_size, query_dim: C and Dq.
-        value_dim: Dv, >= 2 with `value_norm`.
-        value_norm: z-score the values.
-        gating: mix what was read and the token's own value by a gate; otherwise add them.
-        norm_eps: added to the mean square in the four RMS norms.
-
-    With C = 768 and Dq = Dv = 512 these are 1,190,408 parameters (paper, Table 2, beside the fast weights).
+    `value_norm` z-scores the values; `gating` mixes what was read and the token's own value by a gate, otherwise they
+    are added. With C = 768 and Dq = Dv = 512 these are 1,190,408 parameters (paper, Table 2, beside the fast weights).
     Matrices start N(0, 0.02^2), biases at 0.
-
-    Raises:
-        ArgumentError: a size that is not a positive integer, or a z-score of a single number.
     """
 
     def __init__(
@@ -117,16 +108,16 @@ class MemoryProjections(nn.Module):
     def forward(self, hidden: Tensor) -> Projected:
         """Project hidden states [B, T, C], float32 at least."""
         wide = hidden.dtype
-        query = _linear(self.q_proj, self.q_norm(hidden)).to(wide)
-        value = _linear(self.v_proj, self.v_norm(hidden)).to(wide)
+        query = self.q_proj(as_input(self.q_norm(hidden), self.q_proj)).to(wide)
+        value = self.v_proj(as_input(self.v_norm(hidden), self.v_proj)).to(wide)
         gate = None
         if self.gating:
-            gate = _linear(self.gate_proj, self.gate_norm(hidden)).to(wide).mean(-1).sigmoid()
+            gate = self.gate_proj(as_input(self.gate_norm(hidden), self.gate_proj)).to(wide).mean(-1).sigmoid()
         return Projected(query, z_score(value) if self.value_norm else value, gate)
 
     def back(self, mixed: Tensor) -> Tensor:
         """Project mixes [B, T, Dv] to [B, T, C]."""
-        return _linear(self.out_proj, self.out_norm(mixed))
+        return self.out_proj(as_input(self.out_norm(mixed), self.out_proj))
 
 
 def z_score(x: Tensor) -> Tensor:
@@ -136,13 +127,12 @@ def z_score(x: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
 
 
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply `layer` to x, cast to the dtype of its matrix."""
-    return layer(as_input(x, layer))
-
-
 class FastWeightLayer(MemoryLayer, ABC):
     """The base of memory layers with `MemoryProjections` around fast weights.
+
+    Chunks are counted from the start of a row's stream, however it is cut into calls. A full chunk waits until the next
+    token arrives and is written before that token reads; `flush` writes what waits. Padding is removed. A token whose
+    hidden state is not finite gets the output NaN, and is neither written nor a target; `regard.checks.debug` raises.
 
     Attributes:
         chunk_size: tokens between two writes. May be set at any time.
@@ -182,8 +172,7 @@ class FastWeightLayer(MemoryLayer, ABC):
             segment_ids: integers [B or 1, T]: a change begins a new document, with the first weights.
 
         Returns:
-            (output [B, T, C] in the dtype of `hidden`, to be added to the residual stream, 0 for padding, NaN for
-            tokens that are not finite; the state after the call).
+            (output [B, T, C] in the dtype of `hidden`, 0 for padding; the state after the call).
 
         Raises:
             ArgumentError: shapes or dtypes that do not fit, or a state of another layer.

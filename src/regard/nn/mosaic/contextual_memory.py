@@ -23,12 +23,12 @@ from torch.nn.functional import pad
 from ...checks import flags, instance, number, one_of, optional_whole, refuse, require, segments, token_mask
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
-from ...pairwise.visibility import runs_of
 from ...recurrent.leaky import LeakyState
 from ...recurrent.states import State
 from ..arguments import check_heads, check_hidden
 from ..attention.layer import Observer
 from ..hooks import HookPoint, observed_attention
+from ..pairs import Pairs, pair_rows
 from .features import (
     LOOK_AHEAD,
     SCALE_LIMIT,
@@ -53,22 +53,14 @@ UNIFORM_GRADIENTS = ("straight-through", "hard")
 
 @dataclass(frozen=True)
 class ContextualState(State):
-    """State of a contextual memory.
+    """State of a contextual memory; `tokens` is N, masked ones included."""
 
-    Attributes:
-        sums, non_finite: of the leaky average, as in `LeakyState`.
-        key: [B, H, D], key of the last real token, whose value waits for the next token.
-        value: [B, H, D], the projection of that token.
-        keys, values: [B, H, N - 1, D], the pairs that the tokens after the first completed.
-        tokens: N, masked ones included.
-    """
-
-    sums: Tensor
-    non_finite: Tensor
-    key: Tensor
-    value: Tensor
-    keys: Tensor
-    values: Tensor
+    sums: Tensor  # of the leaky average, as in `LeakyState`
+    non_finite: Tensor  # the same
+    key: Tensor  # [B, H, D], of the last real token, whose value waits for the next token
+    value: Tensor  # [B, H, D], the projection of that token
+    keys: Tensor  # [B, H, N - 1, D], of the pairs that the tokens after the first completed
+    values: Tensor  # [B, H, N - 1, D]
 
     @property
     def leaky(self) -> LeakyState:
@@ -263,28 +255,30 @@ class ContextualMemory(nn.Module):
         """Run `forward` with given keys [B, H, T, D] of x, which has zeros at masked tokens."""
         wrong = "segment_ids were given with a state, which holds one document per row; leave one of them out."
         require(segment_ids is None or (state is None and not remember), CALL, wrong)
-        tokens = x.shape[1]
-        mask = None if attention_mask is None else attention_mask[:, -tokens:]
-        keys, projected = self.hook_k(keys), self.values(x)
-        pair_keys, last_key = _previous(keys, None if state is None else state.key, mask)
-        before, last = _previous(projected, None if state is None else state.value, mask)
-        following, completed = projected[:, :, tokens - before.shape[2] :], None
+        if state is not None and state.tokens == 0:
+            state = None
+        (batch, tokens, _), pairs = x.shape, None
         if attention_mask is not None or segment_ids is not None:
-            every = x.new_ones(1, tokens).bool() if attention_mask is None else attention_mask
-            completed = _completed(every, segment_ids)
+            real = x.new_ones(batch, tokens).bool() if attention_mask is None else attention_mask
+            pairs = Pairs.of(real, tokens, segment_ids)
+        hidden = None if attention_mask is None else pairs
+        keys, projected = self.hook_k(keys), self.values(x)
+        pair_keys, last_key = pair_rows(keys, None if state is None else state.key[:, :, None], hidden)
+        before, last = pair_rows(projected, None if state is None else state.value[:, :, None], hidden)
+        following = projected[:, :, tokens - before.shape[2] :]
         if segment_ids is not None:  # keep documents apart in unused values too, so that NaN cannot spread
-            assert completed is not None
-            across = ~completed[:, None, :, None]
+            assert pairs is not None
+            across = ~pairs.visible[:, None, :, None]
             pair_keys, before, following = (part.masked_fill(across, 0) for part in (pair_keys, before, following))
         values = self.hook_v(self.values.combine(before, following))
         if state is not None:
             pair_keys = torch.cat([state.keys, pair_keys], 2)
             values = torch.cat([state.values, values], 2)
-        visible = None if attention_mask is None else completed
+        visible = None if hidden is None else hidden.visible
         out, weights = self._attend(keys, pair_keys, values, visible, output_attentions, segment_ids)
         after = None
         if remember:
-            tensors = (leaky.sums, leaky.non_finite, last_key, last, pair_keys, values)
+            tensors = (leaky.sums, leaky.non_finite, last_key[:, :, 0], last[:, :, 0], pair_keys, values)
             after = ContextualState(*tensors, tokens=leaky.tokens)
         return self.hook_out(self.out_proj(out.transpose(1, 2).flatten(2))), after, weights
 
@@ -317,35 +311,6 @@ class ContextualMemory(nn.Module):
         # with the pair of the last token, which no query sees yet, weights have a column for every token
         columns = key.shape[2] + (segment_ids is None)
         return observed_attention(self, query, key, value, output_attentions, columns=columns, **arguments)
-
-
-def _previous(now: Tensor, pending: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x [B, H, T, D] at the real token before each token, and at the last real token. `pending` [B, H, D] is x
-    at the last real token before them; without it the first token, which completes no pair, is left out."""
-    if mask is None:
-        line = now if pending is None else torch.cat([pending[:, :, None], now], 2)
-        return line[:, :, :-1], now[:, :, -1]
-    head = torch.zeros_like(now[:, :, :1]) if pending is None else pending[:, :, None]
-    line = torch.cat([head, now], 2)
-    index = torch.arange(1, line.shape[2], device=now.device)
-    latest = torch.where(mask, index, 0).cummax(-1).values
-    before = pad(latest[:, :-1], (1, 0))[:, int(pending is None) :]
-    return _take(line, before), _take(line, latest[:, -1:])[:, :, 0]
-
-
-def _take(line: Tensor, index: Tensor) -> Tensor:
-    """Return line [B, H, L, D] at the indices [B, n], [B, H, n, D]."""
-    return line.gather(2, index[:, None, :, None].expand(-1, line.shape[1], -1, line.shape[3]))
-
-
-def _completed(mask: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """Return which later tokens complete a pair, [B, N - 1]: those with a real token before them in their document."""
-    earlier = mask.cumsum(-1) - mask.long()
-    if segment_ids is not None:
-        begins = runs_of(segment_ids)[0]
-        mask, earlier, begins = torch.broadcast_tensors(mask, earlier, begins)
-        earlier = earlier - earlier.gather(1, begins)
-    return (mask & (earlier > 0))[:, 1:]
 
 
 def check_features(call: str, key_eps: Any, scale_limit: Any) -> None:
