@@ -40,17 +40,10 @@ def observed_attention(
     share: Tensor | None = None, **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Call `regard.attention` with the spec of a layer, call its observer, and let hooks at its `hook_pattern` replace
-    the weights.
+    the weights. Return the output, and the weights or None.
 
-    Args:
-        layer: has `spec`, `layer_idx`, `observer`, `observe_weights` and `hook_pattern`.
-        query, key, value, arguments: as in `regard.attention`.
-        output_attentions: also return the weights.
-        columns: of the weights, filled with zeros; default: as many as keys.
-        share: factor of output and weights, broadcastable to [B, H, Tq, 1], which the diagnostics do not include.
-
-    Returns:
-        Output, and weights or None.
+    Weights have as many columns as keys or, with `columns`, so many, filled with zeros. `share`, broadcastable to
+    [B, H, Tq, 1], is a factor of output and weights, which the diagnostics do not include.
     """
     observed = layer.observer is not None and layer.observe_weights
     dense = output_attentions or layer.hook_pattern.active or observed

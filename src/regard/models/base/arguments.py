@@ -65,11 +65,8 @@ def outside(call: str, tokens: Tensor, vocabulary: int) -> str:
 
 
 def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int, places: int = 0) -> Tensor | None:
-    """Return the attention mask as booleans [B, N], after checking its type and shape.
-
-    With `places`, the length of a cache whose token count is on a device, `tokens` is the least N and `places` the
-    largest; further columns are those of places that are not filled yet.
-    """
+    """Return the attention mask as booleans [B, N], after checking its type and shape. With `places`, the length of a
+    cache whose token count is on a device, N is from `tokens` to `places`; further columns are of unfilled places."""
     if attention_mask is None:
         return None
     if not is_integer(attention_mask) and getattr(attention_mask, "dtype", None) != torch.bool:
@@ -110,11 +107,8 @@ def counted(mask: Tensor) -> Tensor:
 
 
 def not_predicted(attention_mask: Tensor | None, documents: Documents | None, last: int) -> Tensor | None:
-    """Return which of the last positions are not predicted, boolean [B or 1, last], or None if all are.
-
-    These are masked positions, those after a masked one (which would be predicted from padding), and the first of each
-    document.
-    """
+    """Return which of the last positions are not predicted, boolean [B or 1, last], or None if all are: masked ones,
+    those after a masked one (which would be predicted from padding), and the first of each document."""
     excluded = None
     if attention_mask is not None:
         visible = attention_mask[:, -last:] != 0

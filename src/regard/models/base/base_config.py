@@ -157,11 +157,8 @@ class RegardConfig(PreTrainedConfig):
         return self.num_hidden_layers
 
     def normalise(self) -> None:
-        """Check every field and fill in the defaults, in place; errors as in the class.
-
-        Runs at creation and again when a model is built, since `from_pretrained(path, field=value)` sets fields after
-        creation.
-        """
+        """Check every field and fill in the defaults, in place; errors as in the class. Runs again when a model is
+        built, since `from_pretrained(path, field=value)` sets fields after creation."""
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
         for name in sizes:
             positive_int(self.call, name, getattr(self, name))

@@ -80,10 +80,8 @@ class CheckedLoading(PreTrainedModel):
 
 
 def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any], **hub: Any) -> dict[str, Any]:
-    """Return the loading info without the tensors that a change of configuration added or removed.
-
-    The folder or repository `path` also holds the saved configuration; `hub` are keywords that say where to look.
-    """
+    """Return the loading info without the tensors that a change of the configuration saved in `path` added or removed;
+    `hub` are keywords that say where to look."""
     saved = type(model.config).from_pretrained(path, **hub)
     if all(getattr(saved, name) == getattr(model.config, name) for name in own_fields(type(saved))):
         return dict(loading)

@@ -44,11 +44,8 @@ class Documents:
         cls, call: str, tokens: tuple[int, int], real: Tensor | None, position_ids: Tensor | None,
         packing: Mapping[str, Any],
     ) -> Documents | None:  # fmt: skip
-        """Read the arguments without waiting for the device.
-
-        `real` [B, T] is False at padding, and `packing` has keywords of `ARGUMENTS`; None counts as not given. Returns
-        None if no argument mentions documents, or if T = 1, where no document can begin.
-        """
+        """Read the arguments without waiting for the device; return None if none mentions documents, or if T = 1, where
+        no document can begin. `real` [B, T] is False at padding, and `packing` has keywords of `ARGUMENTS`."""
         faults: dict[str, Tensor] = {}
         by_argument = _documents_by_argument(call, tokens, packing, faults)
         if tokens[1] == 1:
@@ -70,18 +67,12 @@ class Documents:
         return None if begins is None else cls(source, begins, faults)
 
     def segments(self, call: str, *, cache_kept: bool, cache_asked: bool) -> Tensor | None:
-        """Number the documents of each row.
+        """Return the document numbers [B or 1, T] of each row, integers from 0 (padding belongs to the document before
+        it), or None if every row is one document; refuse contradictions, and packed documents with a cache.
 
         The tensors are read once, which waits for the device. A graph that is being compiled cannot read them: the
         faults become assertions in the graph, and every call without a cache counts as packed. A cache is filled if
         rows are not packed (`cache_kept`), or the caller asked for one (`cache_asked`).
-
-        Returns:
-            Integers [B or 1, T] from 0, increasing by one at the first real token of each document (padding belongs to
-            the document before it); None if every row is one document.
-
-        Raises:
-            ArgumentError: arguments that contradict each other, or packed documents with a cache that was asked for.
         """
         faults = dict(self.faults)
         if cache_asked:

@@ -22,6 +22,21 @@ def convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Ten
     return out
 
 
+def short_convolution(
+    mixed: Tensor, weight: Tensor | None, before: Tensor | None, real: Tensor | None, segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return silu of the convolution of [B, G, T] with [G, W] (None: the inputs as they are), and its last inputs.
+
+    `before` [B, G, W - 1] are the last inputs of earlier tokens (None: zeros); `real` as in `latest`.
+    """
+    reach = 0 if weight is None else weight.shape[1] - 1
+    past = mixed.new_zeros(*mixed.shape[:2], reach) if before is None else before.to(mixed.dtype)
+    inputs = torch.cat((past, mixed), dim=-1)
+    if weight is not None:
+        mixed = F.silu(convolved(inputs, weight, segment_ids))
+    return mixed, latest(inputs, real, reach)
+
+
 def latest(inputs: Tensor, real: Tensor | None, reach: int) -> Tensor:
     """Return the last `reach` inputs [B, G, reach] of each row, of [B, G, reach + T] with the real ones first."""
     if real is None:

@@ -70,11 +70,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         tokens_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states [B, T, C] after the layer, and attention weights or None.
-
-        Arguments are those of `regard.nn.Attention`, and `tokens_mask`, the boolean mask [B, T] of this call's tokens,
-        or None if all are real.
-        """
+        """Return hidden states [B, T, C] after the layer, and attention weights or None. Arguments are those of
+        `regard.nn.Attention`, and `tokens_mask`, the boolean mask [B, T] of this call's tokens (None: all are real)."""
         packed = {} if segment_ids is None else {"segment_ids": segment_ids}
         if self.memory_first:
             hidden_states = self._recall(hidden_states, tokens_mask, past_key_values, packed)
@@ -182,10 +179,8 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         return self.run_layers(embedded, context, masks, angles, tokens_mask=tokens)
 
     def _training_mask(self, context: Context, embedded: Tensor) -> Tensor | None:
-        """Return the mask [B or 1, 1, T, N] if training restricts full attention in this pass, otherwise None.
-
-        A mask, not a window of the layers, so that recomputation uses the mask of its forward pass.
-        """
+        """Return the mask [B or 1, 1, T, N] if training restricts full attention in this pass, otherwise None. It is no
+        window of the layers, so that recomputation uses the mask of its forward pass."""
         window = self.config.training_window
         if window is None or not self.training:
             return None

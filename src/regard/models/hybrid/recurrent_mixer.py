@@ -21,7 +21,7 @@ from ...nn.arguments import positive_ints
 from ...recurrent.packing import by_document, documents
 from ...recurrent.states import State
 from ..base.cache_layers import StateCacheLayer
-from .convolutions import convolved, latest
+from .convolutions import short_convolution
 from .token_mixers import StateMixer, States
 
 
@@ -107,19 +107,16 @@ class RecurrentMixer(StateMixer):
         self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
         memory, convolution = states
-        mixed = self.project(hidden).transpose(1, 2)
-        reach = self.conv_size - 1
-        past = mixed.new_zeros(*mixed.shape[:2], reach) if convolution is None else convolution.inputs.to(mixed.dtype)
-        inputs = torch.cat((past, mixed), dim=-1)
-        if self.conv is not None:
-            mixed = F.silu(convolved(inputs, self.conv.weight[:, 0], segment_ids))
+        weight = None if self.conv is None else self.conv.weight[:, 0]
+        before = None if convolution is None else convolution.inputs
+        mixed, last = short_convolution(self.project(hidden).transpose(1, 2), weight, before, real, segment_ids)
         parts = mixed.transpose(1, 2).unflatten(-1, (3, self.num_heads, self.head_dim))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         how = {"state": memory, "attn_mask": real, "segment_ids": segment_ids}
         read, memory = self.recall(Heads(query, key, value, hidden, how))
         heads = self.norm(read).transpose(1, 2).flatten(2) * F.silu(self.gate(hidden))
         tokens = hidden.shape[1] + (0 if convolution is None else convolution.tokens)
-        return self.output(heads), (memory, ConvolutionState(latest(inputs, real, reach), tokens=tokens))
+        return self.output(heads), (memory, ConvolutionState(last, tokens=tokens))
 
 
 class LongConvolution(RecurrentMixer):

@@ -78,14 +78,10 @@ class StateMixer(TokenMixer):
     def advance(
         self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
-        """Return the output [B, T, C] and the states after all tokens.
+        """Return the output [B, T, C] and the states after all tokens, which are used if `remember`.
 
-        Args:
-            hidden: [B, T, C], zeros at padding.
-            real: boolean [B, T]; the real tokens of each row come first. None: all are real.
-            states: of the earlier tokens.
-            remember: whether the states are used.
-            segment_ids: integers [B or 1, T]; a change begins a new document. Only without states.
+        `hidden` [B, T, C] is zero at padding. `real`, boolean [B, T], has the real tokens of each row first; None: all
+        are real. `segment_ids`, integers [B or 1, T], change where a document begins, and come without states.
         """
 
     def forward(
@@ -97,10 +93,8 @@ class StateMixer(TokenMixer):
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Return [B, T, C], and None: there are no weights. Positions are not used.
-
-        A cache without this layer's state, or with `segment_ids`, is an ArgumentError.
-        """
+        """Return [B, T, C], and None: there are no weights. Positions are not used. A cache without this layer's state,
+        or with `segment_ids`, is an ArgumentError."""
         call, kept = type(self).__name__, None
         batch, tokens, _ = hidden_states.shape
         if segment_ids is not None:

@@ -18,16 +18,11 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True)
 class ParityReport:
-    """A table of parameter counts, formatted as Markdown by `str`.
-
-    Attributes:
-        header, rows: cells as text, the Transformer first in each size.
-        note: text below the table.
-    """
+    """A table of parameter counts, formatted as Markdown by `str`."""
 
     header: Cells
-    rows: tuple[Cells, ...]
-    note: str
+    rows: tuple[Cells, ...]  # the Transformer first in each size
+    note: str  # below the table
 
     def __str__(self) -> str:
         lines = ["| " + " | ".join(row) + " |" for row in (self.header, *self.rows)]

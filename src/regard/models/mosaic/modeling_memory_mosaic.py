@@ -29,12 +29,8 @@ from .configuration_memory_mosaic import MemoryMosaicConfig
 
 
 class MemoryMosaicCacheLayer(StateCacheLayer):
-    """The states of a block's memories, which the block reads and replaces.
-
-    They are the leaky sums of both memories, the key and the projected value of the last token, which wait for the next
-    one, and the pairs of the contextual memory. The pairs grow with the text, the rest has a fixed size. Both states
-    are None before the first token, and the persistent one also if keys are shared.
-    """
+    """The states of a block's memories, None before the first token; the persistent one also if keys are shared. The
+    pairs of the contextual memory grow with the text, the rest has a fixed size."""
 
     held = ("contextual", "persistent")
     contextual: ContextualState | None

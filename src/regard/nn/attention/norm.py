@@ -12,12 +12,7 @@ NORMS = ("rms", "layer")
 
 class HeadRMSNorm(nn.RMSNorm):
     """x / sqrt(mean x^2 + eps) over the channels of a head, times a learned gain [D]; computed at least in float32.
-
-    Args:
-        dim: D.
-        eps: added to the mean square.
-        unit: normalise to length 1 instead of mean square 1, without a gain.
-    """
+    With `unit`, vectors get length 1 instead of mean square 1, without a gain."""
 
     def __init__(self, dim: int, eps: float, *, unit: bool = False) -> None:
         super().__init__(dim, eps=eps, elementwise_affine=not unit)

@@ -82,15 +82,11 @@ class Sharpness(nn.Module):
 
 
 class KeyFeatures(nn.Module):
-    """Unit keys: the normalised leaky average of a projection, with a learned rate per head.
+    """Unit keys: the normalised leaky average of a projection, with a decay of |10 rate| nats per token and head.
 
-    Args:
-        average: multiply the sum by 1 - e^-rate, as the released programs do; matters only if `eps` is not 0.
-        eps: added to the length that keys are divided by: 0 in the paper, 1e-6 and 1e-10 in released programs. Zero
-            vectors are safe with any value.
-
-    Attributes:
-        rate: [H], the decay rate is |10 rate| nats per token, initially from 0.5 to 5 across heads.
+    `average` multiplies the sum by 1 - e^-rate, as the released programs do; it matters only if `eps` is not 0. `eps`
+    is added to the length that keys are divided by: 0 in the paper, 1e-6 and 1e-10 in released programs. Zero vectors
+    are safe with any value.
     """
 
     def __init__(
@@ -119,14 +115,10 @@ class KeyFeatures(nn.Module):
 
 
 class ValueFeatures(nn.Module):
-    """Values that look one token ahead: a projection mixed with the next token's, with a learned length per head.
+    """Values that look one token ahead: a projection v mixed with the next token's, v', of length exp(10 scale).
 
-    Args:
-        look_ahead: "sum", v + c v', as in the paper; "convex", c v + (1 - c) v', as in the released programs. v' is the
-            next token's projection. The initial c is uniform between 0 and 1.
-
-    Attributes:
-        mix: c [H]. scale: [H], values have length exp(10 scale).
+    `look_ahead` is "sum", v + c v', as in the paper, or "convex", c v + (1 - c) v', as in the released programs. c is
+    `mix` [H], initially uniform between 0 and 1.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int, *, bias: bool, look_ahead: str) -> None:

@@ -28,7 +28,7 @@ from ....one_node import one_node
 from ....recurrent.delta import delta_rule
 from ....recurrent.states import State
 from ...base.cache_layers import StateCacheLayer
-from ..convolutions import convolved, latest
+from ..convolutions import short_convolution
 from ..token_mixers import StateMixer, States, token_mixers
 
 
@@ -64,10 +64,7 @@ class GatedDeltaNet(StateMixer):
     projections and O(T H D^2) for the memory.
 
     Args:
-        hidden_size: C.
-        num_heads: H, the number of heads of queries, keys and values.
-        head_dim: D.
-        conv_size: W.
+        hidden_size, num_heads, head_dim, conv_size: C, H (of queries, keys and values), D and W.
         norm_eps: of the gated norm of the heads.
         layer_idx: index of the layer in a cache.
     """
@@ -109,12 +106,10 @@ class GatedDeltaNet(StateMixer):
         net, tokens = self.net, hidden.shape[1]
         query, key, value, z, b, a = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden), net.in_proj_ba(hidden))
         mixed = torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1).transpose(1, 2)
-        reach = net.conv_kernel_size - 1
-        before = mixed.new_zeros(*mixed.shape[:2], reach) if state is None else state.conv.to(mixed.dtype)
-        inputs = torch.cat((before, mixed), dim=-1)
-        mixed = F.silu(convolved(inputs, net.conv1d.weight[:, 0], segment_ids)).transpose(1, 2)
+        before = None if state is None else state.conv
+        mixed, last = short_convolution(mixed, net.conv1d.weight[:, 0], before, real, segment_ids)
         sizes = [net.key_dim, net.key_dim, net.value_dim]
-        query, key, value = (x.unflatten(-1, (net.num_v_heads, -1)) for x in mixed.split(sizes, dim=-1))
+        query, key, value = (x.unflatten(-1, (net.num_v_heads, -1)) for x in mixed.transpose(1, 2).split(sizes, dim=-1))
         beta, decay = b.sigmoid(), -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
         if real is not None:  # padding neither decays nor writes the memory
             beta, decay = beta * real[..., None], decay * real[..., None]
@@ -128,7 +123,7 @@ class GatedDeltaNet(StateMixer):
         if remember:
             assert memory is not None
             past = 0 if state is None else state.tokens
-            after = GatedDeltaState(latest(inputs, real, reach), memory, tokens=past + tokens)
+            after = GatedDeltaState(last, memory, tokens=past + tokens)
         return net.out_proj(heads.flatten(2)), (after,)
 
 

@@ -19,10 +19,7 @@ from ..token_mixers import TokenMixer, token_mixers
 class InterpolatedMixer(Attention, TokenMixer):
     """Apply `regard.nn.Attention` with `regard.interpolated_attention` in its heads; it returns no attention weights.
 
-    Args:
-        trend: the global linear model, a name or text of `regard.recurrent.trends`.
-        spec: the weights that average its residuals.
-        sizes: as `regard.nn.Attention`.
+    `trend` is the global linear model, a name or text of `regard.recurrent.trends`; `spec` averages its residuals.
     """
 
     honours_segments = True
