@@ -16,13 +16,9 @@ MEMORY_RATE = 1e-3
 
 
 class OptimizerGroups(NamedTuple):
-    """Parameter groups for `torch.optim`, each a dict with "name", "params" and settings.
-
-    Attributes:
-        dense: for AdamW or similar: "matrices" (with decay), "vectors" (without) and "memory" (without, with its own
-            rate).
-        sparse: tables with sparse gradients, for `torch.optim.SparseAdam`; empty if no layer has `sparse_grad`.
-    """
+    """Parameter groups for `torch.optim`, each a dict with "name", "params" and settings: `dense` for AdamW or similar
+    ("matrices" with decay, "vectors" without, "memory" without and with its own rate), and `sparse`, tables with sparse
+    gradients (`sparse_grad`), for `torch.optim.SparseAdam`."""
 
     dense: list[dict[str, Any]]
     sparse: list[dict[str, Any]]
@@ -31,17 +27,13 @@ class OptimizerGroups(NamedTuple):
 def optimizer_groups(
     model: nn.Module, *, weight_decay: float = 0.1, memory_rate: float = MEMORY_RATE, memory_keys: bool = True
 ) -> OptimizerGroups:
-    """Return groups of the trainable parameters of `model`, each parameter in one group.
+    """Return nonempty groups of the trainable parameters of `model`, each parameter in one group.
 
     Args:
-        model: the model.
         weight_decay: of parameters with two or more axes; vectors and memories have none.
         memory_rate: learning rate of the keys and values of memory layers (not of their projections). Schedulers should
             not change it: the group has "fixed_rate" True.
         memory_keys: whether keys are in the memory group; otherwise they count as matrices.
-
-    Returns:
-        The nonempty groups.
     """
     call = "optimizer_groups"
     instance(call, "model", model, nn.Module, "a torch.nn.Module")

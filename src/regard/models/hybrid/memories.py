@@ -34,11 +34,8 @@ def frozen_memory(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def chunk_size(model: nn.Module, tokens: int) -> AbstractContextManager[None]:
-    """Write memories and fast weights after every `tokens` tokens in this context.
-
-    Raises:
-        ArgumentError: a memory cannot have this chunk size.
-    """
+    """Write memories and fast weights after every `tokens` tokens in this context; a size that a memory cannot have is
+    an ArgumentError."""
     return _with(model, "chunk_size", tokens)
 
 
@@ -57,10 +54,8 @@ def _with(model: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def flush_memory(model: nn.Module, cache: Cache) -> None:
-    """Write the tokens that wait in `cache` into memories and fast weights, as if the chunk ended here.
-
-    Pairs with a known target are written. The last token, whose target is unknown, is dropped.
-    """
+    """Write the tokens that wait in `cache` into memories and fast weights, as if the chunk ended here. The last token,
+    whose target is unknown, is dropped."""
     modules = memory_modules(model)
     for layer in _memory_layers(cache):
         if layer.memory is not None:
@@ -101,10 +96,8 @@ def reset_memory(cache: Cache) -> None:
 
 
 def memory_states(cache: Cache) -> dict[int, Any]:
-    """Return the states of the memories by layer, None before the first token.
-
-    This copies nothing: states are never changed in place.
-    """
+    """Return the states of the memories by layer, None before the first token. Nothing is copied, since states are
+    never changed in place."""
     return {layer.depth: layer.memory for layer in _memory_layers(cache)}
 
 

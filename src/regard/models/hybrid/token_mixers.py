@@ -55,11 +55,9 @@ class TokenMixer(nn.Module, ABC):
         """Write the tokens that wait for the end of a chunk in this mixer's cache layer; by default there are none."""
 
     def init_weights(self) -> None:
-        """Initialise the parameters that transformers does not know, after its own initialisation; by default none.
-
-        Use `transformers.initialization`, which leaves loaded parameters unchanged. transformers passes over a module
-        without parameters of its own, so a submodule whose parameters need this defines `init_weights` itself.
-        """
+        """Initialise the parameters that transformers does not know, after its own initialisation; by default none. Use
+        `transformers.initialization`, which leaves loaded parameters unchanged. transformers passes over a module
+        without parameters of its own, so a submodule whose parameters need this defines `init_weights` itself."""
 
 
 States = tuple[Any, ...]

@@ -1,10 +1,9 @@
 """Ridges: penalties on the slope of the local linear model, which may depend on the token.
 
 Equation 27 of Local Linear Attention (arXiv 2510.01450) computes the ridge of a token from its hidden state x, lambda =
-sigmoid(W x). As printed, W is [d, d_lambda], which cannot multiply x, and d_lambda is called the channels of a head
-although one value per head is meant. Here W is [H r, C], with r = 1 value per head, or r = D, one per channel. A floor
-is added, because with ridge 0 the first D queries of a sequence, whose keys do not span the space, have no unique
-solution.
+sigmoid(W x). Here W is [H r, C], with r = 1 value per head, or r = D, one per channel (as printed, [d, d_lambda] cannot
+multiply x). A floor is added, because with ridge 0 the first D queries of a sequence, whose keys do not span the space,
+have no unique solution.
 
 Each rule is a frozen dataclass, registered under its name, and written like an option of a spec, `learned(start=0.5)`.
 
@@ -28,11 +27,7 @@ ridges: Registry[Any] = Registry("ridge", "regard.ridges")
 
 
 class Ridge(Rule):
-    """Base of the ridge rules.
-
-    A new rule is a frozen dataclass that derives from this one, registered by `ridges.register(name)`, with `name`,
-    `numbers`, `bias` and `values`.
-    """
+    """Base of the ridge rules; a new rule also has `numbers`, `bias` and `values`."""
 
     def numbers(self, dim: int) -> int:
         """Return the number of learned values per head and token: 1, `dim` (one per channel), or 0 (not learned)."""

@@ -29,13 +29,9 @@ Learned = Mapping[str, Tensor]
 
 
 class Temperature(Rule):
-    """Base of the temperature rules.
+    """Base of the temperature rules; a new rule also has `start` and `multiplier`."""
 
-    A new rule is a frozen dataclass that derives from this one, registered by `temperatures.register(name)`, with
-    `name`, `start` and `multiplier`; `counted = False` if it does not need n.
-    """
-
-    counted: ClassVar[bool] = True
+    counted: ClassVar[bool] = True  # whether n is needed
 
     def start(self) -> dict[str, float]:
         """Return the parameters that are learned per head, with their initial values."""
@@ -90,15 +86,10 @@ class Temperature(Rule):
     def arguments(
         self, spec: Spec, dim: int, n: Tensor | None = None, learned: Learned | None = None, usual: float | None = None
     ) -> dict[str, Any]:
-        """Return the arguments that give `regard.attention` this temperature; none for the usual scale.
+        """Return the arguments that give `regard.attention` this temperature for heads of `dim` channels; none for the
+        usual scale, which is `usual`, or the default of the similarity. `n` and `learned` are as in `scale`.
 
         If the bandwidth is a distance, `fixed(h=...)`, the scale is 1/h^2, so that h becomes h / sqrt(m).
-
-        Args:
-            spec: the spec, whose scores must have a scale.
-            dim: channels of a head.
-            n, learned: as in `scale`.
-            usual: the usual scale, if it is not the default of the similarity.
         """
         if self.neutral:
             return {} if usual is None else {"scale": usual}

@@ -30,7 +30,7 @@ class FastWeightMLP(FastWeightLayer):
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
         loss of a chunk = mean over pairs and features of (read_t - y_t)^2,     y_t = (v_t + v_{t+1}) / 2
 
-    Chunks, padding and non-finite tokens are treated as in `FastWeightLayer`.
+    Chunks, padding, non-finite tokens and further attributes are those of `FastWeightLayer`.
 
     Args:
         hidden_size: C.
@@ -46,7 +46,6 @@ class FastWeightMLP(FastWeightLayer):
     Attributes:
         gate, up, down: [F, Din + 1], [F, Din + 1], [Dv, F + 1], the first weights, biases last; parameters with
             `learn_initial`, otherwise buffers that never change. Initialised as `torch.nn.Linear`.
-        chunk_size, frozen, hook_gate, hook_read: as in `FastWeightLayer`.
 
     Memory: 2 F (Din + 1) + Dv (F + 1) float32 numbers for each sequence (14 MB at the sizes of the paper), and in
     training as many again for every chunk.

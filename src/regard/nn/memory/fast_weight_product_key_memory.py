@@ -49,13 +49,13 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         q, v, g = projections of the token (`nn.memory.projections`)    read = sum_j w_j V_j, j in the k slots of q
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
 
-    Chunks, padding and non-finite tokens are treated as in `FastWeightLayer`; `nn.memory_trace.SlotStatistics` counts
-    the latter.
+    Chunks, padding, non-finite tokens and further attributes are those of `FastWeightLayer`;
+    `nn.memory_trace.SlotStatistics` counts non-finite tokens.
 
     Args:
         hidden_size: C.
         config: the settings, in groups; None for the defaults.
-        options: changes to the settings, by the names of `FastWeightConfig.with_options`, such as `sub_keys=64`.
+        options: changes to them, by the names of `FastWeightConfig.with_options`, such as `sub_keys=64`.
 
     Attributes:
         keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at the start.
@@ -63,7 +63,6 @@ class FastWeightProductKeyMemory(FastWeightLayer):
             resident memory changes, or parameters (`learn_initial`).
         observer: None, or a `MemoryObserver` that receives every read and write.
         slots: N.
-        chunk_size, frozen, hook_gate, hook_read: as in `FastWeightLayer`.
 
     In several processes (DistributedDataParallel) every process has memories of its own, written by its own tokens; a
     checkpoint saves the resident memory of the process that writes it. With sync="all_gather" all memories equal that
