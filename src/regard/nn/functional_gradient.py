@@ -208,7 +208,10 @@ class FunctionalGradient(nn.Module):
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "segment_ids": segments}
         how["share"] = self._share(query.shape[2], key.shape[2], mask, segments, is_causal, query)
         value = value.expand(-1, self.num_heads, -1, -1)
-        return observed_attention(self, query, key, value, output_attentions, **how)
+        out, weights = observed_attention(self, query, key, value, output_attentions, **how)
+        if weights is not None and mask is not None:  # a hook may have changed the weights of padding
+            weights = weights.masked_fill(~mask, 0)
+        return out, weights
 
     def _share(
         self, rows: int, n: int, mask: Tensor | None, segments: Tensor | None, is_causal: bool, like: Tensor
