@@ -59,7 +59,7 @@ def test_gates_are_those_of_the_tokens_before() -> None:
         return type("Trace", (), {"gates": gates})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard.inspect.gates.gate_trace", trace)
+        patch.setattr(recipe, "gate_trace", trace)
         found = {row["place"]: row["gate"] for row in recipe.gate_rows(model, task, 6)}
     assert found == {"new": 1.0, "near": 1.0, "far": 1.0, "other tokens": 0.0}
     assert all(0 < row["gate"] < 1 for row in recipe.gate_rows(model, task, 2))

@@ -169,7 +169,8 @@ def four_axes(call: str, name: str, value: Any, sizes: AxisSizes, dtype: torch.d
     checks.floating(call, name, value)
     checks.on_device(call, name, value, device)
     if value.dim() not in sizes:
-        expected = ", ".join(f"{list(size)} ({each})" for size, each in sizes.values() if each)
+        *most, last = (f"{list(size)} ({each})" for size, each in sizes.values() if each)
+        expected = f"{', '.join(most)} or {last}" if most else last
         raise ArgumentError(f"{call}: {name} has shape {shape(value)}, expected {expected}.")
     checks.broadcastable(call, name, value, sizes[value.dim()][0])
     every = slice(None)

@@ -14,13 +14,10 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...errors import ArgumentError, require
 from ..storage.files import regular_size
-
-if TYPE_CHECKING:
-    from .documents import Documents
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".csv", ".tsv", ".html", ".xml"),
@@ -63,7 +60,7 @@ class Source:
         chunks: returns an iterator over the text: consecutive parts of any size, or whole documents.
         documents: whether each chunk is a document, which ends with an end-of-text token.
         characters, bytes, sha256: of the text; of a stream, of its held-out part.
-        stream: the documents to train on if they are read once, in order. `chunks` then has the held-out ones.
+        stream: the `data.documents.Documents` to train on if they are read once, in order. `chunks` then has the held-out ones.
     """
 
     path: Path
@@ -73,7 +70,7 @@ class Source:
     characters: int
     bytes: int
     sha256: str
-    stream: Documents | None = None
+    stream: Any = None
 
     @classmethod
     def of(cls, path: Path, files: int, chunks: Callable[[], Iterator[str]], *, documents: bool, call: str) -> Source:
