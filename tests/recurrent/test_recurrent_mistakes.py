@@ -26,7 +26,7 @@ EVERY: list[tuple[dict[str, Any], str]] = [
     ({"scale": 0.0}, "scale is 0, expected scale > 0"),
     ({"log_decay": 0.5}, "log_decay is 0.5, expected log_decay <= 0"),
     ({"log_decay": torch.zeros(4)}, "log_decay has shape [4], which does not broadcast to [2]"),
-    ({"log_decay": torch.zeros(2, 9)}, "expected [2] (per key head), [2, 2, 9] (per token)"),
+    ({"log_decay": torch.zeros(2, 9)}, "expected [2] (per key head) or [2, 2, 9] (per token)"),
     ({"log_decay": "fast"}, "log_decay is 'fast' (str), expected a number or tensor"),
     ({"state": 3}, "state is a int, expected a "),
 ]
@@ -45,7 +45,7 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
     (
         "linear",
         {"log_decay": torch.zeros(2, 9)},
-        "[2] (per key head), [2, 2, 9] (per token) or [2, 2, 9, 4] (per feature)",
+        "[2, 2, 9] (per token) or [2, 2, 9, 4] (per feature)",
     ),
     ("linear", {"state": LinearState.empty("linear*fixed*normalised", 2, 2, 4, 3, dtype=F64)}, "its own state"),
     ("linear", {"state": LinearState.empty("elu", 2, 1, 4, 3, dtype=F64)}, "give each layer its own state"),
@@ -60,7 +60,7 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
     ("mesa", {"solver": "cg", "form": "parallel"}, "form='parallel' solves directly; solver='cg' is for"),
     ("mesa", {"max_iter": 0}, "max_iter is 0, expected a whole number >= 1"),
     ("mesa", {"tol": 0.0}, "tol is 0, expected tol > 0"),
-    ("mesa", {"log_decay": torch.zeros(2, 2, 9, 4)}, "expected [2] (per key head), [2, 2, 9] (per token)."),
+    ("mesa", {"log_decay": torch.zeros(2, 2, 9, 4)}, "expected [2] (per key head) or [2, 2, 9] (per token)."),
     ("mesa", {"beta": -1.0}, "beta is -1, expected beta >= 0"),
     ("mesa", {"state": MesaState.empty(2, 1, 4, 3, dtype=F64)}, "give each layer its own state"),
     ("mesa", {"state": MesaState.empty(2, 2, 4, 3)}, "convert it with state.map"),
