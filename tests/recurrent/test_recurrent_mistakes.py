@@ -26,7 +26,7 @@ EVERY: list[tuple[dict[str, Any], str]] = [
     ({"scale": 0.0}, "scale is 0, expected scale > 0"),
     ({"log_decay": 0.5}, "log_decay is 0.5, expected log_decay <= 0"),
     ({"log_decay": torch.zeros(4)}, "log_decay has shape [4], which does not broadcast to [2]"),
-    ({"log_decay": torch.zeros(2, 9)}, "expected [2] (per key head) or [2, 2, 9] (per token)"),
+    ({"log_decay": torch.zeros(2, 9)}, "expected [2] (per key head)"),
     ({"log_decay": "fast"}, "log_decay is 'fast' (str), expected a number or tensor"),
     ({"state": 3}, "state is a int, expected a "),
 ]
