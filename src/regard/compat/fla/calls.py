@@ -1,5 +1,8 @@
 """What the functions of fla share: checks, packed sequences and their states.
 
+Functions of one kind differ in their signatures only. Each passes its arguments, by the names of fla, to the function
+that computes all of them.
+
 Legend: as in `regard.compat.fla`.
 """
 
@@ -28,9 +31,9 @@ REASONS = {
 
 
 def refuse(call: str, **given: Any) -> None:
-    """Raise ArgumentError for an argument that is neither None nor False."""
+    """Raise ArgumentError for one of these arguments of fla that is neither None nor False; others change nothing."""
     for name, value in given.items():
-        if value is not None and value is not False:
+        if name in REASONS and value is not None and value is not False:
             raise ArgumentError(f"{call}: {name} is not supported; {REASONS[name]}.")
 
 

@@ -22,10 +22,7 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | None = None, *, chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute DeltaNet (arXiv 2406.06484) by `regard.delta_rule`. beta: step sizes [B, T, H]."""
-    return _delta(
-        "chunk_delta_rule", q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens, chunk_size=chunk_size, grouped=False,
-    )  # fmt: skip
+    return _delta("chunk_delta_rule", **locals(), grouped=False)
 
 
 def fused_recurrent_delta_rule(
@@ -34,10 +31,7 @@ def fused_recurrent_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `chunk_delta_rule` token by token. beta: step sizes [B, T, H], default 1."""
-    return _delta(
-        "fused_recurrent_delta_rule", q, k, v, None, beta, scale, initial_state, output_final_state,
-        use_qk_l2norm_in_kernel, cu_seqlens, grouped=False,
-    )  # fmt: skip
+    return _delta("fused_recurrent_delta_rule", **locals(), grouped=False)
 
 
 def chunk_gated_delta_rule(
@@ -54,12 +48,7 @@ def chunk_gated_delta_rule(
     dt_bias [HV]. beta: step sizes [B, T, HV]; with `use_beta_sigmoid_in_kernel` their logits, and `allow_neg_eigval`
     doubles their sigmoid.
     """
-    refuse("chunk_gated_delta_rule", cp_context=cp_context)
-    return _delta(
-        "chunk_gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens, state_v_first, chunk_size, gate=(A_log, dt_bias, None) if use_gate_in_kernel else None,
-        logits=(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-    )  # fmt: skip
+    return _delta("chunk_gated_delta_rule", **locals())
 
 
 def fused_recurrent_gated_delta_rule(
@@ -73,13 +62,7 @@ def fused_recurrent_gated_delta_rule(
 
     As there; gk: log decays per channel [B, T, HV, K], which are added to g. beta is 1 by default.
     """
-    refuse("fused_recurrent_gated_delta_rule", gv=gv)
-    return _delta(
-        "fused_recurrent_gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state,
-        use_qk_l2norm_in_kernel, cu_seqlens, state_v_first, gk=gk, channels="gk",
-        gate=(A_log, dt_bias, None) if use_gate_in_kernel else None,
-        logits=(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-    )  # fmt: skip
+    return _delta("fused_recurrent_gated_delta_rule", **locals())
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -102,13 +85,7 @@ def chunk_kda(
     `lower_bound` lower_bound sigmoid(exp(A_log) (g + dt_bias)), with A_log [HV] and dt_bias [HV K]. beta as in
     `chunk_gated_delta_rule`.
     """
-    refused = {"return_intermediate_states": return_intermediate_states, "cp_context": cp_context}
-    refuse("chunk_kda", **refused, use_graph=use_graph, max_num_seqs=max_num_seqs)
-    return _delta(
-        "chunk_kda", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        state_v_first, chunk_size, channels="g", gate=(A_log, dt_bias, lower_bound) if use_gate_in_kernel else None,
-        logits=(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-    )  # fmt: skip
+    return _delta("chunk_kda", **locals(), channels="g")
 
 
 def fused_recurrent_kda(
@@ -119,27 +96,27 @@ def fused_recurrent_kda(
     state_v_first: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `chunk_kda` token by token."""
-    return _delta(
-        "fused_recurrent_kda", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens, state_v_first, channels="g", gate=(A_log, dt_bias, lower_bound) if use_gate_in_kernel else None,
-        logits=(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-    )  # fmt: skip
+    return _delta("fused_recurrent_kda", **locals(), channels="g")
 
 
 def _delta(
-    call: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float | None,
-    initial_state: Tensor | None, output_final_state: bool, normalise: bool, cu_seqlens: Tensor | None,
-    v_first: bool = False, chunk_size: int | None = None, *, grouped: bool = True, channels: str = "",
-    gk: Tensor | None = None, gate: tuple[Any, ...] | None = None, logits: tuple[bool, bool] = (False, False),
+    call: str, *, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None = None,
+    gk: Tensor | None = None, scale: float | None, initial_state: Tensor | None, output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor | None, state_v_first: bool = False,
+    chunk_size: int | None = None, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, lower_bound: float | None = None, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, grouped: bool = True, channels: str = "gk", **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute `regard.delta_rule`; `gate` holds the numbers of `_gate` if g is raw, `logits` the flags of `_steps`."""
+    """Compute `regard.delta_rule` from the arguments of any of these functions; `grouped` and `channels` as in
+    `check_shapes`."""
+    refuse(call, **others)
     check_shapes(call, q, k, v, grouped=grouped, channels=channels, g=g, gk=gk, beta=beta)
-    g = g if gate is None else _gate(call, g, *gate)
+    g = _gate(call, g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
     g = g if gk is None else gk if g is None else g[..., None] + gk
-    beta = _steps(call, beta, v, *logits)
-    own = Sequences(call, q, v.shape[2], cu_seqlens, v_first)
+    beta = _steps(call, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    own = Sequences(call, q, v.shape[2], cu_seqlens, state_v_first)
     start = own.start("initial_state", initial_state, q.shape[3], v.shape[3])
-    q, k = (unit(q), unit(k)) if normalise else (q, k)
+    q, k = (unit(q), unit(k)) if use_qk_l2norm_in_kernel else (q, k)
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     out, after = within(
         call, None, delta_rule, q, k, v, beta, log_decay=g, form=form_of(call),

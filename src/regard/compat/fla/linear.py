@@ -24,8 +24,7 @@ def chunk_gla(
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute gated linear attention (arXiv 2312.06635) by `regard.linear_attention`. g: log decays [B, T, H, K]."""
-    check_shapes("chunk_gla", q, k, v, channels="g", g=g)
-    return _linear("chunk_gla", q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+    return _linear("chunk_gla", **locals(), channels="g")
 
 
 def fused_recurrent_gla(
@@ -34,21 +33,7 @@ def fused_recurrent_gla(
     state_v_first: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `chunk_gla` token by token. gk: log decays [B, T, H, K], default none."""
-    call = "fused_recurrent_gla"
-    refuse(call, gv=gv, reverse=reverse)
-    check_shapes(call, q, k, v, channels="gk", gk=gk)
-    return _linear(call, q, k, v, gk, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
-
-
-def _simple(
-    call: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None, *more: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Compute `_linear` with the sum of decays per token [B, T, H] and per head [H], of those that are given."""
-    check_shapes(call, q, k, v, g=g)
-    if g_gamma is not None:
-        tensor(call, "g_gamma", g_gamma, q.shape[2])
-        g = g_gamma if g is None else g + g_gamma
-    return _linear(call, q, k, v, g, *more)
+    return _linear("fused_recurrent_gla", **locals())
 
 
 def chunk_simple_gla(
@@ -61,8 +46,7 @@ def chunk_simple_gla(
 
     g: log decays [B, T, H]. g_gamma: log decays [H], the same for all tokens. Neither: no decay.
     """
-    more = (scale, initial_state, output_final_state, cu_seqlens, state_v_first, chunk_size)
-    return _simple("chunk_simple_gla", q, k, v, g, g_gamma, *more)
+    return _linear("chunk_simple_gla", **locals())
 
 
 def fused_recurrent_simple_gla(
@@ -71,17 +55,7 @@ def fused_recurrent_simple_gla(
     reverse: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `chunk_simple_gla` token by token."""
-    call = "fused_recurrent_simple_gla"
-    refuse(call, reverse=reverse)
-    more = (scale, initial_state, output_final_state, cu_seqlens, state_v_first)
-    return _simple(call, q, k, v, g, g_gamma, *more)
-
-
-def _retention(call: str, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor | None]:
-    """Compute `_linear` with the log decays of RetNet, log(1 - 2^(-5 - h)) of head h."""
-    check_shapes(call, q, k, v)
-    head = torch.arange(q.shape[2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    return _linear(call, q, k, v, torch.log1p(-(2.0 ** (-5 - head))), *more)
+    return _linear("fused_recurrent_simple_gla", **locals())
 
 
 def chunk_retention(
@@ -89,8 +63,8 @@ def chunk_retention(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute retention (RetNet, arXiv 2307.08621) by `regard.linear_attention`: head h fades by 1 - 2^(-5 - h)."""
-    more = (scale, initial_state, output_final_state, cu_seqlens, False, chunk_size)
-    return _retention("chunk_retention", q, k, v, *more)
+    check_shapes("chunk_retention", q, k, v)
+    return _linear("chunk_retention", **locals(), g_gamma=_retention(q))
 
 
 def fused_recurrent_retention(
@@ -99,9 +73,8 @@ def fused_recurrent_retention(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `chunk_retention` token by token."""
-    call = "fused_recurrent_retention"
-    refuse(call, reverse=reverse)
-    return _retention(call, q, k, v, scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+    check_shapes("fused_recurrent_retention", q, k, v)
+    return _linear("fused_recurrent_retention", **locals(), g_gamma=_retention(q))
 
 
 def chunk_linear_attn(
@@ -113,8 +86,7 @@ def chunk_linear_attn(
     With `normalize` the output is divided by scale q . z + 1e-10, z the sum of k so far, and states are pairs (sum of
     k v^T [N, H, K, V], z [N, 1, H, K]).
     """
-    call = "chunk_linear_attn"
-    return _normalised(call, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    return _normalised("chunk_linear_attn", **locals())
 
 
 def fused_recurrent_linear_attn(
@@ -123,14 +95,18 @@ def fused_recurrent_linear_attn(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | Normaliser | None]:  # fmt: skip
     """Compute `chunk_linear_attn` token by token, by default without normaliser."""
-    call = "fused_recurrent_linear_attn"
-    refuse(call, reverse=reverse)
-    return _normalised(call, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    return _normalised("fused_recurrent_linear_attn", **locals())
+
+
+def _retention(q: Tensor) -> Tensor:
+    """Return the log decays of RetNet, log(1 - 2^(-5 - h)) of head h."""
+    head = torch.arange(q.shape[2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return torch.log1p(-(2.0 ** (-5 - head)))
 
 
 def _normalised(
-    call: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None, initial_state: Tensor | Normaliser | None,
-    output_final_state: bool, normalize: bool, cu_seqlens: Tensor | None,
+    call: str, *, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | Normaliser | None, normalize: bool,
+    **rest: Any,
 ) -> tuple[Tensor, Tensor | Normaliser | None]:  # fmt: skip
     """Compute `chunk_linear_attn`: the normaliser is the output of one more value channel that is 1 everywhere."""
     check_shapes(call, q, k, v)
@@ -138,7 +114,7 @@ def _normalised(
     require(normalize or not pair, call, "initial_state is a pair, which only normalize=True takes.")
     held, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
     if not normalize:
-        return _linear(call, q, k, v, None, scale, held, output_final_state, cu_seqlens)
+        return _linear(call, q=q, k=k, v=v, initial_state=held, **rest)
     wide = torch.promote_types(q.dtype, torch.float32)
     if held is not None:
         tensor(call, "initial_state", held, "N", q.shape[2], q.shape[3], v.shape[3])
@@ -146,18 +122,27 @@ def _normalised(
             tensor(call, "initial_state[1]", z, held.shape[0], 1, *held.shape[1:3])
         sums = held.new_zeros(held.shape[:3]) if z is None else z[:, 0]
         held = torch.cat([held.to(wide), sums.to(wide)[..., None]], -1)
-    q_, k_, v_ = (x.to(wide) for x in (q, k, pad(v, (0, 1), value=1.0)))
-    rows, after = _linear(call, q_, k_, v_, None, scale, held, output_final_state, cu_seqlens)
+    inputs = {"q": q.to(wide), "k": k.to(wide), "v": pad(v, (0, 1), value=1.0).to(wide), "initial_state": held}
+    rows, after = _linear(call, **inputs, **rest)
     out = (rows[..., :-1] / (rows[..., -1:] + 1e-10)).to(q.dtype)
     return out, None if after is None else (after[..., :-1], after[..., -1][:, None])
 
 
 def _linear(
-    call: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float | None, initial_state: Tensor | None,
-    output_final_state: bool, cu_seqlens: Tensor | None, v_first: bool = False, chunk_size: int | None = None,
+    call: str, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None,
+    g_gamma: Tensor | None = None, scale: float | None, initial_state: Tensor | None, output_final_state: bool,
+    cu_seqlens: Tensor | None, state_v_first: bool = False, chunk_size: int | None = None, channels: str = "gk",
+    **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute `regard.linear_attention` of checked inputs, unnormalised."""
-    own, dim = Sequences(call, q, v.shape[2], cu_seqlens, v_first), q.shape[3]
+    """Compute `regard.linear_attention`, unnormalised, from the arguments of any of these functions, with the sum of
+    the decays that are given; `channels` as in `check_shapes`."""
+    refuse(call, **others)
+    check_shapes(call, q, k, v, channels=channels, g=g, gk=gk)
+    if g_gamma is not None:
+        tensor(call, "g_gamma", g_gamma, q.shape[2])
+        g = g_gamma if g is None else g + g_gamma
+    g = gk if g is None else g
+    own, dim = Sequences(call, q, v.shape[2], cu_seqlens, state_v_first), q.shape[3]
     start, state = own.start("initial_state", initial_state, dim, v.shape[3]), None
     if start is not None:  # regard's states have one feature more, for a bias
         keys = start.new_zeros(*start.shape[:2], dim + 1)
