@@ -22,7 +22,7 @@ from regard.inspect.gates import (
     word_counts,
     word_surprisal,
 )
-from regard.inspect.memory_figures import gate_histograms, gate_rarity, gate_text, slot_figure, wrap
+from regard.inspect.memory_figures import gate_histograms, gate_text, slot_figure, wrap
 from regard.inspect.memory_page import MemoryPage, render_memory
 from regard.inspect.slot_trace import (
     RetrievedSlot,
@@ -134,14 +134,11 @@ def test_lines_end_where_the_text_says() -> None:
 
 
 def test_figures_are_drawn_from_anything() -> None:
-    trace = GateTrace(("a", " ", "b"), ("l",), torch.tensor([[0.5, 0.2, 1.0]]))
     histograms = {
         "one": {"layer 1": torch.rand(50)},
         "two": {"layer 1": torch.full((10,), 0.1), "layer 2": torch.ones(3)},
     }
     for png in (
-        gate_rarity(trace, torch.tensor([1.0, float("nan"), 3.0]), [0.5], title="t"),
-        gate_rarity(trace, torch.full((3,), float("nan")), [0.0], title="t"),
         gate_histograms(histograms, title="t"),
         slot_figure(SlotReadings(("$a", "b")[:0], (), ()), title="none"),
     ):

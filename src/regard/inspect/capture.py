@@ -13,12 +13,8 @@ from ..pairwise.diagnostics import Diagnostics
 
 @dataclass
 class Capture:
-    """Diagnostics of a model.
-
-    Attributes:
-        layers: diagnostics of the latest forward pass by `layer_idx`, in the order in which the layers ran, detached. A
-            layer without `layer_idx` is numbered by its position among `observable_layers`.
-    """
+    """Diagnostics of the latest forward pass of a model by `layer_idx`, in the order in which the layers ran, detached.
+    A layer without `layer_idx` is numbered by its position among `observable_layers`."""
 
     layers: dict[int, Diagnostics] = field(default_factory=dict)
 

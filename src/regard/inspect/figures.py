@@ -34,13 +34,8 @@ _HIDDEN = ListedColormap(["#ececec"])
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss curve of one model, in bits per character.
-
-    Attributes:
-        name: for the legend.
-        steps, bits: training loss.
-        held_out_steps, held_out_bits: loss on held-out text, at least one; the last is the final result.
-    """
+    """Loss curve of one model, in bits per character: training loss, and loss on held-out text, whose last is the final
+    result."""
 
     name: str
     steps: tuple[int, ...]

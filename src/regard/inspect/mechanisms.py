@@ -34,12 +34,8 @@ EPSILON = 0.3
 
 @dataclass(frozen=True)
 class Roles:
-    """What rows and columns of a pattern stand for.
-
-    Attributes:
-        predicts: row r predicts token `predicts + r`.
-        holds: column c holds token `holds + c`; -1 is a start token outside the text.
-    """
+    """What rows and columns of a pattern stand for: row r predicts token `predicts + r`, and column c holds token
+    `holds + c`, where -1 is a start token outside the text."""
 
     predicts: int
     holds: int
@@ -173,15 +169,10 @@ def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Co
     """
     _check("copying", pattern)
     instance("copying", "roles", roles, Roles, "Roles")
-    integers("copying", "tokens", tokens)
-    integers("copying", "wanted", wanted)
     batch, _, rows, columns = pattern.shape
-    for name, given in (("tokens", tokens), ("wanted", wanted)):
+    for name, given, length in (("tokens", tokens, "T"), ("wanted", wanted, rows)):
+        integers("copying", name, given, batch, length)
         on_device("copying", name, given, pattern.device, "pattern")
-    fits = tokens.dim() == 2 and tokens.shape[0] == batch and tuple(wanted.shape) == (batch, rows)
-    got = f"tokens has shape {shape(tokens)} and wanted {shape(wanted)}"
-    expected = f"expected [{batch}, T] and [{batch}, {rows}] for pattern {shape(pattern)}"
-    require(fits, "copying", f"{got}, {expected}.")
     held = roles.columns(tokens, columns)
     same = (held[:, None, :] == wanted[:, :, None]) & (held[:, None, :] >= 0) & _visible(pattern)
     counts = same.sum(-1)

@@ -99,31 +99,6 @@ def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) ->
     return png(figure)
 
 
-def gate_rarity(trace: GateTrace, bits: Tensor, correlations: Sequence[float], *, title: str) -> bytes:
-    """Return a PNG of the mean gate against how rare the words are, with a line for every memory layer.
-
-    Args:
-        bits: how rare each token is, float [T], or NaN.
-        correlations: rank correlation of the gates of each layer with `bits`, for the legend.
-    """
-    known = ~bits.isnan().numpy()
-    rare = bits.numpy()[known]
-    edges = np.unique(np.quantile(rare, np.linspace(0, 1, 9))) if len(rare) else np.zeros(1)
-    part = np.clip(np.searchsorted(edges, rare, side="right") - 1, 0, max(0, len(edges) - 2))
-    figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for index, (name, gates) in enumerate(zip(trace.layers, trace.gates.numpy(), strict=True)):
-        bins = [part == number for number in range(max(1, len(edges) - 1)) if (part == number).any()]
-        x, y = ([values[chosen].mean() for chosen in bins] for values in (rare, gates[known]))
-        label = f"{name}: rank correlation {correlations[index]:+.2f}"
-        axes.plot(x, y, color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=label)
-    axes.set(xlabel="how rare the word is in the training text, bits", ylabel="mean gate", ylim=(0, 1), title=title)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    return png(figure)
-
-
 def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
     """Return a PNG with a column for every querying token and a cell for every retrieved slot.
 

@@ -13,14 +13,7 @@ from .slot_trace import HIT, SlotReadings, slot_rows
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPage:
-    """The whole page.
-
-    Attributes:
-        title, introduction: of the page.
-        slots: retrieved slots by title.
-        gates: gates of a text by title.
-        notes: paragraphs below a title, by that title.
-    """
+    """The whole page: its parts, retrieved slots and gates of texts, by title, and paragraphs below these titles."""
 
     title: str
     introduction: str

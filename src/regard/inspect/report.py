@@ -37,7 +37,6 @@ class Section:
     Attributes:
         title: name of the model.
         facts: short facts by name.
-        sample: generated text.
         picture, caption: a PNG and its caption.
         maps: weights for the viewer.
         layers: table of its layers (`summary.layer_table`).
@@ -67,14 +66,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The whole page.
-
-    Attributes:
-        title, introduction: of the page.
-        parts: about all models.
-        sections: one per model.
-        settings: groups of settings by name.
-    """
+    """The whole page: parts about all models, a section per model, and groups of settings by name."""
 
     title: str
     introduction: str

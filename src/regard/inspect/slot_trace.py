@@ -19,13 +19,8 @@ HIT = "[HIT]"
 
 @dataclass(frozen=True)
 class Writer:
-    """One write into a slot.
-
-    Attributes:
-        query: position of the token whose query selected the slot.
-        target: position of the token whose value was written.
-        weight: fraction of the error by which the write changed this slot.
-    """
+    """One write into a slot: the position of the token whose query selected the slot, that of the token whose value was
+    written, and the fraction of the error by which the write changed this slot."""
 
     query: int
     target: int
@@ -34,13 +29,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class RetrievedSlot:
-    """A slot that was read, with the last writes into it.
-
-    Attributes:
-        slot: number of the slot.
-        weight: weight of the slot in the reading.
-        writers: the last writes, the latest first.
-    """
+    """A slot that was read: its number, its weight in the reading, and the last writes into it, the latest first."""
 
     slot: int
     weight: float
@@ -49,13 +38,7 @@ class RetrievedSlot:
 
 @dataclass(frozen=True)
 class SlotReading:
-    """The slots that one memory layer retrieved for one token.
-
-    Attributes:
-        layer: name of the layer.
-        position: position of the querying token.
-        slots: the retrieved slots by decreasing weight.
-    """
+    """The slots that one memory layer retrieved for the token at one position, by decreasing weight."""
 
     layer: str
     position: int

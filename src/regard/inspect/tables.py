@@ -15,13 +15,8 @@ _ESCAPED = str.maketrans({"\\": "\\\\", "|": "\\|", "\n": " "})
 
 @dataclass(frozen=True)
 class Table:
-    """Table with cells of text.
-
-    Attributes:
-        header: column names; the first column is aligned left, the others right.
-        rows: one tuple of cells per row, as long as the header.
-        note: text below the table.
-    """
+    """Table with cells of text, as many in every row as in the header, and a note below. The first column is aligned
+    left, the others right."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
