@@ -342,8 +342,13 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
                 f"{CALL}: {name} is {tensor.dtype} on {tensor.device}, but query is {dtype} on {device}; convert one "
                 f"with .to()."
             )
-    (batch, heads, queries, dim), (key_batch, kv_heads, keys, key_dim) = query.shape, key.shape
-    value_batch, value_heads, values, value_dim = value.shape
+    return _sizes(CALL, query.shape, key.shape, value.shape, enable_gqa)
+
+
+def _sizes(call: str, query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> Sizes:
+    """Return the sizes of a call after checking that these shapes fit together."""
+    (batch, heads, queries, dim), (key_batch, kv_heads, keys, key_dim) = query, key
+    value_batch, value_heads, values, value_dim = value
     wrong = None
     if not batch == key_batch == value_batch:
         wrong = "batch sizes differ"
@@ -360,7 +365,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     elif heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         wrong = f"{heads} query heads cannot be shared out among {kv_heads} key heads; the former must be a multiple"
     if wrong is not None:
-        raise ArgumentError(f"{CALL}: {wrong}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
+        raise ArgumentError(f"{call}: {wrong}: query {list(query)}, key {list(key)}, value {list(value)}.")
     return batch, heads, kv_heads, queries, keys, dim, value_dim
 
 
@@ -454,22 +459,12 @@ def explain(
     flags(call, return_diagnostics=return_diagnostics)
     optional_whole(call, "value_dim", value_dim, 1, FAR)
     optional_whole(call, "query_offset", query_offset)
-    batch, heads, queries, dim = query_shape
-    keys = key_shape[2]
-    if key_shape[0] != batch or key_shape[3] != dim:
-        shapes = f"query_shape {tuple(query_shape)}, key_shape {tuple(key_shape)}"
-        raise ArgumentError(f"explain: batch and D must be equal: {shapes}.")
-    if not key_shape[1] or heads % key_shape[1]:
-        raise ArgumentError(
-            f"explain: query_shape has {heads} heads, which cannot be shared out among the {key_shape[1]} of "
-            f"key_shape; the former must be a multiple."
-        )
+    values = (*key_shape[:3], value_dim or query_shape[3])
     problem = Problem(
-        as_spec(spec, call), batch, heads, key_shape[1], queries, keys, dim, value_dim or dim, dtype,
-        _device_type(call, device), causal=is_causal or exclude_self, strict=exclude_self,
-        window=_check_window(call, window),
-        offset=keys - queries if query_offset is None else query_offset, mask=mask, diagnostics=return_diagnostics,
-        segments=segments,
+        as_spec(spec, call), *_sizes(call, query_shape, key_shape, values, True), dtype, _device_type(call, device),
+        causal=is_causal or exclude_self, strict=exclude_self, window=_check_window(call, window),
+        offset=key_shape[2] - query_shape[2] if query_offset is None else query_offset, mask=mask,
+        diagnostics=return_diagnostics, segments=segments,
     )  # fmt: skip
     return explain_problem(problem)
 

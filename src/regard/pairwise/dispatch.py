@@ -24,23 +24,7 @@ from .visibility import Visibility
 
 @dataclass(unsafe_hash=True)  # not frozen, which would take longer to make
 class Problem:
-    """Describe a call without its tensors, so that an implementation can tell whether it supports it.
-
-    Attributes:
-        spec: the attention spec.
-        batch, heads, kv_heads, queries, keys, dim, value_dim: sizes.
-        dtype, device: of the inputs ("cpu", "cuda").
-        causal, strict, window: as in `Visibility`.
-        offset: the offset of the queries, or None if it is a tensor.
-        mask: None, "keys" (one mask over keys for all queries) or "pairs".
-        params: names of the parameters that are tensors.
-        numbers: (name, value) of the parameters that are numbers.
-        scale: "number" or "tensor".
-        gradient: whether a backward pass may follow.
-        diagnostics: whether to return row statistics.
-        segments: whether keys are in segments (`Visibility.runs`).
-        transformed: whether forward-mode derivatives or a torch.func transform are active.
-    """
+    """Describe a call without its tensors, so that an implementation can tell whether it supports it."""
 
     spec: Spec
     batch: int
@@ -52,18 +36,18 @@ class Problem:
     value_dim: int
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    causal: bool = False
+    causal: bool = False  # this and the next two as in `Visibility`
     strict: bool = False
     window: int | None = None
-    offset: int | None = 0
-    mask: str | None = None
-    params: tuple[str, ...] = ()
-    numbers: tuple[tuple[str, float], ...] = ()
-    scale: str = "number"
-    gradient: bool = False
-    diagnostics: bool = False
-    transformed: bool = False
-    segments: bool = False
+    offset: int | None = 0  # of the queries; None if it is a tensor
+    mask: str | None = None  # "keys" (one mask over keys for all queries) or "pairs"
+    params: tuple[str, ...] = ()  # names of the parameters that are tensors
+    numbers: tuple[tuple[str, float], ...] = ()  # (name, value) of those that are numbers
+    scale: str = "number"  # or "tensor"
+    gradient: bool = False  # whether a backward pass may follow
+    diagnostics: bool = False  # whether to return row statistics
+    transformed: bool = False  # whether forward-mode derivatives or a torch.func transform are active
+    segments: bool = False  # whether keys are in segments (`Visibility.runs`)
 
     @property
     def positional(self) -> bool:

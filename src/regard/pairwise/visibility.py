@@ -21,26 +21,17 @@ from torch import Tensor
 
 @dataclass(eq=False)  # not frozen, which would take longer to make
 class Visibility:
-    """The visible pairs of queries and keys.
-
-    Attributes:
-        queries, keys: Tq and Tk.
-        causal, strict, window: see the module docstring; strict implies causal.
-        offset: an int, or int64 [B].
-        mask: boolean [B or 1, H or 1, Tq or 1, Tk or 1], or None.
-        runs: int64 [2, B or 1, Tk], the first key of each key's run and the key after its last, or None.
-        kept: what an implementation made of all this and needs again.
-    """
+    """The visible pairs of queries and keys (see the module docstring)."""
 
     queries: int
     keys: int
     causal: bool = False
-    strict: bool = False
+    strict: bool = False  # implies causal
     window: int | None = None
-    offset: int | Tensor = 0
-    mask: Tensor | None = None
-    runs: Tensor | None = None
-    kept: Any = None
+    offset: int | Tensor = 0  # or int64 [B]
+    mask: Tensor | None = None  # boolean [B or 1, H or 1, Tq or 1, Tk or 1]
+    runs: Tensor | None = None  # int64 [2, B or 1, Tk]: the first key of each key's run, and the key after its last
+    kept: Any = None  # what an implementation made of all this and needs again
 
     @property
     def positional(self) -> bool:

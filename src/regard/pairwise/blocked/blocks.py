@@ -29,22 +29,16 @@ SPARSE = 0.6
 
 @dataclass
 class Work:
-    """One call without its tensors.
-
-    Attributes:
-        rows: the `Rows` of the implementation.
-        names: names of the parameters given as tensors; `numbers` are the others.
-        heads, kv_heads, total: H, Hkv and N.
-    """
+    """One call without its tensors."""
 
     spec: Spec
-    rows: Any
-    names: list[str]
-    numbers: dict[str, float]
+    rows: Any  # the `Rows` of the implementation
+    names: list[str]  # of the parameters given as tensors
+    numbers: dict[str, float]  # the other parameters
     visible: Visibility
-    heads: int
-    kv_heads: int
-    total: int
+    heads: int  # H
+    kv_heads: int  # Hkv
+    total: int  # N
     _ends: tuple[Tensor, Tensor] | None = None
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
