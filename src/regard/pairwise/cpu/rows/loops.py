@@ -19,7 +19,7 @@ from .search import chosen
 
 
 @jit
-def weigh_one(z: Any, kernel: int, r: Any, top: Any, reach: Any, one: Any) -> Any:
+def weigh_one(z, kernel, r, top, reach, one):
     """Return (K, dK/dz) of one score, for the kernels that are not a product of u."""
     d = top - z
     if not d < reach:
@@ -36,7 +36,7 @@ def weigh_one(z: Any, kernel: int, r: Any, top: Any, reach: Any, one: Any) -> An
 
 
 @jit
-def _inverse(x: Any, reach: Any) -> Any:
+def _inverse(x, reach):
     """Return 1 / reach, bounded; weights are later divided by their sum."""
     return x.dtype.type(1) / max(reach, x.dtype.type(np.finfo(x.dtype).tiny))
 
@@ -45,7 +45,7 @@ def _weigh(power: int) -> Any:
     """Return the loop that writes share u^power to w, u = 1 - d / reach."""
 
     @jit
-    def loop(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
+    def loop(x, w, top, reach, share):
         zero, inverse = x.dtype.type(0), _inverse(x, reach)
         for j in range(x.shape[0]):
             u = (reach - (top - x[j])) * inverse
@@ -59,9 +59,7 @@ _weigh1, _weigh2, _weigh3 = _weigh(1), _weigh(2), _weigh(3)
 
 
 @jit
-def weigh(
-    x: Any, w: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, start: int, theta: Any, cut: int
-) -> None:
+def weigh(x, w, kernel, r, top, reach, share, start, theta, cut):
     """Write share K of scores to w, K relative to its value at the top. If cut >= 0, only chosen keys have weight;
     column 0 is key `start`. reach is infinite without a threshold."""
     if kernel == POWER1:
@@ -79,7 +77,7 @@ def weigh(
 
 
 @sums
-def sum_up(w: Any) -> Any:
+def sum_up(w):
     total = w.dtype.type(0)
     for j in range(w.shape[0]):
         total += w[j]
@@ -90,7 +88,7 @@ def _slope(power: int) -> Any:
     """Return the loop that writes the weights of `_weigh` to w, and their derivatives times g - base - rho to s."""
 
     @jit
-    def loop(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> None:
+    def loop(x, g, w, s, top, reach, share, rho, base):
         zero, inverse = x.dtype.type(0), _inverse(x, reach)
         steep = (share if power == 1 else share + share if power == 2 else share + share + share) * inverse
         for j in range(x.shape[0]):
@@ -106,10 +104,7 @@ _slope1, _slope2, _slope3 = _slope(1), _slope(2), _slope(3)
 
 
 @jit
-def weigh_and_slope(
-    x: Any, g: Any, w: Any, s: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, start: int,
-    theta: Any, cut: int, base: Any,
-) -> None:  # fmt: skip
+def weigh_and_slope(x, g, w, s, kernel, r, top, reach, share, rho, start, theta, cut, base):
     """Write share K to w as `weigh`, and share dK/dz (g - base - rho) to s; 0 where dK/dz is 0, for any g."""
     if kernel == POWER1:
         _slope1(x, g, w, s, top, reach, share, rho, base)
@@ -128,7 +123,7 @@ def weigh_and_slope(
 
 
 @sums
-def _dots1(u: Any, g: Any, base: Any) -> Any:
+def _dots1(u, g, base):
     zero = u.dtype.type(0)
     inside, slope_g, weight_g = np.int32(0), zero, zero
     for j in range(u.shape[0]):
@@ -142,7 +137,7 @@ def _dots(power: int) -> Any:
     """Return the loop that sums u^(power - 1), that times g - base, and u^power (g - base)."""
 
     @sums
-    def loop(u: Any, g: Any, base: Any) -> Any:
+    def loop(u, g, base):
         zero = u.dtype.type(0)
         slope, slope_g, weight_g = zero, zero, zero
         for j in range(u.shape[0]):
@@ -160,9 +155,7 @@ _dots2, _dots3 = _dots(2), _dots(3)
 
 
 @jit
-def _moments_one_by_one(
-    x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int, base: Any
-) -> Any:
+def _moments_one_by_one(x, g, kernel, r, top, reach, start, theta, cut, base):
     zero, one = x.dtype.type(0), x.dtype.type(1)
     live, slope, slope_g, weight_g = False, 0.0, 0.0, 0.0
     for j in range(x.shape[0]):
@@ -177,9 +170,7 @@ def _moments_one_by_one(
 
 
 @jit
-def moments(
-    x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int, base: Any
-) -> Any:
+def moments(x, g, u, kernel, r, top, reach, start, theta, cut, base):
     """Return whether a span has weight, and (sum dK/dz, sum g dK/dz, sum g K) in float64, with K relative to its value
     at the top and g minus `base`. Keys without weight are left out, for any g. u is work space."""
     if kernel != POWER1 and kernel != POWER2 and kernel != POWER3:

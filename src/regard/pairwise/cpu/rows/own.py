@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .base import jit
 
 SOURCE = b""
@@ -11,6 +9,6 @@ SOURCE = b""
 
 
 @jit
-def relative(d: Any, reach: Any) -> Any:
+def relative(d, reach):
     """(K(reach - d) / K(reach), K'(reach - d) / K(reach)); here a placeholder that is never called."""
     return d - d, d - d

@@ -34,10 +34,9 @@ def _entry(**options: Any) -> Callable[[Any], Any]:
 def _parts(sources: str) -> tuple[Any, Any]:
     @_entry(nogil=True)
     def forward_part(
-        first: int, last: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int,
-        power: Any, number: Any, k: int, fallback: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any,
-        active: Any, group: int,
-    ) -> None:  # fmt: skip
+        first, last, z, bits, p, lo, hi, start, kernel, rule, power, number, k, fallback, place, counted, floats, flags,
+        index, active, group,
+    ):  # fmt: skip
         """`forward` for rows [first, last)."""
         sources  # noqa: B018
         n = z.shape[1]
@@ -64,9 +63,9 @@ def _parts(sources: str) -> tuple[Any, Any]:
 
     @_entry(nogil=True)
     def backward_part(
-        first: int, last: int, z: Any, bits: Any, g: Any, p: Any, dz: Any, lo: Any, hi: Any, kernel: int, rule: int,
-        power: Any, fallback: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,
-    ) -> None:  # fmt: skip
+        first, last, z, bits, g, p, dz, lo, hi, kernel, rule, power, fallback, learned, place, floats, flags, index,
+        grads,
+    ):  # fmt: skip
         """`backward` for rows [first, last)."""
         sources  # noqa: B018
         n = z.shape[1]
@@ -93,7 +92,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
 
 def _whole(sources: str) -> tuple[Any, Any]:
     @_entry(parallel=True)
-    def forward(chunks: int, z: Any, *rest: Any) -> None:
+    def forward(chunks, z, *rest):
         """Compute the weights and statistics of every row, in place if p is z (`place`). `start` is the position of
         column 0 among all keys. Row i marks active[i // group], unless `active` has no columns."""
         sources  # noqa: B018
@@ -102,7 +101,7 @@ def _whole(sources: str) -> tuple[Any, Any]:
             forward_part(chunk * rows // chunks, (chunk + 1) * rows // chunks, z, *rest)
 
     @_entry(parallel=True)
-    def backward(chunks: int, z: Any, *rest: Any) -> None:
+    def backward(chunks, z, *rest):
         """Compute the weights and dL/dz of every row from its statistics, in place if p is z and dz is g (`place`), and
         `grads` [R, 2]: dL/dpower (dL/dalpha) if `learned`, and dL/dnumber. A p without columns is not written."""
         sources  # noqa: B018

@@ -6,7 +6,6 @@ Legend: x, g, p, dz scores, dL/dp, weights and dL/dz of the row; `tops`, `kept`,
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -20,13 +19,13 @@ LARGE = 1e30
 
 
 @jit
-def vanishes(kernel: int) -> bool:
+def vanishes(kernel):
     """Return whether the kernel is continuous at the threshold."""
     return kernel != codes.UNIFORM and kernel != codes.GAUSSIAN
 
 
 @jit
-def _fill_fallback(x: Any, p: Any, rule: int, fallback: int, theta: Any, found: Any) -> None:
+def _fill_fallback(x, p, rule, fallback, theta, found):
     """Write the weights of a row with visible keys but none above the threshold."""
     zero, one = x.dtype.type(0), x.dtype.type(1)
     share = one / x.dtype.type(max(found[2], 1))
@@ -41,7 +40,7 @@ def _fill_fallback(x: Any, p: Any, rule: int, fallback: int, theta: Any, found: 
 
 
 @jit
-def _note_fallback(x: Any, fallback: int, top: Any, found: Any) -> None:
+def _note_fallback(x, fallback, top, found):
     """Store what `_fill_fallback` needs under the fixed rule: the number of visible keys, or the best of them."""
     found[0], found[2] = find_first(x, top, -1), 1
     if fallback == codes.FALLBACK_UNIFORM:
@@ -51,7 +50,7 @@ def _note_fallback(x: Any, fallback: int, top: Any, found: Any) -> None:
 
 
 @jit
-def _mass(x: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int) -> Any:
+def _mass(x, kernel, r, tops, top, reach, local, theta, cut):
     """Return the sum of the kernel's values, relative to the top."""
     total, first, tiles, one = 0.0, 0, (x.shape[0] + TILE - 1) // TILE, x.dtype.type(1)
     while first < tiles:
@@ -65,10 +64,7 @@ def _mass(x: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: A
 
 
 @jit
-def _fill(
-    x: Any, p: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int, share: Any,
-    place: bool,
-) -> None:  # fmt: skip
+def _fill(x, p, kernel, r, tops, top, reach, local, theta, cut, share, place):
     """Write p = share K of a row; p may be x (`place`)."""
     first, tiles = 0, (x.shape[0] + TILE - 1) // TILE
     while first < tiles:
@@ -86,16 +82,15 @@ def _fill(
 
 
 @jit
-def _invalid(rule: int, r: Any, number: Any) -> bool:
+def _invalid(rule, r, number):
     """Return whether a row's parameters are out of range or NaN."""
     return not (r > 0 and r < np.inf) or not (number > 0 or (rule != codes.ANCHORED and number == number))
 
 
 @jit
 def forward_row(
-    x: Any, bits: Any, p: Any, kernel: int, rule: int, r: Any, number: Any, k: int, fallback: int, place: bool,
-    tops: Any, top_bits: Any, kept: Any, local: Any, floats: Any, flags: Any, found: Any,
-) -> None:  # fmt: skip
+    x, bits, p, kernel, rule, r, number, k, fallback, place, tops, top_bits, kept, local, floats, flags, found
+):
     """Compute the weights and statistics of a row."""
     kind = x.dtype.type
     floats[0], floats[1], floats[2], floats[3], floats[4], floats[5] = 0, -1, 1, 1, 0, 0
@@ -150,7 +145,7 @@ def forward_row(
 
 
 @jit
-def count_support(p: Any, floats: Any) -> None:
+def count_support(p, floats):
     """Compute support size and effective sample size of a row of weights."""
     support, total, square = 0, 0.0, 0.0
     for j in range(p.shape[0]):
@@ -162,7 +157,7 @@ def count_support(p: Any, floats: Any) -> None:
 
 
 @sums
-def mark(p: Any, start: int, pivot: int, active: Any) -> None:
+def mark(p, start, pivot, active):
     """Mark the blocks of columns that contain weight, or the key that determines the threshold."""
     first = 0
     while first < p.shape[0]:
@@ -180,7 +175,7 @@ def mark(p: Any, start: int, pivot: int, active: Any) -> None:
 
 
 @jit
-def _log_slope(log_a: float, r: Any) -> float:
+def _log_slope(log_a, r):
     """Return d log p / dr of the adaptive rule at a fixed threshold, up to terms that cancel (`power_grads`)."""
     if r < 1:
         return log_a - 1.0
@@ -190,7 +185,7 @@ def _log_slope(log_a: float, r: Any) -> float:
 
 
 @jit
-def _power_grad(x: Any, g: Any, rule: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> Any:
+def _power_grad(x, g, rule, r, top, reach, share, rho, base):
     """Return dL/dr, or dL/dalpha for the adaptive rule (`power_grads` of the rules)."""
     total, power = 0.0, np.float64(r)
     shift = math.log(np.float64(share)) / power
@@ -207,7 +202,7 @@ def _power_grad(x: Any, g: Any, rule: int, r: Any, top: Any, reach: Any, share: 
 
 
 @sums
-def _ties(x: Any, top: Any) -> int:
+def _ties(x, top):
     count = 0
     for j in range(x.shape[0]):
         count += x[j] == top
@@ -215,7 +210,7 @@ def _ties(x: Any, top: Any) -> int:
 
 
 @jit
-def _subtract_at_best(x: Any, s: Any, best: Any, part: Any) -> None:
+def _subtract_at_best(x, s, best, part):
     """Subtract `part` from the slopes of the keys with the largest score, which determine the threshold."""
     zero = x.dtype.type(0)
     for j in range(x.shape[0]):
@@ -223,9 +218,7 @@ def _subtract_at_best(x: Any, s: Any, best: Any, part: Any) -> None:
 
 
 @jit
-def _row_moments(
-    x: Any, g: Any, u: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, theta: Any, cut: int, base: Any
-) -> Any:
+def _row_moments(x, g, u, live, kernel, r, top, edge, theta, cut, base):
     """Return `moments` of a row; write which of its spans have weight to `live`."""
     slope, slope_g, weight_g = 0.0, 0.0, 0.0
     for t in range((x.shape[0] + SPAN - 1) // SPAN):
@@ -238,10 +231,7 @@ def _row_moments(
 
 
 @jit
-def _fill_slopes(
-    x: Any, g: Any, p: Any, dz: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, share: Any, rho: Any,
-    theta: Any, cut: int, best: Any, moved: Any, place: bool, w: Any, s: Any, base: Any,
-) -> None:  # fmt: skip
+def _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, moved, place, w, s, base):
     """Write p and dz of a row, which may be x and g (`place`)."""
     for t in range((x.shape[0] + SPAN - 1) // SPAN):
         a, b = t * SPAN, min(x.shape[0], (t + 1) * SPAN)
@@ -261,7 +251,7 @@ def _fill_slopes(
 
 
 @jit
-def _best(x: Any, bits: Any, top: Any, tops: Any, top_bits: Any) -> Any:
+def _best(x, bits, top, tops, top_bits):
     """Return (the largest score, the number of keys with it). Scores computed again from fewer keys can differ from
     those of the forward pass in the last bit, so that none equals `top`."""
     ties = _ties(x, top)
@@ -274,9 +264,9 @@ def _best(x: Any, bits: Any, top: Any, tops: Any, top_bits: Any) -> Any:
 
 @jit
 def backward_row(
-    x: Any, bits: Any, g: Any, p: Any, dz: Any, kernel: int, rule: int, r: Any, fallback: int, learned: bool,
-    place: bool, tops: Any, top_bits: Any, live: Any, w: Any, s: Any, floats: Any, flags: Any, found: Any, grads: Any,
-) -> None:  # fmt: skip
+    x, bits, g, p, dz, kernel, rule, r, fallback, learned, place, tops, top_bits, live, w, s, floats, flags, found,
+    grads,
+):  # fmt: skip
     """Compute the weights, dL/dz and dL/dparameters of a row from its statistics."""
     kind = x.dtype.type
     grads[:] = 0

@@ -21,7 +21,7 @@ UNCONVERGED = 1
 
 
 @jit
-def find_tops(bits: Any, tops: Any) -> bool:
+def find_tops(bits, tops):
     """Write the bits of the largest score of every tile, then of the row, to `tops`. Return whether no score is NaN.
 
     Floats compare as their bits do if the bits of negative numbers are flipped, and integer comparisons use vector
@@ -47,7 +47,7 @@ def find_tops(bits: Any, tops: Any) -> bool:
 
 
 @jit
-def next_run(tops: Any, columns: int, first: int, top: Any, reach: Any, every: bool) -> Any:
+def next_run(tops, columns, first, top, reach, every):
     """Return (end, live) of the run of tiles from `first` that are above the threshold, short gaps included, or below.
     A run above fits SPAN. A row that fits SPAN is one run, since skipping tiles would save nothing."""
     tiles = (columns + TILE - 1) // TILE
@@ -70,7 +70,7 @@ def next_run(tops: Any, columns: int, first: int, top: Any, reach: Any, every: b
 
 
 @sums
-def _collect(x: Any, tops: Any, top: Any, reach: Any, kept: Any) -> int:
+def _collect(x, tops, top, reach, kept):
     """Write the distances of tiles above the threshold to `kept`. Return their number."""
     count, first, tiles = 0, 0, (x.shape[0] + TILE - 1) // TILE
     while first < tiles:
@@ -89,7 +89,7 @@ def _collect(x: Any, tops: Any, top: Any, reach: Any, kept: Any) -> int:
 
 
 @sums
-def _sums1(d: Any, b: Any) -> Any:
+def _sums1(d, b):
     zero = d.dtype.type(0)
     upper, inside = zero, np.int32(0)
     for j in range(d.shape[0]):
@@ -99,32 +99,29 @@ def _sums1(d: Any, b: Any) -> Any:
     return upper, d.dtype.type(inside)
 
 
-@sums
-def _sums2(d: Any, b: Any, inverse: Any) -> Any:
-    zero = d.dtype.type(0)
-    upper, lower = zero, zero
-    for j in range(d.shape[0]):
-        a = b - d[j] * inverse
-        a = a if a > zero else zero
-        upper += a * a
-        lower += a
-    return upper, lower
+def _powers(power: int) -> Any:
+    """Return the loop that sums a^power and a^(power - 1), a = [b - d/power]_+."""
+
+    @sums
+    def loop(d, b, inverse):
+        zero = d.dtype.type(0)
+        upper, lower = zero, zero
+        for j in range(d.shape[0]):
+            a = b - d[j] * inverse
+            a = a if a > zero else zero
+            below = a if power == 2 else a * a
+            upper += below * a
+            lower += below
+        return upper, lower
+
+    return loop
 
 
-@sums
-def _sums3(d: Any, b: Any, inverse: Any) -> Any:
-    zero = d.dtype.type(0)
-    upper, lower = zero, zero
-    for j in range(d.shape[0]):
-        a = b - d[j] * inverse
-        a = a if a > zero else zero
-        upper += a * a * a
-        lower += a * a
-    return upper, lower
+_sums2, _sums3 = _powers(2), _powers(3)
 
 
 @jit
-def _sums_any(d: Any, b: Any, r: Any) -> Any:
+def _sums_any(d, b, r):
     zero, one = d.dtype.type(0), d.dtype.type(1)
     upper, lower = zero, zero
     for j in range(d.shape[0]):
@@ -137,7 +134,7 @@ def _sums_any(d: Any, b: Any, r: Any) -> Any:
 
 
 @jit
-def _sums(d: Any, kernel: int, r: Any, b: Any) -> Any:
+def _sums(d, kernel, r, b):
     """Return (sum a^r, sum a^(r-1)) over the support, a = [b - d/r]_+."""
     upper, lower = 0.0, 0.0
     inverse = d.dtype.type(1) / r
@@ -157,7 +154,7 @@ def _sums(d: Any, kernel: int, r: Any, b: Any) -> Any:
 
 
 @jit
-def _newton(d: Any, kernel: int, r: Any, b: Any) -> Any:
+def _newton(d, kernel, r, b):
     """Return the peak b with ||[b - d/r]_+||_r = 1 for r >= 1. The norm is convex and at least 1 at the given b, so
     that Newton's method descends to the root without a bracket."""
     limit = 1.0 + 2.0 * np.finfo(d.dtype).eps
@@ -187,7 +184,7 @@ def _newton(d: Any, kernel: int, r: Any, b: Any) -> Any:
 
 
 @jit
-def _bisect(d: Any, r: Any) -> Any:
+def _bisect(d, r):
     """Return the peak for r < 1, where the norm is not convex, by bisection between n^(-1/r) and 1."""
     low, high = d.dtype.type(np.float64(d.shape[0]) ** (-1.0 / np.float64(r))), d.dtype.type(1)
     for _ in range(BISECTIONS):
@@ -203,7 +200,7 @@ def _bisect(d: Any, r: Any) -> Any:
 
 
 @jit
-def find_peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags: Any) -> Any:
+def find_peak(x, kernel, r, tops, top, kept, flags):
     """Return (b, sum [b - d/r]_+^r) of a row."""
     tiles = (x.shape[0] + TILE - 1) // TILE
     epsilon = np.finfo(x.dtype).eps
@@ -230,7 +227,7 @@ def find_peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags
 
 
 @jit
-def _sum_above(z: Any, r: float, edge: float) -> float:
+def _sum_above(z, r, edge):
     """Return the sum of weights for the threshold `edge`."""
     total = 0.0
     for j in range(z.shape[0]):
@@ -241,7 +238,7 @@ def _sum_above(z: Any, r: float, edge: float) -> float:
 
 
 @jit
-def _neighbour(z: Any, edge: float, up: bool) -> float:
+def _neighbour(z, edge, up):
     """Return the next score above or below `edge`; infinite if there is none."""
     found = np.inf if up else -np.inf
     for j in range(z.shape[0]):
@@ -253,7 +250,7 @@ def _neighbour(z: Any, edge: float, up: bool) -> float:
 
 
 @jit
-def _find_pivot(z: Any, r: float, theta: float, top: float) -> float:
+def _find_pivot(z, r, theta, top):
     """Return the lowest score with weight, from a threshold with rounding errors."""
     pivot = min(_neighbour(z, theta, True), top)
     while pivot < top and not _sum_above(z, r, pivot) < 1:
@@ -266,7 +263,7 @@ def _find_pivot(z: Any, r: float, theta: float, top: float) -> float:
 
 
 @jit
-def _pivot_weight(z: Any, r: float, pivot: float) -> Any:
+def _pivot_weight(z, r, pivot):
     """Return (t, sum of weights): the weight of the pivot, by Newton's descent."""
     ties, total = 0, 1.0
     for j in range(z.shape[0]):
@@ -287,7 +284,7 @@ def _pivot_weight(z: Any, r: float, pivot: float) -> Any:
 
 
 @jit
-def find_gap(x: Any, r: Any, top: Any, b: Any, kept: Any, flags: Any) -> Any:
+def find_gap(x, r, top, b, kept, flags):
     """Return (the lowest score with weight, how far the threshold lies below it) for the peak b of `find_peak`."""
     kind, info, power = x.dtype.type, np.finfo(x.dtype), np.float64(r)
     theta = np.float64(top) - power * np.float64(b)
@@ -310,7 +307,7 @@ def find_gap(x: Any, r: Any, top: Any, b: Any, kept: Any, flags: Any) -> Any:
 
 
 @jit
-def _sift(heap: Any, size: int, x: Any) -> None:
+def _sift(heap, size, x):
     """Replace the smallest of heap[:size] by x, and restore the heap."""
     at = 0
     while True:
@@ -327,7 +324,7 @@ def _sift(heap: Any, size: int, x: Any) -> None:
 
 
 @jit
-def _largest(x: Any, size: int, tops: Any, heap: Any) -> None:
+def _largest(x, size, tops, heap):
     """Make a heap of the `size` largest scores, smallest first, padded with -inf."""
     heap[:size] = -np.inf
     for t in range((x.shape[0] + TILE - 1) // TILE):
@@ -339,12 +336,12 @@ def _largest(x: Any, size: int, tops: Any, heap: Any) -> None:
 
 
 @jit
-def chosen(z: Any, at: int, kth: Any, cut: int) -> bool:
+def chosen(z, at, kth, cut):
     return z > kth or (z == kth and at <= cut)
 
 
 @jit
-def find_first(x: Any, score: Any, after: int) -> int:
+def find_first(x, score, after):
     """Return the first position after `after` with that score, or -1."""
     for j in range(after + 1, x.shape[0]):
         if x[j] == score:
@@ -353,7 +350,7 @@ def find_first(x: Any, score: Any, after: int) -> int:
 
 
 @jit
-def find_nearest(x: Any, k: int, vanishes: bool, tops: Any, top: Any, heap: Any, found: Any) -> Any:
+def find_nearest(x, k, vanishes, tops, top, heap, found):
     """Return (theta, reach) of a row. Write the last kept tie, the (k+1)-th key and the number kept to `found`."""
     _largest(x, k + 1, tops, heap)
     following, kth, visible = heap[0], x.dtype.type(np.inf), 0
