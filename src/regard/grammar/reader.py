@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import count
 from typing import Any, ClassVar
 
@@ -68,25 +68,25 @@ class Reader:
 
 
 class Parsed:
-    """What was parsed from texts, as attributes of a subclass: the 1024 latest.
+    """What was made from texts or other keys, as attributes of a subclass: the 1024 latest.
 
     While dynamo traces, it copies a dictionary when it first reads it, and misses what a second text of the same graph
     adds. It looks up an attribute of a class each time.
     """
 
-    names: ClassVar[dict[str, str]]
+    names: ClassVar[dict[Hashable, str]]
     numbers: ClassVar[Iterator[int]]
 
     def __init_subclass__(cls) -> None:
         cls.names, cls.numbers = {}, count()
 
     @classmethod
-    def name_of(cls, text: str, parse: Callable[[str], Any]) -> str:
-        """Return the name of the attribute that holds what was parsed from `text`. No name is used again."""
-        if not isinstance(text, str) or text not in cls.names:
-            name, found = f"parsed_{next(cls.numbers)}", parse(text)
+    def name_of(cls, key: Any, parse: Callable[[Any], Any]) -> str:
+        """Return the name of the attribute that holds what `parse` makes from `key`. No name is used again."""
+        if not isinstance(key, Hashable) or key not in cls.names:
+            name, found = f"parsed_{next(cls.numbers)}", parse(key)
             if len(cls.names) >= 1024:  # bounds the memory when a number in the text changes at every call
                 delattr(cls, cls.names.pop(next(iter(cls.names))))
             setattr(cls, name, found)
-            cls.names[text] = name
-        return cls.names[text]
+            cls.names[key] = name
+        return cls.names[key]

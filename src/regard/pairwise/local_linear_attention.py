@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..checks import floating, in_range, mapping, one_of, require, shown, within
 from ..grammar import Spec, as_spec
+from ..grammar.reader import Parsed
 from ..grammar.solvers import Auto, ConjugateGradient, Solver
 from ..grammar.spec import RIDGE_MODES, axis_object
 from .attention import attention
@@ -75,7 +76,7 @@ def local_linear_attention(
         else:
             number = float(ridge)
     one_of(CALL, "ridge_mode", ridge_mode, RIDGE_MODES)
-    local = _MADE[_make(spec, number, solver, ridge_mode, max_iter, tol)]
+    local: Spec = getattr(_Models, _make(spec, number, solver, ridge_mode, max_iter, tol))
     given = mapping(CALL, "params", params)
     if isinstance(ridge, Tensor):
         given["ridge"] = ridge
@@ -86,26 +87,18 @@ def local_linear_attention(
     return within(CALL, None, attention, query, key, value, local, params=given, **arguments)
 
 
-_MADE: dict[int, Spec] = {}
-_PLACES: dict[tuple[Spec, float, str, str], int] = {}
+class _Models(Parsed):
+    """Specs of degree 1 by their weights and options."""
 
 
 def _make(
     spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, max_iter: int | None, tol: float | None
-) -> int:
-    """Return the key in `_MADE` of the weights of `spec` with this local linear model."""
+) -> str:
+    """Return the attribute of `_Models` that holds the weights of `spec` with this local linear model."""
     base, chosen = as_spec(spec, CALL), _solver(solver, max_iter, tol)
-    key = (base, ridge, repr(chosen), repr(ridge_mode))
-    place = _PLACES.get(key)
-    if place is None:
-        options = {"degree": 1, "ridge": ridge, "solver": chosen, "ridge_mode": ridge_mode}
-        made = within(CALL, "spec", replace, base, **options)
-        if len(_PLACES) >= 1024:  # bounds the memory when a number changes at every call
-            _PLACES.clear()
-            _MADE.clear()
-        place = _PLACES[key] = len(_PLACES)
-        _MADE[place] = made
-    return place
+    options = {"degree": 1, "ridge": ridge, "solver": chosen, "ridge_mode": ridge_mode}
+    key = (base, ridge, repr(chosen), ridge_mode)
+    return _Models.name_of(key, lambda _: within(CALL, "spec", replace, base, **options))
 
 
 _make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, under compilation
