@@ -9,25 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..checks import (
-    ArgumentError,
-    boolean_mask,
-    broadcastable,
-    debugging,
-    finite,
-    flags,
-    floating,
-    in_range,
-    instance,
-    is_integer,
-    mapping,
-    on_device,
-    optional_whole,
-    refuse,
-    segments,
-    shape,
-    whole,
-)
+from .. import checks
+from ..checks import ArgumentError, refuse, shape
 from ..grammar import Spec, as_spec
 from ..grammar.spec import LOCAL_LINEAR
 from ..precision import all_clean, clean, clean_each, either, full_precision, overflowing, row_number, transformed
@@ -116,8 +99,8 @@ def attention(
     implementation, see `regard.explain`.
     """
     spec = as_spec(spec, CALL)
-    flags(CALL, is_causal=is_causal, exclude_self=exclude_self)
-    flags(CALL, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics)
+    checks.flags(CALL, is_causal=is_causal, exclude_self=exclude_self)
+    checks.flags(CALL, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics)
     sizes, device = _check_tensors(query, key, value, enable_gqa), query.device
     batch, heads, _, queries, keys, dim, _ = sizes
     rows = (batch, heads, queries)
@@ -133,10 +116,10 @@ def attention(
         runs=_check_segments(segment_ids, offset, batch, queries, keys, device),
     )
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    named = {} if params is None else mapping(CALL, "params", params)
+    named = {} if params is None else checks.mapping(CALL, "params", params)
     given = {n: _number(n, p, (*rows, dim), dtype, device) for n, p in named.items()}
     if scale is not None:
-        in_range(CALL, "scale", scale, low=0.0, strict=True)
+        checks.in_range(CALL, "scale", scale, low=0.0, strict=True)
         scale = row_number(CALL, "scale", scale, rows, dtype, device)
     scale, numbers = spec.resolve(dim, scale, given)
     local = {n: given[n] for n in LOCAL_LINEAR if n in given}
@@ -215,9 +198,9 @@ def _prepare(
     raw = native and getattr(implementation, "raw", _never)(problem)
     look: Any = getattr(implementation, "clean", clean_each)
     spec, shared = problem.spec, key is query
-    if debugging():
+    if checks.debugging():
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            finite(CALL, name, tensor)
+            checks.finite(CALL, name, tensor)
     if not native and query.dtype not in (torch.float32, torch.float64):
         query, key, value = query.float(), key.float(), value.float()
     given = (query, value) if shared else (query, key, value)
@@ -264,9 +247,9 @@ def _number(
         return row_number(CALL, label, value, rows[:3], dtype, device)
     if value.dim() < 4:
         return row_number(CALL, label, value, rows[:3], dtype, device)[..., None]  # type: ignore[index]
-    floating(CALL, label, value)
-    broadcastable(CALL, label, value, rows)
-    on_device(CALL, label, value, device)
+    checks.floating(CALL, label, value)
+    checks.broadcastable(CALL, label, value, rows)
+    checks.on_device(CALL, label, value, device)
     return value.to(dtype).expand(*rows[:3], value.shape[3])
 
 
@@ -330,7 +313,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     """Return the sizes of a call after checking that the tensors fit together."""
     dtype = device = None
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        floating(CALL, name, tensor)
+        checks.floating(CALL, name, tensor)
         if tensor.ndim != 4:
             raise ArgumentError(
                 f"{CALL}: {name} has shape {shape(tensor)}, expected [batch, heads, length, dim]; add the "
@@ -370,7 +353,7 @@ def _sizes(call: str, query: Sequence[int], key: Sequence[int], value: Sequence[
 
 
 def _check_window(call: str, window: int | None) -> int | None:
-    window = optional_whole(call, "window", window, 1)
+    window = checks.optional_whole(call, "window", window, 1)
     return window if window is None else min(window, FAR)
 
 
@@ -378,12 +361,12 @@ def _check_offset(offset: int | Tensor | None, batch: int, default: int, device:
     if offset is None:
         return default
     if isinstance(offset, Tensor):
-        if not is_integer(offset) or offset.shape != (batch,) or offset.is_meta != (device.type == "meta"):
+        if not checks.is_integer(offset) or offset.shape != (batch,) or offset.is_meta != (device.type == "meta"):
             raise ArgumentError(
                 f"{CALL}: query_offset is {offset.dtype} {shape(offset)}, expected integers [{batch}], one a sequence."
             )
         return offset.to(device=device, dtype=torch.int64)
-    return max(-FAR, min(whole(CALL, "query_offset", offset, why=" or integers [B]"), FAR))
+    return max(-FAR, min(checks.whole(CALL, "query_offset", offset, why=" or integers [B]"), FAR))
 
 
 def _check_segments(
@@ -392,7 +375,7 @@ def _check_segments(
     """Check segment ids; return `Visibility.runs`, or None."""
     if ids is None:
         return None
-    segments(CALL, ids, batch, keys, device)
+    checks.segments(CALL, ids, batch, keys, device)
     if isinstance(first, Tensor) or first < 0 or first + queries > keys:
         raise ArgumentError(
             f"{CALL}: with segment_ids the position of every query must be that of one of the {keys} keys, whose "
@@ -405,9 +388,9 @@ def _check_segments(
 def _check_mask(mask: Tensor | None, target: tuple[int, ...], device: torch.device) -> Tensor | None:
     if mask is None:
         return None
-    boolean_mask(CALL, "attn_mask", mask)
-    on_device(CALL, "attn_mask", mask, device)
-    broadcastable(CALL, "attn_mask", mask, target)
+    checks.boolean_mask(CALL, "attn_mask", mask)
+    checks.on_device(CALL, "attn_mask", mask, device)
+    checks.broadcastable(CALL, "attn_mask", mask, target)
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     return mask.expand(*mask.shape[:3], target[3])
 
@@ -455,10 +438,10 @@ def explain(
         raise refuse(call, "mask", mask, "None, 'keys' or 'pairs'")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
         raise refuse(call, "dtype", dtype, "a floating-point torch.dtype")
-    flags(call, is_causal=is_causal, exclude_self=exclude_self, segments=segments)
-    flags(call, return_diagnostics=return_diagnostics)
-    optional_whole(call, "value_dim", value_dim, 1, FAR)
-    optional_whole(call, "query_offset", query_offset)
+    checks.flags(call, is_causal=is_causal, exclude_self=exclude_self, segments=segments)
+    checks.flags(call, return_diagnostics=return_diagnostics)
+    checks.optional_whole(call, "value_dim", value_dim, 1, FAR)
+    checks.optional_whole(call, "query_offset", query_offset)
     values = (*key_shape[:3], value_dim or query_shape[3])
     problem = Problem(
         as_spec(spec, call), *_sizes(call, query_shape, key_shape, values, True), dtype, _device_type(call, device),
@@ -472,6 +455,6 @@ def explain(
 def _device_type(call: str, device: Any) -> str:
     """Return the type of a device, such as "cuda", which this machine need not have."""
     try:
-        return torch.device(instance(call, "device", device, (str, torch.device), "a device or its name")).type
+        return torch.device(checks.instance(call, "device", device, (str, torch.device), "a device or its name")).type
     except RuntimeError:
         raise refuse(call, "device", device, "a device or its name, such as 'cuda'") from None

@@ -62,18 +62,7 @@ def normmax_bisect(X: Tensor, alpha: float | Tensor = 2, dim: int = -1, n_iter: 
     """Compute alpha-normmax: the p >= 0 of sum 1 with the largest <X, p> - (sum p^alpha)^(1 / alpha).
 
     With r = alpha / (alpha - 1), p is proportional to w^(1 / alpha), where w is (2 - 1 / alpha)-entmax of r X.
-
-    Args:
-        X: any shape; -inf hides a score.
-        alpha: above 1, a number or a tensor as in `entmax_bisect`.
-        dim: the axis along which p sums to one.
-        n_iter: changes nothing here.
-
-    Returns:
-        p, of the shape and dtype of X. Rows in which every score is -inf are 0.
-
-    Raises:
-        ArgumentError: as `entmax_bisect`.
+    Arguments, result and errors as in `entmax_bisect`, with alpha above 1.
     """
     call = "normmax_bisect"
     _check(call, X, dim, n_iter)
@@ -93,17 +82,11 @@ def budget_bisect(X: Tensor, budget: float | Tensor = 2, dim: int = -1, n_iter: 
     p = X - tau, cut to [0, 1]. Bisection finds which entries are inside, and these give tau.
 
     Args:
-        X: any shape; -inf hides a score.
-        budget: from 0 to the number of scores, a number or a tensor that expands to the shape of X with length 1 along
-            `dim`. Gradients flow.
-        dim: the axis along which p sums to the budget.
+        budget: from 0 to the number of scores, a number or a tensor like alpha in `entmax_bisect`. With a budget above
+            the number of scores that are not -inf, these are 1.
         n_iter: steps of the bisection.
 
-    Returns:
-        p, of the shape and dtype of X. With a budget above the number of scores that are not -inf, these are 1.
-
-    Raises:
-        ArgumentError: scores that are not floating-point, a budget below 0 or of another shape.
+    Other arguments and errors as in `entmax_bisect`.
     """
     call = "budget_bisect"
     _check(call, X, dim, n_iter)

@@ -20,7 +20,7 @@ from .base import Solver, solvers
 @dataclass(frozen=True)
 class ConjugateGradient(Solver):
     """Solve by conjugate gradients without forming matrices. A row ends when its true residual |b - A t| is at most
-    `tol` |b| or as small as the precision allows.
+    `tol` |b|, or as small as the precision allows: 2 eps (s |t| + |b|), s the size of the terms that A sums.
 
     Args:
         max_iter: maximum number of steps. Default 4 D. 0 gives t = 0, the local constant model.
@@ -57,28 +57,22 @@ class ConjugateGradient(Solver):
             none = torch.zeros_like(right[..., 0])
             statistics = dict.fromkeys(("iterations", "residual", "jitter"), none)
             return Solved(torch.zeros_like(right), none.int(), statistics)
-        return _iterate(system, right, tol, limit, self.precondition, self.RESTARTS)
-
-
-def _iterate(system: System, right: Tensor, tol: float, limit: int, precondition: bool, restarts: int) -> Solved:
-    """Solve A t = `right` [..., q, D] in at most `limit` steps per row. A row ends at a true residual |right - A t| <=
-    tol |right|, or at the rounding error 2 eps (s |t| + |right|), s the size of the terms that A sums."""
-    inverse = _inverse(system) if precondition else None
-    rows = _Rows(right, tol)
-    for _ in range(restarts + 1):
-        rows.divide(inverse)
-        rows.active &= rows.count < limit
-        # All rows take part in every product: a product of fewer may round differently, and no bit of a row may depend
-        # on how many others are active.
-        while bool(rows.active.any()):
-            rows.step(system, inverse, limit)
-        if rows.settle(system, limit):
-            break
-    size = torch.where(rows.size > 0, rows.size, 1)
-    residual = rows.rr.sqrt() / size
-    status = torch.where(rows.active, int(SolveStatus.UNCONVERGED), 0).int()
-    found = {"iterations": rows.count, "residual": residual, "jitter": torch.zeros_like(size)}
-    return Solved(rows.x, status[..., 0], {name: x[..., 0] for name, x in found.items()})
+        inverse = _inverse(system) if self.precondition else None
+        rows = _Rows(right, tol)
+        for _ in range(self.RESTARTS + 1):
+            rows.divide(inverse)
+            rows.active &= rows.count < limit
+            # All rows take part in every product: a product of fewer may round differently, and no bit of a row may
+            # depend on how many others are active.
+            while bool(rows.active.any()):
+                rows.step(system, inverse, limit)
+            if rows.settle(system, limit):
+                break
+        size = torch.where(rows.size > 0, rows.size, 1)
+        residual = rows.rr.sqrt() / size
+        status = torch.where(rows.active, int(SolveStatus.UNCONVERGED), 0).int()
+        found = {"iterations": rows.count, "residual": residual, "jitter": torch.zeros_like(size)}
+        return Solved(rows.x, status[..., 0], {name: x[..., 0] for name, x in found.items()})
 
 
 def _inverse(system: System) -> Tensor | None:

@@ -12,18 +12,8 @@ import torch
 from torch import Tensor
 
 from ...precision import full_precision
-from .block_rows import (
-    DESCRIBED,
-    FLAGS,
-    FLOATS,
-    Rows,
-    flat,
-    flat_params,
-    placed,
-    register_derivative,
-    rows_of,
-    work_from,
-)
+from . import block_rows
+from .block_rows import DESCRIBED, Rows, flat, flat_params, placed, register_derivative, rows_of, work_from
 from .blocks import Work, new_marks
 
 
@@ -68,8 +58,8 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tenso
     shape = q.shape[:3]
     return (
         q.new_zeros(*shape, v.shape[-1]),
-        q.new_zeros(*shape, FLOATS),
-        q.new_zeros(*shape, FLAGS, dtype=torch.int32),
+        q.new_zeros(*shape, block_rows.FLOATS),
+        q.new_zeros(*shape, block_rows.FLAGS, dtype=torch.int32),
         q.new_zeros(*shape, rows.indices, dtype=torch.int64),
         new_marks(q, k) if rows.marks else q.new_zeros(*shape[:2], 0, 0, dtype=torch.bool),
     )
