@@ -1,6 +1,7 @@
 """`regard reproduce needle`: the text with needles, how answers are counted, and verdicts that follow the numbers."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,23 @@ def test_examples_ask_for_needles_of_the_haystack(data: Path, digits: int) -> No
     assert again > 10  # what was asked before may be asked again
     trivial = made.scores(made.trivial(example), example)
     assert trivial["accuracy"] <= 0.5
+
+
+@pytest.mark.parametrize("digits", [2, 4])
+def test_a_share_of_the_training_examples_are_pairs(data: Path, digits: int) -> None:
+    made = replace(text(data, digits=digits, most=5), pairs=0.5)
+    short = 0
+    for index in range(60):
+        example = made.example(0, index)
+        assert torch.equal(made.oracle(example)[example.asked], example.labels[example.asked])
+        if len(example.tokens) < 64:
+            short += 1
+            words = made.decode(example.tokens.tolist()).split()
+            assert len(example.tokens) == 2 * 5 * (1 + digits // 2)
+            assert [word[0] == "K" for word in words] == [True, False] * 10
+            assert int(example.asked.sum()) == 5 * digits // 2
+        assert len(made.example(0, index, "test").tokens) == 64
+    assert 15 < short < 45
 
 
 def test_bad_texts_are_refused(data: Path, tmp_path: Path) -> None:

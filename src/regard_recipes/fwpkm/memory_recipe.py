@@ -120,7 +120,11 @@ class MemoryRecipe(TaskRecipe):
         """Return the configuration of a model."""
         own = self.config
         return row_config(self.row(name), own, vocabulary, self.fast(name), self.places(),
-                          initializer_range=first_range(own.width), feed_forward=own.feed_forward)  # fmt: skip
+                          initializer_range=first_range(own.width), **self.fields())  # fmt: skip
+
+    def fields(self) -> dict[str, Any]:
+        """Return further fields of every model's configuration."""
+        return {"feed_forward": self.config.feed_forward}
 
     def fast(self, name: str) -> dict[str, Any]:
         """Return the options of a model's FwPKM memories beside their sizes."""

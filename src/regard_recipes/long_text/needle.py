@@ -1,13 +1,14 @@
 """Measure how models find a needle in a haystack that they read up to four times.
 
 Fast-weight Product Key Memory paper, section 4.3: figure 4 and findings 4 to 6. Every model learns on haystacks of one
-length until it finds needles there, and is then asked for needles in haystacks as long and longer, by the three
-protocols of `needle_reading`: that of the paper, which answers before it writes, and two that write first.
+length, and on pairs without a haystack, until it finds needles there. It is then asked for needles in haystacks as long
+and longer, by the three protocols of `needle_reading`: that of the paper, which answers before it writes, and two that
+write first.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from ..fwpkm.memory_recipe import (
 )  # fmt: skip
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
-from ..lib.recipe import Frame, Results, recipe, select
+from ..lib.recipe import Frame, Results, check_names, recipe, select
 from .needle_reading import PROTOCOLS, Protocol, answer_rows
 
 GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
@@ -44,14 +45,19 @@ SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")
 @dataclass(frozen=True, kw_only=True)
 class NeedleRecipeConfig(NeedleConfig, MemoryTaskConfig):
     batch: int = 64
-    steps: int = 1200
+    steps: int = 1500
     stop_at: float = 0.98
+    qk_norm: str = "none"
+    """Norm of attention's queries and keys: none or rms. Small models with rms stay for thousands of steps at choosing
+    among the numbers that they have seen."""
+    pairs: float = 0.5
+    """Share of the training examples that are keys and numbers alone, without a haystack."""
     examples: int = 16
     """Haystacks of each length."""
-    rates: tuple[float, ...] = (3e-3, 6e-3)
+    rates: tuple[float, ...] = (3e-3, 1e-2)
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
-    limits: ClassVar = {"lengths": (1, math.inf), "kept": (0, math.inf)}
+    limits: ClassVar = {"lengths": (1, math.inf), "kept": (0, math.inf), "pairs": (0.0, 1.0)}
 
 
 @recipe("needle")
@@ -64,18 +70,24 @@ class Needle(MemoryRecipe):
     scorings = 60  # models with a memory learn in tens of steps, those without in many hundreds
     sizes: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "rates": (3e-3,), "lengths": (40, 80), "reads": 2, "kept": 2},
-        "paper": {**PAPER_SIZE, "models": tuple(row.name for row in ROWS), "digits": 6, "key_digits": 2,
-                  "words": 30_000, "most": 16, "lengths": (4096, 8192, 32_768, 131_072), "examples": 500, "kept": 20},
+        "paper": {**PAPER_SIZE, "models": tuple(row.name for row in ROWS), "qk_norm": "rms", "pairs": 0.0, "digits": 6,
+                  "key_digits": 2, "words": 30_000, "most": 16, "lengths": (4096, 8192, 32_768, 131_072),
+                  "examples": 500, "kept": 20},
     }  # fmt: skip
+
+    def fields(self) -> dict[str, Any]:
+        norm = self.config.qk_norm
+        return {**super().fields(), "qk_norm": None if norm == "none" else norm}
 
     def check(self) -> None:
         own = self.config
+        check_names(self.call(), "--qk-norm", [own.qk_norm], ["none", "rms"])
         if own.kept > own.examples:
             raise ArgumentError(f"--kept is {own.kept}, expected at most the {own.examples} --examples.")
         super().check()
 
     def training_tasks(self) -> Mapping[str, Any]:
-        return {NEEDLES: self.needles()}
+        return {NEEDLES: replace(self.needles(), pairs=self.config.pairs)}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
         """Yield the scores by length, protocol and number of reads, memories new for each haystack and kept. A model

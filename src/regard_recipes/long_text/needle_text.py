@@ -5,6 +5,10 @@ one), and a needle is "number K3f 42 .". An example to learn from is a haystack 
 with replacement: only their numbers are asked. If each were asked once, a model could answer without the keys, by
 leaving out numbers that were asked before. One token in sixteen is an answer; with a loss on all tokens small models do
 not find them in minutes among text and unpredictable numbers.
+
+Where all examples are haystacks, attention without a memory stays for thousands of steps at choosing among the numbers
+that it has seen. It learns in hundreds of steps where some examples are pairs: keys with their numbers alone, and then
+the same again. So a share of the training examples can be pairs; examples of other splits never are.
 """
 
 import re
@@ -25,6 +29,7 @@ from regard.tasks import NeedleInHaystack, TokenExample, TokenTask
 from regard.tasks.tokens import example_of
 
 UNKNOWN, NUMBER, STOP = "<unk>", "number", "."
+SENTENCE, PAIR = f"{NUMBER} {{key}} {{value}} {STOP}", "{key} {value}"
 VALUES = 100
 SHARES = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 """Parts of the text that the haystacks of each split are made of."""
@@ -41,6 +46,7 @@ class NeedleText(TokenTask):
         length: tokens of an example; most: its largest number of needles; the least is 1.
         digits: of a needle's number, even.
         key_digits: hexadecimal digits of a key.
+        pairs: share of the training examples that are pairs, as many as needles at most.
     """
 
     name: ClassVar[str] = "needle-text"
@@ -51,6 +57,7 @@ class NeedleText(TokenTask):
     most: int = 8
     digits: int = 2
     key_digits: int = 1
+    pairs: float = 0.0
 
     @property
     def vocabulary(self) -> int:
@@ -72,23 +79,28 @@ class NeedleText(TokenTask):
         joined = (" " * (not (one.isdigit() and other.isdigit())) + other for one, other in pairwise(words))
         return "".join([*words[:1], *joined])
 
-    def haystacks(self, length: int, needles: int, split: str = "test") -> NeedleInHaystack:
+    def haystacks(self, length: int, needles: int, split: str = "test", sentence: str = SENTENCE) -> NeedleInHaystack:
         """Return the task of finding a needle in a haystack of `length` tokens."""
         first, end = (round(share * len(self.text)) for share in SHARES[split])
         return NeedleInHaystack(
             self.text[first:end], length, needles=needles, encode=self.encode, decode=self.decode, digits=self.digits,
-            id_digits=self.key_digits, template=f"{NUMBER} {{key}} {{value}} {STOP}", key="K{id}",
+            id_digits=self.key_digits, template=sentence, key="K{id}",
         )  # fmt: skip
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        needles, answer = random.randint(1, self.most), self.digits // 2
-        task = self.haystacks(self.length - needles * (3 + answer), needles, split)
+        answer = self.digits // 2
+        if self.pairs and split == "train" and random.random() < self.pairs:
+            needles = self.most
+            task = self.haystacks(needles * (1 + answer), needles, split, PAIR)
+        else:
+            needles = random.randint(1, self.most)
+            task = self.haystacks(self.length - needles * (3 + answer), needles, split)
         found = task.example(random.randrange(2**32), 0)
         tokens, labels = list(found.haystack), dict[int, int]()
         for key, value in random.choices(list(found.numbers.items()), k=needles):
+            question = len(tokens) + len(self.encode(task.question(key)))
             tokens += self.encode(task.sentence(key, value))
-            asked = range(len(tokens) - 1 - answer, len(tokens) - 1)
-            labels |= {place: tokens[place] for place in asked}
+            labels |= {place: tokens[place] for place in range(question, question + answer)}
         return example_of(tokens, labels)
 
     def oracle(self, example: TokenExample) -> Tensor:
