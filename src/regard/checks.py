@@ -191,12 +191,6 @@ def _has_axes(call: str, name: str, x: Tensor, axes: tuple[int | str, ...], why:
         raise ArgumentError(f"{call}: {name} has shape {shape(x)}, expected {sizes(axes)}{why}.")
 
 
-def axis(call: str, name: str, tensor: Tensor, dim: Any) -> None:
-    """Check that `dim` is an axis of `tensor`."""
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
-        raise ArgumentError(f"{call}: dim is {shown(dim)}, but {name} has shape {shape(tensor)}.")
-
-
 def floating(call: str, name: str, tensor: object) -> None:
     """Check that `tensor` is a floating-point tensor."""
     if not isinstance(tensor, Tensor):

@@ -107,9 +107,9 @@ def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def row_number(
-    call: str, name: str, value: Any, rows: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    call: str, name: str, value: Any, rows: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
-    """Return a number, or a tensor broadcast to `rows` (such as [B, H, Tq]) in the computing dtype."""
+    """Return a number, or a tensor broadcast to `rows` = [B, H, Tq] in the computing dtype."""
     if not isinstance(value, Tensor):
         in_range(call, name, value, high=torch.finfo(dtype).max, strict=False)
         return float(value)
@@ -117,11 +117,3 @@ def row_number(
     broadcastable(call, name, value, rows)
     on_device(call, name, value, device)
     return value.to(dtype).expand(rows)
-
-
-def number_along(call: str, name: str, value: Any, scores: Tensor, dim: int) -> Any:
-    """Return a number, or a tensor with one value for each row of `scores` along `dim`, where its length is 1."""
-    rows = [*scores.shape]
-    rows[dim] = 1
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    return row_number(call, name, value, tuple(rows), dtype, scores.device)

@@ -142,6 +142,9 @@ def _norms(a: Tensor, r: float) -> tuple[Tensor, Tensor]:
         return a.sum(-1, keepdim=True), (a > 0).sum(-1, keepdim=True).to(a.dtype)
     if r == 2.0:
         return torch.linalg.vector_norm(a, dim=-1, keepdim=True), a.sum(-1, keepdim=True)
+    if r == 3.0:
+        square = a * a
+        return (square * a).sum(-1, keepdim=True) ** (1 / 3), square.sum(-1, keepdim=True)
     lower = a ** (r - 1)
     return (lower * a).sum(-1, keepdim=True) ** (1 / r), lower.sum(-1, keepdim=True)
 

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import ArgumentError, choice, in_range, require
+from ..checks import ArgumentError, choice, in_range, require, shape
 from ..grammar import Spec
 from ..grammar.bandwidths.fixed import Empty
 from ..grammar.bandwidths.nearest import Gradient
 from ..grammar.threshold import widest
-from ..precision import number_along
 from .cpu import implementation as cpu
 
 MANY = 2**48
@@ -160,7 +159,8 @@ def _normalise(
     choice(call, "impl", impl, IMPLS)
     checks.floating(call, "scores", scores)
     require(scores.dim() > 0, call, "scores is a scalar, expected at least one axis.")
-    checks.axis(call, "scores", scores, dim)
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
+        raise ArgumentError(f"{call}: dim is {checks.shown(dim)}, but scores has shape {shape(scores)}.")
     if checks.debugging():
         checks.finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf masks a score
     if mask is not None:
@@ -172,7 +172,7 @@ def _normalise(
         return scores.clone()
     z = scores.movedim(dim, -1)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    rows = {name: number_along(call, name, value, scores, dim).movedim(dim, -1) for name, value in params.items()}
+    rows = {name: _rows(call, name, value, scores, dim).to(z.dtype) for name, value in params.items()}
     for name, value in rows.items():
         info = spec.params[name]
         in_range(call, name, value, low=info.low, strict=info.strict)
@@ -185,3 +185,17 @@ def _normalise(
             z, rows = widest(z), {"alpha": widest(rows["alpha"])}
         p = spec.weighting.weights(z, spec.weighting.fit(z, rows), rows)
     return p.to(scores.dtype).movedim(-1, dim)
+
+
+def _rows(call: str, name: str, value: Tensor, scores: Tensor, dim: int) -> Tensor:
+    """Return a row parameter [..., 1] with `dim` moved last."""
+    checks.floating(call, name, value)
+    checks.broadcastable(call, name, value, tuple(scores.shape))
+    checks.on_device(call, name, value, scores.device)
+    value = value.reshape((1,) * (scores.dim() - value.dim()) + tuple(value.shape))
+    if value.shape[dim] != 1:
+        raise ArgumentError(
+            f"{call}: {name} has shape {shape(value)}, but rows run along dim {dim} of scores {shape(scores)}; its "
+            f"length there must be 1."
+        )
+    return value.movedim(dim, -1)

@@ -5,12 +5,13 @@ Sources: entmax and its derivative by alpha, arXiv 1905.05702 and 1909.00015; th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from ...checks import axis, flags, floating, in_range, whole, within
+from ...checks import ArgumentError, broadcastable, flags, floating, in_range, on_device, shape, whole, within
 from ...grammar.threshold import widest
-from ...precision import number_along
 from ...public import entmax
 
 NEAREST = 1e-6
@@ -42,7 +43,7 @@ def entmax_bisect(
     call = "entmax_bisect"
     _check(call, X, dim, n_iter)
     flags(call, ensure_sum_one=ensure_sum_one)
-    number = number_along(call, "alpha", alpha, X, dim)
+    number = _number(call, "alpha", alpha, X, dim)
     in_range(call, "alpha", alpha, low=0.0, strict=True)
     if not isinstance(number, Tensor):
         if number < 1:
@@ -65,7 +66,7 @@ def normmax_bisect(X: Tensor, alpha: float | Tensor = 2, dim: int = -1, n_iter: 
     """
     call = "normmax_bisect"
     _check(call, X, dim, n_iter)
-    number = number_along(call, "alpha", alpha, X, dim)
+    number = _number(call, "alpha", alpha, X, dim)
     in_range(call, "alpha", alpha, low=1.0, strict=True)
     z = X.to(torch.promote_types(X.dtype, torch.float32))
     w = within(call, None, entmax, z * (number / (number - 1)), 2 - 1 / number, dim)
@@ -89,7 +90,7 @@ def budget_bisect(X: Tensor, budget: float | Tensor = 2, dim: int = -1, n_iter: 
     """
     call = "budget_bisect"
     _check(call, X, dim, n_iter)
-    number = number_along(call, "budget", budget, X, dim)
+    number = _number(call, "budget", budget, X, dim)
     in_range(call, "budget", budget, low=0.0, strict=False)
     z = X.to(torch.promote_types(X.dtype, torch.float32))
     seen = z != -torch.inf
@@ -141,7 +142,21 @@ def _heavy(X: Tensor, alpha: Tensor, dim: int) -> Tensor:
 def _check(call: str, X: Tensor, dim: int, n_iter: int) -> None:
     floating(call, "X", X)
     whole(call, "n_iter", n_iter, 1)
-    axis(call, "X", X, dim)
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -X.dim() <= dim < X.dim():
+        raise ArgumentError(f"{call}: dim is {dim!r}, but X has shape {shape(X)}.")
+
+
+def _number(call: str, name: str, value: Any, X: Tensor, dim: int) -> Any:
+    """Return a number as a float, or a tensor with length 1 along `dim` that expands to X, in its computing dtype."""
+    if not isinstance(value, Tensor):
+        in_range(call, name, value, strict=False)
+        return float(value)
+    floating(call, name, value)
+    rows = [*X.shape]
+    rows[dim] = 1
+    broadcastable(call, name, value, tuple(rows))
+    on_device(call, name, value, X.device, "X")
+    return value.to(torch.promote_types(X.dtype, torch.float32)).expand(rows)
 
 
 class SparsemaxBisect(nn.Module):
