@@ -52,10 +52,11 @@ def observed_attention(
         out = attention(query, key, value, layer.spec, **arguments)
         return out if share is None else out * share, None
     out, diagnostics = diagnosed_attention(query, key, value, layer.spec, **arguments)
-    missing = (key.shape[2] if columns is None else columns) - key.shape[2]
-    parts = {"weights": diagnostics.weights, "effective_weights": diagnostics.effective_weights}
-    padded = {name: pad(w[..., : key.shape[2]], (0, missing)) for name, w in parts.items() if w is not None}
-    diagnostics = replace(diagnostics, **padded)
+    if columns is not None:  # otherwise the weights stay the tensor that the output is computed from, for `retain_grad`
+        missing = columns - key.shape[2]
+        parts = {"weights": diagnostics.weights, "effective_weights": diagnostics.effective_weights}
+        padded = {name: pad(w[..., : key.shape[2]], (0, missing)) for name, w in parts.items() if w is not None}
+        diagnostics = replace(diagnostics, **padded)
     if layer.observer is not None:
         layer.observer(layer.layer_idx, diagnostics.detached())
     weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
