@@ -131,3 +131,15 @@ def test_a_kernel_with_a_device_function_of_its_own_compiles(text: str, monkeypa
     found = {x.kernel for x in resources_of(call)}
     first = "compact_search_kernel" if "anchored" in text else "compact_stream_kernel"
     assert {first, "compact_dq_kernel", "compact_dkv_kernel", "threshold_kernel", "output_kernel"} <= found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_given_slope_decodes(dtype: torch.dtype) -> None:
+    """The compiler refuses names that change their type in a loop, which the interpreter allows."""
+
+    def call() -> None:
+        q, k, v = (torch.zeros(1, 4, n, 64, dtype=dtype) for n in (1, 128, 128))
+        params = {"probe": torch.zeros(1, 4, 1, 64)}
+        regard.attention(q, k, v, "gaussian*fixed*linear(solver=learned)", params=params, impl="triton")
+
+    assert {x.kernel for x in resources_of(call)} == {"spans_kernel", "online_kernel", "merge_kernel"}

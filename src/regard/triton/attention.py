@@ -15,6 +15,8 @@ from .decode import local_linear as local_linear_decode
 from .decode.plan import ROWS
 from .local_linear import implementation as local_linear
 from .runtime import support
+from .runtime.finite import clean
+from .runtime.span import seen_rows
 
 
 @register_impl("triton", priority=35)
@@ -42,14 +44,10 @@ class Triton:
 
     def clean(self, *tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Call `precision.clean_each` as one launch."""
-        from .runtime.finite import clean
-
         return clean(*tensors)
 
     def seen_rows(self, visible: Visibility, heads: int, *bad: Tensor) -> Tensor:
         """Return which rows see non-finite numbers, by two launches."""
-        from .runtime.span import seen_rows
-
         return seen_rows(visible, *bad)
 
     def cost(self, problem: Problem) -> Cost:

@@ -20,7 +20,7 @@ from regard.triton.compact import rules as compact
 from regard.triton.runtime import tiles
 from regard.triton.runtime.tiles import Tiles, TileTable
 
-MODULES = ("compact.rules", "compact.backward", "local_linear.forward", "local_linear.backward", "memory.operators")
+MODULES = ("compact.rules", "compact.backward", "local_linear.forward", "local_linear.backward", "memory.rounds")
 COMPACT = ("softmax", "adaptive 2", "anchored 1", "fixed 3")
 OWN, FIRST, SECOND = Tiles(16, 16), Tiles(32, 16), Tiles(64, 64)
 MOST = 5

@@ -19,7 +19,9 @@ Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimension
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -29,7 +31,7 @@ from torch import Tensor
 from ..runtime.blocks import load, load_block, load_span, seen, store_block
 from ..runtime.call import Call, Form
 from ..runtime.launch import launch
-from ..runtime.operators import rows_together
+from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.support import interpreted
 from ..runtime.tiles import Tiles, TileTable
@@ -44,8 +46,7 @@ DQ = TileTable.by_width(
 DKV = TileTable.by_width(
     "compact_dkv", [(64, 64, 4, 3), (64, 64, 8, 2), (32, 32, 8, 1)], _WIDE, [(32, 64, 4, 3), (32, 64, 8, 2)]
 )
-NARROW = 32
-"""Most rows of a streamed block on devices whose products take operands from registers."""
+NARROW = 32  # most rows of a streamed block on devices whose products take operands from registers
 NEAR = tl.constexpr(2.0**-19)  # relative tolerance of scores that tie for the best
 GRAD, Q, K, V, SLOPE_MEAN = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
 THETA, RHO, SCALE, EXTRA, REACH = (tl.constexpr(i) for i in range(5))
@@ -60,9 +61,9 @@ def _tile(at, start, total, OF: tl.constexpr, SIZE: tl.constexpr, PART: tl.const
     """Load rows [start, start + SIZE) of a matrix; 0 from row `total` on, which only PART blocks reach."""
     STEP: tl.constexpr = FORM.steps[OF]
     if OF == Q or OF == K:  # noqa: SIM109 - kernels have no "in"
-        return load_block(at, start, STEP, total, SIZE, FORM.dim, FORM.wide, PART, STEP * SIZE >= 2**31)
+        return load_block(at, start, STEP, total, SIZE, FORM.dim, FORM.wide, PART)
     else:
-        return load_block(at, start, STEP, total, SIZE, FORM.value_dim, FORM.value_wide, PART, STEP * SIZE >= 2**31)
+        return load_block(at, start, STEP, total, SIZE, FORM.value_dim, FORM.value_wide, PART)
 
 
 @triton.jit
@@ -286,20 +287,6 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
 
 
 @triton.jit
-def _with_stand_ins(p, key, alike_at, best_at, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
-    """Return weights with the fallback weights of rows that have no key in the bandwidth."""
-    if FORM.stand == UNIFORM:
-        alike = _line(alike_at, start, queries, 0.0, FORM.tile, PART)[None, :]
-        if PART:
-            alike = tl.where(seen, alike, 0.0)
-        p += alike
-    if FORM.stand == NEAREST:
-        best = _line(best_at, start, queries, -1, FORM.tile, PART)
-        p = tl.where(key[:, None] == best[None, :], 1.0, p)
-    return p
-
-
-@triton.jit
 def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.constexpr, FORM: tl.constexpr):
     """Add one block of queries to state (sum of dz q, sum of p dL/do) of a block of keys."""
     k, v, key, first, last = own
@@ -329,8 +316,12 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     if PART:
         seen = _seen_rows(start, key, first, last, mask, head, keys, FORM)
     p, slope = _weights(dot, by, theta[None, :], g[None, :], reach[None, :], seen, PART, FORM)
-    if FORM.rule == FIXED:
-        p = _with_stand_ins(p, key, table + EXTRA * queries, index + at, start, queries, seen, PART, FORM)
+    if FORM.rule == FIXED and FORM.stand == UNIFORM:  # fallback weights of rows without a key in the bandwidth
+        alike = _line(table + EXTRA * queries, start, queries, 0.0, FORM.tile, PART)[None, :]
+        p += tl.where(seen, alike, 0.0) if PART else alike
+    if FORM.rule == FIXED and FORM.stand == NEAREST:
+        best = _line(index + at, start, queries, -1, FORM.tile, PART)
+        p = tl.where(key[:, None] == best[None, :], 1.0, p)
     dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
     dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
     if FORM.rule == ANCHORED:
@@ -425,11 +416,11 @@ class _Call(Call):
 
     def __init__(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, span: Span,
-        kept: tuple[Tensor, ...], mask_tile: tuple[int, int], rule: tuple[int, int, int, str], wanted: bool,
+        kept: Sequence[Tensor], mask_tile: Sequence[int], rule: Sequence[Any], wanted: bool,
     ) -> None:  # fmt: skip
-        self.soft, self.mask_tile = rule[0] == SOFTMAX.value, mask_tile
+        self.soft, self.mask_tile = rule[0] == SOFTMAX.value, tuple(mask_tile)
         self.floats, self.flags, self.index, slope_mean, self.live = kept
-        every = tuple(map(rows_together, (grad, q, k, v, slope_mean)))
+        every = tuple(rows_together(x, FARTHEST) for x in (grad, q, k, v, slope_mean))
         form = {"rule": rule[0], "r": rule[1], "stand": rule[2], "given": wanted, **own_form(rule[3])}
         form |= {"tables": 2 if self.soft else 5 if rule[3] else 4, "steps": tuple(x.stride(2) for x in every)}
         super().__init__(q, k, v, factor, span, precision="ieee" if q.dtype == torch.float32 else "tf32", **form)
@@ -458,7 +449,7 @@ class _Call(Call):
         blocks = outs[0].shape[:2].numel() * -(-keys // tiles.keys)
         launch(
             compact_dkv_kernel, (blocks,), self.floats, self.index, *self.read, *self.span[2:], *lists[:2], self.table,
-            outs, heads, queries, keys, batch_stride(self.span.first), *self.span.mask_steps, *lists[2:],
+            outs, heads, queries, keys, batch_stride(self.span.first), *self.span.steps[1:], *lists[2:],
             tiles=tiles, FORM=form,
         )  # fmt: skip
 
@@ -475,25 +466,22 @@ class _Call(Call):
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, span: Span, kept: tuple[Tensor, ...],
-    mask_tile: tuple[int, int], rule: tuple[int, int, int, str], wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute (dq, dk, dv, dfactor, dgiven) of one call; the last two are float32 [B, H, Tq], or [0] for numbers.
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute (dq, dk, dv, dfactor, dgiven) of one call from dL/do [B, H, Tq, Dv]; the last two are float32 [B, H, Tq],
+    or [0] for numbers. `rest` holds the span; what the forward pass kept; its scale; and code of the rule, power of the
+    kernel, code of the fallback weights, `Rule.own`, and the queries and keys of a block of `live`.
 
-    Args:
-        grad, q, k, v: dL/do [B, H, Tq, Dv], [B, H, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv].
-        factor: factor of the dot products, a number or float32 [B, H, Tq].
-        kept: row statistics floats and flags of `block_rows`; index int32 [B, H, Tq, n]: if anchored, the first key
-            with the best score, the last, and how many there are; if fixed, for rows without a near enough key, how
-            many they see or which is nearest; slope_mean [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive
-            sum_j A_j v_j / sum_j A_j; live uint8 [B, H, query blocks, key blocks], whether any pair has weight.
-        mask_tile: queries and keys of these blocks, powers of two.
-        rule: code of the rule, power of the kernel, code of the fallback weights, and `Rule.own`.
-        wanted: whether the rule's number is a tensor.
+    Kept are floats and flags of `block_rows`; index int32 [B, H, Tq, n]: if anchored, the first key with the best
+    score, the last, and how many there are; if fixed, for rows without a near enough key, how many they see or which is
+    nearest; slope_mean [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive sum_j A_j v_j / sum_j A_j; live uint8
+    [B, H, query blocks, key blocks], whether any pair has weight.
 
     Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [2
     to 5, B, H, Tq] and two bytes a pair of blocks."""
-    call = _Call(grad, q, k, v, factor, span, kept, mask_tile, rule, wanted)
+    span, kept, (scale, *rule, live_rows, live_keys) = Span(*rest[:5]), rest[5:10], rest[10:]
+    wanted, mask_tile = given is not None, (live_rows, live_keys)
+    call = _Call(grad, q, k, v, scale if factor is None else factor, span, kept, mask_tile, rule, wanted)
     factors, masked = call.form.factors, span.mask is not None
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dfactor, dgiven = (call.new() if some else call.blank(0) for some in (factors, wanted))

@@ -1,13 +1,16 @@
 """Compact attention and softmax at degree 0 as torch custom operators.
 
-The forward pass keeps statistics and flags of every row (`block_rows`) and which blocks of pairs have weight; the
-backward pass visits only those. Formulas: `grammar.weighting`; sparse-attention paper, sections 2 and 3.
+Softmax and a fixed threshold take one pass (`stream`), rules relative to the best key a search and then a pass over the
+blocks with weight (`search`). The forward pass keeps statistics and flags of every row (`block_rows`) and which blocks
+of pairs have weight; the backward pass visits only those. Formulas: `grammar.weighting`; sparse-attention paper,
+sections 2 and 3.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,45 +20,52 @@ from torch import Tensor
 from ...pairwise.blocked.block_rows import FLAGS, FLOATS, unpack
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
-from ..runtime.operators import differentiable, operator, rows_together, tensor_or_number
+from ..runtime.call import Call, number_or_rows
+from ..runtime.launch import launch
+from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
-from .rules import ADAPTIVE, ANCHORED, FIXED, MASK_TILE, SOFTMAX, STANDS, Rule, mask_tile_of, rule_of
+from ..runtime.tiles import Tiles, TileTable
+from . import rules
+
+TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-12}
+"""Relative size of the last step of a threshold; the remaining error is about its square."""
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""Smallest scale: with a scale that underflows to 0 hidden keys would give NaN."""
 
 
 def supports(problem: Problem) -> str | None:
     """Return None if the kernels support the call, else the reason."""
-    found = rule_of(problem.spec, dict(problem.numbers), tensors=problem.params)
+    found = rules.rule_of(problem.spec, dict(problem.numbers), tensors=problem.params)
     return found if isinstance(found, str) else None
 
 
-STEPS = 4
-"""Assumed number of passes of a search, for cost estimates."""
+STEPS = 4  # assumed number of passes of a search, for cost estimates
 
 
 def cost(problem: Problem) -> Cost:
     """Return the operations of the forward pass, as if no block could be skipped, and its memory."""
     pairs = problem.batch * problem.heads * problem.queries * problem.keys
     share = 2 if problem.causal and problem.queries == problem.keys else 1
-    rule = rule_of(problem.spec)
-    code = rule.code if isinstance(rule, Rule) else SOFTMAX
-    passes = {ADAPTIVE: 2 + STEPS, ANCHORED: 2}.get(code, 1)
+    rule = rules.rule_of(problem.spec)
+    code = rule.code if isinstance(rule, rules.Rule) else rules.SOFTMAX
+    passes = {rules.ADAPTIVE: 2 + STEPS, rules.ANCHORED: 2}.get(code, 1)
     rows = problem.batch * problem.heads * problem.queries
     saved = 4 * rows * (FLOATS + FLAGS + problem.value_dim)
-    lists = 5 * pairs // MASK_TILE**2 if code in (ADAPTIVE, ANCHORED) else 0
+    lists = 5 * pairs // rules.MASK_TILE**2 if code in (rules.ADAPTIVE, rules.ANCHORED) else 0
     return Cost(2 * pairs * (passes * problem.dim + problem.value_dim) // share, saved + lists)
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     """Return the output [B, H, Tq, Dv] in the dtype of the values, and diagnostics if asked for."""
-    rule = rule_of(inputs.spec, inputs.params)
-    assert isinstance(rule, Rule), rule  # `supports` has refused all else
-    q, k, v = (rows_together(x) for x in (inputs.q, inputs.k, inputs.v))
+    rule = rules.rule_of(inputs.spec, inputs.params)
+    assert isinstance(rule, rules.Rule), rule  # `supports` has refused all else
+    q, k, v = (rows_together(x, FARTHEST) for x in (inputs.q, inputs.k, inputs.v))
     span = Span.of(inputs.visible, q)
     factor, scale = tensor_or_number(inputs.factor)
     given, number = tensor_or_number(inputs.params.get(rule.row), rule.number)
     leaves = (q, k, v, factor, given)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    mask_tile = mask_tile_of(max(q.shape[3], v.shape[3]), q.dtype)
+    mask_tile = rules.mask_tile_of(max(q.shape[3], v.shape[3]), q.dtype)
     numbers = (scale, number, rule.code, rule.r, rule.stand, rule.own, *mask_tile)
     out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)
     if not inputs.diagnostics:
@@ -74,31 +84,68 @@ def _forward(
     ceil(Tk / live_keys)].
 
     `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
-    for a backward pass, and only with `counted` are support and effective sample size computed."""
-    from . import forward as compact_forward
+    for a backward pass, and only with `counted` are support and effective sample size computed. Memory besides: 4 bytes
+    a block of pairs if the rule needs a search, and one more without a backward pass."""
+    from .search import compact_search_kernel, compact_weigh_kernel
+    from .stream import compact_stand_in_kernel, compact_stream_kernel
 
-    span, (scale, number, *rule, live_rows, live_keys, keep, counted) = Span(*rest[:5]), rest[5:]
-    found = _outputs(q, k, v, rule[0], rule[2], live_rows, live_keys, keep)
-    own = scale if factor is None else factor, number if given is None else given
-    compact_forward.forward(q, k, v, *own, span, found, tuple(rule), (live_rows, live_keys), (keep, counted))
-    return found
+    span, (scale, number, rule, r, stand, own, rows, keys, keep, counted) = Span(*rest[:5]), rest[5:]
+    *found, live = outs = _outputs(q, k, v, rule, stand, rows, keys, keep)
+    searched = rule in (rules.ADAPTIVE, rules.ANCHORED)
+    if searched and not keep:
+        live = _marks(q, k, rows, keys)
+    form = {"rule": rule, "r": r, "stand": stand, "given": given is not None, **rules.own_form(own)}
+    form |= {"mask_tile": rows, "keep": keep, "counted": counted}
+    call = Call(q, k, v, max(scale, LEAST_SCALE) if factor is None else factor, span, **form)
+    threshold = number_or_rows(number if given is None else given, span.low)
+    read = call.matrices, call.factor, threshold, (*span.pointers, *span.steps), tuple(found), live
+
+    def start(kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
+        """Run with tiles that fit the marks of blocks; what a kernel does not read is `changed` to one value."""
+        form = call.form._replace(**changed)
+
+        def run(tiles: Tiles) -> None:
+            tiles = replace(tiles, rows=max(tiles.rows, rows), keys=keys)
+            programs = call.shape[0] * call.sizes[0] * -(-call.sizes[2] // tiles.rows)
+            listed = programs * -(-call.sizes[3] // tiles.keys) if searched else 1
+            launch(
+                kernel, (programs,), *read, call.blank(listed, dtype=torch.int32), TOLERANCE[call.dtype], *call.sizes,
+                tiles=tiles, FORM=form._replace(own=tiles.rows, tile=tiles.keys),
+            )  # fmt: skip
+
+        run(tables[call.dtype.itemsize].pick(max(form.dim, form.value_dim), call.dtype, run, form))
+
+    if searched:
+        nothing = {"value_dim": 0, "value_wide": 0, "keep": False, "counted": False, "relative": None, "source": ""}
+        start(compact_search_kernel, rules.SEARCH, stand=0, **nothing)
+        start(compact_weigh_kernel, rules.WEIGH_KEPT if keep else rules.WEIGH, stand=0, given=False)
+        return outs
+    start(compact_stream_kernel, rules.STREAM, stand=0)
+    if rule == rules.FIXED and stand != rules.STANDS["zero"]:
+        start(compact_stand_in_kernel, rules.STAND_IN, r=0, given=False, relative=None, source="")
+    return outs
+
+
+def _marks(q: Tensor, k: Tensor, rows: int, keys: int) -> Tensor:
+    """Return marks of blocks of pairs, all 0."""
+    blocks = -(-q.shape[2] // rows), -(-k.shape[2] // keys)
+    return torch.zeros(*q.shape[:2], *blocks, dtype=torch.uint8, device=q.device)
 
 
 def _outputs(
     q: Tensor, k: Tensor, v: Tensor, rule: int, stand: int, live_rows: int, live_keys: int, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape = q.shape[:3]
-    indices = {ANCHORED: 3, FIXED: int(stand != STANDS["zero"])}.get(rule, 0)
-    blocks = -(-shape[2] // live_rows), -(-k.shape[2] // live_keys)
-    used = keep and rule != SOFTMAX  # with softmax every block has weight
+    indices = {rules.ANCHORED: 3, rules.FIXED: int(stand != rules.STANDS["zero"])}.get(rule, 0)
+    used = keep and rule != rules.SOFTMAX  # with softmax every block has weight
     new = partial(torch.empty, device=q.device)
     return (
         new(*shape, v.shape[3], dtype=v.dtype),
         new(*shape, FLOATS, dtype=torch.float32),
         new(*shape, FLAGS, dtype=torch.int32),
         new(*shape, indices if keep else 0, dtype=torch.int32),
-        new(*shape, v.shape[3] if keep and rule == ADAPTIVE else 0, dtype=torch.float32),
-        torch.zeros(*shape[:2], *(blocks if used else (0, 0)), dtype=torch.uint8, device=q.device),
+        new(*shape, v.shape[3] if keep and rule == rules.ADAPTIVE else 0, dtype=torch.float32),
+        _marks(q, k, live_rows, live_keys) if used else new(*shape[:2], 0, 0, dtype=torch.uint8),
     )
 
 
@@ -113,17 +160,10 @@ forward = operator(
 )
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    """Return gradients of q, k, v, and float32 [B, H, Tq] of factor and margin or bias, empty if they are numbers."""
-    from . import backward as compact_backward
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    from .backward import backward as run
 
-    span, kept, (scale, *rule, live_rows, live_keys) = Span(*rest[:5]), rest[5:10], rest[10:]
-    own = scale if factor is None else factor
-    return compact_backward.backward(
-        grad, q, k, v, own, span, kept, (live_rows, live_keys), tuple(rule), given is not None
-    )
+    return run(*args)
 
 
 def _fake_gradients(grad, q, k, v, factor, given, *rest):
@@ -143,7 +183,7 @@ backward = operator(
 
 def _keep(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     out, *kept = output
-    if inputs[12] != ADAPTIVE:
+    if inputs[12] != rules.ADAPTIVE:
         kept[3] = out  # weights of the derivative of the sum of weights
     return (*inputs[:10], *kept), (inputs[10], *inputs[12:18])
 

@@ -20,8 +20,7 @@ from ..runtime.launch import launch
 from ..runtime.span import batch_stride
 from ..runtime.tiles import Tiles
 
-CHUNK = 256
-"""Blocks that the list kernel reads at once."""
+CHUNK = 256  # blocks that the list kernel reads at once
 
 
 class Lists(NamedTuple):

@@ -19,8 +19,7 @@ FIXED = tl.constexpr(3)
 UNIFORM = tl.constexpr(0)  # fallback weights of a row without a near enough key: all its keys alike (1: none)
 NEAREST = tl.constexpr(2)  # or the best key alone
 LOG2E = tl.constexpr(1.4426950408889634)
-SMALLEST = tl.constexpr(2.0**-100)
-"""Least reach whose inverse is finite."""
+SMALLEST = tl.constexpr(2.0**-100)  # least reach whose inverse is finite
 
 
 @triton.jit

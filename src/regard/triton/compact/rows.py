@@ -50,8 +50,10 @@ def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
 def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM: tl.constexpr):
     """Return what all forward kernels begin with: (place, which rows exist, their numbers, sight: ranges of keys and
     the mask, scales: the factor in `key_scores` and the one that then makes scores (a number is applied last), q, k,
-    v, where the marks of each row begin, key blocks). A matrix is (pointer, strides of batch, head and row), a factor
-    (pointer, number); `visible` holds the ranges' ends, the mask, and their strides."""
+    v, where the marks of each row begin, key blocks: (first, full, partial, last), of which [first, last) hold all
+    visible keys, and every row sees all of [full, partial), which is empty with a mask). A matrix is (pointer, strides
+    of batch, head and row), a factor (pointer, number); `visible` holds the ranges' ends, the mask, and their
+    strides."""
     place = place_of(queries, heads, FORM)
     rows, real, flat = own_rows(place, queries, FORM)
     low, high, mask, range_batch, mask_batch, mask_head = visible
@@ -65,25 +67,17 @@ def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FO
     v = v[0] + place[2] * v[1] + place[3] // group * v[2], v[3], keys
     mask_tile = tl.arange(0, FORM.own) // FORM.mask_tile
     marked = marks_of(marks_ptr, place, queries, keys, FORM) + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
-    return place, real, flat, sight, scales, q, k, v, marked, key_blocks(sight, FORM)
-
-
-# Key blocks -----------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def key_blocks(sight, FORM: tl.constexpr):
-    """Return (first, full, partial, last): key blocks [first, last) hold all visible keys; every row sees all of blocks
-    [full, partial), which is empty with a mask."""
-    low, high, _ = sight
-    first = tl.min(low, 0) // FORM.tile
-    last = tl.maximum(tl.cdiv(tl.max(high, 0), FORM.tile), first)
+    first = tl.min(sight[0], 0) // FORM.tile
+    last = tl.maximum(tl.cdiv(tl.max(sight[1], 0), FORM.tile), first)
     full = last
     partial = last
     if not FORM.masked:
-        full = tl.minimum(tl.cdiv(tl.max(low, 0), FORM.tile), last)
-        partial = tl.maximum(tl.min(high, 0) // FORM.tile, full)
-    return first, full, partial, last
+        full = tl.minimum(tl.cdiv(tl.max(sight[0], 0), FORM.tile), last)
+        partial = tl.maximum(tl.min(sight[1], 0) // FORM.tile, full)
+    return place, real, flat, sight, scales, q, k, v, marked, (first, full, partial, last)
+
+
+# Key blocks -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -110,7 +104,7 @@ def load_keys(of, block, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.conste
     at, stride, keys = of
     first = block * FORM.tile
     held = tl.arange(0, FORM.tile) < keys - first
-    return load(places_of(at, first, stride, FORM.tile, WIDTH, FORM.far), held, DIM, WIDTH, EDGE)
+    return load(places_of(at, first, stride, FORM.tile, WIDTH, False), held, DIM, WIDTH, EDGE)
 
 
 @triton.jit

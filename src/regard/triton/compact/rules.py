@@ -21,8 +21,7 @@ from ..runtime.tiles import Row, TileTable
 SOFTMAX, ADAPTIVE, ANCHORED, FIXED = range(4)  # as in `math`, which is not imported before a kernel runs
 STANDS = {"uniform": 0, "zero": 1, "nearest": 2}
 POWERS = (1.0, 2.0, 3.0)
-MASK_TILE = 64
-"""Most rows of a block of pairs that is skipped if it has no weight; fewer if tiles are smaller."""
+MASK_TILE = 64  # most rows of a block of pairs that is skipped if it has no weight; fewer if tiles are smaller
 
 
 def _tables(name: str, narrow: list[Row], wide: list[Row]) -> dict[int, TileTable]:
@@ -52,23 +51,14 @@ def mask_tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 class Rule(NamedTuple):
-    """A weighting as the kernels know it.
+    """A weighting as the kernels know it."""
 
-    Attributes:
-        code: SOFTMAX, ADAPTIVE, ANCHORED or FIXED.
-        r: power of the kernel; 1 for softmax and kernels with a function of their own.
-        number: margin or bias.
-        stand: one of STANDS, the fallback weights of a row without a near enough key.
-        row: name of the parameter that gives `number` for each row; "" if there is none.
-        own: the spec of a kernel with a function of its own, as JSON, else "".
-    """
-
-    code: int
-    r: int
-    number: float = 0.0
-    stand: int = STANDS["zero"]
-    row: str = ""
-    own: str = ""
+    code: int  # SOFTMAX, ADAPTIVE, ANCHORED or FIXED
+    r: int  # power of the kernel; 1 for softmax and kernels with a function of their own
+    number: float = 0.0  # margin or bias
+    stand: int = STANDS["zero"]  # the fallback weights of a row without a near enough key
+    row: str = ""  # name of the parameter that gives `number` for each row; "" if there is none
+    own: str = ""  # the spec of a kernel with a function of its own, as JSON
 
 
 def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
@@ -79,7 +69,9 @@ def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Seque
     if type(kernel) is Gaussian and type(rule) is Fixed:
         return Rule(SOFTMAX, 1)
     if hasattr(kernel, "triton_relative"):
-        return _own_rule(spec, numbers)
+        if kernel.params or not (kernel.compact and kernel.vanishes) or type(rule) is Adaptive:
+            return "takes a kernel's own function only where weight vanishes at the threshold and nothing is learned"
+        return _rule(rule, 1, numbers, spec.to_json())
     if type(kernel) is not Polynomial:
         return f"knows polynomial kernels, those with triton_relative, and gaussian*fixed; this is {spec}"
     for name in ("r", "alpha"):
@@ -98,13 +90,6 @@ def _rule(rule: Any, r: int, numbers: Mapping[str, Any], own: str = "") -> Rule:
     if type(rule) is Anchored:
         return Rule(ANCHORED, r, _number(numbers.get("margin"), rule.margin), row="margin", own=own)
     return Rule(FIXED, r, _number(numbers.get("bias"), rule.bias or 0.0), STANDS[rule.empty], "bias", own)
-
-
-def _own_rule(spec: Spec, numbers: Mapping[str, Any]) -> Rule | str:
-    kernel = spec.kernel
-    if kernel.params or not (kernel.compact and kernel.vanishes) or type(spec.bandwidth) is Adaptive:
-        return "takes a kernel's own function only where weight vanishes at the threshold and nothing is learned"
-    return _rule(spec.bandwidth, 1, numbers, spec.to_json())
 
 
 @lru_cache(maxsize=64)

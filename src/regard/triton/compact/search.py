@@ -17,19 +17,8 @@ import triton
 import triton.language as tl
 
 from ..runtime.blocks import FAR, store_numbers
+from . import rows
 from .math import ADAPTIVE, ANCHORED, excess, lower_power, power, root, value_of
-from .rows import (
-    applied,
-    block_of,
-    count_of,
-    counted,
-    key_scores,
-    load_keys,
-    marks_of,
-    opened,
-    row_number,
-    store_values,
-)
 
 STEPS = tl.constexpr(24)  # most passes; each marks with its number
 START = tl.constexpr(5)  # steps among a few keys
@@ -46,7 +35,7 @@ def lists_of(marks_ptr, list_ptr, place, queries, keys, FORM: tl.constexpr):
     MASK_TILES: tl.constexpr = FORM.own // FORM.mask_tile
     blocks = tl.cdiv(keys, FORM.tile)
     list_at = list_ptr + (place[0].to(tl.int64) * tl.cdiv(queries, FORM.own) + place[1]) * blocks
-    marks_at = marks_of(marks_ptr, place, queries, keys, FORM)
+    marks_at = rows.marks_of(marks_ptr, place, queries, keys, FORM)
     return marks_at, list_at, blocks, tl.minimum(tl.cdiv(queries, FORM.mask_tile) - place[1] * MASK_TILES, MASK_TILES)
 
 
@@ -132,9 +121,9 @@ def look(q, k, run, sight, scales, within, marked, real, FORM: tl.constexpr):
     best = tl.full((FORM.own,), -float("inf"), tl.float32)
     tops = tl.full((FORM.own, FORM.tile), -float("inf"), tl.float32)
     for side in tl.static_range(2):
-        for t in range(count_of(run, side == 0)):
-            block = block_of(run, t, side == 0)
-            dot, _ = key_scores(q, k, block, factor, sight, side == 0, FORM)
+        for t in range(rows.count_of(run, side == 0)):
+            block = rows.block_of(run, t, side == 0)
+            dot, _ = rows.key_scores(q, k, block, factor, sight, side == 0, FORM)
             if FORM.rule == ADAPTIVE:
                 tops = tl.maximum(tops, dot)
             here = tl.max(dot, 1)
@@ -142,24 +131,6 @@ def look(q, k, run, sight, scales, within, marked, real, FORM: tl.constexpr):
             near = tl.maximum(within, tl.abs(best * by) * FINEST)
             tl.store(marked + block, 1, mask=real & (here * by > best * by - near))
     return best, tops
-
-
-@triton.jit
-def sums_above(q, k, theta, counts, sight, scales, marks, marked, mark, FORM: tl.constexpr):
-    """Return (sum of e^r, sum of e^(r - 1)) [R] over the listed blocks, and mark those where it is not 0."""
-    factor, by = scales
-    total = tl.full((FORM.own,), 0.0, tl.float32)
-    lower = tl.full((FORM.own,), 0.0, tl.float32)
-    for side in tl.static_range(2):
-        for t in range(counts[1 - side]):
-            block = listed(marks, t, side == 0)
-            dot, _ = key_scores(q, k, block, factor, sight, side == 0, FORM)
-            e = excess(dot, by[:, None], theta[:, None])
-            part = tl.sum(lower_power(e, FORM.r), 1)
-            lower += part
-            total += tl.sum(power(e, FORM.r), 1)
-            tl.store(marked[0] + block, mark, mask=marked[1] & (part > 0))
-    return total, lower
 
 
 @triton.jit
@@ -171,7 +142,17 @@ def settle(q, k, run, sight, scales, marks, counts, marked, state, tolerance, FO
     step = 0
     while (tl.max(active.to(tl.int32), 0) > 0) & (step < STEPS):
         theta = top - FORM.r * peak
-        total, lower = sums_above(q, k, theta, counts, sight, scales, marks, marked, step + 2, FORM)
+        total, lower = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+        mark = step + 2
+        for side in tl.static_range(2):
+            for t in range(counts[1 - side]):
+                block = listed(marks, t, side == 0)
+                dot, _ = rows.key_scores(q, k, block, scales[0], sight, side == 0, FORM)
+                e = excess(dot, scales[1][:, None], theta[:, None])
+                part = tl.sum(lower_power(e, FORM.r), 1)
+                lower += part
+                total += tl.sum(power(e, FORM.r), 1)
+                tl.store(marked[0] + block, mark, mask=marked[1] & (part > 0))
         new = tl.maximum(descend(peak, total, lower, FORM.r), least)
         moved = active & (new < peak)
         active = moved & (peak - new > tolerance * new)
@@ -187,11 +168,11 @@ def compact_search_kernel(
     matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
 ):
     """Store top, theta, reach and status of the rows, and marks: 1 if a block can have weight."""
-    place, real, flat, sight, scales, q, k, _v, marked, run = opened(
+    place, real, flat, sight, scales, q, k, _v, marked, run = rows.opened(
         matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
     )
     floats_ptr, flags_ptr = found[1], found[2]
-    within = row_number(given[0], flat, given[1], FORM.given, FORM)
+    within = rows.row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == ADAPTIVE:
         within = within * 0 + FORM.r
     best, tops = look(q, k, run, sight, scales, within, marked, real, FORM)
@@ -237,7 +218,7 @@ def compact_weigh_kernel(
     """Store output and mass of the rows, and for a backward pass slope_mean, or index and the marks of live blocks."""
     KEEPS_MEAN: tl.constexpr = FORM.keep and FORM.rule == ADAPTIVE
     TIES: tl.constexpr = FORM.keep and FORM.rule == ANCHORED
-    place, real, flat, sight, scales, q, k, v, marked, run = opened(
+    place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(
         matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
     )
     out_ptr, floats_ptr, index_ptr, slope_mean_ptr = found[0], found[1], found[3], found[4]
@@ -246,8 +227,7 @@ def compact_weigh_kernel(
     counts = collect(marks, run, 1, FORM)
     theta, reach = tl.load(floats_ptr + flat * 6 + 1), tl.load(floats_ptr + flat * 6 + 2)
     g = 1.0 / reach
-    acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
-    mass = tl.full((FORM.own,), 0.0, tl.float32)
+    acc, mass = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     if KEEPS_MEAN:
         slope_sum = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
         slope_mass = tl.full((FORM.own,), 0.0, tl.float32)
@@ -260,30 +240,31 @@ def compact_weigh_kernel(
     for side in tl.static_range(2):
         for t in range(counts[1 - side]):
             block = listed(marks, t, side == 0)
-            dot, columns = key_scores(q, k, block, factor, sight, side == 0, FORM)
+            dot, columns = rows.key_scores(q, k, block, factor, sight, side == 0, FORM)
             e = excess(dot, by[:, None], theta[:, None])
-            x = load_keys(v, block, FORM.value_dim, FORM.value_wide, side == 0, FORM)
-            acc, part, w = applied(acc, value_of(e, reach[:, None], g[:, None], FORM), x)
+            x = rows.load_keys(v, block, FORM.value_dim, FORM.value_wide, side == 0, FORM)
+            acc, part, w = rows.applied(acc, value_of(e, reach[:, None], g[:, None], FORM), x)
             mass += part
             if KEEPS_MEAN:
-                slope_sum, slope, _ = applied(slope_sum, lower_power(e * g[:, None], FORM.r), x)
+                slope_sum, slope, _ = rows.applied(slope_sum, lower_power(e * g[:, None], FORM.r), x)
                 slope_mass += slope
             if TIES:
                 tl.store(marked + block, 2, mask=real & (part > 0))
                 ties = tied(ties, dot * by[:, None], e, nearly, columns)
             if FORM.counted:
-                seen_weights = counted(seen_weights, w)
+                seen_weights = rows.counted(seen_weights, w)
 
     some = mass > 0
     mass = tl.where(some, mass, 1.0)
     tl.store(floats_ptr + flat * 6 + 3, mass, mask=real)
-    store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
+    rows.store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
     if FORM.counted:
         size = tl.where(some, mass * mass / tl.where(some, seen_weights[1], 1.0), 0.0)
         tl.store(floats_ptr + flat * 6 + 4, seen_weights[0], mask=real)
         tl.store(floats_ptr + flat * 6 + 5, size, mask=real)
     if KEEPS_MEAN:
-        store_values(slope_mean_ptr, flat, slope_sum / tl.where(slope_mass > 0, slope_mass, 1.0)[:, None], real, FORM)
+        slope_mass = tl.where(slope_mass > 0, slope_mass, 1.0)
+        rows.store_values(slope_mean_ptr, flat, slope_sum / slope_mass[:, None], real, FORM)
     if TIES:
         first, last, count = ties  # key 0 if there is none
         store_numbers(index_ptr, flat, (tl.where(count > 0, first, 0), tl.where(count > 0, last, 0), count), real)

@@ -11,20 +11,8 @@ import triton
 import triton.language as tl
 
 from ..runtime.blocks import FAR, load_rows, seen, store_numbers
+from . import rows
 from .math import LOG2E, SMALLEST, SOFTMAX, UNIFORM, value_of
-from .rows import (
-    applied,
-    block_of,
-    count_of,
-    counted,
-    key_scores,
-    load_keys,
-    opened,
-    own_rows,
-    place_of,
-    row_number,
-    store_values,
-)
 
 
 @triton.jit
@@ -55,9 +43,9 @@ def count_weights(q, k, run, sight, best, scales, bias, FORM: tl.constexpr):
     factor, by = scales
     counts = tl.zeros(best.shape, tl.float32), tl.zeros(best.shape, tl.float32)
     for block in range(run[0], run[3]):
-        dot, _ = key_scores(q, k, block, factor, sight, True, FORM)
+        dot, _ = rows.key_scores(q, k, block, factor, sight, True, FORM)
         w, _ = weights_of(dot, best, best, by, bias, FORM)
-        counts = counted(counts, w)
+        counts = rows.counted(counts, w)
     return counts
 
 
@@ -68,26 +56,25 @@ def compact_stream_kernel(
     """Store the output and statistics of rows and, for the backward pass of a fixed threshold, marks of key blocks with
     weight. Rows without a near enough key are flagged and get 0."""
     out_ptr, floats_ptr, flags_ptr = found[0], found[1], found[2]
-    _place, real, flat, sight, scales, q, k, v, marked, run = opened(
+    _place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(
         matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
     )
     factor, by = scales
-    bias = row_number(given[0], flat, given[1], FORM.given, FORM)
+    bias = rows.row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == SOFTMAX:
         by = by * LOG2E
 
-    best = tl.full((FORM.own,), -float("inf"), tl.float32)
-    mass = tl.full((FORM.own,), 0.0, tl.float32)
+    best, mass = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for side in tl.static_range(2):
-        for t in range(count_of(run, side == 0)):
-            block = block_of(run, t, side == 0)
-            dot, _ = key_scores(q, k, block, factor, sight, side == 0, FORM)
+        for t in range(rows.count_of(run, side == 0)):
+            block = rows.block_of(run, t, side == 0)
+            dot, _ = rows.key_scores(q, k, block, factor, sight, side == 0, FORM)
             before = best
             best = tl.maximum(best, tl.max(dot, 1))
             w, kept = weights_of(dot, before, best, by, bias, FORM)
-            x = load_keys(v, block, FORM.value_dim, FORM.value_wide, side == 0, FORM)
-            acc, part, _ = applied(acc * kept[:, None], w, x)
+            x = rows.load_keys(v, block, FORM.value_dim, FORM.value_wide, side == 0, FORM)
+            acc, part, _ = rows.applied(acc * kept[:, None], w, x)
             mass = mass * kept + part
             if FORM.keep and FORM.rule != SOFTMAX:
                 tl.store(marked + block, 1, mask=real & (part > 0))
@@ -100,11 +87,10 @@ def compact_stream_kernel(
     ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
     some = mass > 0
     mass = tl.where(some, mass, 1.0)
-    store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
+    rows.store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
     if FORM.rule == SOFTMAX:
         top = best if FORM.factors else best * factor
-        theta = tl.full((FORM.own,), -float("inf"), tl.float32)
-        reach = tl.full((FORM.own,), 1.0, tl.float32)
+        theta, reach = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 1.0, tl.float32)
     else:
         top = best * by
         theta = -bias
@@ -118,12 +104,11 @@ def compact_stream_kernel(
 @triton.jit
 def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
     """Return (sum of the values [R, Dv] that lost rows see, how many these are)."""
-    acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
-    count = tl.full((FORM.own,), 0, tl.int32)
+    acc, count = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32), tl.full((FORM.own,), 0, tl.int32)
     for block in range(run[0], run[3]):
         columns = block * FORM.tile + tl.arange(0, FORM.tile)
         taken = seen(columns, sight[0], sight[1], sight[2], v[2], FORM.masked) & lost[:, None]
-        x = load_keys(v, block, FORM.value_dim, FORM.value_wide, True, FORM)
+        x = rows.load_keys(v, block, FORM.value_dim, FORM.value_wide, True, FORM)
         acc = tl.dot(taken.to(x.dtype), x, acc, input_precision="ieee")
         part = tl.sum(taken.to(tl.int32), 1)
         count += part
@@ -135,10 +120,9 @@ def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
 @triton.jit
 def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
     """Return the first key with the best score of each row."""
-    best = tl.full((FORM.own,), -float("inf"), tl.float32)
-    found = tl.full((FORM.own,), 0, tl.int32)
+    best, found = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 0, tl.int32)
     for block in range(run[0], run[3]):
-        dot, columns = key_scores(q, k, block, scales[0], sight, True, FORM)
+        dot, columns = rows.key_scores(q, k, block, scales[0], sight, True, FORM)
         here = tl.max(dot, 1)
         at = tl.min(tl.where(dot == here[:, None], columns[None, :], FAR), 1)
         found = tl.where(here > best, at, found)
@@ -153,13 +137,13 @@ def compact_stand_in_kernel(
     """Store the fallback output of flagged rows: the mean of the values they see, or the value of the best key. For a
     backward pass, also store how many they see or which key is best, and mark those blocks."""
     out_ptr, floats_ptr, flags_ptr, index_ptr = found[0], found[1], found[2], found[3]
-    place = place_of(queries, heads, FORM)
-    _rows, real, flat = own_rows(place, queries, FORM)
+    place = rows.place_of(queries, heads, FORM)
+    _rows, real, flat = rows.own_rows(place, queries, FORM)
     lost = real & (tl.load(flags_ptr + flat * 3 + 1) != 0)
     if FORM.keep:
         tl.store(index_ptr + flat, tl.full((FORM.own,), -1, tl.int32), mask=real)
     if tl.max(lost.to(tl.int32), 0) > 0:
-        _, _, _, sight, scales, q, k, v, marked, run = opened(
+        _, _, _, sight, scales, q, k, v, marked, run = rows.opened(
             matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
         )
         if FORM.stand == UNIFORM:
@@ -171,7 +155,7 @@ def compact_stand_in_kernel(
             count = tl.full((FORM.own,), 1.0, tl.float32)
             if FORM.keep:
                 tl.store(marked + stand_in // FORM.tile, 1, mask=lost)
-        store_values(out_ptr, flat, acc / count[:, None], lost, FORM)
+        rows.store_values(out_ptr, flat, acc / count[:, None], lost, FORM)
         if FORM.keep:
             tl.store(index_ptr + flat, stand_in, mask=lost)
         if FORM.counted:

@@ -27,14 +27,13 @@ from ..runtime.launch import launch
 from ..runtime.operators import operator, rows_together
 from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable, padded
-from .plan import MERGE, PARTS, Decoding, merged, most_keys, row_tensor
+from .plan import MERGE, PARTS, Decoding, merged, most_keys, of_rows
 
 TABLE = TileTable(
     "compact_decode",
     {(64, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32, stages=3), (256, 4): Tiles(keys=32)},
 )
-CHUNK = Tiles(keys=1024, warps=4, stages=1)
-"""Scores that a program reads at once when it solves for a threshold."""
+CHUNK = Tiles(keys=1024, warps=4, stages=1)  # scores that a program reads at once when it solves for a threshold
 
 
 def cost(problem: Problem) -> Cost:
@@ -66,8 +65,7 @@ def decode(
     Tq], `given` the rule's number for every row [B, H, Tq], or None. If `raw`, vectors may be non-finite (or beyond
     2^56) anywhere, and rows that see one become NaN; otherwise only vectors that no row sees may be non-finite."""
     span = Span.of(visible, q, by_keys=False)
-    scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
-    given = None if given is None else row_tensor(given, q)
+    (by, scale), (given, _) = of_rows(factor, q), of_rows(given, q)
     q, k, v = (rows_together(x) for x in (q, k, v))
     seen = span.low, span.high, span.mask
     return _decode(q, k, v, by, given, *seen, *rule[:4], rule.own, scale, most_keys(visible), raw)
@@ -84,8 +82,30 @@ def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor |
         if call.form.masked == 2:  # a mask for each head takes registers for every pair
             tiles = replace(tiles, warps=8)
         merged(call, None, out, tiles)
-    else:
-        _compact(call, out, tiles, Rule(code, power, number, stand, own=own), given)
+        return out
+    from .compact_kernels import output_kernel, scores_kernel, threshold_kernel
+
+    form, grid, room = call.shared(tiles)
+    rows, steps, span = call.rows, call.span.steps, call.span.pointers
+    z, near = call.blank(2, rows, room * tiles.keys)
+    tops, found, best = call.new(room), call.new(3), call.blank(rows, 2, dtype=torch.int32)
+    kinds = {"RULE": code, "EMPTY": stand}
+    launch(
+        scores_kernel, grid, call.matrices, call.factor, span, z, tops, *call.row_sizes, room, *steps,
+        tiles=tiles, FORM=form,
+    )  # fmt: skip
+    form = form._replace(dim=0, wide=0, factors=False, raw=False, r=power, **own_form(own))
+    launch(
+        threshold_kernel, (rows,), z, tops, near, given, span, found, best, *call.row_sizes, room,
+        number, *steps, tiles=CHUNK, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None,
+        FORM=form._replace(value_dim=0, value_wide=0, own=1), **kinds,
+    )  # fmt: skip
+    part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
+    launch(
+        output_kernel, grid, call.matrices[2], z, tops, span, found, best, part, *call.row_sizes, room, *steps,
+        part.stride(0), tiles=tiles, FORM=form, **kinds,
+    )  # fmt: skip
+    add_splits(part, out)
     return out
 
 
@@ -96,32 +116,6 @@ _decode = operator(
     "SymInt code, SymInt power, float number, SymInt stand, str own, float scale, SymInt most, bool raw) -> Tensor",
     lambda q, k, v, *_: v.new_empty(*q.shape[:3], v.shape[-1]),
 )
-
-
-def _compact(call: Decoding, out: Tensor, tiles: Tiles, rule: Rule, given: Tensor | None) -> None:
-    from .compact_kernels import output_kernel, scores_kernel, threshold_kernel
-
-    form, grid, room = call.shared(tiles)
-    rows, steps, span = call.rows, call.span.steps, call.span.pointers
-    z, near = call.blank(2, rows, room * tiles.keys)
-    tops, found, best = call.new(room), call.new(3), call.blank(rows, 2, dtype=torch.int32)
-    kinds = {"RULE": rule.code, "EMPTY": rule.stand}
-    launch(
-        scores_kernel, grid, call.matrices, call.factor, span, z, tops, *call.row_sizes, room, *steps,
-        tiles=tiles, FORM=form,
-    )  # fmt: skip
-    form = form._replace(dim=0, wide=0, factors=False, raw=False, r=rule.r, **own_form(rule.own))
-    launch(
-        threshold_kernel, (rows,), z, tops, near, given, span, found, best, *call.row_sizes, room,
-        rule.number, *steps, tiles=CHUNK, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None,
-        FORM=form._replace(value_dim=0, value_wide=0, own=1), **kinds,
-    )  # fmt: skip
-    part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
-    launch(
-        output_kernel, grid, call.matrices[2], z, tops, span, found, best, part, *call.row_sizes, room, *steps,
-        part.stride(0), tiles=tiles, FORM=form, **kinds,
-    )  # fmt: skip
-    add_splits(part, out)
 
 
 def add_splits(part: Tensor, out: Tensor) -> None:

@@ -1,11 +1,16 @@
-"""The kernels of `decode.compact`.
+"""The kernels of `decode.compact`, and those of local linear attention with a given t (Parallax).
 
-Softmax is one pass and a merge (`online_kernels`). Compact rules keep scores: `scores_kernel` writes them with the
+Softmax is one pass and a merge. So is a given t: for any number s of a row, with s_j = k_j . t,
+
+    o = sum_j p_j v_j + sum_j p_j (s_j - s) v_j - (sum_j p_j (s_j - s)) sum_j p_j v_j.
+
+Compact rules keep scores: `scores_kernel` writes them with the
 largest of every tile, `threshold_kernel` finds each row's threshold among those that can have weight, and
 `output_kernel` reads the values that do.
 
 Legend: heads Hkv of keys, each with `count` = group x queries rows; N = B x Hkv; tiles are counted from the first that
-a query of the sequence sees, and every row has `room` of them.
+a query of the sequence sees, and every row has `room` of them. In one pass scores are in base 2, and S = 2 with a given
+t, else 1.
 """
 
 from __future__ import annotations
@@ -13,23 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..compact.math import ADAPTIVE, ANCHORED, FIXED, NEAREST, UNIFORM, lower_power, power, relative, root
+from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, relative, root
 from ..runtime.blocks import FAR, LENGTHS, store_numbers
 from ..runtime.finite_kernel import non_finite
-from .math import (
-    add_weighted,
-    extent,
-    load_keys,
-    load_values,
-    opened,
-    part_of,
-    products,
-    seen_keys,
-    store_part,
-)
+from . import math as shared
 
-STEPS = tl.constexpr(24)
-"""Most steps of Newton's method."""
+STEPS = tl.constexpr(24)  # most steps of Newton's method
 EPS = tl.constexpr(2.0**-23)
 
 
@@ -43,17 +37,17 @@ def scores_kernel(
     """Store scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room].
     FORM.raw: look at values, too; what is not finite has the score inf, so that its row has no weights."""
     steps = stride_low, stride_mb, stride_mh
-    _, held, own, tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     wrong = non_finite(a)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
         real = j + tl.arange(0, FORM.tile) < sight[7]
-        keys = load_keys(k, j, real, FORM)
+        keys = shared.load_tile(k, j, real, FORM.dim, FORM.wide, FORM)
         lost = non_finite(keys)
         if FORM.raw:  # loaded before arithmetic waits for the keys
-            lost |= non_finite(load_values(v, j, real, FORM))
-        score = products(a, keys, FORM.own) * by[:, None]
-        seen = seen_keys(j, sight, FORM.masked, FORM)
+            lost |= non_finite(shared.load_tile(v, j, real, FORM.value_dim, FORM.value_wide, FORM))
+        score = shared.products(a, keys, FORM.own) * by[:, None]
+        seen = shared.seen_keys(j, sight, FORM.masked, FORM)
         score = tl.where(seen, score, float("-inf"))
         if FORM.raw:
             score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
@@ -103,25 +97,19 @@ def gather_near(z, tops, near, top, reach, tiles, CHUNK: tl.constexpr, KEYS: tl.
 
 
 @triton.jit
-def norm_sums(near, count, b, R: tl.constexpr, CHUNK: tl.constexpr):
-    """Return (sum a^R, sum a^(R-1) over a > 0) of a = [b - d/R]_+."""
-    total, lower = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
-    for n in range(0, count, CHUNK):
-        at = n + tl.arange(0, CHUNK)
-        a = tl.maximum(b - tl.load(near + at, mask=at < count, other=float("inf")) / R, 0.0)
-        slope = lower_power(a, R)
-        lower += slope
-        total += slope * a
-    return tl.sum(total, 0), tl.sum(lower, 0)
-
-
-@triton.jit
 def solve_peak(near, count, R: tl.constexpr, CHUNK: tl.constexpr):
     """Return b with sum_j [b - d_j/R]_+^R = 1, by Newton's method on the R-norm from b = 1."""
     b, going, step = 1.0, count > 0, 0
     total = 1.0
     while going:
-        total, lower = norm_sums(near, count, b, R, CHUNK)
+        totals, lowers = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+        for n in range(0, count, CHUNK):
+            at = n + tl.arange(0, CHUNK)
+            a = tl.maximum(b - tl.load(near + at, mask=at < count, other=float("inf")) / R, 0.0)
+            slope = lower_power(a, R)
+            lowers += slope
+            totals += slope * a
+        total, lower = tl.sum(totals, 0), tl.sum(lowers, 0)
         norm = root(total, R)
         new = b - (norm - 1) * (total / norm) / lower
         step += 1
@@ -134,16 +122,6 @@ def solve_peak(near, count, R: tl.constexpr, CHUNK: tl.constexpr):
 def value_at(d, reach, FORM: tl.constexpr):
     """Return K(reach - d) / K(reach), [1 - d/reach]_+^r for a power."""
     return power(tl.maximum(1 - d / reach, 0.0), FORM.r) if FORM.relative is None else relative(d, reach, FORM)[0]
-
-
-@triton.jit
-def total_weight(near, count, reach, CHUNK: tl.constexpr, FORM: tl.constexpr):
-    """Return the sum of values at the distances `near`."""
-    mass = tl.zeros((CHUNK,), tl.float32)
-    for n in range(0, count, CHUNK):
-        at = n + tl.arange(0, CHUNK)
-        mass += value_at(tl.load(near + at, mask=at < count, other=float("inf")), reach, FORM)
-    return tl.sum(mass, 0)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -160,7 +138,7 @@ def threshold_kernel(
     batch, head = at // heads, at % heads
     KEYS: tl.constexpr = FORM.tile
     low, high = span[0] + batch * stride_low, span[1] + batch * stride_low
-    origin, tiles, _ = extent(low, high, queries, KEYS, FORM.most)
+    origin, tiles, _ = shared.extent(low, high, queries, KEYS, FORM.most)
     own, to = tl.load(low + r % queries), tl.load(high + r % queries)
     z, near, tops = z + row * room * KEYS, near + row * room * KEYS, tops + row * room
     largest = tl.full((CHUNK,), float("-inf"), tl.float32)
@@ -189,7 +167,12 @@ def threshold_kernel(
     if EMPTY == NEAREST:  # noqa: SIM102 (known when the kernel is compiled, the next is not)
         if lost:
             nearest = origin * KEYS + nearest_key(z, tops, top, tiles, CHUNK, KEYS)
-    mass = total_weight(near, kept, reach, CHUNK, FORM)
+    weights = tl.zeros((CHUNK,), tl.float32)
+    for n in range(0, kept, CHUNK):
+        places = n + tl.arange(0, CHUNK)
+        d = tl.load(near + places, mask=places < kept, other=float("inf"))
+        weights += value_at(d, reach, FORM)
+    mass = tl.sum(weights, 0)
     numbers = tl.where(none, 0.0, top), tl.where(lost, 0.0, tl.where(none, 1.0, reach))
     store_numbers(found, row, (numbers[0], numbers[1], tl.where(none | lost, 1.0, mass)), None)
     store_numbers(best, row, (visible, nearest), None)
@@ -207,7 +190,7 @@ def output_kernel(
     Only values with weight in some row of the tile are read. A row whose best score is inf is NaN."""
     KEYS: tl.constexpr = FORM.tile
     steps = stride_low, stride_mb, stride_mh
-    batch, head, rows, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
+    batch, head, rows, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
     held, own, start, to = rows[1], rows[2], sight[0], sight[1]
     top = tl.load(found + own * 3, mask=held, other=0.0)
     reach = tl.load(found + own * 3 + 1, mask=held, other=1.0)
@@ -233,16 +216,16 @@ def output_kernel(
             p = tl.where(near[:, None], p, 0.0)
             if RULE == FIXED:
                 if EMPTY == UNIFORM:
-                    seen = seen_keys(j, sight, FORM.masked, FORM)
+                    seen = shared.seen_keys(j, sight, FORM.masked, FORM)
                     p = tl.where(lost[:, None] & seen, 1 / tl.maximum(visible, 1).to(tl.float32)[:, None], p)
                 elif EMPTY == NEAREST:
                     p = tl.where(
                         (lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None]), 1.0, p
                     )
-            values = load_values(v, j, tl.max(p, 0) > 0, FORM)
-            total = add_weighted(total, p, values, FORM.own)
+            values = shared.load_tile(v, j, tl.max(p, 0) > 0, FORM.value_dim, FORM.value_wide, FORM)
+            total = shared.add_weighted(total, p, values, FORM.own)
     total = tl.where((top == float("inf"))[:, None], float("nan"), total)
-    store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
+    shared.store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -258,3 +241,106 @@ def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.const
             part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :], mask=held, other=0.0
         )
     tl.store(out + row * DV + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < DV)
+
+
+# One pass -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def online_kernel(
+    matrices, factor, span, probe, part, state, heads, group, queries, stride_low, stride_mb, stride_mh, total_rows,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Store over a program's tiles part [splits, N, S, DV] = (sum w v, and for t = -probe sum w (s_j - s) v) and state
+    [splits, N, 2 S] = (m, sum w, and then sum w (s_j - s), s). FORM.raw: NaN in rows that see a non-finite number."""
+    CORRECTED: tl.constexpr = probe is not None
+    steps = stride_low, stride_mb, stride_mh
+    _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    by *= LOG2E
+    wrong = non_finite(a)
+    top = tl.full((FORM.own,), float("-inf"), tl.float32)
+    mass, total = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+    if CORRECTED:
+        t = -shared.load_vectors(probe, own, held, FORM.dim, FORM.wide)
+        correction_mass, level_s, correction = mass, mass, total
+    for n in range(tiles[1], tiles[2]):
+        j = (tiles[0] + n) * FORM.tile
+        keys = shared.load_tile(k, j, j + tl.arange(0, FORM.tile) < sight[7], FORM.dim, FORM.wide, FORM)
+        lost = non_finite(keys)
+        score = shared.products(a, keys, FORM.own) * by[:, None]
+        seen = shared.seen_keys(j, sight, FORM.masked, FORM)
+        score = tl.where(seen, score, float("-inf"))
+        new = tl.maximum(top, tl.max(score, 1))
+        level = tl.where(new == float("-inf"), 0.0, new)
+        w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
+        if CORRECTED:
+            s = shared.fine_products(t, keys, FORM.own)[0]
+            near = tl.sum(tl.where(seen, s, 0.0), 1) / tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)
+            level_s = tl.where(mass > 0, level_s, near)
+            ws = w * tl.where(seen, s - level_s[:, None], 0.0)
+        values = shared.load_tile(v, j, tl.max(seen.to(tl.int32), 0) != 0, FORM.value_dim, FORM.value_wide, FORM)
+        if FORM.raw:
+            w, values = shared.guarded(w, lost, values, seen, wrong, FORM)
+        total = shared.add_weighted(total * fade[:, None], w, values, FORM.own)
+        mass = mass * fade + tl.sum(w, 1)
+        if CORRECTED:
+            correction = shared.add_weighted(correction * fade[:, None], ws, values, FORM.own)
+            correction_mass = correction_mass * fade + tl.sum(ws, 1)
+        top = new
+    DV: tl.constexpr = FORM.value_dim
+    columns, split = tl.arange(0, FORM.value_wide), tl.program_id(1).to(tl.int64) * total_rows + own
+    inside = held[:, None] & (columns < DV)[None, :]
+    part += split[:, None] * ((1 + CORRECTED) * DV) + columns[None, :]
+    tl.store(part, total, mask=inside)
+    if CORRECTED:
+        tl.store(part + DV, correction, mask=inside)
+        store_numbers(state, split, (top, mass, correction_mass, level_s), held)
+    else:
+        store_numbers(state, split, (top, mass), held)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def merge_kernel(
+    part, state, out, splits, total_rows,
+    CORRECTED: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge one row of the output from its splits, with the mean of the slopes as the common s."""
+    row = tl.program_id(0).to(tl.int64)
+    columns, places = tl.arange(0, WIDTH), tl.arange(0, PARTS)
+    STEP: tl.constexpr = 2 + 2 * CORRECTED
+    largest = tl.full((PARTS,), float("-inf"), tl.float32)
+    for s in range(0, splits, PARTS):
+        own = state + ((s + places).to(tl.int64) * total_rows + row) * STEP
+        largest = tl.maximum(largest, tl.load(own, mask=s + places < splits, other=float("-inf")))
+    top = tl.max(largest, 0)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    mean = 0.0
+    if CORRECTED:
+        mass, slopes = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32)
+        for s in range(0, splits, PARTS):
+            own, held = state + ((s + places).to(tl.int64) * total_rows + row) * STEP, s + places < splits
+            w, m = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level), tl.load(own + 1, mask=held, other=0.0)
+            mass += w * m
+            slopes += w * (tl.load(own + 2, mask=held, other=0.0) + tl.load(own + 3, mask=held, other=0.0) * m)
+        whole = tl.sum(mass, 0)
+        mean = tl.sum(slopes, 0) / tl.where(whole > 0, whole, 1.0)
+    mass, total = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS, WIDTH), tl.float32)
+    rest, correction = mass, total
+    for s in range(0, splits, PARTS):
+        at, held = (s + places).to(tl.int64) * total_rows + row, s + places < splits
+        inside = held[:, None] & (columns < DV)[None, :]
+        own, to = state + at * STEP, part + at[:, None] * ((1 + CORRECTED) * DV) + columns[None, :]
+        w, m = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level), tl.load(own + 1, mask=held, other=0.0)
+        x = tl.load(to, mask=inside, other=0.0)
+        mass += w * m
+        total += w[:, None] * x
+        if CORRECTED:
+            moved = tl.load(own + 3, mask=held, other=0.0) - mean
+            rest += w * (tl.load(own + 2, mask=held, other=0.0) + moved * m)
+            correction += w[:, None] * (tl.load(to + DV, mask=inside, other=0.0) + moved[:, None] * x)
+    whole = tl.sum(mass, 0)
+    whole = tl.where(top == float("-inf"), 1.0, whole)
+    found = tl.sum(total, 0)
+    if CORRECTED:
+        found = found + tl.sum(correction, 0) - (tl.sum(rest, 0) / whole) * found
+    tl.store(out + row * DV + columns, (found / whole).to(out.dtype.element_ty), mask=columns < DV)

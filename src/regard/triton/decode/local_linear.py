@@ -9,9 +9,8 @@ In the first pass every row gathers mass, mean and covariance of its weighted ke
 system, by conjugate gradients or, if these do not converge, by elimination. In the second pass p (1 + e) of all heads
 of a key head meet its values together. The learned solver (Parallax) solves nothing and takes one pass.
 
-Covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j (Local Linear
-Attention, equations 7 and 8; Parallax, arXiv 2605.29157). Second moments take 4 n D^2 operations a row with bfloat16
-keys (two terms).
+Covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j. Second moments take
+4 n D^2 operations a row with bfloat16 keys (two terms).
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, N = B H Tq rows.
 """
@@ -28,19 +27,17 @@ from ...checks import ArgumentError
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ...pairwise.visibility import Visibility
+from ..runtime.call import Form
 from ..runtime.launch import launch
 from ..runtime.operators import operator, rows_together
 from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
 from .compact import add_splits
-from .plan import MERGE, Decoding, merged, most_keys, row_tensor
+from .plan import MERGE, Decoding, merged, most_keys, of_rows
 
-WIDEST = 128
-"""Most features of a key if a system is solved: its matrix stays in the registers of one program."""
-TOLERANCE = 1e-6
-"""Tolerance of conjugate gradients if the solver has none."""
-FULL = 16
-"""Fewest keys of a split, in units of D: a split stores D^2 numbers."""
+WIDEST = 128  # most features of a key if a system is solved: its matrix stays in the registers of one program
+TOLERANCE = 1e-6  # tolerance of conjugate gradients if the solver has none
+FULL = 16  # fewest keys of a split, in units of D: a split stores D^2 numbers
 
 MOMENTS = TileTable(
     "local_linear_decode_moments",
@@ -100,9 +97,7 @@ def decode(
     if probe is None and how == 0:
         raise ArgumentError("local_linear_decode: the learned solver needs params={'probe': r}, r [B, H, Tq, D].")
     span = Span.of(visible, q, by_keys=False)
-    scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
-    number, own = (0.0, row_tensor(ridge, q)) if isinstance(ridge, Tensor) else (float(ridge), None)
-    probe = None if probe is None else row_tensor(probe, q)
+    (by, scale), (own, number), (probe, _) = of_rows(factor, q), of_rows(ridge, q), of_rows(probe, q)
     q, k, v = (rows_together(x) for x in (q, k, v))
     seen = span.low, span.high, span.mask
     return _decode(q, k, v, by, own, probe, *seen, scale, number, how, tol, limit, most_keys(visible), raw)
@@ -116,13 +111,26 @@ def _run(
     if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_()
     call = Decoding(q, k, v, scale if factor is None else factor, Span(low, high, low, low, mask), most, raw)
+    tiles = TABLE.pick(call.width, call.dtype)
     if probe is not None:
-        tiles = TABLE.pick(call.width, call.dtype)
         merged(call, probe, out, tiles)
     else:
+        from .local_linear_kernels import corrected_kernel, solve_kernel
+
         mean, state, spread = _moments(call)
-        slope = _solved(call, spread, mean, ridge, number, how, tol, limit)
-        _corrected(call, slope, mean, state, out)
+        slope, narrow = torch.empty_like(mean), Form(*call.form[:2])
+        launch(
+            solve_kernel, (call.rows,), call.matrices[0], spread, mean, ridge, slope, *call.row_sizes, number, tol,
+            limit, tiles=SOLVE.pick(narrow.dim, torch.float32), RIDGE=0 if ridge is None else ridge.shape[-1],
+            GRADIENTS=how in (1, 3), DIRECT=how in (2, 3), FORM=narrow,
+        )  # fmt: skip
+        form, grid, _ = call.shared(tiles)
+        part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
+        launch(
+            corrected_kernel, grid, call.matrices, call.factor, call.span.pointers, slope, mean, state, part,
+            *call.row_sizes, *call.span.steps, part.stride(0), tiles=tiles, FORM=form,
+        )  # fmt: skip
+        add_splits(part, out)
     return out
 
 
@@ -160,32 +168,3 @@ def _moments(call: Decoding) -> tuple[Tensor, Tensor, Tensor]:
         tiles=MERGE, D=dim, WIDTH=form.wide, PANEL=16,
     )  # fmt: skip
     return centre, whole, spread
-
-
-def _solved(
-    call: Decoding, spread: Tensor, mean: Tensor, ridge: Tensor | None, number: float, how: int, tol: float, limit: int
-) -> Tensor:
-    """Return t [N, D]."""
-    from .local_linear_kernels import solve_kernel
-
-    slope, form = torch.empty_like(mean), type(call.form)(*call.form[:2])
-    launch(
-        solve_kernel, (call.rows,), call.matrices[0], spread, mean, ridge, slope, *call.row_sizes, number, tol,
-        limit, tiles=SOLVE.pick(form.dim, torch.float32), RIDGE=0 if ridge is None else ridge.shape[-1],
-        GRADIENTS=how in (1, 3), DIRECT=how in (2, 3), FORM=form,
-    )  # fmt: skip
-    return slope
-
-
-def _corrected(call: Decoding, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor) -> None:
-    """Compute the output of solved rows."""
-    from .local_linear_kernels import corrected_kernel
-
-    tiles = TABLE.pick(call.width, call.dtype)
-    form, grid, _ = call.shared(tiles)
-    part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
-    launch(
-        corrected_kernel, grid, call.matrices, call.factor, call.span.pointers, slope, mean, state, part,
-        *call.row_sizes, *call.span.steps, part.stride(0), tiles=tiles, FORM=form,
-    )  # fmt: skip
-    add_splits(part, out)

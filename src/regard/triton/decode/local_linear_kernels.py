@@ -1,7 +1,7 @@
 """The kernels of `decode.local_linear`.
 
 A solved t takes two passes over the keys: `moments_kernel` gathers mean and covariance of the weighted keys,
-`solve_kernel` solves, and `corrected_kernel` weights the values by p (1 + e). A given t takes one (`online_kernels`).
+`solve_kernel` solves, and `corrected_kernel` weights the values by p (1 + e). A given t takes one (`compact_kernels`).
 
 Legend: as in `compact_kernels`; scores in base 2.
 """
@@ -14,25 +14,11 @@ import triton.language as tl
 from ..compact.math import LOG2E
 from ..runtime.blocks import LENGTHS, store_numbers
 from ..runtime.finite_kernel import non_finite
-from .math import (
-    add_weighted,
-    fine_products,
-    guarded,
-    load_keys,
-    load_queries,
-    load_values,
-    load_vectors,
-    opened,
-    place_of,
-    products,
-    seen_keys,
-    store_part,
-)
+from . import math as shared
 
 SINGULAR = tl.constexpr(2.0**-20)
 """A pivot below this share of its diagonal is rounding error; its coordinate is dropped."""
-RESTARTS = tl.constexpr(2)
-"""How often conjugate gradients restart from the true residual."""
+RESTARTS = tl.constexpr(2)  # how often conjugate gradients restart from the true residual
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -47,7 +33,7 @@ def moments_kernel(
     WIDTH: tl.constexpr = FORM.wide
     ONE: tl.constexpr = min(FORM.masked, 1)  # one row has one mask
     steps = stride_low, stride_mb, stride_mh
-    rows, _, _, tiles, sight, a, by, k, _v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    rows, _, _, tiles, sight, a, by, k, _v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     mask = sight[2]
     if ONE:
         mask += (tl.max(rows, 0) // queries).to(tl.int64) * stride_mh
@@ -58,8 +44,8 @@ def moments_kernel(
     second, used = tl.zeros((WIDTH, WIDTH), tl.float32), tl.zeros((WIDTH,), tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
-        held = tl.reshape(seen_keys(j, sight, ONE, FORM), (FORM.tile,))
-        keys = load_keys(k, j, held, FORM)
+        held = tl.reshape(shared.seen_keys(j, sight, ONE, FORM), (FORM.tile,))
+        keys = shared.load_tile(k, j, held, FORM.dim, FORM.wide, FORM)
         exact = keys.to(tl.float32)
         score = tl.where(held, tl.sum(a.to(tl.float32) * exact, 1) * by, float("-inf"))
         new = tl.maximum(top, tl.max(score, 0))
@@ -188,7 +174,7 @@ def solve_kernel(
     try conjugate gradients; DIRECT: use elimination instead, or if they do not converge."""
     D: tl.constexpr = FORM.dim
     WIDTH: tl.constexpr = FORM.wide
-    _, batch, head, rows = place_of(heads, group * queries, 1)
+    _, batch, head, rows = shared.place_of(heads, group * queries, 1)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     inside = (i < D)[:, None] & (i < D)[None, :]
@@ -203,7 +189,7 @@ def solve_kernel(
         added = tl.load(ridge + row * D + i, mask=i < D, other=0.0)
     added = tl.where(i < D, added, 1.0)
     matrix += tl.where(i[:, None] == i[None, :], added[None, :], 0.0)
-    x = load_queries(q, batch, head * group, rows, rows < group * queries, queries, FORM)
+    x = shared.load_queries(q, batch, head * group, rows, rows < group * queries, queries, FORM)
     b = tl.sum(x.to(tl.float32), 0) - tl.load(mean + row * D + i, mask=i < D, other=0.0)
     unit = tl.sum(tl.where(i[:, None] == i[None, :], matrix, 0.0), 1)
     unit = tl.where(unit > 0, 1 / tl.sqrt(tl.where(unit > 0, unit, 1.0)), 1.0)
@@ -229,9 +215,10 @@ def corrected_kernel(
     """Store sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. The product of the mean is
     taken with t as it was multiplied. FORM.raw: NaN in rows that see a non-finite number."""
     steps = stride_low, stride_mb, stride_mh
-    _, held, own, tiles, sight, a, by, k, v = opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
-    t, middle = load_vectors(slope, own, held, FORM.dim, FORM.wide), load_vectors(mean, own, held, FORM.dim, FORM.wide)
+    t = shared.load_vectors(slope, own, held, FORM.dim, FORM.wide)
+    middle = shared.load_vectors(mean, own, held, FORM.dim, FORM.wide)
     mass = tl.load(state + own * 2 + 1, mask=held, other=1.0)
     lse = tl.load(state + own * 2, mask=held, other=0.0) + tl.log2(tl.where(mass > 0, mass, 1.0))
     lse = tl.where(mass > 0, lse, 0.0)
@@ -239,14 +226,14 @@ def corrected_kernel(
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
-        seen = seen_keys(j, sight, FORM.masked, FORM)
+        seen = shared.seen_keys(j, sight, FORM.masked, FORM)
         some = tl.max(seen.to(tl.int32), 0) != 0
-        keys = load_keys(k, j, some, FORM)
-        lost, values = non_finite(keys), load_values(v, j, some, FORM)
-        p = tl.exp2(products(a, keys, FORM.own) * by[:, None] - lse[:, None])
-        e, multiplied = fine_products(t, keys, FORM.own)
+        keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
+        lost, values = non_finite(keys), shared.load_tile(v, j, some, FORM.value_dim, FORM.value_wide, FORM)
+        p = tl.exp2(shared.products(a, keys, FORM.own) * by[:, None] - lse[:, None])
+        e, multiplied = shared.fine_products(t, keys, FORM.own)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)
         if FORM.raw:
-            w, values = guarded(w, lost, values, seen, wrong, FORM)
-        total = add_weighted(total, w, values, FORM.own)
-    store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
+            w, values = shared.guarded(w, lost, values, seen, wrong, FORM)
+        total = shared.add_weighted(total, w, values, FORM.own)
+    shared.store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)

@@ -89,17 +89,10 @@ def opened(matrices, factor, span, steps, heads, group, queries, FORM: tl.conste
 
 
 @triton.jit
-def load_keys(k, first, held, FORM: tl.constexpr):
-    """Load a tile of keys [KEYS, WIDTH] from number `first` on. Rows that are not `held` [KEYS] are 0 and not read. A
-    tile of a cache laid out by tokens may span more than 2^31 numbers."""
-    return load(places_of(k[0], first, k[1], FORM.tile, FORM.wide, True), held, FORM.dim, FORM.wide, True)
-
-
-@triton.jit
-def load_values(v, first, held, FORM: tl.constexpr):
-    """Load a tile of values as `load_keys` does."""
-    places = places_of(v[0], first, v[1], FORM.tile, FORM.value_wide, True)
-    return load(places, held, FORM.value_dim, FORM.value_wide, True)
+def load_tile(x, first, held, DIM: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Load a tile of keys or values [KEYS, WIDTH] from number `first` on. Rows that are not `held` [KEYS] are 0 and not
+    read. A tile of a cache laid out by tokens may span more than 2^31 numbers."""
+    return load(places_of(x[0], first, x[1], FORM.tile, WIDTH, True), held, DIM, WIDTH, True)
 
 
 @triton.jit

@@ -12,23 +12,17 @@ from torch import Tensor
 from ...pairwise.visibility import Visibility
 from ..runtime.call import Call, Form
 from ..runtime.launch import launch
+from ..runtime.operators import tensor_or_number
 from ..runtime.span import Span
 from ..runtime.tiles import Tiles
 
-ROWS = 64
-"""Most rows of a key head: queries x query heads."""
-TILE = 32
-"""Most rows of a program: with more, sums leave no registers for keys."""
-LEAST = 4
-"""Fewest tiles of keys of a program, so that it writes little beside what it reads."""
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200, for devices that do not report theirs."""
-WAVES = 4
-"""Programs for each multiprocessor: the loads of one overlap the arithmetic of others."""
-MERGE = Tiles(warps=4, stages=1)
-"""For kernels that merge splits."""
-PARTS = 8
-"""Splits that are added at once."""
+ROWS = 64  # most rows of a key head: queries x query heads
+TILE = 32  # most rows of a program: with more, sums leave no registers for keys
+LEAST = 4  # fewest tiles of keys of a program, so that it writes little beside what it reads
+PROCESSORS = 132  # multiprocessors of an H100 or H200, for devices that do not report theirs
+WAVES = 4  # programs for each multiprocessor: the loads of one overlap the arithmetic of others
+MERGE = Tiles(warps=4, stages=1)  # for kernels that merge splits
+PARTS = 8  # splits that are added at once
 
 
 def most_keys(visible: Visibility) -> int:
@@ -46,16 +40,9 @@ def rows_of(count: int, dtype: torch.dtype) -> int:
     return 1 if count == 1 or dtype == torch.float32 else min(max(16, 1 << (count - 1).bit_length()), TILE)
 
 
-def splits_of(device: torch.device, programs: int, tiles: int, rows: int, least: int = LEAST) -> int:
-    """Return how many programs share the keys of one, to fill the device with at least `least` tiles each."""
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
-    wanted = -(-WAVES * count // max(programs, 1))
-    return max(1, min(wanted, tiles // max(least, rows // 4), 65535))
-
-
-def row_tensor(x: Tensor, q: Tensor) -> Tensor:
-    """Return numbers or vectors of rows, float32 [B, H, Tq, ...], contiguous."""
-    return x.to(torch.float32).expand(*q.shape[:3], *x.shape[3:]).contiguous()
+def of_rows(x: float | Tensor | None, q: Tensor) -> tuple[Tensor | None, float]:
+    """Return (numbers or vectors of rows, float32 [B, H, Tq, ...], contiguous, 1), or (None, one number for all)."""
+    return tensor_or_number(x.expand(*q.shape[:3], *x.shape[3:]) if isinstance(x, Tensor) else x)
 
 
 class Decoding(Call):
@@ -70,18 +57,23 @@ class Decoding(Call):
         self.row_sizes = k.shape[1], *self.sizes[1:3]
 
     def shared(self, tiles: Tiles, one: bool = False, least: int = LEAST) -> tuple[Form, tuple[int, int], int]:
-        """Return form, grid (programs, splits) and tiles that a row can touch; with `one` a program has one row."""
+        """Return form, grid (programs, splits) and tiles that a row can touch; with `one` a program has one row. Splits
+        fill the device with programs of at least `least` tiles."""
         key_heads, group, queries = self.row_sizes
         rows = 1 if one else rows_of(group * queries, self.dtype)
         programs = self.shape[0] * key_heads * -(-group * queries // rows)
         room = (self.keys + tiles.keys - 2) // tiles.keys + 1
-        splits = splits_of(self.q.device, programs, room, rows, least)
+        device, count = self.q.device, PROCESSORS
+        if device.type == "cuda":
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+        wanted = -(-WAVES * count // max(programs, 1))
+        splits = max(1, min(wanted, room // max(least, rows // 4), 65535))
         return self.form._replace(own=rows, tile=tiles.keys), (programs, splits), room
 
 
 def merged(call: Decoding, probe: Tensor | None, out: Tensor, tiles: Tiles) -> None:
     """Compute softmax attention, or local linear attention whose t is -probe, by one pass and a merge of the splits."""
-    from .online_kernels import merge_kernel, online_kernel
+    from .compact_kernels import merge_kernel, online_kernel
 
     form, grid, _ = call.shared(tiles)
     total, sums = call.rows, 1 if probe is None else 2

@@ -19,36 +19,23 @@ v [B, Hkv, Tk, Dv]. In kernels as in `math`; matrices are x, y, v, g.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import LENGTHS, load_block, load_span, seen, store_block
+from ..runtime.blocks import LENGTHS, load_block, load_span, row_scale, seen, store_block
 from ..runtime.call import Call, matrix_of, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
-from .math import (
-    LOG2E,
-    of_head,
-    opened,
-    own_rows,
-    pair_tile,
-    plan,
-    product,
-    put_rows,
-    ridge_width,
-    row_factor,
-    row_ridge,
-    rows_of,
-    tile_at,
-    tile_count,
-    times,
-    weights_of,
-)
-from .solve import Rule, solve
+from . import math as shared
+from .numbers import Numbers
+from .solve import solve
 
 RIGHT = TileTable.by_width(
     "local_linear_backward_right",
@@ -84,8 +71,8 @@ gammabar - m . u of u's first term; 8 lie in one sector of memory."""
 def _rows_of(matrices, kept, factor, span, steps, sizes, FORM: tl.constexpr):
     """Return what the kernels by rows begin with: number of the head's first row among all, first row, rows, their x,
     g, c and lse, sight, tiles of keys, and (keys, values) of the head."""
-    at, batch, own, first, rows, sight, tiles, x, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
-    g = rows_of(matrices[3], batch, own, first, sizes[2], FORM.value_dim, FORM.value_wide, FORM)
+    at, batch, own, first, rows, sight, tiles, x, c, kv = shared.opened(matrices, factor, span, sizes, steps, FORM)
+    g = shared.rows_of(matrices[3], batch, own, first, sizes[2], FORM.value_dim, FORM.value_wide, FORM)
     lse = tl.load(kept[0] + at + rows, mask=rows < sizes[2], other=float("inf"))
     return at, first, rows, x, g, c, lse, sight, tiles, kv
 
@@ -112,14 +99,14 @@ def local_linear_right_kernel(
     total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
     used, unrounded = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for side in tl.static_range(1 if FORM.masked else 2):
-        for n in range(tile_count(tiles, side == 0)):
-            k, v, visible = pair_tile(n, tiles, kv, sight, keys, side == 0, FORM)
-            p = weights_of(x, k, c, lse, visible, side == 0)
-            w = p * (product(g, tl.trans(v)) - mean[:, None])
-            total, used = times(w, k, total, used, FORM.operands > 2)
+        for n in range(shared.tile_count(tiles, side == 0)):
+            k, v, visible = shared.pair_tile(n, tiles, kv, sight, keys, side == 0, FORM)
+            p = shared.weights_of(x, k, c, lse, visible, side == 0)
+            w = p * (shared.product(g, tl.trans(v)) - mean[:, None])
+            total, used = shared.times(w, k, total, used, FORM.operands > 2)
             unrounded += tl.sum(w, 1)
-    total -= used[:, None] * own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
-    put_rows(outs[0] + at * FORM.dim, total, first, queries, FORM)
+    total -= used[:, None] * shared.own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
+    shared.put_rows(outs[0] + at * FORM.dim, total, first, queries, FORM)
     tl.store(outs[1] + at + rows, mean + unrounded, mask=rows < queries)
 
 
@@ -140,19 +127,6 @@ def _put_operand(operands, WHICH: tl.constexpr, value, mean, at, first, queries,
     return rounded.to(tl.float32), tl.sum(rounded.to(tl.float32) * mean, 1)
 
 
-@triton.jit
-def _ridge_share(t, u, ridge, dridge, place, queries, FORM: tl.constexpr):
-    """Return sum_d ridge_d t_d u_d, and store dL/dridge if the ridge is a tensor."""
-    at, first, rows = place
-    both = t * u
-    own = row_ridge((ridge[0] + at * FORM.ridge, ridge[1]), first, queries, FORM.own, FORM)
-    if FORM.ridge == 1:
-        tl.store(dridge + at + rows, -tl.sum(both, 1), mask=rows < queries)
-    if FORM.ridge > 1:
-        put_rows(dridge + at * FORM.dim, -both, first, queries, FORM)
-    return tl.sum(both * own, 1)
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def local_linear_operands_kernel(
     grad, kept, slopes, means, ridge, dridge, factor, operands, table, heads, queries, FORM: tl.constexpr
@@ -166,17 +140,22 @@ def local_linear_operands_kernel(
     if FORM.solved:
         drop = tl.load(means + at + row, mask=inside, other=0.0)
     else:
-        g = rows_of(grad, head // heads, head % heads, first, queries, FORM.value_dim, FORM.value_wide, FORM)
+        g = shared.rows_of(grad, head // heads, head % heads, first, queries, FORM.value_dim, FORM.value_wide, FORM)
         drop = _mean_value(kept, g, at, first, queries, FORM)
-    mean = own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
-    t = own_rows(slopes[0] + at * FORM.dim, first, queries, FORM)
+    mean = shared.own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
+    t = shared.own_rows(slopes[0] + at * FORM.dim, first, queries, FORM)
     used, lift = _put_operand(operands, GIVEN, t, mean, at, first, queries, FORM)
     tl.store(line + FIRST, 1 - lift, mask=inside)
     if FORM.operands > 2:
         lift += _put_operand(operands, REST, t - used, mean, at, first, queries, FORM)[1]
     if FORM.solved:
-        u = own_rows(slopes[1] + at * FORM.dim, first, queries, FORM)
-        share = _ridge_share(t, u, ridge, dridge, (at, first, row), queries, FORM)
+        u = shared.own_rows(slopes[1] + at * FORM.dim, first, queries, FORM)
+        own_ridge = shared.row_ridge((ridge[0] + at * FORM.ridge, ridge[1]), first, queries, FORM.own, FORM)
+        share = tl.sum(t * u * own_ridge, 1)
+        if FORM.ridge == 1:
+            tl.store(dridge + at + row, -tl.sum(t * u, 1), mask=inside)
+        if FORM.ridge > 1:
+            shared.put_rows(dridge + at * FORM.dim, -(t * u), first, queries, FORM)
         used, own = _put_operand(operands, SOLUTION, -u, mean, at, first, queries, FORM)
         drop += own
         tl.store(line + FALL, drop, mask=inside)
@@ -186,7 +165,7 @@ def local_linear_operands_kernel(
     tl.store(line + DROP, drop, mask=inside)
     tl.store(line + MEAN, share, mask=inside)
     tl.store(line + LSE, tl.load(kept[0] + at + row, mask=inside, other=0.0), mask=inside)
-    tl.store(line + SCALE, row_factor(factor[0] + at, factor[1], row, queries, FORM.factors), mask=inside)
+    tl.store(line + SCALE, row_scale(factor[0] + at, factor[1], row, inside, FORM.factors) * shared.LOG2E, mask=inside)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -208,31 +187,31 @@ def local_linear_query_kernel(
     if not FORM.solved:
         right, spent = total, none
     for side in tl.static_range(1 if FORM.masked else 2):
-        for n in range(tile_count(tiles, side == 0)):
-            k, v, visible = pair_tile(n, tiles, kv, sight, keys, side == 0, FORM)
-            p = weights_of(x, k, c, lse, visible, side == 0)
-            b = product(g, tl.trans(v))
+        for n in range(shared.tile_count(tiles, side == 0)):
+            k, v, visible = shared.pair_tile(n, tiles, kv, sight, keys, side == 0, FORM)
+            p = shared.weights_of(x, k, c, lse, visible, side == 0)
+            b = shared.product(g, tl.trans(v))
             if FORM.solved:
                 b = tl.dot(negative, tl.trans(k), b, input_precision=FORM.precision)
             b = (b - drop[:, None]) * p
-            dz = (product(t, tl.trans(k)) + lift[:, None]) * b
+            dz = (shared.product(t, tl.trans(k)) + lift[:, None]) * b
             if not FORM.solved:
-                right, spent = times(b, k, right, spent, False)
+                right, spent = shared.times(b, k, right, spent, False)
             if FORM.solved:
                 dz -= p * guess[:, None]
-            total, used = times(dz, k, total, used, False)
+            total, used = shared.times(dz, k, total, used, False)
             unrounded += tl.sum(dz, 1)
     tl.store(line + MEAN, guess + unrounded, mask=inside)
-    mean = own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
+    mean = shared.own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
     if not FORM.solved:
-        put_rows(outs[2] + at * FORM.dim, spent[:, None] * mean - right, first, queries, FORM)
+        shared.put_rows(outs[2] + at * FORM.dim, spent[:, None] * mean - right, first, queries, FORM)
     total -= used[:, None] * mean
     if FORM.factors:
         tl.store(outs[1] + at + rows, tl.sum(x.to(tl.float32) * total, 1), mask=inside)
-    total *= (c / LOG2E)[:, None]
+    total *= (c / shared.LOG2E)[:, None]
     if FORM.solved:
-        total += own_rows(u + at * FORM.dim, first, queries, FORM)
-    put_rows(outs[0] + at * FORM.dim, total, first, queries, FORM)
+        total += shared.own_rows(u + at * FORM.dim, first, queries, FORM)
+    shared.put_rows(outs[0] + at * FORM.dim, total, first, queries, FORM)
 
 
 @triton.jit
@@ -250,7 +229,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     operands += member * queries * wide
     t = load_block(operands, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
     line = table + (member * queries + first) * NUMBERS + tl.arange(0, FORM.tile) * NUMBERS
-    c = tl.full((FORM.tile,), 0.0, tl.float32) + factor * LOG2E
+    c = tl.full((FORM.tile,), 0.0, tl.float32) + factor * shared.LOG2E
     if FORM.factors:
         c = tl.load(line + SCALE, mask=inside, other=0.0)
     lse = tl.load(line + LSE, mask=inside, other=float("inf"))
@@ -281,7 +260,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     b -= tl.load(line + DROP, mask=inside, other=0.0)[None, :]
     dk = tl.dot((p * b).to(k.dtype), t, dk, input_precision=FORM.precision)
     mean = tl.load(line + MEAN, mask=inside, other=0.0)
-    dz = (a * b - p * mean[None, :]) * (c / LOG2E)[None, :]
+    dz = (a * b - p * mean[None, :]) * (c / shared.LOG2E)[None, :]
     return tl.dot(dz.to(k.dtype), x, dk, input_precision=FORM.precision), dv
 
 
@@ -293,17 +272,17 @@ def local_linear_key_kernel(
     """Store dk and dv of one block of keys, over all query heads of its key head in turn."""
     begin, nth = tl.program_id(0) * FORM.own, tl.program_id(1).to(tl.int64)
     batch, key_head = nth // (heads // group), nth % (heads // group)
-    k = rows_of(matrices[1], batch, key_head, begin, keys, FORM.dim, FORM.wide, FORM)
-    v = rows_of(matrices[2], batch, key_head, begin, keys, FORM.value_dim, FORM.value_wide, FORM)
+    k = shared.rows_of(matrices[1], batch, key_head, begin, keys, FORM.dim, FORM.wide, FORM)
+    v = shared.rows_of(matrices[2], batch, key_head, begin, keys, FORM.value_dim, FORM.value_wide, FORM)
     key = begin + tl.arange(0, FORM.own)
     low, high = load_span(span[0] + batch * span_batch, span[1] + batch * span_batch, key, key < keys)
-    tiles = plan(low, high, FORM.tile, False)
+    tiles = shared.plan(low, high, FORM.tile, False)
     head = key_head * group
     mask = span[2] + batch * mask_batch + head * mask_head
     there = high > low  # full tiles also give weights to keys that nobody sees
     if FORM.masked == 1:
         there &= tl.load(mask + key, mask=key < keys, other=0) != 0
-    x_at, grad_at = of_head(matrices[0], batch, head), of_head(matrices[3], batch, head)
+    x_at, grad_at = shared.of_head(matrices[0], batch, head), shared.of_head(matrices[3], batch, head)
     base = (batch * heads + head) * queries
     read = (
         (x_at[0], matrices[0][2], x_at[1]), (grad_at[0], matrices[3][2], grad_at[1]),
@@ -312,9 +291,9 @@ def local_linear_key_kernel(
     own = k, v, low, high, begin
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for side in tl.static_range(2):
-        each = tile_count(tiles, side == 0)
+        each = shared.tile_count(tiles, side == 0)
         for n in range(group * each):  # one loop over heads and tiles takes fewer registers than two
-            first = tile_at(n % each, tiles, side == 0, FORM)
+            first = shared.tile_at(n % each, tiles, side == 0, FORM)
             state = _key_step(state, own, n // each, first, read, (queries, keys), side == 0, FORM)
     at = nth * keys
     dk, dv = tl.where(there[:, None], state[0], 0.0), tl.where(there[:, None], state[1], 0.0)
@@ -331,7 +310,7 @@ class _Call(Call):
 
     def __init__(
         self, grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, solved: bool, span: Span,
-        kept: tuple[Tensor, ...],
+        kept: Sequence[Tensor],
     ) -> None:  # fmt: skip
         super().__init__(x, y, v, factor, span)
         self.kept, self.matrices = kept, (*self.matrices, matrix_of(rows_together(grad.to(v.dtype), FARTHEST)))
@@ -342,72 +321,43 @@ class _Call(Call):
 
 
 def backward(
-    grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, ridge: float | Tensor | None, span: Span,
-    t: Tensor, kept: tuple[Tensor, ...], rule: Rule | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, ridge: Tensor | None, probe: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of one call from dL/do [B, H, Tq, Dv], with deterministic kernels: dx, dy, dv, contiguous
-    in the dtypes of x, y, v, and float32 gradients of factor, ridge and probe, each None if it is a number or absent.
-    Scores are factor * x . y.
-
-    Args:
-        factor: a number or float32 [B, H, Tq].
-        ridge: a number or float32 [B, H, Tq, 1 or D] relative to the kernel weight; None if t was given.
-        t: float32 [B, H, Tq, D], as saved or given, contiguous.
-        kept: lse and the means of keys and values of `forward.moments`.
-        rule: of the solver; None if t was given.
+    in the dtypes of x, y, v, and float32 gradients of factor, ridge and probe, empty if they are no tensors. `rest`
+    holds the span; t and `forward.moments` as the forward pass kept them; and `implementation.Numbers`.
 
     Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 8 for dy and dv; in bfloat16
     4, 5 and 10."""
-    if not kept[0].numel():
-        optional = (z if isinstance(z, Tensor) else None for z in (factor, ridge, t if ridge is None else None))
-        return tuple(None if z is None else z.new_zeros(z.shape) for z in (x, y, v, *optional))
-    call = _Call(grad, x, y, v, factor, ridge is not None, span, kept)
-    u = means = None
-    if ridge is not None:
-        assert rule is not None
-        right, means = _right_sides(call)
-        rows = Call(x, y, v, factor, span, fine=y.dtype == torch.bfloat16)
-        u, *_ = solve(right, rows, ridge, kept[0], kept[1], rule)
-    read, dridge = _operands(call, ridge, t, u, means)
-    dx, dfactor, dprobe = _by_rows(call, read, u)
-    return dx, *_by_keys(call, read), dfactor, dridge, dprobe
-
-
-def _right_sides(call: _Call) -> tuple[Tensor, Tensor]:
-    """Return (sum_j p_ij (gamma_ij - gammabar_i) y_j [B, H, Tq, D], gammabar [B, H, Tq])."""
-    outs = call.new(call.form.dim), call.new()
-    call.by_rows(local_linear_right_kernel, RIGHT, outs, call.matrices, call.kept, *call.sight)
-    return outs
-
-
-def _operands(
-    call: _Call, ridge: float | Tensor | None, t: Tensor, u: Tensor | None, means: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-    """Return (operands [B, H, Tq, 2 to 4, D] and numbers [B, H, Tq, 8] of rows, dridge)."""
-    lse, width = call.kept[0], ridge_width(ridge)
-    dridge = call.new(width) if width else None
-    read = call.q.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)
-    slopes, means = (t, lse if u is None else u), lse if means is None else means
-    number = number_or_rows(0.0 if ridge is None else ridge, lse)
+    span, (t, lse, *means), numbers = Span(*rest[:5]), rest[5:9], Numbers(*rest[9:])
+    solved, kept = not numbers.given, (lse, *means)
+    dfactor, dridge, dprobe = (lse.new_empty(0 if z is None else z.shape) for z in (factor, ridge, probe))
+    if not lse.numel():
+        return *(z.new_zeros(z.shape) for z in (x, y, v)), dfactor, dridge, dprobe
+    call = _Call(grad, x, y, v, numbers.factor if factor is None else factor, solved, span, kept)
+    penalty: float | Tensor = numbers.ridge if ridge is None else ridge
+    gammabar = u = lse  # not read where t is given
+    if solved:
+        right, gammabar = call.new(call.form.dim), call.new()
+        sums = (right, gammabar), call.matrices, call.kept
+        call.by_rows(local_linear_right_kernel, RIGHT, *sums, *call.sight)
+        rows = Call(x, y, v, numbers.factor if factor is None else factor, span, fine=y.dtype == torch.bfloat16)
+        u, *_ = solve(right, rows, penalty, lse, means[0], numbers)
+    else:
+        assert probe is not None
+        t = -probe.contiguous()
+    table = call.q.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)
     tiles = OPERANDS.pick(call.width, torch.float32)
     launch(
-        local_linear_operands_kernel, call.grid(tiles.rows), call.matrices[3], call.kept, slopes, means, number,
-        lse if dridge is None else dridge, call.factor, *read, call.sizes[0], call.sizes[2],
-        tiles=tiles, FORM=call.form._replace(own=tiles.rows, ridge=width),
+        local_linear_operands_kernel, call.grid(tiles.rows), call.matrices[3], call.kept, (t, u), gammabar,
+        number_or_rows(penalty, lse), dridge, call.factor, *table, call.sizes[0], call.sizes[2],
+        tiles=tiles, FORM=call.form._replace(own=tiles.rows, ridge=shared.ridge_width(ridge)),
     )  # fmt: skip
-    return read, dridge
-
-
-def _by_rows(call: _Call, read: tuple[Tensor, Tensor], u: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (dx, dfactor, dprobe)."""
-    lse = call.kept[0]
     dx = torch.empty_like(call.q, memory_format=torch.contiguous_format)
-    dfactor = call.new() if call.form.factors else None
-    dprobe = None if call.form.solved else call.new(call.form.dim)
-    outs = tuple(lse if z is None else z for z in (dx, dfactor, dprobe))
-    given = outs, call.matrices, call.kept, lse if u is None else u, *read, *call.sight
-    call.by_rows(local_linear_query_kernel, BY_ROWS, *given, flags=(call.form.solved,))
-    return dx, dfactor, dprobe
+    read = call.matrices, call.kept, u, *table, *call.sight
+    call.by_rows(local_linear_query_kernel, BY_ROWS, (dx, dfactor, dprobe), *read, flags=(solved,))
+    return dx, *_by_keys(call, table), dfactor, dridge, dprobe
 
 
 def _by_keys(call: _Call, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -418,7 +368,7 @@ def _by_keys(call: _Call, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         launch(
             local_linear_key_kernel, (-(-call.sizes[3] // tiles.keys), dy.shape[0] * dy.shape[1]), (dy, dv),
             call.matrices, *read, call.factor[1], (first, last, mask), *call.sizes, batch_stride(first),
-            *call.span.mask_steps, tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
+            *call.span.steps[1:], tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
         )  # fmt: skip
 
     run(BY_KEYS.pick(call.width, call.dtype, run, (call.form.solved,)))

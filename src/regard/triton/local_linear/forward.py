@@ -36,10 +36,8 @@ OUTPUT_MASKED = TileTable.by_width(
     "local_linear_output_masked", [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE
 )
 """Smaller tiles, since a mask takes a register for every key."""
-PART = tl.constexpr(16)
-"""Rows whose float32 vectors are in registers at once."""
-COUNTS = 4
-"""Statistics of a row's weights: top score, support, effective sample size, negative mass."""
+PART = tl.constexpr(16)  # rows whose float32 vectors are in registers at once
+COUNTS = 4  # statistics of a row's weights: top score, support, effective sample size, negative mass
 
 
 @triton.jit(do_not_specialize=LENGTHS)

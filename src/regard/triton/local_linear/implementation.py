@@ -10,12 +10,12 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv fea
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...grammar import RowStats, Spec
+from ...grammar import RowStats
 from ...grammar.bandwidths.fixed import Fixed
 from ...grammar.kernels import Gaussian
 from ...grammar.solvers import Auto, ConjugateGradient, Learned
@@ -25,13 +25,13 @@ from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.call import Call
 from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
+from .numbers import Numbers
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative residual if the solver has none: below the rounding error of the output."""
 CARRIED = 2e-4
 """Below this tolerance true residuals are computed for bfloat16 keys: those that steps carry along are too inexact."""
-STEPS = 10
-"""Assumed steps of conjugate gradients, for cost estimates."""
+STEPS = 10  # assumed steps of conjugate gradients, for cost estimates
 
 
 def supports(problem: Problem) -> str | None:
@@ -45,16 +45,11 @@ def supports(problem: Problem) -> str | None:
         return None
     if spec.ridge_mode != "relative":
         return f"takes a ridge relative to the total kernel weight, not an {spec.ridge_mode} one"
-    return _unsolved(spec, "ridge" in problem.params, dict(problem.numbers).get("ridge", spec.ridge))
-
-
-def _unsolved(spec: Spec, tensor: bool, ridge: float | None) -> str | None:
-    """Return why a solver or ridge is not supported; the ridge is a number unless `tensor`."""
     if type(spec.solver) not in (Auto, ConjugateGradient):
         return f"solves by 'auto' or 'cg', or takes t from the caller ('learned'); this is {spec.solver.name!r}"
     if getattr(spec.solver, "precondition", False):
         return "does not precondition"
-    if ridge == 0 and not tensor:
+    if dict(problem.numbers).get("ridge", spec.ridge) == 0 and "ridge" not in problem.params:
         return "needs a ridge above 0"
     return None
 
@@ -70,20 +65,6 @@ def cost(problem: Problem) -> Cost:
     return Cost(2 * pairs * products // share, 4 * rows * (9 * problem.dim + problem.value_dim + 14))
 
 
-class _Numbers(NamedTuple):
-    """The arguments of a call that are no tensors: factor and ridge if they are numbers, how systems are solved
-    (`solve.Rule`), whether t is given, and whether weights are counted."""
-
-    factor: float
-    ridge: float
-    tol: float
-    limit: int
-    direct: bool
-    verify: bool
-    given: bool
-    counted: bool = False
-
-
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     """Return the output [B, H, Tq, Dv] in the dtype of the values, and diagnostics if asked for."""
     assert inputs.x is not None
@@ -93,19 +74,14 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     factor, scale = tensor_or_number(inputs.factor)
     given = type(inputs.spec.solver) is Learned
     ridge, number = (None, 1.0) if given else tensor_or_number(inputs.ridge)
-    probe = None if inputs.probe is None else rows_together(inputs.probe.to(torch.float32), FARTHEST)
+    probe = rows_together(inputs.probe.to(torch.float32), FARTHEST) if given and inputs.probe is not None else None
     leaves = (x, y, v, factor, ridge, probe)
-    numbers = _Numbers(scale, number, *_rule(inputs.spec, x), given, inputs.diagnostics)
+    tol, limit = getattr(inputs.spec.solver, "tol", None), getattr(inputs.spec.solver, "max_iter", None)
+    tol, limit = TOLERANCE[x.dtype] if tol is None else tol, 4 * x.shape[-1] if limit is None else limit
+    direct, verify = type(inputs.spec.solver) is Auto, x.dtype == torch.float32 or tol < CARRIED
+    numbers = Numbers(scale, number, tol, limit, direct, verify, given, inputs.diagnostics)
     out, *kept = forward(*leaves, *span, *numbers)
     return out, _diagnose(inputs, kept) if inputs.diagnostics else None
-
-
-def _rule(spec: Spec, x: Tensor) -> tuple[float, int, bool, bool]:
-    """Return the `solve.Rule` of a spec."""
-    tol, limit = getattr(spec.solver, "tol", None), getattr(spec.solver, "max_iter", None)
-    tol = TOLERANCE[x.dtype] if tol is None else tol
-    verify = x.dtype == torch.float32 or tol < CARRIED
-    return tol, 4 * x.shape[-1] if limit is None else limit, type(spec.solver) is Auto, verify
 
 
 def _diagnose(inputs: Inputs, kept: list[Tensor]) -> Diagnostics:
@@ -138,9 +114,9 @@ def _forward(
     [B, H, Tq, 4]. `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace `scale` and `number`; with `given`, t =
     -probe."""
     from .forward import moments, output
-    from .solve import Rule, solve
+    from .solve import solve
 
-    numbers = _Numbers(*rest[5:])
+    numbers = Numbers(*rest[5:])
     own = numbers.factor if factor is None else factor
     call = Call(x, y, v, own, Span(*rest[:5]), fine=y.dtype == torch.bfloat16)
     found = moments(call, not numbers.given)
@@ -151,7 +127,7 @@ def _forward(
         statistics, status = lse.new_zeros(*lse.shape, 2), torch.zeros_like(lse, dtype=torch.int32)
     else:
         penalty = numbers.ridge if ridge is None else ridge
-        t, statistics, status = solve(right, call, penalty, lse, mean, Rule(*numbers[2:6]))
+        t, statistics, status = solve(right, call, penalty, lse, mean, numbers)
     out, counts = output(t, call, found, not numbers.given, numbers.counted)
     return out, lse.new_empty(0) if numbers.given else t, lse, mean, vmean, statistics, status, counts
 
@@ -161,7 +137,7 @@ _NUMBERS = "float scale, float number, float tol, SymInt limit, bool direct, boo
 
 
 def _fake(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):
-    own = _Numbers(*numbers)
+    own = Numbers(*numbers)
     rows, features, values = x.shape[:3], x.shape[-1], v.shape[-1]
     new = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
     return (
@@ -185,23 +161,10 @@ forward = operator(
 )
 
 
-def _backward(
-    grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, ridge: Tensor | None, probe: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return gradients of x, y, v, and of factor, ridge and probe, empty if they are no tensors."""
-    from .backward import backward as differentiate
-    from .solve import Rule
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    from .backward import backward as run
 
-    span, (t, *kept), numbers = Span(*rest[:5]), rest[5:9], _Numbers(*rest[9:])
-    penalty: float | Tensor | None = numbers.ridge if ridge is None else ridge
-    rule: Rule | None = Rule(*numbers[2:6])
-    if numbers.given:
-        assert probe is not None
-        t, penalty, rule = -probe.contiguous(), None, None
-    own = numbers.factor if factor is None else factor
-    found = differentiate(grad, x, y, v, own, penalty, span, t, tuple(kept), rule)
-    return tuple(kept[0].new_empty(0) if z is None else z for z in found)
+    return run(*args)
 
 
 def _fake_gradients(grad, x, y, v, factor, ridge, probe, *rest):

@@ -22,8 +22,7 @@ from torch import Tensor
 from ..runtime.blocks import FAR, load_block, load_span, parts, row_scale, seen, store_block
 
 LOG2E = tl.constexpr(1.4426950408889634)
-EDGES = tl.constexpr(1)
-"""Pipeline stages of the short loops over boundary tiles."""
+EDGES = tl.constexpr(1)  # pipeline stages of the short loops over boundary tiles
 
 
 @triton.jit
@@ -96,15 +95,9 @@ def opened(matrices, factor, span, sizes, steps, FORM: tl.constexpr):
     low, high = load_span(span[0] + batch * steps[0], span[1] + batch * steps[0], rows, rows < queries)
     sight = low, high, span[2] + batch * steps[1] + own * steps[2]
     q = rows_of(matrices[0], batch, own, first, queries, FORM.dim, FORM.wide, FORM)
-    c = row_factor(factor[0] + head * queries, factor[1], rows, queries, FORM.factors)
+    c = row_scale(factor[0] + head * queries, factor[1], rows, rows < queries, FORM.factors) * LOG2E
     kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
     return head * queries, batch, own, first, rows, sight, plan(low, high, FORM.tile, FORM.masked), q, c, kv
-
-
-@triton.jit
-def row_factor(factor_ptr, number, rows, count, GIVEN: tl.constexpr):
-    """Return c [ROWS]: the factor of the scores in base 2, one number or one a row."""
-    return row_scale(factor_ptr, number, rows, rows < count, GIVEN) * LOG2E
 
 
 @triton.jit
@@ -176,8 +169,7 @@ def weights_of(q, k, c, lse, visible, EDGE: tl.constexpr):
 def sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM: tl.constexpr):
     """Return (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i, for d [R, W] in the dtype of the keys
     and away = mean . d. The covariance times d is the first minus the second times the mean."""
-    total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
-    used = tl.full((FORM.own,), 0.0, tl.float32)
+    total, used = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for side in tl.static_range(1 if FORM.masked else 2):  # with a mask no tile is full
         for n in tl.range(0, tile_count(tiles, side == 0), num_stages=EDGES if side == 0 else None):
             k, visible = key_tile(tile_at(n, tiles, side == 0, FORM), k_at, sight, keys, side == 0, FORM)

@@ -3,18 +3,26 @@
     C_i d = sum_j p_ij ((k_j - mean_i) . d) (k_j - mean_i)
 
 C_i is never formed. A step streams the keys once. A row stops when its residual is small and then keeps its bits; a
-block stops with its last row. Rows with few keys are solved one by one (`direct`).
+block stops with its last row.
 
 With bfloat16 keys the direction is rounded before use and is then the direction: its image is exact but for the
 weights, which are split in two terms. Between sweeps over the keys the vectors of all rows lie in scratch memory and
 pass through registers a few rows at a time, which leaves registers to the sweeps.
 
+Rows with few keys are solved one by one. With a_j = sqrt(p_j) (k_j - mean) for the n keys of a row, the push-through
+identity turns D equations into n:
+
+    (A^T A + ridge)^-1 b = ridge^-1 (b - A^T z),   (1 + A ridge^-1 A^T) z = A ridge^-1 b,   A = [a_1 ... a_n]^T
+
+The second matrix has no eigenvalue below 1, however small the ridge and however few the keys, which is where conjugate
+gradients take the most steps and lose the most to rounding. Arithmetic is float64: a small ridge makes t long, mostly
+outside the span of the keys, and only the rest matters. The reported residual is that of the returned float32 t;
+rounding a long t may make it large.
+
 Legend: as in `math`; x, r, d: solution, residual and direction of a row; A = C + ridge.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,11 +34,13 @@ from ..runtime.blocks import LENGTHS, load_block, load_span, store_block, store_
 from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
-from .direct import TILES as DIRECT
-from .direct import solve_few
-from .math import key_tile, norm_scale, opened, ridge_width, row_ridge, sweep, weights_of
+from .math import LOG2E, key_tile, norm_scale, of_head, opened, ridge_width, row_ridge, sweep, weights_of
+from .numbers import Numbers
 
-UNCONVERGED = tl.constexpr(int(SolveStatus.UNCONVERGED))
+DIRECT = TileTable("local_linear_direct", {(256, 4): Tiles(rows=4, keys=32, warps=2, stages=1)})
+"""`rows` of a program, one after another, and most `keys` of a row that is solved directly."""
+LEAST = tl.constexpr(1e-30)  # smaller ridges are raised to this in a direct solution
+UNCONVERGED, RAISED = tl.constexpr(int(SolveStatus.UNCONVERGED)), tl.constexpr(int(SolveStatus.JITTER))
 EPS = tl.constexpr(2.0**-23)
 X, R, MEAN, IMAGE, D = (tl.constexpr(i) for i in range(5))
 """Tiles [R, W] of a block's scratch memory: x, r, mean of the keys, result of a sweep, d."""
@@ -38,20 +48,8 @@ AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i)
 """Rows [R] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is
 active, whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
 TILE, ROW = tl.constexpr(5), tl.constexpr(10)
-PART = tl.constexpr(16)
-"""Rows whose vectors are in registers at once."""
-RESTARTS = tl.constexpr(3)
-"""How often a row restarts if its true residual is still too large."""
-
-
-class Rule(NamedTuple):
-    """How systems are solved: relative residual, most steps of a row, whether rows with few keys are solved directly,
-    and whether true residuals are computed instead of those that the steps carry along."""
-
-    tol: float
-    limit: int
-    direct: bool
-    verify: bool
+PART = tl.constexpr(16)  # rows whose vectors are in registers at once
+RESTARTS = tl.constexpr(3)  # how often a row restarts if its true residual is still too large
 
 
 TILES = TileTable.by_width(
@@ -157,31 +155,6 @@ def _advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
 
 
 @triton.jit
-def _look(scratch, right_ptr, first, queries, FORM: tl.constexpr):
-    """Begin to compute true residuals: r = right, from which A x is then subtracted."""
-    for part in range(0, FORM.own, PART):
-        x = tl.load(_tile(scratch, X, part, PART, FORM))
-        mean = tl.load(_tile(scratch, MEAN, part, PART, FORM))
-        size = tl.load(_rows(scratch, SIZE, part, FORM))
-        r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
-        tl.store(_tile(scratch, R, part, PART, FORM), r)
-        _direct(x, mean, size > 0, scratch, part, FORM)
-
-
-@triton.jit
-def _take_off(scratch, ridge, first, queries, FORM: tl.constexpr):
-    """Subtract A d from r, and make what rounding left of x the next d."""
-    for part in range(0, FORM.own, PART):
-        image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
-        r = tl.load(_tile(scratch, R, part, PART, FORM)) - image
-        tl.store(_tile(scratch, R, part, PART, FORM), r)
-        if FORM.fine:
-            x = tl.load(_tile(scratch, X, part, PART, FORM))
-            whole = tl.load(_rows(scratch, SIZE, part, FORM)) > 0
-            _direct(x - d, mean, whole, scratch, part, FORM)
-
-
-@triton.jit
 def _settle(scratch, right_ptr, first, queries, limit, again, FORM: tl.constexpr):
     """Let rows whose true residual r is still too large continue from it. Return whether any does."""
     running = 0
@@ -242,11 +215,22 @@ def _follow(phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
         running = _advance(scratch, ridge, first, queries, limit, FORM)
         if FORM.verify and running == 0:
             tl.debug_barrier()
-            _look(scratch, right_ptr, first, queries, FORM)
+            for part in range(0, FORM.own, PART):  # r = right, from which A x is then subtracted
+                size = tl.load(_rows(scratch, SIZE, part, FORM))
+                r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
+                tl.store(_tile(scratch, R, part, PART, FORM), r)
+                x = tl.load(_tile(scratch, X, part, PART, FORM))
+                _direct(x, tl.load(_tile(scratch, MEAN, part, PART, FORM)), size > 0, scratch, part, FORM)
             running = 1
             phase = 1
     else:
-        _take_off(scratch, ridge, first, queries, FORM)
+        for part in range(0, FORM.own, PART):
+            image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
+            r = tl.load(_tile(scratch, R, part, PART, FORM)) - image
+            tl.store(_tile(scratch, R, part, PART, FORM), r)
+            if FORM.fine:  # what rounding left of x is the next d
+                x = tl.load(_tile(scratch, X, part, PART, FORM))
+                _direct(x - d, mean, tl.load(_rows(scratch, SIZE, part, FORM)) > 0, scratch, part, FORM)
         if FORM.fine and phase == 1:
             phase = 2
         else:
@@ -256,17 +240,6 @@ def _follow(phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
             again -= 1
     tl.debug_barrier()
     return running, phase, again
-
-
-@triton.jit
-def _terms(q, c, lse, sight, k_at, keys, start, tiles, FORM: tl.constexpr):
-    """Return sum_j p_ij |k_j|^2, the size of what a product with C sums."""
-    found = tl.full((FORM.own,), 0.0, tl.float32)
-    for n in range(tiles):
-        k, visible = key_tile(start + n * FORM.tile, k_at, sight, keys, True, FORM)
-        p, kf = weights_of(q, k, c, lse, visible, True), k.to(tl.float32)
-        found += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
-    return found
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -288,7 +261,11 @@ def _solve(
     lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
     phase, again, numbers = 0, RESTARTS, scratch + FORM.own * (TILE * FORM.wide) + tl.arange(0, FORM.own)
     if FORM.verify:
-        terms = _terms(q, c, lse, sight, k_at, keys, tiles[0], tiles[1], FORM)
+        terms = tl.full((FORM.own,), 0.0, tl.float32)  # sum_j p_ij |k_j|^2, the size of what a product with C sums
+        for n in range(tiles[1]):
+            k, visible = key_tile(tiles[0] + n * FORM.tile, k_at, sight, keys, True, FORM)
+            p, kf = weights_of(q, k, c, lse, visible, True), k.to(tl.float32)
+            terms += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
         tl.store(numbers + FORM.own * TERMS, terms + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
     while running > 0:
         d = tl.load(_tile(scratch, D, 0, FORM.own, FORM)).to(k_at[0].dtype.element_ty)
@@ -301,8 +278,114 @@ def _solve(
     _finish(scratch, value_ptr + at * FORM.dim, statistics_ptr + at * 2, status_ptr + at, first, queries, FORM)
 
 
+@triton.jit
+def _away(k_ptr, k_row, at, there, p, root, d):
+    """Return feature d of the a_j [KEYS] in float64, centred at the mean of these very weights."""
+    k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32).to(tl.float64)
+    return root * (k - tl.sum(p * k, 0))
+
+
+@triton.jit
+def _ridge(ridge, row, d, FORM: tl.constexpr):
+    """Return the ridge of one feature of a row, float32."""
+    if FORM.ridge == 0:
+        return ridge[1]
+    elif FORM.ridge == 1:
+        return tl.load(ridge[0] + row)
+    else:
+        return tl.load(ridge[0] + row * FORM.dim + d)
+
+
+@triton.jit
+def _one(row, low, high, right_ptr, q_at, k_at, lse_ptr, factor, ridge, mask_ptr, found, FORM: tl.constexpr):
+    """Solve one row."""
+    KEYS: tl.constexpr = FORM.tile
+    value_ptr, statistics_ptr, status_ptr = found
+    k_ptr, k_row = k_at
+    row = tl.cast(row, tl.int64)
+    at = low.to(tl.int64) + tl.arange(0, KEYS)
+    there = at < high
+    if FORM.masked:
+        there &= tl.load(mask_ptr + at, mask=there, other=0) != 0
+    z = tl.zeros((KEYS,), tl.float32)
+    for d in range(FORM.dim):
+        k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32)
+        z += tl.load(q_at[0] + row * q_at[1] + d).to(tl.float32) * k
+    c = (tl.load(factor[0] + row) if FORM.factors else factor[1]) * LOG2E
+    p = tl.where(there, tl.exp2(z * c - tl.load(lse_ptr + row)), 0.0).to(tl.float64)
+    mass = tl.sum(p, 0)
+    p = p / tl.where(mass > 0, mass, 1.0)
+    root = tl.sqrt(p)
+    inner = tl.arange(0, KEYS)
+    matrix = (inner[:, None] == inner[None, :]).to(tl.float64)
+    h, least = tl.zeros((KEYS,), tl.float64), tl.full((), 1.0, tl.float32)
+    for d in range(FORM.dim):
+        own = _ridge(ridge, row, d, FORM)
+        least = tl.minimum(least, own)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        scaled = a / tl.maximum(own, LEAST).to(tl.float64)
+        matrix += a[:, None] * scaled[None, :]
+        h += scaled * tl.load(right_ptr + row * FORM.dim + d).to(tl.float64)
+    for j in range(KEYS):  # invert the matrix in place, by Gauss-Jordan elimination
+        here = inner == j
+        across = tl.sum(tl.where(here[:, None], matrix, 0.0), 0)
+        down = tl.sum(tl.where(here[None, :], matrix, 0.0), 1)
+        across = tl.where(here, 1.0, across) / tl.sum(tl.where(here, across, 0.0), 0)
+        others = tl.where(here[None, :], 0.0, matrix) - down[:, None] * across[None, :]
+        matrix = tl.where(here[:, None], across[None, :], others)
+    z = tl.sum(matrix * h[None, :], 1)
+    slope = tl.zeros((KEYS,), tl.float64)
+    for d in range(FORM.dim):
+        own = tl.maximum(_ridge(ridge, row, d, FORM), LEAST).to(tl.float64)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        value = ((tl.load(right_ptr + row * FORM.dim + d).to(tl.float64) - tl.sum(a * z, 0)) / own).to(tl.float32)
+        tl.store(value_ptr + row * FORM.dim + d, value)
+        slope += a * value.to(tl.float64)
+    tl.debug_barrier()  # wait for values of other threads
+    left, size = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    for d in range(FORM.dim):
+        own = tl.maximum(_ridge(ridge, row, d, FORM), LEAST).to(tl.float64)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        b = tl.load(right_ptr + row * FORM.dim + d).to(tl.float64)
+        rest = b - tl.sum(a * slope, 0) - own * tl.load(value_ptr + row * FORM.dim + d).to(tl.float64)
+        left += rest * rest
+        size += b * b
+    residual = tl.sqrt(left / tl.where(size > 0, size, 1.0)).to(tl.float32)
+    store_numbers(statistics_ptr, row, (0.0, residual), None)
+    tl.store(status_ptr + row, tl.where(least < LEAST, RAISED, 0))
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _few(
+    right_ptr, matrices, lse_ptr, factor, ridge, span, found, heads, group, queries,
+    span_batch, mask_batch, mask_head, FORM: tl.constexpr,
+):  # fmt: skip
+    """Solve the rows of a program that see from 1 to KEYS keys."""
+    KEYS: tl.constexpr = FORM.tile
+    first = tl.program_id(0) * FORM.own
+    head = tl.program_id(1).to(tl.int64)
+    batch, own = head // heads, head % heads
+    low_ptr, high_ptr = span[0] + batch * span_batch, span[1] + batch * span_batch
+    rows = first + tl.arange(0, FORM.own)
+    lows, highs = load_span(low_ptr, high_ptr, rows, rows < queries)
+    if tl.max(((highs > lows) & (highs - lows <= KEYS)).to(tl.int32), 0) == 0:
+        return
+    at = head * queries
+    outs = found[0] + at * FORM.dim, found[1] + at * 2, found[2] + at
+    for n in range(FORM.own):
+        row = first + n
+        if row < queries:
+            low, high = tl.load(low_ptr + row), tl.load(high_ptr + row)
+            if (high > low) & (high - low <= KEYS):
+                _one(
+                    row, low, high, right_ptr + at * FORM.dim, of_head(matrices[0], batch, own),
+                    of_head(matrices[1], batch, own // group), lse_ptr + at, (factor[0] + at, factor[1]),
+                    (ridge[0] + at * FORM.ridge, ridge[1]), span[2] + batch * mask_batch + own * mask_head, outs, FORM,
+                )  # fmt: skip
+
+
 def solve(
-    right: Tensor, call: Call, ridge: float | Tensor, lse: Tensor, mean: Tensor, rule: Rule
+    right: Tensor, call: Call, ridge: float | Tensor, lse: Tensor, mean: Tensor, rule: Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Solve (C_i + ridge_i) t_i = right_i for every query. Return t [B, H, Tq, D], float32; (steps, relative residual)
     [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. `right` and the means of keys [B, H, Tq, D], the ridge [B, H, Tq, 1
@@ -325,5 +408,9 @@ def solve(
 
     run(TILES.pick(right.shape[-1], call.dtype, run, (call.form.masked, rule.direct)))
     if few:
-        solve_few(right, call, ridge, lse, found, alone)
+        launch(
+            _few, call.grid(alone.rows), right, call.matrices[:2], lse, call.factor, number_or_rows(ridge, lse),
+            call.span.pointers, found, *call.sizes[:3], *call.span.steps,
+            tiles=alone, FORM=call.fitted(alone, ridge=ridge_width(ridge)),
+        )  # fmt: skip
     return found

@@ -25,7 +25,7 @@ from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
-from .search import bytes_of
+from .search import bytes_of, flags_set
 
 MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=128, keys=8, warps=4, stages=2)})
 KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=64, keys=32, warps=8, stages=2)})
@@ -44,12 +44,7 @@ def _softmax(s, among):
 @triton.jit
 def _counts(counted, tokens):
     """Return C, at least 1."""
-    number = tokens
-    if counted is not None:
-        number = 0
-        for start in range(0, tokens, 1024):
-            at = start + tl.arange(0, 1024)
-            number += tl.sum(tl.load(counted + at, mask=at < tokens, other=0).to(tl.int32), 0)
+    number = tokens if counted is None else flags_set(counted, tokens)
     return tl.maximum(number, 1).to(tl.float32)
 
 
@@ -138,6 +133,7 @@ def _moved(
     tl.store(out + (set_ * n + own)[:, None] * D + column[None, :], gradient, mask=fits)
 
 
+@torch.compiler.disable
 def marginal_of(
     scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -148,19 +144,16 @@ def marginal_of(
     tokens, sets = batch * length // max(1, memories), heads * 2
     mean = torch.empty(memories * sets, n, dtype=torch.float32, device=halves.device)
     slope = torch.empty((0,) if raw else mean.shape, dtype=torch.float32, device=halves.device)
-
-    def run(tiles: Tiles) -> None:
-        kp = triton.next_power_of_2(k)
-        launch(
-            _marginal, (triton.cdiv(n, tiles.keys), sets, memories), scores.contiguous(), halves.contiguous(),
-            bytes_of(counted), mean, slope, tokens, n, FLOOR, tiles=tiles, SETS=sets, K=k, KP=kp, RAW=raw,
-            R=max(1, tiles.rows * 8 // kp), KT=tiles.keys,
-        )  # fmt: skip
-
-    run(MARGINAL.pick(n, mean.dtype, run))
+    tiles, kp = MARGINAL.pick(n, mean.dtype), triton.next_power_of_2(k)
+    launch(
+        _marginal, (triton.cdiv(n, tiles.keys), sets, memories), scores.contiguous(), halves.contiguous(),
+        bytes_of(counted), mean, slope, tokens, n, FLOOR, tiles=tiles, SETS=sets, K=k, KP=kp, RAW=raw,
+        R=max(1, tiles.rows * 8 // kp), KT=tiles.keys,
+    )  # fmt: skip
     return mean, slope
 
 
+@torch.compiler.disable
 def moved_keys(
     keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, slope: Tensor | None,
     rate: float, *, distance: bool,
@@ -175,16 +168,13 @@ def moved_keys(
     tokens, sets, k = batch * length // max(1, memories), heads * 2, halves.shape[-1]
     query, keys = rows_together(query), keys if keys[:1].is_contiguous() else keys.contiguous()
     out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
-
-    def run(tiles: Tiles) -> None:
-        kp, dt = triton.next_power_of_2(k), max(16, min(64, triton.next_power_of_2(width)))
-        grid = (triton.cdiv(n, tiles.keys), triton.cdiv(width, dt), memories * sets)
-        launch(
-            _moved, grid, keys, query, scores.contiguous(), halves.contiguous(),
-            bytes_of(counted), slope, out, tokens, n, rate, keys.stride(0) if memories > 1 else 0, *query.stride()[:3],
-            length, tiles=tiles, D=width, SETS=sets, K=k, KP=kp, DISTANCE=distance,
-            R=max(16, min(tiles.rows, tiles.rows * 8 // kp)), KT=tiles.keys, DT=dt,
-        )  # fmt: skip
-
-    run(KEYS.pick(width, keys.dtype, run))
+    tiles, kp = KEYS.pick(width, keys.dtype), triton.next_power_of_2(k)
+    dt = max(16, min(64, triton.next_power_of_2(width)))
+    launch(
+        _moved, (triton.cdiv(n, tiles.keys), triton.cdiv(width, dt), memories * sets), keys, query,
+        scores.contiguous(), halves.contiguous(), bytes_of(counted), slope, out, tokens, n, rate,
+        keys.stride(0) if memories > 1 else 0, *query.stride()[:3], length,
+        tiles=tiles, D=width, SETS=sets, K=k, KP=kp, DISTANCE=distance,
+        R=max(16, min(tiles.rows, tiles.rows * 8 // kp)), KT=tiles.keys, DT=dt,
+    )  # fmt: skip
     return out

@@ -168,6 +168,7 @@ def _pulls(
             tl.store(by_gate + token, tl.sum(change, 0))
 
 
+@torch.compiler.disable
 def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the k best of all n^2 sums, int64 [B, T, H, k], best first and the lowest of equals first, and their
     weights, one softmax over all heads, float32. `half_scores` float32 [B, T, H, 2, k] are sorted, best first; `halves`
@@ -176,15 +177,12 @@ def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
     slots = torch.empty(batch, tokens, heads, k, dtype=torch.int64, device=halves.device)
     weights = torch.empty(slots.shape, dtype=torch.float32, device=halves.device)
     hp, kp = triton.next_power_of_2(heads), triton.next_power_of_2(k)
-
-    def run(tiles: Tiles) -> None:
-        grid = (batch * tokens,)
-        launch(_join, grid, half_scores, halves, slots, weights, n, tiles=tiles, H=heads, K=k, HP=hp, KP=kp)
-
-    run(JOIN.pick(hp * kp * kp, weights.dtype, run))
+    tiles = JOIN.pick(hp * kp * kp, weights.dtype)
+    launch(_join, (batch * tokens,), half_scores, halves, slots, weights, n, tiles=tiles, H=heads, K=k, HP=hp, KP=kp)
     return slots, weights
 
 
+@torch.compiler.disable
 def picked_rows(
     table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None = None, good: Tensor | None = None,
     value: Tensor | None = None, gate: Tensor | None = None,
@@ -217,6 +215,7 @@ def picked_rows(
     return sums, dots, mixed
 
 
+@torch.compiler.disable
 def pulled_rows(
     table: Tensor, slots: Tensor, good: Tensor | None, by_sum: Tensor | None, by_mix: Tensor, sums: Tensor,
     value: Tensor, gate: Tensor | None,

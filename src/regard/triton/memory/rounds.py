@@ -19,7 +19,10 @@ from ...memory.fast_weight_rules import FLOOR
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
 from ...memory.slot_memory import Looked, SlotMemory
 from ...memory.stores.overlay_pool import first_order
-from .operators import RULES, best_halves, errors_of, join, marginal_of, moved_keys, picked_rows, shares_of
+from .keys import marginal_of, moved_keys
+from .read import join, picked_rows
+from .search import best_halves
+from .targets import RULES, errors_of, shares_of
 
 
 def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
@@ -202,7 +205,11 @@ class _Shares(torch.autograd.Function):
             step = ctx.rate * weights.shape[-1] * read / written.sum(-1, keepdim=True).clamp(min=1)
             step = step.to(weights.dtype).expand_as(written)
         else:
-            total, number = _together(weights, slots)
+            total, number = weights, 1.0  # the weight that all heads give an entry's slot, and that slot's entries
+            if slots.shape[-2] > 1:
+                flat = slots.flatten(-2)
+                same = flat[..., :, None] == flat[..., None, :]
+                total, number = torch.where(same, weights[..., None, :], 0).sum(-1), same.sum(-1)
             seen = (weights * total / number).sum(-1)
             step, slope = ctx.rate / seen, -2 * total / number / seen[..., None]  # slope: of log step, by weights
         plain = torch.where(written, step, 0)
@@ -214,15 +221,6 @@ class _Shares(torch.autograd.Function):
         own = torch.where(written[..., None], own, 0)
         gates = plain * whole if ctx.needs_input_grad[1] else None
         return own.view(slots.shape), gates, *(None,) * 5
-
-
-def _together(weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Return for every entry the weight that all heads give its slot, and the entries of that slot."""
-    if slots.shape[-2] == 1:
-        return weights, 1.0
-    slots = slots.flatten(-2)
-    same = slots[..., :, None] == slots[..., None, :]
-    return torch.where(same, weights[..., None, :], 0).sum(-1), same.sum(-1)
 
 
 class _Keys(torch.autograd.Function):
@@ -242,7 +240,10 @@ class _Keys(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         keys, query, scores, halves, counted, mean, slope = ctx.saved_tensors
-        share = _share(counted, halves, len(keys))
+        batch, length = halves.shape[:2]
+        share = torch.full((1, 1, 1, 1, 1), len(keys) / (batch * length), device=halves.device)
+        if counted is not None:  # 1 / C for counted tokens, else 0
+            share = (counted / counted.sum(-1, keepdim=True).clamp(min=1)).view(batch, length, 1, 1, 1)
         p, a = scores.softmax(-1), _at(slope, halves)
         centred = a - (p * a).sum(-1, keepdim=True)
         u = share * p * centred
@@ -256,24 +257,10 @@ class _Keys(torch.autograd.Function):
             by_u, own, pulled = -by_c * scores.exp(), by_c * c, -2 * pulled
         else:
             by_u, own = dots, torch.zeros_like(scores)
-        return upstream, pulled.flatten(-2), own + _entropy_pull(ctx, p, a, centred, share * by_u, share), *(None,) * 4
-
-
-def _share(counted: Tensor | None, halves: Tensor, memories: int) -> Tensor:
-    """Return 1 / C for counted tokens, else 0: [B, T, 1, 1, 1]."""
-    batch, tokens = halves.shape[:2]
-    if counted is None:
-        return torch.full((1, 1, 1, 1, 1), memories / (batch * tokens), device=halves.device)
-    share = counted / counted.sum(-1, keepdim=True).clamp(min=1)
-    return share.view(batch, tokens, 1, 1, 1)
-
-
-def _entropy_pull(ctx: Any, p: Tensor, a: Tensor, centred: Tensor, x: Tensor, share: Tensor) -> Tensor:
-    """Return dL/dscores through u = p (a - sum p a) share: through p, and through the slopes a of p-."""
-    keys, _, _, halves, _, mean, _ = ctx.saved_tensors
-    inner = (x * p).sum(-1, keepdim=True)
-    by_p = x * centred - inner * a
-    by_slope = marginal_of(p * (x - inner), halves, None, len(keys), keys.shape[-2], raw=True)[0]
-    by_mean = by_slope * (1 / (mean + FLOOR) + FLOOR / (mean + FLOOR).square())
-    by_p = by_p + share * _at(by_mean, halves)
-    return p * (by_p - (p * by_p).sum(-1, keepdim=True))
+        x = share * by_u  # of u by scores: through p, and through the slopes a of p-
+        inner = (x * p).sum(-1, keepdim=True)
+        by_slope = marginal_of(p * (x - inner), halves, None, len(keys), keys.shape[-2], raw=True)[0]
+        by_mean = by_slope * (1 / (mean + FLOOR) + FLOOR / (mean + FLOOR).square())
+        by_p = x * centred - inner * a + share * _at(by_mean, halves)
+        own = own + p * (by_p - (p * by_p).sum(-1, keepdim=True))
+        return upstream, pulled.flatten(-2), own, *(None,) * 4

@@ -71,25 +71,6 @@ def _packed(measure, index):
 
 
 @triton.jit
-def _rough(
-    q_row, keys, start, n, d, most, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr
-):  # fmt: skip
-    """Return scores [R, KT] of keys from `start` on, up to rounding, and the largest |K|^2 so far."""
-    at, own = tl.arange(0, DT), start + tl.arange(0, KT)
-    dots, squared = tl.zeros((R, KT), tl.float32), tl.zeros((KT, DT), tl.float32)
-    for j in range(0, d, DT):
-        inside = j + at < d
-        q = tl.load(q_row[:, None] + (j + at)[None, :], mask=inside[None, :], other=0.0)
-        key = tl.load(keys + own[:, None] * d + (j + at)[None, :], mask=(own < n)[:, None] & inside[None, :], other=0.0)
-        dots = tl.dot(q, tl.trans(key), dots, input_precision="tf32x3")
-        squared += key * key
-    squares = tl.sum(squared, 1)
-    if DISTANCE:
-        dots = 2.0 * dots - squares[None, :]
-    return tl.where((own < n)[None, :], dots, -float("inf")), tl.maximum(most, tl.max(squares, 0))
-
-
-@triton.jit
 def _survivors(
     q_row, keys, n, d,
     DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
@@ -102,8 +83,21 @@ def _survivors(
     b, c, e, out = a, a, a, a
     most = 0.0
     for start in range(0, n, KT):
-        scores, most = _rough(q_row, keys, start, n, d, most, DISTANCE, R, KT, DT)
-        number = (1 << LOW) - 1 - (start + tl.arange(0, KT))
+        own = start + tl.arange(0, KT)
+        dots, squared = tl.zeros((R, KT), tl.float32), tl.zeros((KT, DT), tl.float32)
+        for j in range(0, d, DT):
+            at = j + tl.arange(0, DT)
+            held = (own < n)[:, None] & (at < d)[None, :]
+            q = tl.load(q_row[:, None] + at[None, :], mask=(at < d)[None, :], other=0.0)
+            key = tl.load(keys + own[:, None] * d + at[None, :], mask=held, other=0.0)
+            dots = tl.dot(q, tl.trans(key), dots, input_precision="tf32x3")
+            squared += key * key
+        squares = tl.sum(squared, 1)
+        if DISTANCE:
+            dots = 2.0 * dots - squares[None, :]
+        scores = tl.where((own < n)[None, :], dots, -float("inf"))
+        most = tl.maximum(most, tl.max(squares, 0))
+        number = (1 << LOW) - 1 - own
         x = ((_ordered(scores) >> LOW) << LOW) | number[None, :]
         x, a = tl.minimum(a, x), tl.maximum(a, x)
         x, b = tl.minimum(b, x), tl.maximum(b, x)
@@ -191,11 +185,22 @@ def _search(
     tl.store(scores + to, score, mask=(place < K)[None, :])
 
 
+@triton.jit
+def flags_set(flags, count):
+    """Return how many of so many bytes are 1."""
+    found = 0
+    for start in range(0, count, 1024):
+        at = start + tl.arange(0, 1024)
+        found += tl.sum(tl.load(flags + at, mask=at < count, other=0).to(tl.int32), 0)
+    return found
+
+
 def bytes_of(flags: Tensor | None) -> Tensor | None:
     """View booleans as bytes, contiguous, which kernels can read and write."""
     return None if flags is None else flags.contiguous().view(torch.uint8)
 
 
+@torch.compiler.disable
 def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bool) -> tuple[Tensor, Tensor]:
     """Return the k best sub-keys of each half: scores float32 [B, T, H, 2, k], best first, and their indices, int64.
 

@@ -16,11 +16,11 @@ from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
-from .operators import RULES
-from .search import bytes_of
+from .search import bytes_of, flags_set
 
 ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=4, keys=512, warps=4, stages=2)})
 SHARES = TileTable("memory_shares", {(1 << 20, 4): Tiles(rows=32, warps=4, stages=1)})
+RULES = {"normalized": 0, "paper": 1, "reference": 2}  # codes of the step rules that kernels support
 NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["reference"])
 
 
@@ -101,14 +101,8 @@ def _shares(
                 own += alone * total / tl.maximum(tl.sum(same.to(tl.float32), 1), 1.0)
             step = rate / tl.where(inside, own, 1.0)
     if RULE == REFERENCE:
-        pairs, read = 0, 0
-        for start in range(0, tokens, 1024):
-            at = start + tl.arange(0, 1024)
-            pairs += tl.sum(tl.load(written + memory * tokens + at, mask=at < tokens, other=0).to(tl.int32), 0)
-            if counted is not None:
-                read += tl.sum(tl.load(counted + memory * tokens + at, mask=at < tokens, other=0).to(tl.int32), 0)
-        if counted is None:
-            read = tokens
+        pairs = flags_set(written + memory * tokens, tokens)
+        read = tokens if counted is None else flags_set(counted + memory * tokens, tokens)
         step += rate * (K * tl.cast(read, tl.float32) / tl.maximum(pairs, 1).to(tl.float32) - 1.0)
     if gate is not None:
         step = step * tl.load(gate + memory * stride_g + row, mask=inside, other=0.0)
@@ -116,6 +110,7 @@ def _shares(
     tl.store(shares + part, tl.where(fine[:, None], step[:, None] * weight, 0.0), mask=fits)
 
 
+@torch.compiler.disable
 def errors_of(
     read: Tensor, value: Tensor, following: Tensor | None, good: Tensor | None, good_next: Tensor | None,
     look_ahead: bool,
@@ -134,19 +129,17 @@ def errors_of(
     errors = torch.empty_like(read)
     written = torch.empty(streams, length, dtype=torch.bool, device=read.device)
     place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
-
-    def run(tiles: Tiles) -> None:
-        launch(
-            _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after, bytes_of(good),
-            bytes_of(good_next), errors, bytes_of(written), place, length, *value.stride()[:2],
-            0 if after is None else after.stride(0), tiles=tiles, D=width, AHEAD=look_ahead, R=tiles.rows,
-            OT=tiles.keys, DT=min(512, triton.next_power_of_2(width)),
-        )  # fmt: skip
-
-    run(ERRORS.pick(width, read.dtype, run))
+    tiles = ERRORS.pick(width, read.dtype)
+    launch(
+        _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after, bytes_of(good), bytes_of(good_next),
+        errors, bytes_of(written), place, length, *value.stride()[:2], 0 if after is None else after.stride(0),
+        tiles=tiles, D=width, AHEAD=look_ahead, R=tiles.rows, OT=tiles.keys,
+        DT=min(512, triton.next_power_of_2(width)),
+    )  # fmt: skip
     return errors, written, place
 
 
+@torch.compiler.disable
 def shares_of(
     weights: Tensor, slots: Tensor, gate: Tensor | None, counted: Tensor | None, written: Tensor, rule: str,
     rate: float,
@@ -157,13 +150,10 @@ def shares_of(
     weights, slots = weights.contiguous(), slots.contiguous()
     gate = gate if gate is None else rows_together(gate)
     shares = torch.empty_like(weights)
-
-    def run(tiles: Tiles) -> None:
-        launch(
-            _shares, (triton.cdiv(tokens, tiles.rows), memories), weights, slots, gate, bytes_of(counted),
-            bytes_of(written), shares, tokens, rate, 0 if gate is None else gate.stride(0),
-            tiles=tiles, H=heads, K=heads * k, KP=triton.next_power_of_2(heads * k), RULE=RULES[rule], R=tiles.rows,
-        )  # fmt: skip
-
-    run(SHARES.pick(heads * k, weights.dtype, run))
+    tiles = SHARES.pick(heads * k, weights.dtype)
+    launch(
+        _shares, (triton.cdiv(tokens, tiles.rows), memories), weights, slots, gate, bytes_of(counted),
+        bytes_of(written), shares, tokens, rate, 0 if gate is None else gate.stride(0),
+        tiles=tiles, H=heads, K=heads * k, KP=triton.next_power_of_2(heads * k), RULE=RULES[rule], R=tiles.rows,
+    )  # fmt: skip
     return shares

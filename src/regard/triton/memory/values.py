@@ -19,11 +19,10 @@ from ...memory.product_key import Dot, InverseDistance, SlotScore
 from ...memory.stores.slot_values import slot_values, whole_tables
 from ..runtime.finite import clean
 from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
-from .operators import order_of, written
-from .versions import Anchor, Dense, Read, Rows, Version, Write
+from .versions import Anchor, Dense, Read, Version, Write
 
 if TYPE_CHECKING:
-    from ...memory.slot_memory import Looked, SlotMemory
+    from ...memory.slot_memory import Looked
 
 CALL = "TableValues"
 MOST_KEYS, MOST_PAIRS = 4096, 8192
@@ -150,7 +149,8 @@ class TableValues:
     def rows(self, slots: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or self.token is None:
             return self.version.rows(slots)
-        return Rows.apply(self.token, self.version, slots)
+        each = slots.flatten(1)[..., None]  # every entry is a token of its own
+        return self.mixed(torch.ones_like(each, dtype=torch.float32), each, None)[0].view(*slots.shape, self.width)
 
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> TableValues:
         """Do `SlotValues.write`; `counted` None: all tokens are."""
@@ -168,6 +168,8 @@ class TableValues:
     @torch.no_grad()
     def _write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> tuple[Version, Tensor]:
         """Return the version after the write, and N_i of every entry [M, P, K]."""
+        from .write import order_of, written
+
         (ordered, entries, count), before = order_of(slots, counted, self.slots), self.version
         table, log = before.rooted(), None
         if before.borrowed:
@@ -185,17 +187,15 @@ class TableValues:
         kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
         return clean(x)[0] if kernel else precision.clean(x)
 
-    def looked(self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
+    def looked(self, *given: Any) -> Looked | None:
         from .rounds import looked
 
-        return looked(self, how, keys, tokens)
+        return looked(self, *given)
 
-    def rewritten(
-        self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor], following: dict[str, Tensor] | None
-    ) -> tuple[Tensor, TableValues] | None:
+    def rewritten(self, *given: Any) -> tuple[Tensor, TableValues] | None:
         from .rounds import rewritten
 
-        return rewritten(self, how, keys, tokens, following)
+        return rewritten(self, *given)
 
     def reset(self, rows: Tensor) -> TableValues:
         return self._made(torch.where(rows.to(self.base.device)[:, None, None], self.base, self.dense()), self.base)

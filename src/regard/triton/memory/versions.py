@@ -23,28 +23,21 @@ import torch
 from torch import Tensor
 
 from ...memory.stores.overlay_pool import first_order
-from .operators import order_of, picked_rows, pulled_rows, swapped, written
 
 
 class Version:
-    """One version of a table of values.
-
-    Attributes:
-        table: [M, N, Dv], which versions share.
-        link: None if the table holds this version now; else a version nearer to that one, slots [M, E], and a log
-            [M, E, Dv] of the rows by which the two differ, as in this version.
-        borrowed: whether the table belongs to somebody else and must not be written.
-        older: the version from which this one was written, while anybody keeps it.
-        logged: bytes of the logs that lead here from older versions that were kept.
-    """
+    """One version of a table of values."""
 
     __slots__ = ("__weakref__", "_gradient", "_pass", "borrowed", "link", "logged", "older", "table")
 
     def __init__(self, table: Tensor, *, borrowed: bool = False) -> None:
-        self.table, self.borrowed = table, borrowed
+        self.table = table  # [M, N, Dv], which versions share
+        self.borrowed = borrowed  # whether the table belongs to somebody else and must not be written
+        # None if the table holds this version now; else a version nearer to that one, slots [M, E], and a log
+        # [M, E, Dv] of the rows by which the two differ, as in this version
         self.link: tuple[Version, Tensor, Tensor] | None = None
-        self.older: ref[Version] | None = None
-        self.logged = 0
+        self.older: ref[Version] | None = None  # the one from which this was written, while anybody keeps it
+        self.logged = 0  # bytes of the logs that lead here from older versions that were kept
         self._gradient: Tensor | None = None
         self._pass = -1
 
@@ -58,6 +51,8 @@ class Version:
     def rooted(self) -> Tensor:
         """Return the table after making it hold this version."""
         for version in reversed(self._path()[:-1]):
+            from .write import swapped
+
             assert version.link is not None
             newer, slots, log = version.link
             swapped(self.table, slots, log)
@@ -84,6 +79,8 @@ class Version:
 
     def settle(self) -> None:
         """Copy the table and continue in the copy."""
+        from .write import swapped
+
         path, table = self._path(), self.table.clone()
         for version in reversed(path[:-1]):
             assert version.link is not None
@@ -137,6 +134,8 @@ class Read(torch.autograd.Function):
         ctx: Any, weights: Tensor, token: Tensor | None, version: Version, slots: Tensor, good: Tensor | None,
         value: Tensor | None, gate: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        from .read import picked_rows
+
         ctx.version = version
         ctx.set_materialize_grads(False)
         read, _, mixed = picked_rows(version.rooted(), slots, weights, None, good, value, gate)
@@ -146,6 +145,9 @@ class Read(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor | None, by_mix: Tensor | None) -> tuple[Tensor | None, ...]:
+        from .read import picked_rows, pulled_rows
+        from .write import order_of, written
+
         (weights, slots, good, read, value, gate), version = ctx.saved_tensors, ctx.version
         own = token = by_value = by_gate = None
         if by_mix is not None:
@@ -158,24 +160,6 @@ class Read(torch.autograd.Function):
             ordered, entries, _ = order_of(slots, good, version.table.shape[1])
             written(version.gradient(), ordered, entries, weights, upstream, None, add=True)
         return own, token, None, None, None, by_value, None if gate is None else by_gate
-
-
-class Rows(torch.autograd.Function):
-    """Rows themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, version: Version, slots: Tensor) -> Tensor:
-        ctx.version, ctx.slots = version, slots
-        return version.rows(slots)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        slots = ctx.slots.flatten(1)[..., None]  # treat every entry as a token
-        ordered, entries, _ = order_of(slots, None, ctx.version.table.shape[1])
-        ones = torch.ones_like(slots, dtype=torch.float32)
-        written(ctx.version.gradient(), ordered, entries, ones, upstream.flatten(1, 2), None, add=True)
-        return upstream.new_zeros(()), None, None
 
 
 class Write(torch.autograd.Function):
@@ -194,6 +178,8 @@ class Write(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        from .read import picked_rows
+
         shares, errors, slots, count, counted = ctx.saved_tensors
         found = ctx.after.take()
         none = (None,) * 5

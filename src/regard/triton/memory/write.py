@@ -125,6 +125,7 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, D
             tl.store(other, held, mask=inside)
 
 
+@torch.compiler.disable
 def order_of(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...]:
     """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last. Cost: one
     launch up to `COUNTED` entries of a table, else a stable sort.
@@ -139,14 +140,11 @@ def order_of(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...
         return _sorted(slots, counted, n)
     slots = slots.contiguous()
     found = [torch.empty(memories, total, dtype=torch.int32, device=slots.device) for _ in range(3)]
-
-    def run(tiles: Tiles) -> None:
-        launch(
-            _order, (triton.cdiv(total, tiles.rows), memories), slots, bytes_of(counted), *found, total, n,
-            tiles=tiles, K=k, R=tiles.rows, OT=tiles.keys,
-        )  # fmt: skip
-
-    run(ORDER.pick(k, slots.dtype, run))
+    tiles = ORDER.pick(k, slots.dtype)
+    launch(
+        _order, (triton.cdiv(total, tiles.rows), memories), slots, bytes_of(counted), *found, total, n,
+        tiles=tiles, K=k, R=tiles.rows, OT=tiles.keys,
+    )  # fmt: skip
     return tuple(found)
 
 
@@ -159,6 +157,7 @@ def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...]
     return ordered, entries.int(), torch.empty_like(count).scatter_(1, entries, count)
 
 
+@torch.compiler.disable
 def written(
     table: Tensor, slots: Tensor, entries: Tensor, shares: Tensor, errors: Tensor, log: Tensor | None, *,
     add: bool = False,
@@ -170,18 +169,16 @@ def written(
 
     Cost: one launch; for U slots it reads U rows of the table and the errors, and writes U rows of table and log."""
     (memories, rows, width), (_, tokens, k) = table.shape, shares.shape
-
-    def run(tiles: Tiles) -> None:
-        wide = min(tiles.keys, triton.next_power_of_2(width))
-        launch(
-            _write, (tokens * k, memories, triton.cdiv(width, wide)), table, log, slots, entries,
-            shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
-            tiles=tiles, K=k, D=width, ADD=add, R=tiles.rows, DT=wide,
-        )  # fmt: skip
-
-    run(WRITE.pick(width, table.dtype))  # never timed, since it changes its input
+    tiles = WRITE.pick(width, table.dtype)
+    wide = min(tiles.keys, triton.next_power_of_2(width))
+    launch(
+        _write, (tokens * k, memories, triton.cdiv(width, wide)), table, log, slots, entries,
+        shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
+        tiles=tiles, K=k, D=width, ADD=add, R=tiles.rows, DT=wide,
+    )  # fmt: skip
 
 
+@torch.compiler.disable
 def swapped(table: Tensor, slots: Tensor, log: Tensor, *, keep: bool = False) -> None:
     """Swap the rows of a write with its log: undo it, or do it again. `keep`: leave the log as it is. One launch."""
     memories, rows, width = table.shape

@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FAR = tl.constexpr(2**31 - 1)
-"""Larger than every number of a row or key."""
+FAR = tl.constexpr(2**31 - 1)  # larger than every number of a row or key
 LENGTHS = (
     "heads", "group", "queries", "keys", "span_batch", "mask_batch", "mask_head", "room", "blocks", "splits",
     "total_rows", "capacity", "first", "stride_low", "stride_mb", "stride_mh", "stride_state", "tokens", "length",
@@ -46,12 +45,11 @@ def places_of(at, first, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: 
 
 @triton.jit
 def load_block(
-    at, first, stride, count, SIZE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr = True,
-    WIDE: tl.constexpr = False,
-):  # fmt: skip
+    at, first, stride, count, SIZE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr = True
+):
     """Load rows [SIZE, WIDTH] from number `first` on. With EDGE, rows from number `count` on are 0."""
     held = first + tl.arange(0, SIZE) < count
-    return load(places_of(at, first, stride, SIZE, WIDTH, WIDE), held, DIM, WIDTH, EDGE)
+    return load(places_of(at, first, stride, SIZE, WIDTH, False), held, DIM, WIDTH, EDGE)
 
 
 @triton.jit

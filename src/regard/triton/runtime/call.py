@@ -16,67 +16,43 @@ from .tiles import Tiles, TileTable, padded
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for. What it does not read keeps its default.
+    """What a kernel is compiled for. What it does not read keeps its default."""
 
-    Attributes:
-        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
-        factors: whether each row has its own factor.
-        masked: 0 without a mask over keys, else 1; 2 in decoding if heads have different ones, and in the backward pass
-            of local linear attention if those of a key head do.
-        own, tile: rows of a program's own block, and of the blocks that stream past it.
-        counted: whether weights are counted.
-        precision: precision of products.
-        rule, r, stand: of compact attention: code of the rule, power of the kernel, code of the fallback weights.
-        relative, source: the function of a kernel with `triton_relative`, for which r is 1, and a key of its source, by
-            which Triton's cache on disk tells functions of one name apart.
-        given, keep: whether each row has its own number, and whether a backward pass follows.
-        mask_tile: rows that share a mark.
-        far: whether a block of keys may span 2^31 numbers.
-        listed, split, group, tables: in a backward pass, owners of a list, 0 of a range; blocks of a listed number;
-            heads that stream past an own block; tables of rows.
-        steps: in a backward pass, row strides of grad, q, k, v, slope_mean, which as constants take no registers.
-        fine: of local linear attention: whether weights are multiplied in two terms.
-        ridge: 0 for a number, else how many numbers a row has, 1 or D.
-        solved: whether t is solved for; otherwise it is given.
-        few: rows with at most so many keys are left to `direct`.
-        verify: whether true residuals are computed.
-        operands: D-wide operands of a row in the backward pass: 2, or with rounding errors 4 (3 if t is given).
-        most: in decoding, the power of two that holds the queries.
-        raw: whether vectors may be non-finite.
-    """
-
-    dim: int = 0
-    wide: int = 0
-    value_dim: int = 0
+    dim: int = 0  # D
+    wide: int = 0  # the power of two that holds it
+    value_dim: int = 0  # Dv
     value_wide: int = 0
-    factors: bool = False
-    masked: int = 0
-    own: int = 1
-    tile: int = 0
-    counted: bool = False
-    precision: str = "ieee"
-    rule: int = 0
-    r: int = 1
-    stand: int = 0
-    relative: Any = None
-    source: str = ""
-    given: bool = False
-    keep: bool = False
-    mask_tile: int = 0
-    far: bool = False
-    listed: int = 0
-    split: int = 1
-    group: int = 1
-    tables: int = 4
-    steps: tuple[int, ...] = ()
-    fine: bool = False
-    ridge: int = 0
-    solved: bool = False
-    few: int = 0
-    verify: bool = False
-    operands: int = 0
-    most: int = 1
-    raw: bool = False
+    factors: bool = False  # whether each row has its own factor
+    masked: int = 0  # 0 without a mask over keys; 2 if heads that a program serves have different ones; else 1
+    own: int = 1  # rows of a program's own block
+    tile: int = 0  # rows of the blocks that stream past it
+    counted: bool = False  # whether weights are counted
+    precision: str = "ieee"  # of products
+    # compact attention
+    rule: int = 0  # code of the rule
+    r: int = 1  # power of the kernel, 1 with a function `relative`
+    stand: int = 0  # code of the fallback weights
+    relative: Any = None  # the function of a kernel with `triton_relative`
+    source: str = ""  # a key of its source, by which Triton's cache on disk tells functions of one name apart
+    given: bool = False  # whether each row has its own number
+    keep: bool = False  # whether a backward pass follows
+    mask_tile: int = 0  # rows that share a mark
+    # the backward pass of compact attention
+    listed: int = 0  # owners of a list, 0 of a range
+    split: int = 1  # blocks of a listed number
+    group: int = 1  # heads that stream past an own block
+    tables: int = 4  # tables of rows
+    steps: tuple[int, ...] = ()  # row strides of grad, q, k, v, slope_mean, which as constants take no registers
+    # local linear attention
+    fine: bool = False  # whether weights are multiplied in two terms
+    ridge: int = 0  # 0 for a number, else how many numbers a row has, 1 or D
+    solved: bool = False  # whether t is solved for; otherwise it is given
+    few: int = 0  # rows with at most so many keys are solved directly
+    verify: bool = False  # whether true residuals are computed
+    operands: int = 0  # D-wide operands of a row in the backward pass: 2, or with rounding errors 4 (3 if t is given)
+    # decoding
+    most: int = 1  # the power of two that holds the queries
+    raw: bool = False  # whether vectors may be non-finite
 
 
 class Call:

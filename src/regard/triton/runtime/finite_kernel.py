@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LIMIT = tl.constexpr((127 + 56) << 23)
-"""The bits of 2^56 in float32, the limit of `precision.clean`."""
+LIMIT = tl.constexpr((127 + 56) << 23)  # the bits of 2^56 in float32, the limit of `precision.clean`
 NUMBERS = [f"{name}_{i}" for name in ("programs", "heads", "length") for i in range(3)]
 """Parameters that the kernel is not specialised for."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,14 +26,9 @@ def launch(kernel: Any, grid: Grid, *args: Any, tiles: Tiles, **constants: Any) 
         _WATCHERS[-1](kernel, grid, args, options)
         return
     mend()
-    with _device(args):
-        kernel[grid](*args, **options)
-
-
-def _device(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """Make the device of the tensors current, since Triton launches on the current device."""
     at = next((x.device for x in args if isinstance(x, Tensor)), None)
-    return torch.cuda.device(at) if at is not None and at.type == "cuda" else nullcontext()
+    with torch.cuda.device(at) if at is not None and at.type == "cuda" else nullcontext():  # Triton takes the current
+        kernel[grid](*args, **options)
 
 
 def watching() -> bool:

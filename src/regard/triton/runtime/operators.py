@@ -12,8 +12,7 @@ from ...pairwise.blocked.block_rows import refuse
 
 Keep = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[tuple[Tensor | None, ...], tuple[Any, ...]]]
 
-FARTHEST = 2**31 // 256
-"""Rows with larger strides are copied, so that 256 rows of a tile have 32-bit offsets."""
+FARTHEST = 2**31 // 256  # rows with larger strides are copied, so that 256 rows of a tile have 32-bit offsets
 
 
 def rows_together(x: Tensor, farthest: int | None = None) -> Tensor:
@@ -30,11 +29,9 @@ def tensor_or_number(x: Any, default: float = 1.0) -> tuple[Tensor | None, float
     return None, default if x is None else float(x)
 
 
-def operator(
-    name: str, run: Callable[..., Any], schema: str, fake: Callable[..., Any], mutated: tuple[str, ...] = ()
-) -> Any:
+def operator(name: str, run: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Any:
     """Register the operator regard::triton_<name>."""
-    made = torch.library.custom_op(f"regard::triton_{name}", run, mutates_args=mutated, schema=schema)
+    made = torch.library.custom_op(f"regard::triton_{name}", run, mutates_args=(), schema=schema)
     made.register_fake(fake)
     return made
 

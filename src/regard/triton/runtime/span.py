@@ -19,26 +19,18 @@ from .launch import launch
 from .operators import operator
 from .tiles import Tiles
 
-_BLOCK, _TILES = 256, Tiles()
-"""Rows or keys of a program, and its warps."""
-_SCANNED = 1024
-"""Keys that a program of `seen_before_kernel` takes at a time."""
+_BLOCK, _TILES = 256, Tiles()  # rows or keys of a program, and its warps
+_SCANNED = 1024  # keys that a program of `seen_before_kernel` takes at a time
 
 
 class Span(NamedTuple):
-    """Ranges, int32 and contiguous.
+    """Ranges, int32 and contiguous."""
 
-    Attributes:
-        low, high: [B or 1, Tq]; query i sees keys [low_i, high_i) that `mask` lets be seen.
-        first, last: [B or 1, Tk]; key j is seen by queries [first_j, last_j).
-        mask: uint8 [B or 1, H or 1, Tk], 1 where a key may be seen, or None.
-    """
-
-    low: Tensor
+    low: Tensor  # [B or 1, Tq]; query i sees keys [low_i, high_i) that `mask` lets be seen
     high: Tensor
-    first: Tensor
+    first: Tensor  # [B or 1, Tk]; key j is seen by queries [first_j, last_j)
     last: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # uint8 [B or 1, H or 1, Tk], 1 where a key may be seen
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,14 +38,9 @@ class Span(NamedTuple):
         return self.low, self.high, self.low if self.mask is None else self.mask
 
     @property
-    def mask_steps(self) -> tuple[int, int]:
-        """The `mask_steps` of the mask."""
-        return mask_steps(self.mask)
-
-    @property
     def steps(self) -> tuple[int, int, int]:
         """Step of the queries' ranges from one sequence to the next, and `mask_steps`."""
-        return batch_stride(self.low), *self.mask_steps
+        return batch_stride(self.low), *mask_steps(self.mask)
 
     @classmethod
     def of(cls, visible: Visibility, like: Tensor, by_keys: bool = True) -> Span:

@@ -11,8 +11,7 @@ import torch
 from ...pairwise.dispatch import Problem
 from .launch import watching
 
-OLDEST = (3, 6)
-"""The oldest Triton version that compiles the kernels."""
+OLDEST = (3, 6)  # the oldest Triton version that compiles the kernels
 
 
 def _missing() -> str | None:
@@ -27,13 +26,10 @@ def _missing() -> str | None:
     return None
 
 
-MISSING = _missing()
-"""None if a suitable triton is installed, else what to do."""
+MISSING = _missing()  # None if a suitable triton is installed, else what to do
 DTYPES = (torch.float32, torch.bfloat16)
-WIDEST = 256
-"""Most features of keys and of values."""
-GRID = 65535
-"""CUDA's limit of programs along the second and third axis of a grid, which kernels use for heads."""
+WIDEST = 256  # most features of keys and of values
+GRID = 65535  # CUDA's limit of programs along the second and third axis of a grid, which kernels use for heads
 
 
 def interpreted() -> bool:

@@ -25,10 +25,6 @@ class Tiles:
     warps: int = 4
     stages: int = 2
 
-    def fitted(self, rows: int, keys: int) -> Tiles:
-        """Return tiles with `keys` keys and at least `rows` rows, for kernels that share marks of that size."""
-        return replace(self, rows=max(self.rows, rows), keys=keys)
-
 
 Row = tuple[int, int, int, int]
 

@@ -15,7 +15,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,32 +29,21 @@ from ..runtime.launch import watched
 from ..runtime.support import interpreted
 
 CALL = "resources_of"
-SHARED = {80: 163 * 1024, 90: 227 * 1024}
-"""Most bytes of shared memory of a program, by compute capability."""
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # most bytes of shared memory of a program, by compute capability
 _FILLED = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, as it is launched.
+    """What one kernel takes, as it is launched."""
 
-    Attributes:
-        kernel: name of the kernel.
-        arch: compute capability that it was compiled for, 80 or 90.
-        registers: registers of a thread.
-        local: bytes of local memory of a thread: its stack frame, which holds spilled registers.
-        shared: bytes of shared memory of a program.
-        warps: warps of a program.
-        launches: how often the call would start it, with any constants.
-    """
-
-    kernel: str
-    arch: int
-    registers: int
-    local: int
-    shared: int
-    warps: int
-    launches: int = 1
+    kernel: str  # name of the kernel
+    arch: int  # compute capability that it was compiled for, 80 or 90
+    registers: int  # registers of a thread
+    local: int  # bytes of local memory of a thread: its stack frame, which holds spilled registers
+    shared: int  # bytes of shared memory of a program
+    warps: int  # warps of a program
+    launches: int = 1  # how often the call would start it, with any constants
 
     def worst(self, other: Resources) -> Resources:
         """Return the largest of each number of two variants of a kernel."""
@@ -84,7 +75,9 @@ def resources_of(call: Callable[[], Any], arch: int = 90) -> list[Resources]:
     found: dict[str, Resources] = {}
 
     def compiled(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        own = _measured(kernel.warmup(*args, grid=grid, **options), arch)
+        one = kernel.warmup(*args, grid=grid, **options)
+        shared, warps = one.metadata.shared, one.metadata.num_warps  # Triton's figure, which counts all
+        own = Resources(one.metadata.name, arch, *_usage(one.asm["cubin"]), shared, warps)
         found[own.kernel] = found[own.kernel].worst(own) if own.kernel in found else own
 
     with pretended(arch), zeros(), watched(compiled):
@@ -92,18 +85,7 @@ def resources_of(call: Callable[[], Any], arch: int = 90) -> list[Resources]:
     return list(found.values())
 
 
-_KNOWN: dict[str, Resources] = {}
-
-
-def _measured(compiled: Any, arch: int) -> Resources:
-    """Return the resources of a compiled kernel; shared memory is Triton's figure, which counts all."""
-    if compiled.hash not in _KNOWN:
-        name, metadata = compiled.metadata.name, compiled.metadata
-        registers, local = _usage(compiled.asm["cubin"])
-        _KNOWN[compiled.hash] = Resources(name, arch, registers, local, metadata.shared, metadata.num_warps)
-    return _KNOWN[compiled.hash]
-
-
+@cache
 def _usage(cubin: bytes) -> tuple[int, int]:
     """Return (registers, bytes of local memory) of a thread, from the cuobjdump in Triton's package."""
     from triton import knobs
@@ -120,43 +102,25 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 # A device that is not there -----------------------------------------------------------------------------------
 
 
-class _Driver:
-    """The part of a driver that Triton needs to compile, and nothing to run."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.arch  # one device for each capability, since Triton caches by device
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def is_active(self) -> bool:
-        return True
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
-
-
 @contextmanager
 def pretended(arch: int) -> Iterator[None]:
-    """Let Triton compile for that capability."""
+    """Let Triton compile for that capability, with the part of a driver that compiling needs."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
     try:
         before = driver.active
     except RuntimeError:  # there is no device
         before = None
-    driver.set_active(_Driver(arch))
+    known = {
+        "get_current_target": GPUTarget("cuda", arch, 32),
+        "get_current_device": arch,  # one device for each capability, since Triton caches by device
+        "get_current_stream": 0,
+        "get_active_torch_device": torch.device("cpu"),
+        "get_device_interface": torch.cuda,
+        "is_active": True,
+    }
+    driver.set_active(SimpleNamespace(**{name: lambda *_, found=found: found for name, found in known.items()}))
     try:
         yield
     finally:
