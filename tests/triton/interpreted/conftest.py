@@ -62,3 +62,21 @@ def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return found.fill_(torch.iinfo(found.dtype).min)
 
     return filled
+
+
+@pytest.fixture
+def small() -> Iterator[None]:
+    """Tiles of 16 rows and 16 keys, so that short calls have many blocks."""
+    from regard.triton.runtime.tiles import forced
+
+    with forced(rows=16, keys=16):
+        yield
+
+
+@pytest.fixture
+def small_tiles(poisoned: None) -> Iterator[None]:
+    """Tiles of 16 keys, so that short caches have many."""
+    from regard.triton.runtime.tiles import forced
+
+    with forced(keys=16):
+        yield

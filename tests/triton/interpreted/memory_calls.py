@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attention_calls import weight_of as weight_of
 from dense_fast_weights import Dense, stream
 from torch import Tensor
 
@@ -53,10 +54,6 @@ def dense(leaves: list[Tensor], chunk: int = CHUNK, **how: Any) -> Tensor:
 def blend(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
     """What was read, mixed with the tokens' own values."""
     return read + value if gate is None else gate[..., None] * read + (1 - gate[..., None]) * value
-
-
-def weight_of(out: Tensor, seed: int = 9) -> Tensor:
-    return torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
 
 
 def grads(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:

@@ -13,7 +13,6 @@ from dense_oracles import RULES, attend, choices, near, ratio, scores, seen_pair
 from torch import Tensor
 
 import regard
-from regard.triton.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
@@ -113,7 +112,7 @@ def test_calls_without_query_heads(spec: str, kv: int) -> None:
 
 
 @pytest.mark.parametrize("spec", some([*SPECS[:5], "triweight*anchored", *SPECS[6:]], ["triweight"]))
-def test_weights_sum_to_one(spec: str, poisoned: None) -> None:
+def test_weights_sum_to_one(spec: str, small: None, poisoned: None) -> None:
     """Also for scores that differ by hundreds; in bfloat16 within its precision."""
     leaves = leaves_of(spec, 20, 50, 16, batch=1)
     if spec.split("*")[0] in COMPACT:
@@ -121,26 +120,24 @@ def test_weights_sum_to_one(spec: str, poisoned: None) -> None:
         leaves[0][:, :, 1::3] *= 0.01
     leaves[2] = torch.ones_like(leaves[2])
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8 if spec not in SPECS[6:] else 2**-7)):
-        with tiles.forced(rows=16, keys=16):
-            out = triton([x.to(dtype) for x in leaves], spec, is_causal=spec in SPECS[6:])
+        out = triton([x.to(dtype) for x in leaves], spec, is_causal=spec in SPECS[6:])
         assert float((out.double() - 1).abs().max()) <= most
 
 
 @pytest.mark.parametrize("spec", some(SPECS, QUICK))
-def test_later_tokens_change_no_bit_of_a_row(spec: str) -> None:
+def test_later_tokens_change_no_bit_of_a_row(spec: str, small: None) -> None:
     """Whether their rows take many steps to solve, few, or are not there; whether their keys are near or far."""
     leaves = leaves_of(spec, 21, 21, 4, batch=1, heads=1)
-    with tiles.forced(rows=16, keys=16):
-        before = triton(leaves, spec, is_causal=True)
-        for cut in (7, 18):
-            short = triton([x[:, :, :cut] for x in leaves], spec, is_causal=True)
-            assert torch.equal(short, before[:, :, :cut]), cut
-            for factor, shift in ((0.0, 0.0), (0.01, 0.0), (25.0, 0.0), (1.0, 1e3)):
-                changed = [x.clone() for x in leaves]
-                for x in changed[:3]:
-                    x[:, :, cut:] = x[:, :, cut:] * factor + shift
-                after = triton(changed, spec, is_causal=True)
-                assert torch.equal(after[:, :, :cut], before[:, :, :cut]), (cut, factor)
+    before = triton(leaves, spec, is_causal=True)
+    for cut in (7, 18):
+        short = triton([x[:, :, :cut] for x in leaves], spec, is_causal=True)
+        assert torch.equal(short, before[:, :, :cut]), cut
+        for factor, shift in ((0.0, 0.0), (0.01, 0.0), (25.0, 0.0), (1.0, 1e3)):
+            changed = [x.clone() for x in leaves]
+            for x in changed[:3]:
+                x[:, :, cut:] = x[:, :, cut:] * factor + shift
+            after = triton(changed, spec, is_causal=True)
+            assert torch.equal(after[:, :, :cut], before[:, :, :cut]), (cut, factor)
 
 
 @pytest.mark.parametrize("spec", some(SPECS, QUICK))
@@ -192,7 +189,7 @@ def test_results_are_reproducible_and_autocast_changes_nothing(spec: str, dtype:
 
 @pytest.mark.parametrize("spec", some(["biweight", "softmax", "solved"], []))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_need_not_be_contiguous(spec: str, dtype: torch.dtype) -> None:
+def test_tensors_need_not_be_contiguous(spec: str, dtype: torch.dtype, small: None) -> None:
     leaves = leaves_of(spec, 18, 18, 8, heads=4, kv=2, batch=1, dtype=dtype)
     q, k, v = leaves
     expected = both(leaves, spec, torch.ones_like(q), is_causal=True)
@@ -204,18 +201,16 @@ def test_tensors_need_not_be_contiguous(spec: str, dtype: torch.dtype) -> None:
     for how in (by_token, every_other, in_wider_rows, by_feature, behind):
         equal(both(how, spec, torch.ones_like(q), is_causal=True), expected)
     leaves = [x.detach().requires_grad_() for x in by_token]
-    with tiles.forced(rows=16, keys=16):
-        found = torch.autograd.grad(triton(leaves, spec, is_causal=True).sum(), leaves)  # an expanded gradient
+    found = torch.autograd.grad(triton(leaves, spec, is_causal=True).sum(), leaves)  # an expanded gradient
     equal(found, expected[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", some(["biweight", "softmax"], ["biweight"]))
-def test_tensors_may_be_expanded(spec: str) -> None:
+def test_tensors_may_be_expanded(spec: str, small: None) -> None:
     base = [x.detach().requires_grad_() for x in draw(20, 20, 8, batch=1, heads=2, kv=1)]
-    with tiles.forced(rows=16, keys=16):
-        out = triton([base[0].expand(3, 2, 20, 8), base[1].expand(3, 2, 20, 8), base[2].expand(3, 2, 20, 8)], spec)
-        found = torch.autograd.grad(out.sum(), base)
+    out = triton([base[0].expand(3, 2, 20, 8), base[1].expand(3, 2, 20, 8), base[2].expand(3, 2, 20, 8)], spec)
+    found = torch.autograd.grad(out.sum(), base)
     exact = [x.detach().double().requires_grad_() for x in base]
     expected = attend(*exact, seen_pairs(1, 2, 20, 20), RULES["adaptive 2" if spec == "biweight" else "softmax"])
     wanted = torch.autograd.grad(3 * expected.sum(), exact)
@@ -304,24 +299,22 @@ def test_higher_derivatives_and_transforms_are_refused(spec: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("needed", some([(0,), (1,), (2,), (0, 2)], [(1,)]))
-def test_gradients_of_some_arguments(needed: tuple[int, ...]) -> None:
+def test_gradients_of_some_arguments(needed: tuple[int, ...], small: None) -> None:
     leaves = draw(20, 20, 8)
     weight = weight_of(leaves[0])
     whole = both(leaves, "biweight", weight)[1:]
     some = [x.detach().requires_grad_(place in needed) for place, x in enumerate(leaves)]
-    with tiles.forced(rows=16, keys=16):
-        found = torch.autograd.grad((triton(some, "biweight") * weight).sum(), [some[i] for i in needed])
+    found = torch.autograd.grad((triton(some, "biweight") * weight).sum(), [some[i] for i in needed])
     equal(found, [whole[i] for i in needed])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(RULES, ["adaptive 3"]))
-def test_diagnostics(name: str) -> None:
+def test_diagnostics(name: str, small: None) -> None:
     leaves = draw(37, 37, 6, grad=False)
     rule, how = RULES[name], {"is_causal": True, "window": 30}
-    with tiles.forced(rows=16, keys=16):
-        out, told = triton(leaves, rule, return_diagnostics=True, **how)
-        plain = triton(leaves, rule, **how)
+    out, told = triton(leaves, rule, return_diagnostics=True, **how)
+    plain = triton(leaves, rule, **how)
     seen = seen_pairs(BATCH, HEADS, 37, 37, **how)
     z = scores(leaves[0].double(), leaves[1].double())
     p = oracle.weights(choices(rule), z, seen, choices(rule).bias)

@@ -56,29 +56,28 @@ def checked(leaves: list[Tensor], rule: str, seen: Tensor, most: tuple[float, fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["adaptive 2", "adaptive 1"])
-def test_marks_that_take_several_turns_to_read(rule: str, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_that_take_several_turns_to_read(
+    rule: str, small: None, poisoned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As beyond 16,384 keys, where the blocks of a row are more than are read at once."""
     monkeypatch.setattr(search, "CHUNK", tl.constexpr(4))
     monkeypatch.setattr(lists, "CHUNK", 4)
     how = {"is_causal": True}
-    with tiles.forced(rows=16, keys=16):
-        checked(draw(160, 160), RULES[rule], seen_pairs(BATCH, HEADS, 160, 160, **how), (2e-6, 2e-5), **how)
+    checked(draw(160, 160), RULES[rule], seen_pairs(BATCH, HEADS, 160, 160, **how), (2e-6, 2e-5), **how)
 
 
 @pytest.mark.parametrize(("rule", "call"), pairs(ORDERS, QUICK))
-def test_every_rule_in_every_order(rule: str, call: str, poisoned: None) -> None:
+def test_every_rule_in_every_order(rule: str, call: str, small: None, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
-    with tiles.forced(rows=16, keys=16):
-        seen = seen_pairs(BATCH, HEADS, queries, keys, **how)
-        checked(draw(queries, keys, 5, 3), RULES[rule], seen, (2e-6, 2e-5), **how)
+    seen = seen_pairs(BATCH, HEADS, queries, keys, **how)
+    checked(draw(queries, keys, 5, 3), RULES[rule], seen, (2e-6, 2e-5), **how)
 
 
 @pytest.mark.parametrize(("rule", "call"), pairs(ORDERS[::4], ORDERS[4::60]))
-def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, poisoned: None) -> None:
+def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, small: None, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
-    with tiles.forced(rows=16, keys=16):
-        seen = seen_pairs(BATCH, HEADS, queries, keys, **how)
-        checked(draw(queries, keys, 24, 20, dtype=torch.bfloat16), RULES[rule], seen, (6e-3, 1.5e-2), **how)
+    seen = seen_pairs(BATCH, HEADS, queries, keys, **how)
+    checked(draw(queries, keys, 24, 20, dtype=torch.bfloat16), RULES[rule], seen, (6e-3, 1.5e-2), **how)
 
 
 @pytest.mark.parametrize(("rule", "dim", "value_dim"), pairs(WIDE, [("adaptive 2", 100, 3)]))
@@ -98,27 +97,25 @@ def test_every_length_with_the_tiles_that_are_shipped(rule: str, length: int, po
 
 
 @pytest.mark.parametrize("text", ["polynomial(r=4)", "polynomial(r=4)*anchored(margin=2)"])
-def test_another_power_is_one_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_power_is_one_number(text: str, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
     """Also in decoding: the kernels depend on the power by `power`, `lower_power` and `root` alone."""
     monkeypatch.setattr(rules, "POWERS", (*rules.POWERS, 4.0))
-    with tiles.forced(rows=16, keys=16):
-        leaves = draw(21, 21, 5, 3)
-        checked(leaves, text, seen_pairs(BATCH, HEADS, 21, 21, is_causal=True), (2e-5, 1e-4), is_causal=True)
-        one = [leaves[0].detach()[:, :, -1:], *(x.detach() for x in leaves[1:])]
-        expected = attend(*(x.double() for x in one), seen_pairs(BATCH, HEADS, 1, 21), text)
-        near([triton(one, text)], [expected], 1e-4)
+    leaves = draw(21, 21, 5, 3)
+    checked(leaves, text, seen_pairs(BATCH, HEADS, 21, 21, is_causal=True), (2e-5, 1e-4), is_causal=True)
+    one = [leaves[0].detach()[:, :, -1:], *(x.detach() for x in leaves[1:])]
+    expected = attend(*(x.double() for x in one), seen_pairs(BATCH, HEADS, 1, 21), text)
+    near([triton(one, text)], [expected], 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", some([(4, 4), (4, 2), (6, 1), (8, 1)], [(4, 2)]))
-def test_heads_share_keys(heads: tuple[int, int]) -> None:
-    with tiles.forced(rows=16, keys=16):
-        leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
-        checked(leaves, RULES["anchored 2"], seen_pairs(1, heads[0], 19, 19, window=7), (2e-6, 2e-5), window=7)
+def test_heads_share_keys(heads: tuple[int, int], small: None) -> None:
+    leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
+    checked(leaves, RULES["anchored 2"], seen_pairs(1, heads[0], 19, 19, window=7), (2e-6, 2e-5), window=7)
 
 
 @pytest.mark.parametrize("name", some(RULES, ["anchored 1"]))
-def test_numbers_of_rows(name: str, poisoned: None) -> None:
+def test_numbers_of_rows(name: str, small: None, poisoned: None) -> None:
     """Scales, margins and biases as tensors, with their gradients."""
     rule = RULES[name]
     leaves, make = draw(), torch.Generator().manual_seed(3)
@@ -128,22 +125,20 @@ def test_numbers_of_rows(name: str, poisoned: None) -> None:
     numbers = [scale] if named is None else [scale, number]
     exact = wide([*leaves, *numbers])
     seen = seen_pairs(BATCH, HEADS, T, T, is_causal=True)
-    with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, rule, is_causal=True, scale=scale, params={} if named is None else {named: number})
-        expected = attend(*exact[:3], seen, rule, exact[3], None if named is None else exact[4])
-        compared(out, expected, [*leaves, *numbers], exact, (3e-6, 4e-5), name)
+    out = triton(leaves, rule, is_causal=True, scale=scale, params={} if named is None else {named: number})
+    expected = attend(*exact[:3], seen, rule, exact[3], None if named is None else exact[4])
+    compared(out, expected, [*leaves, *numbers], exact, (3e-6, 4e-5), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu"])
-def test_scales_of_any_sign(spec: str) -> None:
+def test_scales_of_any_sign(spec: str, small: None) -> None:
     """A tensor of scales is not looked at: 0 makes all scores equal, less turns them over."""
     leaves = draw(batch=1)
     scale = torch.tensor([0.5, 0.0, -0.7, 1e-30, 1.5, -2.0, 0.0])[torch.arange(T) % 7].expand(1, HEADS, T)
     exact = wide(leaves)
     expected = attend(*exact, seen_pairs(1, HEADS, T, T, is_causal=True), spec, scale.double())
-    with tiles.forced(rows=16, keys=16):
-        compared(triton(leaves, spec, is_causal=True, scale=scale), expected, leaves, exact, (3e-6, 4e-5), spec)
+    compared(triton(leaves, spec, is_causal=True, scale=scale), expected, leaves, exact, (3e-6, 4e-5), spec)
 
 
 @pytest.mark.slow
@@ -178,7 +173,7 @@ def test_queries_that_are_the_keys_and_the_values() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", some(RULES, ["adaptive 2"]))
-def test_hard_scores(rule: str) -> None:
+def test_hard_scores(rule: str, small: None) -> None:
     """Ties, scores of 1e4, a row far above and one far below all others."""
     q, k, v = (x.detach() for x in draw(40, 40, 8, batch=1))
     k[:, :, 8:24] = k[:, :, 8:9]  # sixteen equal keys
@@ -186,9 +181,8 @@ def test_hard_scores(rule: str) -> None:
     q[:, :, 6] = 0
     k[:, :, 30] *= 8
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, RULES[rule], scale=1.0)
-        found = torch.autograd.grad((out * weight_of(out)).sum(), leaves)
+    out = triton(leaves, RULES[rule], scale=1.0)
+    found = torch.autograd.grad((out * weight_of(out)).sum(), leaves)
     expected = attend(*(x.detach().double() for x in leaves), seen_pairs(1, HEADS, 40, 40), RULES[rule], 1.0)
     assert float((out - expected).detach().abs().max()) <= 2e-3  # an eps of scores near 1e4
     calm = [i for i in range(40) if i != 5]
@@ -199,24 +193,22 @@ def test_hard_scores(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", some(["anchored 1", "anchored 2", "anchored 3"], ["anchored 1", "anchored 2"]))
-def test_keys_that_tie_for_the_maximum_share_its_gradient(rule: str) -> None:
+def test_keys_that_tie_for_the_maximum_share_its_gradient(rule: str, small: None) -> None:
     """One row has two such keys, another three, which lie in different blocks."""
     q, k, v = (x.detach() for x in draw(37, 37, 8, batch=1))
     k[:, :, 3] = k[:, :, 9] = k[:, :, 17] = 3 * q[:, :1, 4] / q[:, :1, 4].norm()
     k[:, :, 2] = k[:, :, 30] = 3 * q[:, 1:, 6] / q[:, 1:, 6].norm()
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    with tiles.forced(rows=16, keys=16):
-        checked(leaves, RULES[rule], seen_pairs(1, HEADS, 37, 37), (3e-6, 3e-5))
+    checked(leaves, RULES[rule], seen_pairs(1, HEADS, 37, 37), (3e-6, 3e-5))
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-5])
-def test_scores_of_any_size_weigh_alike_above_a_threshold_of_zero(size: float) -> None:
+def test_scores_of_any_size_weigh_alike_above_a_threshold_of_zero(size: float, small: None) -> None:
     """Their factor [B, H, Tq] cancels and has no gradient, although each key's share of it is 1 / factor."""
     leaves, factor = draw(33, 33, 8), torch.full((2, 2, 33), size).requires_grad_()
     exact = wide(leaves)
-    with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, "normrelu", scale=factor, is_causal=True)
-        found = torch.autograd.grad((out * weight_of(out)).sum(), [*leaves, factor])
+    out = triton(leaves, "normrelu", scale=factor, is_causal=True)
+    found = torch.autograd.grad((out * weight_of(out)).sum(), [*leaves, factor])
     right = attend(*exact, seen_pairs(2, 2, 33, 33, is_causal=True), RULES["fixed 1"], 1.0)
     wanted = torch.autograd.grad((right * weight_of(out).double()).sum(), exact)
     near([out, *found[:3]], [right, *wanted], (1e-5, 1e-4, 1e-4, 1e-4))

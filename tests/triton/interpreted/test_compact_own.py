@@ -42,12 +42,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, text: str, scale: Any 
 
 @pytest.mark.parametrize("text", [ANCHORED, *FIXED.values()])
 @pytest.mark.parametrize("call", some(CALLS, ["strict window", "mask of heads"]))
-def test_in_every_order(text: str, call: str) -> None:
+def test_in_every_order(text: str, call: str, small: None) -> None:
     queries, keys, how = CALLS[call]
     leaves = draw(queries, keys, 5, 3)
     exact, seen = wide(leaves), seen_pairs(BATCH, HEADS, queries, keys, **how)
-    with tiles.forced(rows=16, keys=16):
-        compared(triton(leaves, text, **how), attend(*exact, seen, text), leaves, exact, (2e-6, 2e-5), (text, call))
+    compared(triton(leaves, text, **how), attend(*exact, seen, text), leaves, exact, (2e-6, 2e-5), (text, call))
 
 
 @pytest.mark.parametrize("text", [ANCHORED, FIXED["uniform"]])
@@ -58,7 +57,7 @@ def test_in_bfloat16_and_with_the_tiles_that_are_shipped(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [ANCHORED, FIXED["uniform"]])
-def test_numbers_of_rows(text: str) -> None:
+def test_numbers_of_rows(text: str, small: None) -> None:
     """Scales, margins and biases as tensors. The factor of scores above a threshold of 0 does not cancel, as it does
     for powers."""
     leaves, make = draw(), torch.Generator().manual_seed(3)
@@ -69,20 +68,18 @@ def test_numbers_of_rows(text: str) -> None:
         number[..., ::2] = 0
     number.requires_grad_()
     exact, seen = wide([*leaves, scale, number]), seen_pairs(BATCH, HEADS, T, T, is_causal=True)
-    with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, text, is_causal=True, scale=scale, params={name: number})
-        expected = attend(*exact[:3], seen, text, exact[3], exact[4])
-        compared(out, expected, [*leaves, scale, number], exact, (3e-6, 4e-5), text)
+    out = triton(leaves, text, is_causal=True, scale=scale, params={name: number})
+    expected = attend(*exact[:3], seen, text, exact[3], exact[4])
+    compared(out, expected, [*leaves, scale, number], exact, (3e-6, 4e-5), text)
 
 
-def test_keys_that_tie_for_the_maximum_share_its_gradient() -> None:
+def test_keys_that_tie_for_the_maximum_share_its_gradient(small: None) -> None:
     q, k, v = (x.detach() for x in draw(37, 37, 8, batch=1))
     k[:, :, 3] = k[:, :, 9] = k[:, :, 17] = 3 * q[:, :1, 4] / q[:, :1, 4].norm()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     exact = wide(leaves)
-    with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, ANCHORED)
-        compared(out, attend(*exact, seen_pairs(1, HEADS, 37, 37), ANCHORED), leaves, exact, (3e-6, 3e-5))
+    out = triton(leaves, ANCHORED)
+    compared(out, attend(*exact, seen_pairs(1, HEADS, 37, 37), ANCHORED), leaves, exact, (3e-6, 3e-5))
 
 
 @pytest.mark.parametrize("text", [ANCHORED, *FIXED.values()])

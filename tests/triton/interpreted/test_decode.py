@@ -3,7 +3,6 @@ keys, so that short caches have many, and several splits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,8 @@ from regard.triton.decode import compact as compact_decode
 from regard.triton.decode import local_linear as local_linear_decode
 from regard.triton.runtime.tiles import forced
 
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
 """Of relative root mean squares; in bfloat16 the output is rounded to 2^-9."""
 LOOSE = {torch.float32: 1e-4, torch.bfloat16: 8e-3}
@@ -27,12 +28,6 @@ LOOSE = {torch.float32: 1e-4, torch.bfloat16: 8e-3}
 
 
 SLOW_100 = pytest.param(100, marks=pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(poisoned: None) -> Iterator[None]:
-    with forced(keys=16):
-        yield
 
 
 def tensors(
@@ -50,29 +45,21 @@ def seen_by(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    text: str,
-    scale: float | Tensor | None = None,
-    params: dict[str, Tensor] | None = None,
-    is_causal: bool = False,
-    exclude_self: bool = False,
-    window: int | None = None,
-    query_offset: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, text: str, scale: float | Tensor | None = None,
+    params: dict[str, Tensor] | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """Call the kernels alone, for one query or several; `regard.attention` decodes one."""
     scale, numbers = regard.Spec.parse(text).resolve(q.shape[3], scale, params or {})
     rule = rule_of(regard.Spec.parse(text), numbers)
     assert not isinstance(rule, str)
-    offset = k.shape[2] - q.shape[2] if query_offset is None else query_offset
-    mask = None if attn_mask is None else attn_mask.expand(-1, -1, 1, k.shape[2])
-    causal = is_causal or exclude_self
-    visible = Visibility(q.shape[2], k.shape[2], causal, exclude_self, window, offset, mask)
+    mask, strict = options.get("attn_mask"), options.get("exclude_self", False)
+    mask = None if mask is None else mask.expand(-1, -1, 1, k.shape[2])
+    order = options.get("is_causal", False) or strict, strict, options.get("window")
+    offset = options.get("query_offset", k.shape[2] - q.shape[2])
     number = numbers.get(rule.row)
     number = number if isinstance(number, Tensor) else None
     with full_precision("cpu"):
+        visible = Visibility(q.shape[2], k.shape[2], *order, offset, mask)
         return compact_decode.decode(q, k, v, scale, rule, number, visible)
 
 

@@ -3,7 +3,6 @@ the others never know of it; and that keys and values are neither copied nor rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from regard.triton.decode import compact
 from regard.triton.runtime.launch import watched
 from regard.triton.runtime.tiles import forced
 
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
 LINEAR = {"linear": "local-linear", "learned": "gaussian*fixed*linear(solver=learned)"}
 NAMES = (*RULES, *LINEAR)
 QUICK = {
@@ -31,12 +32,6 @@ EVERY = [
 ]
 LARGEST = 2.0**56
 """Of the numbers that count as finite."""
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(poisoned: None) -> Iterator[None]:
-    with forced(keys=16):
-        yield
 
 
 def tensors(
