@@ -21,14 +21,17 @@ installed: `pip install adasplash flash-linear-attention`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,8 @@ if importlib.util.find_spec("regard") is None:  # a machine with torch and these
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_worker import Worker  # noqa: E402
 
+TUNING = 150
+"""Seconds that a row may take in which a peer tunes itself."""
 PARTS = ("compact", "local_linear", "decoding", "memory", "models", "tools")
 STORED = ROOT / "benchmarks" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "results.md"
@@ -49,7 +54,10 @@ FIGURE = ROOT / "docs" / "results" / "gpu-attention.png"
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9, help="minutes that the rows may take (default 9)")
-    parser.add_argument("--row-s", type=float, default=120, help="seconds after which a row is killed (default 120)")
+    parser.add_argument(
+        "--row-s", type=float, default=120, help="seconds after which a row is killed (default 120; where a peer tunes "
+        f"itself {TUNING} at least)",
+    )  # fmt: skip
     parser.add_argument("--part", nargs="*", choices=PARTS, default=PARTS, help="parts to run; with none, only --write")
     parser.add_argument("--match", default="", help="only rows whose name holds this")
     parser.add_argument("--list", action="store_true", help="print the rows in their order, and stop")
@@ -58,6 +66,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep-errors", action="store_true", help="with --resume: do not try again what failed")
     parser.add_argument("--cold", action="store_true", help="do not compile in several processes first")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
+    parser.add_argument("--logs", type=Path, help="folder for what the compiling processes print")
     parser.add_argument(
         "--cache", type=Path, help="tarball of compiled kernels: unpacked first, and written at the end"
     )
@@ -83,6 +92,7 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # which triton reads when it is imported
         assert "triton" not in sys.modules
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does by itself, without its warning
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # a process that is started again need not tune again
     gpu_measure, gpu_table = (importlib.import_module(name) for name in ("gpu_measure", "gpu_table"))
     import torch
 
@@ -91,10 +101,7 @@ def main() -> int:
     stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() and (args.resume or not args.part) else {}
     rows = rows_of(bench, tuple(args.part), args.match) if args.part else []
     if args.compile:
-        number, of, arch = map(int, args.compile.split("/"))
-        compiling = rows_of(gpu_measure.Bench(False, compiling=True), tuple(args.part), args.match)
-        left = [row for row in compiling if stored.get("rows", {}).get(row.name, {}).get("status") != "measured"]
-        importlib.import_module("gpu_warm").compile_share(left, number, of, arch)
+        compile_some(args, stored, gpu_measure.Bench)
         return 0
     if args.list:
         for row in rows:
@@ -120,9 +127,16 @@ def run(args: argparse.Namespace, worker: Worker, rows: list[Any], stored: dict[
     """Measure row after row and write the JSON before and after each."""
     begun = time.perf_counter()
     stored.setdefault("runs", []).append(worker.ask("provenance"))
-    if not args.dry and not args.cold:
-        save(out, stored)
-        warm_up(args, out, begun, stored["runs"][-1]["hardware"])
+    save(out, stored)
+    with contextlib.ExitStack() as stack:
+        if not args.dry and not args.cold:
+            stack.enter_context(warm_up(args, rows, stored, out, begun))
+        measure(args, worker, rows, stored, out, begun)
+
+
+def measure(
+    args: argparse.Namespace, worker: Worker, rows: list[Any], stored: dict[str, Any], out: Path, begun: float
+) -> None:
     stored["ceilings"] = worker.ask("ceilings")
     done, number = stored.setdefault("rows", {}), len(stored["runs"]) - 1
     for row in rows:
@@ -141,7 +155,8 @@ def run(args: argparse.Namespace, worker: Worker, rows: list[Any], stored: dict[
             continue
         done[row.name] = {"part": row.part, "status": "running"}
         save(out, stored)
-        entry = measured(row, worker, 3600 if args.dry else min(args.row_s, max(left, 1)))
+        limit = max(args.row_s, TUNING) if row.tunes and not args.dry else args.row_s
+        entry = measured(row, worker, 3600 if args.dry else min(limit, max(left, 1)))
         done[row.name] = {"run": number, **entry}
         say(row.name, entry, time.perf_counter() - begun)
         if entry.pop("lost", False):
@@ -158,6 +173,9 @@ def measured(row: Any, worker: Worker, limit: float) -> dict[str, Any]:
         entry = worker.ask(row.name, limit)
     except TimeoutError as error:
         entry = {"part": row.part, "status": "hung", "error": str(error), "lost": True}
+        if row.tunes:  # the next row, or run, takes up what was tuned so far
+            entry = {"part": row.part, "status": "no time", "error": f"{error}, tuning"}
+            worker.stop()
     except ChildProcessError as error:
         entry = {"part": row.part, "status": "failed", "error": str(error), "lost": True}
     if entry.get("lost"):
@@ -165,14 +183,47 @@ def measured(row: Any, worker: Worker, limit: float) -> dict[str, Any]:
     return {"seconds": round(time.perf_counter() - start, 1), **entry}
 
 
-def warm_up(args: argparse.Namespace, out: Path, begun: float, hardware: dict[str, Any]) -> None:
-    """A quarter of the time at most, which the rows then save."""
+@contextlib.contextmanager
+def warm_up(
+    args: argparse.Namespace, rows: list[Any], stored: dict[str, Any], out: Path, begun: float
+) -> Iterator[None]:
+    """Compile ahead, a quarter of the time at most before the rows and then beside them; what sanitizers and counters
+    say is found out meanwhile."""
+    import gpu_tools
     import gpu_warm
 
     chosen = ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume"]
-    capability = 90 if int(hardware["capability"].split(".")[0]) >= 9 else 80
-    done = gpu_warm.warm(chosen, 15 * args.minutes, capability)
-    print(f"{time.perf_counter() - begun:6.1f} s  compiled ahead; {done} processes had done their share", flush=True)
+    capability = 90 if int(stored["runs"][-1]["hardware"]["capability"].split(".")[0]) >= 9 else 80
+    with tempfile.TemporaryDirectory() as claims:
+        warming = gpu_warm.Warming(chosen, capability, Path(claims))
+        tools = gpu_tools.Beside([row for row in rows if row.name not in stored.get("rows", {})], warming.small)
+        try:
+            done = warming.wait(15 * args.minutes, tools.done)
+            for name, entry in tools.stop().items():
+                stored.setdefault("rows", {})[name] = {"run": len(stored["runs"]) - 1, **entry}
+                say(name, entry, time.perf_counter() - begun)
+            save(out, stored)
+            print(f"{time.perf_counter() - begun:6.1f} s  compiled ahead; {done} processes had done their share")
+            yield
+        finally:
+            tools.stop()
+            warming.stop()
+            if args.logs:
+                shutil.copytree(claims, args.logs, ignore=lambda _, names: [x for x in names if "log" not in x])
+
+
+def compile_some(args: argparse.Namespace, stored: dict[str, Any], bench: Any) -> None:
+    """What a process does that `gpu_warm` started."""
+    import gpu_warm
+    import torch
+
+    number, arch, claims = args.compile.split("/", 2)
+    benches = (bench(False, compiling=True, at=at) for at in ("cpu", "cuda" if torch.cuda.is_available() else "cpu"))
+    left = [
+        [row for row in found if stored.get("rows", {}).get(row.name, {}).get("status") != "measured"]
+        for found in (rows_of(bench, tuple(args.part), args.match) for bench in benches)
+    ]
+    gpu_warm.compile_share(*left, int(arch), Path(claims), int(number))
 
 
 def kernels() -> Path:

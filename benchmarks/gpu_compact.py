@@ -83,7 +83,7 @@ def rows(bench: Bench) -> Iterator[Row]:
     yield from correctness_rows(bench)
     for name in ("regard biweight", "regard relumax", *gpu_peers.ADASPLASH):
         own = name.startswith("regard")
-        yield Row(f"row sums, {name}", "compact", 1 if own else 6, partial(row_sums, name, bench), 10 if own else 40)
+        yield Row(f"row sums, {name}", "compact", 1 if own else 6, partial(row_sums, name, bench), 10 if own else 40, int("adasplash 2" in name))
     if bench.dry:
         yield from dry_rows(bench)
         return
@@ -125,8 +125,10 @@ def length_rows(bench: Bench, length: int) -> Iterator[Row]:
                 if length <= 2 * PLAIN_LIMIT:
                     names["regard biweight, impl=blocked"] = 5
             for name, later in names.items():
-                seconds = guess(name, length, dim)
-                yield timing_row(bench, name, length, dim, share, first + near + later, seconds)
+                priority = first + near + later
+                if name == "adasplash 2":  # it tunes itself at the first length; kernels of others are compiled then
+                    priority = {0.4: 2, 0.3: 4, 1.0: 8, 0.6: 15}[share] + (1 if length == 8192 else 4 + near)
+                yield timing_row(bench, name, length, dim, share, priority, guess(name, length, dim))
 
 
 def dry_rows(bench: Bench) -> Iterator[Row]:
@@ -139,7 +141,8 @@ def dry_rows(bench: Bench) -> Iterator[Row]:
 
 def timing_row(bench: Bench, name: str, length: int, dim: int, share: float, priority: int, seconds: float) -> Row:
     words = f"attention, T {length}, D {dim}, live {share:g}, {name}"
-    return Row(words, "compact", priority, partial(timed, name, length, dim, share, bench), seconds)
+    tunes = (1 if length != 8192 or "steps" in name else 2) if "adasplash 2" in name else 0
+    return Row(words, "compact", priority, partial(timed, name, length, dim, share, bench), seconds, tunes)
 
 
 def guess(name: str, length: int, dim: int) -> float:

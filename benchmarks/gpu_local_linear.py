@@ -117,7 +117,7 @@ def length_rows(bench: Bench, length: int, dim: int) -> Iterator[Row]:
         words = f"local linear, T {length}, D {dim}, {name}"
         run = partial(timed, name, length, dim, bench)
         seconds = 15 + 4e-14 * 60 * HEADS * length**2 * dim * (4 if name == "naive" else 1)
-        yield Row(words, "local_linear", base + later, run, seconds)
+        yield Row(words, "local_linear", base + later, run, seconds, int(name.startswith("fla")))
     if judged_here:
         yield Row(f"local linear, T {length}, D {dim}, steps", "local_linear", 2, partial(steps, length, dim, bench), 8)
 

@@ -38,6 +38,8 @@ class Row:
         priority: rows with smaller numbers come first.
         run: measures it; gives what is stored.
         seconds: that it is expected to take, compiling included; one is not begun when less is left.
+        tunes: whether kernels of a peer tune themselves in it: 0 no; 1 they may take over what an earlier row chose; 2
+            they try all configurations.
     """
 
     name: str
@@ -45,20 +47,22 @@ class Row:
     priority: int
     run: Callable[[], dict[str, Any]]
     seconds: float = 8.0
+    tunes: int = 0
 
 
 @dataclass(frozen=True)
 class Bench:
     """Where rows run: on the GPU at full size; dry, at toy size, in Triton's interpreter on the CPU; or compiling, at
-    full size, with tensors on the CPU and nothing launched."""
+    full size, with tensors `at` the CPU or the GPU and nothing launched."""
 
     dry: bool
     tune_peers: bool = False
     compiling: bool = False
+    at: str = "cpu"
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu" if self.dry or self.compiling else "cuda")
+        return torch.device("cpu" if self.dry else self.at if self.compiling else "cuda")
 
     def generator(self, seed: int = 0) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)

@@ -3,11 +3,16 @@ where they are installed. All take and give [B, H, T, D]."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import json
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,37 +45,93 @@ def adasplash(name: str, *, tuned_once: bool = True) -> Callable[[Tensor, Tensor
     """A version of AdaSplash, causal, alpha = 1.5.
 
     Its kernels time 6 to 30 configurations for every new length, which takes minutes. With `tuned_once` the best of the
-    first length are kept for all others.
+    first length, for each number of features, are kept for all others.
     """
     require("adasplash", "pip install adasplash")
     entry, how = ADASPLASH[name]
     function = partial(getattr(importlib.import_module("adasplash"), entry), **how)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.device.type != "cuda":
+        if q.device.type != "cuda" and not compiling():
             raise Missing("adasplash needs a GPU")
         return function(q, k, v)
 
     def kept(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = call(q, k, v)
-        keep_best("adasplash")
-        return out
+        if q.shape[-1] in SETTLED:
+            return call(q, k, v)
+        importlib.import_module("adasplash.adasplash_v2")
+        keep_best("adasplash", q.shape[-1])
+        if take_best("adasplash", q.shape[-1]):
+            SETTLED[:] = [q.shape[-1]]
+        return call(q, k, v)
 
     return kept if tuned_once and name.startswith("adasplash 2") else call
 
 
-def keep_best(package: str) -> int:
-    """Leave the autotuned kernels of a package that have run only the configuration they chose; how many were cut."""
+def compiling() -> bool:
+    """Whether kernels are only compiled now."""
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction.run.__module__ == "gpu_warm"
+
+
+def tuners(package: str) -> Iterator[tuple[str, Any]]:
+    """The kernels of a package that tune themselves."""
     from triton.runtime.autotuner import Autotuner
 
-    cut = 0
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == package and module is not None:
-            for kernel in vars(module).values():
-                best = getattr(kernel, "best_config", None)
-                if isinstance(kernel, Autotuner) and best is not None and len(kernel.configs) > 1:
-                    kernel.configs, cut = [best], cut + 1
-    return cut
+            yield from ((key, kernel) for key, kernel in vars(module).items() if isinstance(kernel, Autotuner))
+
+
+def choices() -> Path:
+    """Where it is written which configurations were chosen, beside compiled kernels."""
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    return Path(folder) / "chosen.json"
+
+
+def chosen() -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(choices().read_text(encoding="utf-8")))
+    return {}
+
+
+def chosen_of(row: str) -> bool:
+    """Whether it is known which configurations a row takes, or it does not take over any."""
+    dim = re.search(r"D (\d+)", row)
+    return "adasplash 2" not in row or f"_bwd_kv_kernel, D {dim.group(1) if dim else 64}" in chosen()
+
+
+def take_best(package: str, dim: int) -> bool:
+    """Leave the tuned kernels of a package only the configuration that was chosen for so many features, or all;
+    whether one is chosen for every kernel."""
+    known, found = chosen(), []
+    for name, kernel in tuners(package):
+        every = ALL.setdefault(kernel, kernel.configs)
+        best = [config for config in every if str(config) == known.get(f"{name}, D {dim}")]
+        kernel.configs = best or every
+        found.append(bool(best))
+    return all(found)
+
+
+def keep_best(package: str, dim: int) -> None:
+    """Write down which configurations the tuned kernels of a package chose for so many features, the first time."""
+    known = chosen()
+    new = {
+        f"{name}, D {dim}": str(config)
+        for name, kernel in tuners(package)
+        for key, config in kernel.cache.items()
+        if dim in key and f"{name}, D {dim}" not in known
+    }
+    if new:
+        choices().parent.mkdir(parents=True, exist_ok=True)
+        choices().write_text(json.dumps({**known, **new}), encoding="utf-8")
+
+
+ALL: dict[Any, list[Any]] = {}
+"""All configurations of a kernel."""
+SETTLED: list[int] = []
+"""The number of features whose configurations the kernels have now."""
 
 
 def parallax(q: Tensor, probe: Tensor, k: Tensor, v: Tensor) -> Tensor:
