@@ -32,6 +32,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,10 +196,11 @@ def warm_up(
     chosen = ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume"]
     capability = 90 if int(stored["runs"][-1]["hardware"]["capability"].split(".")[0]) >= 9 else 80
     with tempfile.TemporaryDirectory() as claims:
-        warming = gpu_warm.Warming(chosen, capability, Path(claims))
-        tools = gpu_tools.Beside([row for row in rows if row.name not in stored.get("rows", {})], warming.small)
+        warming = gpu_warm.Warming("gpu.py", chosen, capability, Path(claims))
+        left = [row for row in rows if row.name not in stored.get("rows", {})]
+        tools = gpu_tools.Beside(left, partial(warming.reached, "small"))
         try:
-            done = warming.wait(15 * args.minutes, tools.done)
+            done = warming.wait("early", 15 * args.minutes, tools.done)
             for name, entry in tools.stop().items():
                 stored.setdefault("rows", {})[name] = {"run": len(stored["runs"]) - 1, **entry}
                 say(name, entry, time.perf_counter() - begun)

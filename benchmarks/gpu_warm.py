@@ -171,37 +171,36 @@ class Warming:
     """The processes.
 
     Args:
-        arguments: of `gpu.py`, which choose the rows.
+        script: what they run, with `arguments` and "--compile NUMBER/ARCH/CLAIMS".
         arch: compute capability, 80 or 90.
-        claims: an empty folder.
+        claims: an empty folder, where kernels are claimed and processes leave marks NAME-NUMBER.
     """
 
-    def __init__(self, arguments: Sequence[str], arch: int, claims: Path) -> None:
+    def __init__(self, script: str, arguments: Sequence[str], arch: int, claims: Path) -> None:
         self.claims, count = claims, max(1, min(MOST, os.cpu_count() or 1))
-        script, environment = str(Path(__file__).with_name("gpu.py")), {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.processes = []
         for i in range(count):
-            command = [sys.executable, script, *arguments, "--compile", f"{i}/{arch}/{claims}"]
+            command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
             with (claims / f"log-{i}").open("w") as log:
-                self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+                more = ["--compile", f"{i}/{arch}/{claims}"]
+                self.processes.append(subprocess.Popen([*command, *more], env=environment, stdout=log, stderr=log))
 
-    def wait(self, seconds: float, also: Callable[[], bool] = lambda: True) -> int:
-        """Wait until all have compiled what is needed first, or have ended, and then for `also`, GRACE seconds at most;
-        return how many have."""
+    def reached(self, mark: str) -> bool:
+        """Whether all processes have left a mark, or have ended."""
+        ended = [process.poll() is not None for process in self.processes]
+        return all(end or (self.claims / f"{mark}-{i}").exists() for i, end in enumerate(ended))
+
+    def wait(self, mark: str, seconds: float, also: Callable[[], bool] = lambda: True) -> int:
+        """Wait until all have left a mark, and then for `also`, GRACE seconds at most; return how many have."""
         end = last = time.monotonic() + seconds
         while time.monotonic() < min(end, last):
-            ready = [(self.claims / f"early-{i}").exists() for i in range(len(self.processes))]
-            ended = [process.poll() is not None for process in self.processes]
-            if all(a or b for a, b in zip(ready, ended, strict=True)):
+            if self.reached(mark):
                 last = min(last, time.monotonic() + GRACE)
                 if also():
                     break
-            time.sleep(0.2)
-        return sum((self.claims / f"early-{i}").exists() for i in range(len(self.processes)))
-
-    def small(self) -> bool:
-        """Whether what sanitizers look at is compiled."""
-        return all((self.claims / f"small-{i}").exists() for i in range(len(self.processes)))
+            time.sleep(0.1)
+        return sum((self.claims / f"{mark}-{i}").exists() for i in range(len(self.processes)))
 
     def stop(self) -> None:
         for process in self.processes:

@@ -1,0 +1,238 @@
+"""How fast every kernel is with other tiles: `python benchmarks/gpu_tiles.py --minutes 4 --out tiles.json`.
+
+A target is a table of tiles (`TileTable`) and a call that asks it. Of every target the launch is timed alone, with the
+tiles that are shipped and with those of a grid (`candidates`); what does not fit or spills more than SPILL bytes is not
+timed. Many processes compile the targets in their order, while those that are compiled are timed. The JSON is written
+after every target: its tables, tiles and milliseconds, registers, spilled bytes.
+
+`--list` prints the targets; `--compile-only` needs no GPU and shows registers and spilled bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if importlib.util.find_spec("regard") is None:  # a machine with torch and these sources alone
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+LENGTH, SHARE, SPILL = 8192, 0.4, 256
+TARGETS = (
+    ("biweight", 64, "compact_search_2"), ("biweight", 64, "compact_weigh_kept_2"), ("biweight", 64, "compact_weigh_2"),
+    ("biweight", 128, "compact_search_2"), ("biweight", 128, "compact_weigh_kept_2"), ("biweight", 128, "compact_weigh_2"),
+    ("relumax", 64, "compact_weigh_2"), ("relumax", 64, "compact_weigh_kept_2"), ("relumax", 64, "compact_dkv"),
+    ("relumax", 128, "compact_weigh_2"), ("biweight", 64, "compact_dkv"), ("biweight", 64, "compact_dq"),
+    ("local-linear", 64, "local_linear_solve"), ("local-linear", 128, "local_linear_solve"),
+    ("parallax", 128, "local_linear_output"), ("parallax", 128, "local_linear_moments"),
+    ("local-linear", 128, "local_linear_backward_keys"), ("local-linear", 64, "local_linear_backward_keys"),
+    ("biweight", 128, "compact_dkv"), ("biweight", 128, "compact_dq"), ("relumax", 128, "compact_dkv"),
+    ("relumax", 64, "compact_dq"), ("local-linear", 64, "local_linear_moments"),
+    ("local-linear", 128, "local_linear_moments"), ("local-linear", 64, "local_linear_output"),
+    ("local-linear", 128, "local_linear_output"), ("local-linear", 64, "local_linear_backward_rows"),
+    ("local-linear", 128, "local_linear_backward_rows"), ("local-linear", 64, "local_linear_backward_right"),
+    ("local-linear", 128, "local_linear_backward_right"), ("parallax", 64, "local_linear_output"),
+    ("parallax", 64, "local_linear_backward_keys"), ("parallax", 128, "local_linear_backward_keys"),
+    ("softmax", 64, "compact_stream_2"), ("softmax", 128, "compact_stream_2"),
+)  # fmt: skip
+"""(model, features, table), the most valuable first."""
+
+
+def candidates(table: Any, shipped: Any) -> list[Any]:
+    """The shipped tiles, the table's own alternatives, and a grid: 64 or 128 rows of the program's own axis on 4 or 8
+    warps, other blocks of 32 to 128, 2 and 3 stages; 1 and 4 stages of the shipped tiles."""
+    from regard.triton.runtime.tiles import Tiles
+
+    by_keys = table.name in ("compact_dkv", "local_linear_backward_keys")
+    grid = [(own, other, warps, stages) for own in (64, 128) for warps in (4, 8) for other in (64, 32, 128)
+            for stages in (2, 3) if own * other <= 64 * 32 * warps and (own, other) != (128, 128)]  # fmt: skip
+    tiles = [Tiles(other, own, *rest) if by_keys else Tiles(own, other, *rest) for own, other, *rest in grid]
+    deep = [Tiles(shipped.rows, shipped.keys, shipped.warps, stages) for stages in (1, 2, 3, 4)]
+    return list(dict.fromkeys([shipped, *deep, *table.others, *tiles]))
+
+
+@lru_cache(maxsize=2)
+def call_of(model: str, dim: int, bench: Any) -> dict[str, Callable[[], Any]]:
+    """Both passes of a call; while it only compiles, of a short one."""
+    import gpu_compact
+    import gpu_local_linear
+    from gpu_measure import passes
+
+    length = LENGTH // 8 if bench.compiling else LENGTH
+    if model in ("local-linear", "parallax"):
+        q, k, v, g, probe = gpu_local_linear.inputs(bench, length, dim)
+        more = (probe,) if model == "parallax" else ()
+        return passes(gpu_local_linear.contestant(f"regard {model}"), (q, k, v, *more), g)
+    *given, g = gpu_compact.inputs(bench, length, dim, SHARE)
+    return passes(gpu_compact.contestant(f"regard {model}", bench), given, g)
+
+
+def swept(target: tuple[str, int, str], bench: Any, visit: Callable[[Any, Any, Callable[[Any], Any]], None]) -> None:
+    """Make the call of a target, and at the first question to its table `visit` (table, shipped tiles, launch)."""
+    from regard.triton.runtime.tiles import TileTable
+
+    model, dim, name = target
+    asked: list[Any] = []
+    pick = TileTable.pick
+
+    def picked(table: Any, width: int, dtype: Any, run: Any = None, flags: Any = ()) -> Any:
+        shipped = pick(table, width, dtype)
+        if table.name == name and run is not None and not asked:
+            asked.append(name)
+            visit(table, shipped, run)
+        return shipped
+
+    forward = name in ("compact_weigh_2", "compact_stream_2")  # without a backward pass
+    with mock.patch.object(TileTable, "pick", picked):
+        call_of(model, dim, bench)["forward" if forward else "both"]()
+    if not asked:
+        raise RuntimeError(f"{name} was not asked by {model}")
+
+
+# Compiling -----------------------------------------------------------------------------------------------------
+
+
+def compile_share(targets: list[Any], number: int, arch: int, claims: Path) -> None:
+    from gpu_measure import Bench
+    from gpu_warm import warming
+
+    def visit(table: Any, shipped: Any, run: Callable[[Any], Any]) -> None:
+        for tiles in candidates(table, shipped):
+            with contextlib.suppress(Exception):
+                run(tiles)
+
+    os.nice(10)
+    for at, target in enumerate(targets):
+        with contextlib.suppress(Exception), warming(arch, claims):
+            swept(target, Bench(False, compiling=True), visit)
+        (claims / f"target{at}-{number}").touch()
+
+
+@contextlib.contextmanager
+def compiled(into: list[tuple[str, Any]]) -> Iterator[None]:
+    """Within it launches are compiled, not started: put (name, compiled kernel) into a list."""
+    from regard.triton.runtime.launch import watched
+
+    def note(kernel: Any, grid: Any, args: Any, options: Any) -> None:
+        one = kernel.warmup(*args, grid=grid, **options)
+        into.append((one.metadata.name, one))
+
+    with watched(note):
+        yield
+
+
+# Timing --------------------------------------------------------------------------------------------------------
+
+
+def timed(target: tuple[str, int, str], bench: Any, end: float) -> dict[str, Any]:
+    """Milliseconds, registers and spilled bytes of a target for every candidate, until the time is up."""
+    from triton.testing import do_bench
+
+    from regard.triton.tools.compiled import SHARED, _usage
+
+    rows: list[dict[str, Any]] = []
+    seen: set[Any] = set()
+
+    def visit(table: Any, shipped: Any, run: Callable[[Any], Any]) -> None:
+        for tiles in candidates(table, shipped):
+            kernels: list[tuple[str, Any]] = []
+            row: dict[str, Any] = {"tiles": astuple(tiles), "shipped": tiles == shipped}
+            if time.monotonic() > end:
+                return
+            try:
+                with compiled(kernels):
+                    run(tiles)
+                own = tuple(kernel.hash for _, kernel in kernels)
+                if own in seen:  # a kernel that takes its blocks from elsewhere
+                    continue
+                seen.add(own)
+                used = [_usage(kernel.asm["cubin"]) for _, kernel in kernels]
+                shared = max(kernel.metadata.shared for _, kernel in kernels)
+                row |= {"kernels": [name for name, _ in kernels], "registers": max(r for r, _ in used)}
+                row |= {"spill": max(spill for _, spill in used), "shared": shared}
+                if row["spill"] <= SPILL and shared <= SHARED[90] and not bench.compiling:
+                    ms = do_bench(lambda tiles=tiles: run(tiles), warmup=5, rep=25, return_mode="median")
+                    row["ms"] = round(ms, 4)
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            rows.append(row)
+
+    swept(target, bench, visit)
+    model, dim, table = target
+    return {"model": model, "dim": dim, "table": table, "length": LENGTH, "rows": rows}
+
+
+def told(found: dict[str, Any], since: float) -> str:
+    """The shipped tiles and the five fastest."""
+    name = f"{since:6.1f} s  {found['table']}, {found['model']}, D {found['dim']}"
+    if "error" in found:
+        return f"{name}: {found['error']}"
+
+    def cell(row: dict[str, Any]) -> str:
+        said = row.get("error") or f"{row['registers']} registers, {row['spill']} spilled, {row['shared']} shared"
+        return f"{row.get('ms', '–')} ms {row['tiles']} ({said})"
+
+    best = sorted((row for row in found["rows"] if "ms" in row), key=lambda row: row["ms"])[:5]
+    first = [f"shipped {cell(row)}" for row in found["rows"] if row["shipped"]]
+    return "\n".join([name, *(f"    {text}" for text in [*first, *map(cell, best or found["rows"])])])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=4, help="minutes that all may take (default 4)")
+    parser.add_argument("--match", default="", help="only targets that hold this: 'compact_dkv, biweight, D 64'")
+    parser.add_argument("--out", type=Path, default=Path("tiles.json"), help="the JSON")
+    parser.add_argument("--list", action="store_true", help="print the targets, and stop")
+    parser.add_argument("--compile-only", action="store_true", help="no GPU is needed; nothing is timed")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as gpu.py, whose compiled kernels it then finds
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+    targets = [one for one in TARGETS if args.match in f"{one[2]}, {one[0]}, D {one[1]}"]
+    if args.list:
+        print("\n".join(f"{table}, {model}, D {dim}" for model, dim, table in targets))
+        return 0
+    if args.compile:
+        number, arch, claims = args.compile.split("/", 2)
+        compile_share(targets, int(number), int(arch), Path(claims))
+        return 0
+    import gpu_warm
+    from gpu_measure import Bench
+
+    from regard.triton.runtime.launch import watched
+    from regard.triton.tools.compiled import pretended, zeros
+
+    begun, found = time.monotonic(), []
+    end, dry = begun + 60 * args.minutes, args.compile_only
+    with tempfile.TemporaryDirectory() as claims, contextlib.ExitStack() as stack:
+        warming = gpu_warm.Warming("gpu_tiles.py", ["--match", args.match], 90, Path(claims))
+        stack.callback(warming.stop)
+        for manager in (pretended(90), zeros(), watched(lambda *_: None)) if dry else ():
+            stack.enter_context(manager)
+        for at, target in enumerate(targets):
+            warming.wait(f"target{at}", max(0.0, end - time.monotonic()))
+            if time.monotonic() > end:
+                break
+            try:
+                found.append(timed(target, Bench(False, compiling=dry), end))
+            except Exception as error:
+                found.append(dict(zip(("model", "dim", "table"), target, strict=True), error=repr(error)[:300]))
+            args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            print(told(found[-1], time.monotonic() - begun), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
