@@ -82,8 +82,9 @@ def contestant(name: str, bench: Bench) -> Function:
 def rows(bench: Bench) -> Iterator[Row]:
     yield from correctness_rows(bench)
     for name in ("regard biweight", "regard relumax", *gpu_peers.ADASPLASH):
-        own = name.startswith("regard")
-        yield Row(f"row sums, {name}", "compact", 1 if own else 6, partial(row_sums, name, bench), 10 if own else 40, int("adasplash 2" in name))
+        priority, seconds = (1, 10) if name.startswith("regard") else (6, 40)
+        tunes = int("adasplash 2" in name)
+        yield Row(f"row sums, {name}", "compact", priority, partial(row_sums, name, bench), seconds, tunes)
     if bench.dry:
         yield from dry_rows(bench)
         return

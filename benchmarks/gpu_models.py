@@ -84,7 +84,9 @@ def allowed() -> dict[str, str]:
     if TRITON_ABOVE_3_7_1 or not (gated.IS_NVIDIA_HOPPER and gated.TRITON_ABOVE_3_4_0):
         return {}
     gated.TRITON_ABOVE_3_7_1 = True
-    return {"note": "fla's gradients of decays are off with this Triton on Hopper (its issue 640): the time alone counts"}
+    return {
+        "note": "fla's gradients of decays are wrong with this Triton on Hopper (its issue 640): only the time counts"
+    }
 
 
 def stepped(config: Any, batch: int, tokens: int, bench: Bench) -> dict[str, Any]:

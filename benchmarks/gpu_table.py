@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -225,14 +226,33 @@ def tools(stored: Entry) -> Iterator[str]:
             table = [[name, *(number_or_text(one.get(key)) for key in columns)]
                      for name, kernels in own.items() for one in kernels[:5]]  # fmt: skip
             yield markdown(["", *columns], table)
+    hosts = {name.partition(", ")[2]: row for name, row in rows.items() if "host_ms" in row}
+    if hosts:
+        yield "A call from Python: milliseconds of the device's kernels, of the host's part, and of the whole."
+        table = [[name, sized(row["config"]), row["launches"], number(row["us"] / 1e3), number(row["host_ms"]),
+                  number(row["wall_ms"])] for name, row in hosts.items()]  # fmt: skip
+        yield markdown(["", "of", "launches", "kernels", "host", "whole"], table)
     judged_ = [[name, "none" if row["right"] else "**see the JSON**"] for name, row in rows.items() if "right" in row]
     if judged_:
         yield "Faults that compute-sanitizer finds."
         yield markdown(["", "faults"], judged_)
 
 
+def sized(config: Entry) -> str:
+    return ", ".join(x if isinstance(x, str) else f"{key.replace('_', ' ')} {x}" for key, x in config.items())
+
+
 def number_or_text(x: Any) -> str:
-    return "" if x is None else x if isinstance(x, str) else number(x)
+    return "" if x is None else short(x) if isinstance(x, str) else number(x)
+
+
+def short(kernel: str) -> str:
+    """The name of a kernel; of one of torch, what it does."""
+    if "::" not in kernel and not kernel.startswith("void"):
+        return kernel
+    names = re.findall(r"(\w+(?:_kernel_impl|_kernel_cuda|_cuda_out|_cuda|Functor)|(?<=::)\w+(?=[<(]))\b", kernel)
+    told = next((x for x in names if not re.search("elementwise|^(gpu|Binary|Unary|array|operator)", x)), kernel[:30])
+    return f"torch: {re.sub('(_kernel_impl|_kernel_cuda|_cuda_out|_cuda|Functor|_kernel)$', '', told)}"
 
 
 def missing(stored: Entry) -> Iterator[str]:

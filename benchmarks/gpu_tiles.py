@@ -32,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 LENGTH, SHARE, SPILL = 8192, 0.4, 256
 TARGETS = (
     ("biweight", 64, "compact_search_2"), ("biweight", 64, "compact_weigh_kept_2"), ("biweight", 64, "compact_weigh_2"),
-    ("biweight", 128, "compact_search_2"), ("biweight", 128, "compact_weigh_kept_2"), ("biweight", 128, "compact_weigh_2"),
-    ("relumax", 64, "compact_weigh_2"), ("relumax", 64, "compact_weigh_kept_2"), ("relumax", 64, "compact_dkv"),
-    ("relumax", 128, "compact_weigh_2"), ("biweight", 64, "compact_dkv"), ("biweight", 64, "compact_dq"),
+    ("biweight", 128, "compact_search_2"), ("biweight", 128, "compact_weigh_kept_2"),
+    ("biweight", 128, "compact_weigh_2"), ("relumax", 64, "compact_weigh_2"), ("relumax", 64, "compact_weigh_kept_2"),
+    ("relumax", 64, "compact_dkv"), ("relumax", 128, "compact_weigh_2"), ("biweight", 64, "compact_dkv"),
+    ("biweight", 64, "compact_dq"),
     ("local-linear", 64, "local_linear_solve"), ("local-linear", 128, "local_linear_solve"),
     ("parallax", 128, "local_linear_output"), ("parallax", 128, "local_linear_moments"),
     ("local-linear", 128, "local_linear_backward_keys"), ("local-linear", 64, "local_linear_backward_keys"),

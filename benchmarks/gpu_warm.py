@@ -1,8 +1,8 @@
-"""Before and while `gpu.py` measures: compile the kernels of its rows in several processes at once, into Triton's cache.
+"""Before and while `gpu.py` measures: compile the kernels of its rows in several processes, into Triton's cache.
 
 Compiling takes longer than measuring, and one process compiles one kernel after another. Here every process goes
 through all rows with nothing launched, and compiles the kernels that no other process has claimed; of kernels that tune
-themselves every configuration. `gpu.py` waits for what it needs first (`early`); the rest is compiled while it measures.
+themselves every configuration. `gpu.py` waits for what it needs first; the rest is compiled while it measures.
 """
 
 from __future__ import annotations

@@ -351,6 +351,28 @@ def test_the_results_page_shows_what_is_stored(module: Any) -> None:
         assert "**Not measured**" in shown
 
 
+def test_names_of_kernels_of_torch_are_short(module: Any) -> None:
+    short, elementwise = module("gpu_table").short, "void at::native::vectorized_elementwise_kernel<4, at::native::"
+    assert short("compact_dq_kernel") == "compact_dq_kernel"
+    assert short("Memcpy DtoD (Device -> Device)") == "Memcpy DtoD (Device -> Device)"
+    assert short(f"{elementwise}(anonymous namespace)::where_kernel_impl(at::TensorIterator&)>(int)") == "torch: where"
+    assert short(f"{elementwise}FillFunctor<int>>(int)") == "torch: Fill"
+
+
+def test_a_row_that_is_slow_since_it_tunes_costs_no_other(module: Any) -> None:
+    script, row = module("gpu"), module("gpu_measure").Row
+
+    class Slow:
+        def ask(self, what: str, limit: float) -> None:
+            raise TimeoutError("took more than 1 s")
+
+        def stop(self) -> None:
+            pass
+
+    entries = [script.measured(row("a", "b", 0, dict, tunes=tunes), Slow(), 1.0) for tunes in (0, 2)]
+    assert [(entry["status"], entry.get("lost")) for entry in entries] == [("hung", True), ("no time", None)]
+
+
 def test_what_loses_the_device_is_not_tried_again(module: Any) -> None:
     """Of the rows of that contestant, or of that spec where it was correctness, none; all others are."""
     script, row = module("gpu"), module("gpu_measure").Row
@@ -375,42 +397,78 @@ def test_the_kernels_of_every_kind_of_row_are_compiled_ahead_once(module: Any, m
     assert ours.format(8192, 0.3) not in kinds
     assert not [name for name in kinds if "adasplash" in name or "flash" in name or "impl=sparse" in name]
     assert {"memory, forward, impl=triton", "correctness, biweight, D 64, float32"} <= set(kinds)
-    ran: list[str] = []
-    monkeypatch.setattr("regard.triton.tools.compiled.resources_of", lambda call, arch: ran.append((call(), arch)))
+    early, late = warm.peers(rows)
+    splash = "attention, T {}, D {}, live 0.4, adasplash 2"
+    assert {splash.format(8192, 64), splash.format(8192, 128), "training step, GDN"} <= {row.name for row in early}
+    assert {splash.format(16384, 64), "local linear, T 8192, D 64, fla mesa"} <= {row.name for row in late}
+    assert not [row.name for row in (*early, *late) if "live 0.3" in row.name or "regard" in row.name]
 
-    def row(name: str, error: bool = False) -> Any:
-        def call() -> str:
-            if error:
-                raise ValueError
-            return name
 
-        return module("gpu_measure").Row(name, "compact", 0, call)
+try:
+    import triton
+    import triton.language as tl
 
-    some = [row("regard a"), row("regard b", error=True), row("regard c"), row("regard d"), row("flash")]
-    warm.compile_share(some, 0, 2, 90)
-    assert ran == [("regard a", 90), ("regard c", 90)]
-    warm.compile_share(some, 1, 2, 90)
-    assert ran[2:] == [("regard d", 90)]
+    @triton.jit
+    def _add(x, n, SIZE: tl.constexpr):  # pragma: no cover - it is compiled, at most
+        tl.store(x + tl.arange(0, SIZE), n)
+except ImportError:
+    _add = None
+
+
+def test_processes_share_the_kernels_and_the_configurations_that_are_tuned(module: Any, tmp_path: Path) -> None:
+    """Every kernel, of one that tunes itself every configuration, is claimed once, by whichever process comes first;
+    one that does not compile keeps no other from it."""
+    triton = pytest.importorskip("triton")
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    if not isinstance(_add, JITFunction):
+        pytest.skip("the interpreter compiles nothing")
+    warm, compiled = module("gpu_warm"), []
+
+    def real(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert warmup
+        compiled.append((kernel.__name__, options.get("SIZE"), options.get("num_warps")))
+        if options.get("SIZE") == 32:
+            raise ValueError
+
+    configs = [triton.Config({"SIZE": size}, num_warps=warps) for size in (32, 64) for warps in (4, 8)]
+    tuned = Autotuner(_add, _add.arg_names, configs, ["n"], None, None)
+    x = torch.zeros(64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", real)
+        for n in (16, 32, 48, 7, 1):  # only multiples of 16, other numbers and 1 differ
+            with warm.warming(90, tmp_path):
+                tuned[(1,)](x, n)
+    assert len(compiled) == len(set(map(str, compiled))) * 3 == 12
+
+
+def test_configurations_that_were_chosen_are_taken_over(module: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton.runtime.autotuner import Autotuner
+
+    peers, tuned = module("gpu_peers"), object.__new__(Autotuner)
+    a, b, c = (triton.Config({"SIZE": size}) for size in (16, 32, 64))
+    tuned.configs, tuned.cache = [a, b, c], {}
+    inside = types.ModuleType("splash.kernels")
+    inside.kernel = tuned
+    monkeypatch.setitem(sys.modules, "splash.kernels", inside)
+    assert not peers.take_best("splash", 64)
+    assert tuned.configs == [a, b, c]
+    tuned.cache = {(8192, 64, "torch.bfloat16"): b}
+    peers.keep_best("splash", 64)
+    tuned.cache[16384, 64, "torch.bfloat16"] = c  # the first choice stays
+    peers.keep_best("splash", 64)
+    assert peers.take_best("splash", 64)
+    assert tuned.configs == [b]
+    assert not peers.take_best("splash", 128)
+    assert tuned.configs == [a, b, c]
+    assert not peers.chosen_of("attention, T 16384, D 64, live 0.4, adasplash 2")
+    assert peers.chosen_of("local linear, T 8192, D 64, fla mesa")
 
 
 # Peers --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_tuned_kernel_keeps_the_configuration_it_chose(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner = pytest.importorskip("triton.runtime.autotuner")
-    tuned, new, single = (object.__new__(tuner.Autotuner) for _ in range(3))
-    tuned.configs, tuned.best_config = ["a", "b", "c"], "b"
-    new.configs = ["a", "b"]
-    single.configs, single.best_config = ["a"], "a"
-    inside = types.ModuleType("splash.kernels")
-    inside.tuned, inside.new, inside.single = tuned, new, single
-    outside = types.ModuleType("splash_kernels")
-    outside.other = other = object.__new__(tuner.Autotuner)
-    other.configs, other.best_config = ["a", "b"], "a"
-    monkeypatch.setitem(sys.modules, "splash.kernels", inside)
-    monkeypatch.setitem(sys.modules, "splash_kernels", outside)
-    assert module("gpu_peers").keep_best("splash") == 1
-    assert [x.configs for x in (tuned, new, single, other)] == [["b"], ["a", "b"], ["a"], ["a", "b"]]
 
 
 def test_peers_that_are_not_there_are_missing_and_no_error(module: Any) -> None:
