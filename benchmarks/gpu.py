@@ -31,7 +31,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ if importlib.util.find_spec("regard") is None:  # a machine with torch and these
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_worker import Worker  # noqa: E402
 
+Ready = Callable[[Any], bool]
 TUNING = 150
 """Seconds that a row may take in which a peer tunes itself."""
 PARTS = ("compact", "local_linear", "decoding", "memory", "models", "tools")
@@ -130,17 +131,33 @@ def run(args: argparse.Namespace, worker: Worker, rows: list[Any], stored: dict[
     stored.setdefault("runs", []).append(worker.ask("provenance"))
     save(out, stored)
     with contextlib.ExitStack() as stack:
+        ready: Ready = lambda row: True  # noqa: E731
         if not args.dry and not args.cold:
-            stack.enter_context(warm_up(args, rows, stored, out, begun))
-        measure(args, worker, rows, stored, out, begun)
+            ready = stack.enter_context(warm_up(args, rows, stored, out, begun))
+        measure(args, worker, rows, stored, out, begun, ready)
+
+
+def in_turn(rows: list[Any], ready: Ready) -> Iterator[Any]:
+    """The rows in their order; one whose kernels are still compiled comes once they are, or at the end."""
+    waiting: list[Any] = []
+    for row in rows:
+        for other in [one for one in waiting if ready(one)]:
+            waiting.remove(other)
+            yield other
+        if ready(row):
+            yield row
+        else:
+            waiting.append(row)
+    yield from waiting
 
 
 def measure(
-    args: argparse.Namespace, worker: Worker, rows: list[Any], stored: dict[str, Any], out: Path, begun: float
-) -> None:
+    args: argparse.Namespace, worker: Worker, rows: list[Any], stored: dict[str, Any], out: Path, begun: float,
+    ready: Ready,
+) -> None:  # fmt: skip
     stored["ceilings"] = worker.ask("ceilings")
     done, number = stored.setdefault("rows", {}), len(stored["runs"]) - 1
-    for row in rows:
+    for row in in_turn(rows, ready):
         before = done.get(row.name, {}).get("status")
         if done.get(row.name, {}).get("error", "").startswith("left out"):
             continue
@@ -187,9 +204,9 @@ def measured(row: Any, worker: Worker, limit: float) -> dict[str, Any]:
 @contextlib.contextmanager
 def warm_up(
     args: argparse.Namespace, rows: list[Any], stored: dict[str, Any], out: Path, begun: float
-) -> Iterator[None]:
-    """Compile ahead, a quarter of the time at most before the rows and then beside them; what sanitizers and counters
-    say is found out meanwhile."""
+) -> Iterator[Ready]:
+    """Compile ahead, a quarter of the time at most before the rows and then beside them; what sanitizers say is found
+    out meanwhile. Give whether a row's kernels are compiled, if they belong to those that come beside."""
     import gpu_tools
     import gpu_warm
 
@@ -206,7 +223,7 @@ def warm_up(
                 say(name, entry, time.perf_counter() - begun)
             save(out, stored)
             print(f"{time.perf_counter() - begun:6.1f} s  compiled ahead; {done} processes had done their share")
-            yield
+            yield lambda row: row.tunes != 1 or warming.reached(gpu_warm.mark_of(row))
         finally:
             tools.stop()
             warming.stop()

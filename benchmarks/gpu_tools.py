@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import glob
 import importlib.util
 import io
 import os
@@ -215,8 +216,12 @@ def read_ncu(text: str) -> list[dict[str, Any]]:
     for row in csv.DictReader(io.StringIO("\n".join(lines[first:]))):
         own = found.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0]})
         name, factor = names[row["Metric Name"]]
-        own[name] = digits(float(row["Metric Value"].replace(",", "")) * factor)
-    return sorted(found.values(), key=lambda own: -own.get("us", 0.0))[:MOST]
+        with contextlib.suppress(ValueError):  # "n/a"
+            own[name] = digits(float(row["Metric Value"].replace(",", "")) * factor)
+    longest: dict[str, dict[str, Any]] = {}
+    for own in sorted(found.values(), key=lambda own: -own.get("us", 0.0)):
+        longest.setdefault(own["kernel"], own)
+    return list(longest.values())[:MOST]
 
 
 def ran(command: list[str], name: str, bench: Bench, small: bool) -> str:
@@ -225,14 +230,17 @@ def ran(command: list[str], name: str, bench: Bench, small: bool) -> str:
     Raises:
         gpu_peers.Missing: the machine does not have it.
     """
-    if bench.dry or shutil.which(command[0]) is None:
+    program = found(command[0])
+    if bench.dry or program is None:
         raise gpu_peers.Missing(f"{command[0]} is not on this machine" if not bench.dry else "it needs a GPU")
     own = [sys.executable, str(Path(__file__).resolve()), name, *["--small"] * small]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if "memcheck" in command:  # a tensor of its own for every allocation, beyond which it looks
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([*command, *own], stdout=said, stderr=said, env=environment, start_new_session=True)
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            [program, *command[1:], *own], stdout=said, stderr=said, env=environment, start_new_session=True
+        )
         RUNNING.add(process.pid)
         try:
             process.wait(LIMIT)
@@ -241,6 +249,13 @@ def ran(command: list[str], name: str, bench: Bench, small: bool) -> str:
             kill(process.pid)
         said.seek(0)
         return said.read()
+
+
+def found(program: str) -> str | None:
+    """Where a program is: on the path, or where CUDA is installed."""
+    places = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*", "/usr/local/cuda*/compute-sanitizer")
+    more = [path for place in places for path in sorted(glob.glob(f"{place}/{program}"))]
+    return shutil.which(program) or next(iter(more), None)
 
 
 RUNNING: set[int] = set()
@@ -271,13 +286,13 @@ class Beside:
             thread.start()
 
     def _run(self, rows: Sequence[Row], ready: Callable[[], bool]) -> None:
-        from gpu_worker import found
+        from gpu_worker import found as entry_of
 
         while not ready() and not self.stopped.wait(0.2):
             pass
         for row in rows:
             if not self.stopped.is_set():
-                entry = found(row, Bench(dry=True))  # which asks nothing of the device
+                entry = entry_of(row, Bench(dry=True))  # which asks nothing of the device
                 if not self.stopped.is_set():
                     self.found[row.name] = entry
 

@@ -359,6 +359,15 @@ def test_names_of_kernels_of_torch_are_short(module: Any) -> None:
     assert short(f"{elementwise}FillFunctor<int>>(int)") == "torch: Fill"
 
 
+def test_a_row_whose_kernels_are_still_compiled_comes_later(module: Any) -> None:
+    ready, seen = {"a": True, "b": False, "c": True, "d": True, "e": False}, []
+    for row in module("gpu").in_turn(list(ready), ready.__getitem__):
+        seen.append(row)
+        if row == "c":
+            ready["b"] = True
+    assert seen == ["a", "c", "b", "d", "e"]
+
+
 def test_a_row_that_is_slow_since_it_tunes_costs_no_other(module: Any) -> None:
     script, row = module("gpu"), module("gpu_measure").Row
 
