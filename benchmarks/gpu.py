@@ -26,6 +26,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -65,6 +66,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the rows in their order, and stop")
     parser.add_argument("--dry", action="store_true", help="toy sizes in Triton's interpreter, stored elsewhere")
     parser.add_argument("--resume", action="store_true", help="keep what --out holds and measure what is not in it")
+    parser.add_argument("--again", default="", help="with --resume: measure rows anew whose name matches this pattern")
     parser.add_argument("--keep-errors", action="store_true", help="with --resume: do not try again what failed")
     parser.add_argument("--cold", action="store_true", help="do not compile in several processes first")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
@@ -158,13 +160,13 @@ def measure(
     stored["ceilings"] = worker.ask("ceilings")
     done, number = stored.setdefault("rows", {}), len(stored["runs"]) - 1
     for row in in_turn(rows, ready):
-        before = done.get(row.name, {}).get("status")
-        if done.get(row.name, {}).get("error", "").startswith("left out"):
+        if settled(args, done, row, number):
             continue
+        before = done.get(row.name, {}).get("status")
         if before == "running":  # an earlier run was stopped with it
-            done[row.name] = {"part": row.part, "status": "hung", "error": "the run ended during this row"}
+            error = "the run ended during this row"
+            done[row.name] = {"run": number, "part": row.part, "status": "hung", "error": error}
             leave_out(row, rows, done)
-        if before in ("measured", "hung", "running") or (before in ("failed", "not available") and args.keep_errors):
             continue
         left = 60 * args.minutes - (time.perf_counter() - begun)
         if left < row.seconds and not args.dry:
@@ -182,6 +184,15 @@ def measure(
         save(out, stored)
     stored["runs"][-1]["seconds"] = round(time.perf_counter() - begun, 1)
     save(out, stored)
+
+
+def settled(args: argparse.Namespace, done: dict[str, Any], row: Any, number: int) -> bool:
+    """Whether a row need not be measured in the run of that number."""
+    entry = done.get(row.name, {})
+    if args.again and re.search(args.again, row.name) and entry.get("run") != number:
+        return False
+    given_up = args.keep_errors and entry.get("status") in ("failed", "not available")
+    return given_up or entry.get("status") in ("measured", "hung") or entry.get("error", "").startswith("left out")
 
 
 def measured(row: Any, worker: Worker, limit: float) -> dict[str, Any]:
@@ -210,16 +221,17 @@ def warm_up(
     import gpu_tools
     import gpu_warm
 
-    chosen = ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume"]
+    chosen = ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume", "--again", args.again]
     capability = 90 if int(stored["runs"][-1]["hardware"]["capability"].split(".")[0]) >= 9 else 80
     with tempfile.TemporaryDirectory() as claims:
         warming = gpu_warm.Warming("gpu.py", chosen, capability, Path(claims))
-        left = [row for row in rows if row.name not in stored.get("rows", {})]
+        number = len(stored["runs"]) - 1
+        left = [row for row in rows if not settled(args, stored.get("rows", {}), row, number)]
         tools = gpu_tools.Beside(left, partial(warming.reached, "small"))
         try:
             done = warming.wait("early", 15 * args.minutes, tools.done)
             for name, entry in tools.stop().items():
-                stored.setdefault("rows", {})[name] = {"run": len(stored["runs"]) - 1, **entry}
+                stored.setdefault("rows", {})[name] = {"run": number, **entry}
                 say(name, entry, time.perf_counter() - begun)
             save(out, stored)
             print(f"{time.perf_counter() - begun:6.1f} s  compiled ahead; {done} processes had done their share")
@@ -239,7 +251,7 @@ def compile_some(args: argparse.Namespace, stored: dict[str, Any], bench: Any) -
     number, arch, claims = args.compile.split("/", 2)
     benches = (bench(False, compiling=True, at=at) for at in ("cpu", "cuda" if torch.cuda.is_available() else "cpu"))
     left = [
-        [row for row in found if stored.get("rows", {}).get(row.name, {}).get("status") != "measured"]
+        [row for row in found if not settled(args, stored.get("rows", {}), row, len(stored.get("runs", [])) - 1)]
         for found in (rows_of(bench, tuple(args.part), args.match) for bench in benches)
     ]
     gpu_warm.compile_share(*left, int(arch), Path(claims), int(number))
@@ -273,7 +285,8 @@ def leave_out(row: Any, rows: list[Any], done: dict[str, Any]) -> None:
         same = other.part == row.part and other.name.split(", ")[place] == row.name.split(", ")[place]
         if same and done.get(other.name, {}).get("status") != "measured" and other.name != row.name:
             error = f"left out: {row.name!r} hung or lost the device"
-            done[other.name] = {"part": other.part, "status": "failed", "error": error, "seconds": 0.0}
+            run = done.get(row.name, {}).get("run")
+            done[other.name] = {"run": run, "part": other.part, "status": "failed", "error": error, "seconds": 0.0}
 
 
 def say(name: str, entry: dict[str, Any], since: float) -> None:

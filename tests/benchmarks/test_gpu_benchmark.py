@@ -299,7 +299,7 @@ def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, m
     script, worker = module("gpu"), module("gpu_worker")
     rows, out = script.rows_of(bench(module), ("fake",), ""), tmp_path / "gpu.json"
     made = worker.Worker(dry=True, tune_peers=False, parts=("fake",), match="")
-    more = {"minutes": 5.0, "row_s": 2.0, "keep_errors": False, "cold": True, "dry": False}
+    more = {"minutes": 5.0, "row_s": 2.0, "keep_errors": False, "cold": True, "dry": False, "again": ""}
     stored: dict[str, Any] = {}
     script.run(argparse.Namespace(**more), made, rows, stored, out)
     found = json.loads(out.read_text(encoding="utf-8"))["rows"]
@@ -323,6 +323,11 @@ def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, m
     }  # fmt: skip
     assert stored["rows"]["h, long"]["run"] == 1
     assert (tmp_path / "told").read_text().splitlines()[len(told) :][0].startswith("h, long ")
+    script.run(argparse.Namespace(**more | {"again": "^a|dies"}), made, rows[:1] + rows[4:5], stored, out)
+    made.stop()
+    assert {name: stored["rows"][name]["run"] for name in ("a, x", "e, dies", "h, long")} == {
+        "a, x": 2, "e, dies": 2, "h, long": 1,
+    }  # fmt: skip
 
 
 def test_compiled_kernels_travel_as_a_tarball(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
