@@ -30,24 +30,27 @@ if importlib.util.find_spec("regard") is None:  # a machine with torch and these
 sys.path.insert(0, str(Path(__file__).parent))
 
 LENGTH, SHARE, SPILL = 8192, 0.4, 256
-TARGETS = (
-    ("biweight", 64, "compact_search_2"), ("biweight", 64, "compact_weigh_kept_2"), ("biweight", 64, "compact_weigh_2"),
-    ("biweight", 128, "compact_search_2"), ("biweight", 128, "compact_weigh_kept_2"),
-    ("biweight", 128, "compact_weigh_2"), ("relumax", 64, "compact_weigh_2"), ("relumax", 64, "compact_weigh_kept_2"),
-    ("relumax", 64, "compact_dkv"), ("relumax", 128, "compact_weigh_2"), ("biweight", 64, "compact_dkv"),
-    ("biweight", 64, "compact_dq"),
-    ("local-linear", 64, "local_linear_solve"), ("local-linear", 128, "local_linear_solve"),
-    ("parallax", 128, "local_linear_output"), ("parallax", 128, "local_linear_moments"),
-    ("local-linear", 128, "local_linear_backward_keys"), ("local-linear", 64, "local_linear_backward_keys"),
-    ("biweight", 128, "compact_dkv"), ("biweight", 128, "compact_dq"), ("relumax", 128, "compact_dkv"),
-    ("relumax", 64, "compact_dq"), ("local-linear", 64, "local_linear_moments"),
-    ("local-linear", 128, "local_linear_moments"), ("local-linear", 64, "local_linear_output"),
-    ("local-linear", 128, "local_linear_output"), ("local-linear", 64, "local_linear_backward_rows"),
-    ("local-linear", 128, "local_linear_backward_rows"), ("local-linear", 64, "local_linear_backward_right"),
-    ("local-linear", 128, "local_linear_backward_right"), ("parallax", 64, "local_linear_output"),
-    ("parallax", 64, "local_linear_backward_keys"), ("parallax", 128, "local_linear_backward_keys"),
-    ("softmax", 64, "compact_stream_2"), ("softmax", 128, "compact_stream_2"),
-)  # fmt: skip
+TARGETS = [
+    (line.split()[0], int(line.split()[1]), f"{line.split()[2]}_{name}")
+    for line in """biweight 64 compact search_2 weigh_kept_2 weigh_2
+        biweight 128 compact search_2 weigh_kept_2 weigh_2
+        relumax 64 compact weigh_2 weigh_kept_2 dkv
+        biweight 64 compact dkv dq
+        local-linear 64 local_linear solve
+        local-linear 128 local_linear solve
+        parallax 128 local_linear output moments
+        local-linear 128 local_linear backward_keys
+        local-linear 64 local_linear backward_keys
+        relumax 128 compact weigh_2 dkv
+        biweight 128 compact dkv dq
+        relumax 64 compact dq
+        local-linear 64 local_linear moments output backward_rows backward_right
+        local-linear 128 local_linear moments output backward_rows backward_right
+        parallax 64 local_linear output backward_keys
+        softmax 64 compact stream_2
+        softmax 128 compact stream_2""".splitlines()
+    for name in line.split()[3:]
+]
 """(model, features, table), the most valuable first."""
 
 
@@ -57,7 +60,8 @@ def candidates(table: Any, shipped: Any) -> list[Any]:
     from regard.triton.runtime.tiles import Tiles
 
     by_keys = table.name in ("compact_dkv", "local_linear_backward_keys")
-    grid = [(own, other, warps, stages) for own in (64, 128) for warps in (4, 8) for other in (64, 32, 128)
+    streamed = dict.fromkeys((shipped.rows if by_keys else shipped.keys, 64, 32, 128))
+    grid = [(own, other, warps, stages) for own in (64, 128) for warps in (4, 8) for other in streamed
             for stages in (2, 3) if own * other <= 64 * 32 * warps and (own, other) != (128, 128)]  # fmt: skip
     tiles = [Tiles(other, own, *rest) if by_keys else Tiles(own, other, *rest) for own, other, *rest in grid]
     deep = [Tiles(shipped.rows, shipped.keys, shipped.warps, stages) for stages in (1, 2, 3, 4)]

@@ -76,7 +76,8 @@ def rows(bench: Bench) -> Iterator[Row]:
                 yield Row(f"regard, small, {name}", "tools", 0, partial(compiled, name, bench))
         return
     for name in (*MECHANISMS, *MORE):
-        yield Row(f"profile, {name}", "tools", 7, partial(profiled, name, bench), 10, 2 if "training" in name else 0)
+        priority, tunes = (5, 2) if "training" in name else (3, 0)
+        yield Row(f"profile, {name}", "tools", priority, partial(profiled, name, bench), 10, tunes)
     for tool in SANITIZERS:
         for name in MECHANISMS:
             yield Row(f"{tool}, {name}", "tools", 12, partial(sanitized, tool, name, bench), LIMIT)

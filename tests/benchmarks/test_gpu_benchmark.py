@@ -482,6 +482,24 @@ def test_configurations_that_were_chosen_are_taken_over(module: Any, tmp_path: P
     assert peers.chosen_of("local linear, T 8192, D 64, fla mesa")
 
 
+def test_tiles_that_are_tried(module: Any) -> None:
+    """Of every target: the shipped ones first, each once, those of the grid on enough warps."""
+    pytest.importorskip("triton")
+    for package in ("compact.backward", "compact.rules", "local_linear.backward", "local_linear.forward"):
+        module(f"regard.triton.{package}")
+    tables, script = module("regard.triton.runtime.tiles").TileTable.tables, module("gpu_tiles")
+    for _, dim, name in script.TARGETS:
+        shipped = tables[name].pick(dim, torch.bfloat16)
+        found = script.candidates(tables[name], shipped)
+        assert found[0] == shipped
+        assert len(set(found)) == len(found) > 12
+        assert all(tiles.rows * tiles.keys <= 64 * 64 * tiles.warps for tiles in found)
+    row = {"tiles": [64, 64, 4, 3], "shipped": True, "registers": 9, "spill": 0, "shared": 1, "ms": 2.0}
+    faster = {**row, "shipped": False, "ms": 1.5}
+    text = script.told({"model": "a", "dim": 64, "table": "b", "rows": [row, faster]}, 3.0)
+    assert [line.split()[0] for line in text.splitlines()[1:]] == ["shipped", "1.5", "2.0"]
+
+
 # Peers --------------------------------------------------------------------------------------------------------------
 
 
