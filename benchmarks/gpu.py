@@ -217,7 +217,7 @@ def warm_up(
     args: argparse.Namespace, rows: list[Any], stored: dict[str, Any], out: Path, begun: float
 ) -> Iterator[Ready]:
     """Compile ahead, a quarter of the time at most before the rows and then beside them; what sanitizers say is found
-    out meanwhile. Give whether a row's kernels are compiled, if they belong to those that come beside."""
+    out meanwhile. Give whether a row's kernels are compiled, if a peer's tune themselves in it."""
     import gpu_tools
     import gpu_warm
 
@@ -235,7 +235,7 @@ def warm_up(
                 say(name, entry, time.perf_counter() - begun)
             save(out, stored)
             print(f"{time.perf_counter() - begun:6.1f} s  compiled ahead; {done} processes had done their share")
-            yield lambda row: row.tunes != 1 or warming.reached(gpu_warm.mark_of(row))
+            yield lambda row: not row.tunes or warming.reached(gpu_warm.mark_of(row))
         finally:
             tools.stop()
             warming.stop()

@@ -59,7 +59,7 @@ def peers(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 def mark_of(row: Any) -> str:
     """What a process marks once the kernels of a row are compiled, which are those of other inputs, too."""
-    return hashlib.sha256(re.sub(r"live [\d.]+, ", "", row.name).encode()).hexdigest()[:16]
+    return hashlib.sha256(re.sub(r"live [\d.]+, |^profile, ", "", row.name).encode()).hexdigest()[:16]
 
 
 # What every process does -----------------------------------------------------------------------------------------
@@ -79,6 +79,7 @@ def compile_share(cpu: Sequence[Any], device: Sequence[Any], arch: int, claims: 
         if row.priority:  # rows of no priority are those of the sanitizers
             (claims / f"small-{number}").touch()
         compiled(row, arch, claims)
+        (claims / f"{mark_of(row)}-{number}").touch()
     (claims / f"early-{number}").touch()
     import gpu_peers
 
