@@ -250,11 +250,11 @@ def compile_some(args: argparse.Namespace, stored: dict[str, Any], bench: Any) -
 
     number, arch, claims = args.compile.split("/", 2)
     benches = (bench(False, compiling=True, at=at) for at in ("cpu", "cuda" if torch.cuda.is_available() else "cpu"))
-    left = [
+    cpu, device = (
         [row for row in found if not settled(args, stored.get("rows", {}), row, len(stored.get("runs", [])) - 1)]
         for found in (rows_of(bench, tuple(args.part), args.match) for bench in benches)
-    ]
-    gpu_warm.compile_share(*left, int(arch), Path(claims), int(number))
+    )
+    gpu_warm.compile_share(cpu, device, int(arch), Path(claims), int(number))
 
 
 def kernels() -> Path:

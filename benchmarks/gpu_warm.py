@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-MOST = 64
-"""Processes."""
+MOST = 16
+"""Processes; a container may have fewer cores than it sees."""
 GRACE = 25.0
 """Seconds that the sanitizers may take beyond what is compiled first."""
 WAIT = 240.0
@@ -47,14 +47,16 @@ def kind(name: str) -> str:
     return re.sub(r"T \d+|\d+ keys, B \d+|live [\d.]+, |floor, \w+, ", "", name)
 
 
-def peers(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The rows whose kernels tune themselves, once for every length: those that come early, which try all
-    configurations, and those that take over what these choose."""
+def peers(rows: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The rows whose kernels tune themselves, once for every length: of AdaSplash those that try all configurations,
+    of training steps, and of AdaSplash those that take over what was chosen."""
     found: dict[str, Any] = {}
     for row in rows:
         if row.tunes:
             found.setdefault(mark_of(row), row)
-    return [row for row in found.values() if row.tunes > 1], [row for row in found.values() if row.tunes == 1]
+    splash = [row for row in found.values() if "adasplash" in row.name]
+    first, late = ([row for row in splash if row.tunes == tunes] for tunes in (2, 1))
+    return first, [row for row in found.values() if "training step" in row.name], late
 
 
 def mark_of(row: Any) -> str:
@@ -70,12 +72,12 @@ def compile_share(cpu: Sequence[Any], device: Sequence[Any], arch: int, claims: 
     be told.
 
     Args:
-        cpu, device: all rows, with tensors on the CPU for regard's kernels, and on the device for its peers.
+        cpu, device: all rows, with tensors on the CPU, and on the device, which training steps need.
         number: of this process; a file of this name says that what is needed first is done.
     """
     os.nice(10)
-    early, late = peers(device)
-    for row in [*kinds(cpu), *early]:
+    splash, _, late = peers(cpu)
+    for row in [*kinds(cpu), *splash, *peers(device)[1]]:
         if row.priority:  # rows of no priority are those of the sanitizers
             (claims / f"small-{number}").touch()
         compiled(row, arch, claims)
@@ -93,9 +95,10 @@ def compile_share(cpu: Sequence[Any], device: Sequence[Any], arch: int, claims: 
 
 def compiled(row: Any, arch: int, claims: Path) -> None:
     start = time.perf_counter()
-    with contextlib.suppress(Exception), warming(arch, claims, pretend=own(row)):
+    on_device = "training step" in row.name
+    with contextlib.suppress(Exception), warming(arch, claims, pretend=not on_device):
         row.run()
-    if not own(row):  # the device's memory is for what is measured
+    if on_device:  # its memory is for what is measured
         import torch
 
         gc.collect()
@@ -190,7 +193,7 @@ class Warming:
     """
 
     def __init__(self, script: str, arguments: Sequence[str], arch: int, claims: Path) -> None:
-        self.claims, count = claims, max(1, min(MOST, os.cpu_count() or 1))
+        self.claims, count = claims, max(1, min(MOST, len(os.sched_getaffinity(0))))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.processes = []
         for i in range(count):
