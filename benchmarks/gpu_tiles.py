@@ -20,10 +20,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
 
 if importlib.util.find_spec("regard") is None:  # a machine with torch and these sources alone
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -47,6 +49,9 @@ TARGETS = [
         local-linear 64 local_linear moments output backward_rows backward_right
         local-linear 128 local_linear moments output backward_rows backward_right
         parallax 64 local_linear output backward_keys
+        decode-local-linear 128 local_linear decode_moments decode
+        decode-biweight 128 compact decode
+        decode-softmax 128 compact decode
         softmax 64 compact stream_2
         softmax 128 compact stream_2""".splitlines()
     for name in line.split()[3:]
@@ -59,6 +64,9 @@ def candidates(table: Any, shipped: Any) -> list[Any]:
     warps, other blocks of 32 to 128, 2 and 3 stages; 1 and 4 stages of the shipped tiles."""
     from regard.triton.runtime.tiles import Tiles
 
+    if "decode" in table.name:
+        grid = [(keys, warps, stages) for keys in (32, 64, 128, 16) for warps in (4, 8) for stages in (2, 3, 4)]
+        return list(dict.fromkeys([shipped, *table.others, *(Tiles(shipped.rows, *rest) for rest in grid)]))
     by_keys = table.name in ("compact_dkv", "local_linear_backward_keys")
     streamed = dict.fromkeys((shipped.rows if by_keys else shipped.keys, 64, 32, 128))
     grid = [(own, other, warps, stages) for own in (64, 128) for warps in (4, 8) for other in streamed
@@ -75,6 +83,11 @@ def call_of(model: str, dim: int, bench: Any) -> dict[str, Callable[[], Any]]:
     import gpu_local_linear
     from gpu_measure import passes
 
+    if model.startswith("decode-"):
+        import gpu_decoding
+
+        given = gpu_decoding.inputs(bench, 2048 if bench.compiling else 32768, 8, dim)
+        return {"forward": torch.no_grad()(partial(gpu_decoding.decode, model.removeprefix("decode-"), *given))}
     length = LENGTH // 8 if bench.compiling else LENGTH
     if model in ("local-linear", "parallax"):
         q, k, v, g, probe = gpu_local_linear.inputs(bench, length, dim)
@@ -89,21 +102,34 @@ def swept(target: tuple[str, int, str], bench: Any, visit: Callable[[Any, Any, C
     from regard.triton.runtime.tiles import TileTable
 
     model, dim, name = target
-    asked: list[Any] = []
-    pick = TileTable.pick
+    asked, trial = [], []
+    pick, calls = TileTable.pick, call_of(model, dim, bench)
+    call = calls["forward" if name in ("compact_weigh_2", "compact_stream_2") or len(calls) == 1 else "both"]
 
     def picked(table: Any, width: int, dtype: Any, run: Any = None, flags: Any = ()) -> Any:
         shipped = pick(table, width, dtype)
-        if table.name == name and run is not None and not asked:
-            asked.append(name)
-            visit(table, shipped, run)
-        return shipped
+        if table.name != name:
+            return shipped
+        if not asked:
+            asked.append((table, shipped))
+            if run is not None:
+                asked.append(None)
+                visit(table, shipped, run)
+        return trial[-1] if trial else shipped
 
-    forward = name in ("compact_weigh_2", "compact_stream_2")  # without a backward pass
+    def whole(tiles: Any) -> None:
+        trial.append(tiles)
+        try:
+            call()
+        finally:
+            trial.pop()
+
     with mock.patch.object(TileTable, "pick", picked):
-        call_of(model, dim, bench)["forward" if forward else "both"]()
-    if not asked:
-        raise RuntimeError(f"{name} was not asked by {model}")
+        call()
+        if not asked:
+            raise RuntimeError(f"{name} was not asked by {model}")
+        if len(asked) == 1:  # the table is not asked with a launch: all kernels of the call are timed
+            visit(*asked[0], whole)
 
 
 # Compiling -----------------------------------------------------------------------------------------------------
@@ -168,7 +194,9 @@ def timed(target: tuple[str, int, str], bench: Any, end: float) -> dict[str, Any
                 row |= {"kernels": [name for name, _ in kernels], "registers": max(r for r, _ in used)}
                 row |= {"spill": max(spill for _, spill in used), "shared": shared}
                 if row["spill"] <= SPILL and shared <= SHARED[90] and not bench.compiling:
-                    ms = do_bench(lambda tiles=tiles: run(tiles), warmup=5, rep=25, return_mode="median")
+                    start = partial(run, tiles)
+                    start = bench.graphed(start) if run.__name__ == "whole" else start
+                    ms = do_bench(start, warmup=5, rep=25, return_mode="median")
                     row["ms"] = round(ms, 4)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error).strip()[:200]}"

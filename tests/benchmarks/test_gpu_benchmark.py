@@ -486,7 +486,13 @@ def test_configurations_that_were_chosen_are_taken_over(module: Any, tmp_path: P
 def test_tiles_that_are_tried(module: Any) -> None:
     """Of every target: the shipped ones first, each once, those of the grid on enough warps."""
     pytest.importorskip("triton")
-    for package in ("compact.backward", "compact.rules", "local_linear.backward", "local_linear.forward"):
+    for package in (
+        "compact.backward",
+        "compact.rules",
+        "local_linear.backward",
+        "local_linear.forward",
+        "decode.local_linear",
+    ):
         module(f"regard.triton.{package}")
     tables, script = module("regard.triton.runtime.tiles").TileTable.tables, module("gpu_tiles")
     for _, dim, name in script.TARGETS:
