@@ -328,7 +328,7 @@ def test_launches_of_a_chunk(mix: bool) -> None:
     leaves = draw(1, 2 * CHUNK + 1, grad=False)
     with watched(lambda kernel, *_: names.append(kernel.fn.__name__)):
         triton(leaves, rule=rule(), mix=mix)
-    found = ["_search", "_join", "_rows"]
+    found = ["_rough", "_choose", "_rows"]
     write = ["_errors", "_shares", "_marginal", "_moved", "_order", "_write"]
     assert names == ["clean_kernel"] * 3 + found + (write + found) * 2
 

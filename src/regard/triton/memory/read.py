@@ -1,8 +1,7 @@
-"""Slots of sorted halves and their weights (equations 5 and 30 of the fast-weight product-key-memory paper), weighted
-sums of rows of a table, and their mixes with the tokens' own values (equation 24).
+"""Weighted sums of rows of a table, and their mixes with the tokens' own values (equation 24 of the fast-weight
+product-key-memory paper).
 
-Legend: B batch, T tokens, H heads, k slots a head, K = H k; M tables of N rows of Dv numbers, P = B T / M tokens of
-each.
+Legend: B batch, T tokens, K slots a token; M tables of N rows of Dv numbers, P = B T / M tokens of each.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
-from .search import _float, _ordered, bytes_of
+from .search import bytes_of
 
-JOIN = TileTable("memory_join", {(64, 4): Tiles(warps=1, stages=1), (1 << 20, 4): Tiles(warps=4, stages=1)})
 ROWS = TileTable(
     "memory_rows",
     {(512, 4): Tiles(rows=8, keys=512, warps=4, stages=1), (1 << 20, 4): Tiles(8, 1024, 8, 1)},
@@ -26,38 +24,6 @@ ROWS = TileTable(
 )
 """`rows`: rows of the table that are processed at once; `keys`: the widest part of a row."""
 PULLS = TileTable("memory_pulls", ROWS.shipped, ROWS.others)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _join(
-    scores, halves, slots, weights, n,
-    H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
-    """Find the slots of one token among pairs with (a + 1)(b + 1) <= k of sorted halves."""
-    token = tl.program_id(0).to(tl.int64)
-    head, pair, place = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)
-    a, b = pair // KP, pair % KP
-    may = (head < H)[:, None] & ((a + 1) * (b + 1) <= K)[None, :]
-    first = ((token * H + head) * 2 * K)[:, None] + a[None, :]
-    second = ((token * H + head) * 2 * K + K)[:, None] + b[None, :]
-    total = tl.load(scores + first, mask=may, other=0.0) + tl.load(scores + second, mask=may, other=0.0)
-    slot = tl.load(halves + first, mask=may, other=0) * n + tl.load(halves + second, mask=may, other=0)
-    low: tl.constexpr = 0x7FFFFFFF
-    packed = (_ordered(total).to(tl.int64) << 32) | (low - slot)
-    none: tl.constexpr = -9223372036854775808
-    packed = tl.where(may, packed, none)
-    best = tl.full((HP, KP), none, tl.int64)
-    for j in range(K):
-        top = tl.max(packed, 1)
-        best = tl.where(place[None, :] == j, top[:, None], best)
-        packed = tl.where(packed == top[:, None], none, packed)
-    inside = (head < H)[:, None] & (place < K)[None, :]
-    score = tl.where(inside, _float((best >> 32).to(tl.int32)), -float("inf"))
-    score = tl.exp(score - tl.max(tl.max(score, 1), 0))
-    weight = score / tl.sum(tl.sum(score, 1), 0)
-    to = ((token * H + head) * K)[:, None] + place[None, :]
-    tl.store(slots + to, low - (best & low), mask=inside)
-    tl.store(weights + to, weight, mask=inside)
 
 
 @triton.jit
@@ -166,20 +132,6 @@ def _pulls(
         tl.store(dots + token * K + j + place, found, mask=j + place < K)
         if gate is not None and j == 0:
             tl.store(by_gate + token, tl.sum(change, 0))
-
-
-@torch.compiler.disable
-def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of all n^2 sums, int64 [B, T, H, k], best first and the lowest of equals first, and their
-    weights, one softmax over all heads, float32. `half_scores` float32 [B, T, H, 2, k] are sorted, best first; `halves`
-    int64 are their sub-keys. Both are contiguous. One launch."""
-    batch, tokens, heads, _, k = halves.shape
-    slots = torch.empty(batch, tokens, heads, k, dtype=torch.int64, device=halves.device)
-    weights = torch.empty(slots.shape, dtype=torch.float32, device=halves.device)
-    hp, kp = triton.next_power_of_2(heads), triton.next_power_of_2(k)
-    tiles = JOIN.pick(hp * kp * kp, weights.dtype)
-    launch(_join, (batch * tokens,), half_scores, halves, slots, weights, n, tiles=tiles, H=heads, K=k, HP=hp, KP=kp)
-    return slots, weights
 
 
 @torch.compiler.disable

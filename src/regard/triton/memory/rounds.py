@@ -1,7 +1,7 @@
 """Rounds of a fast-weight memory by kernels: what tokens find and read, and how they are written, each step with its
 own derivative. `TableValues` gives `slot_memory` the functions `looked` and `rewritten`.
 
-A chunk takes nine launches: search, join, rows (mixed with the tokens' values); errors, shares, order, write, marginal,
+A chunk takes nine launches: rough scores, search, rows (mixed with the tokens' values); errors, shares, order, write, marginal,
 keys.
 
 Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n sub-keys of a half, k slots a head, d
@@ -20,7 +20,7 @@ from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, wei
 from ...memory.slot_memory import Looked, SlotMemory
 from ...memory.stores.overlay_pool import first_order
 from .keys import marginal_of, moved_keys
-from .read import join, picked_rows
+from .read import picked_rows
 from .search import best_halves
 from .targets import RULES, errors_of, shares_of
 
@@ -31,11 +31,11 @@ def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor])
     if store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
         return None
     memories, n = len(keys), keys.shape[-2]
-    half_scores, halves = _Search.apply(query, keys, how.top_k, how.eps, isinstance(how.kind, InverseDistance))
+    joined = how.spec == SOFTMAX and how.rule.key_update != "mse"
+    distance = isinstance(how.kind, InverseDistance)
+    half_scores, halves, slots, weights = _Search.apply(query, keys, how.top_k, how.eps, distance, joined)
     scores = None
-    if how.spec == SOFTMAX and how.rule.key_update != "mse":
-        slots, weights = _Join.apply(half_scores, halves, n)
-    else:
+    if not joined:
         slots, scores = _joined(half_scores, halves, n)
         weights = weigh(scores.flatten(-2), how.spec).view_as(scores)
     weight, slot = (_by_memory(x.flatten(-2), memories) for x in (weights, slots))
@@ -95,24 +95,37 @@ def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tu
 
 
 class _Search(torch.autograd.Function):
-    """Scores [B, T, H, 2, k] and indices of the best sub-keys of each half."""
+    """Scores [B, T, H, 2, k] and indices of the best sub-keys of each half; if `joined`, the best slots of both halves
+    and their weights [B, T, H, k]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, k: int, eps: float, distance: bool) -> tuple[Tensor, Tensor]:
-        scores, halves = best_halves(query, keys, k, eps, distance=distance)
-        ctx.save_for_backward(query, keys, scores, halves)
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, k: int, eps: float, distance: bool, joined: bool
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        scores, halves, slots, weights = best_halves(query, keys, k, eps, distance=distance, joined=joined)
+        ctx.save_for_backward(query, keys, scores, halves, slots, weights)
         ctx.distance = distance
-        ctx.mark_non_differentiable(halves)
+        ctx.mark_non_differentiable(halves, *(() if slots is None else (slots,)))
         ctx.set_materialize_grads(False)
-        return scores, halves
+        return scores, halves, slots, weights
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        none = (None,) * 3
+    def backward(
+        ctx: Any, upstream: Tensor | None, _: None, __: None, by_weights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        query, keys, scores, halves, slots, weights = ctx.saved_tensors
+        if by_weights is not None:
+            own = weights * by_weights
+            own = own - weights * own.sum((-2, -1), keepdim=True)
+            n = keys.shape[-2]
+            places = torch.stack([slots // n, slots % n], -2)  # [B, T, H, 2, k]
+            met = halves[..., :, None] == places[..., None, :]
+            own = torch.where(met, own[..., None, None, :], 0).sum(-1)
+            upstream = own if upstream is None else upstream + own
+        none = (None,) * 4
         if upstream is None:
             return None, None, *none
-        query, keys, scores, halves = ctx.saved_tensors
         own = moved = None
         c = -upstream * scores.exp() if ctx.distance else upstream  # gradient by squared distances, or by products
         if ctx.needs_input_grad[0]:
@@ -124,28 +137,6 @@ class _Search(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             moved = moved_keys(keys, query, c, halves, None, None, 0.0, distance=ctx.distance)
         return own, moved, *none
-
-
-class _Join(torch.autograd.Function):
-    """The best slots of sorted halves, and their weights [B, T, H, k]."""
-
-    @staticmethod
-    def forward(ctx: Any, half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        slots, weights = join(half_scores, halves, n)
-        ctx.save_for_backward(halves, slots, weights)
-        ctx.n = n
-        ctx.mark_non_differentiable(slots)
-        return slots, weights
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, _: Tensor, upstream: Tensor) -> tuple[Tensor, None, None]:
-        halves, slots, weights = ctx.saved_tensors
-        mean = (weights * upstream).sum((-2, -1), keepdim=True)
-        own = weights * (upstream - mean)
-        places = torch.stack([slots // ctx.n, slots % ctx.n], -2)  # [B, T, H, 2, k]
-        met = halves[..., :, None] == places[..., None, :]
-        return torch.where(met, own[..., None, None, :], 0).sum(-1), None, None
 
 
 class _Errors(torch.autograd.Function):

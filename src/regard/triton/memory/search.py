@@ -1,17 +1,18 @@
-"""Exact search for the nearest sub-keys of every half of a query, without a tensor of all scores (Lample et al. 2019,
-section 3.1; score: equation 21 of the fast-weight product-key-memory paper).
+"""Exact search for the nearest sub-keys of every half of a query (Lample et al. 2019, section 3.1; score: equation 21 of
+the fast-weight product-key-memory paper), and the slots of sorted halves with their weights (equations 5 and 30).
 
-A first pass ranks all n sub-keys by 2 q.K - |K|^2 (or q.K) from products of tiles, in float32 with a known error bound.
-It keeps 2 k or more of the best in registers, each as one integer: a score whose last bits are the key's number. These
-are measured again with squared differences (or products) summed in float64 and rounded to float32 once, and sorted; of
-equals the lowest number comes first. If the bound cannot exclude that a dropped key is as good as the k-th best (keys
-close together, or equal), the rows of the block measure all keys that way. So results do not depend on the precision of
-the products.
+`_rough` ranks all n sub-keys by 2 q.K - |K|^2 (or q.K) from products of tiles, with a known error bound. It stores each
+as one integer: a score whose last bits are the key's number. `_choose` keeps 2 k or more of the best, measures them
+again with squared differences (or products) summed in float64 and rounded to float32 once, and sorts them; of equals
+the lowest number comes first. If the bound cannot exclude that a dropped key is as good as the k-th best (keys close
+together, or equal), the token measures all keys that way. So results do not depend on the precision of the products.
 
 Legend: B batch, T tokens, H heads, n sub-keys of a half, k selected, d width of a half; a set is a head and a half.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -23,9 +24,11 @@ from ..runtime.launch import launch
 from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
 
-TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(16, 128, 8, 3)}, (Tiles(16, 64, 8, 3), Tiles(32, 64, 8, 3)))
-GAPS = 8192
-"""How many differences a program holds at once: rounds of loads take longer than the arithmetic between them."""
+ROUGH = TileTable("memory_rough", {(1 << 20, 4): Tiles(64, 64, 4, 3)})
+TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(8, 128, 4, 1)}, (Tiles(8, 64, 4, 1), Tiles(16, 64, 4, 1)))
+"""`rows`: sets of a token that are looked through at once; `keys`: sub-keys of a block."""
+GAPS = 2048
+"""How many differences a warp holds at once: rounds of loads take longer than the arithmetic between them."""
 
 
 @triton.jit
@@ -45,23 +48,26 @@ def _float(bits):
 def _measured(
     q_row, keys, index, there, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr
 ):  # fmt: skip
-    """Return squared distances to the keys `index` [R, M], or minus products, in float64; infinite if not `there`."""
-    total = tl.zeros((R, M), tl.float64)
+    """Return squared distances to the keys `index` [R, M], or minus products, in float64, infinite if not `there`; and
+    |q|^2 [R]."""
+    total, square = tl.zeros((R, M, FINE // 4), tl.float64), tl.zeros((R, FINE // 4), tl.float64)
     at = tl.arange(0, FINE)
     for start in range(0, d, FINE):
         inside = start + at < d
         q = tl.load(q_row[:, None] + (start + at)[None, :], mask=inside[None, :], other=0.0).to(tl.float64)
         key = tl.load(
-            keys + index[:, :, None] * d + (start + at)[None, None, :],
+            keys[:, None, None] + index[:, :, None] * d + (start + at)[None, None, :],
             mask=there[:, :, None] & inside[None, None, :],
             other=0.0,
         ).to(tl.float64)
+        square += tl.sum(tl.reshape(q * q, (R, FINE // 4, 4)), 2)  # four numbers of a thread
         if DISTANCE:
             gap = q[:, None, :] - key
-            total += tl.sum(gap * gap, 2)
+            part = gap * gap
         else:
-            total -= tl.sum(q[:, None, :] * key, 2)
-    return tl.where(there, total, float("inf"))
+            part = -q[:, None, :] * key
+        total += tl.sum(tl.reshape(part, (R, M, FINE // 4, 4)), 3)
+    return tl.where(there, tl.sum(total, 2), float("inf")), tl.sum(square, 1)
 
 
 @triton.jit
@@ -71,47 +77,71 @@ def _packed(measure, index):
 
 
 @triton.jit
-def _survivors(
-    q_row, keys, n, d,
-    DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
+def _halved(x):
+    """Return two bfloat16 whose sum is float32 x up to 2^-16 |x|, the second at most 2^-8 |x|. Rounding by integers
+    takes fewer cycles than a conversion of single numbers."""
+    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _rough(
+    query, sub_keys, ranks, most, rows, length, n, d, stride_b, stride_t, stride_h, stride_m,
+    SETS: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
-    """Return (M of the best keys by rough scores, int32 [R, M], high bits of a score before LOW bits of n's complement;
-    the best of all others [R]; the largest |K|^2). Every KT-th key competes for the same four places: the k best of a
-    row are hardly ever five of these."""
+    """Score a block of sub-keys of one set for a block of rows, each as an int32: the high bits of the score before LOW
+    bits of the complement of the key's number. Also store the largest |K|^2 of the block."""
+    member, memory = tl.program_id(2) % SETS, (tl.program_id(2) // SETS).to(tl.int64)
+    own, row = tl.program_id(0) * KT + tl.arange(0, KT), tl.program_id(1) * R + tl.arange(0, R)
+    near = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
+    q_row = query + (memory + near // length) * stride_b + (near % length) * stride_t
+    q_row += (member // 2) * stride_h + (member % 2) * d
+    keys = sub_keys + memory * stride_m + (member * n + tl.minimum(own, n - 1)).to(tl.int64) * d
+    dots, squared = tl.zeros((R, KT), tl.float32), tl.zeros((KT, DT), tl.float32)
+    for j in range(0, d, DT):
+        at = j + tl.arange(0, DT)
+        q = tl.load(q_row[:, None] + at[None, :], mask=(at < d)[None, :], other=0.0)
+        key = tl.load(keys[:, None] + at[None, :], mask=(at < d)[None, :], other=0.0)
+        squared += key * key
+        q_high, q_low = _halved(q)
+        k_high, k_low = _halved(key)
+        dots = tl.dot(q_low, tl.trans(k_high), dots)
+        dots = tl.dot(q_high, tl.trans(k_low), dots)
+        dots = tl.dot(q_high, tl.trans(k_high), dots)
+    squares = tl.sum(squared, 1)
+    if DISTANCE:
+        dots = 2.0 * dots - squares[None, :]
+    packed = ((_ordered(dots) >> LOW) << LOW) | ((1 << LOW) - 1 - own)[None, :]
+    to = ranks + ((memory * rows + row) * SETS + member)[:, None] * n + own[None, :]
+    tl.store(to, packed, mask=(row < rows)[:, None] & (own < n)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(most + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), tl.max(squares, 0))
+
+
+@triton.jit
+def _survivors(ranks, n, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr, KT: tl.constexpr):
+    """Return (the K + 4 best int32 of `_rough`, in the first places of [R, M], then the least int32; the best of all
+    others [R]). Every KT-th key competes for the same four places, which stay sorted: the k best of a row are hardly
+    ever five of these."""
     none: tl.constexpr = -(2**31)
     a = tl.full((R, KT), none, tl.int32)
     b, c, e, out = a, a, a, a
-    most = 0.0
     for start in range(0, n, KT):
         own = start + tl.arange(0, KT)
-        dots, squared = tl.zeros((R, KT), tl.float32), tl.zeros((KT, DT), tl.float32)
-        for j in range(0, d, DT):
-            at = j + tl.arange(0, DT)
-            held = (own < n)[:, None] & (at < d)[None, :]
-            q = tl.load(q_row[:, None] + at[None, :], mask=(at < d)[None, :], other=0.0)
-            key = tl.load(keys + own[:, None] * d + at[None, :], mask=held, other=0.0)
-            dots = tl.dot(q, tl.trans(key), dots, input_precision="tf32x3")
-            squared += key * key
-        squares = tl.sum(squared, 1)
-        if DISTANCE:
-            dots = 2.0 * dots - squares[None, :]
-        scores = tl.where((own < n)[None, :], dots, -float("inf"))
-        most = tl.maximum(most, tl.max(squares, 0))
-        number = (1 << LOW) - 1 - own
-        x = ((_ordered(scores) >> LOW) << LOW) | number[None, :]
+        x = tl.load(ranks[:, None] + own[None, :], mask=(own < n)[None, :], other=none)
         x, a = tl.minimum(a, x), tl.maximum(a, x)
         x, b = tl.minimum(b, x), tl.maximum(b, x)
         x, c = tl.minimum(c, x), tl.maximum(c, x)
         x, e = tl.minimum(e, x), tl.maximum(e, x)
         out = tl.maximum(out, x)
     found = tl.full((R, M), none, tl.int32)
-    for j in range(M):
-        top = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, e)), 1)
-        found = tl.where(tl.arange(0, M)[None, :] == j, top[:, None], found)
-        a, b = tl.where(a == top[:, None], none, a), tl.where(b == top[:, None], none, b)
-        c, e = tl.where(c == top[:, None], none, c), tl.where(e == top[:, None], none, e)
-    left = tl.maximum(tl.maximum(tl.maximum(a, b), tl.maximum(c, e)), out)
-    return found, tl.max(left, 1), most
+    for j in range(K + 4):
+        top = tl.max(a, 1)[:, None]
+        found = tl.where(tl.arange(0, M)[None, :] == j, top, found)
+        hit = a == top
+        a, b, c, e = tl.where(hit, b, a), tl.where(hit, c, b), tl.where(hit, e, c), tl.where(hit, none, e)
+    return found, tl.max(tl.maximum(a, out), 1)
 
 
 @triton.jit
@@ -129,60 +159,122 @@ def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
     return best
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _search(
-    query, sub_keys, halves, scores, rows, tokens, n, d, stride_b, stride_t, stride_h, stride_m, eps,
-    H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, ROUGH: tl.constexpr,
-    R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr, FINE: tl.constexpr,
+@triton.jit
+def _selected(
+    q_row, keys, ranks, most, n, d, blocks,
+    K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
-    member, memory = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    row = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
-    token = memory * rows + row
-    q_row = query + (token // tokens) * stride_b + (token % tokens) * stride_t
-    q_row += (member // 2) * stride_h + (member % 2) * d
-    sub_keys += memory * stride_m + member.to(tl.int64) * n * d
+    """Return the K best of every row, packed, ascending, in the first places of [R, M]."""
     place = tl.arange(0, M)
+    rank = tl.zeros((R, M), tl.int32) + place[None, :]
     last = tl.full((R, M), 9223372036854775807, tl.int64)
-    whole = not ROUGH
+    whole = ranks is None
     best = last
-    if ROUGH:
-        found, left, most = _survivors(q_row, sub_keys, n, d, DISTANCE, R, M, LOW, KT, DT)
+    if ranks is not None:
+        found, left = _survivors(ranks, n, K, R, M, KT)
         index = (1 << LOW) - 1 - (found & ((1 << LOW) - 1))
-        measure = _measured(q_row, sub_keys, index, index < n, d, DISTANCE, R, M, FINE)
-        best = _least(_packed(measure, index), None, K, R, M)
-        square = tl.zeros((R,), tl.float64)
-        for j in range(0, d, 128):
-            at = j + tl.arange(0, 128)
-            q = tl.load(q_row[:, None] + at[None, :], mask=(at < d)[None, :], other=0.0).to(tl.float64)
-            square += tl.sum(q * q, 1)
+        measure, square = _measured(q_row, keys, index, found > -(2**31), d, DISTANCE, R, M, FINE)
+        best = _packed(measure, index)
+        if M <= 32:  # the keys that were found have ranks of their own
+            rank = tl.sum((best[:, None, :] < best[:, :, None]).to(tl.int32), 2)
+        else:
+            best = _least(best, None, K, R, M)
+        largest = tl.zeros((R,), tl.float32)
+        for start in range(0, blocks, 16):
+            at = start + tl.arange(0, 16)
+            some = tl.load(most[:, None] + at[None, :], mask=(at < blocks)[None, :], other=0.0)
+            largest = tl.maximum(largest, tl.max(some, 1))
         worst = _float(((left >> LOW) + 1) << LOW)  # rounded up
-        kth = tl.sum(tl.where(place[None, :] == K - 1, best, 0), 1)
+        kth = tl.sum(tl.where(rank == K - 1, best, 0), 1)
         kth = _float((kth >> 32).to(tl.int32))
-        # an upper bound for every dropped key: its rough score and the error of the products
-        grain = (d + 16) * 2.0**-21
-        reach = tl.sqrt(square.to(tl.float32) * most)
+        # an upper bound for every dropped key: its rough score and the error of the products, whose factors are two
+        # numbers of bfloat16 each: three terms of at most 2^-16
+        grain = (d + 16 + 96) * 2.0**-21
+        reach = tl.sqrt(square.to(tl.float32) * largest)
         error = tl.abs(kth) * 2.0**-21
         if DISTANCE:
-            safe = (square - kth).to(tl.float32) > worst + error + grain * (2.0 * reach + most)
+            safe = (square - kth).to(tl.float32) > worst + error + grain * (2.0 * reach + largest)
         else:
             safe = -kth > worst + error + grain * reach
         whole = tl.min(safe.to(tl.int32), 0) == 0
     if whole:
-        best = last
+        best, rank = last, tl.zeros((R, M), tl.int32) + place[None, :]
         for start in range(0, n, M):
             index = tl.zeros((R, M), tl.int32) + (start + place)[None, :]
-            measure = _measured(q_row, sub_keys, index, index < n, d, DISTANCE, R, M, FINE)
+            measure = _measured(q_row, keys, index, index < n, d, DISTANCE, R, M, FINE)[0]
             packed = tl.where(index < n, _packed(measure, index), 9223372036854775807)
             best = _least(best, packed, K, R, M)
-    index = (best & 0xFFFFFFFF).to(tl.int32)
-    measure = _float((best >> 32).to(tl.int32))
-    score = -measure
-    if DISTANCE:
-        score = -tl.log(eps + measure)
-    to = (token * H * 2 + member)[:, None] * K + place[None, :]
-    tl.store(halves + to, index.to(tl.int64), mask=(place < K)[None, :])
-    tl.store(scores + to, score, mask=(place < K)[None, :])
+    if M <= 32:
+        best = tl.sum(tl.where(rank[:, :, None] == place[None, None, :], best[:, :, None], 0), 1)
+    return best
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _choose(
+    query, sub_keys, ranks, most, halves, scores, slots, weights, rows, length, n, d, blocks,
+    stride_b, stride_t, stride_h, stride_m, eps,
+    H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, R: tl.constexpr,
+    KT: tl.constexpr, FINE: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Find the best sub-keys of one token's halves, and its slots."""
+    SETS: tl.constexpr = 2 * H
+    row, memory = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = memory * rows + row
+    q_row = query + (memory + row // length) * stride_b + (row % length) * stride_t
+    place = tl.arange(0, M)
+    for first in range(0, SETS, R):
+        member = tl.minimum(first + tl.arange(0, R), SETS - 1)  # rows past the end repeat the last one
+        line, set_ = token * SETS + member, memory * SETS + member
+        keys = sub_keys + memory * stride_m + member.to(tl.int64) * n * d
+        own, largest = None, None
+        if ranks is not None:
+            own, largest = ranks + line * n, most + set_ * blocks
+        best = _selected(
+            q_row + (member // 2) * stride_h + (member % 2) * d, keys, own, largest, n, d,
+            blocks, K, M, LOW, DISTANCE, R, KT, FINE,
+        )  # fmt: skip
+        measure = _float((best >> 32).to(tl.int32))
+        score = -measure
+        if DISTANCE:
+            score = -tl.log(eps + measure)
+        to = line[:, None] * K + place[None, :]
+        tl.store(halves + to, best & 0xFFFFFFFF, mask=(place < K)[None, :])
+        tl.store(scores + to, score, mask=(place < K)[None, :])
+    if slots is not None:
+        tl.debug_barrier()  # other threads of the program read what was stored
+        _join(scores, halves, slots, weights, token, n, H, K, HP, KP)
+
+
+@triton.jit
+def _join(
+    scores, halves, slots, weights, token, n,
+    H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Find the slots of one token among pairs with (a + 1)(b + 1) <= k of sorted halves, and their weights."""
+    head, pair, place = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)
+    a, b = pair // KP, pair % KP
+    may = (head < H)[:, None] & ((a + 1) * (b + 1) <= K)[None, :]
+    first = ((token * H + head) * 2 * K)[:, None] + a[None, :]
+    second = ((token * H + head) * 2 * K + K)[:, None] + b[None, :]
+    total = tl.load(scores + first, mask=may, other=0.0) + tl.load(scores + second, mask=may, other=0.0)
+    slot = tl.load(halves + first, mask=may, other=0) * n + tl.load(halves + second, mask=may, other=0)
+    low: tl.constexpr = 0x7FFFFFFF
+    packed = (_ordered(total).to(tl.int64) << 32) | (low - slot)
+    none: tl.constexpr = -9223372036854775808
+    packed = tl.where(may, packed, none)
+    best = tl.full((HP, KP), none, tl.int64)
+    for j in range(K):
+        top = tl.max(packed, 1)
+        best = tl.where(place[None, :] == j, top[:, None], best)
+        packed = tl.where(packed == top[:, None], none, packed)
+    inside = (head < H)[:, None] & (place < K)[None, :]
+    score = tl.where(inside, _float((best >> 32).to(tl.int32)), -float("inf"))
+    score = tl.exp(score - tl.max(tl.max(score, 1), 0))
+    weight = score / tl.sum(tl.sum(score, 1), 0)
+    to = ((token * H + head) * K)[:, None] + place[None, :]
+    tl.store(slots + to, low - (best & low), mask=inside)
+    tl.store(weights + to, weight, mask=inside)
 
 
 @triton.jit
@@ -201,8 +293,12 @@ def bytes_of(flags: Tensor | None) -> Tensor | None:
 
 
 @torch.compiler.disable
-def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bool) -> tuple[Tensor, Tensor]:
-    """Return the k best sub-keys of each half: scores float32 [B, T, H, 2, k], best first, and their indices, int64.
+def best_halves(
+    query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bool, joined: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the k best sub-keys of each half: scores float32 [B, T, H, 2, k], best first, and their indices, int64. If
+    `joined`, also the k best of all n^2 sums of scores, int64 [B, T, H, k], best first and the lowest of equals first,
+    and their weights, one softmax over all heads, float32; else None.
 
     Args:
         query: float32 [B, T, H, Dk].
@@ -210,24 +306,39 @@ def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bo
         k: from 1 to n. eps: added to squared distances.
         distance: scores -log(eps + |q - K|^2), else q.K.
 
-    Cost: 2 B T H n Dk multiplications, k float64 differences a row and key kept; one launch."""
+    Cost: 2 B T H n Dk multiplications, k float64 differences a row and key kept, and 2 B T H n int32 numbers that are
+    held until the keys are chosen; two launches, or one for few keys."""
     (batch, tokens, heads, width), (memories, n) = query.shape, (keys.shape[0], keys.shape[3])
     query, keys = rows_together(query), keys if keys[:1].is_contiguous() else keys.contiguous()
     halves = torch.empty(batch, tokens, heads, 2, k, dtype=torch.int64, device=query.device)
     scores = torch.empty(halves.shape, dtype=torch.float32, device=query.device)
-    rows = batch * tokens // max(1, memories)
-    kept = max(16, triton.next_power_of_2(k + 4))
-    low = max(1, (n - 1).bit_length())
+    slots = torch.empty(batch, tokens, heads, k, dtype=torch.int64, device=query.device) if joined else None
+    weights = torch.empty(slots.shape, dtype=torch.float32, device=query.device) if slots is not None else None
+    rows, sets, d = batch * tokens // max(1, memories), heads * 2, width // 2
+    kept, low = max(16, triton.next_power_of_2(k + 4)), max(1, (n - 1).bit_length())
+    steps = (*query.stride()[:3], keys.stride(0) if memories > 1 else 0)
+    most = ranks = None
+    blocks = 0
+    if n > kept:
+        tiles = ROUGH.pick(d, query.dtype)
+        blocks = triton.cdiv(n, tiles.keys)
+        ranks = torch.empty(batch * tokens * sets, n, dtype=torch.int32, device=query.device)
+        most = torch.empty(memories * sets, blocks, dtype=torch.float32, device=query.device)
+        launch(
+            _rough, (blocks, triton.cdiv(rows, tiles.rows), memories * sets), query, keys, ranks, most, rows, tokens, n,
+            d, *steps, tiles=tiles, SETS=sets, LOW=low, DISTANCE=distance, R=tiles.rows, KT=tiles.keys, DT=32,
+        )  # fmt: skip
+    hp, kp = triton.next_power_of_2(heads), triton.next_power_of_2(k)
 
     def run(tiles: Tiles) -> None:
-        kt = tiles.keys if k <= 8 else 2 * tiles.keys
-        grid = (triton.cdiv(rows, tiles.rows), heads * 2, memories)
+        r = min(tiles.rows, 2 * hp)
+        warps = max(min(tiles.warps, r), 4 if hp * kp * kp > 256 else 1)
         launch(
-            _search, grid, query, keys, halves, scores, rows, tokens, n, width // 2,
-            query.stride(0), query.stride(1), query.stride(2), keys.stride(0) if memories > 1 else 0, eps,
-            tiles=tiles, H=heads, K=k, M=kept, LOW=low, DISTANCE=distance,
-            ROUGH=n > kept, R=tiles.rows, KT=kt, DT=32, FINE=max(2, GAPS // (tiles.rows * kept)),
+            _choose, (rows, memories), query, keys, ranks, most, halves, scores, slots, weights, rows, tokens, n, d,
+            blocks, *steps, eps, tiles=replace(tiles, warps=warps), H=heads, K=k, M=kept, LOW=low, DISTANCE=distance,
+            R=r, KT=tiles.keys if k <= 8 else 2 * tiles.keys,
+            FINE=max(4, min(triton.next_power_of_2(d), GAPS * warps // (r * kept))), HP=hp, KP=kp,
         )  # fmt: skip
 
-    run(TABLE.pick(width // 2, query.dtype, run))
-    return scores, halves
+    run(TABLE.pick(d, query.dtype, run))
+    return scores, halves, slots, weights
