@@ -1,5 +1,5 @@
 """Steps of sub-keys that increase the entropy of their use (equation 38 of the fast-weight product-key-memory paper
-with its sign corrected), and sums of queries by sub-key, without atomic operations: every program reads all tokens for
+with its sign corrected), and sums of queries by sub-key, without atomic operations: every program finds the entries of
 its own keys.
 
 With p the softmax of a half's k scores s, p- its mean over the C counted tokens at each key, slope = log(p- + F) +
@@ -27,9 +27,9 @@ from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable
 from .search import bytes_of, flags_set
 
-MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=128, keys=8, warps=4, stages=2)})
-KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=64, keys=32, warps=8, stages=2)})
-"""`rows`: tokens, `keys`: sub-keys of a block."""
+MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=2048, keys=8, warps=4, stages=1)})
+KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=64, keys=16, warps=4, stages=1)})
+"""`rows`: entries, `keys`: sub-keys of a block."""
 
 
 @triton.jit
@@ -48,77 +48,111 @@ def _counts(counted, tokens):
     return tl.maximum(number, 1).to(tl.float32)
 
 
+@triton.jit
+def _indices(halves, counted, memory, member, start, tokens, SETS: tl.constexpr, K: tl.constexpr, R: tl.constexpr):
+    """Load the sub-keys of R entries of a set; those of no counted token are 2^31 - 1."""
+    at = start + tl.arange(0, R)
+    fits = at < tokens * K
+    if counted is not None:
+        fits = fits & (tl.load(counted + memory * tokens + at // K, mask=fits, other=0) != 0)
+    part = ((memory * tokens + at // K) * SETS + member) * K + at % K
+    return tl.load(halves + part, mask=fits, other=0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _entries(
+    halves, scores, entries, memory, member, start, end, tokens,
+    SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Load R entries of a group: token, own sub-key (-1 beyond the end), whether each of the token's entries is this
+    one, where they lie and whether they are there [KP, R], and their scores."""
+    at, place = start + tl.arange(0, R), tl.arange(0, KP)[:, None]
+    there = at < end
+    entry = tl.load(entries + (memory * SETS + member) * tokens * K + at, mask=there, other=0)
+    token = memory * tokens + entry // K
+    first = (token * SETS + member) * K
+    index = tl.load(halves + first + entry % K, mask=there, other=-1).to(tl.int32)
+    part, fits = first[None, :] + place, there[None, :] & (place < K)
+    return token, index, place == (entry % K)[None, :], part, fits, tl.load(scores + part, mask=fits, other=0.0)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _marginal(
-    scores, halves, counted, out, slope, tokens, n, floor,
+    scores, halves, counted, out, slope, entries, bounds, tokens, n, floor,
     SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RAW: tl.constexpr, R: tl.constexpr, KT: tl.constexpr,
+    E: tl.constexpr,
 ):  # fmt: skip
-    """Compute p- and its slope for a block of sub-keys of one set; RAW: the sums of `scores` by key instead."""
-    memory, member = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    if counted is not None:
-        counted += memory * tokens
-    own = tl.program_id(0) * KT + tl.arange(0, KT)
-    place = tl.arange(0, KP)
+    """Group the entries of a block of sub-keys of one set, in the order of tokens, and compute p- and its slope; RAW:
+    the sums of `scores` by key instead."""
+    memory, member, block = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
+    set_, low = memory * SETS + member, block * KT
+    begin = 0
+    for start in range(0, tokens * K, R):
+        index = _indices(halves, counted, memory, member, start, tokens, SETS, K, R)
+        begin += tl.sum((index < low).to(tl.int32), 0)
+    end = begin
+    for start in range(0, tokens * K, R):
+        index = _indices(halves, counted, memory, member, start, tokens, SETS, K, R)
+        mine = (index >= low) & (index < low + KT)
+        to = set_ * tokens * K + end + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(entries + to, start + tl.arange(0, R), mask=mine)
+        end += tl.sum(mine.to(tl.int32), 0)
+    tl.store(bounds + (set_ * tl.num_programs(0) + block) * 2, begin)
+    tl.store(bounds + (set_ * tl.num_programs(0) + block) * 2 + 1, end)
+    tl.debug_barrier()  # other threads of the program read what was stored
+    own = low + tl.arange(0, KT)
     total = tl.zeros((KT,), tl.float32)
-    for start in range(0, tokens, R):
-        row = start + tl.arange(0, R)
-        fits = (place < K)[:, None] & (row < tokens)[None, :]
-        part = place[:, None] + ((memory * tokens + row) * SETS + member)[None, :] * K
-        p = tl.load(scores + part, mask=fits, other=0.0)
+    for start in range(begin, end, E):
+        _, index, mine, _, fits, p = _entries(
+            halves, scores, entries, memory, member, start, end, tokens, SETS, K, KP, E
+        )
         if not RAW:
-            p = _softmax(p, (place < K)[:, None])
-        fine = fits
-        if counted is not None and not RAW:
-            fine = fits & (tl.load(counted + row, mask=row < tokens, other=0) != 0)[None, :]
-        index = tl.load(halves + part, mask=fits, other=-1).to(tl.int32)
-        index = tl.reshape(tl.where(fine, index, -1), (R * KP,))
-        p = tl.reshape(p, (R * KP,))
+            p = _softmax(p, (tl.arange(0, KP) < K)[:, None])
+        p = tl.sum(tl.where(mine & fits, p, 0.0), 0)
         total += tl.sum(tl.where(index[None, :] == own[:, None], p[None, :], 0.0), 1)
-    to = (memory * SETS + member) * n + own
+    to = set_ * n + own
     if RAW:
         tl.store(out + to, total, mask=own < n)
     else:
-        mean = total / _counts(counted, tokens)
+        mean = total / _counts(None if counted is None else counted + memory * tokens, tokens)
         tl.store(out + to, mean, mask=own < n)
         tl.store(slope + to, tl.log(mean + floor) + mean / (mean + floor), mask=own < n)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _moved(
-    sub_keys, query, scores, halves, counted, slope, out, tokens, n, rate,
+    sub_keys, query, scores, halves, counted, slope, entries, bounds, out, tokens, n, rate, blocks,
     stride_m, stride_q, stride_t, stride_h, length,
     D: tl.constexpr, SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, DISTANCE: tl.constexpr, R: tl.constexpr,
-    KT: tl.constexpr, DT: tl.constexpr,
+    KT: tl.constexpr, GROUPS: tl.constexpr, DT: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of sub-keys of one set: K - rate times the gradient. Without a slope `scores` are
+    """Compute a block of sub-keys of one set, GROUPS groups: K - rate times the gradient. Without a slope `scores` are
     coefficients c, and the result is 2 (K sum c - sum c q), or sum c q for products."""
     set_ = tl.program_id(2).to(tl.int64)
     memory, member = set_ // SETS, set_ % SETS
-    if counted is not None:
-        counted += memory * tokens
     own = tl.program_id(0) * KT + tl.arange(0, KT)
     column = tl.program_id(1) * DT + tl.arange(0, DT)
-    place = tl.arange(0, KP)
+    query += memory * stride_q + (member // 2) * stride_h + (member % 2) * D
+    group = set_ * blocks + tl.program_id(0) * GROUPS
+    begin, end = tl.load(bounds + 2 * group), tl.load(bounds + 2 * min(group + GROUPS, (set_ + 1) * blocks) - 1)
     pulled, weight = tl.zeros((KT, DT), tl.float32), tl.zeros((KT,), tl.float32)
-    for start in range(0, tokens, R):
-        row = start + tl.arange(0, R)
-        token = memory * tokens + row
-        fits = (place < K)[:, None] & (row < tokens)[None, :]
-        part = place[:, None] + (token * SETS + member)[None, :] * K
-        index = tl.load(halves + part, mask=fits, other=-1).to(tl.int32)
-        c = tl.load(scores + part, mask=fits, other=0.0)
+    for start in range(begin, end, R):
+        token, index, mine, part, fits, c = _entries(
+            halves, scores, entries, memory, member, start, end, tokens, SETS, K, KP, R
+        )
         if slope is not None:
-            s, p = c, _softmax(c, (place < K)[:, None])
-            a = tl.load(slope + set_ * n + index, mask=fits, other=0.0)
+            s, p = c, _softmax(c, (tl.arange(0, KP) < K)[:, None])
+            a = tl.load(slope + set_ * n + tl.load(halves + part, mask=fits, other=0), mask=fits, other=0.0)
             c = p * (a - tl.sum(p * a, 0)[None, :])
             if DISTANCE:
-                c = tl.where(fits, -c * tl.exp(s), 0.0)
-            if counted is not None:
-                c = tl.where((tl.load(counted + row, mask=row < tokens, other=0) != 0)[None, :], c, 0.0)
-        spread = tl.sum(tl.where(index[:, None, :] == own[None, :, None], c[:, None, :], 0.0), 0)
-        inside = (row < tokens)[:, None] & (column < D)[None, :]
-        from_ = query + (token // length) * stride_q + (token % length) * stride_t
-        from_ += (member // 2) * stride_h + (member % 2) * D
+                c = -c * tl.exp(s)
+        c = tl.sum(tl.where(mine & fits, c, 0.0), 0)
+        spread = tl.where(index[None, :] == own[:, None], c[None, :], 0.0)
+        inside = (index >= 0)[:, None] & (column < D)[None, :]
+        row = (token - memory * tokens).to(tl.int32)
+        from_ = query + row * stride_t
+        if not SINGLE:
+            from_ = query + (row // length) * stride_q + (row % length) * stride_t
         q = tl.load(from_[:, None] + column[None, :], mask=inside, other=0.0)
         pulled = tl.dot(spread, q, pulled, input_precision="tf32x3")
         weight += tl.sum(spread, 1)
@@ -129,52 +163,62 @@ def _moved(
     if DISTANCE:
         gradient = 2.0 * (key * weight[:, None] - pulled)
     if slope is not None:
-        gradient = key - gradient * (rate / _counts(counted, tokens))
+        number = _counts(None if counted is None else counted + memory * tokens, tokens)
+        gradient = key - gradient * (rate / number)
     tl.store(out + (set_ * n + own)[:, None] * D + column[None, :], gradient, mask=fits)
+
+
+Groups = tuple[Tensor, Tensor]
+"""The entries of counted tokens, int32 [M * H * 2, P k], by blocks of sub-keys, each in the order of tokens, and where
+the entries of each block begin and end, int32 [M * H * 2, blocks, 2]."""
 
 
 @torch.compiler.disable
 def marginal_of(
     scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return p- and the slope of the entropy's loss, both float32 [M * H * 2, n], from scores float32 and halves int64
-    [B, T, H, 2, k]; `counted` bool [M, P], P = B T / M, or None for all. If `raw`, return the sums of `scores` by key
-    and an empty slope. One launch."""
+) -> tuple[Tensor, Tensor, Groups]:  # fmt: skip
+    """Return p- and the slope of the entropy's loss, both float32 [M * H * 2, n], and groups of entries, from scores
+    float32 and halves int64 [B, T, H, 2, k]; `counted` bool [M, P], P = B T / M, or None for all. If `raw`, return the
+    sums of `scores` by key, an empty slope and the groups. One launch."""
     batch, length, heads, _, k = halves.shape
     tokens, sets = batch * length // max(1, memories), heads * 2
+    tiles, kp = MARGINAL.pick(n, torch.float32), triton.next_power_of_2(k)
+    blocks = triton.cdiv(n, tiles.keys)
     mean = torch.empty(memories * sets, n, dtype=torch.float32, device=halves.device)
     slope = torch.empty((0,) if raw else mean.shape, dtype=torch.float32, device=halves.device)
-    tiles, kp = MARGINAL.pick(n, mean.dtype), triton.next_power_of_2(k)
+    entries = torch.empty(memories * sets, tokens * k, dtype=torch.int32, device=halves.device)
+    bounds = torch.empty(memories * sets, blocks, 2, dtype=torch.int32, device=halves.device)
     launch(
-        _marginal, (triton.cdiv(n, tiles.keys), sets, memories), scores.contiguous(), halves.contiguous(),
-        bytes_of(counted), mean, slope, tokens, n, FLOOR, tiles=tiles, SETS=sets, K=k, KP=kp, RAW=raw,
-        R=max(1, tiles.rows * 8 // kp), KT=tiles.keys,
+        _marginal, (blocks, sets, memories), scores.contiguous(), halves.contiguous(),
+        bytes_of(counted), mean, slope, entries, bounds, tokens, n, FLOOR, tiles=tiles, SETS=sets, K=k, KP=kp, RAW=raw,
+        R=tiles.rows, KT=tiles.keys, E=max(1, min(tiles.rows, 1024 // kp)),
     )  # fmt: skip
-    return mean, slope
+    return mean, slope, (entries, bounds)
 
 
 @torch.compiler.disable
 def moved_keys(
     keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, slope: Tensor | None,
-    rate: float, *, distance: bool,
+    groups: Groups, rate: float, *, distance: bool,
 ) -> Tensor:  # fmt: skip
     """Return sub-keys float32 [M, H, 2, n, d] after a step that increases the entropy, keys - rate * gradient. Without
     a slope (of `marginal_of`) `scores` are coefficients c, and 2 (K sum c - sum c q) is returned, or sum c q for
     products. One launch.
 
     `query` float32 [B, T, H, 2 d]; `scores` float32 and `halves` int64 [B, T, H, 2, k]; `counted` bool [M, P] or None
-    for all; `distance`: whether scores are those of distances, else of products."""
+    for all; `groups` of `marginal_of`; `distance`: whether scores are those of distances, else of products."""
     (batch, length), (memories, heads, _, n, width) = query.shape[:2], keys.shape
-    tokens, sets, k = batch * length // max(1, memories), heads * 2, halves.shape[-1]
+    tokens, sets, k, (entries, bounds) = batch * length // max(1, memories), heads * 2, halves.shape[-1], groups
     query, keys = rows_together(query), keys if keys[:1].is_contiguous() else keys.contiguous()
     out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
     tiles, kp = KEYS.pick(width, keys.dtype), triton.next_power_of_2(k)
-    dt = max(16, min(64, triton.next_power_of_2(width)))
+    size, dt = MARGINAL.pick(n, torch.float32).keys, max(16, min(128, triton.next_power_of_2(width)))
+    kt = max(size, tiles.keys)
     launch(
-        _moved, (triton.cdiv(n, tiles.keys), triton.cdiv(width, dt), memories * sets), keys, query,
-        scores.contiguous(), halves.contiguous(), bytes_of(counted), slope, out, tokens, n, rate,
+        _moved, (triton.cdiv(n, kt), triton.cdiv(width, dt), memories * sets), keys, query, scores.contiguous(),
+        halves.contiguous(), bytes_of(counted), slope, entries, bounds, out, tokens, n, rate, bounds.shape[1],
         keys.stride(0) if memories > 1 else 0, *query.stride()[:3], length,
-        tiles=tiles, D=width, SETS=sets, K=k, KP=kp, DISTANCE=distance,
-        R=max(16, min(tiles.rows, tiles.rows * 8 // kp)), KT=tiles.keys, DT=dt,
+        tiles=tiles, D=width, SETS=sets, K=k, KP=kp, DISTANCE=distance, R=max(16, min(tiles.rows, 1024 // kp)),
+        KT=kt, GROUPS=kt // size, DT=dt, SINGLE=tokens == length,
     )  # fmt: skip
     return out

@@ -135,7 +135,8 @@ class _Search(torch.autograd.Function):
                 pull = 2 * (query * total - pull)
             own = pull
         if ctx.needs_input_grad[1]:
-            moved = moved_keys(keys, query, c, halves, None, None, 0.0, distance=ctx.distance)
+            groups = marginal_of(c, halves, None, len(keys), keys.shape[-2], raw=True)[2]
+            moved = moved_keys(keys, query, c, halves, None, None, groups, 0.0, distance=ctx.distance)
         return own, moved, *none
 
 
@@ -222,10 +223,10 @@ class _Keys(torch.autograd.Function):
         ctx: Any, keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, rate: float,
         distance: bool,
     ) -> Tensor:  # fmt: skip
-        mean, slope = marginal_of(scores, halves, counted, len(keys), keys.shape[-2])
+        mean, slope, groups = marginal_of(scores, halves, counted, len(keys), keys.shape[-2])
         ctx.save_for_backward(keys, query, scores, halves, counted, mean, slope)
         ctx.rate, ctx.distance = rate, distance
-        return moved_keys(keys, query, scores, halves, counted, slope, rate, distance=distance)
+        return moved_keys(keys, query, scores, halves, counted, slope, groups, rate, distance=distance)
 
     @staticmethod
     @first_order
