@@ -53,10 +53,11 @@ def _indices(halves, counted, memory, member, start, tokens, SETS: tl.constexpr,
     """Load the sub-keys of R entries of a set; those of no counted token are 2^31 - 1."""
     at = start + tl.arange(0, R)
     fits = at < tokens * K
-    if counted is not None:
-        fits = fits & (tl.load(counted + memory * tokens + at // K, mask=fits, other=0) != 0)
     part = ((memory * tokens + at // K) * SETS + member) * K + at % K
-    return tl.load(halves + part, mask=fits, other=0x7FFFFFFF).to(tl.int32)
+    index = tl.load(halves + part, mask=fits, other=0x7FFFFFFF).to(tl.int32)
+    if counted is not None:
+        index = tl.where(tl.load(counted + memory * tokens + at // K, mask=fits, other=0) != 0, index, 0x7FFFFFFF)
+    return index
 
 
 @triton.jit
