@@ -15,7 +15,7 @@ memories (R, or 1 if the batch shares one).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -291,8 +291,8 @@ def follow(memory: ChunkMemory, state: S, begun: S, new: Tensors, streams: Strea
 
 def _run(memory: ChunkMemory, state: S, new: Tensors, counts: Sequence[int]) -> tuple[Tensor, S]:
     parts, places, reach = [], [], 0
-    for step in schedule(state.waits, counts, memory.chunk_size):
-        piece = _piece(new, step)
+    steps = schedule(state.waits, counts, memory.chunk_size)
+    for step, piece in zip(steps, _pieces(new, steps), strict=True):
         if any(step.flush):
             first = {name: x[:, :1] for name, x in piece.items()}
             state = _written(memory, state, step.flush, first, memory.detach_every)
@@ -329,8 +329,18 @@ def _written(memory: ChunkMemory, state: S, rows: Sequence[bool], following: Ten
     return state.detach_written(new, None if all(cut) else torch.tensor(cut, device=device_of(tokens)))
 
 
+def _pieces(new: Tensors, steps: Sequence[Step]) -> Iterator[Tensors]:
+    """Yield the tokens of each step, fields [R, w, ...]. They are cut at once where they can be: the derivative is one
+    concatenation then, not a padded gradient for each step."""
+    sizes = [step.width for step in steps]
+    if all(step.uniform for step in steps) and sum(sizes) == width(new):
+        parts = [x.split(sizes, 1) for x in new.values()]
+        yield from (dict(zip(new, own, strict=True)) for own in zip(*parts, strict=True))
+    else:
+        yield from (_piece(new, step) for step in steps)
+
+
 def _piece(new: Tensors, step: Step) -> Tensors:
-    """Return the tokens of one step, fields [R, w, ...]."""
     if step.uniform:
         return {name: x[:, step.start[0] : step.stop[0]] for name, x in new.items()}
     start, stop = (torch.tensor(x)[:, None] for x in (step.start, step.stop))

@@ -1,8 +1,8 @@
 """Rounds of a fast-weight memory by kernels: what tokens find and read, and how they are written, each step with its
 own derivative. `TableValues` gives `slot_memory` the functions `looked` and `rewritten`.
 
-A chunk takes nine launches: rough scores, search, rows (mixed with the tokens' values); errors, shares, order, write, marginal,
-keys.
+A chunk takes eight launches: rough scores, search, rows (mixed with the tokens' values); errors, marginal, keys, order,
+write.
 
 Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n sub-keys of a half, k slots a head, d
 width of a half, Dv of a value.
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...memory.fast_weight_rules import FLOOR
+from ...memory.fast_weight_rules import FLOOR, WriteRule
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
 from ...memory.slot_memory import Looked, SlotMemory
 from ...memory.stores.overlay_pool import first_order
 from .keys import marginal_of, moved_keys
 from .read import picked_rows
 from .search import best_halves
-from .targets import RULES, errors_of, shares_of
+from .targets import RULES, errors_of
 
 
 def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
@@ -59,17 +59,17 @@ def rewritten(
         return None
     after = following if rule.look_ahead and rule.border else None
     value, good_next = (None, None) if after is None else (after["value"], after.get("good"))
-    errors, written, _ = _Errors.apply(tokens["read"], tokens["value"], value, good, good_next, rule.look_ahead)
     memories = store.memories
+    gate, weights, slots = gate if rule.gate_loss else None, tokens["weights"], _by_memory(tokens["slots"], memories)
+    errors, shares = _Errors.apply(
+        tokens["read"], tokens["value"], value, weights, gate, tokens["slots"], good, good_next, memories, rule
+    )
     counted = None if good is None else _by_memory(good, memories)
-    gate = None if gate is None or not rule.gate_loss else _by_memory(gate, memories)
-    weights, slots = _by_memory(tokens["weights"], memories), _by_memory(tokens["slots"], memories)
-    written = _by_memory(written, memories)
-    shares = _Shares.apply(weights, gate, slots, counted, written, rule.name, rule.learning_rate)
     if moved:
         distance, rate = isinstance(how.kind, InverseDistance), rule.learning_rate * rule.address_weight
         keys = _Keys.apply(keys, query, tokens["half_scores"], tokens["halves"], counted, rate, distance)
-    return keys, store.write(slots.flatten(-2), shares.flatten(-2), _by_memory(errors, memories), counted)
+    shares, errors = _by_memory(shares, memories), _by_memory(errors, memories)
+    return keys, store.write(slots.flatten(-2), shares.flatten(-2), errors, counted)
 
 
 def _by_memory(x: Tensor, memories: int) -> Tensor:
@@ -141,78 +141,67 @@ class _Search(torch.autograd.Function):
 
 
 class _Errors(torch.autograd.Function):
-    """v^ - target [R, L, Dv], which tokens are written, and the places of their targets."""
+    """v^ - target [R, L, Dv], and rate g_t w_tj step_t [R, L, H, k], 0 where nothing is written."""
 
     @staticmethod
     def forward(
-        ctx: Any, read: Tensor, value: Tensor, following: Tensor | None, good: Tensor | None,
-        good_next: Tensor | None, look_ahead: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        errors, written, place = errors_of(read, value, following, good, good_next, look_ahead)
-        ctx.save_for_backward(written, place)
-        ctx.mark_non_differentiable(written, place)
-        return errors, written, place
+        ctx: Any, read: Tensor, value: Tensor, following: Tensor | None, weights: Tensor, gate: Tensor | None,
+        slots: Tensor, good: Tensor | None, good_next: Tensor | None, memories: int, rule: WriteRule,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        how: dict[str, Any] = {"look_ahead": rule.look_ahead, "rule": rule.name, "rate": rule.learning_rate}
+        given = read, value, following, weights, gate, slots, good, good_next, memories
+        errors, shares, written, place = errors_of(*given, **how)
+        ctx.save_for_backward(weights, gate, slots, good, written, place)
+        ctx.memories, ctx.rule = memories, rule
+        return errors, shares
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        written, place = ctx.saved_tensors
-        upstream = torch.where(written[..., None], upstream, 0)
-        if not any(ctx.needs_input_grad[1:3]):
-            return upstream, *(None,) * 5
-        streams, length = written.shape
-        # the token whose target each place is: at most one, so that nothing has to be summed
-        whose = torch.full((streams, length + 2), length, device=place.device)
-        tokens = torch.arange(length, device=place.device).expand(streams, -1)
-        whose.scatter_(1, torch.where(written, place, length + 1), tokens)
-        padded = torch.cat([upstream, torch.zeros_like(upstream[:, :1])], 1)
-        index = whose[:, : length + 1, None].expand(-1, -1, upstream.shape[-1])
-        targets = -padded.gather(1, index)
-        after = targets[:, length:] if ctx.needs_input_grad[2] else None
-        return upstream, targets[:, :length], after, None, None, None
+    def backward(ctx: Any, upstream: Tensor, by_shares: Tensor) -> tuple[Tensor | None, ...]:
+        weights, gate, slots, good, written, place = ctx.saved_tensors
+        by_weights, by_gate = _by_weights(by_shares, weights, gate, slots, good, written, ctx.memories, ctx.rule)
+        upstream, targets, after = torch.where(written[..., None], upstream, 0), None, None
+        if any(ctx.needs_input_grad[1:3]):
+            streams, length = written.shape
+            # the token whose target each place is: at most one, so that nothing has to be summed
+            whose = torch.full((streams, length + 2), length, device=place.device)
+            tokens = torch.arange(length, device=place.device).expand(streams, -1)
+            whose.scatter_(1, torch.where(written, place, length + 1), tokens)
+            padded = torch.cat([upstream, torch.zeros_like(upstream[:, :1])], 1)
+            index = whose[:, : length + 1, None].expand(-1, -1, upstream.shape[-1])
+            targets = -padded.gather(1, index)
+            after, targets = targets[:, length:] if ctx.needs_input_grad[2] else None, targets[:, :length]
+        return upstream, targets, after, by_weights, by_gate if ctx.needs_input_grad[4] else None, *(None,) * 5
 
 
-class _Shares(torch.autograd.Function):
-    """rate g_t w_tj step_t [M, P, H, k], 0 where nothing is written."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weights: Tensor, gate: Tensor | None, slots: Tensor, counted: Tensor | None, written: Tensor,
-        rule: str, rate: float,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(weights, gate, slots, counted, written)
-        ctx.rule, ctx.rate = rule, rate
-        return shares_of(weights, slots, gate, counted, written, rule, rate)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        weights, gate, slots, counted, written = ctx.saved_tensors
-        weights, upstream = (x.flatten(-2) for x in (weights, upstream))
-        slope = None
-        if ctx.rule == "paper":
-            step = torch.full_like(weights[..., 0], ctx.rate)
-        elif ctx.rule == "reference":
-            read = weights.shape[1] if counted is None else counted.sum(-1, keepdim=True)
-            step = ctx.rate * weights.shape[-1] * read / written.sum(-1, keepdim=True).clamp(min=1)
-            step = step.to(weights.dtype).expand_as(written)
-        else:
-            total, number = weights, 1.0  # the weight that all heads give an entry's slot, and that slot's entries
-            if slots.shape[-2] > 1:
-                flat = slots.flatten(-2)
-                same = flat[..., :, None] == flat[..., None, :]
-                total, number = torch.where(same, weights[..., None, :], 0).sum(-1), same.sum(-1)
-            seen = (weights * total / number).sum(-1)
-            step, slope = ctx.rate / seen, -2 * total / number / seen[..., None]  # slope: of log step, by weights
-        plain = torch.where(written, step, 0)
-        step = plain if gate is None else plain * gate
-        whole = (upstream * weights).sum(-1)
-        own = step[..., None] * upstream
-        if slope is not None:
-            own = own + (step * whole)[..., None] * slope
-        own = torch.where(written[..., None], own, 0)
-        gates = plain * whole if ctx.needs_input_grad[1] else None
-        return own.view(slots.shape), gates, *(None,) * 5
+def _by_weights(
+    upstream: Tensor, weights: Tensor, gate: Tensor | None, slots: Tensor, good: Tensor | None, written: Tensor,
+    memories: int, rule: WriteRule,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of weights [R, L, H, k] and gate [R, L] by those of shares."""
+    weights, upstream = (x.flatten(-2) for x in (weights, upstream))
+    slope = None
+    if rule.name == "paper":
+        step = torch.full_like(weights[..., 0], rule.learning_rate)
+    elif rule.name == "reference":
+        read = written.numel() // memories if good is None else good.reshape(memories, -1).sum(-1)
+        step = rule.learning_rate * weights.shape[-1] * read / written.reshape(memories, -1).sum(-1).clamp(min=1)
+        step = step.to(weights.dtype).repeat_interleave(len(written) // memories)[:, None].expand_as(written)
+    else:
+        total, number = weights, 1.0  # the weight that all heads give an entry's slot, and that slot's entries
+        if slots.shape[-2] > 1:
+            flat = slots.flatten(-2)
+            same = flat[..., :, None] == flat[..., None, :]
+            total, number = torch.where(same, weights[..., None, :], 0).sum(-1), same.sum(-1)
+        seen = (weights * total / number).sum(-1)
+        step, slope = rule.learning_rate / seen, -2 * total / number / seen[..., None]  # slope: of log step, by weights
+    plain = torch.where(written, step, 0)
+    step = plain if gate is None else plain * gate
+    whole = (upstream * weights).sum(-1)
+    own = step[..., None] * upstream
+    if slope is not None:
+        own = own + (step * whole)[..., None] * slope
+    return torch.where(written[..., None], own, 0).view(slots.shape), plain * whole
 
 
 class _Keys(torch.autograd.Function):

@@ -1,5 +1,5 @@
-"""Exact search for the nearest sub-keys of every half of a query (Lample et al. 2019, section 3.1; score: equation 21 of
-the fast-weight product-key-memory paper), and the slots of sorted halves with their weights (equations 5 and 30).
+"""Exact search for the nearest sub-keys of every half of a query (Lample et al. 2019, section 3.1; score: equation 21
+of the fast-weight product-key-memory paper), and the slots of sorted halves with their weights (equations 5 and 30).
 
 `_rough` ranks all n sub-keys by 2 q.K - |K|^2 (or q.K) from products of tiles, with a known error bound. It stores each
 as one integer: a score whose last bits are the key's number. `_choose` keeps 2 k or more of the best, measures them
