@@ -235,7 +235,9 @@ def test_compiled_calls_equal_eager_ones() -> None:
         out, state = call(*leaves)
         found.append([out, state.values.dense(), *grads((out * weight_of(out)).sum(), leaves)])
     near(*found, 1e-5)
-    values, slots = state.values.detach(), torch.zeros(1, 3, 4, dtype=torch.long)
+    with torch.no_grad():  # no backward pass leaves its table at an older version
+        values = triton(leaves, rule=rule())[1].values
+    slots = torch.zeros(1, 3, 4, dtype=torch.long)
     read = torch.compile(values.read, fullgraph=True, backend="eager")(torch.ones(1, 3, 4), slots)
     near([read], [values.read(torch.ones(1, 3, 4), slots)], 1e-6)
 

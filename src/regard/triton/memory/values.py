@@ -133,10 +133,11 @@ class TableValues:
         return sum(x.numel() * x.element_size() for x in parts)
 
     def read(self, weights: Tensor, slots: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.token is None:
             return (weights[..., None] * self.version.rows(slots)).sum(-2)
         return self.mixed(weights.float(), slots, None)[0]
 
+    @torch.compiler.disable
     def mixed(
         self, weights: Tensor, slots: Tensor, good: Tensor | None, value: Tensor | None = None,
         gate: Tensor | None = None,
@@ -152,6 +153,7 @@ class TableValues:
         each = slots.flatten(1)[..., None]  # every entry is a token of its own
         return self.mixed(torch.ones_like(each, dtype=torch.float32), each, None)[0].view(*slots.shape, self.width)
 
+    @torch.compiler.disable
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> TableValues:
         """Do `SlotValues.write`; `counted` None: all tokens are."""
         self._require_device()
@@ -188,10 +190,13 @@ class TableValues:
         return clean(x)[0] if kernel else precision.clean(x)
 
     def looked(self, *given: Any) -> Looked | None:
+        if MISSING is not None:
+            return None
         from .rounds import looked
 
         return looked(self, *given)
 
+    @torch.compiler.disable
     def rewritten(self, *given: Any) -> tuple[Tensor, TableValues] | None:
         from .rounds import rewritten
 
