@@ -125,7 +125,8 @@ def forward(impl: str, bench: Bench) -> dict[str, Any]:
 
 
 def both(impl: str, bench: Bench) -> dict[str, Any]:
-    """The same forward and backward, through the writes, from a fresh memory, as in training."""
+    """The same forward and backward, through the writes, from a fresh memory, as in training: a call from Python, and
+    the device's own time as a CUDA graph."""
     tokens, chunk, sub_keys, width = sizes_of(bench)
     given = inputs(bench, tokens, sub_keys, width)
     how: dict[str, Any] = {"chunk_size": chunk, "top_k": min(TOP_K, sub_keys), "eps": EPS, "mix": True, "impl": impl}
@@ -137,4 +138,9 @@ def both(impl: str, bench: Bench) -> dict[str, Any]:
         return torch.autograd.grad(out.square().sum(), list(leaves.values()))
 
     config = {"tokens": tokens, "chunk": chunk, "sub_keys": sub_keys, "width": width}
-    return {"config": config, "impl": impl, "ms": digits(bench.milliseconds(step)), "mib": bench.peak(step)}
+    found = {"config": config, "impl": impl, "ms": digits(bench.milliseconds(step)), "mib": bench.peak(step)}
+    try:
+        found["graph_ms"] = digits(bench.milliseconds(bench.graphed(step)))
+    except RuntimeError as error:  # something in it waits for the device
+        found["graph"] = f"{type(error).__name__}: {str(error)[:300]}"
+    return found
