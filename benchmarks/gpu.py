@@ -1,8 +1,9 @@
 """What regard's kernels do on a GPU, side by side with what else one could run: `python benchmarks/gpu.py --write`.
 
-Rows of seven parts, the most important first, until the time is up:
+Rows of eight parts, the most important first, until the time is up:
 
-correctness: outputs and gradients on the device against dense float64 forms;
+correctness: outputs and gradients on the device against dense float64 forms (`promises`: on inputs where only a device
+can break them);
 compact: compact attention, torch's flash and cuDNN attention, both versions of AdaSplash, the plain forms;
 local_linear: local linear attention and Parallax, the naive form, flash-linear-attention's Parallax and Mesa;
 decoding: one query against a cache;
@@ -47,7 +48,7 @@ from gpu_worker import Worker  # noqa: E402
 Ready = Callable[[Any], bool]
 TUNING = 150
 """Seconds that a row may take in which a peer tunes itself."""
-PARTS = ("compact", "local_linear", "decoding", "memory", "models", "tools")
+PARTS = ("promises", "compact", "local_linear", "decoding", "memory", "models", "tools")
 STORED = ROOT / "benchmarks" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "results.md"
 FIGURE = ROOT / "docs" / "results" / "gpu-attention.png"
