@@ -204,9 +204,9 @@ def long(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
     leaves = [q[:, :, some].requires_grad_(), k.requires_grad_(), v.requires_grad_()]
     seen = torch.arange(tokens, device=bench.device) <= some[:, None]
     if spec == "local-linear":
-        out = gpu_dense.local_linear(*leaves, seen, RIDGE)
+        out = gpu_dense.local_linear(leaves[0], leaves[1], leaves[2], seen, RIDGE)
     else:
-        out = gpu_dense.attention(KINDS[spec], *leaves, seen)
+        out = gpu_dense.attention(KINDS[spec], leaves[0], leaves[1], leaves[2], seen)
     wanted = [out.detach(), *torch.autograd.grad(out, leaves, cotangent[:, :, some])]
     own = [x[:, :, some] if i < 2 else x for i, x in enumerate(found)]
     bar, steep = BARS["bfloat16"]
