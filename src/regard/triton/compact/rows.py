@@ -130,10 +130,15 @@ def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
 @triton.jit
 def applied(acc, w, x):
     """Return (acc + w x [R, Dv], sums of the weights [R], weights [R, K]), both as rounded for the product, so that
-    outputs of equal values are exact."""
+    outputs of equal values are exact. A product with ones sums rounded weights: to convert each of them back is slow,
+    and compilers leave it away where nobody uses them."""
     p = w.to(x.dtype)
     w = p.to(tl.float32)
-    return tl.dot(p, x, acc, input_precision="ieee"), tl.sum(w, 1), w
+    if x.dtype == tl.float32:
+        part = tl.sum(w, 1)
+    else:
+        part = tl.max(tl.dot(p, tl.full((w.shape[1], 16), 1.0, x.dtype)), 1)
+    return tl.dot(p, x, acc, input_precision="ieee"), part, w
 
 
 @triton.jit

@@ -38,7 +38,7 @@ STREAM = _tables("compact_stream", _LONG, _SHORT)
 STAND_IN = _tables("compact_stand_in", 3 * [(64, 64, 8, 2)], [(64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)])
 SEARCH = _tables("compact_search", [(64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)], _SHORT)
 WEIGH = _tables("compact_weigh", [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)], _SHORT)
-WEIGH_KEPT = _tables("compact_weigh_kept", [(128, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
+WEIGH_KEPT = _tables("compact_weigh_kept", [(64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
 """WEIGH for a backward pass, whose further outputs take registers. Of programs with 64 rows two or three fit on a
 multiprocessor, where only one with 128 does: one computes while another waits. Elsewhere they would spill."""
 
