@@ -18,12 +18,13 @@ import triton.language as tl
 
 from ..runtime.blocks import FAR, store_numbers
 from . import rows
-from .math import ADAPTIVE, ANCHORED, excess, lower_power, power, root, value_of
+from .math import ADAPTIVE, ANCHORED, SMALLEST, excess, lower_power, power, root, value_of
 
 STEPS = tl.constexpr(24)  # most passes; each marks with its number
 START = tl.constexpr(5)  # steps among a few keys
 CHUNK = tl.constexpr(256)  # marks that are read at once
 FINEST = tl.constexpr(2.0**-20)
+ONCE = tl.constexpr(2.0**20)  # larger than every number of a key block; counts a key whose block is added to it
 
 
 # Marks ----------------------------------------------------------------------------------------------------------
@@ -201,13 +202,26 @@ def compact_search_kernel(
 
 
 @triton.jit
-def tied(ties, z, e, nearly, columns):
-    """Update (first key with the best score of a row, last, how many) with a block of scores z [R, K]."""
-    first, last, count = ties
-    tie = (e > 0) & (z >= nearly[:, None])
-    count += tl.sum(tie.to(tl.int32), 1)
-    first = tl.minimum(first, tl.min(tl.where(tie, columns[None, :], FAR), 1))
-    last = tl.maximum(last, tl.max(tl.where(tie, columns[None, :], -1), 1))
+def tied(places, q, k, run, sight, scales, theta, level, marks, counts, FORM: tl.constexpr):
+    """Return (first key with the best score of a row, last, how many) from the sums [R, K] of ONCE + the number of the
+    block of each such key. If a row has several, which is rare, go through the blocks again."""
+    held = (places > 0).to(tl.int32)
+    count = tl.sum(held, 1)
+    key = (places - ONCE).to(tl.int32) * FORM.tile + tl.arange(0, FORM.tile)[None, :]
+    first = tl.max(held * key, 1)
+    last = first
+    if tl.max(tl.maximum(count, (tl.max(places, 1) >= 2 * ONCE).to(tl.int32) * 2), 0) > 1:
+        count = tl.full((FORM.own,), 0, tl.int32)
+        first, last = count + FAR, count
+        for side in tl.static_range(2):
+            for t in range(counts[1 - side]):
+                block = listed(marks, t, side == 0)
+                dot, columns = rows.key_scores(q, k, block, scales[0], sight, side == 0, FORM)
+                tie = excess(dot, scales[1][:, None], theta[:, None]) >= level[:, None]
+                count += tl.sum(tie.to(tl.int32), 1)
+                first = tl.minimum(first, tl.min(tl.where(tie, columns[None, :], FAR), 1))
+                last = tl.maximum(last, tl.max(tl.where(tie, columns[None, :], 0), 1))
+        first = tl.where(count > 0, first, 0)
     return first, last, count
 
 
@@ -233,14 +247,13 @@ def compact_weigh_kernel(
         slope_mass = tl.full((FORM.own,), 0.0, tl.float32)
     if TIES:
         top = tl.load(floats_ptr + flat * 6)
-        nearly = top - tl.abs(top) * (FINEST * 0.25)
-        none = tl.full((FORM.own,), 0, tl.int32)
-        ties = none + FAR, none - 1, none
+        level = tl.maximum(top - tl.abs(top) * (FINEST * 0.25) - theta, SMALLEST)  # least excess of a tie
+        places = tl.full((FORM.own, FORM.tile), 0.0, tl.float32)
     seen_weights = mass, mass
     for side in tl.static_range(2):
         for t in range(counts[1 - side]):
             block = listed(marks, t, side == 0)
-            dot, columns = rows.key_scores(q, k, block, factor, sight, side == 0, FORM)
+            dot, _ = rows.key_scores(q, k, block, factor, sight, side == 0, FORM)
             e = excess(dot, by[:, None], theta[:, None])
             x = rows.load_keys(v, block, FORM.value_dim, FORM.value_wide, side == 0, FORM)
             acc, part, w = rows.applied(acc, value_of(e, reach[:, None], g[:, None], FORM), x)
@@ -250,7 +263,7 @@ def compact_weigh_kernel(
                 slope_mass += slope
             if TIES:
                 tl.store(marked + block, 2, mask=real & (part > 0))
-                ties = tied(ties, dot * by[:, None], e, nearly, columns)
+                places += tl.where(e >= level[:, None], 1.0, 0.0) * (ONCE + block)
             if FORM.counted:
                 seen_weights = rows.counted(seen_weights, w)
 
@@ -266,6 +279,6 @@ def compact_weigh_kernel(
         slope_mass = tl.where(slope_mass > 0, slope_mass, 1.0)
         rows.store_values(slope_mean_ptr, flat, slope_sum / slope_mass[:, None], real, FORM)
     if TIES:
-        first, last, count = ties  # key 0 if there is none
-        store_numbers(index_ptr, flat, (tl.where(count > 0, first, 0), tl.where(count > 0, last, 0), count), real)
+        ties = tied(places, q, k, run, sight, scales, theta, level, marks, counts, FORM)
+        store_numbers(index_ptr, flat, ties, real)  # key 0 if there is none
         leave(marks, run, 2, FORM)
