@@ -49,8 +49,10 @@ DKV = TileTable.by_width(
 NARROW = 32  # most rows of a streamed block on devices whose products take operands from registers
 NEAR = tl.constexpr(2.0**-19)  # relative tolerance of scores that tie for the best
 GRAD, Q, K, V, SLOPE_MEAN = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
-THETA, RHO, SCALE, EXTRA, REACH = (tl.constexpr(i) for i in range(5))
-"""Tables; EXTRA: shares of best keys, or fallback weights."""
+THETA, RHO, SCALE, EXTRA, BEST, REACH = (tl.constexpr(i) for i in range(6))
+"""Tables; RHO is multiplied with g and the row's own factor, if there is one; EXTRA: shares of best keys, multiplied
+alike, or fallback weights; BEST: `_bits` of the first best key."""
+ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 LENGTHS = ["heads", "group", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded"]
 """Parameters that the kernels are not specialised for. The numbers of queries and keys are not among them: to know that
 they are multiples of 16 saves registers, which are short at 128 features."""
@@ -69,8 +71,8 @@ def _tile(at, start, total, OF: tl.constexpr, SIZE: tl.constexpr, PART: tl.const
 @triton.jit
 def _line(at, start, total, other, SIZE: tl.constexpr, PART: tl.constexpr):
     """Load numbers of rows [start, start + SIZE); `other` from row `total` on, which only PART blocks reach."""
-    row = start + tl.arange(0, SIZE)
-    return tl.load(at + row, mask=row < total, other=other) if PART else tl.load(at + row)
+    at = at + start + tl.arange(0, SIZE)
+    return tl.load(at, mask=start + tl.arange(0, SIZE) < total, other=other) if PART else tl.load(at)
 
 
 @triton.jit
@@ -98,6 +100,13 @@ def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
 
 
 @triton.jit
+def _bits(key):
+    """Return numbers that are equal for equal keys. Floats are compared faster than integers, and these, from 1 on, are
+    distinct."""
+    return (key + ONE).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _weights(dot, factor, theta, g, reach, seen, PART: tl.constexpr, FORM: tl.constexpr):
     """Return (weights, slopes / (r g)) of a tile of dot products; with PART, 0 for hidden pairs."""
     if FORM.rule == SOFTMAX:
@@ -113,7 +122,7 @@ def _weights(dot, factor, theta, g, reach, seen, PART: tl.constexpr, FORM: tl.co
         if FORM.relative is None:
             a = e * g
             slope = lower_power(a, FORM.r)
-            p = slope * a
+            p = a if FORM.r == 1 else slope * a
         else:
             value, slope = relative(reach - e, reach, FORM)
             p = value * g
@@ -182,15 +191,17 @@ def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
 @triton.jit
 def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constexpr):
     """Store what the kernel by keys needs of rows of a head."""
-    rho, theta, g, reach, moved, count = left
+    rho, theta, g, reach, moved, first, count, by = left
+    scale = g * by if FORM.factors else g
     tl.store(table + THETA * queries + row, theta, mask=inside)
-    tl.store(table + RHO * queries + row, rho, mask=inside)
+    tl.store(table + RHO * queries + row, rho * scale, mask=inside)
     if FORM.rule != SOFTMAX:
         tl.store(table + SCALE * queries + row, g, mask=inside)
     if FORM.relative is not None:
         tl.store(table + REACH * queries + row, reach, mask=inside)
     if FORM.rule == ANCHORED:
-        tl.store(table + EXTRA * queries + row, -moved / tl.maximum(count, 1), mask=inside)
+        tl.store(table + EXTRA * queries + row, scale * (-moved / tl.maximum(count, 1)), mask=inside)
+        tl.store(table + BEST * queries + row, _bits(first), mask=inside)
         tl.store(ties, (tl.max(count, 0) > 1).to(tl.uint8))
     if FORM.rule == FIXED and FORM.stand == UNIFORM:
         some = tl.load(index + row, mask=inside, other=0)
@@ -225,9 +236,9 @@ def compact_dq_kernel(
     theta, g, reach = _row_scales(floats, flags, line, inside, FORM)
     by = factor
     if FORM.factors:
-        by = tl.load(factor + line, mask=inside, other=0.0)[:, None]
+        by = tl.load(factor + line, mask=inside, other=0.0)
     low_of, high_of = load_span(low, high, row, inside)
-    rows = by, theta, g, rho, low_of, high_of, reach
+    rows = by[:, None] if FORM.factors else by, theta, g, rho, low_of, high_of, reach
 
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for t in range(plan[1]):
@@ -235,12 +246,12 @@ def compact_dq_kernel(
     for t in range(plan[2]):
         state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, True, FORM)
     dq, moved = state
-    count = 1
+    first, count = 0, 1
     if FORM.rule == ANCHORED:
         tops = _tops(floats, index, line, inside)
         dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
-        count = tops[2]
-    left = rho, theta, g, reach, moved, count
+        first, count = tops[0], tops[2]
+    left = rho, theta, g, reach, moved, first, count, by
     table, ties = table + nth * queries * FORM.tables, ties + nth * padded + block
     _leave_rows(table, ties, left, index + nth * queries, row, inside, queries, FORM)
     slope = FORM.r * g
@@ -252,7 +263,7 @@ def compact_dq_kernel(
             dfactor = tl.where(theta == 0, 0.0, dfactor)
         tl.store(outs[1] + line, dfactor, mask=inside)
     at = outs[0] + nth * queries * FORM.dim
-    store_block(at, dq * (slope[:, None] * by), start, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+    store_block(at, dq * (slope * by)[:, None], start, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
@@ -281,8 +292,7 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
             tie = tie & _seen_rows(start, key, first, last, mask, head, keys, FORM)
             rows = table + tl.cast(head, tl.int64) * queries * FORM.tables
             share = _line(rows + EXTRA * queries, start, queries, 0.0, FORM.tile, True)[None, :]
-            g = _line(rows + SCALE * queries, start, queries, 0.0, FORM.tile, True)[None, :]
-            dk = tl.dot(tl.where(tie, share * (by * g), 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
+            dk = tl.dot(tl.where(tie, share, 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
     return dk
 
 
@@ -293,7 +303,6 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     queries, keys = sizes
     block, head = block_of(plan, t, PART, FORM)
     start = block * FORM.tile
-    row = start + tl.arange(0, FORM.tile)
     head_at = tl.cast(head, tl.int64)
     at = head_at * queries
     table, index, _, factor = tables
@@ -323,15 +332,16 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
         best = _line(index + at, start, queries, -1, FORM.tile, PART)
         p = tl.where(key[:, None] == best[None, :], 1.0, p)
     dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
-    dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
-    if FORM.rule == ANCHORED:
-        best = tl.load(index + (at + row) * 3, mask=row < queries, other=-1)
-        share = _line(table + EXTRA * queries, start, queries, 0.0, FORM.tile, PART)
-        dz += tl.where(key[:, None] == best[None, :], share[None, :], 0.0)
+    dp = tl.dot(v, tl.trans(grad), input_precision=FORM.precision)
     if FORM.rule != SOFTMAX:
-        by *= g[None, :]
-    if FORM.rule != SOFTMAX or FORM.factors:
-        dz *= by
+        dp *= by * g[None, :] if FORM.factors else g[None, :]
+    elif FORM.factors:
+        dp *= by
+    dz = slope * (dp - rho[None, :])
+    if FORM.rule == ANCHORED:
+        best = _line(table + BEST * queries, start, queries, 0.0, FORM.tile, PART)
+        share = _line(table + EXTRA * queries, start, queries, 0.0, FORM.tile, PART)
+        dz += tl.where(_bits(key)[:, None] == best[None, :], 1.0, 0.0) * share[None, :]
     return tl.dot(dz.to(q.dtype), q, state[0], input_precision=FORM.precision), dv
 
 
@@ -348,9 +358,11 @@ def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def compact_dkv_kernel(
     floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, outs,
-    heads, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, FORM: tl.constexpr,
+    heads, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, TIED: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one block of keys, over all query heads that use them."""
+    """Compute dk and dv of one block of keys, over all query heads that use them: TIED if a row that gives it weight
+    has several best keys. What such rows need would cost the others registers and a seventh of their operations."""
     blocks = tl.cdiv(keys, FORM.own)
     start = tl.program_id(0) % blocks * FORM.own
     nth = (tl.program_id(0) // blocks).to(tl.int64)
@@ -361,6 +373,10 @@ def compact_dkv_kernel(
     key = start + tl.arange(0, FORM.own)
     inside = key < keys
     low, high = low_ptr + batch * range_step, high_ptr + batch * range_step
+    plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)
+    if FORM.rule == ANCHORED:
+        if (plan[3] > 0) != TIED:
+            return
     first, last = load_span(low, high, key, inside)
     k = _tile(_of_head(matrices[2], batch, key_head), start, keys, K, FORM.own, True, FORM)
     v = _tile(_of_head(matrices[3], batch, key_head), start, keys, V, FORM.own, True, FORM)
@@ -371,26 +387,20 @@ def compact_dkv_kernel(
     shown = low, 0
     if FORM.masked:
         shown = mask_ptr + batch * mask_batch + head * mask_head, mask_head
-    numbers = index
-    if FORM.rule == ANCHORED:
-        numbers = index + at * 3
-    if FORM.rule == FIXED:
-        numbers = index + at
+    numbers = index + at * 3 if FORM.rule == ANCHORED else index + at
     rows = table + query_nth * queries * FORM.tables, numbers, floats + at * 6, by
     own, size = (k, v, key, first, last), (queries, keys)
 
-    plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for t in range(plan[1]):
         state = _dkv_step(state, plan, t, own, streams, rows, shown, size, False, FORM)
     for t in range(plan[2]):
         state = _dkv_step(state, plan, t, own, streams, rows, shown, size, True, FORM)
     dk, dv = state
-    if FORM.rule == ANCHORED and plan[3] > 0:
+    if TIED:
         dk = _other_shares(dk, plan, own, streams, rows, shown, size, FORM)
-    if FORM.rule != SOFTMAX:
-        dk *= FORM.r
-    elif not FORM.factors:
+    dk *= FORM.r
+    if not FORM.factors:
         dk *= factor
     dk_at, dv_at = outs[0] + nth * keys * FORM.dim, outs[1] + nth * keys * FORM.value_dim
     store_block(dk_at, dk, start, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
@@ -422,7 +432,7 @@ class _Call(Call):
         self.floats, self.flags, self.index, slope_mean, self.live = kept
         every = tuple(rows_together(x, FARTHEST) for x in (grad, q, k, v, slope_mean))
         form = {"rule": rule[0], "r": rule[1], "stand": rule[2], "given": wanted, **own_form(rule[3])}
-        form |= {"tables": 2 if self.soft else 5 if rule[3] else 4, "steps": tuple(x.stride(2) for x in every)}
+        form |= {"tables": 2 if self.soft else 6 if rule[3] else 5 if rule[0] == ANCHORED.value else 4, "steps": tuple(x.stride(2) for x in every)}
         super().__init__(q, k, v, factor, span, precision="ieee" if q.dtype == torch.float32 else "tf32", **form)
         self.read = self.factor[0 if self.form.factors else 1], tuple((x, *x.stride()[:2]) for x in every)
         self.table = self.blank(*self.shape[:2], self.form.tables, self.shape[2])
@@ -447,11 +457,12 @@ class _Call(Call):
         heads, group, queries, keys = self.sizes
         lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows, self.q.device), group, ties)
         blocks = outs[0].shape[:2].numel() * -(-keys // tiles.keys)
-        launch(
-            compact_dkv_kernel, (blocks,), self.floats, self.index, *self.read, *self.span[2:], *lists[:2], self.table,
-            outs, heads, queries, keys, batch_stride(self.span.first), *self.span.steps[1:], *lists[2:],
-            tiles=tiles, FORM=form,
-        )  # fmt: skip
+        for tied in (False, True)[: 1 + (form.rule == ANCHORED.value)]:
+            launch(
+                compact_dkv_kernel, (blocks,), self.floats, self.index, *self.read, *self.span[2:], *lists[:2],
+                self.table, outs, heads, queries, keys, batch_stride(self.span.first), *self.span.steps[1:], *lists[2:],
+                tiles=tiles, TIED=tied, FORM=form,
+            )  # fmt: skip
 
     def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Lists, Form]:
         """Return what streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
