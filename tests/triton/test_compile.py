@@ -191,7 +191,7 @@ def test_marks_of_blocks_fit_the_tiles_of_all_kernels_of_compact_attention(size:
     marked = min(compact.MASK_TILE, stream.rows)
     for tiles in (
         compact.SEARCH[size].pick(dim, dtype),
-        *(table[size].pick(widest, dtype) for table in (compact.WEIGH, compact.WEIGH_KEPT)),
+        *(table[size].pick(widest, dtype) for table in (compact.WEIGH, compact.WEIGH_MEAN)),
     ):
         assert tiles.keys == stream.keys
         assert tiles.rows % marked == 0

@@ -147,7 +147,7 @@ def test_compact_attention(name: str, nth: int, dtype: torch.dtype, chosen: Call
     size = dtype.itemsize
     passes = {
         "softmax": ("compact_stream",), "fixed 3": ("compact_stream", "compact_stand_in"),
-    }.get(name, ("compact_search", "compact_weigh_kept"))  # fmt: skip
+    }.get(name, ("compact_search", "compact_weigh" if name.startswith("anchored") else "compact_weigh_mean"))  # fmt: skip
     assert tuned() == {x: taken[x] for x in (*(f"{x}_{size}" for x in passes), "compact_dq", "compact_dkv")}
     assert all(len(choices(table)) <= MOST for table in TileTable.tables.values())
 
@@ -181,7 +181,7 @@ ODD = [
     for size in ((16, 16), (256, 128))
     for odd, name in (
         ("STREAM", "adaptive 2"), ("STREAM", "fixed 3"), ("STAND_IN", "fixed 3"), ("SEARCH", "adaptive 2"),
-        ("SEARCH", "anchored 1"), ("WEIGH_KEPT", "adaptive 2"), ("WEIGH_KEPT", "anchored 1"),
+        ("SEARCH", "anchored 1"), ("WEIGH_MEAN", "adaptive 2"), ("WEIGH", "anchored 1"),
     )
 ]  # fmt: skip
 

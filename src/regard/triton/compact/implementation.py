@@ -118,7 +118,8 @@ def _forward(
     if searched:
         nothing = {"value_dim": 0, "value_wide": 0, "keep": False, "counted": False, "relative": None, "source": ""}
         start(compact_search_kernel, rules.SEARCH, stand=0, **nothing)
-        start(compact_weigh_kernel, rules.WEIGH_KEPT if keep else rules.WEIGH, stand=0, given=False)
+        tables = rules.WEIGH_MEAN if keep and rule == rules.ADAPTIVE else rules.WEIGH
+        start(compact_weigh_kernel, tables, stand=0, given=False)
         return outs
     start(compact_stream_kernel, rules.STREAM, stand=0)
     if rule == rules.FIXED and stand != rules.STANDS["zero"]:
