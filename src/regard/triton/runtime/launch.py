@@ -1,9 +1,15 @@
-"""The one place that starts kernels, so that tools and tests can record launches instead."""
+"""The one place that starts kernels, so that tools and tests can record launches instead.
+
+Triton takes tens of microseconds to find what it compiled for the arguments of a launch. Here Triton still says what
+the arguments are (`kinds`: dtypes, which pointers and numbers are multiples of 16 or 1, constants), and the kernel that
+it compiled for the same kinds on the same device is called at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,20 +21,70 @@ from .tiles import Tiles
 Grid = tuple[int, ...]
 Watcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
 _WATCHERS: list[Watcher] = []
+_MADE: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""What Triton compiled: (launcher, function, its metadata, kernel) by (kernel, device, options and kinds). The kernel is
+kept so that its number stays its own."""
+_ONES = ((), (1, 1), (1,), ())  # what completes a grid, by its length
+KNOWN = ((3, 6), (3, 9))
+"""Versions of Triton whose kernels may be called directly; with others Triton launches."""
 
 
 def launch(kernel: Any, grid: Grid, *args: Any, tiles: Tiles, **constants: Any) -> None:
     """Start `grid` programs of a kernel with positional arguments and constants by name. An empty grid does nothing."""
-    options = {**constants, "num_warps": tiles.warps, "num_stages": tiles.stages}
     if 0 in grid:
         return
     if _WATCHERS:
-        _WATCHERS[-1](kernel, grid, args, options)
+        _WATCHERS[-1](kernel, grid, args, {**constants, "num_warps": tiles.warps, "num_stages": tiles.stages})
         return
+    at = _device_of(args)
+    if at is None or at.type != "cuda" or at.index == torch.cuda.current_device():
+        _start(kernel, grid, args, tiles, constants)
+    else:
+        with torch.cuda.device(at):  # Triton takes the current one
+            _start(kernel, grid, args, tiles, constants)
+
+
+def _device_of(args: tuple[Any, ...]) -> torch.device | None:
+    for x in args:
+        if isinstance(x, Tensor):
+            return x.device
+    return None
+
+
+def _start(kernel: Any, grid: Grid, args: tuple[Any, ...], tiles: Tiles, constants: dict[str, Any]) -> None:
+    """Start a kernel on the current device."""
+    caches, key = getattr(kernel, "device_caches", None), None  # None if kernels are interpreted
+    if caches is not None and (driver := _driver()) is not None:
+        device = driver.get_current_device()
+        bound, kinds, _ = caches[device][-1](*args, **constants)
+        key = (id(kernel), device, tiles.warps, tiles.stages, *kinds)
+        made = _MADE.get(key)
+        if made is not None:
+            run, function, metadata, _ = made
+            stream, more = driver.get_current_stream(device), _ONES[len(grid)]
+            run(*grid, *more, stream, function, metadata, None, None, None, *bound.values())
+            return
     mend()
-    at = next((x.device for x in args if isinstance(x, Tensor)), None)
-    with torch.cuda.device(at) if at is not None and at.type == "cuda" else nullcontext():  # Triton takes the current
-        kernel[grid](*args, **options)
+    found = kernel[grid](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+    if key is not None and not hasattr(found, "result"):  # which an unfinished compilation has
+        _MADE[key] = found.run, found.function, found.packed_metadata, kernel
+
+
+def _driver() -> Any:
+    """Return Triton's driver if what it compiled may be called: nothing asks Triton to report launches."""
+    known, driver, runtime = _triton()
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return None if not known or hooks[0].calls or hooks[1].calls else driver.active
+
+
+@cache
+def _triton() -> tuple[bool, Any, Any]:
+    """Return whether this version of Triton is known, the holder of its driver, and its settings."""
+    import triton
+    from triton import knobs
+    from triton.runtime.driver import driver
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) in KNOWN, driver, knobs.runtime
 
 
 def watching() -> bool:
