@@ -20,7 +20,7 @@ from ..precision import full_precision
 from .fast_weight_rules import WriteRule
 from .fast_weight_state import FastWeightState, check_state
 from .product_key import require_top_k
-from .slot_memory import Rounds, SlotMemory, WriteObserver
+from .slot_memory import SlotMemory, WriteObserver, rounds_of
 from .stream import Streams, check_tokens, flushed, follow
 from .tokens import finite_tokens
 
@@ -133,9 +133,8 @@ def _finite(query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeight
     """Return `finite_tokens` of the fields in float32 at least, by the store's kernels if it has any."""
     fields = {"query": query, "value": value} if gate is None else {"query": query, "value": value, "gate": gate}
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in fields.items()}
-    if isinstance(state.values, Rounds) and not torch.compiler.is_compiling():
-        return finite_tokens(wide, state.values.clean)
-    return finite_tokens(wide)
+    rounds = None if torch.compiler.is_compiling() else rounds_of(state.values)
+    return finite_tokens(wide) if rounds is None else finite_tokens(wide, rounds.clean)
 
 
 def _positions(seen: Sequence[int], mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:

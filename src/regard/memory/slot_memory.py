@@ -8,7 +8,7 @@ a query, Dv of a value.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ class Looked(NamedTuple):
     scores: Tensor | None  # [R, w, H, k]; None if no write needs them
 
 
-@runtime_checkable
 class Rounds(Protocol):
     """A store of values with kernels for whole reads and writes, which return None if they cannot do what is asked."""
 
@@ -68,6 +67,11 @@ class Rounds(Protocol):
         self, how: SlotMemory, keys: Tensor, tokens: Tensors, following: Tensors | None
     ) -> tuple[Tensor, SlotValues] | None:
         """Return keys and values after a write of `tokens`; `following`, [R, 1, ...], are the next ones."""
+
+
+def rounds_of(values: SlotValues) -> Rounds | None:
+    """Return a store that is a `Rounds`, else None. A check of the protocol by `isinstance` would take microseconds."""
+    return cast(Rounds, values) if hasattr(values, "looked") else None
 
 
 def mixed(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
@@ -178,10 +182,10 @@ class SlotMemory(ChunkMemory):
 
     def _looked(self, state: FastWeightState, tokens: Tensors) -> Looked:
         query, good, keys = tokens["query"], tokens.get("good"), state.keys
-        if not torch.compiler.is_compiling() and isinstance(state.values, Rounds):
-            looked = state.values.looked(self, keys, tokens)
-            if looked is not None:
-                return looked
+        rounds = None if torch.compiler.is_compiling() else rounds_of(state.values)
+        looked = None if rounds is None else rounds.looked(self, keys, tokens)
+        if looked is not None:
+            return looked
         found = search(query, keys[0] if len(keys) == 1 else keys, self.top_k, self.kind, self.eps)
         weights = weigh(found.scores.flatten(-2), self.spec)
         slots = by_memory(found.slots.flatten(-2), state)
@@ -193,9 +197,9 @@ class SlotMemory(ChunkMemory):
         return Looked(found.slots, weights.view_as(found.slots), read, out, *halves)
 
     def write(self, state: FastWeightState, tokens: Tensors, following: Tensors | None) -> dict[str, Any]:
-        new = None
-        if isinstance(state.values, Rounds) and self.observer is None and self.sync is None:
-            new = state.values.rewritten(self, state.keys, tokens, following)
+        new, rounds = None, rounds_of(state.values)
+        if rounds is not None and self.observer is None and self.sync is None:
+            new = rounds.rewritten(self, state.keys, tokens, following)
         if new is None:
             written = self._paired(state, tokens, following)
             if self.sync is not None:

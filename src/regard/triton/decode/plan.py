@@ -6,6 +6,8 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,13 @@ PROCESSORS = 132  # multiprocessors of an H100 or H200, for devices that do not 
 WAVES = 4  # programs for each multiprocessor: the loads of one overlap the arithmetic of others
 MERGE = Tiles(warps=4, stages=1)  # for kernels that merge splits
 PARTS = 8  # splits that are added at once
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has."""
+    known = device.type == "cuda"
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if known else PROCESSORS
 
 
 def most_keys(visible: Visibility) -> int:
@@ -63,10 +72,7 @@ class Decoding(Call):
         rows = 1 if one else rows_of(group * queries, self.dtype)
         programs = self.shape[0] * key_heads * -(-group * queries // rows)
         room = (self.keys + tiles.keys - 2) // tiles.keys + 1
-        device, count = self.q.device, PROCESSORS
-        if device.type == "cuda":
-            count = torch.cuda.get_device_properties(device).multi_processor_count
-        wanted = -(-WAVES * count // max(programs, 1))
+        wanted = -(-WAVES * processors(self.q.device) // max(programs, 1))
         splits = max(1, min(wanted, room // max(least, rows // 4), 65535))
         return self.form._replace(own=rows, tile=tiles.keys), (programs, splits), room
 

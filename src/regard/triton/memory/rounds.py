@@ -19,6 +19,7 @@ from ...memory.fast_weight_rules import FLOOR, WriteRule
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
 from ...memory.slot_memory import Looked, SlotMemory
 from ...memory.stores.overlay_pool import first_order
+from ..runtime.operators import applied
 from .keys import marginal_of, moved_keys
 from .read import picked_rows
 from .search import best_halves
@@ -33,7 +34,7 @@ def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor])
     memories, n = len(keys), keys.shape[-2]
     joined = how.spec == SOFTMAX and how.rule.key_update != "mse"
     distance = isinstance(how.kind, InverseDistance)
-    half_scores, halves, slots, weights = _Search.apply(query, keys, how.top_k, how.eps, distance, joined)
+    half_scores, halves, slots, weights = applied(_Search, query, keys, how.top_k, how.eps, distance, joined)
     scores = None
     if not joined:
         slots, scores = _joined(half_scores, halves, n)
@@ -61,13 +62,13 @@ def rewritten(
     value, good_next = (None, None) if after is None else (after["value"], after.get("good"))
     memories = store.memories
     gate, weights, slots = gate if rule.gate_loss else None, tokens["weights"], _by_memory(tokens["slots"], memories)
-    errors, shares = _Errors.apply(
-        tokens["read"], tokens["value"], value, weights, gate, tokens["slots"], good, good_next, memories, rule
+    errors, shares = applied(
+        _Errors, tokens["read"], tokens["value"], value, weights, gate, tokens["slots"], good, good_next, memories, rule
     )
     counted = None if good is None else _by_memory(good, memories)
     if moved:
         distance, rate = isinstance(how.kind, InverseDistance), rule.learning_rate * rule.address_weight
-        keys = _Keys.apply(keys, query, tokens["half_scores"], tokens["halves"], counted, rate, distance)
+        keys = applied(_Keys, keys, query, tokens["half_scores"], tokens["halves"], counted, rate, distance)
     shares, errors = _by_memory(shares, memories), _by_memory(errors, memories)
     return keys, store.write(slots.flatten(-2), shares.flatten(-2), errors, counted)
 

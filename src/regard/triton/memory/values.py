@@ -18,6 +18,7 @@ from ...checks import require
 from ...memory.product_key import Dot, InverseDistance, SlotScore
 from ...memory.stores.slot_values import slot_values, whole_tables
 from ..runtime.finite import clean
+from ..runtime.operators import applied
 from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
 from .versions import Anchor, Dense, Read, Version, Write
 
@@ -145,7 +146,7 @@ class TableValues:
         """Return `read` and its mix with `value` [B, T, Dv] by `gate` [B, T] (None: the sum), or None without a value.
         Both are 0 for tokens that are not `good` (bool [M, P]). Weights are float32."""
         self._require_device()
-        return Read.apply(weights, self.token, self.version, slots, good, value, gate)
+        return applied(Read, weights, self.token, self.version, slots, good, value, gate)
 
     def rows(self, slots: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or self.token is None:
