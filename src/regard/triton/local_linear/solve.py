@@ -397,7 +397,7 @@ def solve(
     few = alone.keys if rule.direct else 0
 
     def run(tiles: Tiles) -> None:
-        rows = triton.cdiv(right.shape[2], tiles.rows) * tiles.rows
+        rows = -(-right.shape[2] // tiles.rows) * tiles.rows
         scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
         launch(
             _solve, call.grid(tiles.rows), right, call.matrices, (lse, mean), call.factor,

@@ -24,7 +24,7 @@ from ...memory.fast_weight_rules import FLOOR
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.operators import rows_together
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Tiles, TileTable, power_of_two
 from .search import bytes_of, flags_set
 
 MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=2048, keys=8, warps=4, stages=1)})
@@ -183,8 +183,8 @@ def marginal_of(
     sums of `scores` by key, an empty slope and the groups. One launch."""
     batch, length, heads, _, k = halves.shape
     tokens, sets = batch * length // max(1, memories), heads * 2
-    tiles, kp = MARGINAL.pick(n, torch.float32), triton.next_power_of_2(k)
-    blocks = triton.cdiv(n, tiles.keys)
+    tiles, kp = MARGINAL.pick(n, torch.float32), power_of_two(k)
+    blocks = -(-n // tiles.keys)
     mean = torch.empty(memories * sets, n, dtype=torch.float32, device=halves.device)
     slope = torch.empty((0,) if raw else mean.shape, dtype=torch.float32, device=halves.device)
     entries = torch.empty(memories * sets, tokens * k, dtype=torch.int32, device=halves.device)
@@ -212,11 +212,11 @@ def moved_keys(
     tokens, sets, k, (entries, bounds) = batch * length // max(1, memories), heads * 2, halves.shape[-1], groups
     query, keys = rows_together(query), keys if keys[:1].is_contiguous() else keys.contiguous()
     out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
-    tiles, kp = KEYS.pick(width, keys.dtype), triton.next_power_of_2(k)
-    size, dt = MARGINAL.pick(n, torch.float32).keys, max(16, min(128, triton.next_power_of_2(width)))
+    tiles, kp = KEYS.pick(width, keys.dtype), power_of_two(k)
+    size, dt = MARGINAL.pick(n, torch.float32).keys, max(16, min(128, power_of_two(width)))
     kt = max(size, tiles.keys)
     launch(
-        _moved, (triton.cdiv(n, kt), triton.cdiv(width, dt), memories * sets), keys, query, scores.contiguous(),
+        _moved, (-(-n // kt), -(-width // dt), memories * sets), keys, query, scores.contiguous(),
         halves.contiguous(), bytes_of(counted), slope, entries, bounds, out, tokens, n, rate, bounds.shape[1],
         keys.stride(0) if memories > 1 else 0, *query.stride()[:3], length,
         tiles=tiles, D=width, SETS=sets, K=k, KP=kp, DISTANCE=distance, R=max(16, min(tiles.rows, 1024 // kp)),

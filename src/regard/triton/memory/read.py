@@ -14,7 +14,7 @@ from torch import Tensor
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.operators import rows_together
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Tiles, TileTable, power_of_two
 from .search import bytes_of
 
 ROWS = TileTable(
@@ -205,4 +205,4 @@ def _strides(gate: Tensor | None) -> tuple[int, ...]:
 
 def _widths(tiles: Tiles, k: int, width: int) -> dict[str, int]:
     """Return how many rows, and numbers of a row, are processed at once."""
-    return {"R": min(tiles.rows, triton.next_power_of_2(k)), "DT": min(tiles.keys, triton.next_power_of_2(width))}
+    return {"R": min(tiles.rows, power_of_two(k)), "DT": min(tiles.keys, power_of_two(width))}

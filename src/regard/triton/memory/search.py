@@ -22,7 +22,7 @@ from torch import Tensor
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.operators import rows_together
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Tiles, TileTable, power_of_two
 
 ROUGH = TileTable("memory_rough", {(1 << 20, 4): Tiles(64, 64, 4, 3)})
 TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(8, 128, 4, 1)}, (Tiles(8, 64, 4, 1), Tiles(16, 64, 4, 1)))
@@ -315,20 +315,20 @@ def best_halves(
     slots = torch.empty(batch, tokens, heads, k, dtype=torch.int64, device=query.device) if joined else None
     weights = torch.empty(slots.shape, dtype=torch.float32, device=query.device) if slots is not None else None
     rows, sets, d = batch * tokens // max(1, memories), heads * 2, width // 2
-    kept, low = max(16, triton.next_power_of_2(k + 4)), max(1, (n - 1).bit_length())
+    kept, low = max(16, power_of_two(k + 4)), max(1, (n - 1).bit_length())
     steps = (*query.stride()[:3], keys.stride(0) if memories > 1 else 0)
     most = ranks = None
     blocks = 0
     if n > kept:
         tiles = ROUGH.pick(d, query.dtype)
-        blocks = triton.cdiv(n, tiles.keys)
+        blocks = -(-n // tiles.keys)
         ranks = torch.empty(batch * tokens * sets, n, dtype=torch.int32, device=query.device)
         most = torch.empty(memories * sets, blocks, dtype=torch.float32, device=query.device)
         launch(
-            _rough, (blocks, triton.cdiv(rows, tiles.rows), memories * sets), query, keys, ranks, most, rows, tokens, n,
+            _rough, (blocks, -(-rows // tiles.rows), memories * sets), query, keys, ranks, most, rows, tokens, n,
             d, *steps, tiles=tiles, SETS=sets, LOW=low, DISTANCE=distance, R=tiles.rows, KT=tiles.keys, DT=32,
         )  # fmt: skip
-    hp, kp = triton.next_power_of_2(heads), triton.next_power_of_2(k)
+    hp, kp = power_of_two(heads), power_of_two(k)
 
     def run(tiles: Tiles) -> None:
         r = min(tiles.rows, 2 * hp)
@@ -337,7 +337,7 @@ def best_halves(
             _choose, (rows, memories), query, keys, ranks, most, halves, scores, slots, weights, rows, tokens, n, d,
             blocks, *steps, eps, tiles=replace(tiles, warps=warps), H=heads, K=k, M=kept, LOW=low, DISTANCE=distance,
             R=r, KT=tiles.keys if k <= 8 else 2 * tiles.keys,
-            FINE=max(4, min(triton.next_power_of_2(d), GAPS * warps // (r * kept))), HP=hp, KP=kp,
+            FINE=max(4, min(power_of_two(d), GAPS * warps // (r * kept))), HP=hp, KP=kp,
         )  # fmt: skip
 
     run(TABLE.pick(d, query.dtype, run))

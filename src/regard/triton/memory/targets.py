@@ -15,7 +15,7 @@ from torch import Tensor
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.operators import rows_together
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Tiles, TileTable, power_of_two
 from .search import bytes_of, flags_set
 
 ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=4, keys=512, warps=4, stages=2)})
@@ -153,10 +153,10 @@ def errors_of(
     place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
     tiles = ERRORS.pick(width, read.dtype)
     launch(
-        _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after, bytes_of(good), bytes_of(good_next),
+        _errors, (-(-length // tiles.rows), streams), read, value, after, bytes_of(good), bytes_of(good_next),
         weights, slots, gate, errors, bytes_of(written), place, shares, length, streams // max(1, memories), rate,
         *value.stride()[:2], 0 if after is None else after.stride(0), *((0, 0) if gate is None else gate.stride()),
-        tiles=tiles, D=width, H=heads, K=heads * k, KP=triton.next_power_of_2(heads * k), RULE=RULES[rule],
-        AHEAD=look_ahead, R=tiles.rows, OT=tiles.keys, DT=min(512, triton.next_power_of_2(width)),
+        tiles=tiles, D=width, H=heads, K=heads * k, KP=power_of_two(heads * k), RULE=RULES[rule],
+        AHEAD=look_ahead, R=tiles.rows, OT=tiles.keys, DT=min(512, power_of_two(width)),
     )  # fmt: skip
     return errors, shares, written, place

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Tiles, TileTable, power_of_two
 from .search import bytes_of
 
 ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=1024, warps=8, stages=2)})
@@ -142,7 +142,7 @@ def order_of(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...
     found = [torch.empty(memories, total, dtype=torch.int32, device=slots.device) for _ in range(3)]
     tiles = ORDER.pick(k, slots.dtype)
     launch(
-        _order, (triton.cdiv(total, tiles.rows), memories), slots, bytes_of(counted), *found, total, n,
+        _order, (-(-total // tiles.rows), memories), slots, bytes_of(counted), *found, total, n,
         tiles=tiles, K=k, R=tiles.rows, OT=tiles.keys,
     )  # fmt: skip
     return tuple(found)
@@ -170,9 +170,9 @@ def written(
     Cost: one launch; for U slots it reads U rows of the table and the errors, and writes U rows of table and log."""
     (memories, rows, width), (_, tokens, k) = table.shape, shares.shape
     tiles = WRITE.pick(width, table.dtype)
-    wide = min(tiles.keys, triton.next_power_of_2(width))
+    wide = min(tiles.keys, power_of_two(width))
     launch(
-        _write, (tokens * k, memories, triton.cdiv(width, wide)), table, log, slots, entries,
+        _write, (tokens * k, memories, -(-width // wide)), table, log, slots, entries,
         shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
         tiles=tiles, K=k, D=width, ADD=add, R=tiles.rows, DT=wide,
     )  # fmt: skip
@@ -183,6 +183,6 @@ def swapped(table: Tensor, slots: Tensor, log: Tensor, *, keep: bool = False) ->
     """Swap the rows of a write with its log: undo it, or do it again. `keep`: leave the log as it is. One launch."""
     memories, rows, width = table.shape
     tiles = WRITE.pick(width, table.dtype)
-    wide = min(tiles.keys, triton.next_power_of_2(width))
-    grid = (slots.shape[1], memories, triton.cdiv(width, wide))
+    wide = min(tiles.keys, power_of_two(width))
+    grid = (slots.shape[1], memories, -(-width // wide))
     launch(_swap, grid, table, log, slots, slots.shape[1], rows, tiles=tiles, D=width, KEEP=keep, DT=wide)

@@ -22,8 +22,8 @@ Grid = tuple[int, ...]
 Watcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
 _WATCHERS: list[Watcher] = []
 _MADE: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-"""What Triton compiled: (launcher, function, its metadata, kernel) by (kernel, device, options and kinds). The kernel is
-kept so that its number stays its own."""
+"""What Triton compiled, (launcher, function, its metadata, kernel), by (id of the kernel, device, options and kinds).
+The kernel is kept, so that no other has its id."""
 _ONES = ((), (1, 1), (1,), ())  # what completes a grid, by its length
 KNOWN = ((3, 6), (3, 9))
 """Versions of Triton whose kernels may be called directly; with others Triton launches."""

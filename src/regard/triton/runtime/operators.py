@@ -31,7 +31,7 @@ def tensor_or_number(x: Any, default: float = 1.0) -> tuple[Tensor | None, float
 
 
 def operator(name: str, run: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Any:
-    """Register the operator regard::triton_<name>. Where a call is `plain`, `run` is called instead, which saves tens of
+    """Register the operator regard::triton_<name>. If a call is `plain`, `run` is called instead, which saves tens of
     microseconds."""
     made = torch.library.custom_op(f"regard::triton_{name}", run, mutates_args=(), schema=schema)
     made.register_fake(fake)
@@ -48,8 +48,10 @@ def plain(args: Sequence[Any]) -> bool:
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
         return False
     graded = torch.is_grad_enabled()
-    tensors = (x for x in args if isinstance(x, Tensor))
-    return all(type(x) in PLAIN and not (graded and x.requires_grad) for x in tensors)
+    for x in args:
+        if isinstance(x, Tensor) and (type(x) not in PLAIN or (graded and x.requires_grad)):
+            return False
+    return True
 
 
 class _Unrecorded:

@@ -29,9 +29,14 @@ class Tiles:
 Row = tuple[int, int, int, int]
 
 
+def power_of_two(n: int) -> int:
+    """Return the least power of two >= n >= 1. Triton's own function takes microseconds."""
+    return 1 << (n - 1).bit_length()
+
+
 def padded(dim: int) -> tuple[int, int]:
     """Return a number of columns and the power of two that holds them in a kernel."""
-    return dim, max(16, 1 << (dim - 1).bit_length())
+    return dim, max(16, power_of_two(dim))
 
 
 class TileTable:
