@@ -48,10 +48,7 @@ def plain(args: Sequence[Any]) -> bool:
     if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
         return False
     graded = torch.is_grad_enabled()
-    for x in args:
-        if isinstance(x, Tensor) and (type(x) not in PLAIN or (graded and x.requires_grad)):
-            return False
-    return True
+    return all(not (isinstance(x, Tensor) and (type(x) not in PLAIN or (graded and x.requires_grad))) for x in args)
 
 
 class _Unrecorded:
