@@ -35,25 +35,40 @@ def scores_kernel(
     matrices, factor, span, z, tops, heads, group, queries, room, stride_low, stride_mb, stride_mh, FORM: tl.constexpr
 ):
     """Store scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room].
-    FORM.raw: look at values, too; what is not finite has the score inf, so that its row has no weights."""
+    FORM.raw: look at values, too. A row that sees what is not finite has a tile whose largest score is inf, so that it
+    has no weights."""
+    ALIKE: tl.constexpr = FORM.most == 1 and FORM.masked == 0  # all rows see the same keys
     steps = stride_low, stride_mb, stride_mh
     _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     wrong = non_finite(a)
-    for n in range(tiles[1], tiles[2]):
+    if FORM.raw and ALIKE:
+        worst = shared.largest(tl.full((FORM.tile, FORM.wide), 0.0, k[0].dtype.element_ty))
+        worst_value = shared.largest(tl.full((FORM.tile, FORM.value_wide), 0.0, v[0].dtype.element_ty))
+    for n in tl.range(tiles[1], tiles[2], num_stages=3 if FORM.raw and FORM.own > 1 else None):
         j = (tiles[0] + n) * FORM.tile
-        real = j + tl.arange(0, FORM.tile) < sight[7]
+        real = shared.read_keys(j, sight, FORM)
         keys = shared.load_tile(k, j, real, FORM.dim, FORM.wide, FORM)
-        lost = non_finite(keys)
-        if FORM.raw:  # loaded before arithmetic waits for the keys
-            lost |= non_finite(shared.load_tile(v, j, real, FORM.value_dim, FORM.value_wide, FORM))
         score = shared.products(a, keys, FORM.own) * by[:, None]
         seen = shared.seen_keys(j, sight, FORM.masked, FORM)
         score = tl.where(seen, score, float("-inf"))
         if FORM.raw:
-            score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
+            values = shared.load_tile(v, j, real, FORM.value_dim, FORM.value_wide, FORM)
+            if ALIKE:
+                worst = tl.maximum(worst, shared.largest(keys))
+                worst_value = tl.maximum(worst_value, shared.largest(values))
+                score = tl.where(score < float("inf"), score, float("-inf"))  # NaN, too
+            else:
+                lost = non_finite(keys) | non_finite(values)
+                score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
         into = z + (own * room + n)[:, None] * FORM.tile + tl.arange(0, FORM.tile)[None, :]
         tl.store(into, score, mask=held[:, None])
         tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
+    if FORM.raw and ALIKE:
+        lost = wrong | shared.beyond(worst, k[0], own) | shared.beyond(worst_value, v[0], own)
+        if tiles[1] < tiles[2]:
+            tl.debug_barrier()  # wait for what other threads wrote
+            largest = tl.full((FORM.own,), float("inf"), tl.float32)
+            tl.store(tops + own * room + tiles[1], largest, mask=held & lost)
 
 
 @triton.jit
@@ -254,19 +269,24 @@ def online_kernel(
     """Store over a program's tiles part [splits, N, S, DV] = (sum w v, and for t = -probe sum w (s_j - s) v) and state
     [splits, N, 2 S] = (m, sum w, and then sum w (s_j - s), s). FORM.raw: NaN in rows that see a non-finite number."""
     CORRECTED: tl.constexpr = probe is not None
+    ALIKE: tl.constexpr = FORM.most == 1 and FORM.masked == 0  # all rows see the same keys
     steps = stride_low, stride_mb, stride_mh
     _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
     wrong = non_finite(a)
     top = tl.full((FORM.own,), float("-inf"), tl.float32)
-    mass, total = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+    weights = tl.full((FORM.own, FORM.tile), 0.0, tl.float32)
+    total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     if CORRECTED:
         t = -shared.load_vectors(probe, own, held, FORM.dim, FORM.wide)
-        correction_mass, level_s, correction = mass, mass, total
+        level_s, slopes, correction = tl.full((FORM.own,), 0.0, tl.float32), weights, total
+    if FORM.raw and ALIKE:
+        worst = shared.largest(tl.full((FORM.tile, FORM.wide), 0.0, k[0].dtype.element_ty))
+        worst_value = shared.largest(tl.full((FORM.tile, FORM.value_wide), 0.0, v[0].dtype.element_ty))
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
-        keys = shared.load_tile(k, j, j + tl.arange(0, FORM.tile) < sight[7], FORM.dim, FORM.wide, FORM)
-        lost = non_finite(keys)
+        real = shared.read_keys(j, sight, FORM)
+        keys = shared.load_tile(k, j, real, FORM.dim, FORM.wide, FORM)
         score = shared.products(a, keys, FORM.own) * by[:, None]
         seen = shared.seen_keys(j, sight, FORM.masked, FORM)
         score = tl.where(seen, score, float("-inf"))
@@ -276,17 +296,26 @@ def online_kernel(
         if CORRECTED:
             s = shared.fine_products(t, keys, FORM.own)[0]
             near = tl.sum(tl.where(seen, s, 0.0), 1) / tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)
-            level_s = tl.where(mass > 0, level_s, near)
+            level_s = tl.where(top == float("-inf"), near, level_s)
             ws = w * tl.where(seen, s - level_s[:, None], 0.0)
-        values = shared.load_tile(v, j, tl.max(seen.to(tl.int32), 0) != 0, FORM.value_dim, FORM.value_wide, FORM)
+        if not ALIKE:
+            real = tl.max(seen.to(tl.int32), 0) != 0
+        values = shared.load_tile(v, j, real, FORM.value_dim, FORM.value_wide, FORM)
         if FORM.raw:
-            w, values = shared.guarded(w, lost, values, seen, wrong, FORM)
+            if ALIKE:
+                worst = tl.maximum(worst, shared.largest(keys))
+                worst_value = tl.maximum(worst_value, shared.largest(values))
+            else:
+                w, values = shared.guarded(w, non_finite(keys), values, seen, wrong, FORM)
         total = shared.add_weighted(total * fade[:, None], w, values, FORM.own)
-        mass = mass * fade + tl.sum(w, 1)
+        weights = weights * fade[:, None] + w
         if CORRECTED:
             correction = shared.add_weighted(correction * fade[:, None], ws, values, FORM.own)
-            correction_mass = correction_mass * fade + tl.sum(ws, 1)
+            slopes = slopes * fade[:, None] + ws
         top = new
+    if FORM.raw and ALIKE:
+        lost = (wrong & (tiles[1] < tiles[2])) | shared.beyond(worst, k[0], own) | shared.beyond(worst_value, v[0], own)
+        total = tl.where(lost[:, None], float("nan"), total)
     DV: tl.constexpr = FORM.value_dim
     columns, split = tl.arange(0, FORM.value_wide), tl.program_id(1).to(tl.int64) * total_rows + own
     inside = held[:, None] & (columns < DV)[None, :]
@@ -294,9 +323,9 @@ def online_kernel(
     tl.store(part, total, mask=inside)
     if CORRECTED:
         tl.store(part + DV, correction, mask=inside)
-        store_numbers(state, split, (top, mass, correction_mass, level_s), held)
+        store_numbers(state, split, (top, tl.sum(weights, 1), tl.sum(slopes, 1), level_s), held)
     else:
-        store_numbers(state, split, (top, mass), held)
+        store_numbers(state, split, (top, tl.sum(weights, 1)), held)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.blocks import FAR, load, load_span, parts, places_of, row_scale, seen
-from ..runtime.finite_kernel import non_finite
+from ..runtime.finite_kernel import LIMIT, non_finite
 
 
 @triton.jit
@@ -144,6 +144,36 @@ def seen_keys(first, sight, MASKED: tl.constexpr, FORM: tl.constexpr):
         own = (sight[3] // sight[5]).to(tl.int64) * sight[6]
         found &= tl.load(sight[2] + own[:, None] + at[None, :], mask=found & sight[4][:, None], other=0) != 0
     return found
+
+
+@triton.jit
+def read_keys(first, sight, FORM: tl.constexpr):
+    """Return which keys from `first` on are read [KEYS]: those before the end and, if all rows see the same keys, no
+    other than these."""
+    at = first + tl.arange(0, FORM.tile)
+    real = at < sight[7]
+    if FORM.most == 1 and FORM.masked == 0:
+        real &= at >= tl.min(tl.where(sight[4], sight[0], FAR), 0)
+    return real
+
+
+@triton.jit
+def largest(x):
+    """Return the largest of so many numbers as a thread loads at once, [N, WIDTH / 4 or 8], as bits without sign: no
+    thread waits for another."""
+    EACH: tl.constexpr = 128 // x.dtype.primitive_bitwidth
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:  # the upper half of the float32, which loses nothing
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    return tl.max(tl.reshape(bits, (x.shape[0], x.shape[1] // EACH, EACH)), 2)
+
+
+@triton.jit
+def beyond(worst, like, own):
+    """Return for all rows `own` whether a number of `largest`, of the dtype of `like`, is not finite or beyond 2^56."""
+    SHIFT: tl.constexpr = 32 - like.dtype.element_ty.primitive_bitwidth
+    return own * 0 + tl.max(tl.max(worst, 1), 0) > (LIMIT >> SHIFT)
 
 
 @triton.jit

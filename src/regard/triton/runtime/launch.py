@@ -66,7 +66,7 @@ def _start(kernel: Any, grid: Grid, args: tuple[Any, ...], tiles: Tiles, constan
             return
     mend()
     found = kernel[grid](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
-    if key is not None and not hasattr(found, "result"):  # which an unfinished compilation has
+    if key is not None and hasattr(found, "packed_metadata"):  # else it is not compiled yet
         _MADE[key] = found.run, found.function, found.packed_metadata, kernel
 
 

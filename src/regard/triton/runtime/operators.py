@@ -36,8 +36,15 @@ def operator(name: str, run: Callable[..., Any], schema: str, fake: Callable[...
     made = torch.library.custom_op(f"regard::triton_{name}", run, mutates_args=(), schema=schema)
     made.register_fake(fake)
 
+    numbers = [i for i, x in enumerate(made._opoverload._schema.arguments) if str(x.type) == "float"]
+
     def call(*args: Any) -> Any:
-        return run(*args) if plain(args) else made(*args)
+        if not plain(args):
+            return made(*args)
+        for i in numbers:  # as an operator does with integers: kernels are compiled for them otherwise
+            if type(args[i]) is not float:
+                args = (*args[:i], float(args[i]), *args[i + 1 :])
+        return run(*args)
 
     call.register_autograd = made.register_autograd  # type: ignore[attr-defined]
     return call

@@ -1,0 +1,164 @@
+"""Launches call what Triton compiled directly: always what Triton itself would take, for tensors and numbers of every
+kind, on a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from regard.triton.runtime import launch as launching
+from regard.triton.runtime.launch import launch
+from regard.triton.runtime.support import MISSING, interpreted
+from regard.triton.runtime.tiles import Tiles
+from regard.triton.tools.compiled import pretended
+
+if MISSING is not None:
+    pytest.skip(MISSING, allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime import JITFunction
+from triton.runtime.driver import driver
+
+pytestmark = pytest.mark.skipif(interpreted(), reason="nothing is compiled under TRITON_INTERPRET=1")
+
+GRID, TILES = (3, 2), Tiles(warps=1)
+
+
+@triton.jit(do_not_specialize=["free"])
+def copy(pair, out, n, free, factor, other, WIDE: tl.constexpr):
+    at = tl.program_id(0) * n + tl.arange(0, WIDE)
+    x = tl.load(pair[0] + at) * factor + pair[1] + free
+    if other is not None:
+        x += tl.load(other + at)
+    tl.store(out + at, x)
+
+
+class Device:
+    """A driver whose launcher only notes what it is told to start."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Any, ...]] = []
+        self.number = 90
+
+    def launcher(self, source: Any, metadata: Any) -> Any:
+        return lambda *given: self.started.append(given)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    found, numbers = Device(), count()
+    monkeypatch.setattr(launching, "_MADE", {})
+    with pretended(90):
+        driver.active.launcher_cls = found.launcher
+        driver.active.get_current_device = lambda: found.number
+        driver.active.get_current_stream = lambda number: 1000 + number
+        driver.active.utils = SimpleNamespace(
+            get_device_properties=lambda number: {"max_shared_mem": 232448},
+            load_binary=lambda *given: ("module", next(numbers), 32, 0, 1024),
+        )
+        yield found
+    copy.device_caches.clear()
+
+
+X, OUT = torch.zeros(256), torch.zeros(256)
+PLAIN: dict[str, Any] = {
+    "pair": (X, 32), "out": OUT, "n": 32, "free": 7, "factor": 0.5, "other": None, "WIDE": 16,
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "all pointers and numbers are multiples of 16": {},
+    "another tensor of the kind": {"pair": (torch.zeros(64), 32)},
+    "a pointer that is none": {"out": OUT[1:]},
+    "a pointer that is none, in a tuple": {"pair": (X[3:], 32)},
+    "another dtype": {"out": OUT.bfloat16()},
+    "another dtype in a tuple": {"pair": (X.bfloat16(), 32)},
+    "a number that is none": {"n": 33},
+    "a number that is none, in a tuple": {"pair": (X, 5)},
+    "one": {"n": 1},
+    "one in a tuple": {"pair": (X, 1)},
+    "a wide number": {"n": 2**40},
+    "a number without kinds": {"free": 1},
+    "a wide number without kinds": {"free": 2**33},
+    "another float": {"factor": 1.0},
+    "a whole factor": {"factor": 16},
+    "a tensor for None": {"other": X},
+    "another constant": {"WIDE": 32},
+}
+
+
+def arguments(change: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    found = {**PLAIN, **change}
+    return [found[name] for name in list(PLAIN)[:-1]], {"WIDE": found["WIDE"]}
+
+
+def own(device: Device, change: dict[str, Any], tiles: Tiles = TILES) -> tuple[Any, ...]:
+    args, constants = arguments(change)
+    launch(copy, GRID, *args, tiles=tiles, **constants)
+    return device.started.pop()
+
+
+def tritons(device: Device, change: dict[str, Any], tiles: Tiles = TILES) -> tuple[Any, ...]:
+    args, constants = arguments(change)
+    copy[GRID](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+    return device.started.pop()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two launches are the same, but for what hooks would get."""
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one is other or (not isinstance(one, torch.Tensor) and one == other)
+
+
+def as_triton(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
+    """Grid, stream, function and its metadata are the first six, then come three for hooks, then the arguments."""
+    return same(found[:6], expected[:6]) and same(found[9:], expected[9:])
+
+
+def test_every_kind_of_argument_starts_what_triton_would(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in CHANGES.values():
+        assert as_triton(own(device, change), tritons(device, change))
+    expected = {name: tritons(device, change) for name, change in CHANGES.items()}
+    assert len({found[4] for found in expected.values()}) > 10
+    monkeypatch.setattr(JITFunction, "run", None)  # from now on Triton launches nothing
+    for name, change in [*CHANGES.items(), *reversed(CHANGES.items())]:
+        assert as_triton(own(device, change), expected[name]), name
+
+
+def test_options_and_devices_have_kernels_of_their_own(device: Device) -> None:
+    wide = Tiles(warps=2)
+    assert own(device, {})[4] == own(device, {})[4] == tritons(device, {})[4]
+    assert own(device, {}, wide)[4] == own(device, {}, wide)[4] == tritons(device, {}, wide)[4] != own(device, {})[4]
+    first = own(device, {})
+    device.number = 91
+    second = own(device, {})
+    assert second[4] == own(device, {})[4] == tritons(device, {})[4] != first[4]
+    assert (first[3], second[3]) == (1090, 1091)
+
+
+def test_grids_are_completed_and_empty_ones_start_nothing(device: Device) -> None:
+    args, constants = arguments({})
+    for _ in range(2):
+        for grid, whole in (((5,), (5, 1, 1)), ((5, 4), (5, 4, 1)), ((5, 4, 3), (5, 4, 3))):
+            launch(copy, grid, *args, tiles=TILES, **constants)
+            assert device.started.pop()[:3] == whole
+        launch(copy, (0, 4), *args, tiles=TILES, **constants)
+        assert not device.started
+
+
+def test_hooks_are_called_for_every_launch(device: Device) -> None:
+    own(device, {})
+    told: list[Any] = []
+    knobs.runtime.launch_enter_hook.add(told.append)
+    try:
+        found = own(device, {})
+    finally:
+        knobs.runtime.launch_enter_hook.remove(told.append)
+    assert found[6].get()["name"] == "copy"  # what Triton tells the hooks, which its own launcher calls
+    assert own(device, {})[6] is None
