@@ -162,3 +162,10 @@ def test_hooks_are_called_for_every_launch(device: Device) -> None:
         knobs.runtime.launch_enter_hook.remove(told.append)
     assert found[6].get()["name"] == "copy"  # what Triton tells the hooks, which its own launcher calls
     assert own(device, {})[6] is None
+
+
+def test_a_kernel_runs_on_the_device_of_its_tensors_wherever_they_stand() -> None:
+    far = torch.empty(1, device="meta")
+    for args in ((3, far), (((far, 1), 2), 3), ((1, 2), None, 0.5, (4, (far,)))):
+        assert launching._device_of(args) == far.device
+    assert launching._device_of((1, (None, 2.0))) is None

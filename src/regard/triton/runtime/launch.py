@@ -45,9 +45,11 @@ def launch(kernel: Any, grid: Grid, *args: Any, tiles: Tiles, **constants: Any) 
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device | None:
+    """Return the device of the first tensor, which may be within a tuple."""
     for x in args:
-        if isinstance(x, Tensor):
-            return x.device
+        found = x.device if isinstance(x, Tensor) else _device_of(x) if isinstance(x, tuple) else None
+        if found is not None:
+            return found
     return None
 
 
