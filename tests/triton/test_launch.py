@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.triton.runtime import launch as launching
 from regard.triton.runtime.launch import launch
+from regard.triton.runtime.operators import operator, plain
 from regard.triton.runtime.support import MISSING, interpreted
 from regard.triton.runtime.tiles import Tiles
 from regard.triton.tools.compiled import pretended
@@ -169,3 +171,33 @@ def test_a_kernel_runs_on_the_device_of_its_tensors_wherever_they_stand() -> Non
     for args in ((3, far), (((far, 1), 2), 3), ((1, 2), None, 0.5, (4, (far,)))):
         assert launching._device_of(args) == far.device
     assert launching._device_of((1, (None, 2.0))) is None
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operator_is_left_out_where_nothing_records_the_call() -> None:
+    got: list[tuple[Any, ...]] = []
+
+    def run(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+        got.append((*numbers, *map(type, numbers)))
+        return x.clone()
+
+    made = operator("tested", run, "(Tensor x, float a, SymInt b, bool c) -> Tensor", lambda x, *_: torch.empty_like(x))
+    x, leaf = torch.ones(3), torch.ones(3, requires_grad=True)
+    made(x, 2, 3, True)
+    with Passing():  # the operator is called
+        assert not plain((x,))
+        made(x, 2, 3, True)
+    assert got == [(2.0, 3, True, float, int, bool)] * 2
+    assert plain((x, None, 1))
+    assert not plain((x, leaf))
+    assert not plain((torch.nn.Parameter(x),))
+    with torch.no_grad():
+        assert plain((x, leaf, torch.nn.Parameter(x)))
+    with torch.autograd.forward_ad.dual_level():
+        assert not plain((x,))
+    assert torch.func.vmap(lambda y: y * plain((y,)))(x).tolist() == [0.0, 0.0, 0.0]
+    assert torch.compile(lambda y: y * plain((y,)), backend="eager")(x).tolist() == [0.0, 0.0, 0.0]
