@@ -133,7 +133,7 @@ def _output(
             p = tl.exp2(z - lse[:, None])
             e = product(hi, tl.trans(k))
             if FORM.fine:
-                e += product(lo, tl.trans(k))
+                e = tl.dot(lo, tl.trans(k), e, input_precision="ieee")
             if side == 0:
                 p = tl.where(visible, p, 0.0)
             w = p * ((e - away[:, None]) * unit[:, None])

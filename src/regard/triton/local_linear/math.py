@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import FAR, load_block, load_span, parts, row_scale, seen, store_block
+from ..runtime.blocks import FAR, load_block, load_span, rounded, row_scale, seen, store_block
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)  # pipeline stages of the short loops over boundary tiles
@@ -121,12 +121,12 @@ def product(a, b):
 @triton.jit
 def times(w, k, total, used, SPLIT: tl.constexpr):
     """Return (total + w k, used + row sums of w as it was multiplied): w in two terms if SPLIT, else rounded once."""
-    hi, lo = parts(w, k, SPLIT)
+    hi, own = rounded(w, k)
     total = tl.dot(hi, k, total, input_precision="ieee")
-    own = hi.to(tl.float32)
     if SPLIT:
+        lo, rest = rounded(w - own, k)
         total = tl.dot(lo, k, total, input_precision="ieee")
-        own += lo.to(tl.float32)
+        own += rest
     return total, used + tl.sum(own, 1)
 
 

@@ -42,13 +42,13 @@ DIRECT = TileTable("local_linear_direct", {(256, 4): Tiles(rows=4, keys=32, warp
 LEAST = tl.constexpr(1e-30)  # smaller ridges are raised to this in a direct solution
 UNCONVERGED, RAISED = tl.constexpr(int(SolveStatus.UNCONVERGED)), tl.constexpr(int(SolveStatus.JITTER))
 EPS = tl.constexpr(2.0**-23)
-X, R, MEAN, IMAGE, D = (tl.constexpr(i) for i in range(5))
-"""Tiles [R, W] of a block's scratch memory: x, r, mean of the keys, result of a sweep, d."""
+X, R, MEAN, IMAGE = (tl.constexpr(i) for i in range(4))
+"""Tiles [R, W] of a block's scratch memory: x, r, mean of the keys, result of a sweep. d lies in a tile of its own, in
+the dtype of the keys: so read, a product takes it from shared memory and not from registers."""
 AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i) for i in range(10))
 """Rows [R] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is
 active, whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
-TILE, ROW = tl.constexpr(5), tl.constexpr(10)
-PART = tl.constexpr(16)  # rows whose vectors are in registers at once
+TILE, ROW = tl.constexpr(4), tl.constexpr(10)
 RESTARTS = tl.constexpr(3)  # how often a row restarts if its true residual is still too large
 
 
@@ -63,14 +63,21 @@ TILES = TileTable.by_width(
 @triton.jit
 def _tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return where ROWS rows of a tile lie, from row `part` on."""
-    at = scratch + which * (FORM.own * FORM.wide) + part * FORM.wide
+    places = tl.arange(0, ROWS)[:, None] * FORM.wide + tl.arange(0, FORM.wide)[None, :]
+    return scratch[0] + part * FORM.wide + places + which * (FORM.own * FORM.wide)  # the constant last, for fewer registers
+
+
+@triton.jit
+def _ways(scratch, part, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return where d of ROWS rows lies, from row `part` on."""
+    at = scratch[1] + part * FORM.wide
     return at + tl.arange(0, ROWS)[:, None] * FORM.wide + tl.arange(0, FORM.wide)[None, :]
 
 
 @triton.jit
 def _rows(scratch, which: tl.constexpr, part, FORM: tl.constexpr):
     """Return where a part of a row of numbers lies."""
-    return scratch + TILE * (FORM.own * FORM.wide) + which * FORM.own + part + tl.arange(0, PART)
+    return scratch[0] + part + tl.arange(0, FORM.part) + (TILE * (FORM.own * FORM.wide) + which * FORM.own)
 
 
 @triton.jit
@@ -79,7 +86,7 @@ def _direct(d, mean, active, scratch, part, FORM: tl.constexpr):
     d = tl.where(active[:, None], d, 0.0)
     if FORM.fine:
         d = d.to(tl.bfloat16).to(tl.float32)
-    tl.store(_tile(scratch, D, part, PART, FORM), d)
+    tl.store(_ways(scratch, part, FORM.part, FORM), d)
     tl.store(_rows(scratch, AWAY, part, FORM), tl.sum(mean * d, 1))
 
 
@@ -87,23 +94,23 @@ def _direct(d, mean, active, scratch, part, FORM: tl.constexpr):
 def _begin(scratch, right_ptr, mean_ptr, span, first, queries, tol, limit, FORM: tl.constexpr):
     """Set x = 0 and r = right in its own unit. Return whether any row is active."""
     running = 0
-    for part in range(0, FORM.own, PART):
-        rows = first + part + tl.arange(0, PART)
+    for part in range(0, FORM.own, FORM.part):
+        rows = first + part + tl.arange(0, FORM.part)
         low, high = load_span(span[0], span[1], rows, rows < queries)
-        r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
-        mean = load_block(mean_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
+        r = load_block(right_ptr, first + part, FORM.dim, queries, FORM.part, FORM.dim, FORM.wide)
+        mean = load_block(mean_ptr, first + part, FORM.dim, queries, FORM.part, FORM.dim, FORM.wide)
         size = norm_scale(r)
         r = r / size[:, None]
         rr = tl.sum(r * r, 1)
         unsettled = (rr > 0) & (high - low > FORM.few)
         active = unsettled & (limit > 0)
-        tl.store(_tile(scratch, X, part, PART, FORM), tl.full((PART, FORM.wide), 0.0, tl.float32))
-        tl.store(_tile(scratch, R, part, PART, FORM), r)
-        tl.store(_tile(scratch, MEAN, part, PART, FORM), mean)
+        tl.store(_tile(scratch, X, part, FORM.part, FORM), tl.full((FORM.part, FORM.wide), 0.0, tl.float32))
+        tl.store(_tile(scratch, R, part, FORM.part, FORM), r)
+        tl.store(_tile(scratch, MEAN, part, FORM.part, FORM), mean)
         tl.store(_rows(scratch, RR, part, FORM), rr)
         tl.store(_rows(scratch, WHOLE, part, FORM), rr)
         tl.store(_rows(scratch, GOAL, part, FORM), tol * tol * rr)
-        tl.store(_rows(scratch, COUNT, part, FORM), tl.full((PART,), 0.0, tl.float32))
+        tl.store(_rows(scratch, COUNT, part, FORM), tl.full((FORM.part,), 0.0, tl.float32))
         tl.store(_rows(scratch, ACTIVE, part, FORM), active.to(tl.float32))
         tl.store(_rows(scratch, OPEN, part, FORM), unsettled.to(tl.float32))
         tl.store(_rows(scratch, SIZE, part, FORM), size)
@@ -115,11 +122,11 @@ def _begin(scratch, right_ptr, mean_ptr, span, first, queries, tol, limit, FORM:
 @triton.jit
 def _image(scratch, part, ridge, first, queries, FORM: tl.constexpr):
     """Return (A d, d, mean) of some rows, after a sweep."""
-    d = tl.load(_tile(scratch, D, part, PART, FORM))
-    mean = tl.load(_tile(scratch, MEAN, part, PART, FORM))
-    total = tl.load(_tile(scratch, IMAGE, part, PART, FORM))
+    d = tl.load(_ways(scratch, part, FORM.part, FORM)).to(tl.float32)
+    mean = tl.load(_tile(scratch, MEAN, part, FORM.part, FORM))
+    total = tl.load(_tile(scratch, IMAGE, part, FORM.part, FORM))
     used = tl.load(_rows(scratch, USED, part, FORM))
-    ridge = row_ridge(ridge, first + part, queries, PART, FORM)
+    ridge = row_ridge(ridge, first + part, queries, FORM.part, FORM)
     return total - used[:, None] * mean + ridge * d, d, mean
 
 
@@ -128,7 +135,7 @@ def _advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
     """Take one step along d and return whether any row continues. The next direction is made conjugate to d by the
     image itself, since a ratio of residuals ignores rounding."""
     running = 0
-    for part in range(0, FORM.own, PART):
+    for part in range(0, FORM.own, FORM.part):
         image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
         rr = tl.load(_rows(scratch, RR, part, FORM))
         goal = tl.load(_rows(scratch, GOAL, part, FORM))
@@ -136,12 +143,12 @@ def _advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
         curve = tl.sum(d * image, 1)
         good = (tl.load(_rows(scratch, ACTIVE, part, FORM)) > 0) & (curve > 0)
         curve = tl.where(good, curve, 1.0)
-        r = tl.load(_tile(scratch, R, part, PART, FORM))
+        r = tl.load(_tile(scratch, R, part, FORM.part, FORM))
         length = tl.where(good, tl.sum(r * d, 1) / curve, 0.0)
-        x = tl.load(_tile(scratch, X, part, PART, FORM)) + length[:, None] * d
-        tl.store(_tile(scratch, X, part, PART, FORM), x)
+        x = tl.load(_tile(scratch, X, part, FORM.part, FORM)) + length[:, None] * d
+        tl.store(_tile(scratch, X, part, FORM.part, FORM), x)
         r -= length[:, None] * image
-        tl.store(_tile(scratch, R, part, PART, FORM), r)
+        tl.store(_tile(scratch, R, part, FORM.part, FORM), r)
         rr = tl.where(good, tl.sum(r * r, 1), rr)
         count += good.to(tl.float32)
         active = good & (rr > goal) & (count < limit)
@@ -158,18 +165,18 @@ def _advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
 def _settle(scratch, right_ptr, first, queries, limit, again, FORM: tl.constexpr):
     """Let rows whose true residual r is still too large continue from it. Return whether any does."""
     running = 0
-    for part in range(0, FORM.own, PART):
-        x = tl.load(_tile(scratch, X, part, PART, FORM))
-        r = tl.load(_tile(scratch, R, part, PART, FORM))
-        mean = tl.load(_tile(scratch, MEAN, part, PART, FORM))
+    for part in range(0, FORM.own, FORM.part):
+        x = tl.load(_tile(scratch, X, part, FORM.part, FORM))
+        r = tl.load(_tile(scratch, R, part, FORM.part, FORM))
+        mean = tl.load(_tile(scratch, MEAN, part, FORM.part, FORM))
         size = tl.load(_rows(scratch, SIZE, part, FORM))
-        right = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
+        right = load_block(right_ptr, first + part, FORM.dim, queries, FORM.part, FORM.dim, FORM.wide) / size[:, None]
         # Exact steps lower x.Ax / 2 - b.x, which is 0 at x = 0. If it is positive, rounding errors dominate x: restart.
         kept = tl.sum(x * (right + r), 1) >= 0
         x = tl.where(kept[:, None], x, 0.0)
         r = tl.where(kept[:, None], r, right)
-        tl.store(_tile(scratch, X, part, PART, FORM), x)
-        tl.store(_tile(scratch, R, part, PART, FORM), r)
+        tl.store(_tile(scratch, X, part, FORM.part, FORM), x)
+        tl.store(_tile(scratch, R, part, FORM.part, FORM), r)
         terms = tl.load(_rows(scratch, TERMS, part, FORM))
         floor = 2 * EPS * (terms * tl.sqrt(tl.sum(x * x, 1)) + tl.sqrt(tl.sum(right * right, 1)))
         goal = tl.load(_rows(scratch, GOAL, part, FORM))
@@ -190,16 +197,16 @@ def _settle(scratch, right_ptr, first, queries, limit, again, FORM: tl.constexpr
 @triton.jit
 def _finish(scratch, value_ptr, statistics_ptr, status_ptr, first, queries, FORM: tl.constexpr):
     """Store the solutions, statistics and status."""
-    for part in range(0, FORM.own, PART):
-        x = tl.load(_tile(scratch, X, part, PART, FORM))
+    for part in range(0, FORM.own, FORM.part):
+        x = tl.load(_tile(scratch, X, part, FORM.part, FORM))
         size = tl.load(_rows(scratch, SIZE, part, FORM))
-        store_block(value_ptr, x * size[:, None], first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide)
+        store_block(value_ptr, x * size[:, None], first + part, FORM.dim, queries, FORM.part, FORM.dim, FORM.wide)
         rr = tl.load(_rows(scratch, RR, part, FORM))
         whole = tl.load(_rows(scratch, WHOLE, part, FORM))
         unsettled = tl.load(_rows(scratch, OPEN, part, FORM)) > 0
         if not FORM.verify:
             unsettled &= ~(rr <= tl.load(_rows(scratch, GOAL, part, FORM)))
-        rows = first + part + tl.arange(0, PART)
+        rows = first + part + tl.arange(0, FORM.part)
         there = rows < queries
         residual = tl.sqrt(rr / tl.where(whole > 0, whole, 1.0))
         store_numbers(statistics_ptr, rows, (tl.load(_rows(scratch, COUNT, part, FORM)), residual), there)
@@ -215,21 +222,21 @@ def _follow(phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
         running = _advance(scratch, ridge, first, queries, limit, FORM)
         if FORM.verify and running == 0:
             tl.debug_barrier()
-            for part in range(0, FORM.own, PART):  # r = right, from which A x is then subtracted
+            for part in range(0, FORM.own, FORM.part):  # r = right, from which A x is then subtracted
                 size = tl.load(_rows(scratch, SIZE, part, FORM))
-                r = load_block(right_ptr, first + part, FORM.dim, queries, PART, FORM.dim, FORM.wide) / size[:, None]
-                tl.store(_tile(scratch, R, part, PART, FORM), r)
-                x = tl.load(_tile(scratch, X, part, PART, FORM))
-                _direct(x, tl.load(_tile(scratch, MEAN, part, PART, FORM)), size > 0, scratch, part, FORM)
+                r = load_block(right_ptr, first + part, FORM.dim, queries, FORM.part, FORM.dim, FORM.wide) / size[:, None]
+                tl.store(_tile(scratch, R, part, FORM.part, FORM), r)
+                x = tl.load(_tile(scratch, X, part, FORM.part, FORM))
+                _direct(x, tl.load(_tile(scratch, MEAN, part, FORM.part, FORM)), size > 0, scratch, part, FORM)
             running = 1
             phase = 1
     else:
-        for part in range(0, FORM.own, PART):
+        for part in range(0, FORM.own, FORM.part):
             image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
-            r = tl.load(_tile(scratch, R, part, PART, FORM)) - image
-            tl.store(_tile(scratch, R, part, PART, FORM), r)
+            r = tl.load(_tile(scratch, R, part, FORM.part, FORM)) - image
+            tl.store(_tile(scratch, R, part, FORM.part, FORM), r)
             if FORM.fine:  # what rounding left of x is the next d
-                x = tl.load(_tile(scratch, X, part, PART, FORM))
+                x = tl.load(_tile(scratch, X, part, FORM.part, FORM))
                 _direct(x - d, mean, tl.load(_rows(scratch, SIZE, part, FORM)) > 0, scratch, part, FORM)
         if FORM.fine and phase == 1:
             phase = 2
@@ -253,13 +260,13 @@ def _solve(
     k_at = kv[0]
     ranges = span[0] + batch * span_batch, span[1] + batch * span_batch
     block = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + first // FORM.own
-    scratch += block * (FORM.own * (TILE * FORM.wide + ROW))
+    scratch = scratch[0] + block * (FORM.own * (TILE * FORM.wide + ROW)), scratch[1] + block * (FORM.own * FORM.wide)
     right_ptr += at * FORM.dim
     ridge = ridge[0] + at * FORM.ridge, ridge[1]
     running = _begin(scratch, right_ptr, kept[1] + at * FORM.dim, ranges, first, queries, tol, limit, FORM)
     tl.debug_barrier()
     lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
-    phase, again, numbers = 0, RESTARTS, scratch + FORM.own * (TILE * FORM.wide) + tl.arange(0, FORM.own)
+    phase, again, numbers = 0, RESTARTS, scratch[0] + FORM.own * (TILE * FORM.wide) + tl.arange(0, FORM.own)
     if FORM.verify:
         terms = tl.full((FORM.own,), 0.0, tl.float32)  # sum_j p_ij |k_j|^2, the size of what a product with C sums
         for n in range(tiles[1]):
@@ -268,7 +275,7 @@ def _solve(
             terms += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
         tl.store(numbers + FORM.own * TERMS, terms + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
     while running > 0:
-        d = tl.load(_tile(scratch, D, 0, FORM.own, FORM)).to(k_at[0].dtype.element_ty)
+        d = tl.load(_ways(scratch, 0, FORM.own, FORM))
         away = tl.load(numbers + FORM.own * AWAY)
         total, used = sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM)
         tl.store(_tile(scratch, IMAGE, 0, FORM.own, FORM), total)
@@ -399,11 +406,13 @@ def solve(
     def run(tiles: Tiles) -> None:
         rows = -(-right.shape[2] // tiles.rows) * tiles.rows
         scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
+        part = min(tiles.rows, max(16, 2048 // call.form.wide))
+        ways = call.blank(*scratch.shape[:2], call.form.wide, dtype=call.dtype)
         launch(
             _solve, call.grid(tiles.rows), right, call.matrices, (lse, mean), call.factor,
-            number_or_rows(ridge, lse), call.span.pointers, found[0], scratch, *found[1:], rule.tol, rule.limit,
+            number_or_rows(ridge, lse), call.span.pointers, found[0], (scratch, ways), *found[1:], rule.tol, rule.limit,
             *call.sizes, *call.span.steps, tiles=tiles,
-            FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify),
+            FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify, part=part),
         )  # fmt: skip
 
     run(TILES.pick(right.shape[-1], call.dtype, run, (call.form.masked, rule.direct)))

@@ -49,6 +49,7 @@ class Form(NamedTuple):
     solved: bool = False  # whether t is solved for; otherwise it is given
     few: int = 0  # rows with at most so many keys are solved directly
     verify: bool = False  # whether true residuals are computed
+    part: int = 16  # rows whose vectors are in registers at once between sweeps
     operands: int = 0  # D-wide operands of a row in the backward pass: 2, or with rounding errors 4 (3 if t is given)
     # decoding
     most: int = 1  # the power of two that holds the queries
