@@ -105,9 +105,10 @@ def rounded(x, like):
     """Return float32 x in the dtype of `like`, and what it then is in float32. Triton rounds numbers whose rounded
     value is read again one by one, at a fraction of the rate of the instruction here, which rounds two."""
     if like.dtype == tl.bfloat16 and not INTERPRETED:
-        pair: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;"
-        types: tl.constexpr = (tl.bfloat16, tl.float32)
-        return tl.inline_asm_elementwise(pair, "=r,=r,=r,r,r", [x], dtype=types, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
+            "=r,=r,=r,r,r", [x], dtype=(tl.bfloat16, tl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         short = x.to(like.dtype)
         return short, short.to(tl.float32)
