@@ -25,13 +25,13 @@ from .math import LOG2E, norm_scale, of_head, opened, own_rows, pair_tile, produ
 
 MOMENTS = TileTable.by_width(
     "local_linear_moments",
-    [(64, 32, 4, 3), (64, 16, 8, 2), (64, 32, 8, 2)],
+    [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 2)],
     [(32, 32, 4, 1), (32, 16, 8, 2), (16, 16, 8, 1)],
-    [(64, 64, 4, 2), (128, 64, 8, 2)],
+    [(64, 32, 4, 3), (64, 32, 4, 2), (128, 64, 8, 2)],
 )
 _WIDE = [(32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 1)]
-_MORE = [(64, 32, 4, 3), (128, 64, 8, 2)]
-OUTPUT = TileTable.by_width("local_linear_output", [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE)
+_MORE = [(64, 64, 4, 3), (64, 32, 4, 2), (128, 64, 8, 2)]
+OUTPUT = TileTable.by_width("local_linear_output", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE)
 OUTPUT_MASKED = TileTable.by_width(
     "local_linear_output_masked", [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE
 )
