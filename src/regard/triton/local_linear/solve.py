@@ -30,15 +30,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ...grammar import SolveStatus
-from ..runtime.blocks import LENGTHS, load_block, load_span, store_block, store_numbers
+from ..runtime.blocks import LENGTHS, load, load_block, load_span, store_block, store_numbers
 from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .math import LOG2E, key_tile, norm_scale, of_head, opened, ridge_width, row_ridge, sweep, weights_of
 from .numbers import Numbers
 
-DIRECT = TileTable("local_linear_direct", {(256, 4): Tiles(rows=4, keys=32, warps=2, stages=1)})
-"""`rows` of a program, one after another, and most `keys` of a row that is solved directly."""
+DIRECT = TileTable("local_linear_direct", {(64, 4): Tiles(32, 32, 4, 1), (256, 4): Tiles(32, 32, 8, 1)})
+"""`rows` of a program, one after another, and most `keys` of a row that is solved directly. The rows of a program lie
+far apart, since rows with few keys are neighbours and different programs should solve them."""
 LEAST = tl.constexpr(1e-30)  # smaller ridges are raised to this in a direct solution
 UNCONVERGED, RAISED = tl.constexpr(int(SolveStatus.UNCONVERGED)), tl.constexpr(int(SolveStatus.JITTER))
 EPS = tl.constexpr(2.0**-23)
@@ -64,7 +65,8 @@ TILES = TileTable.by_width(
 def _tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return where ROWS rows of a tile lie, from row `part` on."""
     places = tl.arange(0, ROWS)[:, None] * FORM.wide + tl.arange(0, FORM.wide)[None, :]
-    return scratch[0] + part * FORM.wide + places + which * (FORM.own * FORM.wide)  # the constant last, for fewer registers
+    # the constant is added last, so that tiles share registers for their addresses
+    return scratch[0] + part * FORM.wide + places + which * (FORM.own * FORM.wide)
 
 
 @triton.jit
@@ -224,8 +226,8 @@ def _follow(phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
             tl.debug_barrier()
             for part in range(0, FORM.own, FORM.part):  # r = right, from which A x is then subtracted
                 size = tl.load(_rows(scratch, SIZE, part, FORM))
-                r = load_block(right_ptr, first + part, FORM.dim, queries, FORM.part, FORM.dim, FORM.wide) / size[:, None]
-                tl.store(_tile(scratch, R, part, FORM.part, FORM), r)
+                r = load_block(right_ptr, first + part, FORM.dim, queries, FORM.part, FORM.dim, FORM.wide)
+                tl.store(_tile(scratch, R, part, FORM.part, FORM), r / size[:, None])
                 x = tl.load(_tile(scratch, X, part, FORM.part, FORM))
                 _direct(x, tl.load(_tile(scratch, MEAN, part, FORM.part, FORM)), size > 0, scratch, part, FORM)
             running = 1
@@ -286,53 +288,42 @@ def _solve(
 
 
 @triton.jit
-def _away(k_ptr, k_row, at, there, p, root, d):
-    """Return feature d of the a_j [KEYS] in float64, centred at the mean of these very weights."""
-    k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32).to(tl.float64)
-    return root * (k - tl.sum(p * k, 0))
-
-
-@triton.jit
-def _ridge(ridge, row, d, FORM: tl.constexpr):
-    """Return the ridge of one feature of a row, float32."""
-    if FORM.ridge == 0:
-        return ridge[1]
-    elif FORM.ridge == 1:
-        return tl.load(ridge[0] + row)
-    else:
-        return tl.load(ridge[0] + row * FORM.dim + d)
-
-
-@triton.jit
 def _one(row, low, high, right_ptr, q_at, k_at, lse_ptr, factor, ridge, mask_ptr, found, FORM: tl.constexpr):
-    """Solve one row."""
+    """Solve one row. All its keys are in registers at once, KEYS by W."""
     KEYS: tl.constexpr = FORM.tile
     value_ptr, statistics_ptr, status_ptr = found
-    k_ptr, k_row = k_at
     row = tl.cast(row, tl.int64)
-    at = low.to(tl.int64) + tl.arange(0, KEYS)
-    there = at < high
+    at, feature = low.to(tl.int64) + tl.arange(0, KEYS), tl.arange(0, FORM.wide)
+    there, real = at < high, feature < FORM.dim
     if FORM.masked:
         there &= tl.load(mask_ptr + at, mask=there, other=0) != 0
-    z = tl.zeros((KEYS,), tl.float32)
-    for d in range(FORM.dim):
-        k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32)
-        z += tl.load(q_at[0] + row * q_at[1] + d).to(tl.float32) * k
+    k = load(k_at[0] + at[:, None] * k_at[1] + feature[None, :], there, FORM.dim, FORM.wide, True).to(tl.float32)
+    q = tl.load(q_at[0] + row * q_at[1] + feature, mask=real, other=0.0).to(tl.float32)
     c = (tl.load(factor[0] + row) if FORM.factors else factor[1]) * LOG2E
-    p = tl.where(there, tl.exp2(z * c - tl.load(lse_ptr + row)), 0.0).to(tl.float64)
+    p = tl.exp2(tl.sum(k * q[None, :], 1) * c - tl.load(lse_ptr + row))
+    p = tl.where(there, p, 0.0).to(tl.float64)
     mass = tl.sum(p, 0)
     p = p / tl.where(mass > 0, mass, 1.0)
-    root = tl.sqrt(p)
-    inner = tl.arange(0, KEYS)
+    root, wide = tl.sqrt(p), k.to(tl.float64)
+    mean = tl.sum(p[:, None] * wide, 0)  # by these very weights
+    a = root[:, None] * (wide - mean[None, :])
+    own = tl.full((FORM.wide,), 0.0, tl.float32) + ridge[1]
+    if FORM.ridge == 1:
+        own += tl.load(ridge[0] + row)
+    elif FORM.ridge > 1:
+        own = tl.load(ridge[0] + row * FORM.dim + feature, mask=real, other=1.0)
+    raised = tl.min(tl.where(real, own, 1.0), 0) < LEAST
+    own = tl.maximum(own, LEAST).to(tl.float64)
+    right = tl.load(right_ptr + row * FORM.dim + feature, mask=real, other=0.0).to(tl.float64)
+    inner, scaled = tl.arange(0, KEYS), a / own[None, :]
     matrix = (inner[:, None] == inner[None, :]).to(tl.float64)
-    h, least = tl.zeros((KEYS,), tl.float64), tl.full((), 1.0, tl.float32)
-    for d in range(FORM.dim):
-        own = _ridge(ridge, row, d, FORM)
-        least = tl.minimum(least, own)
-        a = _away(k_ptr, k_row, at, there, p, root, d)
-        scaled = a / tl.maximum(own, LEAST).to(tl.float64)
-        matrix += a[:, None] * scaled[None, :]
-        h += scaled * tl.load(right_ptr + row * FORM.dim + d).to(tl.float64)
+    for j in range(KEYS):
+        here = inner == j
+        share = tl.sum(tl.where(here, root, 0.0), 0)
+        held = feature < tl.where(share > 0, FORM.dim, 0)
+        one = tl.load(k_at[0] + (low.to(tl.int64) + j) * k_at[1] + feature, mask=held, other=0.0)
+        one = share * (one.to(tl.float32).to(tl.float64) - mean)
+        matrix += tl.where(here[None, :], tl.sum(scaled * one[None, :], 1)[:, None], 0.0)
     for j in range(KEYS):  # invert the matrix in place, by Gauss-Jordan elimination
         here = inner == j
         across = tl.sum(tl.where(here[:, None], matrix, 0.0), 0)
@@ -340,26 +331,15 @@ def _one(row, low, high, right_ptr, q_at, k_at, lse_ptr, factor, ridge, mask_ptr
         across = tl.where(here, 1.0, across) / tl.sum(tl.where(here, across, 0.0), 0)
         others = tl.where(here[None, :], 0.0, matrix) - down[:, None] * across[None, :]
         matrix = tl.where(here[:, None], across[None, :], others)
-    z = tl.sum(matrix * h[None, :], 1)
-    slope = tl.zeros((KEYS,), tl.float64)
-    for d in range(FORM.dim):
-        own = tl.maximum(_ridge(ridge, row, d, FORM), LEAST).to(tl.float64)
-        a = _away(k_ptr, k_row, at, there, p, root, d)
-        value = ((tl.load(right_ptr + row * FORM.dim + d).to(tl.float64) - tl.sum(a * z, 0)) / own).to(tl.float32)
-        tl.store(value_ptr + row * FORM.dim + d, value)
-        slope += a * value.to(tl.float64)
-    tl.debug_barrier()  # wait for values of other threads
-    left, size = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
-    for d in range(FORM.dim):
-        own = tl.maximum(_ridge(ridge, row, d, FORM), LEAST).to(tl.float64)
-        a = _away(k_ptr, k_row, at, there, p, root, d)
-        b = tl.load(right_ptr + row * FORM.dim + d).to(tl.float64)
-        rest = b - tl.sum(a * slope, 0) - own * tl.load(value_ptr + row * FORM.dim + d).to(tl.float64)
-        left += rest * rest
-        size += b * b
-    residual = tl.sqrt(left / tl.where(size > 0, size, 1.0)).to(tl.float32)
+    z = tl.sum(matrix * tl.sum(scaled * right[None, :], 1)[None, :], 1)
+    value = ((right - tl.sum(a * z[:, None], 0)) / own).to(tl.float32)
+    tl.store(value_ptr + row * FORM.dim + feature, value, mask=real)
+    slope = tl.sum(a * value.to(tl.float64)[None, :], 1)
+    rest = right - tl.sum(a * slope[:, None], 0) - own * value.to(tl.float64)
+    size = tl.sum(right * right, 0)
+    residual = tl.sqrt(tl.sum(rest * rest, 0) / tl.where(size > 0, size, 1.0)).to(tl.float32)
     store_numbers(statistics_ptr, row, (0.0, residual), None)
-    tl.store(status_ptr + row, tl.where(least < LEAST, RAISED, 0))
+    tl.store(status_ptr + row, tl.where(raised, RAISED, 0))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -369,18 +349,17 @@ def _few(
 ):  # fmt: skip
     """Solve the rows of a program that see from 1 to KEYS keys."""
     KEYS: tl.constexpr = FORM.tile
-    first = tl.program_id(0) * FORM.own
     head = tl.program_id(1).to(tl.int64)
     batch, own = head // heads, head % heads
     low_ptr, high_ptr = span[0] + batch * span_batch, span[1] + batch * span_batch
-    rows = first + tl.arange(0, FORM.own)
+    rows = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, FORM.own)
     lows, highs = load_span(low_ptr, high_ptr, rows, rows < queries)
     if tl.max(((highs > lows) & (highs - lows <= KEYS)).to(tl.int32), 0) == 0:
         return
     at = head * queries
     outs = found[0] + at * FORM.dim, found[1] + at * 2, found[2] + at
     for n in range(FORM.own):
-        row = first + n
+        row = tl.program_id(0) + tl.num_programs(0) * n
         if row < queries:
             low, high = tl.load(low_ptr + row), tl.load(high_ptr + row)
             if (high > low) & (high - low <= KEYS):
@@ -406,8 +385,8 @@ def solve(
     def run(tiles: Tiles) -> None:
         rows = -(-right.shape[2] // tiles.rows) * tiles.rows
         scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
-        part = min(tiles.rows, max(16, 2048 // call.form.wide))
         ways = call.blank(*scratch.shape[:2], call.form.wide, dtype=call.dtype)
+        part = min(tiles.rows, max(16, 4096 // (call.form.wide * ways.element_size())))
         launch(
             _solve, call.grid(tiles.rows), right, call.matrices, (lse, mean), call.factor,
             number_or_rows(ridge, lse), call.span.pointers, found[0], (scratch, ways), *found[1:], rule.tol, rule.limit,
