@@ -33,22 +33,24 @@ from ..runtime.operators import operator, rows_together
 from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
 from .compact import add_splits
-from .plan import MERGE, Decoding, merged, most_keys, of_rows
+from .plan import Decoding, merged, most_keys, of_rows, processors
 
 WIDEST = 128  # most features of a key if a system is solved: its matrix stays in the registers of one program
 TOLERANCE = 1e-6  # tolerance of conjugate gradients if the solver has none
 FULL = 16  # fewest keys of a split, in units of D: a split stores D^2 numbers
+PAIR = 2  # rows whose moments a program gathers from the same keys
+FILL = (3, 1)  # programs of `moments_kernel` on a multiprocessor, for up to 64 features and more
 
 MOMENTS = TileTable(
     "local_linear_decode_moments",
     {
-        (64, 2): Tiles(keys=64),
-        (128, 2): Tiles(keys=32, warps=8),
+        (128, 2): Tiles(keys=128, stages=3),
         (64, 4): Tiles(keys=32),
-        (128, 4): Tiles(keys=16, warps=8),
+        (128, 4): Tiles(keys=32, warps=8),
     },
-    others=(Tiles(keys=128, warps=8), Tiles(keys=32)),
+    others=(Tiles(keys=64, stages=3),),
 )
+CHUNK = Tiles(rows=32, keys=4096, warps=8, stages=1)  # splits, and weights, that a program reads at once
 TABLE = TileTable("local_linear_decode", {(256, 4): Tiles(keys=32, stages=3)})
 SOLVE = TileTable("local_linear_decode_solve", {(64, 4): Tiles(warps=4, stages=1), (128, 4): Tiles(warps=8, stages=1)})
 
@@ -117,18 +119,20 @@ def _run(
     else:
         from .local_linear_kernels import corrected_kernel, solve_kernel
 
-        mean, state, spread = _moments(call)
+        rows, block = _shape_of(call)
+        (form, grid, _), room = call.shared(tiles), _room(call, block.keys)
+        z, mean, moment, used = _moments(call, rows, tiles, block, room)
         slope, narrow = torch.empty_like(mean), Form(*call.form[:2])
         launch(
-            solve_kernel, (call.rows,), call.matrices[0], spread, mean, ridge, slope, *call.row_sizes, number, tol,
-            limit, tiles=SOLVE.pick(narrow.dim, torch.float32), RIDGE=0 if ridge is None else ridge.shape[-1],
-            GRADIENTS=how in (1, 3), DIRECT=how in (2, 3), FORM=narrow,
+            solve_kernel, (call.rows,), call.matrices[0], moment, used, mean, ridge, slope, *call.row_sizes, len(moment),
+            call.rows, number, tol, limit, tiles=SOLVE.pick(narrow.dim, torch.float32),
+            RIDGE=0 if ridge is None else ridge.shape[-1], GRADIENTS=how in (1, 3), DIRECT=how in (2, 3), FORM=narrow,
         )  # fmt: skip
-        form, grid, _ = call.shared(tiles)
         part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
         launch(
-            corrected_kernel, grid, call.matrices, call.factor, call.span.pointers, slope, mean, state, part,
-            *call.row_sizes, *call.span.steps, part.stride(0), tiles=tiles, FORM=form,
+            corrected_kernel, grid, call.matrices, call.factor, call.span.pointers, z, slope, mean, part,
+            *call.row_sizes, *call.span.steps, room, part.stride(0), tiles=tiles, ROWS=rows, BLOCK=block.keys,
+            FORM=form,
         )  # fmt: skip
         add_splits(part, out)
     return out
@@ -143,28 +147,45 @@ _decode = operator(
 )
 
 
-def _moments(call: Decoding) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (mean [N, D], (m, sum w) [N, 2], covariance [N, D, D]) of the weighted keys of every row."""
-    from .local_linear_kernels import merge_moments_kernel, moments_kernel
+def _shape_of(call: Decoding) -> tuple[int, Tiles]:
+    """Return how many rows of a key head a program of `moments_kernel` has, which must see the same keys or be spared
+    numbers that are not finite, and its tiles."""
+    heads, group, queries = call.row_sizes
+    form, tiles = call.form, MOMENTS.pick(call.form.dim, call.dtype)
+    if call.dtype == torch.float32 or queries > 1 or group % PAIR or (form.raw and form.masked == 2):
+        return 1, tiles
+    return PAIR, replace(tiles, warps=PAIR * tiles.warps)
 
-    dim, total = call.form.dim, call.rows
-    tiles = MOMENTS.pick(dim, call.dtype)
-    if call.form.masked:  # the matrix leaves few registers
-        tiles = replace(tiles, keys=max(16, tiles.keys // 2))
-    least = max(1, max(FULL, 4 * call.row_sizes[1]) * dim // tiles.keys)
-    form, grid, _ = call.shared(tiles, one=True, least=least)
-    splits = grid[1]
-    moment, mean, state = (call.blank(splits, total, *shape) for shape in ((dim, dim), (dim,), (2,)))
-    matrices = (*call.matrices[:2], call.matrices[1])  # values are not read
+
+def _moments(call: Decoding, rows: int, tiles: Tiles, block: Tiles, room: int) -> tuple[Tensor, ...]:
+    """Return (weights [N / rows, room, rows], mean [N, D], S [splits, N, D, D], u [splits, N, D]) of the keys of every row."""
+    from .local_linear_kernels import means_kernel, moments_kernel, weights_kernel
+
+    dim, total, (heads, group, queries) = call.form.dim, call.rows, call.row_sizes
+    keys = (*call.matrices[:2], call.matrices[1])  # values are not read
+    form, grid, _ = call.shared(tiles)
+    form = form._replace(value_dim=0, value_wide=0)
+    z, mean, part, state = (call.blank(*x) for x in ((total, room), (total, dim), (grid[1], total, dim), (grid[1], total, 2)))
+    steps, where = call.span.steps, {"ROWS": rows, "BLOCK": block.keys}
     launch(
-        moments_kernel, grid, matrices, call.factor, call.span.pointers, moment, mean, state, *call.row_sizes,
-        *call.span.steps, total, tiles=tiles, FORM=form._replace(value_dim=0, value_wide=0, raw=False),
+        means_kernel, grid, keys, call.factor, call.span.pointers, z, part, state, heads, group, queries, *steps, room,
+        total, tiles=tiles, FORM=form, **where,
     )  # fmt: skip
-    if splits == 1:
-        return mean[0], state[0], moment[0]
-    spread, centre, whole = (call.blank(total, *shape) for shape in ((dim, dim), (dim,), (2,)))
+    form = form._replace(own=rows, tile=block.keys, factors=False)
     launch(
-        merge_moments_kernel, (total, -(-dim // 16)), moment, mean, state, spread, centre, whole, splits, total,
-        tiles=MERGE, D=dim, WIDTH=form.wide, PANEL=16,
+        weights_kernel, (total, -(-room // CHUNK.keys)), call.span.pointers, z, part, state, mean, heads, group, queries,
+        steps[0], room, grid[1], total, tiles=CHUNK, CHUNK=CHUNK.keys, PARTS=CHUNK.rows, FORM=form, **where,
     )  # fmt: skip
-    return centre, whole, spread
+    programs = total // rows
+    splits = max(1, min(FILL[dim > 64] * processors(call.q.device) // programs, room // max(block.keys, FULL * dim)))
+    moment, used = call.blank(splits, total, dim, dim), call.blank(splits, total, dim)
+    launch(
+        moments_kernel, (programs, splits), keys, call.span.pointers, z, mean, moment, used, heads, group, queries,
+        steps[0], room, total, tiles=block, FORM=form._replace(raw=False),
+    )  # fmt: skip
+    return z, mean, moment, used
+
+
+def _room(call: Decoding, block: int) -> int:
+    """Return how many scores a row has at most, from a multiple of `block` to another."""
+    return ((call.keys + block - 2) // block + 1) * block

@@ -12,106 +12,198 @@ import triton
 import triton.language as tl
 
 from ..compact.math import LOG2E
-from ..runtime.blocks import LENGTHS, store_numbers
+from ..runtime.blocks import LENGTHS, load, places_of, store_numbers
 from ..runtime.finite_kernel import non_finite
 from . import math as shared
 
 SINGULAR = tl.constexpr(2.0**-20)
 """A pivot below this share of its diagonal is rounding error; its coordinate is dropped."""
+ONES = tl.constexpr(16)  # columns of ones that sum on tensor cores
 RESTARTS = tl.constexpr(2)  # how often conjugate gradients restart from the true residual
+
+
+@triton.jit
+def score_places(z, rows, keys, room, ROWS: tl.constexpr):
+    """Return where the scores, later weights, of these rows and keys lie: [N / ROWS, room, ROWS]."""
+    return z + (rows // ROWS * room + keys) * ROWS + rows % ROWS
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def means_kernel(
+    matrices, factor, span, z, part, state, heads, group, queries, stride_low, stride_mb, stride_mh, room, total_rows,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Store scores, -inf where hidden, and over a program's tiles part [splits, N, D] = sum w k and state [splits, N,
+    2] = (m, sum w). The first of a row's scores is that of a multiple of BLOCK."""
+    steps = stride_low, stride_mb, stride_mh
+    _, held, own, tiles, sight, a, by, k, _v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    by *= LOG2E
+    origin = tiles[0] * FORM.tile // BLOCK * BLOCK
+    top = tl.full((FORM.own,), float("-inf"), tl.float32)
+    mass, total = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
+    for n in range(tiles[1], tiles[2]):
+        j = (tiles[0] + n) * FORM.tile
+        seen = shared.seen_keys(j, sight, FORM.masked, FORM)
+        some = tl.max(seen.to(tl.int32), 0) != 0
+        keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
+        if FORM.raw and (FORM.most > 1 or FORM.masked == 2):  # else all rows see the same keys
+            keys = tl.where(non_finite(keys)[:, None], 0.0, keys)
+        score = tl.where(seen, shared.products(a, keys, FORM.own) * by[:, None], float("-inf"))
+        places = score_places(z, own[:, None], j - origin + tl.arange(0, FORM.tile)[None, :], room, ROWS)
+        tl.store(places, score, mask=held[:, None])
+        new = tl.maximum(top, tl.max(score, 1))
+        level = tl.where(new == float("-inf"), 0.0, new)
+        w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
+        total = shared.add_weighted(total * fade[:, None], w, keys, FORM.own)
+        mass = mass * fade + tl.sum(w, 1)
+        top = new
+    shared.store_part(part, total_rows * FORM.dim, own, held, total, FORM.dim, FORM.wide)
+    store_numbers(state, tl.program_id(1).to(tl.int64) * total_rows + own, (top, mass), held)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def weights_kernel(
+    span, z, part, state, mean, heads, group, queries, stride_low, room, splits, total_rows,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Replace CHUNK scores of one row by its weights p, 0 where hidden; the first program of a row also merges the mean
+    [N, D] of its keys."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, r = row // (heads * group * queries), (row % (group * queries)).to(tl.int32)
+    low, high = span[0] + batch * stride_low, span[1] + batch * stride_low
+    origin, _, _ = shared.extent(low, high, queries, BLOCK, FORM.most)
+    own, to = tl.load(low + r % queries), tl.load(high + r % queries)
+    at = tl.arange(0, PARTS)
+    top, mass = tl.full((PARTS,), float("-inf"), tl.float32), tl.zeros((PARTS,), tl.float32)
+    for s in range(0, splits, PARTS):
+        place, held = state + ((s + at).to(tl.int64) * total_rows + row) * 2, s + at < splits
+        own_top, own_mass = tl.load(place, mask=held, other=float("-inf")), tl.load(place + 1, mask=held, other=0.0)
+        new = tl.maximum(top, own_top)
+        level = tl.where(new == float("-inf"), 0.0, new)
+        mass = mass * tl.exp2(top - level) + own_mass * tl.exp2(own_top - level)
+        top = new
+    best = tl.max(top, 0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    whole = tl.sum(tl.exp2(top - best) * mass, 0)
+    whole = tl.where(whole > 0, whole, 1.0)
+    if chunk == 0:
+        columns = tl.arange(0, FORM.wide)
+        middle = tl.full((PARTS, FORM.wide), 0.0, tl.float32)
+        for s in range(0, splits, PARTS):
+            place, held = (s + at).to(tl.int64) * total_rows + row, s + at < splits
+            w = tl.exp2(tl.load(state + place * 2, mask=held, other=float("-inf")) - best)
+            inside = held[:, None] & (columns < FORM.dim)[None, :]
+            sums = tl.load(part + place[:, None] * FORM.dim + columns[None, :], mask=inside, other=0.0)
+            middle += w[:, None] * sums
+        tl.store(mean + row * FORM.dim + columns, tl.sum(middle, 0) / whole, mask=columns < FORM.dim)
+    keys = chunk * CHUNK + tl.arange(0, CHUNK)
+    places = score_places(z, row, keys, room, ROWS)
+    seen = (keys + origin * BLOCK >= own) & (keys + origin * BLOCK < to)
+    p = tl.exp2(tl.load(places, mask=seen, other=float("-inf")) - best) / whole
+    tl.store(places, p, mask=keys < room)
+
+
+@triton.jit
+def weighted(keys, middle, p, KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return p (k - mean)' of ROWS rows, [ROWS WIDTH, KEYS], from keys [KEYS, WIDTH], means [ROWS, WIDTH] and weights
+    [KEYS, ROWS] of one dtype."""
+    x = (keys[:, None, :] - middle[None, :, :]) * p[:, :, None]
+    return tl.trans(tl.reshape(x, (KEYS, ROWS * WIDTH)))
+
+
+@triton.jit
+def other_factor(keys, middle):
+    """Return what weighted keys are multiplied by: the keys, which lie in shared memory; in float32 without the mean,
+    which then costs no precision."""
+    if keys.dtype == tl.float32:
+        return keys - middle
+    else:
+        return keys
+
+
+@triton.jit
+def half(x, j, held, FIRST: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr):
+    """Load the columns [FIRST, FIRST + HALF) of a tile of keys."""
+    places = places_of(x[0] + FIRST, j, x[1], FORM.tile, HALF, True)
+    return load(places, held, min(FORM.dim - FIRST, HALF), HALF, True)
+
+
+@triton.jit
+def add_sums(total, x):
+    """Return total + sums of the rows of x in each column, on tensor cores; nothing is added in float32."""
+    if x.dtype == tl.float32:
+        return total
+    else:
+        return tl.dot(x, tl.full((x.shape[1], total.shape[1]), 1.0, x.dtype), total)
+
+
+@triton.jit
+def put_matrices(moment, used, s, u, rows, FROM: tl.constexpr, TO: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr):
+    """Store a block [rows, HALF, HALF] of S of these rows, from its row FROM and column TO on, and of u if the block is
+    on the diagonal."""
+    D: tl.constexpr = FORM.dim
+    i, c = FROM + tl.arange(0, HALF), TO + tl.arange(0, HALF)
+    places = rows[:, None] * D + i[None, :]
+    inside = (i < D)[None, :] & (rows >= 0)[:, None]
+    if FROM == TO:
+        tl.store(used + places, tl.reshape(tl.max(u, 1), (FORM.own, HALF)), mask=inside)
+    places = places[:, :, None] * D + c[None, None, :]
+    tl.store(moment + places, tl.reshape(s, (FORM.own, HALF, HALF)), mask=inside[:, :, None] & (c < D)[None, None, :])
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def moments_kernel(
-    matrices, factor, span, moment, mean, state, heads, group, queries, stride_low, stride_mb, stride_mh, total_rows,
+    matrices, span, z, mean, moment, used, heads, group, queries, stride_low, room, total_rows,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store for one row and a program's tiles covariance [splits, N, D, D] and mean [splits, N, D] of the weighted
-    keys, and state [splits, N, 2] = (m, sum w). Keys are shifted by the mean o of the first visible ones, which changes
-    no result: sum w (k - o)(k - o)' = sum a k' - (sum a) o' with a = w (k - o) as multiplied, in two terms."""
-    D: tl.constexpr = FORM.dim
-    WIDTH: tl.constexpr = FORM.wide
-    ONE: tl.constexpr = min(FORM.masked, 1)  # one row has one mask
-    steps = stride_low, stride_mb, stride_mh
-    rows, _, _, tiles, sight, a, by, k, _v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
-    mask = sight[2]
-    if ONE:
-        mask += (tl.max(rows, 0) // queries).to(tl.int64) * stride_mh
-    sight = sight[0], sight[1], mask
-    by = tl.max(by, 0) * LOG2E
-    top, mass = float("-inf"), 0.0
-    centre, first_sum = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
-    second, used = tl.zeros((WIDTH, WIDTH), tl.float32), tl.zeros((WIDTH,), tl.float32)
+    """Store for FORM.own rows and a program's tiles S = sum a k' in moment [splits, N, D, D], of which only the blocks
+    on and above the diagonal are set, and u = sum a in used [splits, N, D], with a = p (k - o) as it was multiplied and
+    o the mean, in the dtype of the keys: the covariance is S - u mean', whatever the rounding of a. In float32 S = sum
+    a (k - o)', and u = 0. Nothing is reduced over a tile: p and o are known. Keys come from shared memory for both
+    factors, and the rows of a program share them."""
+    HALF: tl.constexpr = min(FORM.wide, 64)
+    steps = stride_low, 0, 0
+    batch, head, own, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
+    start, to = tl.min(sight[0], 0), tl.max(sight[1], 0)  # rows of a program see the same keys but for a mask
+    _, k, _v = matrices
+    k = k[0] + batch * k[1] + head * k[2], k[3]
+    rows, r = own[2], tl.arange(0, FORM.own)
+    i = tl.arange(0, HALF)
+    from_mean = mean + rows[:, None] * FORM.dim + i[None, :]
+    o_0 = tl.load(from_mean, mask=(i < FORM.dim)[None, :], other=0.0).to(k[0].dtype.element_ty)
+    s_00 = tl.full((FORM.own * HALF, HALF), 0.0, tl.float32)
+    u_0 = tl.full((FORM.own * HALF, ONES), 0.0, tl.float32)
+    if FORM.wide > HALF:
+        u_1 = u_0
+        o_1 = tl.load(from_mean + HALF, mask=(HALF + i < FORM.dim)[None, :], other=0.0).to(k[0].dtype.element_ty)
+        s_01, s_11 = s_00, s_00
+    first = tl.min(rows, 0) * room
     for n in range(tiles[1], tiles[2]):
+        at = n * FORM.tile + tl.arange(0, FORM.tile)
+        weights = tl.load(z + first + at[:, None] * FORM.own + r[None, :])
+        p = weights.to(k[0].dtype.element_ty)
         j = (tiles[0] + n) * FORM.tile
-        held = tl.reshape(shared.seen_keys(j, sight, ONE, FORM), (FORM.tile,))
-        keys = shared.load_tile(k, j, held, FORM.dim, FORM.wide, FORM)
-        exact = keys.to(tl.float32)
-        score = tl.where(held, tl.sum(a.to(tl.float32) * exact, 1) * by, float("-inf"))
-        new = tl.maximum(top, tl.max(score, 0))
-        level = tl.where(new == float("-inf"), 0.0, new)
-        w, fade = tl.exp2(score - level), tl.exp2(top - level)
-        middle = tl.sum(exact, 0) / tl.maximum(tl.sum(held.to(tl.float32), 0), 1.0)
-        centre = tl.where(mass > 0, centre, middle)
-        apart = tl.where(held[:, None], exact - centre[None, :], 0.0) * w[:, None]
-        first_sum = first_sum * fade + tl.sum(apart, 0)
-        second = second * fade
-        large = apart.to(keys.dtype)
-        multiplied = large.to(tl.float32)
-        if keys.dtype == tl.float32:
-            second = tl.dot(tl.trans(large), keys, second, input_precision="ieee")
+        if FORM.masked:
+            held = tl.max(weights, 1) > 0
         else:
-            small = (apart - multiplied).to(keys.dtype)
-            multiplied += small.to(tl.float32)
-            second = tl.dot(tl.trans(small), keys, tl.dot(tl.trans(large), keys, second))
-        used = used * fade + tl.sum(multiplied, 0)
-        mass = mass * fade + tl.sum(w, 0)
-        top = new
-    whole = tl.where(mass > 0, mass, 1.0)
-    shift = first_sum / whole
-    spread = (second - used[:, None] * centre[None, :]) / whole - shift[:, None] * shift[None, :]
-    own = tl.program_id(1).to(tl.int64) * total_rows + tl.program_id(0)
-    i, columns = tl.arange(0, WIDTH), tl.arange(0, WIDTH)
-    inside = (i < D)[:, None] & (columns < D)[None, :]
-    tl.store(moment + own * D * D + i[:, None] * D + columns[None, :], spread, mask=inside)
-    tl.store(mean + own * D + columns, centre + shift, mask=columns < D)
-    store_numbers(state, own, (top, mass), None)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def merge_moments_kernel(
-    moment, mean, state, spread, centre, merged, splits, total_rows,
-    D: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
-):  # fmt: skip
-    """Merge PANEL rows of the covariance of one row from its splits (Chan, Golub and LeVeque): spread [N, D, D], centre
-    [N, D] and merged [N, 2], as a single split would give them."""
-    row = tl.program_id(0).to(tl.int64)
-    i, columns = tl.program_id(1) * PANEL + tl.arange(0, PANEL), tl.arange(0, WIDTH)
-    top = float("-inf")
-    for s in range(splits):
-        top = tl.maximum(top, tl.load(state + (tl.cast(s, tl.int64) * total_rows + row) * 2))
-    level = tl.where(top == float("-inf"), 0.0, top)
-    mass, middle, part = 0.0, tl.zeros((WIDTH,), tl.float32), tl.zeros((PANEL,), tl.float32)
-    for s in range(splits):
-        own = tl.cast(s, tl.int64) * total_rows + row
-        w = tl.exp2(tl.load(state + own * 2) - level) * tl.load(state + own * 2 + 1)
-        mass += w
-        middle += w * tl.load(mean + own * D + columns, mask=columns < D, other=0.0)
-        part += w * tl.load(mean + own * D + i, mask=i < D, other=0.0)
-    whole = tl.where(mass > 0, mass, 1.0)
-    middle, part = middle / whole, part / whole
-    inside = (i < D)[:, None] & (columns < D)[None, :]
-    tl.store(centre + row * D + columns, middle, mask=columns < D)
-    found = tl.zeros((PANEL, WIDTH), tl.float32)
-    for s in range(splits):
-        own = tl.cast(s, tl.int64) * total_rows + row
-        w = tl.exp2(tl.load(state + own * 2) - level) * tl.load(state + own * 2 + 1) / whole
-        away = tl.load(mean + own * D + columns, mask=columns < D, other=0.0) - middle
-        mine = tl.load(mean + own * D + i, mask=i < D, other=0.0) - part
-        own_spread = tl.load(moment + own * D * D + i[:, None] * D + columns[None, :], mask=inside, other=0.0)
-        found += w * (own_spread + mine[:, None] * away[None, :])
-    tl.store(spread + row * D * D + i[:, None] * D + columns[None, :], found, mask=inside)
-    store_numbers(merged, row, (top, mass), None)
+            keys = j + tl.arange(0, FORM.tile)
+            held = (keys >= start) & (keys < to)
+        k_0 = half(k, j, held, 0, HALF, FORM)
+        x_0 = weighted(k_0, o_0, p, FORM.tile, FORM.own, HALF)
+        s_00 = tl.dot(x_0, other_factor(k_0, o_0), s_00, input_precision="ieee")
+        u_0 = add_sums(u_0, x_0)
+        if FORM.wide > HALF:
+            k_1 = half(k, j, held, HALF, HALF, FORM)
+            f_1 = other_factor(k_1, o_1)
+            s_01 = tl.dot(x_0, f_1, s_01, input_precision="ieee")
+            x_1 = weighted(k_1, o_1, p, FORM.tile, FORM.own, HALF)
+            s_11 = tl.dot(x_1, f_1, s_11, input_precision="ieee")
+            u_1 = add_sums(u_1, x_1)
+    rows += tl.program_id(1).to(tl.int64) * total_rows
+    put_matrices(moment, used, s_00, u_0, rows, 0, 0, HALF, FORM)
+    if FORM.wide > HALF:
+        put_matrices(moment, used, s_01, u_0, rows, 0, HALF, HALF, FORM)
+        put_matrices(moment, used, s_11, u_1, rows, HALF, HALF, HALF, FORM)
 
 
 @triton.jit
@@ -167,20 +259,28 @@ def eliminated(matrix, b, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def solve_kernel(
-    q, spread, mean, ridge, slope, heads, group, queries, number, tol, limit,
+    q, moment, used, mean, ridge, slope, heads, group, queries, splits, total_rows, number, tol, limit,
     RIDGE: tl.constexpr, GRADIENTS: tl.constexpr, DIRECT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store t [N, D] of one row: (spread + ridge) t = q - mean. RIDGE: numbers a row, 0 for one `number`. GRADIENTS:
-    try conjugate gradients; DIRECT: use elimination instead, or if they do not converge."""
+    """Store t [N, D] of one row: (C + ridge) t = q - mean, with C = S - u mean' of `moments_kernel`, added over the
+    splits. RIDGE: numbers a row, 0 for one `number`. GRADIENTS: try conjugate gradients; DIRECT: use
+    elimination instead, or if they do not converge."""
     D: tl.constexpr = FORM.dim
     WIDTH: tl.constexpr = FORM.wide
     _, batch, head, rows = shared.place_of(heads, group * queries, 1)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
-    inside = (i < D)[:, None] & (i < D)[None, :]
-    place = spread + row * D * D
-    matrix = tl.load(place + i[:, None] * D + i[None, :], mask=inside, other=0.0)
-    matrix = 0.5 * (matrix + tl.load(place + i[None, :] * D + i[:, None], mask=inside, other=0.0))
+    above = i[:, None] <= i[None, :]
+    inside = above & (i < D)[None, :]
+    place = moment + row * D * D + i[:, None] * D + i[None, :]
+    matrix, sums = tl.zeros((WIDTH, WIDTH), tl.float32), tl.zeros((WIDTH,), tl.float32)
+    for s in range(splits):
+        split = tl.cast(s, tl.int64) * total_rows * D
+        matrix += tl.load(place + split * D, mask=inside, other=0.0)
+        sums += tl.load(used + split + row * D + i, mask=i < D, other=0.0)
+    middle = tl.load(mean + row * D + i, mask=i < D, other=0.0)
+    matrix -= sums[:, None] * middle[None, :]
+    matrix = tl.where(above, matrix, tl.trans(matrix))
     if RIDGE == 0:
         added = tl.zeros((WIDTH,), tl.float32) + number
     elif RIDGE == 1:
@@ -190,7 +290,7 @@ def solve_kernel(
     added = tl.where(i < D, added, 1.0)
     matrix += tl.where(i[:, None] == i[None, :], added[None, :], 0.0)
     x = shared.load_queries(q, batch, head * group, rows, rows < group * queries, queries, FORM)
-    b = tl.sum(x.to(tl.float32), 0) - tl.load(mean + row * D + i, mask=i < D, other=0.0)
+    b = tl.sum(x.to(tl.float32), 0) - middle
     unit = tl.sum(tl.where(i[:, None] == i[None, :], matrix, 0.0), 1)
     unit = tl.where(unit > 0, 1 / tl.sqrt(tl.where(unit > 0, unit, 1.0)), 1.0)
     matrix = matrix * unit[:, None] * unit[None, :]  # makes results independent of the scale of coordinates
@@ -209,19 +309,16 @@ def solve_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def corrected_kernel(
-    matrices, factor, span, slope, mean, state, part, heads, group, queries, stride_low, stride_mb, stride_mh,
-    stride_part, FORM: tl.constexpr,
+    matrices, factor, span, z, slope, mean, part, heads, group, queries, stride_low, stride_mb, stride_mh, room,
+    stride_part, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. The product of the mean is
     taken with t as it was multiplied. FORM.raw: NaN in rows that see a non-finite number."""
     steps = stride_low, stride_mb, stride_mh
-    _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
-    by *= LOG2E
+    _, held, own, tiles, sight, a, _by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    origin = tiles[0] * FORM.tile // BLOCK * BLOCK
     t = shared.load_vectors(slope, own, held, FORM.dim, FORM.wide)
     middle = shared.load_vectors(mean, own, held, FORM.dim, FORM.wide)
-    mass = tl.load(state + own * 2 + 1, mask=held, other=1.0)
-    lse = tl.load(state + own * 2, mask=held, other=0.0) + tl.log2(tl.where(mass > 0, mass, 1.0))
-    lse = tl.where(mass > 0, lse, 0.0)
     wrong = non_finite(a)
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
@@ -230,7 +327,8 @@ def corrected_kernel(
         some = tl.max(seen.to(tl.int32), 0) != 0
         keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
         lost, values = non_finite(keys), shared.load_tile(v, j, some, FORM.value_dim, FORM.value_wide, FORM)
-        p = tl.exp2(shared.products(a, keys, FORM.own) * by[:, None] - lse[:, None])
+        places = score_places(z, own[:, None], j - origin + tl.arange(0, FORM.tile)[None, :], room, ROWS)
+        p = tl.load(places, mask=held[:, None], other=0.0)
         e, multiplied = shared.fine_products(t, keys, FORM.own)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)
         if FORM.raw:

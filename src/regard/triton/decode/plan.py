@@ -54,6 +54,13 @@ def of_rows(x: float | Tensor | None, q: Tensor) -> tuple[Tensor | None, float]:
     return tensor_or_number(x.expand(*q.shape[:3], *x.shape[3:]) if isinstance(x, Tensor) else x)
 
 
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has."""
+    if device.type != "cuda":
+        return PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class Decoding(Call):
     """What the launches of one call share; `keys` are at most that many that all queries see."""
 
@@ -65,15 +72,15 @@ class Decoding(Call):
         self.keys, self.rows = keys, self.shape.numel()
         self.row_sizes = k.shape[1], *self.sizes[1:3]
 
-    def shared(self, tiles: Tiles, one: bool = False, least: int = LEAST) -> tuple[Form, tuple[int, int], int]:
-        """Return form, grid (programs, splits) and tiles that a row can touch; with `one` a program has one row. Splits
-        fill the device with programs of at least `least` tiles."""
+    def shared(self, tiles: Tiles) -> tuple[Form, tuple[int, int], int]:
+        """Return form, grid (programs, splits) and tiles that a row can touch. Splits fill the device with programs of
+        at least LEAST tiles."""
         key_heads, group, queries = self.row_sizes
-        rows = 1 if one else rows_of(group * queries, self.dtype)
+        rows = rows_of(group * queries, self.dtype)
         programs = self.shape[0] * key_heads * -(-group * queries // rows)
         room = (self.keys + tiles.keys - 2) // tiles.keys + 1
         wanted = -(-WAVES * processors(self.q.device) // max(programs, 1))
-        splits = max(1, min(wanted, room // max(least, rows // 4), 65535))
+        splits = max(1, min(wanted, room // max(LEAST, rows // 4), 65535))
         return self.form._replace(own=rows, tile=tiles.keys), (programs, splits), room
 
 
