@@ -39,17 +39,19 @@ WIDEST = 128  # most features of a key if a system is solved: its matrix stays i
 TOLERANCE = 1e-6  # tolerance of conjugate gradients if the solver has none
 FULL = 16  # fewest keys of a split, in units of D: a split stores D^2 numbers
 PAIR = 2  # rows whose moments a program gathers from the same keys
-FILL = (3, 1)  # programs of `moments_kernel` on a multiprocessor, for up to 64 features and more
+FILL = (2, 1)  # programs of `moments_kernel` on a multiprocessor, for up to 64 features and more
 
 MOMENTS = TileTable(
     "local_linear_decode_moments",
     {
+        (64, 2): Tiles(keys=128, stages=3),
         (128, 2): Tiles(keys=128, stages=3),
         (64, 4): Tiles(keys=32),
         (128, 4): Tiles(keys=32, warps=8),
     },
     others=(Tiles(keys=64, stages=3),),
 )
+MEANS = TileTable("local_linear_decode_means", {(128, 2): Tiles(keys=64, stages=3), (256, 4): Tiles(keys=32, stages=3)})
 CHUNK = Tiles(rows=32, keys=4096, warps=8, stages=1)  # splits, and weights, that a program reads at once
 TABLE = TileTable("local_linear_decode", {(256, 4): Tiles(keys=32, stages=3)})
 SOLVE = TileTable("local_linear_decode_solve", {(64, 4): Tiles(warps=4, stages=1), (128, 4): Tiles(warps=8, stages=1)})
@@ -121,7 +123,7 @@ def _run(
 
         rows, block = _shape_of(call)
         (form, grid, _), room = call.shared(tiles), _room(call, block.keys)
-        z, mean, moment, used = _moments(call, rows, tiles, block, room)
+        z, mean, moment, used = _moments(call, rows, block, room)
         slope, narrow = torch.empty_like(mean), Form(*call.form[:2])
         launch(
             solve_kernel, (call.rows,), call.matrices[0], moment, used, mean, ridge, slope, *call.row_sizes, len(moment),
@@ -157,12 +159,13 @@ def _shape_of(call: Decoding) -> tuple[int, Tiles]:
     return PAIR, replace(tiles, warps=PAIR * tiles.warps)
 
 
-def _moments(call: Decoding, rows: int, tiles: Tiles, block: Tiles, room: int) -> tuple[Tensor, ...]:
+def _moments(call: Decoding, rows: int, block: Tiles, room: int) -> tuple[Tensor, ...]:
     """Return (weights [N / rows, room, rows], mean [N, D], S [splits, N, D, D], u [splits, N, D]) of the keys of every row."""
     from .local_linear_kernels import means_kernel, moments_kernel, weights_kernel
 
     dim, total, (heads, group, queries) = call.form.dim, call.rows, call.row_sizes
     keys = (*call.matrices[:2], call.matrices[1])  # values are not read
+    tiles = MEANS.pick(dim, call.dtype)
     form, grid, _ = call.shared(tiles)
     form = form._replace(value_dim=0, value_wide=0)
     z, mean, part, state = (call.blank(*x) for x in ((total, room), (total, dim), (grid[1], total, dim), (grid[1], total, 2)))

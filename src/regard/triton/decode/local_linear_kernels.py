@@ -23,6 +23,16 @@ RESTARTS = tl.constexpr(2)  # how often conjugate gradients restart from the tru
 
 
 @triton.jit
+def seen_by_any(first, seen, sight, FORM: tl.constexpr):
+    """Return which keys [KEYS] from `first` on some row sees; without a reduction if all rows see the same."""
+    if FORM.masked or FORM.most > 1:
+        return tl.max(seen.to(tl.int32), 0) != 0
+    else:
+        at = first + tl.arange(0, FORM.tile)
+        return (at >= tl.max(sight[0], 0)) & (at < tl.max(sight[1], 0))
+
+
+@triton.jit
 def score_places(z, rows, keys, room, ROWS: tl.constexpr):
     """Return where the scores, later weights, of these rows and keys lie: [N / ROWS, room, ROWS]."""
     return z + (rows // ROWS * room + keys) * ROWS + rows % ROWS
@@ -39,12 +49,12 @@ def means_kernel(
     _, held, own, tiles, sight, a, by, k, _v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
     origin = tiles[0] * FORM.tile // BLOCK * BLOCK
-    top = tl.full((FORM.own,), float("-inf"), tl.float32)
-    mass, total = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
+    top, total = tl.full((FORM.own,), float("-inf"), tl.float32), tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
+    mass = tl.full((FORM.own, FORM.tile), 0.0, tl.float32)  # added up at the end
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
         seen = shared.seen_keys(j, sight, FORM.masked, FORM)
-        some = tl.max(seen.to(tl.int32), 0) != 0
+        some = seen_by_any(j, seen, sight, FORM)
         keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
         if FORM.raw and (FORM.most > 1 or FORM.masked == 2):  # else all rows see the same keys
             keys = tl.where(non_finite(keys)[:, None], 0.0, keys)
@@ -55,10 +65,10 @@ def means_kernel(
         level = tl.where(new == float("-inf"), 0.0, new)
         w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
         total = shared.add_weighted(total * fade[:, None], w, keys, FORM.own)
-        mass = mass * fade + tl.sum(w, 1)
+        mass = mass * fade[:, None] + w
         top = new
     shared.store_part(part, total_rows * FORM.dim, own, held, total, FORM.dim, FORM.wide)
-    store_numbers(state, tl.program_id(1).to(tl.int64) * total_rows + own, (top, mass), held)
+    store_numbers(state, tl.program_id(1).to(tl.int64) * total_rows + own, (top, tl.sum(mass, 1)), held)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -324,7 +334,7 @@ def corrected_kernel(
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
         seen = shared.seen_keys(j, sight, FORM.masked, FORM)
-        some = tl.max(seen.to(tl.int32), 0) != 0
+        some = seen_by_any(j, seen, sight, FORM)
         keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
         lost, values = non_finite(keys), shared.load_tile(v, j, some, FORM.value_dim, FORM.value_wide, FORM)
         places = score_places(z, own[:, None], j - origin + tl.arange(0, FORM.tile)[None, :], room, ROWS)
