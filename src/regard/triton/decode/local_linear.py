@@ -46,8 +46,8 @@ MOMENTS = TileTable(
     {
         (64, 2): Tiles(keys=128, stages=3),
         (128, 2): Tiles(keys=128, stages=3),
-        (64, 4): Tiles(keys=32),
-        (128, 4): Tiles(keys=32, warps=8),
+        (64, 4): Tiles(keys=16, warps=8),
+        (128, 4): Tiles(keys=16, warps=8),
     },
     others=(Tiles(keys=64, stages=3),),
 )
@@ -154,8 +154,10 @@ def _shape_of(call: Decoding) -> tuple[int, Tiles]:
     numbers that are not finite, and its tiles."""
     heads, group, queries = call.row_sizes
     form, tiles = call.form, MOMENTS.pick(call.form.dim, call.dtype)
-    if call.dtype == torch.float32 or queries > 1 or group % PAIR or (form.raw and form.masked == 2):
+    if call.dtype == torch.float32:
         return 1, tiles
+    if queries > 1 or group % PAIR or (form.raw and form.masked == 2):
+        return 1, replace(tiles, keys=min(tiles.keys, 64))  # fewer registers
     return PAIR, replace(tiles, warps=PAIR * tiles.warps)
 
 
@@ -166,6 +168,8 @@ def _moments(call: Decoding, rows: int, block: Tiles, room: int) -> tuple[Tensor
     dim, total, (heads, group, queries) = call.form.dim, call.rows, call.row_sizes
     keys = (*call.matrices[:2], call.matrices[1])  # values are not read
     tiles = MEANS.pick(dim, call.dtype)
+    if group * queries == 1:  # no tensor cores
+        tiles = replace(tiles, keys=min(tiles.keys, 32))
     form, grid, _ = call.shared(tiles)
     form = form._replace(value_dim=0, value_wide=0)
     z, mean, part, state = (call.blank(*x) for x in ((total, room), (total, dim), (grid[1], total, dim), (grid[1], total, 2)))
