@@ -45,7 +45,7 @@ MOMENTS = TileTable(
     "local_linear_decode_moments",
     {
         (64, 2): Tiles(keys=128, stages=3),
-        (128, 2): Tiles(keys=128, stages=3),
+        (128, 2): Tiles(keys=64, stages=3),
         (64, 4): Tiles(keys=16, warps=8),
         (128, 4): Tiles(keys=16, warps=8),
     },
@@ -123,10 +123,10 @@ def _run(
 
         rows, block = _shape_of(call)
         (form, grid, _), room = call.shared(tiles), _room(call, block.keys)
-        z, mean, moment, used = _moments(call, rows, block, room)
+        z, mean, moment = _moments(call, rows, block, room)
         slope, narrow = torch.empty_like(mean), Form(*call.form[:2])
         launch(
-            solve_kernel, (call.rows,), call.matrices[0], moment, used, mean, ridge, slope, *call.row_sizes, len(moment),
+            solve_kernel, (call.rows,), call.matrices[0], moment, mean, ridge, slope, *call.row_sizes, len(moment),
             call.rows, number, tol, limit, tiles=SOLVE.pick(narrow.dim, torch.float32),
             RIDGE=0 if ridge is None else ridge.shape[-1], GRADIENTS=how in (1, 3), DIRECT=how in (2, 3), FORM=narrow,
         )  # fmt: skip
@@ -157,12 +157,12 @@ def _shape_of(call: Decoding) -> tuple[int, Tiles]:
     if call.dtype == torch.float32:
         return 1, tiles
     if queries > 1 or group % PAIR or (form.raw and form.masked == 2):
-        return 1, replace(tiles, keys=min(tiles.keys, 64))  # fewer registers
+        return 1, replace(tiles, keys=64 if tiles.keys == 128 else tiles.keys)  # fewer registers
     return PAIR, replace(tiles, warps=PAIR * tiles.warps)
 
 
 def _moments(call: Decoding, rows: int, block: Tiles, room: int) -> tuple[Tensor, ...]:
-    """Return (weights [N / rows, room, rows], mean [N, D], S [splits, N, D, D], u [splits, N, D]) of the keys of every row."""
+    """Return (weights [N / rows, room, rows], mean [N, D], S [splits, N, D, D]) of the keys of every row."""
     from .local_linear_kernels import means_kernel, moments_kernel, weights_kernel
 
     dim, total, (heads, group, queries) = call.form.dim, call.rows, call.row_sizes
@@ -185,12 +185,12 @@ def _moments(call: Decoding, rows: int, block: Tiles, room: int) -> tuple[Tensor
     )  # fmt: skip
     programs = total // rows
     splits = max(1, min(FILL[dim > 64] * processors(call.q.device) // programs, room // max(block.keys, FULL * dim)))
-    moment, used = call.blank(splits, total, dim, dim), call.blank(splits, total, dim)
+    moment = call.blank(splits, total, dim, dim)
     launch(
-        moments_kernel, (programs, splits), keys, call.span.pointers, z, mean, moment, used, heads, group, queries,
+        moments_kernel, (programs, splits), keys, call.span.pointers, z, mean, moment, heads, group, queries,
         steps[0], room, total, tiles=block, FORM=form._replace(raw=False),
     )  # fmt: skip
-    return z, mean, moment, used
+    return z, mean, moment
 
 
 def _room(call: Decoding, block: int) -> int:

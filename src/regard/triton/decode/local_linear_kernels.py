@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 from ..compact.math import LOG2E
-from ..runtime.blocks import LENGTHS, load, places_of, store_numbers
+from ..runtime.blocks import LENGTHS, load, parts, places_of, store_numbers
 from ..runtime.finite_kernel import non_finite
 from . import math as shared
 
 SINGULAR = tl.constexpr(2.0**-20)
 """A pivot below this share of its diagonal is rounding error; its coordinate is dropped."""
-ONES = tl.constexpr(16)  # columns of ones that sum on tensor cores
 RESTARTS = tl.constexpr(2)  # how often conjugate gradients restart from the true residual
 
 
@@ -64,6 +63,9 @@ def means_kernel(
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
         w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
+        if FORM.own > 1:  # as they are multiplied: their mean is within 2^-17 of the spread of the keys
+            large, small = parts(w, keys, True)
+            w = large.to(tl.float32) + small.to(tl.float32)
         total = shared.add_weighted(total * fade[:, None], w, keys, FORM.own)
         mass = mass * fade[:, None] + w
         top = new
@@ -114,21 +116,32 @@ def weights_kernel(
 
 
 @triton.jit
-def weighted(keys, middle, p, KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return p (k - mean)' of ROWS rows, [ROWS WIDTH, KEYS], from keys [KEYS, WIDTH], means [ROWS, WIDTH] and weights
-    [KEYS, ROWS] of one dtype."""
-    x = (keys[:, None, :] - middle[None, :, :]) * p[:, :, None]
+def flat(x, KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return x [KEYS, ROWS, WIDTH] as [ROWS WIDTH, KEYS]."""
     return tl.trans(tl.reshape(x, (KEYS, ROWS * WIDTH)))
 
 
 @triton.jit
-def other_factor(keys, middle):
-    """Return what weighted keys are multiplied by: the keys, which lie in shared memory; in float32 without the mean,
-    which then costs no precision."""
+def weighted(keys, middle, p, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Return p (k - mean)' of a program's rows, [rows WIDTH, KEYS], in two terms of the dtype of the keys [KEYS, WIDTH],
+    from means [rows, WIDTH] and weights [KEYS, rows]."""
+    x = (keys.to(tl.float32)[:, None, :] - middle[None, :, :]) * p[:, :, None]
+    large, small = x, x
+    if keys.dtype != tl.float32:  # cut, not rounded, which takes a bit operation and not a slow conversion
+        large = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        small = x - large
+    large, small = large.to(keys.dtype), small.to(keys.dtype)
+    return flat(large, FORM.tile, FORM.own, WIDTH), flat(small, FORM.tile, FORM.own, WIDTH)
+
+
+@triton.jit
+def add_product(total, x, keys, middle):
+    """Return total + x k for x in two terms. In float32 it has one, and keys are shifted by the mean, which then costs
+    no precision; else they come from shared memory as they are."""
     if keys.dtype == tl.float32:
-        return keys - middle
+        return tl.dot(x[0], keys - middle, total, input_precision="ieee")
     else:
-        return keys
+        return tl.dot(x[1], keys, tl.dot(x[0], keys, total))
 
 
 @triton.jit
@@ -139,38 +152,24 @@ def half(x, j, held, FIRST: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr
 
 
 @triton.jit
-def add_sums(total, x):
-    """Return total + sums of the rows of x in each column, on tensor cores; nothing is added in float32."""
-    if x.dtype == tl.float32:
-        return total
-    else:
-        return tl.dot(x, tl.full((x.shape[1], total.shape[1]), 1.0, x.dtype), total)
-
-
-@triton.jit
-def put_matrices(moment, used, s, u, rows, FROM: tl.constexpr, TO: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr):
-    """Store a block [rows, HALF, HALF] of S of these rows, from its row FROM and column TO on, and of u if the block is
-    on the diagonal."""
+def put_matrices(moment, s, rows, FROM: tl.constexpr, TO: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr):
+    """Store a block [rows, HALF, HALF] of the matrices [N, D, D] of these rows, from its row FROM and column TO on."""
     D: tl.constexpr = FORM.dim
     i, c = FROM + tl.arange(0, HALF), TO + tl.arange(0, HALF)
-    places = rows[:, None] * D + i[None, :]
-    inside = (i < D)[None, :] & (rows >= 0)[:, None]
-    if FROM == TO:
-        tl.store(used + places, tl.reshape(tl.max(u, 1), (FORM.own, HALF)), mask=inside)
-    places = places[:, :, None] * D + c[None, None, :]
-    tl.store(moment + places, tl.reshape(s, (FORM.own, HALF, HALF)), mask=inside[:, :, None] & (c < D)[None, None, :])
+    places = rows[:, None, None] * D * D + i[None, :, None] * D + c[None, None, :]
+    inside = (i < D)[None, :, None] & (c < D)[None, None, :] & (rows >= 0)[:, None, None]
+    tl.store(moment + places, tl.reshape(s, (FORM.own, HALF, HALF)), mask=inside)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def moments_kernel(
-    matrices, span, z, mean, moment, used, heads, group, queries, stride_low, room, total_rows,
+    matrices, span, z, mean, moment, heads, group, queries, stride_low, room, total_rows,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store for FORM.own rows and a program's tiles S = sum a k' in moment [splits, N, D, D], of which only the blocks
-    on and above the diagonal are set, and u = sum a in used [splits, N, D], with a = p (k - o) as it was multiplied and
-    o the mean, in the dtype of the keys: the covariance is S - u mean', whatever the rounding of a. In float32 S = sum
-    a (k - o)', and u = 0. Nothing is reduced over a tile: p and o are known. Keys come from shared memory for both
-    factors, and the rows of a program share them."""
+    """Store for FORM.own rows and a program's tiles S = sum p (k - mean) k' in moment [splits, N, D, D], of which only
+    the blocks on and above the diagonal are set. Added over the splits it is the covariance: sum p (k - mean) = 0.
+    Weights and mean are known, so that nothing is reduced over a tile. Keys come from shared memory for both factors,
+    and the rows of a program share them."""
     HALF: tl.constexpr = min(FORM.wide, 64)
     steps = stride_low, 0, 0
     batch, head, own, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
@@ -180,40 +179,33 @@ def moments_kernel(
     rows, r = own[2], tl.arange(0, FORM.own)
     i = tl.arange(0, HALF)
     from_mean = mean + rows[:, None] * FORM.dim + i[None, :]
-    o_0 = tl.load(from_mean, mask=(i < FORM.dim)[None, :], other=0.0).to(k[0].dtype.element_ty)
+    mean_0 = tl.load(from_mean, mask=(i < FORM.dim)[None, :], other=0.0)
     s_00 = tl.full((FORM.own * HALF, HALF), 0.0, tl.float32)
-    u_0 = tl.full((FORM.own * HALF, ONES), 0.0, tl.float32)
     if FORM.wide > HALF:
-        u_1 = u_0
-        o_1 = tl.load(from_mean + HALF, mask=(HALF + i < FORM.dim)[None, :], other=0.0).to(k[0].dtype.element_ty)
+        mean_1 = tl.load(from_mean + HALF, mask=(HALF + i < FORM.dim)[None, :], other=0.0)
         s_01, s_11 = s_00, s_00
     first = tl.min(rows, 0) * room
     for n in range(tiles[1], tiles[2]):
         at = n * FORM.tile + tl.arange(0, FORM.tile)
-        weights = tl.load(z + first + at[:, None] * FORM.own + r[None, :])
-        p = weights.to(k[0].dtype.element_ty)
+        p = tl.load(z + first + at[:, None] * FORM.own + r[None, :])
         j = (tiles[0] + n) * FORM.tile
         if FORM.masked:
-            held = tl.max(weights, 1) > 0
+            held = tl.max(p, 1) > 0
         else:
             keys = j + tl.arange(0, FORM.tile)
             held = (keys >= start) & (keys < to)
         k_0 = half(k, j, held, 0, HALF, FORM)
-        x_0 = weighted(k_0, o_0, p, FORM.tile, FORM.own, HALF)
-        s_00 = tl.dot(x_0, other_factor(k_0, o_0), s_00, input_precision="ieee")
-        u_0 = add_sums(u_0, x_0)
+        x_0 = weighted(k_0, mean_0, p, HALF, FORM)
+        s_00 = add_product(s_00, x_0, k_0, mean_0)
         if FORM.wide > HALF:
             k_1 = half(k, j, held, HALF, HALF, FORM)
-            f_1 = other_factor(k_1, o_1)
-            s_01 = tl.dot(x_0, f_1, s_01, input_precision="ieee")
-            x_1 = weighted(k_1, o_1, p, FORM.tile, FORM.own, HALF)
-            s_11 = tl.dot(x_1, f_1, s_11, input_precision="ieee")
-            u_1 = add_sums(u_1, x_1)
+            s_01 = add_product(s_01, x_0, k_1, mean_1)
+            s_11 = add_product(s_11, weighted(k_1, mean_1, p, HALF, FORM), k_1, mean_1)
     rows += tl.program_id(1).to(tl.int64) * total_rows
-    put_matrices(moment, used, s_00, u_0, rows, 0, 0, HALF, FORM)
+    put_matrices(moment, s_00, rows, 0, 0, HALF, FORM)
     if FORM.wide > HALF:
-        put_matrices(moment, used, s_01, u_0, rows, 0, HALF, HALF, FORM)
-        put_matrices(moment, used, s_11, u_1, rows, HALF, HALF, HALF, FORM)
+        put_matrices(moment, s_01, rows, 0, HALF, HALF, FORM)
+        put_matrices(moment, s_11, rows, HALF, HALF, HALF, FORM)
 
 
 @triton.jit
@@ -269,11 +261,11 @@ def eliminated(matrix, b, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def solve_kernel(
-    q, moment, used, mean, ridge, slope, heads, group, queries, splits, total_rows, number, tol, limit,
+    q, moment, mean, ridge, slope, heads, group, queries, splits, total_rows, number, tol, limit,
     RIDGE: tl.constexpr, GRADIENTS: tl.constexpr, DIRECT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store t [N, D] of one row: (C + ridge) t = q - mean, with C = S - u mean' of `moments_kernel`, added over the
-    splits. RIDGE: numbers a row, 0 for one `number`. GRADIENTS: try conjugate gradients; DIRECT: use
+    """Store t [N, D] of one row: (C + ridge) t = q - mean, with C the sum over the splits of what
+    `moments_kernel` stored. RIDGE: numbers a row, 0 for one `number`. GRADIENTS: try conjugate gradients; DIRECT: use
     elimination instead, or if they do not converge."""
     D: tl.constexpr = FORM.dim
     WIDTH: tl.constexpr = FORM.wide
@@ -283,13 +275,9 @@ def solve_kernel(
     above = i[:, None] <= i[None, :]
     inside = above & (i < D)[None, :]
     place = moment + row * D * D + i[:, None] * D + i[None, :]
-    matrix, sums = tl.zeros((WIDTH, WIDTH), tl.float32), tl.zeros((WIDTH,), tl.float32)
+    matrix = tl.zeros((WIDTH, WIDTH), tl.float32)
     for s in range(splits):
-        split = tl.cast(s, tl.int64) * total_rows * D
-        matrix += tl.load(place + split * D, mask=inside, other=0.0)
-        sums += tl.load(used + split + row * D + i, mask=i < D, other=0.0)
-    middle = tl.load(mean + row * D + i, mask=i < D, other=0.0)
-    matrix -= sums[:, None] * middle[None, :]
+        matrix += tl.load(place + tl.cast(s, tl.int64) * total_rows * (D * D), mask=inside, other=0.0)
     matrix = tl.where(above, matrix, tl.trans(matrix))
     if RIDGE == 0:
         added = tl.zeros((WIDTH,), tl.float32) + number
@@ -300,7 +288,7 @@ def solve_kernel(
     added = tl.where(i < D, added, 1.0)
     matrix += tl.where(i[:, None] == i[None, :], added[None, :], 0.0)
     x = shared.load_queries(q, batch, head * group, rows, rows < group * queries, queries, FORM)
-    b = tl.sum(x.to(tl.float32), 0) - middle
+    b = tl.sum(x.to(tl.float32), 0) - tl.load(mean + row * D + i, mask=i < D, other=0.0)
     unit = tl.sum(tl.where(i[:, None] == i[None, :], matrix, 0.0), 1)
     unit = tl.where(unit > 0, 1 / tl.sqrt(tl.where(unit > 0, unit, 1.0)), 1.0)
     matrix = matrix * unit[:, None] * unit[None, :]  # makes results independent of the scale of coordinates
