@@ -1,16 +1,18 @@
 """Local linear attention with few queries: programs share out the keys.
 
-A solved t reads keys twice and values once: with D = Dv, 6 D bytes a key in bfloat16, where softmax reads 4 D, and
-8 D^2 bytes a row and split for second moments. A split holds at least 16 D keys (4 G D if G > 4 query heads share a key
-head), so that moments take at most 2 D bytes a key and the total at most twice softmax's. If rows keep the device busy,
-there is one split of all keys.
+A solved t reads keys three times and values once, with D = Dv 8 D bytes a key in bfloat16 where softmax reads 4 D, and
+moves 20 bytes of scores and weights a row and key, and 8 D^2 bytes of second moments a row and split. A split holds at
+least 16 D keys. The first pass stores every row's scores and gathers its mass and the mean of its keys, for all query
+heads of a key head together. Scores then become weights p. The second pass gathers the covariance: weights and mean are
+known, so that splits add up and nothing is rescaled or reduced over a tile; two query heads share its keys. Then one
+program a row solves its system, by conjugate gradients or, if these do not converge, by elimination. In the third pass
+p (1 + e) of all heads of a key head meet its values together. The learned solver (Parallax) solves nothing and takes
+one pass.
 
-In the first pass every row gathers mass, mean and covariance of its weighted keys. Then one program a row solves its
-system, by conjugate gradients or, if these do not converge, by elimination. In the second pass p (1 + e) of all heads
-of a key head meet its values together. The learned solver (Parallax) solves nothing and takes one pass.
-
-Covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j. Second moments take
-4 n D^2 operations a row with bfloat16 keys (two terms).
+Covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j. With bfloat16
+keys p (k - mean) is multiplied in two terms, within 2^-16; second moments take 3 n D^2 operations a row if D > 64, else
+4 n D^2. One term would do where weights are spread (an error of the output of 1.8e-3 with 400 effective keys, of which
+1.6e-3 is the rounding of the output), but not where few keys have weight: 3e-2 with 20, 0.1 with 2 (ridge 0.1, D 128).
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, N = B H Tq rows.
 """
@@ -43,15 +45,12 @@ FILL = (2, 1)  # programs of `moments_kernel` on a multiprocessor, for up to 64 
 
 MOMENTS = TileTable(
     "local_linear_decode_moments",
-    {
-        (64, 2): Tiles(keys=128, stages=3),
-        (128, 2): Tiles(keys=64, stages=3),
-        (64, 4): Tiles(keys=16, warps=8),
-        (128, 4): Tiles(keys=16, warps=8),
-    },
-    others=(Tiles(keys=64, stages=3),),
+    {(128, 2): Tiles(keys=64, stages=3), (128, 4): Tiles(keys=16, warps=8)},
+    others=(Tiles(keys=64, stages=2), Tiles(keys=128, stages=3)),
 )
-MEANS = TileTable("local_linear_decode_means", {(128, 2): Tiles(keys=64, stages=3), (256, 4): Tiles(keys=32, stages=3)})
+MEANS = TileTable(
+    "local_linear_decode_means", {(128, 2): Tiles(keys=64, stages=3), (128, 4): Tiles(keys=16, stages=3)}
+)
 CHUNK = Tiles(rows=32, keys=4096, warps=8, stages=1)  # splits, and weights, that a program reads at once
 TABLE = TileTable("local_linear_decode", {(256, 4): Tiles(keys=32, stages=3)})
 SOLVE = TileTable("local_linear_decode_solve", {(64, 4): Tiles(warps=4, stages=1), (128, 4): Tiles(warps=8, stages=1)})
@@ -121,9 +120,10 @@ def _run(
     else:
         from .local_linear_kernels import corrected_kernel, solve_kernel
 
-        rows, block = _shape_of(call)
-        (form, grid, _), room = call.shared(tiles), _room(call, block.keys)
-        z, mean, moment = _moments(call, rows, block, room)
+        means = MEANS.pick(call.form.dim, call.dtype)
+        block = max(tiles.keys, means.keys, MOMENTS.pick(call.form.dim, call.dtype).keys)
+        (form, grid, _), room = call.shared(tiles), ((call.keys + block - 2) // block + 1) * block
+        z, mean, moment = _moments(call, means, block, room)
         slope, narrow = torch.empty_like(mean), Form(*call.form[:2])
         launch(
             solve_kernel, (call.rows,), call.matrices[0], moment, mean, ridge, slope, *call.row_sizes, len(moment),
@@ -133,8 +133,7 @@ def _run(
         part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
         launch(
             corrected_kernel, grid, call.matrices, call.factor, call.span.pointers, z, slope, mean, part,
-            *call.row_sizes, *call.span.steps, room, part.stride(0), tiles=tiles, ROWS=rows, BLOCK=block.keys,
-            FORM=form,
+            *call.row_sizes, *call.span.steps, room, part.stride(0), tiles=tiles, BLOCK=block, FORM=form,
         )  # fmt: skip
         add_splits(part, out)
     return out
@@ -152,47 +151,41 @@ _decode = operator(
 def _shape_of(call: Decoding) -> tuple[int, Tiles]:
     """Return how many rows of a key head a program of `moments_kernel` has, which must see the same keys or be spared
     numbers that are not finite, and its tiles."""
-    heads, group, queries = call.row_sizes
+    _, group, queries = call.row_sizes
     form, tiles = call.form, MOMENTS.pick(call.form.dim, call.dtype)
-    if call.dtype == torch.float32:
+    if call.dtype == torch.float32 or queries > 1 or group % PAIR or (form.raw and form.masked == 2):
         return 1, tiles
-    if queries > 1 or group % PAIR or (form.raw and form.masked == 2):
-        return 1, replace(tiles, keys=64 if tiles.keys == 128 else tiles.keys)  # fewer registers
     return PAIR, replace(tiles, warps=PAIR * tiles.warps)
 
 
-def _moments(call: Decoding, rows: int, block: Tiles, room: int) -> tuple[Tensor, ...]:
-    """Return (weights [N / rows, room, rows], mean [N, D], S [splits, N, D, D]) of the keys of every row."""
+def _moments(call: Decoding, tiles: Tiles, block: int, room: int) -> tuple[Tensor, ...]:
+    """Return (weights [N, room], mean [N, D], S [splits, N, D, D]) of the keys of every row."""
     from .local_linear_kernels import means_kernel, moments_kernel, weights_kernel
 
     dim, total, (heads, group, queries) = call.form.dim, call.rows, call.row_sizes
     keys = (*call.matrices[:2], call.matrices[1])  # values are not read
-    tiles = MEANS.pick(dim, call.dtype)
     if group * queries == 1:  # no tensor cores
         tiles = replace(tiles, keys=min(tiles.keys, 32))
     form, grid, _ = call.shared(tiles)
     form = form._replace(value_dim=0, value_wide=0)
-    z, mean, part, state = (call.blank(*x) for x in ((total, room), (total, dim), (grid[1], total, dim), (grid[1], total, 2)))
-    steps, where = call.span.steps, {"ROWS": rows, "BLOCK": block.keys}
+    z, mean = call.blank(total, room), call.blank(total, dim)
+    part, state = call.blank(grid[1], total, dim), call.blank(grid[1], total, 2)
+    steps, where = call.span.steps, {"BLOCK": block}
     launch(
         means_kernel, grid, keys, call.factor, call.span.pointers, z, part, state, heads, group, queries, *steps, room,
         total, tiles=tiles, FORM=form, **where,
     )  # fmt: skip
-    form = form._replace(own=rows, tile=block.keys, factors=False)
+    rows, tiles = _shape_of(call)
+    form = form._replace(own=rows, tile=tiles.keys, factors=False)
     launch(
         weights_kernel, (total, -(-room // CHUNK.keys)), call.span.pointers, z, part, state, mean, heads, group, queries,
         steps[0], room, grid[1], total, tiles=CHUNK, CHUNK=CHUNK.keys, PARTS=CHUNK.rows, FORM=form, **where,
     )  # fmt: skip
     programs = total // rows
-    splits = max(1, min(FILL[dim > 64] * processors(call.q.device) // programs, room // max(block.keys, FULL * dim)))
+    splits = max(1, min(FILL[dim > 64] * processors(call.q.device) // programs, room // max(block, FULL * dim)))
     moment = call.blank(splits, total, dim, dim)
     launch(
         moments_kernel, (programs, splits), keys, call.span.pointers, z, mean, moment, heads, group, queries,
-        steps[0], room, total, tiles=block, FORM=form._replace(raw=False),
+        steps[0], room, total, tiles=tiles, FORM=form._replace(raw=False), **where,
     )  # fmt: skip
     return z, mean, moment
-
-
-def _room(call: Decoding, block: int) -> int:
-    """Return how many scores a row has at most, from a multiple of `block` to another."""
-    return ((call.keys + block - 2) // block + 1) * block

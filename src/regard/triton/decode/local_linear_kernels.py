@@ -31,18 +31,12 @@ def seen_by_any(first, seen, sight, FORM: tl.constexpr):
         return (at >= tl.max(sight[0], 0)) & (at < tl.max(sight[1], 0))
 
 
-@triton.jit
-def score_places(z, rows, keys, room, ROWS: tl.constexpr):
-    """Return where the scores, later weights, of these rows and keys lie: [N / ROWS, room, ROWS]."""
-    return z + (rows // ROWS * room + keys) * ROWS + rows % ROWS
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def means_kernel(
     matrices, factor, span, z, part, state, heads, group, queries, stride_low, stride_mb, stride_mh, room, total_rows,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+    BLOCK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store scores, -inf where hidden, and over a program's tiles part [splits, N, D] = sum w k and state [splits, N,
+    """Store scores z [N, room], -inf where hidden, and over a program's tiles part [splits, N, D] = sum w k and state [splits, N,
     2] = (m, sum w). The first of a row's scores is that of a multiple of BLOCK."""
     steps = stride_low, stride_mb, stride_mh
     _, held, own, tiles, sight, a, by, k, _v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
@@ -58,7 +52,7 @@ def means_kernel(
         if FORM.raw and (FORM.most > 1 or FORM.masked == 2):  # else all rows see the same keys
             keys = tl.where(non_finite(keys)[:, None], 0.0, keys)
         score = tl.where(seen, shared.products(a, keys, FORM.own) * by[:, None], float("-inf"))
-        places = score_places(z, own[:, None], j - origin + tl.arange(0, FORM.tile)[None, :], room, ROWS)
+        places = z + own[:, None] * room + (j - origin + tl.arange(0, FORM.tile))[None, :]
         tl.store(places, score, mask=held[:, None])
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
@@ -76,7 +70,7 @@ def means_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def weights_kernel(
     span, z, part, state, mean, heads, group, queries, stride_low, room, splits, total_rows,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Replace CHUNK scores of one row by its weights p, 0 where hidden; the first program of a row also merges the mean
     [N, D] of its keys."""
@@ -109,7 +103,7 @@ def weights_kernel(
             middle += w[:, None] * sums
         tl.store(mean + row * FORM.dim + columns, tl.sum(middle, 0) / whole, mask=columns < FORM.dim)
     keys = chunk * CHUNK + tl.arange(0, CHUNK)
-    places = score_places(z, row, keys, room, ROWS)
+    places = z + row * room + keys
     seen = (keys + origin * BLOCK >= own) & (keys + origin * BLOCK < to)
     p = tl.exp2(tl.load(places, mask=seen, other=float("-inf")) - best) / whole
     tl.store(places, p, mask=keys < room)
@@ -164,7 +158,7 @@ def put_matrices(moment, s, rows, FROM: tl.constexpr, TO: tl.constexpr, HALF: tl
 @triton.jit(do_not_specialize=LENGTHS)
 def moments_kernel(
     matrices, span, z, mean, moment, heads, group, queries, stride_low, room, total_rows,
-    FORM: tl.constexpr,
+    BLOCK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store for FORM.own rows and a program's tiles S = sum p (k - mean) k' in moment [splits, N, D, D], of which only
     the blocks on and above the diagonal are set. Added over the splits it is the covariance: sum p (k - mean) = 0.
@@ -176,7 +170,7 @@ def moments_kernel(
     start, to = tl.min(sight[0], 0), tl.max(sight[1], 0)  # rows of a program see the same keys but for a mask
     _, k, _v = matrices
     k = k[0] + batch * k[1] + head * k[2], k[3]
-    rows, r = own[2], tl.arange(0, FORM.own)
+    rows = own[2]
     i = tl.arange(0, HALF)
     from_mean = mean + rows[:, None] * FORM.dim + i[None, :]
     mean_0 = tl.load(from_mean, mask=(i < FORM.dim)[None, :], other=0.0)
@@ -184,11 +178,14 @@ def moments_kernel(
     if FORM.wide > HALF:
         mean_1 = tl.load(from_mean + HALF, mask=(HALF + i < FORM.dim)[None, :], other=0.0)
         s_01, s_11 = s_00, s_00
-    first = tl.min(rows, 0) * room
+    first = z + tl.min(rows, 0) * room - tiles[0] * FORM.tile // BLOCK * BLOCK
     for n in range(tiles[1], tiles[2]):
-        at = n * FORM.tile + tl.arange(0, FORM.tile)
-        p = tl.load(z + first + at[:, None] * FORM.own + r[None, :])
         j = (tiles[0] + n) * FORM.tile
+        at = first + j + tl.arange(0, FORM.tile)
+        if FORM.own == 2:
+            p = tl.join(tl.load(at), tl.load(at + room))
+        else:
+            p = tl.load(at)[:, None]
         if FORM.masked:
             held = tl.max(p, 1) > 0
         else:
@@ -308,7 +305,7 @@ def solve_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def corrected_kernel(
     matrices, factor, span, z, slope, mean, part, heads, group, queries, stride_low, stride_mb, stride_mh, room,
-    stride_part, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+    stride_part, BLOCK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. The product of the mean is
     taken with t as it was multiplied. FORM.raw: NaN in rows that see a non-finite number."""
@@ -325,7 +322,7 @@ def corrected_kernel(
         some = seen_by_any(j, seen, sight, FORM)
         keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
         lost, values = non_finite(keys), shared.load_tile(v, j, some, FORM.value_dim, FORM.value_wide, FORM)
-        places = score_places(z, own[:, None], j - origin + tl.arange(0, FORM.tile)[None, :], room, ROWS)
+        places = z + own[:, None] * room + (j - origin + tl.arange(0, FORM.tile))[None, :]
         p = tl.load(places, mask=held[:, None], other=0.0)
         e, multiplied = shared.fine_products(t, keys, FORM.own)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)
