@@ -54,13 +54,6 @@ def of_rows(x: float | Tensor | None, q: Tensor) -> tuple[Tensor | None, float]:
     return tensor_or_number(x.expand(*q.shape[:3], *x.shape[3:]) if isinstance(x, Tensor) else x)
 
 
-def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has."""
-    if device.type != "cuda":
-        return PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class Decoding(Call):
     """What the launches of one call share; `keys` are at most that many that all queries see."""
 
