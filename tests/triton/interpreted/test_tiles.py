@@ -145,9 +145,10 @@ def test_compact_attention(name: str, nth: int, dtype: torch.dtype, chosen: Call
     taken = chosen(nth)
     attended(RULES[name], dtype, taken, 80)
     size = dtype.itemsize
+    output = "compact_weigh" if name.startswith("anchored") else "compact_weigh_mean"
     passes = {
         "softmax": ("compact_stream",), "fixed 3": ("compact_stream", "compact_stand_in"),
-    }.get(name, ("compact_search", "compact_weigh" if name.startswith("anchored") else "compact_weigh_mean"))  # fmt: skip
+    }.get(name, ("compact_search", output))  # fmt: skip
     assert tuned() == {x: taken[x] for x in (*(f"{x}_{size}" for x in passes), "compact_dq", "compact_dkv")}
     assert all(len(choices(table)) <= MOST for table in TileTable.tables.values())
 

@@ -374,7 +374,7 @@ def compact_dkv_kernel(
     inside = key < keys
     low, high = low_ptr + batch * range_step, high_ptr + batch * range_step
     plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)
-    if FORM.rule == ANCHORED:
+    if FORM.rule == ANCHORED:  # noqa: SIM102 - known when the kernel is compiled
         if (plan[3] > 0) != TIED:
             return
     first, last = load_span(low, high, key, inside)
@@ -432,7 +432,8 @@ class _Call(Call):
         self.floats, self.flags, self.index, slope_mean, self.live = kept
         every = tuple(rows_together(x, FARTHEST) for x in (grad, q, k, v, slope_mean))
         form = {"rule": rule[0], "r": rule[1], "stand": rule[2], "given": wanted, **own_form(rule[3])}
-        form |= {"tables": 2 if self.soft else 6 if rule[3] else 5 if rule[0] == ANCHORED.value else 4, "steps": tuple(x.stride(2) for x in every)}
+        tables = 2 if self.soft else 6 if rule[3] else 5 if rule[0] == ANCHORED.value else 4
+        form |= {"tables": tables, "steps": tuple(x.stride(2) for x in every)}
         super().__init__(q, k, v, factor, span, precision="ieee" if q.dtype == torch.float32 else "tf32", **form)
         self.read = self.factor[0 if self.form.factors else 1], tuple((x, *x.stride()[:2]) for x in every)
         self.table = self.blank(*self.shape[:2], self.form.tables, self.shape[2])

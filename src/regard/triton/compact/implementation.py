@@ -100,9 +100,8 @@ def _forward(
     threshold = number_or_rows(number if given is None else given, span.low)
     read = call.matrices, call.factor, threshold, (*span.pointers, *span.steps), tuple(found), live
 
-    def start(kernel: Any, tables: dict[int, TileTable], most: int | None = None, **changed: Any) -> None:
-        """Run with tiles that fit the marks of blocks and at `most` so many registers a thread; what a kernel does not
-        read is `changed` to one value."""
+    def start(kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
+        """Run with tiles that fit the marks of blocks; what a kernel does not read is `changed` to one value."""
         form = call.form._replace(**changed)
 
         def run(tiles: Tiles) -> None:
@@ -111,14 +110,14 @@ def _forward(
             listed = programs * -(-call.sizes[3] // tiles.keys) if searched else 1
             launch(
                 kernel, (programs,), *read, call.blank(listed, dtype=torch.int32), TOLERANCE[call.dtype], *call.sizes,
-                tiles=tiles, FORM=form._replace(own=tiles.rows, tile=tiles.keys), maxnreg=most,
+                tiles=tiles, FORM=form._replace(own=tiles.rows, tile=tiles.keys),
             )  # fmt: skip
 
         run(tables[call.dtype.itemsize].pick(max(form.dim, form.value_dim), call.dtype, run, form))
 
     if searched:
         nothing = {"value_dim": 0, "value_wide": 0, "keep": False, "counted": False, "relative": None, "source": ""}
-        start(compact_search_kernel, rules.SEARCH, rules.searching(q.shape[3], q.dtype), stand=0, **nothing)
+        start(compact_search_kernel, rules.SEARCH, stand=0, **nothing)
         tables = rules.WEIGH_MEAN if keep and rule == rules.ADAPTIVE else rules.WEIGH
         start(compact_weigh_kernel, tables, stand=0, given=False)
         return outs

@@ -51,12 +51,6 @@ def mask_tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
     return min(MASK_TILE, tiles.rows), tiles.keys
 
 
-def searching(dim: int, dtype: torch.dtype) -> int | None:
-    """Return the most registers of a thread of a search. Without a limit the compiler takes 153 for the power 2, by
-    which three programs of 64 features fit on a multiprocessor instead of four."""
-    return 128 if dim <= 64 and dtype.itemsize == 2 else None
-
-
 class Rule(NamedTuple):
     """A weighting as the kernels know it."""
 

@@ -48,9 +48,7 @@ MOMENTS = TileTable(
     {(128, 2): Tiles(keys=64, stages=3), (128, 4): Tiles(keys=16, warps=8)},
     others=(Tiles(keys=64, stages=2), Tiles(keys=128, stages=3)),
 )
-MEANS = TileTable(
-    "local_linear_decode_means", {(128, 2): Tiles(keys=64, stages=3), (128, 4): Tiles(keys=16, stages=3)}
-)
+MEANS = TileTable("local_linear_decode_means", {(128, 2): Tiles(keys=64, stages=3), (128, 4): Tiles(keys=16, stages=3)})
 CHUNK = Tiles(rows=32, keys=4096, warps=8, stages=1)  # splits, and weights, that a program reads at once
 TABLE = TileTable("local_linear_decode", {(256, 4): Tiles(keys=32, stages=3)})
 SOLVE = TileTable("local_linear_decode_solve", {(64, 4): Tiles(warps=4, stages=1), (128, 4): Tiles(warps=8, stages=1)})
@@ -62,11 +60,16 @@ def fits(problem: Problem) -> bool:
 
 
 def cost(problem: Problem) -> Cost:
-    """Return the operations of the forward pass and the bytes of a split's moments."""
+    """Return the operations of the forward pass and the bytes of weights and a split's moments."""
     rows = problem.batch * problem.heads * problem.queries
     solved = problem.spec.solver.name != "learned"
-    pairs = 6 * problem.dim + 2 * problem.value_dim + (4 * problem.dim**2 if solved else 2 * problem.value_dim)
-    return Cost(rows * problem.keys * pairs, 4 * rows * problem.dim * (problem.dim if solved else 2))
+    pairs = (
+        6 * problem.dim
+        + 2 * problem.value_dim
+        + ((3 if problem.dim > 64 else 4) * problem.dim**2 if solved else 2 * problem.value_dim)
+    )
+    kept = problem.keys + problem.dim**2 if solved else 2 * problem.dim
+    return Cost(rows * problem.keys * pairs, 4 * rows * kept)
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
@@ -178,8 +181,8 @@ def _moments(call: Decoding, tiles: Tiles, block: int, room: int) -> tuple[Tenso
     rows, tiles = _shape_of(call)
     form = form._replace(own=rows, tile=tiles.keys, factors=False)
     launch(
-        weights_kernel, (total, -(-room // CHUNK.keys)), call.span.pointers, z, part, state, mean, heads, group, queries,
-        steps[0], room, grid[1], total, tiles=CHUNK, CHUNK=CHUNK.keys, PARTS=CHUNK.rows, FORM=form, **where,
+        weights_kernel, (total, -(-room // CHUNK.keys)), call.span.pointers, z, part, state, mean, heads, group,
+        queries, steps[0], room, grid[1], total, tiles=CHUNK, CHUNK=CHUNK.keys, PARTS=CHUNK.rows, FORM=form, **where,
     )  # fmt: skip
     programs = total // rows
     splits = max(1, min(FILL[dim > 64] * processors(call.q.device) // programs, room // max(block, FULL * dim)))

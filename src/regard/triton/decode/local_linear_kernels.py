@@ -1,7 +1,8 @@
 """The kernels of `decode.local_linear`.
 
-A solved t takes two passes over the keys: `moments_kernel` gathers mean and covariance of the weighted keys,
-`solve_kernel` solves, and `corrected_kernel` weights the values by p (1 + e). A given t takes one (`compact_kernels`).
+A solved t takes three passes over the keys: `means_kernel` gathers scores and the mean of the weighted keys, which
+`weights_kernel` merges, `moments_kernel` gathers the covariance, `solve_kernel` solves, and `corrected_kernel` weights
+the values by p (1 + e). A given t takes one pass (`compact_kernels`).
 
 Legend: as in `compact_kernels`; scores in base 2.
 """
@@ -36,8 +37,8 @@ def means_kernel(
     matrices, factor, span, z, part, state, heads, group, queries, stride_low, stride_mb, stride_mh, room, total_rows,
     BLOCK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store scores z [N, room], -inf where hidden, and over a program's tiles part [splits, N, D] = sum w k and state [splits, N,
-    2] = (m, sum w). The first of a row's scores is that of a multiple of BLOCK."""
+    """Store scores z [N, room], -inf where hidden, and over a program's tiles part [splits, N, D] = sum w k and state
+    [splits, N, 2] = (m, sum w). The first of a row's scores is that of a multiple of BLOCK."""
     steps = stride_low, stride_mb, stride_mh
     _, held, own, tiles, sight, a, by, k, _v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
@@ -117,8 +118,8 @@ def flat(x, KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def weighted(keys, middle, p, WIDTH: tl.constexpr, FORM: tl.constexpr):
-    """Return p (k - mean)' of a program's rows, [rows WIDTH, KEYS], in two terms of the dtype of the keys [KEYS, WIDTH],
-    from means [rows, WIDTH] and weights [KEYS, rows]."""
+    """Return p (k - mean)' of a program's rows, [rows WIDTH, KEYS], in two terms of the dtype of the keys [KEYS,
+    WIDTH], from means [rows, WIDTH] and weights [KEYS, rows]."""
     x = (keys.to(tl.float32)[:, None, :] - middle[None, :, :]) * p[:, :, None]
     large, small = x, x
     if keys.dtype != tl.float32:  # cut, not rounded, which takes a bit operation and not a slow conversion
@@ -182,7 +183,7 @@ def moments_kernel(
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
         at = first + j + tl.arange(0, FORM.tile)
-        if FORM.own == 2:
+        if FORM.own == 2:  # noqa: SIM108 (known when the kernel is compiled)
             p = tl.join(tl.load(at), tl.load(at + room))
         else:
             p = tl.load(at)[:, None]

@@ -1,9 +1,9 @@
 """Fixes for bfloat16 in Triton's interpreter.
 
-The interpreter keeps bfloat16 numbers as bits in uint16. Up to Triton 3.9 `tl.dot`, +, - and * take these bits for
-integers, float32 is rounded toward zero, and integers and truth values become bits. Here operands are widened to
-float32 first, exactly, and numbers are rounded to the nearest, ties to even, as on a GPU. Other bfloat16 arithmetic is
-left alone: kernels convert to float32 first.
+The interpreter keeps bfloat16 numbers as bits in uint16. Up to Triton 3.9 `tl.dot` multiplies these bits, float32 is
+rounded toward zero, and integers and truth values become bits. Here operands are widened to float32 first, exactly, and
+numbers are rounded to the nearest, ties to even, as on a GPU. Other bfloat16 arithmetic is left alone: kernels convert
+to float32 first.
 """
 
 from __future__ import annotations
@@ -19,17 +19,9 @@ def mend() -> None:
     """Fix the interpreter, once in a process. Do nothing where kernels are compiled."""
     if os.environ.get("TRITON_INTERPRET", "0") != "1":
         return
-    import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder
 
-    dot, binary = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op
-
-    def combined(own: Any, a: Any, b: Any, op: Any) -> Any:
-        if _widened(a) is a or op not in (np.add, np.subtract, np.multiply):
-            return binary(own, a, b, op)
-        return _rounded(binary(own, _widened(a), _widened(b), op), a.dtype)
-
-    InterpreterBuilder.binary_op = combined
+    dot = InterpreterBuilder.create_dot
     InterpreterBuilder.create_dot = lambda own, a, b, *more: dot(own, _widened(a), _widened(b), *more)
     for name in ("cast_impl", "create_fp_to_fp"):
         setattr(InterpreterBuilder, name, _rounding(getattr(InterpreterBuilder, name)))
