@@ -43,6 +43,14 @@ def rows_of(stored: Entry, part: str) -> list[Entry]:
     return [row for row in found if row["part"] == part and row["status"] == "measured"]
 
 
+def outdated(stored: Entry, row: Entry) -> bool:
+    """Return whether a row tells of regard's code at another commit than the last run's."""
+    runs = stored.get("runs", [])
+    if "run" not in row or not row.get("contestant", "regard").startswith("regard"):
+        return False
+    return bool(runs[row["run"]].get("commit") != runs[-1].get("commit"))
+
+
 def select(rows: Iterable[Entry], contestant: str, **config: Any) -> Entry | None:
     """The row of a contestant in a configuration, or None."""
     for row in rows:
@@ -68,7 +76,9 @@ def at_least(what: str, bar: float, found: list[float | None]) -> Criterion:
 
 
 def criteria(stored: Entry) -> list[Criterion]:
-    """All of them, in the order in which they were asked for."""
+    """All of them, in the order in which they were asked for, judged by rows that are not outdated."""
+    now = {name: row for name, row in stored.get("rows", {}).items() if not outdated(stored, row)}
+    stored = {**stored, "rows": now}
     makers = (correct, compact, local_linear, decoding, memory, hybrid)
     return [criterion for make in makers for criterion in make(stored)]
 
@@ -85,9 +95,9 @@ def correct(stored: Entry) -> Iterator[Criterion]:
 def ratio(
     rows: list[Entry], which: str, ours: str, theirs: str, config: Entry, number: Callable[[Entry], float] | None = None
 ) -> float | None:
-    """Ours over theirs in a configuration, None where one is missing."""
+    """Ours over theirs in a configuration, None where one is missing or another run measured it."""
     a, b = select(rows, ours, **config), select(rows, theirs, **config)
-    if a is None or b is None:
+    if a is None or b is None or a.get("run") != b.get("run"):
         return None
     get = number or (lambda row: row[which]["ms"])
     return get(a) / get(b) if get(a) and get(b) else None  # a pass that did not fit has no time

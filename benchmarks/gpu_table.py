@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from cpu_table import dump, markdown, number
-from gpu_criteria import JUDGED, Entry, criteria, rows_of, select
+from gpu_criteria import JUDGED, Entry, criteria, outdated, rows_of, select
 
 __all__ = ["BEGIN", "END", "dump", "figure", "placed", "roofline", "tables"]
 BEGIN, END = "<!-- benchmarks/gpu.py: begin -->", "<!-- benchmarks/gpu.py: end -->"
 PASSES = ("forward", "both")
+MARK = "†"
+"""Of numbers of an earlier commit."""
 
 
 def placed(page: str, text: str) -> str:
@@ -30,6 +32,10 @@ def placed(page: str, text: str) -> str:
 def tables(stored: Entry, figures: Sequence[str] = ()) -> str:
     """All tables, as Markdown: the criteria, whatever was measured, and then each part that has rows."""
     blocks = [*provenance(stored), *judged(stored)]
+    old = {name: {**row, "mark": MARK} for name, row in stored.get("rows", {}).items() if outdated(stored, row)}
+    if old:
+        blocks.append(f"{MARK} Measured at an earlier commit; the kernels have changed since. Targets do not count it.")
+        stored = {**stored, "rows": {**stored["rows"], **old}}
     said = {"roofline": "rates over operations a byte, and what the device reaches"}
     for name in figures:
         words = next((text for key, text in said.items() if key in name), "time of causal attention over the length")
@@ -86,7 +92,9 @@ def correctness(stored: Entry) -> Iterator[str]:
     for name, row in rows.items():
         if row["status"] == "measured":
             errors = [f"{row['errors'][n]:.1e}" if n in row["errors"] else "" for n in names]
-            table.append([name.removeprefix("correctness, "), *errors, "yes" if row["right"] else "**no**"])
+            table.append(
+                [name.removeprefix("correctness, ") + marked(row), *errors, "yes" if row["right"] else "**no**"]
+            )
     yield markdown(["", *names, "below the bars"], table)
 
 
@@ -119,7 +127,11 @@ def cell(row: Entry, rate: str) -> str:
     ms = " / ".join(row[which].get("error") or number(row[which]["ms"]) for which in PASSES)
     more = [number(row["both"][rate])] if rate in row["both"] else []
     more += [f"{number(row['both']['mib'])} MiB"] if row["both"]["mib"] is not None else []
-    return f"{ms} ({', '.join(more)})" if more else ms
+    return (f"{ms} ({', '.join(more)})" if more else ms) + marked(row)
+
+
+def marked(row: Entry) -> str:
+    return f" {row['mark']}" if "mark" in row else ""
 
 
 def row_sums(stored: Entry) -> Iterator[str]:
@@ -129,7 +141,10 @@ def row_sums(stored: Entry) -> Iterator[str]:
         yield f"How far a row's weights are from a sum of one at most, float32, T {length}."
         yield markdown(
             ["", "normal scores", "nearly equal scores"],
-            [[row["contestant"], *(f"{row['from_one'][name]:.1e}" for name in ("normal", "flat"))] for row in rows],
+            [
+                [row["contestant"] + marked(row), *(f"{row['from_one'][name]:.1e}" for name in ("normal", "flat"))]
+                for row in rows
+            ],
         )
 
 
@@ -146,7 +161,9 @@ def local_linear(stored: Entry) -> Iterator[str]:
     if steps:
         yield "Steps of conjugate gradients at T 8192, of a tile of 64 rows (weighted by its keys) and of a row."
         names = list(steps[0]["steps"])
-        table = [[f"D {row['config']['dim']}", *(number(row["steps"][name]) for name in names)] for row in steps]
+        table = [
+            [f"D {row['config']['dim']}{marked(row)}", *(number(row["steps"][name]) for name in names)] for row in steps
+        ]
         yield markdown(["", *names], table)
 
 
@@ -155,7 +172,11 @@ def floors(stored: Entry) -> Iterator[str]:
     if rows:
         yield "Local linear attention of bfloat16 inputs: error against float64, and the floor that rounding leaves."
         table = [
-            [f"{row['config']['data']}, ridge {row['config']['ridge']:g}", f"{row['error']:.1e}", f"{row['floor']:.1e}"]
+            [
+                f"{row['config']['data']}, ridge {row['config']['ridge']:g}{marked(row)}",
+                f"{row['error']:.1e}",
+                f"{row['floor']:.1e}",
+            ]
             for row in rows
         ]
         yield markdown(["", "error", "floor"], table)
@@ -179,7 +200,7 @@ def decoding(stored: Entry) -> Iterator[str]:
 
 
 def decoded(row: Entry) -> str:
-    return f"{number(1e3 * row['ms'])} ({number(row['gbps'])})"
+    return f"{number(1e3 * row['ms'])} ({number(row['gbps'])}){marked(row)}"
 
 
 def memory(stored: Entry) -> Iterator[str]:
@@ -196,7 +217,7 @@ def memory(stored: Entry) -> Iterator[str]:
             eager = row.get("eager_ms", row["ms"])
             graph = number(row["ms"]) if row.get("eager_ms") and row["ms"] else "–"
             mib = "–" if row["mib"] is None else number(row["mib"])
-            table.append([name.removeprefix("memory, "), graph, number(eager), mib])
+            table.append([name.removeprefix("memory, ") + marked(row), graph, number(eager), mib])
         yield markdown(["", "graph", "from Python", "MiB"], table)
 
 
@@ -208,8 +229,8 @@ def models(stored: Entry) -> Iterator[str]:
         for row in rows:
             size = f"B {row['config']['batch']}, T {row['config']['tokens']}"
             mib = "–" if row["mib"] is None else number(row["mib"])
-            by = {"fla": " by fla's kernels", "torch": " by PyTorch operations"}.get(row.get("delta_rule"), "")
-            name = row.get("preset") or row["model"] + by
+            by = {"fla": " by fla's kernels", "torch": " by PyTorch operations"}.get(row.get("delta_rule", ""), "")
+            name = (row.get("preset") or row["model"] + by) + marked(row)
             cells = [number(row["ms"]), f"{row['tokens_per_second']:,.0f}", mib]
             table.append([f"{name}, {size}", row.get("runs", ""), *cells])
         yield markdown(["", "impl", "ms", "tokens/s", "MiB"], table)
@@ -219,7 +240,8 @@ def tools(stored: Entry) -> Iterator[str]:
     rows = {name: row for name, row in stored.get("rows", {}).items() if row["part"] == "tools"}
     rows = {name: row for name, row in rows.items() if row["status"] == "measured"}
     for kind, first in {"profile": "by torch's profiler", "ncu": "by ncu"}.items():
-        own = {name.partition(", ")[2]: row["kernels"] for name, row in rows.items() if name.startswith(kind)}
+        own = {name.partition(", ")[2] + marked(row): row["kernels"]
+               for name, row in rows.items() if name.startswith(kind)}  # fmt: skip
         columns = list(dict.fromkeys(key for kernels in own.values() for one in kernels for key in one))
         if own:
             yield f"The longest kernels of a call, {first}."

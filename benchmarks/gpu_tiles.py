@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 LENGTH, SHARE, SPILL = 8192, 0.4, 256
 TARGETS = [
     (line.split()[0], int(line.split()[1]), f"{line.split()[2]}_{name}")
-    for line in """biweight 64 compact search_2 weigh_kept_2 weigh_2
-        biweight 128 compact search_2 weigh_kept_2 weigh_2
-        relumax 64 compact weigh_2 weigh_kept_2 dkv
+    for line in """biweight 64 compact search_2 weigh_mean_2 weigh_2
+        biweight 128 compact search_2 weigh_mean_2 weigh_2
+        relumax 64 compact weigh_2 dkv
         biweight 64 compact dkv dq
         local-linear 64 local_linear solve
         local-linear 128 local_linear solve
@@ -104,7 +104,8 @@ def swept(target: tuple[str, int, str], bench: Any, visit: Callable[[Any, Any, C
     model, dim, name = target
     asked, trial = [], []
     pick, calls = TileTable.pick, call_of(model, dim, bench)
-    call = calls["forward" if name in ("compact_weigh_2", "compact_stream_2") or len(calls) == 1 else "both"]
+    alone = name == "compact_stream_2" or (name == "compact_weigh_2" and model != "relumax")
+    call = calls["forward" if alone or len(calls) == 1 else "both"]
 
     def picked(table: Any, width: int, dtype: Any, run: Any = None, flags: Any = ()) -> Any:
         shipped = pick(table, width, dtype)
@@ -242,13 +243,14 @@ def main() -> int:
         compile_share(targets, int(number), int(arch), Path(claims))
         return 0
     import gpu_warm
-    from gpu_measure import Bench
+    from gpu_measure import Bench, provenance
 
     from regard.triton.runtime.launch import watched
     from regard.triton.tools.compiled import pretended, zeros
 
     begun, found = time.monotonic(), []
     end, dry = begun + 60 * args.minutes, args.compile_only
+    run = provenance(Bench(dry))
     with tempfile.TemporaryDirectory() as claims, contextlib.ExitStack() as stack:
         warming = gpu_warm.Warming("gpu_tiles.py", ["--match", args.match], 90, Path(claims))
         stack.callback(warming.stop)
@@ -262,7 +264,7 @@ def main() -> int:
                 found.append(timed(target, Bench(False, compiling=dry), end))
             except Exception as error:
                 found.append(dict(zip(("model", "dim", "table"), target, strict=True), error=repr(error)[:300]))
-            args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            args.out.write_text(json.dumps({"run": run, "tables": found}, indent=1), encoding="utf-8")
             print(told(found[-1], time.monotonic() - begun), flush=True)
     return 0
 

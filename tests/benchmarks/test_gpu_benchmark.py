@@ -213,6 +213,20 @@ def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
     assert "Not measured" not in text
 
 
+def test_numbers_of_an_earlier_commit_are_marked_and_judged_no_more(module: Any) -> None:
+    stored = stored_for(module, 4.0)
+    run = {"command": "x", "date": "2026-01-01T00", "hardware": {"name": "y"}, "versions": {}, "dry": False}
+    stored["runs"] = [{**run, "commit": "a"}, {**run, "commit": "b"}]
+    for name, row in stored["rows"].items():
+        row["run"] = 0 if name in ("memory, forward, impl=triton", "attention, T 8192, D 64, live 0.4, flash") else 1
+    found = {c.what: c.verdict for c in module("gpu_criteria").criteria(stored)}
+    assert [what for what, verdict in found.items() if verdict == "not measured"] == [
+        what for what in found if what.startswith("memory")
+    ]
+    lines = module("gpu_table").tables(stored).splitlines()
+    assert [line.split(" | ")[0] for line in lines if "†" in line and "|" in line] == ["| forward, impl=triton †"]
+
+
 def test_the_roofline_holds_what_has_a_rate(module: Any) -> None:
     table = module("gpu_table")
     config = {"length": 1024, "dim": 64, "batch": 2, "heads": 4}
