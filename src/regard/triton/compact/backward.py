@@ -20,7 +20,6 @@ Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimension
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from ..runtime.call import Call, Form
 from ..runtime.launch import launch
 from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
-from ..runtime.support import interpreted
+from ..runtime.support import before_hopper
 from ..runtime.tiles import Tiles, TileTable
 from .lists import Lists, block_of, lists_of, plan_of
 from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, excess, lower_power, relative, root
@@ -412,13 +411,7 @@ def compact_dkv_kernel(
 
 def _streamed(size: int, device: torch.device) -> int:
     """Return the rows of a streamed block on a device."""
-    if interpreted():
-        return size
-    from triton.runtime import driver
-
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        arch = driver.active.get_current_target().arch
-    return min(size, NARROW) if isinstance(arch, int) and arch < 90 else size
+    return min(size, NARROW) if before_hopper(device) else size
 
 
 class _Call(Call):

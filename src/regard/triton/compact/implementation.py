@@ -24,6 +24,7 @@ from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
+from ..runtime.support import before_hopper
 from ..runtime.tiles import Tiles, TileTable
 from . import rules
 
@@ -106,6 +107,8 @@ def _forward(
 
         def run(tiles: Tiles) -> None:
             tiles = replace(tiles, rows=max(tiles.rows, rows), keys=keys)
+            if kernel is compact_weigh_kernel and q.dtype == torch.bfloat16 and before_hopper(q.device):
+                tiles = replace(tiles, rows=rows, warps=8)  # more rows a warp would spill
             programs = call.shape[0] * call.sizes[0] * -(-call.sizes[2] // tiles.rows)
             listed = programs * -(-call.sizes[3] // tiles.keys) if searched else 1
             launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -35,6 +36,17 @@ GRID = 65535  # CUDA's limit of programs along the second and third axis of a gr
 def interpreted() -> bool:
     """Return whether Triton runs kernels on the CPU. Triton reads the variable when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def before_hopper(device: torch.device) -> bool:
+    """Return whether products on a device take operands from registers (compute capability below 9)."""
+    if interpreted():
+        return False
+    from triton.runtime import driver
+
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        arch = driver.active.get_current_target().arch
+    return isinstance(arch, int) and arch < 90
 
 
 def unsupported_device(device: str) -> str | None:
