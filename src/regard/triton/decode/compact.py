@@ -1,11 +1,9 @@
 """Attention at degree 0 with few queries: programs share out the keys, and the queries of all heads of one key head
-meet its keys together.
+meet its keys together. Forward only: calls that need a gradient use the general kernels.
 
 Softmax reads keys and values once. Compact rules read keys once and keep their scores (4 bytes a row and key beside the
 2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read only the values with
 weight. If tensors are `raw`, rows that see a non-finite number are NaN; compact rules then read all values.
-
-Forward only: calls that need a gradient use the general kernels.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 """
@@ -46,8 +44,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     """Return the output [B, H, Tq, Dv] in the dtype of the values; no diagnostics.
 
     Raises:
-        ArgumentError: a power of the kernel, given as a number with the call, that the kernels do not know.
-    """
+        ArgumentError: a power of the kernel, given as a number with the call, that the kernels do not know."""
     rule = rule_of(inputs.spec, inputs.params)
     if isinstance(rule, str):
         raise ArgumentError(f"attention: impl='triton' {rule}. Use impl='blocked'.")

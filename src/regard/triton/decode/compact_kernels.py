@@ -4,9 +4,8 @@ Softmax is one pass and a merge. So is a given t: for any number s of a row, wit
 
     o = sum_j p_j v_j + sum_j p_j (s_j - s) v_j - (sum_j p_j (s_j - s)) sum_j p_j v_j.
 
-Compact rules keep scores: `scores_kernel` writes them with the
-largest of every tile, `threshold_kernel` finds each row's threshold among those that can have weight, and
-`output_kernel` reads the values that do.
+Compact rules keep scores: `scores_kernel` writes them with the largest of every tile, `threshold_kernel` finds each
+row's threshold among those that can have weight, and `output_kernel` reads the values that do.
 
 Legend: heads Hkv of keys, each with `count` = group x queries rows; N = B x Hkv; tiles are counted from the first that
 a query of the sequence sees, and every row has `room` of them. In one pass scores are in base 2, and S = 2 with a given
@@ -35,8 +34,7 @@ def scores_kernel(
     matrices, factor, span, z, tops, heads, group, queries, room, stride_low, stride_mb, stride_mh, FORM: tl.constexpr
 ):
     """Store scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room].
-    FORM.raw: look at values, too. A row that sees what is not finite has a tile whose largest score is inf, so that it
-    has no weights."""
+    FORM.raw: look at values, too; rows that see what is not finite get inf as the largest score of a tile."""
     ALIKE: tl.constexpr = FORM.most == 1 and FORM.masked == 0  # all rows see the same keys
     steps = stride_low, stride_mb, stride_mh
     _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
@@ -49,7 +47,7 @@ def scores_kernel(
         real = shared.read_keys(j, sight, FORM)
         keys = shared.load_tile(k, j, real, FORM.dim, FORM.wide, FORM)
         score = shared.products(a, keys, FORM.own) * by[:, None]
-        seen = shared.seen_keys(j, sight, FORM.masked, FORM)
+        seen = shared.seen_keys(j, sight, FORM)
         score = tl.where(seen, score, float("-inf"))
         if FORM.raw:
             values = shared.load_tile(v, j, real, FORM.value_dim, FORM.value_wide, FORM)
@@ -144,9 +142,8 @@ def threshold_kernel(
     z, tops, near, given, span, found, best, heads, group, queries, room, number, stride_low, stride_mb, stride_mh,
     CHUNK: tl.constexpr, PARAMETER: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store of one row found [N, count, 3] = (best score, how far below it weights end, their sum) and best [N, count,
-    2] = (how many keys are visible, the nearest). The reach is 0 in rows that take fallback weights. `near`, shaped
-    like z, is scratch."""
+    """Store of one row found [N, count, 3] = (best score, how far below it weights end, or 0 for fallback weights, sum
+    of weights) and best [N, count, 2] = (how many keys are visible, the nearest). `near`, shaped like z, is scratch."""
     row = tl.program_id(0).to(tl.int64)
     count = group * queries
     at, r = row // count, (row % count).to(tl.int32)
@@ -231,12 +228,11 @@ def output_kernel(
             p = tl.where(near[:, None], p, 0.0)
             if RULE == FIXED:
                 if EMPTY == UNIFORM:
-                    seen = shared.seen_keys(j, sight, FORM.masked, FORM)
+                    seen = shared.seen_keys(j, sight, FORM)
                     p = tl.where(lost[:, None] & seen, 1 / tl.maximum(visible, 1).to(tl.float32)[:, None], p)
                 elif EMPTY == NEAREST:
-                    p = tl.where(
-                        (lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None]), 1.0, p
-                    )
+                    best_key = (lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None])
+                    p = tl.where(best_key, 1.0, p)
             values = shared.load_tile(v, j, tl.max(p, 0) > 0, FORM.value_dim, FORM.value_wide, FORM)
             total = shared.add_weighted(total, p, values, FORM.own)
     total = tl.where((top == float("inf"))[:, None], float("nan"), total)
@@ -252,9 +248,8 @@ def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.const
     for s in range(0, splits, PARTS):
         at = s + tl.arange(0, PARTS)
         held = (at < splits)[:, None] & (columns < DV)[None, :]
-        total += tl.load(
-            part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :], mask=held, other=0.0
-        )
+        place = part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :]
+        total += tl.load(place, mask=held, other=0.0)
     tl.store(out + row * DV + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < DV)
 
 
@@ -288,7 +283,7 @@ def online_kernel(
         real = shared.read_keys(j, sight, FORM)
         keys = shared.load_tile(k, j, real, FORM.dim, FORM.wide, FORM)
         score = shared.products(a, keys, FORM.own) * by[:, None]
-        seen = shared.seen_keys(j, sight, FORM.masked, FORM)
+        seen = shared.seen_keys(j, sight, FORM)
         score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)

@@ -1,15 +1,13 @@
 """Local linear attention with few queries: programs share out the keys.
 
-A solved t reads keys three times and values once, with D = Dv 8 D bytes a key in bfloat16 where softmax reads 4 D, and
-moves 20 bytes of scores and weights a row and key, and 8 D^2 bytes of second moments a row and split. A split holds at
-least 16 D keys. The first pass stores every row's scores and gathers its mass and the mean of its keys, for all query
-heads of a key head together. Scores then become weights p. The second pass gathers the covariance: weights and mean are
-known, so that splits add up and nothing is rescaled or reduced over a tile; two query heads share its keys. Then one
-program a row solves its system, by conjugate gradients or, if these do not converge, by elimination. In the third pass
-p (1 + e) of all heads of a key head meet its values together. The learned solver (Parallax) solves nothing and takes
-one pass.
+Covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j. A given t
+(Parallax) takes one pass over the keys (`compact_kernels`), a solved t three: `means_kernel` stores every row's scores
+and gathers its mass and the mean of its keys; `weights_kernel` turns scores into weights p; `moments_kernel` gathers
+the covariance, of two query heads together; `solve_kernel` solves the system of a row, by conjugate gradients or, if
+these do not converge, by elimination; in `corrected_kernel` p (1 + e) of all heads of a key head meet its values.
 
-Covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j. With bfloat16
+With D = Dv and bfloat16 a solved t reads 8 D bytes a key where softmax reads 4 D, and moves 20 bytes a row and key of
+scores and weights, and 8 D^2 a row and split of second moments. A split holds at least 16 D keys. With bfloat16
 keys p (k - mean) is multiplied in two terms, within 2^-16; second moments take 3 n D^2 operations a row if D > 64, else
 4 n D^2. One term would do where weights are spread (an error of the output of 1.8e-3 with 400 effective keys, of which
 1.6e-3 is the rounding of the output), but not where few keys have weight: 3e-2 with 20, 0.1 with 2 (ridge 0.1, D 128).
@@ -61,15 +59,11 @@ def fits(problem: Problem) -> bool:
 
 def cost(problem: Problem) -> Cost:
     """Return the operations of the forward pass and the bytes of weights and a split's moments."""
-    rows = problem.batch * problem.heads * problem.queries
+    rows, dim = problem.batch * problem.heads * problem.queries, problem.dim
     solved = problem.spec.solver.name != "learned"
-    pairs = (
-        6 * problem.dim
-        + 2 * problem.value_dim
-        + ((3 if problem.dim > 64 else 4) * problem.dim**2 if solved else 2 * problem.value_dim)
-    )
-    kept = problem.keys + problem.dim**2 if solved else 2 * problem.dim
-    return Cost(rows * problem.keys * pairs, 4 * rows * kept)
+    pairs = 6 * dim + 2 * problem.value_dim
+    pairs += (3 if dim > 64 else 4) * dim**2 if solved else 2 * problem.value_dim
+    return Cost(rows * problem.keys * pairs, 4 * rows * (problem.keys + dim**2 if solved else 2 * dim))
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:

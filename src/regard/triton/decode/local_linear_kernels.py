@@ -1,11 +1,4 @@
-"""The kernels of `decode.local_linear`.
-
-A solved t takes three passes over the keys: `means_kernel` gathers scores and the mean of the weighted keys, which
-`weights_kernel` merges, `moments_kernel` gathers the covariance, `solve_kernel` solves, and `corrected_kernel` weights
-the values by p (1 + e). A given t takes one pass (`compact_kernels`).
-
-Legend: as in `compact_kernels`; scores in base 2.
-"""
+"""The kernels of `decode.local_linear`, which describes them. Legend: as in `compact_kernels`; scores in base 2."""
 
 from __future__ import annotations
 
@@ -47,7 +40,7 @@ def means_kernel(
     mass = tl.full((FORM.own, FORM.tile), 0.0, tl.float32)  # added up at the end
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
-        seen = shared.seen_keys(j, sight, FORM.masked, FORM)
+        seen = shared.seen_keys(j, sight, FORM)
         some = seen_by_any(j, seen, sight, FORM)
         keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
         if FORM.raw and (FORM.most > 1 or FORM.masked == 2):  # else all rows see the same keys
@@ -73,8 +66,7 @@ def weights_kernel(
     span, z, part, state, mean, heads, group, queries, stride_low, room, splits, total_rows,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Replace CHUNK scores of one row by its weights p, 0 where hidden; the first program of a row also merges the mean
-    [N, D] of its keys."""
+    """Replace CHUNK scores of one row by weights p, 0 where hidden; a row's first program also merges mean [N, D]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, r = row // (heads * group * queries), (row % (group * queries)).to(tl.int32)
     low, high = span[0] + batch * stride_low, span[1] + batch * stride_low
@@ -111,12 +103,6 @@ def weights_kernel(
 
 
 @triton.jit
-def flat(x, KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return x [KEYS, ROWS, WIDTH] as [ROWS WIDTH, KEYS]."""
-    return tl.trans(tl.reshape(x, (KEYS, ROWS * WIDTH)))
-
-
-@triton.jit
 def weighted(keys, middle, p, WIDTH: tl.constexpr, FORM: tl.constexpr):
     """Return p (k - mean)' of a program's rows, [rows WIDTH, KEYS], in two terms of the dtype of the keys [KEYS,
     WIDTH], from means [rows, WIDTH] and weights [KEYS, rows]."""
@@ -126,7 +112,8 @@ def weighted(keys, middle, p, WIDTH: tl.constexpr, FORM: tl.constexpr):
         large = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         small = x - large
     large, small = large.to(keys.dtype), small.to(keys.dtype)
-    return flat(large, FORM.tile, FORM.own, WIDTH), flat(small, FORM.tile, FORM.own, WIDTH)
+    shape: tl.constexpr = (FORM.tile, FORM.own * WIDTH)
+    return tl.trans(tl.reshape(large, shape)), tl.trans(tl.reshape(small, shape))
 
 
 @triton.jit
@@ -207,12 +194,6 @@ def moments_kernel(
 
 
 @triton.jit
-def apply(matrix, x):
-    """Return matrix x."""
-    return tl.sum(matrix * x[None, :], 1)
-
-
-@triton.jit
 def gradients(matrix, b, tol, limit):
     """Return (x, |b - A x|^2) by conjugate gradients, until the true residual is tol |b| or `limit` steps are done."""
     x = tl.zeros_like(b)
@@ -222,7 +203,7 @@ def gradients(matrix, b, tol, limit):
     while (left > goal) & (begun <= RESTARTS) & (step < limit):
         p, rest, sound = r, left, True
         while (rest > goal) & (step < limit) & sound:
-            ap = apply(matrix, p)
+            ap = tl.sum(matrix * p[None, :], 1)
             curve = tl.sum(p * ap, 0)
             sound = curve > 0
             size = tl.where(sound, rest / tl.where(sound, curve, 1.0), 0.0)
@@ -232,7 +213,7 @@ def gradients(matrix, b, tol, limit):
             p = r + (new / rest) * p
             rest = new
             step += 1
-        r = b - apply(matrix, x)
+        r = b - tl.sum(matrix * x[None, :], 1)
         left = tl.sum(r * r, 0)
         begun += 1
     return x, left
@@ -319,7 +300,7 @@ def corrected_kernel(
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
-        seen = shared.seen_keys(j, sight, FORM.masked, FORM)
+        seen = shared.seen_keys(j, sight, FORM)
         some = seen_by_any(j, seen, sight, FORM)
         keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
         lost, values = non_finite(keys), shared.load_tile(v, j, some, FORM.value_dim, FORM.value_wide, FORM)

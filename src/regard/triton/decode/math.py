@@ -1,8 +1,6 @@
 """What the decoding kernels share. A program serves one key head: the rows of its tile are the queries of all query
-heads of that head, so that keys and values are read once for all of them. Programs share out the keys.
-
-In float32, which tensor cores do not multiply, a program has one row; keys that neighbouring programs read are then in
-the shared cache.
+heads of that head, so that keys and values are read once for all of them. Programs share out the keys. In float32,
+which tensor cores do not multiply, a program has one row; keys that its neighbours read are in the shared cache.
 
 Legend: ROWS = FORM.own rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS = FORM.tile keys of
 a tile; D features in WIDTH = FORM.wide columns. A matrix is (pointer, strides of sequence, head and position), a factor
@@ -77,8 +75,7 @@ def load_queries(q, batch, first_head, rows, held, queries, FORM: tl.constexpr):
 
 @triton.jit
 def opened(matrices, factor, span, steps, heads, group, queries, FORM: tl.constexpr):
-    """Return (rows, which exist, their numbers, tiles, sight) of `part_of`, queries, factors, and (pointer, stride) of
-    keys and values."""
+    """Return (rows, which exist, their numbers, tiles, sight) of `part_of`, q, factors, (pointer, stride) of k, v."""
     batch, head, own, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
     q, k, v = matrices
     a = load_queries(q, batch, head * group, own[0], own[1], queries, FORM)
@@ -133,14 +130,14 @@ def add_weighted(total, p, v, ROWS: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(first, sight, MASKED: tl.constexpr, FORM: tl.constexpr):
+def seen_keys(first, sight, FORM: tl.constexpr):
     """Return which keys from `first` on each row sees [ROWS, KEYS]."""
     at = first + tl.arange(0, FORM.tile)
     found = seen(at, sight[0], sight[1], sight[2], 0, False)
-    if MASKED == 1:
+    if FORM.masked == 1:
         inside = tl.max(found.to(tl.int32), 0) != 0
         found &= (tl.load(sight[2] + at, mask=inside, other=0) != 0)[None, :]
-    elif MASKED == 2:
+    elif FORM.masked == 2:
         own = (sight[3] // sight[5]).to(tl.int64) * sight[6]
         found &= tl.load(sight[2] + own[:, None] + at[None, :], mask=found & sight[4][:, None], other=0) != 0
     return found
@@ -148,8 +145,7 @@ def seen_keys(first, sight, MASKED: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def read_keys(first, sight, FORM: tl.constexpr):
-    """Return which keys from `first` on are read [KEYS]: those before the end and, if all rows see the same keys, no
-    other than these."""
+    """Return which keys from `first` on are read [KEYS]: before the end and, if all rows see the same keys, these."""
     at = first + tl.arange(0, FORM.tile)
     real = at < sight[7]
     if FORM.most == 1 and FORM.masked == 0:
@@ -159,8 +155,7 @@ def read_keys(first, sight, FORM: tl.constexpr):
 
 @triton.jit
 def largest(x):
-    """Return the largest of so many numbers as a thread loads at once, [N, WIDTH / 4 or 8], as bits without sign: no
-    thread waits for another."""
+    """Return the largest of so many numbers as a thread loads at once, [N, WIDTH / 4 or 8], as bits without sign."""
     EACH: tl.constexpr = 128 // x.dtype.primitive_bitwidth
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

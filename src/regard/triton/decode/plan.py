@@ -1,5 +1,4 @@
-"""How a decoding call is split among programs, decided without looking into a tensor, and the launches of one pass with
-its merge.
+"""How a decoding call is split among programs, without a look into a tensor; the launches of one pass and its merge.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 """

@@ -59,7 +59,6 @@ BY_KEYS = TileTable.by_width(
 """wgmma needs 64 rows a warp group on the program's own axis: 4 warps for 64, 8 for 128. With 64 features and two
 accumulators, registers hold 32 streamed rows, and 16 in float32."""
 
-
 GIVEN, SOLUTION, REST, LAST = (tl.constexpr(i) for i in range(4))
 """Operands of a row: t rounded, -u rounded, and the rounding errors of both."""
 LIFT, DROP, MEAN, FIRST, LSE, SCALE, FALL, NUMBERS = (tl.constexpr(i) for i in (*range(7), 8))
@@ -91,8 +90,7 @@ def local_linear_right_kernel(
     FORM: tl.constexpr,
 ):  # fmt: skip
     """Store for one block of queries the right sides [B, H, Tq, D] of the systems of u, and gammabar [B, H, Tq]: g .
-    vbar, corrected for the weights that the forward pass rounded. Rounding errors in u and gammabar enter b, which is
-    small where the model fits."""
+    vbar, corrected for the weights that the forward pass rounded. Errors of both enter b, small where models fit."""
     steps, sizes = (span_batch, mask_batch, mask_head), (heads, group, queries)
     at, first, rows, x, g, c, lse, sight, tiles, kv = _rows_of(matrices, kept, factor, span, steps, sizes, FORM)
     mean = _mean_value(kept, g, at, first, queries, FORM)
@@ -111,10 +109,12 @@ def local_linear_right_kernel(
 
 
 @triton.jit
-def _operand(operands, WHICH: tl.constexpr, at, first, queries, FORM: tl.constexpr):
-    """Load one operand of this block's rows."""
+def _operand(
+    operands, WHICH: tl.constexpr, first, queries, SIZE: tl.constexpr, EDGE: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Load one operand of a block of SIZE rows."""
     step: tl.constexpr = FORM.operands * FORM.dim
-    return load_block(operands + at * step + WHICH * FORM.dim, first, step, queries, FORM.own, FORM.dim, FORM.wide)
+    return load_block(operands + WHICH * FORM.dim, first, step, queries, SIZE, FORM.dim, FORM.wide, EDGE)
 
 
 @triton.jit
@@ -177,8 +177,9 @@ def local_linear_query_kernel(
     steps, sizes = (span_batch, mask_batch, mask_head), (heads, group, queries)
     at, first, rows, x, g, c, lse, sight, tiles, kv = _rows_of(matrices, kept, factor, span, steps, sizes, FORM)
     inside, line = rows < queries, table + (at + rows) * NUMBERS
-    t = _operand(operands, GIVEN, at, first, queries, FORM)
-    negative = _operand(operands, SOLUTION, at, first, queries, FORM) if FORM.solved else t
+    step: tl.constexpr = FORM.operands * FORM.dim
+    t = _operand(operands + at * step, GIVEN, first, queries, FORM.own, True, FORM)
+    negative = _operand(operands + at * step, SOLUTION, first, queries, FORM.own, True, FORM) if FORM.solved else t
     lift = tl.load(line + FIRST, mask=inside, other=0.0)
     drop = tl.load(line + (FALL if FORM.solved else DROP), mask=inside, other=0.0)
     total, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
@@ -219,15 +220,15 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     """Add one tile of queries of one head to state (dk, dv)."""
     k, v, low, high, begin = own
     x_at, grad_at, operands, table, mask, factor = read
-    queries, keys, wide = sizes[0], sizes[1], FORM.operands * FORM.dim
+    queries, keys = sizes
     member = tl.cast(member, tl.int64)
     row = first + tl.arange(0, FORM.tile)
     inside = row < queries
     x = load_block(x_at[0] + member * x_at[1], first, x_at[2], queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
     g = grad_at[0] + member * grad_at[1]
     g = load_block(g, first, grad_at[2], queries, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
-    operands += member * queries * wide
-    t = load_block(operands, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    operands += member * queries * (FORM.operands * FORM.dim)
+    t = _operand(operands, GIVEN, first, queries, FORM.tile, EDGE, FORM)
     line = table + (member * queries + first) * NUMBERS + tl.arange(0, FORM.tile) * NUMBERS
     c = tl.full((FORM.tile,), 0.0, tl.float32) + factor * shared.LOG2E
     if FORM.factors:
@@ -241,21 +242,18 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
         p = tl.where(seen(row, low, high, mask[0], queries, False), p, 0.0)
     a = tl.dot(k, tl.trans(t), input_precision=FORM.precision)
     if FORM.operands > 2:
-        rest = operands + REST * FORM.dim
-        rest = load_block(rest, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        rest = _operand(operands, REST, first, queries, FORM.tile, EDGE, FORM)
         a = tl.dot(k, tl.trans(rest), a, input_precision=FORM.precision)
     a = p * (a + tl.load(line + LIFT, mask=inside, other=0.0)[None, :])
     dv = tl.dot(a.to(k.dtype), g, state[1], input_precision=FORM.precision)
     dk = state[0]
     b = tl.dot(v, tl.trans(g), input_precision=FORM.precision)
     if FORM.solved:
-        u = operands + SOLUTION * FORM.dim
-        u = load_block(u, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        u = _operand(operands, SOLUTION, first, queries, FORM.tile, EDGE, FORM)
         dk = tl.dot(a.to(k.dtype), u, dk, input_precision=FORM.precision)
         b = tl.dot(k, tl.trans(u), b, input_precision=FORM.precision)
         if FORM.operands > 2:
-            last = operands + LAST * FORM.dim
-            last = load_block(last, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+            last = _operand(operands, LAST, first, queries, FORM.tile, EDGE, FORM)
             b = tl.dot(k, tl.trans(last), b, input_precision=FORM.precision)
     b -= tl.load(line + DROP, mask=inside, other=0.0)[None, :]
     dk = tl.dot((p * b).to(k.dtype), t, dk, input_precision=FORM.precision)
@@ -328,8 +326,7 @@ def backward(
     in the dtypes of x, y, v, and float32 gradients of factor, ridge and probe, empty if they are no tensors. `rest`
     holds the span; t and `forward.moments` as the forward pass kept them; and `implementation.Numbers`.
 
-    Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 8 for dy and dv; in bfloat16
-    4, 5 and 10."""
+    Cost: products a pair: 3 D for right sides, those of the solve, 5 D for dx, 8 D for dy, dv; in bfloat16 4, 5, 10."""
     span, (t, lse, *means), numbers = Span(*rest[:5]), rest[5:9], Numbers(*rest[9:])
     solved, kept = not numbers.given, (lse, *means)
     dfactor, dridge, dprobe = (lse.new_empty(0 if z is None else z.shape) for z in (factor, ridge, probe))

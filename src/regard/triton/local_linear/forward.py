@@ -5,8 +5,7 @@ online maximum. `output` takes another, with the solutions t and e_ij = (k_j - m
 
     o_i = vmean_i + sum_j p_ij e_ij (v_j - vmean_i)
 
-vmean is subtracted with the weights as they were multiplied, so that the effective weights p (1 + e) sum to one
-whatever was rounded.
+vmean is subtracted with the weights as they were multiplied, so that effective weights p (1 + e) sum to exactly one.
 
 Legend: as in `math`; V = FORM.value_wide columns that hold the Dv features of a value.
 """
@@ -32,9 +31,8 @@ MOMENTS = TileTable.by_width(
 _WIDE = [(32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 1)]
 _MORE = [(64, 64, 4, 3), (64, 32, 4, 2), (128, 64, 8, 2)]
 OUTPUT = TileTable.by_width("local_linear_output", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE)
-OUTPUT_MASKED = TileTable.by_width(
-    "local_linear_output_masked", [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE
-)
+_MASKED = [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)]
+OUTPUT_MASKED = TileTable.by_width("local_linear_output_masked", _MASKED, _WIDE, _MORE)
 """Smaller tiles, since a mask takes a register for every key."""
 PART = tl.constexpr(16)  # rows whose float32 vectors are in registers at once
 COUNTS = 4  # statistics of a row's weights: top score, support, effective sample size, negative mass

@@ -87,19 +87,11 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 def _diagnose(inputs: Inputs, kept: list[Tensor]) -> Diagnostics:
     _, lse, _, _, statistics, status, counts = kept
     top, support, ess, negative = counts.unbind(-1)
-    empty = (lse == math.inf)[..., None]
     column = lambda z: z[..., None]  # noqa: E731
-    blank = torch.zeros_like(column(top))
-    stats = RowStats(
-        top=torch.where(empty, 0, column(top)),
-        theta=blank - math.inf,
-        reach=blank + 1,
-        mass=torch.where(empty, 0, ((column(lse) * math.log(2) - column(top)).exp())),
-        empty=empty,
-        fallback=torch.zeros_like(empty),
-        status=blank.int(),
-        index=None,
-    )
+    empty, blank = column(lse == math.inf), torch.zeros_like(column(top))
+    mass = torch.where(empty, 0, ((column(lse) * math.log(2) - column(top)).exp()))
+    given = {"top": torch.where(empty, 0, column(top)), "theta": blank - math.inf, "reach": blank + 1, "mass": mass}
+    stats = RowStats(**given, empty=empty, fallback=torch.zeros_like(empty), status=blank.int(), index=None)
     steps, residual = statistics.unbind(-1)
     solver = {"status": status, "iterations": steps, "residual": residual, "jitter": torch.zeros_like(residual)}
     seen = (column(support), column(ess), inputs.scale, inputs.row_params(), inputs.visible)
@@ -111,16 +103,14 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Return everything that a call computes: out [B, H, Tq, Dv]; t [B, H, Tq, D]; lse [B, H, Tq]; means of keys [B, H,
     Tq, D] and of values [B, H, Tq, Dv]; steps and residual [B, H, Tq, 2]; `SolveStatus` [B, H, Tq]; counts of weights
-    [B, H, Tq, 4]. `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace `scale` and `number`; with `given`, t =
-    -probe."""
+    [B, H, Tq, 4]. `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace numbers; with `given`, t = -probe."""
     from .forward import moments, output
     from .solve import solve
 
     numbers = Numbers(*rest[5:])
     own = numbers.factor if factor is None else factor
     call = Call(x, y, v, own, Span(*rest[:5]), fine=y.dtype == torch.bfloat16)
-    found = moments(call, not numbers.given)
-    lse, mean, vmean, right = found
+    lse, mean, vmean, right = found = moments(call, not numbers.given)
     if numbers.given:
         assert probe is not None
         t = probe
@@ -136,20 +126,12 @@ _SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
 _NUMBERS = "float scale, float number, float tol, SymInt limit, bool direct, bool verify, bool given"
 
 
-def _fake(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):
-    own = Numbers(*numbers)
-    rows, features, values = x.shape[:3], x.shape[-1], v.shape[-1]
-    new = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
-    return (
-        v.new_empty(*rows, values),
-        new(0) if own.given else new(*rows, features),
-        new(*rows),
-        new(*rows, features),
-        new(*rows, values),
-        new(*rows, 2),
-        x.new_empty(rows, dtype=torch.int32),
-        new(*rows, 4) if own.counted else new(0),
-    )
+def _fake(x, y, v, *rest):
+    own, (*rows, dim), values = Numbers(*rest[8:]), x.shape, v.shape[-1]
+    slopes, counts = (0,) if own.given else (*rows, dim), (*rows, 4) if own.counted else (0,)
+    shapes = slopes, rows, (*rows, dim), (*rows, values), (*rows, 2), counts
+    *kept, counted = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return v.new_empty(*rows, values), *kept, x.new_empty(rows, dtype=torch.int32), counted
 
 
 forward = operator(

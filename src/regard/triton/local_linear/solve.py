@@ -2,8 +2,7 @@
 
     C_i d = sum_j p_ij ((k_j - mean_i) . d) (k_j - mean_i)
 
-C_i is never formed. A step streams the keys once. A row stops when its residual is small and then keeps its bits; a
-block stops with its last row.
+C_i is never formed. A step streams the keys once. A row stops when its residual is small; a block with its last row.
 
 With bfloat16 keys the direction is rounded before use and is then the direction: its image is exact but for the
 weights, which are split in two terms. Between sweeps over the keys the vectors of all rows lie in scratch memory and
@@ -51,8 +50,6 @@ AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i)
 active, whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
 TILE, ROW = tl.constexpr(4), tl.constexpr(10)
 RESTARTS = tl.constexpr(3)  # how often a row restarts if its true residual is still too large
-
-
 TILES = TileTable.by_width(
     "local_linear_solve",
     [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)],

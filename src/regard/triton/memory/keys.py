@@ -1,14 +1,12 @@
 """Steps of sub-keys that increase the entropy of their use (equation 38 of the fast-weight product-key-memory paper
-with its sign corrected), and sums of queries by sub-key, without atomic operations: every program finds the entries of
-its own keys.
+with its sign corrected), and sums of queries by sub-key. Nothing is atomic: a program finds the entries of its keys.
 
 With p the softmax of a half's k scores s, p- its mean over the C counted tokens at each key, slope = log(p- + F) +
 p- / (p- + F) and a_tj the slope at the key of entry (t, j), the gradient of sum p- log(p- + F) by a score is
 
     u_tj = p_tj (a_tj - sum_l p_tl a_tl) / C
 
-and by a key sum u_tj ds_tj/dK, which is 2 (K sum c - sum c q), c = -u exp(s), for s = -log(eps + |q - K|^2), and
-sum u q for products.
+and by a key 2 (K sum c - sum c q), c = -u exp(s), for s = -log(eps + |q - K|^2), and sum u q for products.
 
 Legend: M memories, G = M * H * 2 sets of n sub-keys, P tokens of a memory, k entries of a token, d width of a half.
 """
@@ -34,8 +32,7 @@ KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=64, keys=16, warps=4, 
 
 @triton.jit
 def _softmax(s, among):
-    """Return the softmax over the first axis, that of a token's entries. Sums over the first axis stay within a thread
-    where the others are long."""
+    """Return the softmax over the first axis, a token's entries: where others are long, sums stay within a thread."""
     s = tl.where(among, s, -float("inf"))
     e = tl.exp(s - tl.max(s, 0)[None, :])
     return e / tl.sum(e, 0)[None, :]
@@ -83,8 +80,7 @@ def _marginal(
     SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RAW: tl.constexpr, R: tl.constexpr, KT: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """Group the entries of a block of sub-keys of one set, in the order of tokens, and compute p- and its slope; RAW:
-    the sums of `scores` by key instead."""
+    """Compute `marginal_of` for a block of sub-keys of one set."""
     memory, member, block = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     set_, low = memory * SETS + member, block * KT
     begin = 0
@@ -127,8 +123,7 @@ def _moved(
     D: tl.constexpr, SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, DISTANCE: tl.constexpr, R: tl.constexpr,
     KT: tl.constexpr, GROUPS: tl.constexpr, DT: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of sub-keys of one set, GROUPS groups: K - rate times the gradient. Without a slope `scores` are
-    coefficients c, and the result is 2 (K sum c - sum c q), or sum c q for products."""
+    """Compute `moved_keys` for a block of sub-keys of one set, GROUPS groups."""
     set_ = tl.program_id(2).to(tl.int64)
     memory, member = set_ // SETS, set_ % SETS
     own = tl.program_id(0) * KT + tl.arange(0, KT)

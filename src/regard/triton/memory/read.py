@@ -1,5 +1,4 @@
-"""Weighted sums of rows of a table, and their mixes with the tokens' own values (equation 24 of the fast-weight
-product-key-memory paper).
+"""Weighted sums of rows of a table and their mixes with tokens' values (fast-weight product-key memory, equation 24).
 
 Legend: B batch, T tokens, K slots a token; M tables of N rows of Dv numbers, P = B T / M tokens of each.
 """
@@ -93,8 +92,7 @@ def _pulls(
     stride_m, stride_b, stride_t, stride_v, stride_vt, stride_g, stride_gt,
     K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Differentiate one token's mix and sum: u = dL/dsum + g dL/dmix, the products of its rows with u, and the
-    gradients of value and gate."""
+    """Compute `pulled_rows` for one token."""
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
     row, at = token // length, token % length
@@ -118,11 +116,8 @@ def _pulls(
             if j == 0:
                 inside = start + column < D
                 tl.store(pull + token * D + start + column, u, mask=inside)
-                tl.store(
-                    by_value + token * D + start + column,
-                    given - share * given if gate is not None else given,
-                    mask=inside,
-                )
+                to = by_value + token * D + start + column
+                tl.store(to, given - share * given if gate is not None else given, mask=inside)
                 if gate is not None:
                     own = tl.load(value + start + column, mask=seen, other=0.0).to(tl.float32)
                     change += given * (tl.load(sums + token * D + start + column, mask=seen, other=0.0) - own)

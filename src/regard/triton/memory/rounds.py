@@ -51,9 +51,8 @@ def rewritten(
 ) -> tuple[Tensor, Any] | None:  # fmt: skip
     """Do `Rounds.rewritten` by kernels, or return None if they cannot."""
     rule, moved = how.rule, how.rule.key_update != "none"
-    known = (
-        rule.name in RULES and rule.key_update != "mse" and (rule.key_update != "pooled-entropy" or keys.shape[1] == 1)
-    )
+    pooled = rule.key_update == "pooled-entropy" and keys.shape[1] > 1
+    known = rule.name in RULES and rule.key_update != "mse" and not pooled
     query, gate, good = (tokens.get(name) for name in ("query", "gate", "good"))
     refused = store.refuses(store.base, None, tokens["value"], keys, tokens["slots"].shape[-1], how.kind) is not None
     if refused or not known or (moved and query is None):

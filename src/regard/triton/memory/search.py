@@ -48,18 +48,15 @@ def _float(bits):
 def _measured(
     q_row, keys, index, there, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr
 ):  # fmt: skip
-    """Return squared distances to the keys `index` [R, M], or minus products, in float64, infinite if not `there`; and
-    |q|^2 [R]."""
+    """Return float64 squared distances to keys `index` [R, M], or minus products, inf if not `there`; and |q|^2 [R]."""
     total, square = tl.zeros((R, M, FINE // 4), tl.float64), tl.zeros((R, FINE // 4), tl.float64)
     at = tl.arange(0, FINE)
     for start in range(0, d, FINE):
         inside = start + at < d
         q = tl.load(q_row[:, None] + (start + at)[None, :], mask=inside[None, :], other=0.0).to(tl.float64)
-        key = tl.load(
-            keys[:, None, None] + index[:, :, None] * d + (start + at)[None, None, :],
-            mask=there[:, :, None] & inside[None, None, :],
-            other=0.0,
-        ).to(tl.float64)
+        held = there[:, :, None] & inside[None, None, :]
+        key = tl.load(keys[:, None, None] + index[:, :, None] * d + (start + at)[None, None, :], mask=held, other=0.0)
+        key = key.to(tl.float64)
         square += tl.sum(tl.reshape(q * q, (R, FINE // 4, 4)), 2)  # four numbers of a thread
         if DISTANCE:
             gap = q[:, None, :] - key

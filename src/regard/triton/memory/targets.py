@@ -1,8 +1,6 @@
-"""What the tokens of a chunk write: errors against the next token's value, and how far each token moves its slots
-(`fast_weight_rules`).
+"""What tokens of a chunk write (`fast_weight_rules`): errors against the next token's value, and how far slots move.
 
-Legend: R streams of L tokens, M memories (R, or 1 for all), H heads, k slots a head, K = H k, Dv
-width of a value.
+Legend: R streams of L tokens, M memories (R, or 1 for all), H heads, k slots a head, K = H k, Dv width of a value.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ def _pairs(good, good_next, first, streams, length, AHEAD: tl.constexpr, BORDER:
 
 @triton.jit
 def _step(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
-    """Return sum_j w_j W_j, W_j the mean over entries of j's slot of all weights that the heads give it, and w
-    [R, KP]."""
+    """Return sum_j w_j W_j, W_j the mean over entries of j's slot of all weights that heads give it; and w [R, KP]."""
     place = tl.arange(0, KP)
     part, fits = token[:, None] * K + place[None, :], inside[:, None] & (place < K)[None, :]
     weight = tl.load(weights + part, mask=fits, other=0.0)
@@ -69,9 +66,7 @@ def _errors(
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, AHEAD: tl.constexpr,
     R: tl.constexpr, OT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Store v^ - target of a block of tokens of one stream. A target is the value of the next good token; `place` says
-    which, with the length for the token after the chunk. Also store their shares, rate g_t w_tj step_t, 0 where
-    nothing is written."""
+    """Compute `errors_of` for a block of tokens of one stream."""
     stream = tl.program_id(1).to(tl.int64)
     mine = tl.program_id(0) * R + tl.arange(0, R)
     inside = mine < length
@@ -116,9 +111,8 @@ def _errors(
     if RULE == NORMALIZED:
         step = rate / seen
     if RULE == REFERENCE:
-        number, pairs = _pairs(
-            good, good_next, stream // streams * streams, streams, length, AHEAD, following is not None
-        )
+        first = stream // streams * streams
+        number, pairs = _pairs(good, good_next, first, streams, length, AHEAD, following is not None)
         step *= K * tl.cast(number, tl.float32) / tl.maximum(pairs, 1).to(tl.float32)
     if gate is not None:
         step = step * tl.load(gate + stream * stride_g + mine * stride_gt, mask=inside, other=0.0)

@@ -159,9 +159,8 @@ class TableValues:
         """Do `SlotValues.write`; `counted` None: all tokens are."""
         self._require_device()
         shares, errors = shares.float(), errors.float()
-        recorded = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (shares, errors, self.token)
-        )
+        given = shares, errors, self.token
+        recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         new, count = self._write(slots, shares.detach(), errors.detach(), counted)
         if not recorded:
             return replace(self, version=new, token=None)

@@ -94,9 +94,8 @@ def _write(
             entry = tl.load(entries + at, mask=mine, other=0)
             share = tl.load(shares + memory * total + entry, mask=mine, other=0.0)
             token = memory * tokens + entry // K
-            error = tl.load(
-                errors + token[:, None] * D + column[None, :], mask=mine[:, None] & inside[None, :], other=0.0
-            )
+            held = mine[:, None] & inside[None, :]
+            error = tl.load(errors + token[:, None] * D + column[None, :], mask=held, other=0.0)
             moved += tl.sum(share[:, None] * error, 0)
             number += tl.sum(mine.to(tl.int32), 0)
             j += R

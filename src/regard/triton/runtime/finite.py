@@ -14,17 +14,9 @@ from torch import Tensor
 
 from .launch import launch
 from .operators import operator
-from .tiles import Tiles, TileTable
+from .tiles import TileTable
 
-TABLE = TileTable(
-    "finite",
-    {
-        (64, 4): Tiles(rows=32),
-        (128, 4): Tiles(rows=16, warps=8),
-        (256, 4): Tiles(rows=8, warps=8),
-        (1 << 20, 4): Tiles(rows=2, warps=8),
-    },
-)
+TABLE = TileTable.by_width("finite", [], [(32, 64, 4, 2), (16, 64, 8, 2), (8, 64, 8, 2), (2, 64, 8, 2)])
 Some: TypeAlias = Tensor | None
 
 

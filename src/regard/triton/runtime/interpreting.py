@@ -27,14 +27,6 @@ def mend() -> None:
         setattr(InterpreterBuilder, name, _rounding(getattr(InterpreterBuilder, name)))
 
 
-def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
-    def rounding(own: Any, x: Any, to: Any, *more: Any) -> Any:
-        found = _rounded(x, to)
-        return convert(own, x, to, *more) if found is None else found
-
-    return rounding
-
-
 def _widened(x: Any) -> Any:
     """Return a handle with float32 numbers in place of bfloat16 bits."""
     import numpy as np
@@ -46,15 +38,18 @@ def _widened(x: Any) -> Any:
     return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
-def _rounded(x: Any, to: Any) -> Any:
-    """Return a handle with the nearest bfloat16 numbers, or None if the conversion is not to bfloat16."""
+def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `convert` with conversions to bfloat16 that give handles with the nearest numbers."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    if to.scalar != tl.bfloat16 or x.dtype.scalar == tl.bfloat16 or x.dtype.scalar.is_fp8():
-        return None
-    numbers = np.asarray(x.data).astype(np.float32)
-    bits = numbers.view(np.uint32)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # wraps around for some NaN alone
-    return TensorHandle(np.where(np.isnan(numbers), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
+    def rounding(own: Any, x: Any, to: Any, *more: Any) -> Any:
+        if to.scalar != tl.bfloat16 or x.dtype.scalar == tl.bfloat16 or x.dtype.scalar.is_fp8():
+            return convert(own, x, to, *more)
+        numbers = np.asarray(x.data).astype(np.float32)
+        bits = numbers.view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # wraps around for some NaN alone
+        return TensorHandle(np.where(np.isnan(numbers), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
+
+    return rounding

@@ -53,7 +53,7 @@ class TileTable:
 
     @classmethod
     def by_width(cls, name: str, narrow: Sequence[Row], wide: Sequence[Row], others: Sequence[Row] = ()) -> TileTable:
-        """Make a table from tiles for widths up to 64, 128 and 256, in bfloat16 (`narrow`) and float32 (`wide`)."""
+        """Make a table from tiles for widths up to 64, 128, 256 ..., in bfloat16 (`narrow`) and float32 (`wide`)."""
         columns = {2: narrow, 4: wide}
         shipped = {(64 << i, size): Tiles(*own) for size, rows in columns.items() for i, own in enumerate(rows)}
         return cls(name, shipped, [Tiles(*own) for own in others])
