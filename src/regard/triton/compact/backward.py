@@ -1,18 +1,15 @@
-"""The backward pass of compact attention and softmax: lists of live blocks (`lists`), then two kernels, one by blocks
-of queries, one by blocks of keys.
+"""The backward pass of compact attention and softmax: lists of live blocks, a kernel by queries, and one by keys.
 
 With g = mass^(-1/r) / reach of a row and a = [z - theta]_+ g, its weights are p = a^r, and their derivative by z is
 A = r g a^(r-1); for softmax A = p. Given G = dL/dp and rho = sum_j B_j G_j (`grammar.weighting`),
 
     dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j.
 
-A kernel with a function of its own has g = 1 / mass, p = g K(e) / K(reach) and A = g K'(e) / K(reach), with
-e = [z - theta]_+.
+With e = [z - theta]_+ a kernel with its own function has g = 1 / mass, p = g K(e) / K(reach), A = g K'(e) / K(reach).
 
 If the threshold depends on the best key, the keys that tie for it subtract that sum in equal shares. Weights are
 recomputed from the row statistics, and blocks without weight are skipped. The kernel by queries runs first and stores
-theta, g, rho, the shares of the best keys and, for a kernel with a function of its own, the reach in tables for the
-kernel by keys.
+theta, g, rho, shares of best keys and, if it has a function of its own, the reach in tables for the kernel by keys.
 
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
 """
@@ -82,8 +79,7 @@ def _of_head(matrix, batch, head):
 
 @triton.jit
 def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
-    """Return (theta, g, reach) of rows, for softmax (log2 of the sum of exp z, 1, 1). g is 0 if no key is in the
-    bandwidth."""
+    """Return (theta, g, reach) of rows, for softmax (log2 of the sum of exp z, 1, 1). g is 0 if no key is near."""
     mass = tl.load(floats + line * 6 + 3, mask=inside, other=1.0)
     if FORM.rule == SOFTMAX:
         theta = tl.load(floats + line * 6, mask=inside, other=0.0) * LOG2E + tl.log2(mass)
@@ -100,8 +96,7 @@ def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _bits(key):
-    """Return numbers that are equal for equal keys. Floats are compared faster than integers, and these, from 1 on, are
-    distinct."""
+    """Return numbers from 1 on, equal for equal keys alone. Floats are compared faster than integers."""
     return (key + ONE).to(tl.float32, bitcast=True)
 
 
@@ -483,7 +478,7 @@ def backward(
     [B, H, query blocks, key blocks], whether any pair has weight.
 
     Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [2
-    to 5, B, H, Tq] and two bytes a pair of blocks."""
+    to 6, B, H, Tq] and two bytes a pair of blocks."""
     span, kept, (scale, *rule, live_rows, live_keys) = Span(*rest[:5]), rest[5:10], rest[10:]
     wanted, mask_tile = given is not None, (live_rows, live_keys)
     call = _Call(grad, q, k, v, scale if factor is None else factor, span, kept, mask_tile, rule, wanted)

@@ -45,12 +45,10 @@ STEPS = 4  # assumed number of passes of a search, for cost estimates
 
 def cost(problem: Problem) -> Cost:
     """Return the operations of the forward pass, as if no block could be skipped, and its memory."""
-    pairs = problem.batch * problem.heads * problem.queries * problem.keys
-    share = 2 if problem.causal and problem.queries == problem.keys else 1
-    rule = rules.rule_of(problem.spec)
+    rows, rule = problem.batch * problem.heads * problem.queries, rules.rule_of(problem.spec)
+    pairs, share = rows * problem.keys, 2 if problem.causal and problem.queries == problem.keys else 1
     code = rule.code if isinstance(rule, rules.Rule) else rules.SOFTMAX
     passes = {rules.ADAPTIVE: 2 + STEPS, rules.ANCHORED: 2}.get(code, 1)
-    rows = problem.batch * problem.heads * problem.queries
     saved = 4 * rows * (FLOATS + FLAGS + problem.value_dim)
     lists = 5 * pairs // rules.MASK_TILE**2 if code in (rules.ADAPTIVE, rules.ANCHORED) else 0
     return Cost(2 * pairs * (passes * problem.dim + problem.value_dim) // share, saved + lists)

@@ -89,8 +89,7 @@ def compact_lists_kernel(
 @triton.jit
 def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
     """Return what streams past owners [start, start + FORM.own): (list, blocks without mask, blocks with one, flagged
-    ones, and what `block_of` needs). Lists hold mask_tiles of FORM.split blocks for FORM.listed owners; 0 owners have a
-    range instead of a list."""
+    ones, and what `block_of` needs). A list has mask tiles of FORM.split blocks for FORM.listed owners; 0: a range."""
     listed, counts, rows, length = lists
     if FORM.listed == 0:
         first, whole, ended, finish = ranges(low, high, start, FORM.own, owners, FORM.tile)
@@ -101,8 +100,8 @@ def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
     else:
         own = head * rows + start // FORM.listed
         count = counts + own * 3
-        many = tl.load(count) * FORM.split, tl.load(count + 1) * FORM.split, tl.load(count + 2)
-        plan = listed + own * length, many[0], many[1], many[2], length - 1, 0, 0
+        whole, part, flagged = tl.load(count) * FORM.split, tl.load(count + 1) * FORM.split, tl.load(count + 2)
+        plan = listed + own * length, whole, part, flagged, length - 1, 0, 0
     return plan
 
 

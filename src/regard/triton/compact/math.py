@@ -53,8 +53,7 @@ def root(x, R: tl.constexpr, EXACT: tl.constexpr = False):
 
 @triton.jit
 def relative(d, reach, FORM: tl.constexpr):
-    """Return (K(reach - d) / K(reach), K'(reach - d) / K(reach)) by a kernel's own function, for distances d below the
-    best score; 0 from d = reach on."""
+    """Return (K(reach - d), K'(reach - d)) / K(reach), K a kernel's own function; 0 for distances d from reach on."""
     d = tl.maximum(d, 0.0)
     value, slope = FORM.relative(tl.minimum(d, reach), reach)
     inside = d < tl.where(reach > SMALLEST, reach, 0.0)

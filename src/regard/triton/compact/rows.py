@@ -1,5 +1,4 @@
-"""What the forward kernels of compact attention share: the rows of a program, the key blocks they see, the scores of a
-block, and row statistics.
+"""What forward kernels of compact attention share: rows of a program, key blocks they see, scores, row statistics.
 
 Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block; q: the program's queries [R, D]; k, v: (where
 keys or values of the head lie, the step from one to the next, how many there are).

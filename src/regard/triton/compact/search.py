@@ -202,7 +202,7 @@ def compact_search_kernel(
 
 
 @triton.jit
-def tied(places, q, k, run, sight, scales, theta, level, marks, counts, FORM: tl.constexpr):
+def tied(places, q, k, sight, scales, theta, level, marks, counts, FORM: tl.constexpr):
     """Return (first key with the best score of a row, last, how many) from the sums [R, K] of ONCE + the number of the
     block of each such key. If a row has several, which is rare, go through the blocks again."""
     held = (places > 0).to(tl.int32)
@@ -279,6 +279,6 @@ def compact_weigh_kernel(
         slope_mass = tl.where(slope_mass > 0, slope_mass, 1.0)
         rows.store_values(slope_mean_ptr, flat, slope_sum / slope_mass[:, None], real, FORM)
     if TIES:
-        ties = tied(places, q, k, run, sight, scales, theta, level, marks, counts, FORM)
+        ties = tied(places, q, k, sight, scales, theta, level, marks, counts, FORM)
         store_numbers(index_ptr, flat, ties, real)  # key 0 if there is none
         leave(marks, run, 2, FORM)

@@ -56,12 +56,11 @@ def supports(problem: Problem) -> str | None:
 
 def cost(problem: Problem) -> Cost:
     """Return the operations of the forward pass and its memory."""
-    pairs = problem.batch * problem.heads * problem.queries * problem.keys
-    share = 2 if problem.causal and problem.queries == problem.keys else 1
+    rows = problem.batch * problem.heads * problem.queries
+    pairs, share = rows * problem.keys, 2 if problem.causal and problem.queries == problem.keys else 1
     terms = 2 if problem.dtype == torch.bfloat16 else 1
     steps = 0 if problem.spec.solver.name == "learned" else STEPS * (2 + terms)
     products = problem.dim * (2 * (1 + terms) + steps) + 2 * problem.value_dim
-    rows = problem.batch * problem.heads * problem.queries
     return Cost(2 * pairs * products // share, 4 * rows * (9 * problem.dim + problem.value_dim + 14))
 
 

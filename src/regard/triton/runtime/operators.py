@@ -31,11 +31,9 @@ def tensor_or_number(x: Any, default: float = 1.0) -> tuple[Tensor | None, float
 
 
 def operator(name: str, run: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Any:
-    """Register the operator regard::triton_<name>. If a call is `plain`, `run` is called instead, which saves tens of
-    microseconds."""
+    """Register the operator regard::triton_<name>. A `plain` call goes to `run`, which saves tens of microseconds."""
     made = torch.library.custom_op(f"regard::triton_{name}", run, mutates_args=(), schema=schema)
     made.register_fake(fake)
-
     numbers = [i for i, x in enumerate(made._opoverload._schema.arguments) if str(x.type) == "float"]
 
     def call(*args: Any) -> Any:

@@ -9,8 +9,7 @@ import triton.language as tl
 @triton.jit
 def _ends(row, runs, batch, offset, keys, window, CAUSAL: tl.constexpr, STRICT: tl.constexpr, WINDOW: tl.constexpr,
           RUNS: tl.constexpr):  # fmt: skip
-    """Return the range of keys [low, high) of queries `row`, as `Visibility.bounds` does. RUNS: 1 if all sequences
-    share them, 2 if each has its own."""
+    """Return the keys [low, high) of queries `row`, as `Visibility.bounds`. RUNS: 1 if shared by sequences, else 2."""
     at = row.to(tl.int64) + offset
     low = at * 0
     high = low + keys
