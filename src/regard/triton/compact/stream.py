@@ -37,18 +37,6 @@ def weights_of(dot, before, best, factor, bias, FORM: tl.constexpr):
     return w, kept
 
 
-@triton.jit
-def count_weights(q, k, run, sight, best, scales, bias, FORM: tl.constexpr):
-    """Return (how many weights are not 0, sum of their squares), relative to the weight of the best score."""
-    factor, by = scales
-    counts = tl.zeros(best.shape, tl.float32), tl.zeros(best.shape, tl.float32)
-    for block in range(run[0], run[3]):
-        dot, _ = rows.key_scores(q, k, block, factor, sight, True, FORM)
-        w, _ = weights_of(dot, best, best, by, bias, FORM)
-        counts = rows.counted(counts, w)
-    return counts
-
-
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stream_kernel(
     matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
@@ -83,7 +71,10 @@ def compact_stream_kernel(
 
     support, square = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     if FORM.counted:
-        support, square = count_weights(q, k, run, sight, best, (factor, by), bias, FORM)
+        for block in range(run[0], run[3]):
+            dot, _ = rows.key_scores(q, k, block, factor, sight, True, FORM)
+            w, _ = weights_of(dot, best, best, by, bias, FORM)
+            support, square = rows.counted((support, square), w)
     ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
     some = mass > 0
     mass = tl.where(some, mass, 1.0)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, relative, root
 from ..runtime.blocks import FAR, LENGTHS, store_numbers
-from ..runtime.finite_kernel import non_finite
+from ..runtime.kernels import non_finite
 from . import math as shared
 
 STEPS = tl.constexpr(24)  # most steps of Newton's method
@@ -67,19 +67,6 @@ def scores_kernel(
             tl.debug_barrier()  # wait for what other threads wrote
             largest = tl.full((FORM.own,), float("inf"), tl.float32)
             tl.store(tops + own * room + tiles[1], largest, mask=held & lost)
-
-
-@triton.jit
-def visible_count(low, high, mask, place, MASKED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return how many of the keys [low, high) the mask at `place` shows."""
-    found = tl.maximum(high - low, 0)
-    if MASKED:
-        part = tl.zeros((CHUNK,), tl.int32)
-        for j in range(low, high, CHUNK):
-            n = j + tl.arange(0, CHUNK)
-            part += (tl.load(mask + place + n, mask=n < high, other=0) != 0).to(tl.int32)
-        found = tl.sum(part, 0)
-    return found
 
 
 @triton.jit
@@ -161,7 +148,13 @@ def threshold_kernel(
     none, visible = top == float("-inf"), 0
     if RULE == FIXED:
         place = batch * stride_mb + (head * group + r // queries) * stride_mh
-        visible = visible_count(own, to, span[2], place, FORM.masked, CHUNK)
+        visible = tl.maximum(to - own, 0)
+        if FORM.masked:
+            part = tl.zeros((CHUNK,), tl.int32)
+            for j in range(own, to, CHUNK):
+                at_key = j + tl.arange(0, CHUNK)
+                part += (tl.load(span[2] + place + at_key, mask=at_key < to, other=0) != 0).to(tl.int32)
+            visible = tl.sum(part, 0)
     value = tl.load(given + row) if PARAMETER else number
     if RULE == ADAPTIVE:
         reach = value * 0.0 + FORM.r  # the peak is at most one

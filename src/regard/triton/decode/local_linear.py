@@ -145,16 +145,6 @@ _decode = operator(
 )
 
 
-def _shape_of(call: Decoding) -> tuple[int, Tiles]:
-    """Return how many rows of a key head a program of `moments_kernel` has, which must see the same keys or be spared
-    numbers that are not finite, and its tiles."""
-    _, group, queries = call.row_sizes
-    form, tiles = call.form, MOMENTS.pick(call.form.dim, call.dtype)
-    if call.dtype == torch.float32 or queries > 1 or group % PAIR or (form.raw and form.masked == 2):
-        return 1, tiles
-    return PAIR, replace(tiles, warps=PAIR * tiles.warps)
-
-
 def _moments(call: Decoding, tiles: Tiles, block: int, room: int) -> tuple[Tensor, ...]:
     """Return (weights [N, room], mean [N, D], S [splits, N, D, D]) of the keys of every row."""
     from .local_linear_kernels import means_kernel, moments_kernel, weights_kernel
@@ -172,7 +162,10 @@ def _moments(call: Decoding, tiles: Tiles, block: int, room: int) -> tuple[Tenso
         means_kernel, grid, keys, call.factor, call.span.pointers, z, part, state, heads, group, queries, *steps, room,
         total, tiles=tiles, FORM=form, **where,
     )  # fmt: skip
-    rows, tiles = _shape_of(call)
+    # rows of a program must see the same keys or be spared numbers that are not finite
+    alone = call.dtype == torch.float32 or queries > 1 or group % PAIR or (form.raw and form.masked == 2)
+    rows, tiles = 1 if alone else PAIR, MOMENTS.pick(dim, call.dtype)
+    tiles = replace(tiles, warps=rows * tiles.warps)
     form = form._replace(own=rows, tile=tiles.keys, factors=False)
     launch(
         weights_kernel, (total, -(-room // CHUNK.keys)), call.span.pointers, z, part, state, mean, heads, group,

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..compact.math import LOG2E
 from ..runtime.blocks import LENGTHS, load, parts, places_of, store_numbers
-from ..runtime.finite_kernel import non_finite
+from ..runtime.kernels import non_finite
 from . import math as shared
 
 SINGULAR = tl.constexpr(2.0**-20)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.blocks import FAR, load, load_span, parts, places_of, row_scale, seen
-from ..runtime.finite_kernel import LIMIT, non_finite
+from ..runtime.kernels import LIMIT, non_finite
 
 
 @triton.jit

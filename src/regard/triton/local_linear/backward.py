@@ -34,7 +34,7 @@ from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
 from . import math as shared
-from .numbers import Numbers
+from .implementation import Numbers
 from .solve import solve
 
 RIGHT = TileTable.by_width(
@@ -324,7 +324,7 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of one call from dL/do [B, H, Tq, Dv], with deterministic kernels: dx, dy, dv, contiguous
     in the dtypes of x, y, v, and float32 gradients of factor, ridge and probe, empty if they are no tensors. `rest`
-    holds the span; t and `forward.moments` as the forward pass kept them; and `implementation.Numbers`.
+    holds the span; t and `forward.moments` as the forward pass kept them; and `Numbers`.
 
     Cost: products a pair: 3 D for right sides, those of the solve, 5 D for dx, 8 D for dy, dv; in bfloat16 4, 5, 10."""
     span, (t, lse, *means), numbers = Span(*rest[:5]), rest[5:9], Numbers(*rest[9:])

@@ -162,15 +162,12 @@ class _Errors(torch.autograd.Function):
         by_weights, by_gate = _by_weights(by_shares, weights, gate, slots, good, written, ctx.memories, ctx.rule)
         upstream, targets, after = torch.where(written[..., None], upstream, 0), None, None
         if any(ctx.needs_input_grad[1:3]):
-            streams, length = written.shape
-            # the token whose target each place is: at most one, so that nothing has to be summed
-            whose = torch.full((streams, length + 2), length, device=place.device)
-            tokens = torch.arange(length, device=place.device).expand(streams, -1)
-            whose.scatter_(1, torch.where(written, place, length + 1), tokens)
-            padded = torch.cat([upstream, torch.zeros_like(upstream[:, :1])], 1)
-            index = whose[:, : length + 1, None].expand(-1, -1, upstream.shape[-1])
-            targets = -padded.gather(1, index)
-            after, targets = targets[:, length:] if ctx.needs_input_grad[2] else None, targets[:, :length]
+            (streams, length), width = written.shape, upstream.shape[-1]
+            # each place is the target of at most one token, so that nothing has to be summed
+            place = torch.where(written, place, length + 1)[..., None].expand(-1, -1, width)
+            targets = upstream.new_zeros(streams, length + 2, width).scatter_(1, place, -upstream)
+            after = targets[:, length : length + 1] if ctx.needs_input_grad[2] else None
+            targets = targets[:, :length]
         return upstream, targets, after, by_weights, by_gate if ctx.needs_input_grad[4] else None, *(None,) * 5
 
 

@@ -31,7 +31,7 @@ def _job(x: Tensor, found: Tensor, bad: Tensor) -> tuple[Any, int, int, int, int
 
 def _run(*given: Some) -> tuple[Tensor, ...]:
     """Clean three tensors by three flags or, if the first of these is None, by their numbers, and return flags too."""
-    from .finite_kernel import clean_kernel
+    from .kernels import clean_kernel
 
     (found, flags), backward = _like(given), given[3] is not None
     wanted = zip(given[:3], found, given[3:] if backward else flags, strict=True)

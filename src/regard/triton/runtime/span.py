@@ -93,7 +93,7 @@ def _make_spans(
     like: Tensor, runs: Tensor | None, offset: Tensor | None, shift: int, queries: int, keys: int, window: int,
     causal: bool, strict: bool, by_keys: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    from .span_kernels import spans_kernel
+    from .kernels import spans_kernel
 
     found = _empty_spans(like, runs, offset, shift, queries, keys, by_keys)
     unread = found[0]
@@ -117,7 +117,7 @@ _spans = operator(
 def _find_seen(
     query_bad: Tensor, key_bad: Tensor, value_bad: Tensor, low: Tensor, high: Tensor, mask: Tensor | None
 ) -> Tensor:
-    from .span_kernels import seen_before_kernel, seen_rows_kernel
+    from .kernels import seen_before_kernel, seen_rows_kernel
 
     (batch, heads, queries), (key_heads, keys) = query_bad.shape, key_bad.shape[1:]
     apart = mask is not None and mask.shape[1] > 1
