@@ -204,9 +204,8 @@ def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constex
 
 @triton.jit(do_not_specialize=LENGTHS)
 def compact_dq_kernel(
-    floats, flags, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, ties, outs,
-    heads, group, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, padded,
-    FORM: tl.constexpr,
+    floats, flags, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, ties, outs, heads,
+    group, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, padded, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute dq and the gradients of the rows' numbers for one block of queries, and tables for the kernel by keys."""
     blocks = tl.cdiv(queries, FORM.own)
@@ -351,9 +350,8 @@ def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def compact_dkv_kernel(
-    floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, outs,
-    heads, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, TIED: tl.constexpr,
-    FORM: tl.constexpr,
+    floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, outs, heads, queries, keys,
+    range_step, mask_batch, mask_head, list_rows, list_length, TIED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one block of keys, over all query heads that use them: TIED if a row that gives it weight
     has several best keys. What such rows need would cost the others registers and a seventh of their operations."""

@@ -2,8 +2,7 @@
 
 Softmax and a fixed threshold take one pass (`stream`), rules relative to the best key a search and then a pass over the
 blocks with weight (`search`). The forward pass keeps statistics and flags of every row (`block_rows`) and which blocks
-of pairs have weight; the backward pass visits only those. Formulas: `grammar.weighting`; sparse-attention paper,
-sections 2 and 3.
+have weight; the backward pass visits only those. Formulas: `grammar.weighting`; sparse-attention paper, sections 2, 3.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
@@ -78,9 +77,8 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Return everything that a call computes: out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq,
-    FLAGS]; index int32 [B, H, Tq, n]; slope_mean float32 [B, H, Tq, Dv]; live uint8 [B, H, ceil(Tq / live_rows),
-    ceil(Tk / live_keys)].
+    """Return all that a call computes: out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq, FLAGS];
+    index int32 [B, H, Tq, n]; slope_mean float32 [B, H, Tq, Dv]; live uint8 [B, H, query blocks, key blocks].
 
     `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
     for a backward pass, and only with `counted` are support and effective sample size computed. Memory besides: 4 bytes

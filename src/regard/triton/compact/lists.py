@@ -1,8 +1,7 @@
 """Which blocks stream past a block of queries, or of keys, in the backward pass of compact attention.
 
 For softmax these are all visible blocks, by a range; for compact weightings the marked ones, by lists. Blocks that all
-owners see whole come first and need no mask. Past keys stream the queries of all heads that use them: entry n of a list
-is block n // GROUP of head n % GROUP.
+owners see whole come first, without a mask. Entry n of a list is block n // GROUP of head n % GROUP of its key head.
 
 Legend: owners are the queries (keys) of a program; mask tiles are the marked blocks of pairs.
 """

@@ -11,8 +11,6 @@ import triton.language as tl
 
 from ..runtime.blocks import load, load_rows, places_of, seen
 
-# Rows -----------------------------------------------------------------------------------------------------------
-
 
 @triton.jit
 def place_of(queries, heads, FORM: tl.constexpr):
@@ -46,13 +44,13 @@ def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
 
 
 @triton.jit
-def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM: tl.constexpr):
+def opened(qkv, factor, visible, marks_ptr, sizes, FORM: tl.constexpr):
     """Return what all forward kernels begin with: (place, which rows exist, their numbers, sight: ranges of keys and
     the mask, scales: the factor in `key_scores` and the one that then makes scores (a number is applied last), q, k,
     v, where the marks of each row begin, key blocks: (first, full, partial, last), of which [first, last) hold all
     visible keys, and every row sees all of [full, partial), which is empty with a mask). A matrix is (pointer, strides
-    of batch, head and row), a factor (pointer, number); `visible` holds the ranges' ends, the mask, and their
-    strides."""
+    of batch, head and row), a factor (pointer, number); `visible`: the ranges' ends, the mask, and their strides."""
+    heads, group, queries, keys = sizes
     place = place_of(queries, heads, FORM)
     rows, real, flat = own_rows(place, queries, FORM)
     low, high, mask, range_batch, mask_batch, mask_head = visible
@@ -60,7 +58,7 @@ def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FO
     sight = tl.load(low + rows), tl.load(high + rows), mask + place[2] * mask_batch + place[3] * mask_head
     by = row_number(factor[0], flat, factor[1], FORM.factors, FORM)
     scales = by, tl.full((FORM.own,), 1.0, tl.float32) if FORM.factors else by
-    q, k, v = matrices
+    q, k, v = qkv
     q = load_rows(q[0] + place[2] * q[1] + place[3] * q[2], rows, q[3], FORM.dim, FORM.wide)
     k = k[0] + place[2] * k[1] + place[3] // group * k[2], k[3], keys
     v = v[0] + place[2] * v[1] + place[3] // group * v[2], v[3], keys
@@ -74,9 +72,6 @@ def opened(matrices, factor, visible, marks_ptr, heads, group, queries, keys, FO
         full = tl.minimum(tl.cdiv(tl.max(sight[0], 0), FORM.tile), last)
         partial = tl.maximum(tl.min(sight[1], 0) // FORM.tile, full)
     return place, real, flat, sight, scales, q, k, v, marked, (first, full, partial, last)
-
-
-# Key blocks -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit

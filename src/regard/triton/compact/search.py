@@ -166,12 +166,11 @@ def settle(q, k, run, sight, scales, marks, counts, marked, state, tolerance, FO
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_search_kernel(
-    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+    qkv, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
 ):
     """Store top, theta, reach and status of the rows, and marks: 1 if a block can have weight."""
-    place, real, flat, sight, scales, q, k, _v, marked, run = rows.opened(
-        matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
-    )
+    sizes = heads, group, queries, keys
+    place, real, flat, sight, scales, q, k, _v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
     floats_ptr, flags_ptr = found[1], found[2]
     within = rows.row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == ADAPTIVE:
@@ -227,14 +226,13 @@ def tied(places, q, k, sight, scales, theta, level, marks, counts, FORM: tl.cons
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_weigh_kernel(
-    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+    qkv, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
 ):
     """Store output and mass of the rows, and for a backward pass slope_mean, or index and the marks of live blocks."""
     KEEPS_MEAN: tl.constexpr = FORM.keep and FORM.rule == ADAPTIVE
     TIES: tl.constexpr = FORM.keep and FORM.rule == ANCHORED
-    place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(
-        matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
-    )
+    sizes = heads, group, queries, keys
+    place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
     out_ptr, floats_ptr, index_ptr, slope_mean_ptr = found[0], found[1], found[3], found[4]
     factor, by = scales
     marks = lists_of(marks_ptr, list_ptr, place, queries, keys, FORM)

@@ -1,6 +1,5 @@
-"""Forward pass of compact attention for rules without a search: softmax and a fixed threshold. One pass over the keys
-of a block of queries rescales sums when better keys appear; with a fixed threshold a second kernel gives rows without a
-near enough key their fallback output.
+"""Forward pass of compact attention without a search: softmax and a fixed threshold. One pass over the keys of a block
+of queries rescales sums when better keys appear; a second kernel gives rows without a near enough key their fallback.
 
 Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block.
 """
@@ -39,14 +38,13 @@ def weights_of(dot, before, best, factor, bias, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stream_kernel(
-    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+    qkv, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
 ):
     """Store the output and statistics of rows and, for the backward pass of a fixed threshold, marks of key blocks with
     weight. Rows without a near enough key are flagged and get 0."""
     out_ptr, floats_ptr, flags_ptr = found[0], found[1], found[2]
-    _place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(
-        matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
-    )
+    sizes = heads, group, queries, keys
+    _place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
     factor, by = scales
     bias = rows.row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == SOFTMAX:
@@ -123,7 +121,7 @@ def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stand_in_kernel(
-    matrices, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+    qkv, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
 ):
     """Store the fallback output of flagged rows: the mean of the values they see, or the value of the best key. For a
     backward pass, also store how many they see or which key is best, and mark those blocks."""
@@ -134,9 +132,8 @@ def compact_stand_in_kernel(
     if FORM.keep:
         tl.store(index_ptr + flat, tl.full((FORM.own,), -1, tl.int32), mask=real)
     if tl.max(lost.to(tl.int32), 0) > 0:
-        _, _, _, sight, scales, q, k, v, marked, run = rows.opened(
-            matrices, factor, visible, marks_ptr, heads, group, queries, keys, FORM
-        )
+        sizes = heads, group, queries, keys
+        _, _, _, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
         if FORM.stand == UNIFORM:
             acc, stand_in = alike(v, run, sight, lost, marked, FORM)
             count = tl.maximum(stand_in, 1).to(tl.float32)

@@ -8,8 +8,7 @@ Compact rules keep scores: `scores_kernel` writes them with the largest of every
 row's threshold among those that can have weight, and `output_kernel` reads the values that do.
 
 Legend: heads Hkv of keys, each with `count` = group x queries rows; N = B x Hkv; tiles are counted from the first that
-a query of the sequence sees, and every row has `room` of them. In one pass scores are in base 2, and S = 2 with a given
-t, else 1.
+a query of the sequence sees, `room` of each row. In one pass scores are in base 2, and S = 2 with a given t, else 1.
 """
 
 from __future__ import annotations

@@ -150,8 +150,7 @@ def moments_kernel(
 ):  # fmt: skip
     """Store for FORM.own rows and a program's tiles S = sum p (k - mean) k' in moment [splits, N, D, D], of which only
     the blocks on and above the diagonal are set. Added over the splits it is the covariance: sum p (k - mean) = 0.
-    Weights and mean are known, so that nothing is reduced over a tile. Keys come from shared memory for both factors,
-    and the rows of a program share them."""
+    Nothing is reduced over a tile. Keys come from shared memory for both factors and all rows of a program."""
     HALF: tl.constexpr = min(FORM.wide, 64)
     steps = stride_low, 0, 0
     batch, head, own, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)

@@ -2,9 +2,8 @@
 heads of that head, so that keys and values are read once for all of them. Programs share out the keys. In float32,
 which tensor cores do not multiply, a program has one row; keys that its neighbours read are in the shared cache.
 
-Legend: ROWS = FORM.own rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS = FORM.tile keys of
-a tile; D features in WIDTH = FORM.wide columns. A matrix is (pointer, strides of sequence, head and position), a factor
-(pointer, number).
+Legend: ROWS = FORM.own rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS = FORM.tile keys; D
+features in WIDTH = FORM.wide columns. A matrix: (pointer, strides of sequence, head, row); a factor: (pointer, number).
 """
 
 from __future__ import annotations
@@ -174,8 +173,7 @@ def beyond(worst, like, own):
 @triton.jit
 def guarded(w, lost, values, seen, wrong, FORM: tl.constexpr):
     """Return (w [ROWS, KEYS] with NaN where a row that is `wrong` [ROWS] sees a key, or any row sees a `lost` key
-    [KEYS] or a non-finite value; the values). Unless all rows see the same keys, non-finite values become 0, since rows
-    that do not see them multiply them with 0."""
+    [KEYS] or a non-finite value; the values, 0 for non-finite ones unless all rows see the same keys)."""
     bad = non_finite(values)
     if FORM.most > 1 or FORM.masked == 2:
         values = tl.where(bad[:, None], 0.0, values)

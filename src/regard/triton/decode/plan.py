@@ -65,8 +65,7 @@ class Decoding(Call):
         self.row_sizes = k.shape[1], *self.sizes[1:3]
 
     def shared(self, tiles: Tiles) -> tuple[Form, tuple[int, int], int]:
-        """Return form, grid (programs, splits) and tiles that a row can touch. Splits fill the device with programs of
-        at least LEAST tiles."""
+        """Return form, grid (programs, splits that fill the device with >= LEAST tiles each), tiles a row can touch."""
         key_heads, group, queries = self.row_sizes
         rows = rows_of(group * queries, self.dtype)
         programs = self.shape[0] * key_heads * -(-group * queries // rows)

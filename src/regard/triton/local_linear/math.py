@@ -132,8 +132,7 @@ def times(w, k, total, used, SPLIT: tl.constexpr):
 
 @triton.jit
 def norm_scale(x):
-    """Return the power of two at or below the largest number of each row of x, 1 if all are 0. Dividing by it rounds
-    nothing and keeps squares in range."""
+    """Return the power of two at or below each row's largest number, 1 if all are 0: dividing by it rounds nothing."""
     bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
     return tl.where(bits > 0, bits, 0x3F800000).to(tl.float32, bitcast=True)
 
@@ -176,9 +175,6 @@ def sweep(d, away, q, c, lse, sight, k_at, keys, tiles, FORM: tl.constexpr):
             p = weights_of(q, k, c, lse, visible, side == 0)
             total, used = times(p * (product(d, tl.trans(k)) - away[:, None]), k, total, used, FORM.fine)
     return total, used
-
-
-# On the host --------------------------------------------------------------------------------------------------
 
 
 def ridge_width(ridge: float | Tensor | None) -> int:

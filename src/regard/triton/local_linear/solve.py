@@ -15,8 +15,7 @@ identity turns D equations into n:
 
 The second matrix has no eigenvalue below 1, however small the ridge and however few the keys, which is where conjugate
 gradients take the most steps and lose the most to rounding. Arithmetic is float64: a small ridge makes t long, mostly
-outside the span of the keys, and only the rest matters. The reported residual is that of the returned float32 t;
-rounding a long t may make it large.
+outside the span of the keys, and only the rest matters. The reported residual is that of the rounded float32 t.
 
 Legend: as in `math`; x, r, d: solution, residual and direction of a row; A = C + ridge.
 """

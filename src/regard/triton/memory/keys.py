@@ -58,7 +58,7 @@ def _indices(halves, counted, memory, member, start, tokens, SETS: tl.constexpr,
 
 
 @triton.jit
-def _entries(
+def _load(
     halves, scores, entries, memory, member, start, end, tokens,
     SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -100,9 +100,7 @@ def _marginal(
     own = low + tl.arange(0, KT)
     total = tl.zeros((KT,), tl.float32)
     for start in range(begin, end, E):
-        _, index, mine, _, fits, p = _entries(
-            halves, scores, entries, memory, member, start, end, tokens, SETS, K, KP, E
-        )
+        _, index, mine, _, fits, p = _load(halves, scores, entries, memory, member, start, end, tokens, SETS, K, KP, E)
         if not RAW:
             p = _softmax(p, (tl.arange(0, KP) < K)[:, None])
         p = tl.sum(tl.where(mine & fits, p, 0.0), 0)
@@ -133,7 +131,7 @@ def _moved(
     begin, end = tl.load(bounds + 2 * group), tl.load(bounds + 2 * min(group + GROUPS, (set_ + 1) * blocks) - 1)
     pulled, weight = tl.zeros((KT, DT), tl.float32), tl.zeros((KT,), tl.float32)
     for start in range(begin, end, R):
-        token, index, mine, part, fits, c = _entries(
+        token, index, mine, part, fits, c = _load(
             halves, scores, entries, memory, member, start, end, tokens, SETS, K, KP, R
         )
         if slope is not None:
@@ -198,8 +196,7 @@ def moved_keys(
     groups: Groups, rate: float, *, distance: bool,
 ) -> Tensor:  # fmt: skip
     """Return sub-keys float32 [M, H, 2, n, d] after a step that increases the entropy, keys - rate * gradient. Without
-    a slope (of `marginal_of`) `scores` are coefficients c, and 2 (K sum c - sum c q) is returned, or sum c q for
-    products. One launch.
+    a slope (of `marginal_of`) `scores` are coefficients c; return 2 (K sum c - sum c q), or sum c q. One launch.
 
     `query` float32 [B, T, H, 2 d]; `scores` float32 and `halves` int64 [B, T, H, 2, k]; `counted` bool [M, P] or None
     for all; `groups` of `marginal_of`; `distance`: whether scores are those of distances, else of products."""

@@ -37,9 +37,8 @@ def _looked_at(good, token, K: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _rows(
-    table, slots, weights, other, good, sums, dots, value, gate, mixed, tokens, length,
-    stride_m, stride_v, stride_vt, stride_g, stride_gt,
-    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
+    table, slots, weights, other, good, sums, dots, value, gate, mixed, tokens, length, stride_m, stride_v, stride_vt,
+    stride_g, stride_gt, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Compute for one token sum_j w_j V[slot_j], its mix with a value, and the products of those rows with `other`."""
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
@@ -181,9 +180,8 @@ def pulled_rows(
     def run(tiles: Tiles) -> None:
         launch(
             _pulls, (tokens, memories), table, slots.contiguous(), bytes_of(good), by_sum, by_mix, sums, value, gate,
-            dots, pull, by_value, by_gate, tokens, value.shape[1],
-            table.stride(0), *by_mix.stride()[:2], *value.stride()[:2], *_strides(gate),
-            tiles=tiles, K=k, D=width, **_widths(tiles, k, width),
+            dots, pull, by_value, by_gate, tokens, value.shape[1], table.stride(0), *by_mix.stride()[:2],
+            *value.stride()[:2], *_strides(gate), tiles=tiles, K=k, D=width, **_widths(tiles, k, width),
         )  # fmt: skip
 
     run(PULLS.pick(width, table.dtype, run, (gate is not None,)))

@@ -1,8 +1,7 @@
 """Rounds of a fast-weight memory by kernels: what tokens find and read, and how they are written, each step with its
 own derivative. `TableValues` gives `slot_memory` the functions `looked` and `rewritten`.
 
-A chunk takes eight launches: rough scores, search, rows (mixed with the tokens' values); errors, marginal, keys, order,
-write.
+A chunk takes eight launches: rough scores, search, mixed rows; errors, marginal, keys, order, write.
 
 Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n sub-keys of a half, k slots a head, d
 width of a half, Dv of a value.
@@ -95,8 +94,7 @@ def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tu
 
 
 class _Search(torch.autograd.Function):
-    """Scores [B, T, H, 2, k] and indices of the best sub-keys of each half; if `joined`, the best slots of both halves
-    and their weights [B, T, H, k]."""
+    """Scores and indices [B, T, H, 2, k] of each half's best sub-keys; if `joined`, slots, weights [B, T, H, k]."""
 
     @staticmethod
     def forward(

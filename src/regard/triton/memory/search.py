@@ -119,8 +119,7 @@ def _rough(
 @triton.jit
 def _survivors(ranks, n, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr, KT: tl.constexpr):
     """Return (the K + 4 best int32 of `_rough`, in the first places of [R, M], then the least int32; the best of all
-    others [R]). Every KT-th key competes for the same four places, which stay sorted: the k best of a row are hardly
-    ever five of these."""
+    others [R]). Every KT-th key competes for the same four sorted places: hardly ever are five of them among these."""
     none: tl.constexpr = -(2**31)
     a = tl.full((R, KT), none, tl.int32)
     b, c, e, out = a, a, a, a
@@ -158,9 +157,8 @@ def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _selected(
-    q_row, keys, ranks, most, n, d, blocks,
-    K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr,
-    FINE: tl.constexpr,
+    q_row, keys, ranks, most, n, d, blocks, K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr,
+    R: tl.constexpr, KT: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Return the K best of every row, packed, ascending, in the first places of [R, M]."""
     place = tl.arange(0, M)
@@ -245,8 +243,7 @@ def _choose(
 
 @triton.jit
 def _join(
-    scores, halves, slots, weights, token, n,
-    H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
+    scores, halves, slots, weights, token, n, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Find the slots of one token among pairs with (a + 1)(b + 1) <= k of sorted halves, and their weights."""
     head, pair, place = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)

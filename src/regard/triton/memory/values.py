@@ -57,8 +57,7 @@ class TableValues:
         """Return `memories` tables equal to `base` [N, Dv], which is copied at the first write.
 
         Raises:
-            ArgumentError: a device or dtype on which no kernel runs.
-        """
+            ArgumentError: a device or dtype on which no kernel runs."""
         reason = cls.refuses(base, dtype)
         require(reason is None, CALL, f"impl='triton' {reason}. impl='sparse' and 'reference' can.")
         return cls._begun(base.to(dtype or base.dtype), memories)
@@ -68,8 +67,7 @@ class TableValues:
         cls, base: Tensor, dtype: torch.dtype | None = None, query: Tensor | None = None, keys: Tensor | None = None,
         top_k: int = 1, kind: SlotScore | None = None,
     ) -> str | None:  # fmt: skip
-        """Return None if kernels do all that these need, else the reason: values [N, Dv] stored as `dtype`, query [B,
-        T, H, Dk], keys [H, 2, n, Dk/2]."""
+        """Return None, or why kernels cannot: values [N, Dv] as `dtype`, query [B, T, H, Dk], keys [H, 2, n, Dk/2]."""
         if MISSING is not None:
             return MISSING
         reason = unsupported_device(base.device.type)
@@ -249,8 +247,7 @@ class TableValues:
         """Return the store that `to_tensors` wrote, on any device; only on CUDA devices it can be read and written.
 
         Raises:
-            ArgumentError: a tensor is missing or unknown, or shapes do not fit.
-        """
+            ArgumentError: a tensor is missing or unknown, or shapes do not fit."""
         values, base = whole_tables(f"{CALL}.from_tensors", tensors, DTYPES)
         return cls._made(values.clone(memory_format=torch.contiguous_format), base)
 

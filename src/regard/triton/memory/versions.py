@@ -163,8 +163,7 @@ class Read(torch.autograd.Function):
 
 
 class Write(torch.autograd.Function):
-    """The token of a write: its backward pass takes the gradient of the version after it, and passes gradients to
-    shares, errors and the version before."""
+    """The token of a write: its backward pass takes the later version's gradient to shares, errors, the older one."""
 
     @staticmethod
     def forward(

@@ -33,8 +33,7 @@ COUNTED = 8192
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _order(
-    slots, counted, ordered, entries, count, total, n,
-    K: tl.constexpr, R: tl.constexpr, OT: tl.constexpr,
+    slots, counted, ordered, entries, count, total, n, K: tl.constexpr, R: tl.constexpr, OT: tl.constexpr,
 ):  # fmt: skip
     memory = tl.program_id(1).to(tl.int64)
     slots += memory * total
@@ -131,8 +130,7 @@ def order_of(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...
 
     Returns:
         All int32 [M, E]: slots, ascending, N for tokens that are not counted; which entry stands at each place (those
-        of one slot keep their order); and for every entry, in the order of tokens, how many entries of counted tokens
-        have its slot."""
+        of one slot keep their order); for every entry in token order, how many of counted tokens have its slot."""
     memories, tokens, k = slots.shape
     total = tokens * k
     if total > COUNTED:
@@ -163,17 +161,15 @@ def written(
 ) -> None:  # fmt: skip
     """Write rows of `table` [M, N, Dv], contiguous, float32 or bfloat16, in place, for slots and entries of `order_of`,
     shares float32 [M, P, K] and errors float32 [M, P, Dv]. `log` [M, E, Dv] like `table` takes the rows before the
-    write, each at its slot's first entry. With `add`, sum share e is added to the rows instead, as a backward pass does
-    with gradients.
+    write, each at its slot's first entry. With `add`, sum share e is added to the rows instead (gradients).
 
     Cost: one launch; for U slots it reads U rows of the table and the errors, and writes U rows of table and log."""
     (memories, rows, width), (_, tokens, k) = table.shape, shares.shape
     tiles = WRITE.pick(width, table.dtype)
     wide = min(tiles.keys, power_of_two(width))
     launch(
-        _write, (tokens * k, memories, -(-width // wide)), table, log, slots, entries,
-        shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
-        tiles=tiles, K=k, D=width, ADD=add, R=tiles.rows, DT=wide,
+        _write, (tokens * k, memories, -(-width // wide)), table, log, slots, entries, shares.contiguous(),
+        errors.contiguous(), tokens * k, tokens, rows, tiles=tiles, K=k, D=width, ADD=add, R=tiles.rows, DT=wide,
     )  # fmt: skip
 
 

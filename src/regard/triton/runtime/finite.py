@@ -1,7 +1,5 @@
-"""`precision.clean` as one launch for up to three tensors: set vectors that are not finite to zero, and return which
-those are. The backward pass is one launch, too.
-
-Legend: N vectors of D numbers.
+"""`precision.clean` as one launch for up to three tensors, and one for the backward pass: set vectors that are not
+finite to zero, and return which those are.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 The interpreter keeps bfloat16 numbers as bits in uint16. Up to Triton 3.9 `tl.dot` multiplies these bits, float32 is
 rounded toward zero, and integers and truth values become bits. Here operands are widened to float32 first, exactly, and
-numbers are rounded to the nearest, ties to even, as on a GPU. Other bfloat16 arithmetic is left alone: kernels convert
-to float32 first.
+numbers are rounded to the nearest, ties to even, as on a GPU. Kernels convert to float32 for other arithmetic.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,32 +17,16 @@ def mend() -> None:
     """Fix the interpreter, once in a process. Do nothing where kernels are compiled."""
     if os.environ.get("TRITON_INTERPRET", "0") != "1":
         return
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    dot = InterpreterBuilder.create_dot
-    InterpreterBuilder.create_dot = lambda own, a, b, *more: dot(own, _widened(a), _widened(b), *more)
-    for name in ("cast_impl", "create_fp_to_fp"):
-        setattr(InterpreterBuilder, name, _rounding(getattr(InterpreterBuilder, name)))
-
-
-def _widened(x: Any) -> Any:
-    """Return a handle with float32 numbers in place of bfloat16 bits."""
     import numpy as np
     import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    if x.dtype.scalar != tl.bfloat16 or x.data.dtype != np.uint16:
-        return x
-    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16 or x.data.dtype != np.uint16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-
-def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `convert` with conversions to bfloat16 that give handles with the nearest numbers."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
-
-    def rounding(own: Any, x: Any, to: Any, *more: Any) -> Any:
+    def rounded(convert: Any, own: Any, x: Any, to: Any, *more: Any) -> Any:
         if to.scalar != tl.bfloat16 or x.dtype.scalar == tl.bfloat16 or x.dtype.scalar.is_fp8():
             return convert(own, x, to, *more)
         numbers = np.asarray(x.data).astype(np.float32)
@@ -52,4 +34,8 @@ def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # wraps around for some NaN alone
         return TensorHandle(np.where(np.isnan(numbers), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
 
-    return rounding
+    dot = InterpreterBuilder.create_dot
+    InterpreterBuilder.create_dot = lambda own, a, b, *more: dot(own, widened(a), widened(b), *more)
+    for name in ("cast_impl", "create_fp_to_fp"):
+        convert = getattr(InterpreterBuilder, name)
+        setattr(InterpreterBuilder, name, lambda *given, convert=convert: rounded(convert, *given))

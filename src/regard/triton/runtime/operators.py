@@ -76,8 +76,7 @@ def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[T
     Args:
         gradients: calls `backward` with the gradient and what is kept; returns gradients of the first arguments, which
             are ignored for those that are None.
-        keep: returns the tensors, beginning with these arguments, and the numbers to keep of (inputs, outputs).
-    """
+        keep: returns the tensors, beginning with these arguments, and the numbers to keep of (inputs, outputs)."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         tensors, ctx.numbers = keep(inputs, output)

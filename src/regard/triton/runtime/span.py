@@ -1,8 +1,7 @@
 """Which keys each query sees, as kernels read it: two numbers a query, and for the backward pass two a key.
 
 Causal and strict order, windows, packed sequences, offsets and unequal lengths all give a query a range of keys whose
-ends do not decrease from query to query; the queries that see a key form a range, too. A mask over keys is applied
-within it.
+ends never decrease; the queries that see a key form a range, too. A mask over keys is applied within it.
 
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys.
 """
@@ -44,8 +43,7 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, visible: Visibility, like: Tensor, by_keys: bool = True) -> Span:
-        """Return the ranges of a call whose mask, if any, is over keys, on the device of `like`; computed once. Without
-        `by_keys`, first and last are empty."""
+        """Return a call's ranges on the device of `like`, computed once; first and last are empty unless `by_keys`."""
         if visible.kept is None:
             mask = visible.mask
             if mask is not None:
@@ -61,12 +59,8 @@ class Span(NamedTuple):
 
 
 def seen_rows(visible: Visibility, query_bad: Tensor, key_bad: Tensor, value_bad: Tensor) -> Tensor:
-    """Return which rows see a bad key or value, or are bad and see any: boolean [B, H, Tq].
-
-    Args:
-        visible: of a call whose mask, if any, is over keys.
-        query_bad, key_bad, value_bad: boolean [B, H, Tq], [B, Hkv, Tk], [B, Hkv, Tk].
-    """
+    """Return which rows see a bad key or value, or are bad and see any: boolean [B, H, Tq], by boolean query_bad [B, H,
+    Tq], key_bad and value_bad [B, Hkv, Tk]. A mask, if any, is over keys."""
     span = Span.of(visible, query_bad)
     return _seen(query_bad, key_bad, value_bad, span.low, span.high, span.mask)
 

@@ -3,8 +3,7 @@
     resources_of(lambda: regard.attention(q, k, v, "biweight", impl="triton"), arch=90)
 
 The tensors lie on the CPU. The call prepares its launches as on a device, and every kernel is compiled for its launch
-instead of being started. Allocated tensors hold zeros, since no kernel fills them. In a process with TRITON_INTERPRET=1
-this raises.
+instead of being started. Allocated tensors hold zeros, since no kernel fills them.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def resources_of(call: Callable[[], Any], arch: int = 90) -> list[Resources]:
         ArgumentError: another `arch`; a process with TRITON_INTERPRET=1.
         triton.compiler.errors.CompilationError: a kernel does not compile.
 
-    Cost: seconds for each kernel, the first time; Triton caches what it compiled.
-    """
+    Cost: seconds for each kernel, the first time; Triton caches what it compiled."""
     if arch not in SHARED:
         raise ArgumentError(f"{CALL}: arch is {arch!r}, expected one of {', '.join(map(str, SHARED))}.")
     if interpreted():
@@ -97,9 +95,6 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {name: int(found) for name, found in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]
-
-
-# A device that is not there -----------------------------------------------------------------------------------
 
 
 @contextmanager
