@@ -152,12 +152,11 @@ def _outputs(
 _SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
 _RULE = "SymInt rule, SymInt r, SymInt stand, str own, SymInt live_rows, SymInt live_keys"
 forward = operator(
-    "compact_forward",
-    _forward,
+    "compact_forward", _forward,
     f"(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, float scale, float number, "
     f"{_RULE}, bool keep, bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     lambda q, k, v, *rest: _outputs(q, k, v, rest[9], rest[11], *rest[13:16]),
-)
+)  # fmt: skip
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
@@ -172,13 +171,12 @@ def _fake_gradients(grad, q, k, v, factor, given, *rest):
 
 
 backward = operator(
-    "compact_backward",
-    _backward,
+    "compact_backward", _backward,
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, Tensor floats, "
     f"Tensor flags, Tensor index, Tensor slope_mean, Tensor live, float scale, {_RULE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,
-)
+)  # fmt: skip
 
 
 def _keep(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -27,10 +27,8 @@ from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable, padded
 from .plan import MERGE, PARTS, Decoding, merged, most_keys, of_rows
 
-TABLE = TileTable(
-    "compact_decode",
-    {(64, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32, stages=3), (256, 4): Tiles(keys=32)},
-)
+_TILES = {(64, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32, stages=3), (256, 4): Tiles(keys=32)}
+TABLE = TileTable("compact_decode", _TILES)
 CHUNK = Tiles(keys=1024, warps=4, stages=1)  # scores that a program reads at once when it solves for a threshold
 
 
@@ -107,12 +105,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor |
 
 
 _decode = operator(
-    "compact_decode",
-    _run,
+    "compact_decode", _run,
     "(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, Tensor low, Tensor high, Tensor? mask, "
     "SymInt code, SymInt power, float number, SymInt stand, str own, float scale, SymInt most, bool raw) -> Tensor",
     lambda q, k, v, *_: v.new_empty(*q.shape[:3], v.shape[-1]),
-)
+)  # fmt: skip
 
 
 def add_splits(part: Tensor, out: Tensor) -> None:

@@ -137,12 +137,11 @@ def _run(
 
 
 _decode = operator(
-    "local_linear_decode",
-    _run,
+    "local_linear_decode", _run,
     "(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, Tensor low, Tensor high, "
     "Tensor? mask, float scale, float number, SymInt how, float tol, SymInt limit, SymInt most, bool raw) -> Tensor",
     lambda q, k, v, *_: v.new_empty(*q.shape[:3], v.shape[-1]),
-)
+)  # fmt: skip
 
 
 def _moments(call: Decoding, tiles: Tiles, block: int, room: int) -> tuple[Tensor, ...]:

@@ -38,24 +38,18 @@ from .implementation import Numbers
 from .solve import solve
 
 RIGHT = TileTable.by_width(
-    "local_linear_backward_right",
-    [(64, 64, 4, 2), (64, 32, 4, 3), (32, 32, 8, 1)],
-    [(32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)],
-    [(64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)],
-)
+    "local_linear_backward_right", [(64, 64, 4, 2), (64, 32, 4, 3), (32, 32, 8, 1)],
+    [(32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)], [(64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)],
+)  # fmt: skip
 OPERANDS = TileTable("local_linear_backward_operands", {(64, 4): Tiles(32, 16, 4, 1), (256, 4): Tiles(16, 16, 4, 1)})
 BY_ROWS = TileTable.by_width(
-    "local_linear_backward_rows",
-    [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 1)],
-    [(32, 16, 8, 2), (16, 16, 8, 1), (16, 16, 8, 1)],
-    [(64, 32, 4, 3), (128, 32, 8, 2), (128, 64, 8, 2)],
-)
+    "local_linear_backward_rows", [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 1)],
+    [(32, 16, 8, 2), (16, 16, 8, 1), (16, 16, 8, 1)], [(64, 32, 4, 3), (128, 32, 8, 2), (128, 64, 8, 2)],
+)  # fmt: skip
 BY_KEYS = TileTable.by_width(
-    "local_linear_backward_keys",
-    [(32, 128, 8, 3), (32, 128, 8, 2), (16, 32, 8, 1)],
-    3 * [(16, 16, 8, 1)],
+    "local_linear_backward_keys", [(32, 128, 8, 3), (32, 128, 8, 2), (16, 32, 8, 1)], 3 * [(16, 16, 8, 1)],
     [(32, 64, 4, 2), (32, 128, 8, 2), (64, 128, 8, 2)],
-)
+)  # fmt: skip
 """wgmma needs 64 rows a warp group on the program's own axis: 4 warps for 64, 8 for 128. With 64 features and two
 accumulators, registers hold 32 streamed rows, and 16 in float32."""
 

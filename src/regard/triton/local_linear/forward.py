@@ -23,11 +23,9 @@ from ..runtime.tiles import TileTable
 from .math import LOG2E, norm_scale, of_head, opened, own_rows, pair_tile, product, put_rows, rows_of, tile_count, times
 
 MOMENTS = TileTable.by_width(
-    "local_linear_moments",
-    [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 2)],
-    [(32, 32, 4, 1), (32, 16, 8, 2), (16, 16, 8, 1)],
-    [(64, 32, 4, 3), (64, 32, 4, 2), (128, 64, 8, 2)],
-)
+    "local_linear_moments", [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 2)],
+    [(32, 32, 4, 1), (32, 16, 8, 2), (16, 16, 8, 1)], [(64, 32, 4, 3), (64, 32, 4, 2), (128, 64, 8, 2)],
+)  # fmt: skip
 _WIDE = [(32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 1)]
 _MORE = [(64, 64, 4, 3), (64, 32, 4, 2), (128, 64, 8, 2)]
 OUTPUT = TileTable.by_width("local_linear_output", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)], _WIDE, _MORE)

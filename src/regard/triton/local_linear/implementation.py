@@ -146,12 +146,11 @@ def _fake(x, y, v, *rest):
 
 
 forward = operator(
-    "local_linear_forward",
-    _forward,
+    "local_linear_forward", _forward,
     f"(Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, {_SEEN}, {_NUMBERS}, "
     "bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
-)
+)  # fmt: skip
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
@@ -167,11 +166,10 @@ def _fake_gradients(grad, x, y, v, factor, ridge, probe, *rest):
 
 
 backward = operator(
-    "local_linear_backward",
-    _backward,
+    "local_linear_backward", _backward,
     "(Tensor grad, Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, "
     f"{_SEEN}, Tensor t, Tensor lse, Tensor mean, Tensor vmean, {_NUMBERS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,
-)
+)  # fmt: skip
 differentiable(forward, backward, backward, lambda inputs, output: ((*inputs[:11], *output[1:5]), inputs[11:18]))

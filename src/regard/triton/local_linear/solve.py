@@ -50,11 +50,9 @@ active, whether it is unsettled, the unit of its right side, the size of what C 
 TILE, ROW = tl.constexpr(4), tl.constexpr(10)
 RESTARTS = tl.constexpr(3)  # how often a row restarts if its true residual is still too large
 TILES = TileTable.by_width(
-    "local_linear_solve",
-    [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)],
-    [(32, 32, 4, 1), (32, 16, 8, 2), (16, 16, 8, 1)],
-    [(64, 32, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
-)
+    "local_linear_solve", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)],
+    [(32, 32, 4, 1), (32, 16, 8, 2), (16, 16, 8, 1)], [(64, 32, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2)],
+)  # fmt: skip
 
 
 @triton.jit

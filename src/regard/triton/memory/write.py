@@ -21,10 +21,7 @@ from ..runtime.tiles import Tiles, TileTable, power_of_two
 from .search import bytes_of
 
 ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=1024, warps=8, stages=2)})
-WRITE = TileTable(
-    "memory_write",
-    {(512, 4): Tiles(rows=4, keys=512, warps=2, stages=1), (1 << 20, 4): Tiles(4, 1024, 4, 1)},
-)
+WRITE = TileTable("memory_write", {(512, 4): Tiles(4, 512, 2, 1), (1 << 20, 4): Tiles(4, 1024, 4, 1)})
 """`rows`: entries of a slot that are processed at once; `keys`: the widest part of a row."""
 COUNTED = 8192
 """Up to so many entries of a table, a kernel ranks each entry against all others; more are sorted by torch. At most
