@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.triton.runtime import launch as launching
@@ -201,3 +202,23 @@ def test_an_operator_is_left_out_where_nothing_records_the_call() -> None:
         assert not plain((x,))
     assert torch.func.vmap(lambda y: y * plain((y,)))(x).tolist() == [0.0, 0.0, 0.0]
     assert torch.compile(lambda y: y * plain((y,)), backend="eager")(x).tolist() == [0.0, 0.0, 0.0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, by: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * by * (not plain((by,)))
+
+
+def test_a_tensor_whose_memory_is_not_its_numbers_goes_through_the_operator() -> None:
+    x = torch.ones(3, requires_grad=True)
+    (batched,) = torch.autograd.grad(Doubled.apply(x), x, torch.eye(3), is_grads_batched=True)
+    assert batched.equal(2 * torch.eye(3))
+    assert not plain((torch._neg_view(x.detach()),))
+    assert not plain((torch.ones(3, dtype=torch.complex64).conj().imag,))
+    traced = make_fx(lambda y: y * plain((y,)), pre_dispatch=True)(x.detach())
+    assert traced(x.detach()).tolist() == [0.0, 0.0, 0.0]

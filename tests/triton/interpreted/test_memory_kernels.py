@@ -131,6 +131,22 @@ def test_search_is_exact(
     assert torch.equal(again, scores)
 
 
+@pytest.mark.parametrize("distance", [True, False])
+def test_sub_keys_that_are_not_numbers_come_last(distance: bool) -> None:
+    """Few and many; products are negative, which a place without a key must not reach."""
+    make = torch.Generator().manual_seed(0)
+    query, whole = torch.randn(1, 2, 1, 32, generator=make), torch.randn(1, 1, 2, 64, 16, generator=make)
+    if not distance:
+        query, whole = -query.abs(), whole.abs()
+    halves = query.view(1, 2, 1, 2, 1, 16)
+    for bad in (5, 7, 34):
+        keys = whole.clone()
+        keys[:, :, :, 10 : 10 + bad] = float("nan")
+        far = (halves - keys).square().sum(-1) if distance else -(halves * keys).sum(-1)
+        wanted = far.nan_to_num(float("inf")).argsort(dim=-1, stable=True)[..., :8]
+        assert torch.equal(best_halves(query, keys, 8, 1e-3, distance=distance, joined=True)[1], wanted), bad
+
+
 def test_a_query_on_a_key_is_at_distance_zero() -> None:
     keys = 30 * drawn(1, 1, 2, 40, 9)
     query = torch.cat([keys[:, 0, 0, [3, 17]], keys[:, 0, 1, [39, 0]]], -1)[:, :, None]

@@ -419,7 +419,8 @@ class _Call(Call):
         every = tuple(rows_together(x, FARTHEST) for x in (grad, q, k, v, slope_mean))
         form = {"rule": rule[0], "r": rule[1], "stand": rule[2], "given": wanted, **own_form(rule[3])}
         tables = 2 if self.soft else 6 if rule[3] else 5 if rule[0] == ANCHORED.value else 4
-        form |= {"tables": tables, "steps": tuple(x.stride(2) for x in every)}
+        steps = tuple(x.stride(2) if x.shape[2] > 1 else x.shape[3] for x in every)  # one row may have any stride
+        form |= {"tables": tables, "steps": steps}
         super().__init__(q, k, v, factor, span, precision="ieee" if q.dtype == torch.float32 else "tf32", **form)
         self.read = self.factor[0 if self.form.factors else 1], tuple((x, *x.stride()[:2]) for x in every)
         self.table = self.blank(*self.shape[:2], self.form.tables, self.shape[2])

@@ -170,7 +170,8 @@ def _selected(
         found, left = _survivors(ranks, n, K, R, M, KT)
         index = (1 << LOW) - 1 - (found & ((1 << LOW) - 1))
         measure, square = _measured(q_row, keys, index, found > -(2**31), d, DISTANCE, R, M, FINE)
-        best = _packed(measure, index)
+        none = place.to(tl.int64)[None, :] + (9223372036854775807 - M)  # after all keys, NaN too, and unlike each other
+        best = tl.where(found > -(2**31), _packed(measure, index), none)
         if M <= 32:  # the keys that were found have ranks of their own
             rank = tl.sum((best[:, None, :] < best[:, :, None]).to(tl.int32), 2)
         else:

@@ -22,8 +22,8 @@ Grid = tuple[int, ...]
 Watcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
 _WATCHERS: list[Watcher] = []
 _MADE: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-"""What Triton compiled, (launcher, function, its metadata, kernel), by (id of the kernel, device, options and kinds).
-The kernel is kept, so that no other has its id."""
+"""What Triton compiled, (launcher, function, its metadata, what is kept), by (id of the kernel, device, options and
+kinds). The kernel is kept, so that no other has its id, and what was compiled, which else could be unloaded."""
 _ONES = ((), (1, 1), (1,), ())  # what completes a grid, by its length
 KNOWN = ((3, 6), (3, 9))
 """Versions of Triton whose kernels may be called directly; with others Triton launches."""
@@ -69,14 +69,14 @@ def _start(kernel: Any, grid: Grid, args: tuple[Any, ...], tiles: Tiles, constan
     mend()
     found = kernel[grid](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
     if key is not None and hasattr(found, "packed_metadata"):  # else it is not compiled yet
-        _MADE[key] = found.run, found.function, found.packed_metadata, kernel
+        _MADE[key] = found.run, found.function, found.packed_metadata, (kernel, found)
 
 
 def _driver() -> Any:
     """Return Triton's driver if what it compiled may be called: nothing asks Triton to report launches."""
     known, driver, runtime = _triton()
     hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return None if not known or hooks[0].calls or hooks[1].calls else driver.active
+    return driver.active if known and not any(getattr(hook, "calls", hook) for hook in hooks) else None
 
 
 @cache

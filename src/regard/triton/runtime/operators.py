@@ -50,10 +50,17 @@ def operator(name: str, run: Callable[..., Any], schema: str, fake: Callable[...
 
 def plain(args: Sequence[Any]) -> bool:
     """Return whether a call needs no derivative and nothing traces, transforms or intercepts it."""
-    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
+    modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    if torch.compiler.is_compiling() or transformed() or modes:
         return False
-    graded = torch.is_grad_enabled()
-    return all(not (isinstance(x, Tensor) and (type(x) not in PLAIN or (graded and x.requires_grad))) for x in args)
+    return all(_plain(x, torch.is_grad_enabled()) for x in args if isinstance(x, Tensor))
+
+
+def _plain(x: Tensor, graded: bool) -> bool:
+    """Return whether a tensor's memory holds its numbers: no subclass, no sign to be applied when it is read, not the
+    batch of a vectorised backward pass."""
+    special = type(x) not in PLAIN or x.is_neg() or torch._C._functorch.is_legacy_batchedtensor(x)
+    return not special and not (graded and x.requires_grad)
 
 
 class _Unrecorded:
