@@ -21,7 +21,8 @@ from .runtime.span import seen_rows
 
 @register_impl("triton", priority=35)
 class Triton:
-    """Sparse and local linear attention on a GPU in Theta(n d) memory. With one query, programs share out the keys."""
+    """Run fused kernels on a GPU: sparse and local linear attention in Theta(n d) memory, forward and backward. With
+    one query, programs share out the keys."""
 
     name: ClassVar[str] = "triton"
 

@@ -34,7 +34,7 @@ from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
 from . import math as shared
-from .implementation import Numbers
+from .numbers import Numbers
 from .solve import solve
 
 RIGHT = TileTable.by_width(

@@ -10,7 +10,7 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv fea
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +25,13 @@ from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.call import Call
 from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
+from .numbers import Numbers
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative residual if the solver has none: below the rounding error of the output."""
 CARRIED = 2e-4
 """Below this tolerance true residuals are computed for bfloat16 keys: those that steps carry along are too inexact."""
 STEPS = 10  # assumed steps of conjugate gradients, for cost estimates
-
-
-class Numbers(NamedTuple):
-    """The arguments of a call that are no tensors."""
-
-    factor: float  # if it is a number
-    ridge: float  # if it is a number
-    tol: float  # relative residual of a solution
-    limit: int  # most steps of a row
-    direct: bool  # whether rows with few keys are solved directly
-    verify: bool  # whether true residuals are computed instead of those that the steps carry along
-    given: bool  # whether t is given
-    counted: bool = False  # whether weights are counted
 
 
 def supports(problem: Problem) -> str | None:
