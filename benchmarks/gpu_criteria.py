@@ -44,11 +44,11 @@ def rows_of(stored: Entry, part: str) -> list[Entry]:
 
 
 def outdated(stored: Entry, row: Entry) -> bool:
-    """Return whether a row tells of regard's code at another commit than the last run's."""
+    """Return whether a row tells of other sources of regard's kernels than the last run's."""
     runs = stored.get("runs", [])
     if "run" not in row or not row.get("contestant", "regard").startswith("regard"):
         return False
-    return bool(runs[row["run"]].get("commit") != runs[-1].get("commit"))
+    return bool(runs[row["run"]].get("kernels") != runs[-1].get("kernels"))
 
 
 def select(rows: Iterable[Entry], contestant: str, **config: Any) -> Entry | None:

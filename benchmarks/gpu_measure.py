@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import hashlib
 import importlib.metadata
 import platform
 import statistics
@@ -199,7 +200,16 @@ def provenance(bench: Bench) -> dict[str, Any]:
         "hardware": hardware(bench),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "commit": _said("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "kernels": kernels(ROOT),
     }
+
+
+def kernels(root: Path) -> str:
+    """A hash of the sources of the kernels: a copy of the tree on another machine may have an older commit's name."""
+    found = hashlib.sha256()
+    for path in sorted((root / "src" / "regard" / "triton").rglob("*.py")):
+        found.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def hardware(bench: Bench) -> dict[str, Any]:

@@ -14,7 +14,7 @@ __all__ = ["BEGIN", "END", "dump", "figure", "placed", "roofline", "tables"]
 BEGIN, END = "<!-- benchmarks/gpu.py: begin -->", "<!-- benchmarks/gpu.py: end -->"
 PASSES = ("forward", "both")
 MARK = "†"
-"""Of numbers of an earlier commit."""
+"""Of numbers of other sources of the kernels."""
 
 
 def placed(page: str, text: str) -> str:
@@ -34,7 +34,9 @@ def tables(stored: Entry, figures: Sequence[str] = ()) -> str:
     blocks = [*provenance(stored), *judged(stored)]
     old = {name: {**row, "mark": MARK} for name, row in stored.get("rows", {}).items() if outdated(stored, row)}
     if old:
-        blocks.append(f"{MARK} Measured at an earlier commit; the kernels have changed since. Targets do not count it.")
+        blocks.append(
+            f"{MARK} Measured in an earlier run; sources of the kernels have changed since. Targets do not count it."
+        )
         stored = {**stored, "rows": {**stored["rows"], **old}}
     said = {"roofline": "rates over operations a byte, and what the device reaches"}
     for name in figures:

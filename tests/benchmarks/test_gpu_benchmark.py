@@ -213,10 +213,10 @@ def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
     assert "Not measured" not in text
 
 
-def test_numbers_of_an_earlier_commit_are_marked_and_judged_no_more(module: Any) -> None:
+def test_numbers_of_other_kernels_are_marked_and_judged_no_more(module: Any) -> None:
     stored = stored_for(module, 4.0)
     run = {"command": "x", "date": "2026-01-01T00", "hardware": {"name": "y"}, "versions": {}, "dry": False}
-    stored["runs"] = [{**run, "commit": "a"}, {**run, "commit": "b"}]
+    stored["runs"] = [{**run, "commit": "", "kernels": name} for name in "ab"]
     for name, row in stored["rows"].items():
         row["run"] = 0 if name in ("memory, forward, impl=triton", "attention, T 8192, D 64, live 0.4, flash") else 1
     found = {c.what: c.verdict for c in module("gpu_criteria").criteria(stored)}
@@ -225,6 +225,18 @@ def test_numbers_of_an_earlier_commit_are_marked_and_judged_no_more(module: Any)
     ]
     lines = module("gpu_table").tables(stored).splitlines()
     assert [line.split(" | ")[0] for line in lines if "†" in line and "|" in line] == ["| forward, impl=triton †"]
+
+
+def test_kernels_are_known_by_their_sources(module: Any, tmp_path: Path) -> None:
+    kernels = module("gpu_measure").kernels
+    folder = tmp_path / "src" / "regard" / "triton" / "compact"
+    folder.mkdir(parents=True)
+    names = []
+    for name, text in (("a.py", "x"), ("a.py", "y"), ("b.py", "y"), ("notes.md", "z")):
+        (folder / name).write_text(text, encoding="utf-8")
+        names.append(kernels(tmp_path))
+    assert len(set(names)) == 3
+    assert names[2] == names[3]
 
 
 def test_the_roofline_holds_what_has_a_rate(module: Any) -> None:
