@@ -107,11 +107,11 @@ def masked(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
     given = draw(bench, tokens, tokens)
     keep = torch.rand(2, 1, 1, tokens, device=bench.device, generator=bench.generator(5)) > 0.4
     hidden = ~keep[:, :, 0, :, None]
-    clean, spoilt = (
+    with_zeros, with_nan = (
         both(spec, [given[0], *(x.masked_fill(hidden, fill) for x in given[1:3]), given[3]], attn_mask=keep)
         for fill in (0.0, torch.nan)
     )
-    return [apart([x], [y]) for x, y in zip(spoilt, clean, strict=True)], 4 * [0.0]
+    return [apart([x], [y]) for x, y in zip(with_nan, with_zeros, strict=True)], 4 * [0.0]
 
 
 def without_keys(spec: str, bench: Bench) -> tuple[list[float], list[float]]:

@@ -44,7 +44,7 @@ def copy(pair, out, n, free, factor, other, WIDE: tl.constexpr):
 
 
 class Device:
-    """A driver whose launcher only notes what it is told to start."""
+    """A driver that records launches and starts nothing."""
 
     def __init__(self) -> None:
         self.started: list[tuple[Any, ...]] = []

@@ -43,11 +43,7 @@ def scores_kernel(
         worst_value = shared.largest(tl.full((FORM.tile, FORM.value_wide), 0.0, v[0].dtype.element_ty))
     for n in tl.range(tiles[1], tiles[2], num_stages=3 if FORM.raw and FORM.own > 1 else None):
         j = (tiles[0] + n) * FORM.tile
-        real = shared.read_keys(j, sight, FORM)
-        keys = shared.load_tile(k, j, real, FORM.dim, FORM.wide, FORM)
-        score = shared.products(a, keys, FORM.own) * by[:, None]
-        seen = shared.seen_keys(j, sight, FORM)
-        score = tl.where(seen, score, float("-inf"))
+        real, keys, seen, score = shared.scored_keys(j, k, a, by, sight, FORM)
         if FORM.raw:
             values = shared.load_tile(v, j, real, FORM.value_dim, FORM.value_wide, FORM)
             if ALIKE:
@@ -272,11 +268,7 @@ def online_kernel(
         worst_value = shared.largest(tl.full((FORM.tile, FORM.value_wide), 0.0, v[0].dtype.element_ty))
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
-        real = shared.read_keys(j, sight, FORM)
-        keys = shared.load_tile(k, j, real, FORM.dim, FORM.wide, FORM)
-        score = shared.products(a, keys, FORM.own) * by[:, None]
-        seen = shared.seen_keys(j, sight, FORM)
-        score = tl.where(seen, score, float("-inf"))
+        real, keys, seen, score = shared.scored_keys(j, k, a, by, sight, FORM)
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
         w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)

@@ -178,3 +178,14 @@ def guarded(w, lost, values, seen, wrong, FORM: tl.constexpr):
     if FORM.most > 1 or FORM.masked == 2:
         values = tl.where(bad[:, None], 0.0, values)
     return tl.where(seen & (wrong[:, None] | (lost | bad)[None, :]), float("nan"), w), values
+
+
+@triton.jit
+def scored_keys(first, k, a, by, sight, FORM: tl.constexpr):
+    """Return which keys from `first` on are read [KEYS], the keys, which of them each row sees, and their scores [ROWS,
+    KEYS], -inf where hidden."""
+    real = read_keys(first, sight, FORM)
+    keys = load_tile(k, first, real, FORM.dim, FORM.wide, FORM)
+    score = products(a, keys, FORM.own) * by[:, None]
+    visible = seen_keys(first, sight, FORM)
+    return real, keys, visible, tl.where(visible, score, float("-inf"))
