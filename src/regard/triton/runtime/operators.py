@@ -50,8 +50,9 @@ def operator(name: str, run: Callable[..., Any], schema: str, fake: Callable[...
 
 def plain(args: Sequence[Any]) -> bool:
     """Return whether a call needs no derivative and nothing traces, transforms or intercepts it."""
-    modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
-    if torch.compiler.is_compiling() or transformed() or modes:
+    if torch.compiler.is_compiling() or transformed():  # first: what follows cannot be traced
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():
         return False
     return all(_plain(x, torch.is_grad_enabled()) for x in args if isinstance(x, Tensor))
 
