@@ -105,26 +105,3 @@ def test_measurements_are_integrals_of_the_best_bandwidth() -> None:
     layer = 1 - np.abs(at[:, 0]) < grid[best]
     assert abs(run["boundary"] / (own[:, layer] @ weights[layer]).mean() - 1) < 1e-3
     assert abs(run["interior"] / (own[:, ~layer] @ weights[~layer]).mean() - 1) < 1e-3
-
-
-def test_local_models_learn_and_the_global_one_does_not() -> None:
-    found = chosen()
-    for d in (1, 2):
-        small, large = (select(found, d=d, n=n).groupby("estimator")[["whole", "bandwidth", "place"]].mean()
-                        for n in (64, 256))  # fmt: skip
-        assert set(small.index) == NAMES
-        assert large["whole"]["global linear"] > 0.8 * small["whole"]["global linear"]
-        for name in ("local constant", "local linear"):
-            assert large["whole"][name] < 0.7 * small["whole"][name]
-            assert large["bandwidth"][name] < small["bandwidth"][name]
-            assert 0 < large["place"][name] < 14
-        assert list(large["whole"].sort_values().index) == ["local linear", "local constant", "global linear"]
-
-
-def test_claims_follow_the_numbers() -> None:
-    made, results = tiny("boundary-bias")
-    said = log_slope(select(chosen(), d=2, estimator="local linear"), "n", "whole")
-    assert made.tables(results)["Rates"].rows[-1][:4] == ("2", "local linear", "-0.667", said.text())
-    claims = {claim.wording: claim for claim in made.claims(results)}
-    assert len(claims) == 4
-    assert claims["Local linear regression errs less than local constant regression"].estimates["d = 1"].mean > 1

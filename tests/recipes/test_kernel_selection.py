@@ -5,16 +5,15 @@ import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tiny_runs import checked, course_rows, make, tiny, verdicts
+from tiny_runs import checked, make
 
 from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
-from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN, SHARED
-from regard_recipes.lib.recipe import Results, frame_of
+from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN
+from regard_recipes.lib.recipe import frame_of
 
 FORMULAS = {
     "exponential": lambda q, k: math.exp(q @ k / 2), "linear": lambda q, k: q @ k / 2,
@@ -63,14 +62,7 @@ def test_equal_weights_are_equal() -> None:
     assert (found - v[0, 0].cumsum(0) / torch.arange(1, 7)[:, None]).abs().max() < 1e-9
 
 
-def test_what_is_trained() -> None:
-    cells = made(rates=(1e-3,)).cells()
-    assert len({tuple(each.values()) for each in cells}) == len(cells) == 1 + 20 + 10 + 4
-    assert len(made().cells()) == 3 * len(cells)
-    shared = [each for each in cells if each["query_key"] == SHARED]
-    assert {each["model"] for each in shared if each["weights"] == PLAIN} == {"linear", "cosine"}
-    strictly = {each["model"] for each in cells if each["query_key"] == EARLIER}
-    assert strictly == {"exponential", "geometric", "rbf", "clipped-geometric"}
+def test_how_cells_become_models() -> None:
     strict = made().model_config(cell("rbf", NORMALISED, EARLIER), 50)
     kept = (strict.share_query_key, strict.exclude_self, strict.feed_forward, strict.norm)
     assert kept == (True, True, "gelu", "layer")
@@ -89,21 +81,6 @@ def test_the_size_of_the_paper_is_nanogpts() -> None:
     assert (own.context, own.batch, own.steps, own.rates) == (256, 64, 5000, (1e-3,))
 
 
-def test_every_cell_and_seed_is_there() -> None:
-    _, results = tiny("kernel-selection")
-    runs = results.select(kind="run")
-    assert len(runs) == len(runs.drop_duplicates(["model", "weights", "query_key", "seed"])) == 2 * (1 + 8 + 4 + 1)
-    apart, shared = (
-        results.select(kind="run", seed=1, **cell("rbf", NORMALISED, own)).iloc[0] for own in (APART, SHARED)
-    )
-    assert apart["parameters"] - shared["parameters"] == 16 * 16
-    assert apart["query_key_bytes"] == 2 * shared["query_key_bytes"] == 2 * 2 * 16 * 16 * 4
-    assert apart["cache_bytes"] == shared["cache_bytes"] == 2 * 512 * 16 * 4
-    looks = results.select(kind="look", seed=1, **cell("rbf"))
-    assert looks["step"].tolist() == [2, 4]
-    assert looks["held_out"].iloc[-1] == apart["held_out"]
-
-
 def test_the_bigram_baseline_is_a_bigram_model(tmp_path: Path) -> None:
     """Between what the best table of pairs could have, fitted to the very text, and an even guess."""
     (tmp_path / "text.txt").write_text("".join(f"{i * i} crows sat on {i % 7} fences.\n" for i in range(400)))
@@ -117,51 +94,11 @@ def test_the_bigram_baseline_is_a_bigram_model(tmp_path: Path) -> None:
 
 
 made = partial(checked, "kernel-selection")
-RBF = cell("rbf")
-
-
-def judged(seeds: int = 3, courses: dict[str, list[float]] | None = None) -> dict[str, tuple[str, str]]:
-    """Wording to verdict and numbers, where every cell falls from 4 over 3 to 2, or takes the course given by name."""
-    own = made(seeds=seeds, rates=(1e-3, 1e-2))
-
-    def course(each: dict[str, Any], seed: int) -> tuple[list[float], dict[str, Any]]:
-        name, half = " ".join(list(each.values())[:3]), 2 if each["query_key"] == APART else 1
-        off = 0.1 * seed + 1e-3 * (seed == 1) * (name != "exponential normalised apart")
-        off += 0.0 if each["rate"] == 1e-3 else 0.5  # at the rate that is not chosen
-        bytes_ = {"query_key_bytes": 1024 * half, "kept_bytes": 8192 + 1024 * half, "cache_bytes": 4096}
-        return [x + off for x in (courses or {}).get(name, [4.0, 3.0, 2.0])], {"step_cpu_seconds": 1.0, **bytes_}
-
-    rows = course_rows(own, course)
-    assert own.tables(Results(frame_of(rows), {"bigram": 2.6}, {}))
-    return verdicts(own, rows, {"bigram": 2.6})
-
-
-def test_verdicts_follow_the_numbers() -> None:
-    told = judged(courses={"mean of the past normalised apart": [4, 2.5], "rbf normalised apart": [4, 1.9],
-                           "linear not normalised apart": [4, 2.2]})  # fmt: skip
-    assert told["All tested kernels converge"] == ("holds", "1.000")
-    verdict, numbers = told["The linear kernel suffices without normalisation"]
-    assert (verdict, numbers[:31]) == ("holds", "equal weights -0.300 ± 0.000; b")
-    assert told["RBF is marginally better than the exponential kernel"] == ("holds", "-0.100 ± 0.001")
-    assert told["q = k halves the memory of queries and keys"] == ("holds", "0.500")
-
-
-def test_verdicts_can_fail() -> None:
-    told = judged(courses={"mean of the past normalised apart": [4, 2.0], "rbf normalised apart": [4, 2.1],
-                           "linear not normalised apart": [4, 2.7], "clipped-geometric normalised apart": [4, math.nan],
-                           "relu normalised q = k": [3, 3.01]})  # fmt: skip
-    assert told["All tested kernels converge"] == ("fails", "0.950")
-    assert told["Models converge with q = k"] == ("fails", "0.900")
-    assert told["The linear kernel suffices without normalisation"][0] == "fails"
-    assert told["RBF is marginally better than the exponential kernel"][0] == "fails"
-    assert told["The clipped geometric series converges with normalised weights"] == ("fails", "0.000")
-    alone = judged(seeds=1, courses={"rbf normalised apart": [4, 1.5]})
-    assert alone["RBF is marginally better than the exponential kernel"][0] == "not testable at this size"
 
 
 def test_a_loss_that_climbs_does_not_fall_steadily() -> None:
     falls = lambda *courses: recipe.falling(frame_of([  # noqa: E731
-        {**RBF, "seed": seed, "kind": "look", "step": step, "train": loss}
+        {**cell("rbf"), "seed": seed, "kind": "look", "step": step, "train": loss}
         for seed, course in enumerate(courses) for step, loss in enumerate(course)
     ]))["rbf", NORMALISED, APART]  # fmt: skip
     assert falls([4.0, 3.0, 3.04, 2.9])

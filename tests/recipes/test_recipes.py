@@ -45,36 +45,6 @@ def means(rows: pd.DataFrame, panel: str, what: str = "match") -> list[float]:
     return select(rows, panel=panel).groupby("level")[what].mean().tolist()
 
 
-def test_every_preset_is_measured_under_every_condition() -> None:
-    frame = tiny("recall-capacity")[1].frame
-    kernels = select(frame, store=["pairs", "sums"])
-    assert sorted(name for each in set(kernels["kernel"]) for name in each.split(" = ")) == sorted(package.presets())
-    for (name, store), rows in frame.groupby(["kernel", "store"]):
-        assert set(rows["scale"]) == ({1.0} if store == "state" else {1.0, 30.0})
-        counts = rows.groupby("panel")["level"].nunique().to_dict()
-        wanted = PANELS if store != "sums" else {panel: PANELS[panel] for panel in ("zeroed", "jitter")}
-        assert counts == wanted, name  # whole sums read as whole pairs
-        assert len(rows) == 3 * rows["scale"].nunique() * sum(wanted.values())
-        assert rows["match"].between(0, 1).all()
-        assert (rows["error"] >= 0).all()
-    with_sums = set(select(frame, store="sums")["kernel"])
-    assert with_sums == {"linear", "cosine", "shift-cosine", "relu", "relu2", "elu"}
-
-
-def test_sharp_kernels_recall_more_than_linear_ones() -> None:
-    found = tiny("recall-capacity")[1]
-    for name in ("softmax", "sparsemax", "biweight", "triweight", "relumax"):
-        run = chosen(found, name)
-        assert set(run["scale"]) == {30.0}
-        assert means(run, "pairs") == [1.0, 1.0]
-        assert means(run, "pairs", "error")[1] < 1e-3
-    linear = chosen(found, "linear")
-    assert means(linear, "pairs")[1] < 0.95  # 64 pairs in a 32 x 32 matrix
-    assert means(linear, "pairs", "error")[0] < means(linear, "pairs", "error")[1]
-    for name in ("linear", "shift-cosine", "elu", "relu"):
-        assert means(chosen(found, name), "noise")[0] < means(chosen(found, "softmax"), "noise")[0]
-
-
 def test_more_damage_recalls_less() -> None:
     found = tiny("recall-capacity")[1]
     for name in ("softmax", "biweight", "sparsemax", "linear", "topk-softmax"):
@@ -133,24 +103,6 @@ def test_signal_and_interference_are_those_of_equation_5() -> None:
         ratio = (others**2).sum() / (own**2).sum()
         assert abs(found["inverse_snr"] - ratio) < 1e-4 * ratio
         assert abs(found["error"] - ((own + others - v[:, :10]) ** 2).sum(-1).mean()) < 1e-4
-
-
-def test_the_best_linear_model_recalls_more_than_sums() -> None:
-    """As many pairs as dimensions and fewer are what a linear map can hold."""
-    found = tiny("recall-capacity")[1]
-    models = list(dict.fromkeys(select(found.frame, store="state")["kernel"]))
-    assert models == ["mesa(ridge=0.01)", "mesa(ridge=1)", "delta"]
-    few = {name: means(chosen(found, name, "state"), "pairs", "error")[0] for name in models}
-    sums = means(chosen(found, "linear"), "pairs", "error")[0]
-    assert few["mesa(ridge=0.01)"] < 0.01 * sums
-    assert few["delta"] < 0.8 * sums
-    for name in models:
-        one, two = means(chosen(found, name, "state"), "pairs", "inverse_snr")
-        assert one < two  # more pairs interfere more
-    made, results = tiny("recall-capacity")
-    assert ("mesa(ridge=0.01)", "1", "state", "8") in [
-        row[:4] for row in next(iter(made.tables(results).values())).rows
-    ]
 
 
 def test_the_zoo_holds_every_kernel_and_every_product() -> None:

@@ -42,18 +42,6 @@ def test_weights_are_the_formulas(rule: str, form: str, beta2: float) -> None:
         assert bool(empty[at]) == none
 
 
-def test_the_fast_form_hides_a_pair_and_the_regular_one_can_see_the_future() -> None:
-    cosines = torch.full((1, 1, 5, 4), 0.5)
-    sharpness = torch.tensor([0.3])
-    fast, _ = Released("relumax", "fast").weigh(cosines, sharpness)
-    assert (fast[0, 0] > 0).sum(-1).tolist() == [0, 0, 1, 2, 3]
-    for form in ("mended", "regular"):
-        right, _ = Released("relumax", form).weigh(cosines, sharpness)
-        assert (right[0, 0] > 0).sum(-1).tolist() == [0, 1, 2, 3, 4]
-    leaking, _ = Released("normrelu", "regular").weigh(cosines, sharpness)
-    assert (leaking[0, 0] > 0).sum(-1).tolist() == [0, 4, 4, 4, 4]  # beta < 1/sqrt 2
-
-
 def mosaic(spec: str = "softmax", **options: object) -> MemoryMosaicForCausalLM:
     torch.manual_seed(0)
     size = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -26,15 +26,3 @@ def test_what_is_counted(results: Results) -> None:
         assert apart["kept_bytes"] - shared["kept_bytes"] >= 2 * 8 * 64 * 64 * 4
         assert apart["cache_bytes"] == shared["cache_bytes"] == cache
         assert 4 < apart["bits_per_char"] < 9
-
-
-def test_what_is_shown(results: Results) -> None:
-    made, _ = tiny("shared-query-key")
-    (table,) = made.tables(results).values()
-    assert [row[:2] for row in table.rows] == [(s, q) for s in ("softmax", "elu") for q in ("apart", "shared")]
-    gaps = [kind(results, "elu", "shared", s)["bits_per_char"] - kind(results, "elu", "apart", s)["bits_per_char"]
-            for s in (0, 1)]  # fmt: skip
-    assert table.rows[3][3].startswith(f"{sum(gaps) / 2:+.4f} ± ")
-    halves, cost = made.claims(results)
-    assert (halves.verdict, halves.measured()) == ("holds", "softmax 0.500; elu 0.500")
-    assert cost.estimates["elu"].mean == pytest.approx(sum(gaps) / 2)
