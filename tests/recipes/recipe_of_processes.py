@@ -2,28 +2,19 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from regard_recipes.lib.recipe import Cell, Recipe, RecipeConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class CubesConfig(RecipeConfig):
-    """Measure cubes."""
-
-    values: tuple[int, ...] = (1, 2)
-    """Cells."""
+from regard_recipes.lib.recipe import Cell, Recipe
 
 
 class Cubes(Recipe):
     """Cubes of numbers."""
 
-    Config = CubesConfig
+    values: tuple[int, ...] = (1, 2)  # Cells.
     name = "cubes"
 
     def cells(self) -> list[Cell]:
-        return [{"value": value} for value in self.config.values]
+        return [{"value": value} for value in self.values]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         if cell["value"] == -100:

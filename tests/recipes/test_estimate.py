@@ -17,14 +17,14 @@ TRAINED = [name for name, kind in sorted(recipes.items()) if issubclass(kind, Tr
 
 def made(name: str, size: str = "quick", **changes: Any) -> Any:
     kind = recipes.get(name)
-    return kind(kind.configure(size, **changes))
+    return kind.configure(size, **changes)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_recipe_of_trained_models_has_an_estimate(name: str) -> None:
     recipe = made(name)
     rows = estimate(recipe).rows
-    runs = len(recipe.cells()) * recipe.config.seeds
+    runs = len(recipe.cells()) * recipe.seeds
     assert sum(int(row[1]) for row in rows[:-1]) == int(rows[-1][1]) == runs
     tokens = sum(int(row[1]) * float(row[3]) for row in rows[:-1])
     assert tokens == pytest.approx(float(rows[-1][3]), rel=0.02)
@@ -34,7 +34,7 @@ def test_every_recipe_of_trained_models_has_an_estimate(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_page_has_what_the_full_sizes_need(name: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "cookbook" / "full-size-on-a-gpu.md"
-    if recipes.get(name).sizes["paper"]:
+    if recipes.get(name).by_size["paper"]:
         row = estimate(made(name, "paper")).rows[-1][1:]
         assert f"| `{name}` | {' | '.join(row)} |" in page.read_text()
 
@@ -43,7 +43,7 @@ def test_the_page_has_what_the_full_sizes_need(name: str) -> None:
 def test_the_operations_are_those_that_torch_counts(name: str, model: str) -> None:
     """Short windows, whose attention scores hardly count."""
     recipe = made(name, models=(model,), width=128, context=16)
-    trained, _ = recipe.untrained({"model": model, "rate": recipe.config.rates[0]})
+    trained, _ = recipe.untrained({"model": model, "rate": recipe.rates[0]})
     tokens = torch.zeros(4, 16, dtype=torch.long)
     with FlopCounterMode(display=False) as counted:
         trained(input_ids=tokens, labels=tokens).loss.backward()

@@ -26,8 +26,8 @@ KINDS = {name: kind for name, kind in recipes.items() if isinstance(kind, type) 
 @pytest.mark.parametrize("name", TINY)
 def test_a_run_stores_every_cell_and_shows_it(name: str) -> None:
     made, results = tiny(name)
-    folder = made.config.out
-    assert set(results.frame["seed"]) >= set(range(made.config.seeds))
+    folder = made.out
+    assert set(results.frame["seed"]) >= set(range(made.seeds))
     page = (folder / f"{name}.md").read_text()
     files = re.findall(r"!\[(.*?)\]", page)
     assert files
@@ -45,10 +45,10 @@ def test_stored_rows_give_the_same_page(name: str, tmp_path: Path, monkeypatch: 
     made, _ = tiny(name)
     without_drawing(monkeypatch)
     page = f"{name}.md"
-    shutil.copy(made.config.out / f"{name}.json", tmp_path)
+    shutil.copy(made.out / f"{name}.json", tmp_path)
     assert main(["reproduce", name, "--rebuild", str(tmp_path)]) == 0
-    assert (tmp_path / page).read_text() == (made.config.out / page).read_text()
-    records = [json.loads((folder / f"{name}.json").read_text()) for folder in (tmp_path, made.config.out)]
+    assert (tmp_path / page).read_text() == (made.out / page).read_text()
+    records = [json.loads((folder / f"{name}.json").read_text()) for folder in (tmp_path, made.out)]
     assert records[0] == records[1]
 
 
@@ -56,7 +56,7 @@ def test_stored_rows_give_the_same_page(name: str, tmp_path: Path, monkeypatch: 
 def test_a_seed_gives_the_same_numbers_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in SHORTER:
         monkeypatch.setattr(*SHORTER[name])
-    _, lines, _ = read_journal(tiny(name)[0].config.out / f"{name}.jsonl")
+    _, lines, _ = read_journal(tiny(name)[0].out / f"{name}.jsonl")
     made = make(name)
     made.prepare()
     cell = made.cells()[-1]
@@ -74,18 +74,16 @@ def test_numbers_out_of_range_and_unknown_names_are_refused(name: str) -> None:
     wrong: list[tuple[str, Any]] = [("seeds", 0), ("seed", -1), ("seed", 2**32), ("workers", -1)]
     wrong += [("device", "abacus")]
     wrong += [
-        (field, low - 1)
-        for field, (low, _) in kind.Config.declared("limits").items()
-        if field not in ("seeds", "workers")
+        (field, low - 1) for field, (low, _) in kind.declared("limits").items() if field not in ("seeds", "workers")
     ]
-    wrong += [(field, "no-such-name") for field in kind.Config.declared("choices")]
+    wrong += [(field, "no-such-name") for field in kind.declared("choices")]
     for field, value in wrong:
-        several = isinstance(getattr(kind.Config(), field), tuple)
+        several = isinstance(getattr(kind(), field), tuple)
         with pytest.raises(ArgumentError, match=field.replace("_", "-")):
-            check_shared(kind(kind.configure(**{field: (value,) if several else value})))
+            check_shared(kind.configure(**{field: (value,) if several else value}))
         if several:
             with pytest.raises(ArgumentError, match="names no"):
-                check_shared(kind(kind.configure(**{field: ()})))
+                check_shared(kind.configure(**{field: ()}))
 
 
 MISTAKES = [

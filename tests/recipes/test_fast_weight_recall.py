@@ -52,7 +52,7 @@ def test_accuracy_counts_right_values_by_document_and_reading() -> None:
 
 
 def test_models_have_the_memory_of_their_rule() -> None:
-    own = make("fast-weight-recall").config
+    own = make("fast-weight-recall")
     for name, options in RULES.items():
         for stress, slots in ((False, 64), (True, 16)):
             memory = trained.make_model(own, name, stress=stress).memory
@@ -66,7 +66,7 @@ def test_models_have_the_memory_of_their_rule() -> None:
 
 def test_one_reading_writes_before_the_questions_only_in_smaller_chunks() -> None:
     """Trained for a moment; read once, it answers where the document was written before the questions come."""
-    own = make("fast-weight-recall", steps=150, batch=8, examples=6, sub_keys=12).config
+    own = make("fast-weight-recall", steps=150, batch=8, examples=6, sub_keys=12)
     frame = pd.DataFrame(trained.train_and_measure(own, NORMALIZED, 0))
     once = select(frame, kind="once").set_index("chunk")["accuracy"]
     assert list(once.index) == [24, 12, 6, 3]
@@ -134,7 +134,7 @@ def results_of(*found: list, coverage: tuple[float, ...]) -> Results:
 def test_claims_follow_the_numbers() -> None:
     good = [[0.01, 0.995, 1.0], [0.01, 0.97, 1.0]]
     once = {256: 0.009, 128: 1.0, 64: 0.99}
-    made = FastWeightRecall(FastWeightRecall.configure(documents=2, reads=3, seeds=2))
+    made = FastWeightRecall.configure(documents=2, reads=3, seeds=2)
     first = [rows(rule, s, good, once, (0.8, 0.97)) for rule in (NORMALIZED, REFERENCE) for s in (0, 1)]
     paper = [rows(PAPER, s, [[0.01, 0.98, 1.0], [0.0, 0.6, 0.8]], {}, (math.nan, math.nan)) for s in (0, 1)]
     claims = {claim.wording: claim for claim in made.claims(results_of(*first, *paper, coverage=(0.1, 0.3, 0.05)))}
@@ -150,7 +150,7 @@ def test_claims_follow_the_numbers() -> None:
 
 
 def test_tables_have_every_rule() -> None:
-    made = FastWeightRecall(FastWeightRecall.configure(documents=2, reads=2, seeds=2))
+    made = FastWeightRecall.configure(documents=2, reads=2, seeds=2)
     good = [[0.01, 0.995], [0.01, 0.97]]
     found = [rows(NORMALIZED, s, good, {256: 0.0, 128: 1.0}, (0.5 + s / 4, 0.75)) for s in (0, 1)]
     found += [rows(PAPER, s, good, {}, (math.nan, math.nan)) for s in (0, 1)]

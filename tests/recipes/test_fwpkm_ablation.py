@@ -15,7 +15,7 @@ from regard_recipes.lib.recipe import Results
 
 
 def study(**changes: object) -> FwPKMAblation:
-    return FwPKMAblation(FwPKMAblation.configure("quick", **changes))
+    return FwPKMAblation.configure("quick", **changes)
 
 
 def memory(variant: str, **changes: object) -> Any:
@@ -46,7 +46,7 @@ def test_the_sizes_of_models() -> None:
     model = HybridForCausalLM(study().model_config(NONE, 50))
     assert memory_modules(model) == {}
     assert model.config.mixers == ["gated-deltanet"] * 2
-    made = FwPKMAblation(FwPKMAblation.configure("paper", device="cpu")).model_config(WIDER, 32_000)
+    made = FwPKMAblation.configure("paper", device="cpu").model_config(WIDER, 32_000)
     assert made.memories == "fwpkm@2,6,10"
     own = made.memory_options["fwpkm"]
     assert (own["sub_keys"], own["key_dim"], own["chunk_size"], own["top_k"]) == (512, 512, 512, 32)

@@ -19,7 +19,7 @@ from regard_recipes.lib.recipe import Results
 
 def model() -> Any:
     torch.manual_seed(0)
-    made = FwPKMCaseStudies(FwPKMCaseStudies.configure("quick"))
+    made = FwPKMCaseStudies.configure("quick")
     return HybridForCausalLM(made.model_config(ROW.name, 40)).eval()
 
 
@@ -27,7 +27,7 @@ def test_the_model_is_the_papers() -> None:
     found = model()
     assert list(memory_modules(found)) == [1, 3]
     assert found.config.memories == "fwpkm@1,3+pkm@2"
-    paper = FwPKMCaseStudies(FwPKMCaseStudies.configure("paper", device="cpu"))
+    paper = FwPKMCaseStudies.configure("paper", device="cpu")
     assert paper.model_config(ROW.name, 32_000).memories == "fwpkm@2,10+pkm@6"
 
 
@@ -121,7 +121,7 @@ def test_a_run_has_every_row_and_a_page() -> None:
     assert named == [(task, layer) for task in ("needles", "names") for layer in ("layer 2", "layer 4")]
     assert set(results.select(kind="document")["rule"]) == {"paper", "frozen"}
     assert len(results.select(kind="gates")["tokens"].iloc[0]) == 30
-    html = (made.config.out / "fwpkm-case-studies-look.html").read_text()
+    html = (made.out / "fwpkm-case-studies-look.html").read_text()
     assert html.count("<details") == 2  # one for each pair of digits of the answer
     assert len(re.findall(r"mean gate \d\.\d\d", html)) == 2
     assert html.count("<span title=") == 2 * 30
@@ -160,7 +160,7 @@ def results_of(low: dict[str, float], high: dict[str, float], frozen: float = 4.
     ],
 )  # fmt: skip
 def test_claims_follow_the_numbers(low: dict[str, float], high: dict[str, float], verdicts: list[str]) -> None:
-    made = FwPKMCaseStudies(FwPKMCaseStudies.configure("quick"))
+    made = FwPKMCaseStudies.configure("quick")
     assert [claim.verdict for claim in made.claims(results_of(low, high))] == verdicts
     never = "not testable at this size"
     unwritten = [claim.verdict for claim in made.claims(results_of(low, high, frozen=0.4))]
@@ -169,7 +169,7 @@ def test_claims_follow_the_numbers(low: dict[str, float], high: dict[str, float]
 
 
 def test_tables_and_the_case_are_told_in_words() -> None:
-    made, results = FwPKMCaseStudies(FwPKMCaseStudies.configure("small")), results_of({}, {})
+    made, results = FwPKMCaseStudies.configure("small"), results_of({}, {})
     assert made.case(results)[1] == "The answer 4, given correctly as 4, after 4 readings"
     slots, gates, losses, case, _ = made.tables(results).values()
     assert slots.rows[0] == ("layer 2", "70%", "90%", "80%", "60%", "10%", "0%", "90%")

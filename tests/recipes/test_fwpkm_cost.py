@@ -88,7 +88,7 @@ def test_claims_and_tables_follow_the_numbers(counted: dict[Row, Any]) -> None:
         held = {"peak_bytes": 300 * 2**20, "before_bytes": 100 * 2**20}
         rows.append({**cell, "kind": "count", **counted[name]})
         rows.append({**cell, "kind": "run", "parameters": 5, "step_cpu_seconds": seconds, **held})
-    made = FwpkmCost(FwpkmCost.configure())
+    made = FwpkmCost.configure()
     table = made.tables(Results(pd.DataFrame(rows), {}, {}))["Measured"].markdown()
     assert "| GDN \\| FwPKM | 5 | 1.25 | 2.66 | 200 MiB | 1.60 | 16.10 |" in table
     assert "| FA \\| FwPKM | 5 | 2.50 | 2.61 | 200 MiB | 0.40 | 15.89 |" in table

@@ -150,7 +150,7 @@ def claims(*heads, without=5.1, after=0.95, before=0.03, feed_forward=0.25, held
     for name, opaque in (("iclm", feed_forward), ("iclm-no-f-mlp", 0.0)):
         rows.append({"task": "text", "model": name, "seed": 0, "kind": "prompt", "same": 1.5, "feed_forward": opaque,
                      "missed": 2e-7})  # fmt: skip
-    made = Mechanisms(Mechanisms.configure())
+    made = Mechanisms.configure()
     return {claim.wording: claim for claim in made.claims(Results(frame_of(rows), {}, {}))}
 
 
@@ -199,7 +199,7 @@ def test_induction_heads_form_in_f():
     predicts token i, and column i - 16 carries token i - 16."""
     from regard_recipes.lib.language_training import train_language_model
 
-    own = Mechanisms(Mechanisms.configure("quick", block_steps=150))
+    own = Mechanisms.configure("quick", block_steps=150)
     corpus = measure.block_corpus(0)
     assert (len(corpus.train_tokens), len(corpus.held_out_tokens)) == (400_000, 8192)
     generator = torch.Generator().manual_seed(9)

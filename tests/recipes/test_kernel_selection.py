@@ -77,7 +77,7 @@ def test_the_size_of_the_paper_is_nanogpts() -> None:
     model = HybridForCausalLM(paper.model_config(cell("exponential"), 65))
     layer = 4 * 384**2 + 2 * 384 * 1536 + 1536 + 384 + 4 * 384
     assert sum(w.numel() for w in model.parameters()) == 65 * 384 + 6 * layer + 2 * 384
-    own = paper.config
+    own = paper
     assert (own.context, own.batch, own.steps, own.rates) == (256, 64, 5000, (1e-3,))
 
 

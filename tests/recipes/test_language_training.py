@@ -42,7 +42,7 @@ def text() -> runs.Corpus:
 
 def test_wide_models_begin_with_smaller_weights() -> None:
     assert [runs.initial_range(width) for width in (32, 256, 384, 1024)] == [0.05, 0.05, 0.02, 0.02]
-    paper = KernelSelection(KernelSelection.configure("paper"))
+    paper = KernelSelection.configure("paper")
     assert paper.model_config(paper.cells()[0], 100).initializer_range == 0.02
 
 

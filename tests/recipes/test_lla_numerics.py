@@ -62,7 +62,7 @@ def test_products_are_those_of_bfloat16() -> None:
 
 
 def test_data_are_what_they_are_called() -> None:
-    config = numerics.NumericsConfig(length=512, dim=16)
+    config = numerics.Numerics(length=512, dim=16)
     q, k, _ = numerics.draw(config, "normalised", 0)
     np.testing.assert_allclose(torch.stack([q, k]).norm(dim=-1), 1.0, atol=1e-6)
     _, k, _ = numerics.draw(config, "anisotropic", 0)
@@ -115,7 +115,7 @@ def test_errors_fall_with_steps_to_what_the_precision_allows(found: pd.DataFrame
 
 def test_stored_errors_are_those_of_equation_8(found: pd.DataFrame) -> None:
     """The schemes' and the floor's data once more, by the textbook form: zero steps would be 1 or more away."""
-    q, k, v = (x.bfloat16().float() for x in numerics.draw(numerics.NumericsConfig(length=96, dim=8), "normal", 0))
+    q, k, v = (x.bfloat16().float() for x in numerics.draw(numerics.Numerics(length=96, dim=8), "normal", 0))
     expected = equation_8(q, k, v, 1.0)
     np.testing.assert_allclose(numerics.outputs([(q, k, v)], [1.0], torch.float64)[1.0][0], expected, atol=1e-9)
     once, floor = (outs[1.0][0].double().numpy() for outs in numerics.floors_of([(q, k, v)], [1.0]).values())

@@ -37,7 +37,7 @@ def test_what_is_trained_at_other_depths_than_the_first() -> None:
 def test_the_size_of_the_paper() -> None:
     """Tables 3 and 5: twelve heads of 64 channels, 2688 slots; 12 C^2 a block beside the embeddings of 50304 tokens."""
     paper = made("paper", device="cpu")
-    assert (paper.config.layers, paper.config.rates) == ((1, 8, 12), (5e-3, 1e-3))
+    assert (paper.layers, paper.rates) == ((1, 8, 12), (5e-3, 1e-3))
     budget = paper.budget(5e-3)
     assert (budget.context, budget.batch, budget.steps, budget.weight_decay) == (512, 512, 80_000, 0.1)
     with torch.device("meta"):

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,52 +18,40 @@ from regard_recipes.lib import running
 from regard_recipes.lib.claims import Claim, Estimate, claims_of, exact, mean_interval, one, paired
 from regard_recipes.lib.display import first, gap, interval, lines, means, median, only, pivot, spread, stat
 from regard_recipes.lib.pages import marks
-from regard_recipes.lib.recipe import Cell, Recipe, RecipeConfig, Results, check_shared, recipe, run
+from regard_recipes.lib.recipe import Cell, Recipe, Results, check_shared, recipe, run
 from regard_recipes.lib.results import load, plain, read_journal
 
 NAME = "recipe-of-the-tests"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumsConfig(RecipeConfig):
-    """Measure squares."""
-
-    seeds: int = 3
-    """Seeds."""
-    values: tuple[int, ...] = (1, 2, 3)
-    """Cells."""
-    shift: float = 0.0
-    """Added to everything."""
-    fault: int = -1
-    """The value whose cell fails."""
-    tasks: tuple[str, ...] = ("one",)
-    """Nothing depends on them."""
-
-
 class Squares(Recipe):
     """Squares of numbers."""
 
-    Config = SumsConfig
-    sizes: ClassVar = {"quick": {"seeds": 2, "values": (1, 2)}}
+    seeds: int = 3  # Seeds.
+    values: tuple[int, ...] = (1, 2, 3)  # Cells.
+    shift: float = 0.0  # Added to everything.
+    fault: int = -1  # The value whose cell fails.
+    tasks: tuple[str, ...] = ("one",)  # Nothing depends on them.
+    by_size: ClassVar = {"quick": {"seeds": 2, "values": (1, 2)}}
 
     def prepare(self) -> dict[str, Any]:
         self.offset = 10
         return {"offset": 10}
 
     def cells(self) -> list[Cell]:
-        return [{"value": value, "even": value % 2 == 0} for value in self.config.values]
+        return [{"value": value, "even": value % 2 == 0} for value in self.values]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        if cell["value"] == self.config.fault:
+        if cell["value"] == self.fault:
             raise ArgumentError("this cell fails.")
         if cell["value"] == -100:
             os._exit(3)
-        yield {"kind": "run", "square": cell["value"] ** 2 + 0.1 * seed + self.offset + self.config.shift}
+        yield {"kind": "run", "square": cell["value"] ** 2 + 0.1 * seed + self.offset + self.shift}
         for step in (1, 2):
             yield {"kind": "look", "step": step, "loss": math.nan if step == 2 else 1.0 * seed}
 
     def claims(self, results: Results) -> list[Claim]:
-        runs = {value: results.select(kind="run", value=value) for value in self.config.values}
+        runs = {value: results.select(kind="run", value=value) for value in self.values}
         return [Claim("P", "table 1", "2 is larger", one(paired(runs[2], runs[1], "square")), "above", 0)]
 
     def tables(self, results: Results) -> dict[str, Any]:
@@ -202,7 +189,7 @@ def test_a_run_leaves_rows_page_and_figures(squares: type[Squares], tmp_path: Pa
     assert (out / f"{NAME}-loss.png").read_bytes().startswith(b"\x89PNG")
     assert "holds" in capsys.readouterr().out
     made, results = load(squares, out)
-    assert made.config.values == (1, 2, 3)
+    assert made.values == (1, 2, 3)
     assert results.select(kind="look", step=2)["loss"].isna().all()
 
 
@@ -272,11 +259,11 @@ def test_more_seeds_are_added_to_what_is_there(squares: type[Squares], tmp_path:
 def test_processes_measure_the_same_and_their_end_is_reported(squares: type[Squares], tmp_path: Path) -> None:
     import recipe_of_processes as other
 
-    results = run(other.Cubes(other.Cubes.configure(out=tmp_path / "p", workers=2, seeds=2)), [], lambda text: None)
-    alone = run(other.Cubes(other.Cubes.configure(out=tmp_path / "t", workers=0, seeds=2)), [], lambda text: None)
+    results = run(other.Cubes.configure(out=tmp_path / "p", workers=2, seeds=2), [], lambda text: None)
+    alone = run(other.Cubes.configure(out=tmp_path / "t", workers=0, seeds=2), [], lambda text: None)
     sort = lambda frame: frame.sort_values(["value", "seed"]).reset_index(drop=True)  # noqa: E731
     pd.testing.assert_frame_equal(sort(results.frame), sort(alone.frame))
-    dying = other.Cubes(other.Cubes.configure(values=(-100, 1), workers=1))
+    dying = other.Cubes.configure(values=(-100, 1), workers=1)
     with pytest.raises(RuntimeError, match="value -100, seed 0 ended before it was done"):
         list(running.measure_units(dying, [({"value": -100}, 0)], lambda text: None))
     with pytest.raises(RuntimeError, match=r"value 0, seed 0 failed: .*by zero"):
@@ -312,8 +299,8 @@ def test_every_size_of_every_recipe_is_in_range() -> None:
     for name, kind in recipes.items():
         if isinstance(kind, type) and issubclass(kind, Recipe):
             assert kind.name == name
-            for size in ("small", *kind.sizes):
-                made = kind(kind.configure(size, device="cpu"))
+            for size in ("small", *kind.by_size):
+                made = kind.configure(size, device="cpu")
                 check_shared(made)
                 cells = made.cells()
                 assert len({json.dumps(cell) for cell in cells}) == len(cells) > 0, (name, size)

@@ -56,7 +56,7 @@ def test_more_damage_recalls_less() -> None:
     sums, pairs = chosen(found, "linear", "sums"), chosen(found, "linear")
     assert means(sums, "zeroed")[0] > means(sums, "zeroed")[2] + 0.3
     assert means(sums, "zeroed")[1] > means(pairs, "zeroed")[1]  # one matrix is spread out, pairs are hit twice
-    (claim,) = capacity.RecallCapacity(capacity.RecallCapacity.configure(zeroed=(0.1, 0.5, 0.9))).claims(found)
+    (claim,) = capacity.RecallCapacity.configure(zeroed=(0.1, 0.5, 0.9)).claims(found)
     assert claim.estimates[""].mean == pytest.approx(means(sums, "zeroed")[1] - means(pairs, "zeroed")[1])
 
 
@@ -64,7 +64,7 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
     """|A k_i - v_i|^2 with A = sum v k^T, in numpy, over the recipe's own memories."""
     import torch
 
-    config = capacity.RecallCapacityConfig(dim=16, cues=10, stored=20)
+    config = capacity.RecallCapacity(dim=16, cues=10, stored=20)
     case = capacity.trial(config, "pairs", 20, 0)
     k, v = case.keys[:, 0].numpy(), case.values[:, 0].numpy()
     assert np.abs((k * k).sum(-1) - 1).max() < 1e-5
@@ -86,7 +86,7 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
 def test_signal_and_interference_are_those_of_equation_5() -> None:
     """Local Linear Attention, equation 5, written out: (k.k - 1) v_j and the sum over the others, for keys of length
     sqrt(2); for Mesa and softmax, the weights of the values by their formulas."""
-    case = capacity.trial(capacity.RecallCapacityConfig(dim=16, cues=10), "pairs", 20, 0)
+    case = capacity.trial(capacity.RecallCapacity(dim=16, cues=10), "pairs", 20, 0)
     k, v = (x[:, 0].double().numpy() for x in (case.keys, case.values))
     linear = 2 * np.einsum("scd,sjd->scj", k[:, :10], k)
     gram = np.einsum("sjd,sje->sde", k, k) + np.eye(16)
@@ -207,7 +207,7 @@ def test_help_and_list(capsys: pytest.CaptureFixture) -> None:
         assert name in listed
         assert reproduce(name, "--help") == 0
         text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-        for field in fields(recipe.Config):
+        for field in fields(recipe):
             flag = field.name.replace("_", "-")
             assert f"--no-{flag} " in text if field.default is True else f"--{flag} " in text
 

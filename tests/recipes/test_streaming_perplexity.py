@@ -63,13 +63,13 @@ def test_all_layouts_with_all_memories() -> None:
     assert len(recipe.StreamingPerplexity.known) == 5 * 5 + 1
     assert {row.memory for row in recipe.ROWS if row.layout == "FA-pSWA"} == set(MEMORIES)
     assert recipe.ROWS[-1] == Row(LACT)
-    assert set(made().models) == set(recipe.SMALL)
-    assert made("paper", device="cpu").models == tuple(row.name for row in recipe.ROWS)
+    assert set(made().trained) == set(recipe.SMALL)
+    assert made("paper", device="cpu").trained == tuple(row.name for row in recipe.ROWS)
 
 
 @pytest.mark.parametrize("row", [Row("GDN+SWA", "PKM+FwPKM"), Row("FA-pSWA", "FwMLP"), Row(LACT), Row("GDN+FA", "PKM")])
 def test_models_of_the_rows(row: Row) -> None:
-    config = row_config(row, made(layers=4, chunk=24).config, 258)
+    config = row_config(row, made(layers=4, chunk=24), 258)
     with torch.device("meta"):
         model = HybridForCausalLM(config)
     names = {type(module).__name__ for module in model.modules()}
@@ -85,7 +85,7 @@ def test_models_of_the_rows(row: Row) -> None:
 def test_the_size_of_the_paper() -> None:
     paper = made("paper", device="cpu")
     assert paper.places() == Places((2, 6, 10), (2, 6, 10), (6,), (2, 10))
-    assert (paper.config.context, paper.config.steps, paper.config.segments) == (4096, 20_000, 16)
+    assert (paper.context, paper.steps, paper.segments) == (4096, 20_000, 16)
     with torch.device("meta"):
         memories = memory_modules(HybridForCausalLM(paper.model_config("GDN | FwPKM", 1000)))
     assert list(memories) == [2, 6, 10]
@@ -220,5 +220,5 @@ def test_verdicts_follow_the_numbers(changes: dict, expected: dict) -> None:
 
 def test_models_without_memories_decide_nothing() -> None:
     own = made(models=("GDN", "FA"), rates=(4e-3,))
-    rows = [row for name in own.models for row in rows_of(Row(name), {"new": (2.0, 2.0)}, 0.5, 3)]
+    rows = [row for name in own.trained for row in rows_of(Row(name), {"new": (2.0, 2.0)}, 0.5, 3)]
     assert verdicts(own, rows) == {}

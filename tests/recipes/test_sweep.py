@@ -10,7 +10,7 @@ from regard.checks import ArgumentError
 from regard.cli import main
 from regard_recipes.lib.recipe import check_shared
 from regard_recipes.lib.results import Journal
-from regard_recipes.sweep.sweep import Sweep, SweepConfig
+from regard_recipes.sweep.sweep import Sweep
 
 GRID = """
 [task]
@@ -43,7 +43,7 @@ kind = "memory-mosaic"
 def sweep(folder: Path, text: str = GRID) -> Sweep:
     file = folder / "grid.toml"
     file.write_text(text)
-    return Sweep(SweepConfig(file=file, out=folder / "out", workers=0))
+    return Sweep.configure(file=file, out=folder / "out", workers=0)
 
 
 def test_the_grid(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_grid(tmp_path: Path) -> None:
     assert len(cells) == 2 * 2 * 2
     assert {cell["task"] for cell in cells} == {"symbols 3", "symbols 4"}
     assert {cell["rate"] for cell in cells} == {1e-3, 1e-2}
-    assert (made.config.seeds, made.config.steps) == (2, 4)
+    assert (made.seeds, made.steps) == (2, 4)
     task = made.training_tasks()["symbols 4"]
     assert type(made.make_model("mosaic", task)).__name__ == "MemoryMosaicForCausalLM"
 

@@ -32,7 +32,7 @@ def frame(validation: dict[tuple[str, float], float], test: dict[tuple[str, floa
 
 def recall(**changes: Any) -> Any:
     kind = recipes.get("associative-recall")
-    return kind(kind.configure("quick", **changes))
+    return kind.configure("quick", **changes)
 
 
 def test_each_model_has_the_rate_with_the_best_validation_score() -> None:
@@ -58,14 +58,14 @@ def test_models_that_learned_nothing_decide_nothing() -> None:
 def test_models_and_sizes(name: str) -> None:
     """Every known model can be made at the size 'quick', and every training task has examples of each split."""
     kind = recipes.get(name)
-    made = kind(kind.configure("quick", models=()))
+    made = kind.configure("quick", models=())
     for task in made.training_tasks().values():
         for model in made.known:
             assert sum(p.numel() for p in made.make_model(model, task).parameters()) > 0
         for split in ("train", "validation", "test") if isinstance(task, TokenTask) else ():
             assert len(task.example(0, 0, split).tokens) > 1
     with pytest.raises(ArgumentError, match=f"reproduce: {name}: --models names 'sofmax'"):
-        check_shared(kind(kind.configure("quick", models=("sofmax",))))
+        check_shared(kind.configure("quick", models=("sofmax",)))
 
 
 def test_there_are_some() -> None:
@@ -74,10 +74,10 @@ def test_there_are_some() -> None:
 
 def test_slow_models_are_trained_where_they_are_named() -> None:
     kind = recipes.get("associative-recall")
-    assert "Mamba" not in kind(kind.configure()).models
-    assert kind(kind.configure(models=("softmax", "Mamba"))).models == ("softmax", "Mamba")
-    assert "Mamba" in kind(kind.configure("paper")).models
-    made = kind(kind.configure(models=("Mamba",), width=16, head=16))
+    assert "Mamba" not in kind.configure().trained
+    assert kind.configure(models=("softmax", "Mamba")).trained == ("softmax", "Mamba")
+    assert "Mamba" in kind.configure("paper").trained
+    made = kind.configure(models=("Mamba",), width=16, head=16)
     net = made.make_model("Mamba", MQAR(tokens=64, length=32, pairs=4))
     assert type(net).__module__.startswith("transformers.")
     assert net.config.state_size * 2 * 16 == 16**2  # a state as large as those of the other models

@@ -124,5 +124,5 @@ def test_the_choice_is_the_best_of_the_grid_on_other_sequences() -> None:
 
 
 def test_wide_cells_have_fewer_sequences() -> None:
-    small = recipe.RegressionConfig()
+    small = recipe.Regression()
     assert [recipe.count(small, d) for d in (8, 32, 64, 128, 4096)] == [32, 32, 16, 8, 2]

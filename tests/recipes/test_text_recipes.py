@@ -30,7 +30,7 @@ FACTS = {"floor": 3.0}
 
 def make(name: str, size: str = "quick", **changes: Any) -> Any:
     kind = recipes.get(name)
-    return kind(kind.configure(size, **changes))
+    return kind.configure(size, **changes)
 
 
 def results(rows: list[dict[str, Any]]) -> Results:
@@ -91,7 +91,7 @@ def test_every_known_model_can_be_made(name: str, size: str) -> None:
     for cell in cells:
         config = made.model_config(cell, 300)
         with torch.device("meta"):
-            assert model_of(config)(config).config.hidden_size == made.config.width
+            assert model_of(config)(config).config.hidden_size == made.width
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,12 @@ SHORTER = {
 def make(name: str, **changes: Any) -> Any:
     """Return a recipe with the options of a tiny run."""
     kind = recipes.get(name)
-    return kind(kind.configure("quick", **{"workers": 0, **TINY[name], **changes}))
+    return kind.configure("quick", **{"workers": 0, **TINY[name], **changes})
 
 
 def checked(name: str, size: str = "small", **changes: Any) -> Any:
     """Return a recipe of a size whose options were checked."""
-    made = recipes.get(name)(recipes.get(name).configure(size, **changes))
+    made = recipes.get(name).configure(size, **changes)
     check_shared(made)
     return made
 
@@ -110,7 +110,7 @@ def course_rows(made: Any, course: Callable[[Any, int], tuple[list[float], dict[
     of its looks and further columns of its run."""
     rows: list[dict[str, Any]] = []
     for cell in made.cells():
-        for seed in range(made.config.seeds):
+        for seed in range(made.seeds):
             losses, run = course(cell, seed)
             ends = dict.fromkeys(("train", "held_out", "test"), losses[-1])
             rows.append({**cell, "seed": seed, "kind": "run", **ends, **run})
@@ -125,7 +125,7 @@ FOLDER = Path(tempfile.gettempdir()) / f"tiny-runs-{os.environ.get('PYTEST_XDIST
 
 @cache
 def tiny(name: str) -> tuple[Any, Results]:
-    """Return a recipe and what a tiny run stored; `made.config.out` is its folder."""
+    """Return a recipe and what a tiny run stored; `made.out` is its folder."""
     FOLDER.mkdir(exist_ok=True)
     made: Recipe = make(name, out=FOLDER / name)
     with FileLock(FOLDER / f"{name}.lock"), pytest.MonkeyPatch.context() as patch:
@@ -133,7 +133,7 @@ def tiny(name: str) -> tuple[Any, Results]:
             patch.setattr(*SHORTER[name])
         if not (FOLDER / name / f"{name}.json").exists():
             run(made, [], lambda text: None)
-    return made, load(type(made), made.config.out)[1]
+    return made, load(type(made), made.out)[1]
 
 
 def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,31 +1,25 @@
 """Show errors in the five papers and in the programs that were published with them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import getsourcelines
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, Row, recipe
+from ..lib.recipe import Cell, Recipe, Results, Row, recipe
 from . import _fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention  # noqa: F401  (they register errata)
 from ._listing import ERRATA
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrataConfig(RecipeConfig):
-    only: tuple[str, ...] = tuple(ERRATA)  # Names of the errata to show; all by default.
-    choices: ClassVar = {"only": tuple(ERRATA)}
 
 
 @recipe("errata")
 class Errata(Recipe):
     """Errors in the papers and their programs, each with a function of a few lines that shows it."""
 
-    Config = ErrataConfig
-    sizes: ClassVar = {"quick": {}, "paper": {}}
+    only: tuple[str, ...] = tuple(ERRATA)  # Names of the errata to show; all by default.
+    choices: ClassVar = {"only": tuple(ERRATA)}
+    by_size: ClassVar = {"quick": {}, "paper": {}}
 
     def cells(self) -> Sequence[Cell]:
-        return [{"erratum": name} for name in self.config.only]
+        return [{"erratum": name} for name in self.only]
 
     def measure(self, cell: Cell, seed: int) -> Iterable[Row]:
         numbers = ERRATA[cell["erratum"]].numbers()

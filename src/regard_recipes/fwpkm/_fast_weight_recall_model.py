@@ -20,7 +20,7 @@ from regard.nn.memory_trace import SlotStatistics, WriterTrace, observed
 from regard.tasks import CrossDocumentRecall, RecallExamples
 from regard.training.device import resolve_device
 
-from .fast_weight_recall import EXACT, RULES, FastWeightRecallConfig, task_of
+from .fast_weight_recall import EXACT, RULES, FastWeightRecall, task_of
 
 BETAS = (0.9, 0.95)
 TRAINED_READS = 2
@@ -49,7 +49,7 @@ class RecallModel(nn.Module):
         return self.output(self.norm(hidden + recalled))
 
 
-def make_model(config: FastWeightRecallConfig, rule: str, *, stress: bool) -> RecallModel:
+def make_model(config: FastWeightRecall, rule: str, *, stress: bool) -> RecallModel:
     """Return a model with the memory of the config, or with the one that is too small."""
     own, side = task_of(config), config.stress_sub_keys if stress else config.sub_keys
     memory = {
@@ -60,7 +60,7 @@ def make_model(config: FastWeightRecallConfig, rule: str, *, stress: bool) -> Re
 
 
 def train_and_measure(
-    config: FastWeightRecallConfig, rule: str, seed: int, *, stress: bool = False
+    config: FastWeightRecall, rule: str, seed: int, *, stress: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Train on two readings of every document, the loss on the second; then measure. Yield rows of the kinds "run" (the
     model, its seconds, and shares of retrieved slots that hold the right value), "loss" (nats, means of eight parts of

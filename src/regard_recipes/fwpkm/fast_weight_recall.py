@@ -12,7 +12,6 @@ wrote the slots that are read; and whether the entropy of section 3.3 spreads cl
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from regard.tasks import CrossDocumentRecall
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
 from ..lib.display import MISSING, Show, lines, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
 RULES: dict[str, dict[str, Any]] = {
@@ -37,8 +36,16 @@ HITS = (0.75, 0.95)  # least share of retrieved slots that hold the right value,
 WIDER = 2.0  # times the slots that queries must use with the entropy
 
 
-@dataclass(frozen=True, kw_only=True)
-class FastWeightRecallConfig(RecipeConfig):
+def task_of(own: "FastWeightRecall", **changes: Any) -> CrossDocumentRecall:
+    """Return the task of the measurement, or one with other documents and reads."""
+    numbers: dict[str, Any] = {"documents": own.documents, "reads": own.reads, **changes}
+    return CrossDocumentRecall(own.keys, own.keys, own.pairs, **numbers)
+
+
+@recipe("fast-weight-recall")
+class FastWeightRecall(Recipe):
+    """Recall after one reading, after remapping and beyond capacity, under each rule of writing fast weights."""
+
     seeds: int = 3
     """Models of each kind."""
     rules: tuple[str, ...] = tuple(RULES)  # Rules of writing to train with.
@@ -62,20 +69,7 @@ class FastWeightRecallConfig(RecipeConfig):
         **dict.fromkeys(("steps", "stress_steps", "batch", "examples", "width", "top_k"), (1, math.inf)),
         "reads": (2, math.inf), "learning_rate": (1e-9, 1e3),
     }  # fmt: skip
-
-
-def task_of(own: FastWeightRecallConfig, **changes: Any) -> CrossDocumentRecall:
-    """Return the task of the measurement, or one with other documents and reads."""
-    numbers: dict[str, Any] = {"documents": own.documents, "reads": own.reads, **changes}
-    return CrossDocumentRecall(own.keys, own.keys, own.pairs, **numbers)
-
-
-@recipe("fast-weight-recall")
-class FastWeightRecall(Recipe):
-    """Recall after one reading, after remapping and beyond capacity, under each rule of writing fast weights."""
-
-    Config = FastWeightRecallConfig
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"steps": 150, "stress_steps": 120, "examples": 16, "seeds": 1},
         "paper": {
             "sub_keys": 512, "stress_sub_keys": 64, "key_dim": 512, "top_k": 8, "width": 256, "keys": 2048,
@@ -89,10 +83,10 @@ class FastWeightRecall(Recipe):
 
         with torch.device("meta"):
             for stress in (False, True):
-                make_model(self.config, self.config.rules[0], stress=stress)
+                make_model(self, self.rules[0], stress=stress)
 
     def cells(self) -> list[Cell]:
-        rules = self.config.rules
+        rules = self.rules
         small = [rule for rule in rules if rule != DETACHED]
         return [
             *({"memory": ROOM, "rule": rule} for rule in rules),
@@ -105,12 +99,12 @@ class FastWeightRecall(Recipe):
 
         if cell["memory"] == CLUSTERED:
             return measure_collapse(seed)
-        return train_and_measure(self.config, cell["rule"], seed, stress=cell["memory"] == SMALL)
+        return train_and_measure(self, cell["rule"], seed, stress=cell["memory"] == SMALL)
 
     def claims(self, results: Results) -> list[Claim]:
         recall = results.select(kind="recall", memory=ROOM)
         once, runs = once_of(results), results.select(kind="run", memory=ROOM).dropna(subset=["hit_last"])
-        rules, whole = self.config.rules, 4 * self.config.pairs
+        rules, whole = self.rules, 4 * self.pairs
         exact = [rule for rule in EXACT if rule in rules]
 
         def means(rows: Frame, by: list[str], value: str = "accuracy") -> dict[str, Estimate]:
@@ -145,7 +139,7 @@ class FastWeightRecall(Recipe):
         ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        own, task = self.config, task_of(self.config)
+        task = task_of(self)
         recall, runs, clustered = (results.select(kind=kind) for kind in ("recall", "run", "clustered"))
         named = recall.assign(document="document " + recall["document"].astype(int).astype(str))
         once = once_of(results)
@@ -164,7 +158,7 @@ class FastWeightRecall(Recipe):
             mean, base = rows["coverage"].mean(), without[rows["spread"].iloc[0]]
             return f"{mean:.3f} ({mean / base:.1f} times)" if rows["weight"].iloc[0] else f"{mean:.3f}"
 
-        note = f"Share of right values by reading; chance is {task.chance:.3f}. Means; seeds: {own.seeds}."
+        note = f"Share of right values by reading; chance is {task.chance:.3f}. Means; seeds: {self.seeds}."
         shares: Show = lambda rows: " / ".join(  # noqa: E731
             f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING  # fmt: skip
         by_document = lambda kind: pivot(select(named, memory=kind), ["rule"], {"": shares}, "document", note=note)  # noqa: E731
@@ -186,7 +180,7 @@ class FastWeightRecall(Recipe):
         recall, clustered = results.select(kind="recall"), results.select(kind="clustered")
         panels = {
             f"{kind}, document {document}": select(recall, memory=kind, document=document)
-            for document in range(1, self.config.documents + 1) for kind in (ROOM, SMALL)
+            for document in range(1, self.documents + 1) for kind in (ROOM, SMALL)
         }  # fmt: skip
         clustered = clustered.assign(entropy=clustered["weight"].map("weight {:g}".format))
         return {

@@ -9,7 +9,6 @@ four readings.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from ..lib.recipe import Frame, Results, recipe, select
 from ..long_text.names_reading import read_names
 from ..long_text.needle_reading import answer_rows
 from .memory_layouts import PAPER, Row
-from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesConfig, NamesAndNeedlesRecipe
+from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {
@@ -39,43 +38,37 @@ CLEAR = 0.1  # nats, and share of needles, that a part must be worth to matter
 COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory counts as collapsed
 
 
-@dataclass(frozen=True, kw_only=True)
-class FwPKMAblationConfig(NamesAndNeedlesConfig):
+@recipe("fwpkm-ablation")
+class FwPKMAblation(NamesAndNeedlesRecipe):
+    """A fast-weight product-key memory with one part left out at a time: losses, gates, slots in use, needles."""
+
     sub_keys: int = 32
     steps: int = 100
     examples: int = 32
     """Haystacks with a question that each model is asked."""
     segments: int = 16  # Training windows of each document.
     limits: ClassVar = {"segments": (1, math.inf)}
-
-
-@recipe("fwpkm-ablation")
-class FwPKMAblation(NamesAndNeedlesRecipe):
-    """A fast-weight product-key memory with one part left out at a time: losses, gates, slots in use, needles."""
-
-    Config = FwPKMAblationConfig
     known: ClassVar = {name: {"row": Row("GDN", "none" if name == NONE else "FwPKM"), "fast": options}
                        for name, options in OPTIONS.items()}  # fmt: skip
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "segments": 2, "haystack": 80},
         "paper": {**PAPER_BOTH, "examples": 500},
     }
 
     def fast(self, name: str) -> dict[str, Any]:
-        return {**super().fast(name), **({"top_k": 4 * self.config.top_k} if name == WIDER else {})}
+        return {**super().fast(name), **({"top_k": 4 * self.top_k} if name == WIDER else {})}
 
     def training_tasks(self) -> Mapping[str, Any]:
-        return {NAMES: self.names(self.config.context), NEEDLES: self.needles()}
+        return {NAMES: self.names(self.context), NEEDLES: self.needle_task()}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
-        own = self.config
         if name == NEEDLES:
-            return answer_rows(model, test, own.haystack, own.needles, own.examples, own.seed, reads=own.reads)
-        text = self.names(own.segments * own.context + 1)
-        return read_names(model, text, text.documents(own.documents, own.seed), own.context, ("paper", "frozen"))
+            return answer_rows(model, test, self.haystack, self.needles, self.examples, self.seed, reads=self.reads)
+        text = self.names(self.segments * self.context + 1)
+        return read_names(model, text, text.documents(self.documents, self.seed), self.context, ("paper", "frozen"))
 
     def claims(self, results: Results) -> list[Claim]:
-        if WHOLE not in self.models:
+        if WHOLE not in self.trained:
             return []
         seen = self.by_seed(results)
         of = lambda name: select(seen, model=name)  # noqa: E731
@@ -121,13 +114,13 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         read = means(select(documents, rule="paper"), ["loss", "within", "across"])
         frozen = means(select(documents, rule="frozen"), ["across"]).rename(columns={"across": "frozen"})
         layers = means(self.chosen(results, "layer"), list(STATISTICS))
-        answers = means(select(self.chosen(results, "answers"), read=self.config.reads), ["share"])
+        answers = means(select(self.chosen(results, "answers"), read=self.reads), ["share"])
         lost = self.chosen(results, "run").groupby(key, sort=False)["diverged"].max().astype(bool)
         return read.join([frozen, layers, answers, lost], how="outer").reset_index()
 
     def tables(self, results: Results) -> dict[str, Any]:
-        seen, reads = self.by_seed(results), self.config.reads
-        whole, order = select(seen, model=WHOLE), {name: place for place, name in enumerate(self.models)}
+        seen, reads = self.by_seed(results), self.reads
+        whole, order = select(seen, model=WHOLE), {name: place for place, name in enumerate(self.trained)}
         seen = seen.sort_values("model", key=lambda names: names.map(order), kind="stable")
         values: dict[str, Show] = {
             "nats": "{loss:.3f}", "earlier segments": interval("across"),
@@ -139,9 +132,9 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
             f"Nats per token on documents read in order, the memory carried on, and of what names from earlier "
             f"segments have; never written: the same with a memory that stays as it is made. Coverage: share of the "
             f"slots that were read; collisions: share of the reads of slots that were read more than once. Means, ± "
-            f"half the 95 % interval; seeds: {self.config.seeds}."
+            f"half the 95 % interval; seeds: {self.seeds}."
         )
-        chance = f"{self.config.examples} questions a seed. Chance: {10.0**-self.config.digits:.2g}."
+        chance = f"{self.examples} questions a seed. Chance: {10.0**-self.digits:.2g}."
         return {
             "What a part is worth": pivot(seen, ["model"], values, note=note),
             "Needles by readings": pivot(self.chosen(results, "answers"), ["model"], {"": "{share:.0%}"},
@@ -155,7 +148,7 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         y = {"share": "share of right answers"}
         made = {"curves": self.curves(results),
                 "needles": lines({"needles": self.chosen(results, "answers")}, "read", y, "model")}  # fmt: skip
-        layers = select(self.chosen(results, "layer"), seed=self.config.seed)
+        layers = select(self.chosen(results, "layer"), seed=self.seed)
         gates: dict[str, dict[str, Any]] = {}
         for model, layer, counts in layers[["model", "layer", "counts"]].itertuples(index=False):
             if isinstance(counts, list):

@@ -8,7 +8,6 @@ memory layer is shown by token. What the paper says of both is counted over many
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +21,7 @@ from ..lib.recipe import Frame, Results, recipe, select
 from ..long_text.names_reading import read_names
 from ._fwpkm_looks import WRITERS, case_of, gate_rows, look_at_slots
 from .memory_layouts import PAPER, Places, Row
-from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesConfig, NamesAndNeedlesRecipe
+from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
 MAJORITY = 0.5
@@ -32,8 +31,10 @@ PLACES = {"new": "new names", "within": "repeated names", "other": "other tokens
 NOTHING = "writing does not lower the loss on names that come back, so that gates have nothing to follow"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FwPKMCaseStudiesConfig(NamesAndNeedlesConfig):
+@recipe("fwpkm-case-studies")
+class FwPKMCaseStudies(NamesAndNeedlesRecipe):
+    """Slots that answer a needle's question with their hits, and gates over a text: the two case studies of FwPKM."""
+
     seeds: int = 5
     """Models that are trained; the first one's case is drawn."""
     layers: int = 4
@@ -48,27 +49,20 @@ class FwPKMCaseStudiesConfig(NamesAndNeedlesConfig):
     gate_tokens: int = 480  # Tokens of each document.
     drawn: int = 240  # Tokens of the first document that are drawn.
     limits: ClassVar = {"gate_chunk": (2, math.inf), "gate_tokens": (2, math.inf), "drawn": (1, math.inf)}
-
-
-@recipe("fwpkm-case-studies")
-class FwPKMCaseStudies(NamesAndNeedlesRecipe):
-    """Slots that answer a needle's question with their hits, and gates over a text: the two case studies of FwPKM."""
-
-    Config = FwPKMCaseStudiesConfig
     known: ClassVar = {ROW.name: {"row": ROW}}
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "haystack": 80, "gate_tokens": 120, "documents": 4, "drawn": 60},
         "paper": {**PAPER_BOTH, "seeds": 3, "gate_chunk": 32, "gate_tokens": 10_000, "examples": 100, "drawn": 600},
     }
 
     def places(self) -> Places:
         """Fast memories low and high, a slow one between them."""
-        layers, usual = self.config.layers, super().places()
+        layers, usual = self.layers, super().places()
         slow, fast = (layers // 2,), (min(1, layers - 1), layers - 1)
         return usual if layers >= 12 else Places(usual.slow, usual.fast, slow, fast)
 
     def training_tasks(self) -> Mapping[str, Any]:
-        return {NEEDLES: self.needles(), NAMES: self.names(self.config.context)}
+        return {NEEDLES: self.needle_task(), NAMES: self.names(self.context)}
 
     def prepare(self) -> Mapping[str, Any]:
         tasks = self.training_tasks()
@@ -77,15 +71,14 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
         from regard.models.hybrid.memories import chunk_size
 
-        own = self.config
         if name == NEEDLES:
-            yield from look_at_slots(model, test, own.haystack, own.needles, own.examples, own.seed, own.reads)
+            yield from look_at_slots(model, test, self.haystack, self.needles, self.examples, self.seed, self.reads)
             return
-        text = self.names(own.gate_tokens + 1)
-        documents = text.documents(own.documents, own.seed)
-        with chunk_size(model, own.gate_chunk):
-            yield from read_names(model, text, documents, own.gate_tokens, ("paper", "frozen"))
-            yield from gate_rows(model, documents[0][: own.drawn])
+        text = self.names(self.gate_tokens + 1)
+        documents = text.documents(self.documents, self.seed)
+        with chunk_size(model, self.gate_chunk):
+            yield from read_names(model, text, documents, self.gate_tokens, ("paper", "frozen"))
+            yield from gate_rows(model, documents[0][: self.drawn])
 
     def claims(self, results: Results) -> list[Claim]:
         slots, gates = (self.layers_of(results, task) for task in (NEEDLES, NAMES))
@@ -129,16 +122,15 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         return select(self.chosen(results, "layer"), task=task)
 
     def tables(self, results: Results) -> dict[str, Any]:
-        own = self.config
         slots = {"hits, last writer": "hits", f"hits, one of the last {WRITERS}": "hits_of_four",
                  "weight on hits": "weight", "misses by the same token": "same_query",
                  "the same by chance": "same_by_chance", "never written": "never",
                  "right answers with a miss": "mixed"}  # fmt: skip
         gates = {"mean gate": "mean", "deviation": "deviation", **{f"on {said}": part for part, said in PLACES.items()}}
         exact = self.chosen(results, "slots")["exact"].mean()
-        note = f"After {own.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {own.seeds}."
-        read = (f"On {own.documents} documents of {own.gate_tokens:,} tokens, written after every {own.gate_chunk}; a "
-                f"gate at a name decides what is predicted for it. ± half the 95 % interval over seeds.")  # fmt: skip
+        note = f"After {self.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {self.seeds}."
+        read = (f"On {self.documents} documents of {self.gate_tokens:,} tokens, written after every {self.gate_chunk}; "
+                f"a gate at a name decides what is predicted for it. ± half the 95 % interval over seeds.")  # fmt: skip
         loss = {f"nats, {said}": interval(part) for part, said in PLACES.items()}
         return {
             "Retrieved slots": pivot(self.layers_of(results, NEEDLES), {"layer": "memory"},
@@ -180,14 +172,14 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
     def case(self, results: Results) -> tuple[Any, str]:
         """Return the retrieved slots that are drawn, and what they are."""
         words = results.facts["words"][NEEDLES]
-        row = select(self.chosen(results, "slots"), seed=self.config.seed).iloc[0]
+        row = select(self.chosen(results, "slots"), seed=self.seed).iloc[0]
         asked = "".join(words[token] for _, token in row["answers"])
         said = "".join(words[row["tokens"][position + 1]] for position, _ in row["answers"])
         how = "correctly" if row["right"] else "wrongly"
-        return case_of(row, words), f"The answer {asked}, given {how} as {said}, after {self.config.reads} readings"
+        return case_of(row, words), f"The answer {asked}, given {how} as {said}, after {self.reads} readings"
 
     def gates(self, results: Results) -> GateTrace:
         """Return the first model's gates on the part of the text that is drawn."""
-        rows = select(self.chosen(results, "gates"), seed=self.config.seed)
+        rows = select(self.chosen(results, "gates"), seed=self.seed)
         labels = tuple(f" {results.facts['words'][NAMES][token]}" for token in rows["tokens"].iloc[0])
         return GateTrace(labels, tuple(rows["layer"]), torch.tensor(rows["gates"].tolist()))

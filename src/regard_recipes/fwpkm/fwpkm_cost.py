@@ -8,7 +8,6 @@ that runs here, forward, backward and the optimiser's step.
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,8 +19,8 @@ from regard.nn.memories import MemoryLayer
 
 from ..lib.claims import Claim, exact
 from ..lib.display import Show, dots, pivot, stat
-from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, train_language_model
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe
+from ..lib.language_training import Budget, Corpus, LanguageOptions, initial_range, train_language_model
+from ..lib.recipe import Cell, Frame, Results, recipe
 from .memory_layouts import (
     LAYOUTS,
     MEMORIES,
@@ -30,7 +29,7 @@ from .memory_layouts import (
     PKM_HEADS,
     PKM_TOP_K,
     TOP_K,
-    MemoryConfig,
+    MemoryOptions,
     Places,
     Row,
     check_sizes,
@@ -56,8 +55,10 @@ TEXT = 8192  # tokens that the measured models are trained on
 NOTHING = (float("nan"),) * 3  # where the paper has no number
 
 
-@dataclass(frozen=True, kw_only=True)
-class FwpkmCostConfig(MemoryConfig, LanguageConfig):
+@recipe("fwpkm-cost")
+class FwpkmCost(MemoryOptions, LanguageOptions):
+    """Parameters, operations and samples per second of the fast-weight paper's models (its table 2)."""
+
     workers: int = 1
     """Models that are measured at the same time."""
     layouts: tuple[str, ...] = ("GDN", "GDN+SWA", "GDN+FA", "FA")  # Layouts that are counted and measured.
@@ -70,47 +71,42 @@ class FwpkmCostConfig(MemoryConfig, LanguageConfig):
     sub_keys: int = 128
     memory_dim: int = 128
     choices: ClassVar = {"layouts": LAYOUTS, "memories": MEMORIES}
-
-
-@recipe("fwpkm-cost")
-class FwpkmCost(Recipe):
-    """Parameters, operations and samples per second of the fast-weight paper's models (its table 2)."""
-
-    Config = FwpkmCostConfig
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "steps": 3},
         "paper": {**PAPER_MODEL, "dtype": "bfloat16", "batch": 8, "steps": 20},
     }  # fmt: skip
 
     def check(self) -> None:
-        own, call = self.config, self.call()
-        if "none" not in own.memories:
+        call = self.call()
+        if "none" not in self.memories:
             raise ArgumentError(f"{call}: --memories lacks none, to which all others are compared; add it.")
-        check_sizes(call, own, own.layouts)
+        check_sizes(call, self, self.layouts)
         self.budget().check(call)
         for cell in self.cells():
-            row_config(Row(cell["layout"], cell["memory"]), own, self.vocabulary)
+            row_config(Row(cell["layout"], cell["memory"]), self, self.vocabulary)
 
     def cells(self) -> list[Cell]:
-        rows = [Row(layout, memory) for layout in self.config.layouts for memory in self.config.memories]
+        rows = [Row(layout, memory) for layout in self.layouts for memory in self.memories]
         return [{"model": row.name, "layout": row.layout, "memory": row.memory} for row in rows]
 
     def budget(self) -> Budget:
         """Return a few steps."""
-        return Budget.of(self.config, learning_rate=1e-4, measured=2)
+        return Budget.of(self, learning_rate=1e-4, measured=2)
 
     @property
     def vocabulary(self) -> int:
         """Return the number of tokens of the models that are measured."""
-        return PAPER_VOCABULARY if self.config.size == "paper" else 256
+        return PAPER_VOCABULARY if self.size == "paper" else 256
 
     def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
-        row, own = Row(cell["layout"], cell["memory"]), self.config
+        row = Row(cell["layout"], cell["memory"])
         yield {"kind": "count", **counted(row, PAPER_SIZES, PAPER_BATCH)}
-        draw, count = torch.Generator().manual_seed(own.seed), max(TEXT, 2 * own.context)
+        draw, count = torch.Generator().manual_seed(self.seed), max(TEXT, 2 * self.context)
         tokens = torch.randint(self.vocabulary, (count,), dtype=torch.int32, generator=draw)
-        config = row_config(row, own, self.vocabulary, initializer_range=initial_range(own.width))
-        yield train_language_model(config, Corpus(tokens, tokens[: own.context]), self.budget(), seed, name=row.name)[0]
+        config = row_config(row, self, self.vocabulary, initializer_range=initial_range(self.width))
+        yield train_language_model(config, Corpus(tokens, tokens[: self.context]), self.budget(), seed, name=row.name)[
+            0
+        ]
 
     def claims(self, results: Results) -> list[Claim]:
         counts, made = beside_paper(results, "count"), []
@@ -137,7 +133,7 @@ class FwpkmCost(Recipe):
         }  # fmt: skip
         measured: dict[str, Show] = {
             "learned": "{parameters:,.0f}", "step, in units of none": "{relative:.2f}", "paper": "{paper_relative:.2f}",
-            "peak": "{peak:.0f} MiB", "samples/s": lambda rows: f"{self.config.batch / rows['step'].iloc[0]:.2f}",
+            "peak": "{peak:.0f} MiB", "samples/s": lambda rows: f"{self.batch / rows['step'].iloc[0]:.2f}",
             "paper, samples/s": "{paper_samples:.2f}",
         }  # fmt: skip
         tera = 3e-12 * PAPER_BATCH * PAPER_SIZES.context

@@ -29,8 +29,8 @@ PKM_HEADS, PKM_TOP_K, TOP_K = 4, 32, 8
 """Heads of a slow memory and slots that each reads; slots that a fast memory reads, as far as there are sub-keys."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
+@dataclass(kw_only=True, eq=False)
+class MemoryOptions:
     """Options of recipes whose models have memories."""
 
     width: int = 64
@@ -113,7 +113,7 @@ def row_config(
     row: Row, own: Any, vocabulary: int, fast: Mapping[str, Any] | None = None, places: Places | None = None,
     **fields: Any,
 ) -> Any:  # fmt: skip
-    """Return the configuration of a row in the sizes of `own`, which has the options of `MemoryConfig`, with further
+    """Return the configuration of a row in the sizes of `own`, which has the options of `MemoryOptions`, with further
     options of a FwPKM memory (`fast`) and `fields`."""
     from regard.models import HybridConfig
 

@@ -1,7 +1,6 @@
 """What the recipes share that train models with memories on tasks: their options and their models."""
 
 import math
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,10 +10,10 @@ import torch
 from regard.nn.memory.fast_weight_product_key_memory import PRESETS
 
 from ..lib.recipe import Limits, check_names
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, first_range
+from ..lib.task_recipe import TaskRecipe, first_range
 from ..long_text.names_reading import NamesText
 from ..long_text.needle_text import NeedleText, needle_text
-from .memory_layouts import PAPER_MODEL, MemoryConfig, Places, Row, check_sizes, row_config
+from .memory_layouts import PAPER_MODEL, MemoryOptions, Places, Row, check_sizes, row_config
 
 RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}
 NAMES, NEEDLES = "names", "needles"
@@ -31,9 +30,8 @@ PAPER_BOTH: dict[str, Any] = {
 """The same for recipes with both texts, names and needles."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryTaskConfig(MemoryConfig, TaskRecipeConfig):
-    """Options of the models and their training."""
+class MemoryRecipe(MemoryOptions, TaskRecipe):
+    """A recipe of models with memories; a name in `known` has a row ("row") and options of FwPKM memories ("fast")."""
 
     layers: int = 2
     heads: int = 1
@@ -51,19 +49,63 @@ class MemoryTaskConfig(MemoryConfig, TaskRecipeConfig):
     """Of every layer: none, swiglu or gelu."""
     limits: ClassVar[Limits] = {"top_k": (1, 2**16)}
 
+    def check(self) -> None:
+        super(TaskRecipe, self).check()  # the tasks, which it would make next, are made below: sizes are checked first
+        call = self.call()
+        check_names(call, "--rule", [self.rule], list(RULES))
+        check_sizes(call, self, [self.row(name).layout for name in self.trained])
+        with torch.device("meta"):  # options that do not fit are errors, and nothing is allocated
+            for task, name in product(self.training_tasks().values(), self.trained):
+                self.make_model(name, task)
 
-@dataclass(frozen=True, kw_only=True)
-class NamesConfig:
-    """Options of the text of names."""
+    def row(self, name: str) -> Row:
+        """Return how the layers of a model mix tokens, and its memory."""
+        found: Row = self.known[name]["row"]
+        return found
+
+    def model_config(self, name: str, vocabulary: int) -> Any:
+        """Return the configuration of a model."""
+        return row_config(self.row(name), self, vocabulary, self.fast(name), self.places(),
+                          initializer_range=first_range(self.width), **self.fields())  # fmt: skip
+
+    def fields(self) -> dict[str, Any]:
+        """Return further fields of every model's configuration."""
+        return {"feed_forward": self.feed_forward}
+
+    def fast(self, name: str) -> dict[str, Any]:
+        """Return the options of a model's FwPKM memories beside their sizes."""
+        top_k = min(self.top_k, self.sub_keys**2)
+        return {
+            "top_k": top_k,
+            "address_weight": self.address_weight,
+            **RULES[self.rule],
+            **self.known[name].get("fast", {}),
+        }
+
+    def places(self) -> Places:
+        """Return where memories stand."""
+        return Places.of(self.layers)
+
+    def make_model(self, name: str, task: Any) -> Any:
+        from regard.models import HybridForCausalLM
+
+        return HybridForCausalLM(self.model_config(name, task.vocabulary))
+
+
+class NamesRecipe(MemoryRecipe):
+    """A recipe with the text of names."""
 
     people: int = 4
     """People of a document."""
     limits: ClassVar[Limits] = {"people": (1, 100)}
 
+    def names(self, length: int) -> NamesText:
+        """Return the text of names, in documents of so many tokens."""
+        return NamesText.of(length, self.people, self.chunk)
 
-@dataclass(frozen=True, kw_only=True)
-class NeedleConfig:
-    """Options of the text of needles."""
+
+class NeedleRecipe(MemoryRecipe):
+    """A recipe with the text of needles."""
 
     data: Path | None = None
     """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
@@ -84,10 +126,13 @@ class NeedleConfig:
         "key_digits": (1, 4),
     }
 
+    def needle_task(self) -> NeedleText:
+        """Return the text of needles, in examples as long as a training window."""
+        return needle_text(self.data, self.words, self.digits, self.key_digits, self.context, self.most)
 
-@dataclass(frozen=True, kw_only=True)
-class NamesAndNeedlesConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
-    """Options of recipes with both texts."""
+
+class NamesAndNeedlesRecipe(NamesRecipe, NeedleRecipe):
+    """A recipe of models that learn both texts, and read haystacks and documents of another length."""
 
     batch: int = 16
     stop_at: float = 2.0
@@ -98,67 +143,6 @@ class NamesAndNeedlesConfig(NamesConfig, NeedleConfig, MemoryTaskConfig):
     """Documents of held-out names that are read."""
     limits: ClassVar[Limits] = {"documents": (1, math.inf)}
 
-
-class MemoryRecipe(TaskRecipe):
-    """A recipe of models with memories; a name in `known` has a row ("row") and options of FwPKM memories ("fast")."""
-
-    def check(self) -> None:
-        super(TaskRecipe, self).check()  # the tasks, which it would make next, are made below: sizes are checked first
-        own, call = self.config, self.call()
-        check_names(call, "--rule", [own.rule], list(RULES))
-        check_sizes(call, own, [self.row(name).layout for name in self.models])
-        with torch.device("meta"):  # options that do not fit are errors, and nothing is allocated
-            for task, name in product(self.training_tasks().values(), self.models):
-                self.make_model(name, task)
-
-    def row(self, name: str) -> Row:
-        """Return how the layers of a model mix tokens, and its memory."""
-        found: Row = self.known[name]["row"]
-        return found
-
-    def model_config(self, name: str, vocabulary: int) -> Any:
-        """Return the configuration of a model."""
-        own = self.config
-        return row_config(self.row(name), own, vocabulary, self.fast(name), self.places(),
-                          initializer_range=first_range(own.width), **self.fields())  # fmt: skip
-
-    def fields(self) -> dict[str, Any]:
-        """Return further fields of every model's configuration."""
-        return {"feed_forward": self.config.feed_forward}
-
-    def fast(self, name: str) -> dict[str, Any]:
-        """Return the options of a model's FwPKM memories beside their sizes."""
-        own = self.config
-        top_k = min(own.top_k, own.sub_keys**2)
-        return {
-            "top_k": top_k,
-            "address_weight": own.address_weight,
-            **RULES[own.rule],
-            **self.known[name].get("fast", {}),
-        }
-
-    def places(self) -> Places:
-        """Return where memories stand."""
-        return Places.of(self.config.layers)
-
-    def make_model(self, name: str, task: Any) -> Any:
-        from regard.models import HybridForCausalLM
-
-        return HybridForCausalLM(self.model_config(name, task.vocabulary))
-
-    def names(self, length: int) -> NamesText:
-        """Return the text of names, in documents of so many tokens."""
-        return NamesText.of(length, self.config.people, self.config.chunk)
-
-    def needles(self) -> NeedleText:
-        """Return the text of needles, in examples as long as a training window."""
-        own = self.config
-        return needle_text(own.data, own.words, own.digits, own.key_digits, own.context, own.most)
-
-
-class NamesAndNeedlesRecipe(MemoryRecipe):
-    """A recipe of models that learn both texts, and read haystacks and documents of another length."""
-
     def check(self) -> None:
         super().check()
-        self.needles().haystacks(self.config.haystack, self.config.needles).example(0, 0)
+        self.needle_task().haystacks(self.haystack, self.needles).example(0, 0)

@@ -7,7 +7,6 @@ nothing is written at test time.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from regard.tasks.recurring_names import RecurringNames
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe, select
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.task_recipe import TaskRecipe
 
 PAPER, TASK = "Fast-weight Product Key Memory", "names"
 ALL, WINDOW, FWPKM = "all tokens", "window", "window and FwPKM"
@@ -29,8 +28,10 @@ PLACES = ("new", "near", "far", FILLER)
 HELPS = 0.1  # nats, and difference of gates, that count as an effect
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecurringNamesConfig(TaskRecipeConfig):
+@recipe("recurring-names")
+class RecurringNamesRecipe(TaskRecipe):
+    """Loss on names that recur beyond the window of attention, with a written and a frozen memory, and its gates."""
+
     sentences: int = 24
     """Sentences of a document."""
     people: int = 6
@@ -51,33 +52,24 @@ class RecurringNamesConfig(TaskRecipeConfig):
         "sentences": (2, 2**31), "people": (1, 2**31), "window": (1, 2**31), "width": (8, 8192),
         "sub_keys": (2, 2**15), "chunk": (1, 2**31),
     }  # fmt: skip
-
-
-@recipe("recurring-names")
-class RecurringNamesRecipe(TaskRecipe):
-    """Loss on names that recur beyond the window of attention, with a written and a frozen memory, and its gates."""
-
-    Config = RecurringNamesConfig
     known: ClassVar = {
         ALL: {"mixers": "softmax", "window": None}, WINDOW: {"mixers": "softmax"},
         FWPKM: {"mixers": "softmax", "memories": "FwPKM@1"},
     }  # fmt: skip
     metric = "accuracy on far"
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "steps": 40, "batch": 16, "rates": (3e-3,), "examples": 16, "sentences": 16, "people": 3},
         "paper": {"seeds": 3, "sentences": 1024, "people": 24, "window": 512, "width": 768, "sub_keys": 512,
                   "chunk": 512, "steps": 20_000, "batch": 32, "device": "auto"},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
-        own = self.config
-        return {TASK: RecurringNames(own.sentences, own.people, share=0.8, verbs=0, window=own.window)}
+        return {TASK: RecurringNames(self.sentences, self.people, share=0.8, verbs=0, window=self.window)}
 
     def shared(self) -> Mapping[str, Any]:
-        own = self.config
-        memory = {"sub_keys": own.sub_keys, "chunk_size": own.chunk}
-        return {"num_hidden_layers": 2, "num_attention_heads": 1, "feed_forward": "none", "window": own.window,
-                "max_position_embeddings": 16 * own.sentences, "memory_options": {"fwpkm": memory}}  # fmt: skip
+        memory = {"sub_keys": self.sub_keys, "chunk_size": self.chunk}
+        return {"num_hidden_layers": 2, "num_attention_heads": 1, "feed_forward": "none", "window": self.window,
+                "max_position_embeddings": 16 * self.sentences, "memory_options": {"fwpkm": memory}}  # fmt: skip
 
     def scored(self, model: Any, name: str, test: TokenTask) -> Iterator[dict[str, Any]]:
         from regard.models.hybrid.memories import frozen_memory, memory_modules
@@ -85,12 +77,12 @@ class RecurringNamesRecipe(TaskRecipe):
         written = bool(memory_modules(model))
         yield from ({**row, "memory": WRITTEN if written else ""} for row in super().scored(model, name, test))
         if written:
-            yield from gate_rows(model, test, min(32, self.config.examples))
+            yield from gate_rows(model, test, min(32, self.examples))
             with frozen_memory(model):
                 yield from ({**row, "memory": FROZEN} for row in super().scored(model, name, test))
 
     def claims(self, results: Results) -> list[Claim]:
-        if not {WINDOW, FWPKM} <= set(self.models):
+        if not {WINDOW, FWPKM} <= set(self.trained):
             return []
         far = lambda model, memory: self.scores(results, "loss on far", model=model, memory=memory)  # noqa: E731
         written = far(FWPKM, WRITTEN)
@@ -113,13 +105,13 @@ class RecurringNamesRecipe(TaskRecipe):
         scores = select(scores, metric=list(names)).assign(metric=lambda rows: rows["metric"].map(names))
         made = {
             "What recurs": pivot(scores, ["model", "memory"], {"": interval("score")}, "metric", note=(
-                f"Things of names that were mentioned before, within {self.config.window} tokens (near) or not (far); "
+                f"Things of names that were mentioned before, within {self.window} tokens (near) or not (far); "
                 f"± half the 95 % interval over seeds. The thing of the last statement is right for "
                 f"{floor.get('accuracy on near', 0):.2f} of near and {floor.get('accuracy on far', 0):.2f} of far "
                 f"names.")),
             "Training": self.training_table(results),
         }  # fmt: skip
-        gates = self.chosen(results, "gate") if FWPKM in self.models else ()
+        gates = self.chosen(results, "gate") if FWPKM in self.trained else ()
         if len(gates):
             note = "Mean gate on the name, from whose place its thing is predicted; 1 reads the memory alone."
             made["Gates"] = pivot(gates, ["model"], {"": interval("gate")}, "place", note=note)

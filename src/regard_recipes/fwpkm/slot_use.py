@@ -7,7 +7,6 @@ Here one layer of a small Transformer is such a memory, and slots are counted on
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from regard.nn import ProductKeyMemory
 from ..lib.claims import Claim, claims_of, mean_interval, paired
 from ..lib.display import dots, interval, pivot, stat
 from ..lib.recipe import Cell, Results, recipe, select
-from ..lib.text_recipe import TextRecipe, TextRecipeConfig
+from ..lib.text_recipe import TextRecipe
 
 PAPER, WHERE = "Fast-weight Product Key Memory", "section 3.3.1"
 NORMS = {"none": "no norm", "rms": "RMS norm", "batch": "batch norm"}
@@ -31,8 +30,10 @@ MODELS: dict[str, dict[str, Any]] = {
 """Norm of the queries, and whether a token reads `heads` x `top_k` slots or one head x `few`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotUseConfig(TextRecipeConfig):
+@recipe("slot-use")
+class SlotUse(TextRecipe):
+    """Share of a product-key memory's slots that are read, by the norm of the queries and the slots of a token."""
+
     sub_keys: int = 128  # The square root of the slots; the paper has 512.
     memory_dim: int = 64  # Channels of a memory's keys and values.
     top_k: int = 8  # Slots that each of four heads reads where many are read: a sixteenth of the sub-keys.
@@ -42,15 +43,8 @@ class SlotUseConfig(TextRecipeConfig):
     """Held-out tokens that the results are measured on."""
     limits: ClassVar = {"layers": (2, 256), "sub_keys": (2, 2**16), "memory_dim": (2, 8192),
                         "top_k": (1, 2**16), "few": (1, 2**16)}  # fmt: skip
-
-
-@recipe("slot-use")
-class SlotUse(TextRecipe):
-    """Share of a product-key memory's slots that are read, by the norm of the queries and the slots of a token."""
-
-    Config = SlotUseConfig
     known = MODELS
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "width": 32, "context": 32, "batch": 8, "steps": 40, "rates": (3e-3,), "sub_keys": 32,
                   "memory_dim": 32, "top_k": 4, "measured": 2048, "looks": 2},
         "paper": {"tokenizer": "gpt2", "width": 768, "layers": 12, "heads": 12, "context": 512, "batch": 128,
@@ -59,25 +53,24 @@ class SlotUse(TextRecipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        own = self.config
         for name in ("top_k", "few"):
-            if getattr(own, name) > own.sub_keys:
-                given = f"--{name.replace('_', '-')} is {getattr(own, name)}"
-                raise ArgumentError(f"{self.call()}: {given}, expected at most the {own.sub_keys} --sub-keys.")
+            if getattr(self, name) > self.sub_keys:
+                given = f"--{name.replace('_', '-')} is {getattr(self, name)}"
+                raise ArgumentError(f"{self.call()}: {given}, expected at most the {self.sub_keys} --sub-keys.")
         super().check()
 
     def fields(self, cell: Cell) -> dict[str, Any]:
-        own, kind = self.config, MODELS[cell["model"]]
-        heads, top_k = (4, own.top_k) if kind["reads"] == WIDE else (1, own.few)
-        memory = {"sub_keys": own.sub_keys, "key_dim": own.memory_dim, "value_dim": own.memory_dim, "heads": heads,
+        kind = MODELS[cell["model"]]
+        heads, top_k = (4, self.top_k) if kind["reads"] == WIDE else (1, self.few)
+        memory = {"sub_keys": self.sub_keys, "key_dim": self.memory_dim, "value_dim": self.memory_dim, "heads": heads,
                   "top_k": top_k, "query_norm": kind["norm"]}  # fmt: skip
-        return {"mixers": "softmax", "memories": f"PKM@{own.layers // 2}", "memory_options": {"pkm": memory}}
+        return {"mixers": "softmax", "memories": f"PKM@{self.layers // 2}", "memory_options": {"pkm": memory}}
 
-    def measured(self, model: Any) -> dict[str, Any]:
-        context = self.config.context
+    def measure_model(self, model: Any) -> dict[str, Any]:
+        context = self.context
         tokens = self.test_tokens[: len(self.test_tokens) // context * context].view(-1, context)
-        batch = max(1, self.config.batch // self.config.parts)
-        return {**super().measured(model), **slots_read(model, tokens, batch)}
+        batch = max(1, self.batch // self.parts)
+        return {**super().measure_model(model), **slots_read(model, tokens, batch)}
 
     def claims(self, results: Results) -> list[Claim]:
         runs = self.chosen(results)
@@ -91,7 +84,7 @@ class SlotUse(TextRecipe):
             (WHERE, "With batch norm nearly all slots are in use", mean_interval(batch["use"]), "at least", 0.95,
              share),
             (WHERE, "Batch norm is less efficient where a token reads few slots", paired(narrow, batch, "use"), "below",
-             0.0, f"{share} One head x {self.config.few} slots, less four heads x {self.config.top_k}."),
+             0.0, f"{share} One head x {self.few} slots, less four heads x {self.top_k}."),
         ]  # fmt: skip
         return claims_of(PAPER, told, effect=0.1, untestable=self.unlearned(results))
 

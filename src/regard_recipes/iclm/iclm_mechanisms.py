@@ -7,7 +7,7 @@ feed-forward layers, are trained beside pairs of layers on repeated random block
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -19,8 +19,8 @@ from regard.inspect.mechanisms import EPSILON
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, paired, unpaired
 from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
 from ..lib.language_text import read_text, windows
-from ..lib.language_training import Budget, TextConfig, train_language_model
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
+from ..lib.language_training import Budget, TextOptions, train_language_model
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ._mechanisms_measures import BLOCKS, block_corpus, choose_prompts, measure_blocks, measure_text
 from .iclm_parity import build
 
@@ -41,8 +41,10 @@ SLIGHT = 0.05  # share of perplexity up to which a rise is slight
 REPORTED = {ICLM: 1.77 / 1.76 - 1, TRANSFORMER: 1.81 / 1.74 - 1}  # rise on TinyMath, table 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class MechanismsConfig(TextConfig):
+@recipe("iclm-mechanisms")
+class Mechanisms(TextOptions):
+    """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
+
     layers: int = 4  # Layers of the models of text, an even number: half as many of phi and of f.
     width: int = 128  # Width of the models of text.
     heads: int = 4  # Heads of every layer.
@@ -59,14 +61,7 @@ class MechanismsConfig(TextConfig):
     prompt: int = 48  # Tokens of a prompt.
     limits: ClassVar = {name: (low, math.inf) for name, low in
                         {"block_steps": 1, "texts": 1, "prompts": 0, "prompt": 4}.items()}  # fmt: skip
-
-
-@recipe("iclm-mechanisms")
-class Mechanisms(Recipe):
-    """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
-
-    Config = MechanismsConfig
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
                   "block_steps": 150, "measured": 2048, "looks": 3, "texts": 16, "prompts": 1, "prompt": 32},
         "paper": {"layers": 24, "width": 1024, "heads": 16, "tokenizer": "gpt2", "context": 512, "batch": 32,
@@ -78,10 +73,10 @@ class Mechanisms(Recipe):
     def check(self) -> None:
         from regard.training import TOKENIZERS
 
-        own, call = self.config, self.call()
-        if own.prompt > own.context:
-            raise ArgumentError(f"{call}: --prompt is {own.prompt}, more than the --context of {own.context}.")
-        TOKENIZERS.get(own.tokenizer)
+        call = self.call()
+        if self.prompt > self.context:
+            raise ArgumentError(f"{call}: --prompt is {self.prompt}, more than the --context of {self.context}.")
+        TOKENIZERS.get(self.tokenizer)
         self.budget("text").check(call)
         try:
             for cell in self.cells():
@@ -90,14 +85,13 @@ class Mechanisms(Recipe):
             raise ArgumentError(f"{call}: --layers, --width or --heads: {error}") from None
 
     def prepare(self) -> Mapping[str, Any]:
-        own = self.config
-        text = read_text(own.data, own.tokenizer, context=own.context, measured=own.measured, call=self.call())
-        whole = windows(text.held_out_tokens, own.context)
-        self.windows = whole[:: max(1, len(whole) // own.texts)][: own.texts].clone()
-        self.prompts = choose_prompts(text.held_out_tokens, own.prompt, own.prompts)
+        text = read_text(self.data, self.tokenizer, context=self.context, measured=self.measured, call=self.call())
+        whole = windows(text.held_out_tokens, self.context)
+        self.windows = whole[:: max(1, len(whole) // self.texts)][: self.texts].clone()
+        self.drawn = choose_prompts(text.held_out_tokens, self.prompt, self.prompts)
         self.vocabulary, self.words = text.vocabulary, text.words(torch.arange(len(text.tokenizer)))
         self.words += [""] * (self.vocabulary - len(self.words))
-        self.corpora = {"text": text.corpus, "blocks": block_corpus(own.seed)}
+        self.corpora = {"text": text.corpus, "blocks": block_corpus(self.seed)}
         return {"text": text.described, "blocks": BLOCKS}
 
     def cells(self) -> list[Cell]:
@@ -105,30 +99,29 @@ class Mechanisms(Recipe):
         return [{"task": task, "model": name} for task, names in models.items() for name in names]
 
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
-        own, task = self.config, cell["task"]
+        task = cell["task"]
         look, vocabulary = partial(measure_blocks, seed=seed), BLOCKS["vocabulary"]
         if task == "text":
-            shown = self.prompts if seed == own.seed else []
+            shown = self.drawn if seed == self.seed else []
             look = partial(measure_text, windows=self.windows, prompts=shown, words=self.words,
-                           from_row=own.context // 4)  # fmt: skip
+                           from_row=self.context // 4)  # fmt: skip
             vocabulary = self.vocabulary
         config, name = self.model(cell, vocabulary), f"{cell['model']} on {task}"
         return train_language_model(config, self.corpora[task], self.budget(task), seed, name=name, measure=look)
 
     def budget(self, task: str) -> Budget:
         """Return how the models of a task are trained."""
-        own = self.config
         if task == "text":
-            return Budget.of(own)
+            return Budget.of(self)
         return Budget(context=BLOCKS["context"], batch=BLOCKS["batch"], measured=BLOCKS["measured"], looks=8,
-                      steps=own.block_steps, learning_rate=BLOCK_RATE, device=own.device)  # fmt: skip
+                      steps=self.block_steps, learning_rate=BLOCK_RATE, device=self.device)  # fmt: skip
 
     def model(self, cell: Cell, vocabulary: int) -> Any:
         """Return the configuration of an ICLM, or of a GPT-2 with rotary positions."""
-        own, text = self.config, cell["task"] == "text"
-        shape = (own.layers, own.width, own.heads) if text else (2, BLOCKS["width"], BLOCKS["heads"])
-        variant = {"variant": own.variant} if cell["model"] in EXPLAINED else {}
-        context = own.context if text else BLOCKS["context"]
+        text = cell["task"] == "text"
+        shape = (self.layers, self.width, self.heads) if text else (2, BLOCKS["width"], BLOCKS["heads"])
+        variant = {"variant": self.variant} if cell["model"] in EXPLAINED else {}
+        context = self.context if text else BLOCKS["context"]
         return build({**variant, **OPTIONS[cell["model"]]}, shape, vocabulary, context)
 
     def claims(self, results: Results) -> list[Claim]:
@@ -208,7 +201,7 @@ class Mechanisms(Recipe):
             "induction": dots(select(blocks, kind="head"), "score", "stream", "when", x_label="induction score"),
             "curves": lines({"repeated blocks": select(blocks, kind="look")}, "step", held_out, "model"),
         }
-        for prompt, rows in results.select(kind="prompt", seed=self.config.seed).groupby("prompt", sort=False):
+        for prompt, rows in results.select(kind="prompt", seed=self.seed).groupby("prompt", sort=False):
             name = prompt if prompt == "blocks" else f"prompt-{prompt}"
             made[name] = prompt_figure({row["model"]: row for row in rows.to_dict("records")}, EXPLAINED)
         return made
@@ -216,7 +209,7 @@ class Mechanisms(Recipe):
     def notes(self, results: Results) -> list[str]:
         counts = heads_of_text(results).groupby("stream", sort=False).size()
         heads = ", ".join(f"{stream} {count}" for stream, count in counts.items())
-        alone = " With one seed nothing is known about other trainings." if self.config.seeds == 1 else ""
+        alone = " With one seed nothing is known about other trainings." if self.seeds == 1 else ""
         return [f"Claims about heads rest on these heads of the models of text, over all seeds: {heads}.{alone}"]
 
 

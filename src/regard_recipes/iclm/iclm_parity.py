@@ -17,7 +17,7 @@ from ..lib.claims import Claim, Estimate, claims_of, exact, paired
 from ..lib.display import Show, dots, interval, median, pivot, spread
 from ..lib.language_training import initial_range
 from ..lib.recipe import Cell, Frame, Results, recipe, select
-from ..lib.text_recipe import TextRecipe, TextRecipeConfig
+from ..lib.text_recipe import TextRecipe
 
 PAPER = "ICLM"
 TRANSFORMER, WV = "transformer", "iclm-wv"
@@ -57,8 +57,10 @@ KINDS: dict[str, Kind] = {
 MAIN = tuple(KINDS)[:5]  # with all feed-forward layers
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParityConfig(TextRecipeConfig):
+@recipe("iclm-parity")
+class Parity(TextRecipe):
+    """ICLM beside Transformers of equal size: perplexity, time and memory, with and without feed-forward layers."""
+
     models: tuple[str, ...] = tuple(name for name in KINDS if name not in ("iclm-full-two-heads", "iclm-wv-no-phi-mlp"))
     """Names of the models; a model comes with the Transformer it is compared to. Also known: iclm-full-two-heads and
     iclm-wv-no-phi-mlp."""
@@ -67,15 +69,8 @@ class ParityConfig(TextRecipeConfig):
     width: int = 128
     layers: int = 4
     """Layers, an even number; the paper's models have 8 or 12 of width 512 with 8 heads, or 24 of 1024 with 16."""
-
-
-@recipe("iclm-parity")
-class Parity(TextRecipe):
-    """ICLM beside Transformers of equal size: perplexity, time and memory, with and without feed-forward layers."""
-
-    Config = ParityConfig
     known: ClassVar[Any] = KINDS
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"layers": 2, "width": 32, "context": 32, "batch": 8, "steps": 150, "rates": (3e-3,),
                   "measured": 2048, "looks": 3, "seeds": 2},
         "paper": {"layers": 24, "width": 1024, "heads": 16, "models": MAIN, "tokenizer": "gpt2", "context": 512,
@@ -85,8 +80,8 @@ class Parity(TextRecipe):
 
     def check(self) -> None:
         super().check()
-        for name in (TRANSFORMER, *(KINDS[name].rival for name in self.models)):
-            if name not in self.models:
+        for name in (TRANSFORMER, *(KINDS[name].rival for name in self.trained)):
+            if name not in self.trained:
                 raise ArgumentError(f"{self.call()}: --models lacks {name}, to which others are compared; add it.")
 
     def prepare(self) -> Mapping[str, Any]:
@@ -97,11 +92,10 @@ class Parity(TextRecipe):
 
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return the configuration; None for a model that cannot have the size of its rival."""
-        own = self.config
-        return entry(cell["model"], (own.layers, own.width, own.heads), vocabulary, own.context)
+        return entry(cell["model"], (self.layers, self.width, self.heads), vocabulary, self.context)
 
-    def measured(self, model: Any) -> dict[str, Any]:
-        return super().measured(model) | {"inner": getattr(model.config, model.config.size_field)}
+    def measure_model(self, model: Any) -> dict[str, Any]:
+        return super().measure_model(model) | {"inner": getattr(model.config, model.config.size_field)}
 
     def claims(self, results: Results) -> list[Claim]:
         counted = {shape: exact(own["iclm-full"] / own[TRANSFORMER] - 1)
@@ -146,7 +140,7 @@ class Parity(TextRecipe):
                   for shape, own in results.facts["paper_sizes"].items() for kind, count in own.items()]  # fmt: skip
         return {
             "ICLM and Transformer": pivot(runs, ["model"], values, note=(
-                f"{self.config.seeds} seeds: mean ± standard deviation; shares are paired by seed, ± half the 95 % "
+                f"{self.seeds} seeds: mean ± standard deviation; shares are paired by seed, ± half the 95 % "
                 f"interval. Rival: the Transformer; of models without any feed-forward layer, the one without. "
                 f"Training: peak memory less what was held before the model was made.")),
             "Validation loss by learning rate": pivot(
@@ -167,8 +161,8 @@ class Parity(TextRecipe):
     def notes(self, results: Results) -> list[str]:
         kept = {cell["model"] for cell in self.cells()}
         said = [f"{kind} is left out: even without f's feed-forward layers it is larger than its rival."
-                for kind in self.models if kind not in kept]  # fmt: skip
-        rates = self.config.rates
+                for kind in self.trained if kind not in kept]  # fmt: skip
+        rates = self.rates
         edge = select(self.chosen(results), rate=[min(rates), max(rates)])["model"].unique()
         if len(rates) > 1 and len(edge):
             said.append(f"Learning rates at the edge of the grid, where one beyond may be better: {', '.join(edge)}.")

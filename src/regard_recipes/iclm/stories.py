@@ -6,7 +6,6 @@ grammar, consistency, plot and creativity from 0 to 10 (`regard.tasks.Stories.gr
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -18,8 +17,8 @@ from regard.tasks.stories import Stories
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-from ..lib.trained import SizesConfig
+from ..lib.task_recipe import TaskRecipe
+from ..lib.trained import Sizes
 
 TRANSFORMER, ICLM, MEAN = "Transformer", "ICLM", "mean grade"
 MOSAICS = {f"Memory Mosaic, {name}": {"model": "memory-mosaic", "mixers": name} for name in ("softmax", "biweight")}
@@ -30,8 +29,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoriesConfig(TaskRecipeConfig, SizesConfig):
+@recipe("stories")
+class StoriesRecipe(TaskRecipe, Sizes):
+    """Accuracy and grades of continued stories: ICLM, Transformer and Memory Mosaics."""
+
     setting: str = "quick"  # Setting of the task: 'quick' or 'long'.
     layers: int = 4
     """Layers; of ICLM, half as many pairs of blocks."""
@@ -39,23 +40,16 @@ class StoriesConfig(TaskRecipeConfig, SizesConfig):
     batch: int = 32
     stop_at: float = 1.1
     limits: ClassVar = {"layers": (2, 256), "graded": (2, 2**20)}
-
-
-@recipe("stories")
-class StoriesRecipe(TaskRecipe):
-    """Accuracy and grades of continued stories: ICLM, Transformer and Memory Mosaics."""
-
-    Config = StoriesConfig
     known = MODELS
     learned = 0.3
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "steps": 30, "rates": (3e-3,), "examples": 16, "graded": 4, "width": 32, "layers": 2},
         "paper": {"setting": "long", "width": 512, "layers": 8, "heads": 8, "steps": 80_000, "batch": 128,
                   "rates": (3e-4, 1e-3), "graded": 500},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
-        return {"stories": Stories.named(self.config.setting)}
+        return {"stories": Stories.named(self.setting)}
 
     def scored(self, model: Any, name: str, test: TokenTask) -> Iterator[dict[str, Any]]:
         yield from super().scored(model, name, test)
@@ -67,7 +61,7 @@ class StoriesRecipe(TaskRecipe):
         task: Any = self.training_tasks()["stories"]
         found: dict[str, list[float]] = {}
         model.eval()
-        for example in task.examples(0, range(self.config.graded), "test"):
+        for example in task.examples(0, range(self.graded), "test"):
             prompt = example.tokens[: example.prompt][None].to(model.device)
             wanted = len(example.answer)
             length = {"max_new_tokens": wanted, "min_new_tokens": wanted}

@@ -5,7 +5,6 @@ but compute the answer less often.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from regard.tasks import TokenTask
@@ -14,8 +13,8 @@ from regard.tasks.tiny_math import TinyMath
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-from ..lib.trained import SizesConfig
+from ..lib.task_recipe import TaskRecipe
+from ..lib.trained import Sizes
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 SEEN, HELD_OUT = "new stories", "new operands"
@@ -29,8 +28,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TinyMathConfig(TaskRecipeConfig, SizesConfig):
+@recipe("tinymath")
+class TinyMathRecipe(TaskRecipe, Sizes):
+    """Equation and answer accuracy on word problems: ICLM and Transformer, with and without feed-forward layers."""
+
     setting: str = "small"  # Setting of the task: 'quick' (numbers up to 20), 'small' (up to 81) or 'paper'.
     layers: int = 4
     """Layers; of ICLM, half as many pairs of blocks."""
@@ -38,16 +39,9 @@ class TinyMathConfig(TaskRecipeConfig, SizesConfig):
     steps: int = 1200
     stop_at: float = 1.1
     limits: ClassVar = {"layers": (2, 256)}
-
-
-@recipe("tinymath")
-class TinyMathRecipe(TaskRecipe):
-    """Equation and answer accuracy on word problems: ICLM and Transformer, with and without feed-forward layers."""
-
-    Config = TinyMathConfig
     known = MODELS
     metric = ANSWER
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"setting": "quick", "seeds": 2, "steps": 40, "rates": (3e-3,), "examples": 32, "width": 32,
                   "models": (TRANSFORMER, ICLM)},
         "paper": {"setting": "paper", "width": 512, "layers": 8, "heads": 8,
@@ -55,10 +49,10 @@ class TinyMathRecipe(TaskRecipe):
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
-        return {SEEN: TinyMath(**TinyMath.settings[self.config.setting], operands="seen")}
+        return {SEEN: TinyMath(**TinyMath.settings[self.setting], operands="seen")}
 
     def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
-        return {**self.training_tasks(), HELD_OUT: TinyMath(**TinyMath.settings[self.config.setting])}
+        return {**self.training_tasks(), HELD_OUT: TinyMath(**TinyMath.settings[self.setting])}
 
     def claims(self, results: Results) -> list[Claim]:
         told: list[Any] = []

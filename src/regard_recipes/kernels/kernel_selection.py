@@ -8,7 +8,7 @@ with equal weights on the whole past.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from regard import Spec
@@ -16,7 +16,7 @@ from regard import Spec
 from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
 from ..lib.display import Show, dots, gap, lines, median, pivot, spread
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
-from ..lib.text_recipe import TextRecipe, TextRecipeConfig
+from ..lib.text_recipe import TextRecipe
 from .shared_query_key import CACHED, PAPER, memory_bytes, memory_columns
 
 # The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.
@@ -28,19 +28,6 @@ APART, SHARED, EARLIER = "apart", "q = k", "q = k, earlier tokens only"
 RISE = 0.05  # nats by which a training loss may rise between looks, whose windows differ, and count as falling
 FORM = ("model", "weights", "query_key")  # columns that name a model
 MARGINAL = 0.02  # nats per character that "marginally better" is taken to mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelSelectionConfig(TextRecipeConfig):
-    models: tuple[str, ...] = KERNELS
-    """Kernels of Table 1."""
-    earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
-    """Of these, the ones that are trained with q = k on earlier tokens only too."""
-    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    """Learning rates, of which each form takes the one with the least mean loss on the validation text."""
-    batch: int = 8
-    steps: int = 450
-    looks: int = 6
 
 
 def spec_of(kernel: str, weights: str | None = None) -> Spec:
@@ -60,8 +47,16 @@ def default_weights(kernel: str) -> str:
 class KernelSelection(TextRecipe):
     """The ten kernels of the kernel-selection paper in equal language models: losses, time, and what q = k costs."""
 
-    Config = KernelSelectionConfig
-    sizes: ClassVar = {
+    models: tuple[str, ...] = KERNELS
+    """Kernels of Table 1."""
+    earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
+    """Of these, the ones that are trained with q = k on earlier tokens only too."""
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    """Learning rates, of which each form takes the one with the least mean loss on the validation text."""
+    batch: int = 8
+    steps: int = 450
+    looks: int = 6
+    by_size: ClassVar = {
         "quick": {"seeds": 1, "steps": 150, "rates": (3e-3,), "measured": 4096, "looks": 5},
         # The paper's model and text; steps, batch and learning rate are those of nanoGPT's characters.
         "paper": {
@@ -74,8 +69,8 @@ class KernelSelection(TextRecipe):
     base = "exponential"
 
     def check(self) -> None:
-        if self.config.earlier:
-            check_names(self.call(), "--earlier", self.config.earlier, KERNELS)
+        if self.earlier:
+            check_names(self.call(), "--earlier", self.earlier, KERNELS)
         super().check()
 
     def prepare(self) -> Mapping[str, Any]:
@@ -87,18 +82,18 @@ class KernelSelection(TextRecipe):
 
     def cells(self) -> list[Cell]:
         kinds = [(MEAN, NORMALISED, APART)]
-        kinds += [(kernel, weights, APART) for weights in (NORMALISED, PLAIN) for kernel in self.models]
-        kinds += [(kernel, default_weights(kernel), SHARED) for kernel in self.models]
-        kinds += [(kernel, default_weights(kernel), EARLIER) for kernel in self.models if kernel in self.config.earlier]
-        return [{**dict(zip(FORM, kind, strict=True)), "rate": rate} for kind in kinds for rate in self.config.rates]
+        kinds += [(kernel, weights, APART) for weights in (NORMALISED, PLAIN) for kernel in self.trained]
+        kinds += [(kernel, default_weights(kernel), SHARED) for kernel in self.trained]
+        kinds += [(kernel, default_weights(kernel), EARLIER) for kernel in self.trained if kernel in self.earlier]
+        return [{**dict(zip(FORM, kind, strict=True)), "rate": rate} for kind in kinds for rate in self.rates]
 
-    def measured(self, model: Any) -> dict[str, Any]:
-        return super().measured(model) | memory_bytes(model, self.config.batch, self.config.context)
+    def measure_model(self, model: Any) -> dict[str, Any]:
+        return super().measure_model(model) | memory_bytes(model, self.batch, self.context)
 
     def fields(self, cell: Cell) -> dict[str, Any]:
         """Return those of a GPT-2 with rotary positions that attends in this way."""
         return {
-            "intermediate_size": 4 * self.config.width, "feed_forward": "gelu", "norm": "layer",
+            "intermediate_size": 4 * self.width, "feed_forward": "gelu", "norm": "layer",
             "mixers": spec_of(cell["model"], cell["weights"]), "output_norm": cell["weights"] == PLAIN,
             "share_query_key": cell["query_key"] != APART, "exclude_self": cell["query_key"] == EARLIER,
         }  # fmt: skip
@@ -144,12 +139,12 @@ class KernelSelection(TextRecipe):
             "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
         }  # fmt: skip
         apart = {kernel: select(runs, model=kernel, weights=default_weights(kernel), query_key=APART)
-                 for kernel in self.models}  # fmt: skip
+                 for kernel in self.trained}  # fmt: skip
         costs = gap("test", lambda rows: apart[rows["model"].iloc[0]], 4)
         sharing = {"costs, nats/char": costs, **memory_columns("{:,.0f} KiB")}
         shared = select(runs, query_key=[SHARED, EARLIER])
         shared = shared.sort_values("model", kind="stable", key=lambda column: column.map(KERNELS.index))
-        both = f"{self.config.seeds} seeds: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
+        both = f"{self.seeds} seeds: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
         against = f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence."
         index = {"model": "kernel", "query_key": "query and key"}
         return {
@@ -164,7 +159,7 @@ class KernelSelection(TextRecipe):
         mean = select(looks, model=MEAN)
         import pandas as pd
 
-        apart, kernels = select(looks, query_key=APART), list(self.models)
+        apart, kernels = select(looks, query_key=APART), list(self.trained)
         panels = {f"weights {weights}": select(apart, weights=weights) for weights in (NORMALISED, PLAIN)}
         panels["q = k"] = select(looks, query_key=SHARED)
         panels = {name: pd.concat([select(rows, model=kernels), mean]) for name, rows in panels.items()}

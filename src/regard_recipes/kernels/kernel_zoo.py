@@ -6,7 +6,6 @@ score vector [0, u1, u2]; also the weights along the line (t, 0, -t), with their
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from regard.checks import ArgumentError
 from regard.grammar import Spec, bandwidths, kernels
 
 from ..lib.display import pivot
-from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe, select
+from ..lib.recipe import Cell, Recipe, Results, recipe, select
 
 ALONE = "by itself"  # in place of a rule: the kernel as a function of distance or score
 DIGITS = 4  # decimals of stored numbers
@@ -24,21 +23,6 @@ CORRECTION = (
     "The caption of the paper's Figure 1 swaps two names: 1.5-entmax is r = 2, the biweight kernel, and 4/3-entmax is "
     "r = 3, the triweight kernel (its Proposition 1 and the text after it)."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelZooConfig(RecipeConfig):
-    workers: int = 0
-    """Cells measured at the same time; they are small, so by default in this process."""
-    reach: float = 3.0  # Scores are drawn from -reach to reach.
-    points: int = 121  # Points of each curve.
-    plane: int = 40  # Points along each side of the plane of scores [0, u1, u2]; an even number leaves out ties with 0.
-    nearest: int = 2  # How many of the three keys the nearest rule keeps.
-    bias: float = 1.0  # What the fixed rule adds to the scores of kernels that end at a threshold.
-    limits: ClassVar = {  # nothing is random: one seed
-        "points": (3, math.inf), "plane": (3, math.inf), "nearest": (1, math.inf), "reach": (1e-3, 100),
-        "seeds": (1, 1),
-    }  # fmt: skip
 
 
 def distinct_kernels() -> dict[str, Any]:
@@ -49,7 +33,7 @@ def distinct_kernels() -> dict[str, Any]:
     return {" = ".join(sorted(names, key=lambda n: n == kernel.name)): kernel for kernel, names in groups.items()}
 
 
-def shape(kernel: Any, config: KernelZooConfig) -> dict[str, Any]:
+def shape(kernel: Any, config: "KernelZoo") -> dict[str, Any]:
     """Return value and slope of a kernel over x, of mass 1 where it is a function of the distance u: compact kernels
     end at u = 1, with a = 1 - u^2, and the Gaussian has standard deviation 1, with a = -u^2 / 2."""
     side = torch.linspace(-config.reach, config.reach, config.points, dtype=torch.float64) * _unit(kernel, config)
@@ -66,7 +50,7 @@ def shape(kernel: Any, config: KernelZooConfig) -> dict[str, Any]:
     return {"over": "distance" if kernel.ranked else "score", "x": x, "value": value, "slope": slope}
 
 
-def _unit(kernel: Any, config: KernelZooConfig) -> float:
+def _unit(kernel: Any, config: "KernelZoo") -> float:
     """Return what a score of 1 is drawn as: a kernel with a limit reaches it at the edge."""
     return getattr(kernel, "limit", config.reach) / config.reach
 
@@ -77,7 +61,7 @@ def _slope(total: Tensor, x: Tensor) -> Tensor:
     return torch.zeros_like(x) if found is None else found
 
 
-def product(kernel: Any, rule: str, config: KernelZooConfig) -> dict[str, Any]:
+def product(kernel: Any, rule: str, config: "KernelZoo") -> dict[str, Any]:
     """Return a kernel under a bandwidth rule, or the reason why that has no meaning: spec, reason; unit (every score is
     multiplied by it; 1 but for kernels with a limit); edge (how far scores are drawn, in that unit); line, slopes
     [points, 3] (weights of the scores (t, 0, -t), and their derivative by t); plane [plane, plane] (weight of the first
@@ -120,8 +104,18 @@ def weigh(spec: Spec, scores: Tensor) -> Tensor:
 class KernelZoo(Recipe):
     """Every kernel, and its weights over three scores under every bandwidth rule."""
 
-    Config = KernelZooConfig
-    sizes: ClassVar = {"quick": {"points": 41, "plane": 20}}
+    workers: int = 0
+    """Cells measured at the same time; they are small, so by default in this process."""
+    reach: float = 3.0  # Scores are drawn from -reach to reach.
+    points: int = 121  # Points of each curve.
+    plane: int = 40  # Points along each side of the plane of scores [0, u1, u2]; an even number leaves out ties with 0.
+    nearest: int = 2  # How many of the three keys the nearest rule keeps.
+    bias: float = 1.0  # What the fixed rule adds to the scores of kernels that end at a threshold.
+    limits: ClassVar = {  # nothing is random: one seed
+        "points": (3, math.inf), "plane": (3, math.inf), "nearest": (1, math.inf), "reach": (1e-3, 100),
+        "seeds": (1, 1),
+    }  # fmt: skip
+    by_size: ClassVar = {"quick": {"points": 41, "plane": 20}}
 
     def cells(self) -> list[Cell]:
         rules = (ALONE, *bandwidths.names())
@@ -129,7 +123,7 @@ class KernelZoo(Recipe):
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         kernel, rule = distinct_kernels()[cell["kernel"]], cell["rule"]
-        found = shape(kernel, self.config) if rule == ALONE else product(kernel, rule, self.config)
+        found = shape(kernel, self) if rule == ALONE else product(kernel, rule, self)
         yield {name: value.detach().round(decimals=DIGITS).tolist() if isinstance(value, Tensor) else value
                for name, value in found.items()}  # fmt: skip
 

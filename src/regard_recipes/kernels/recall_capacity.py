@@ -12,7 +12,6 @@ takes none, keys and cues are multiplied by its root, which has the same effect 
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from regard.recurrent.trends import trends
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import MISSING, Show, heat, only, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
 
 PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once
 ENOUGH = 0.99  # share of exact matches that counts as recalled
@@ -38,34 +37,6 @@ PANELS = {
     "zeroed": "damage: numbers zeroed", "jitter": "damage: noise",
 }  # fmt: skip
 WORDS = {"noise": "cue noise", "erased": "erased", "zeroed": "zeroed", "jitter": "state noise"}  # in the table
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecallCapacityConfig(RecipeConfig):
-    specs: tuple[str, ...] = ()
-    """Specs to measure, such as softmax 'triweight*anchored(margin=1)'. By default every preset."""
-    models: tuple[str, ...] = ("mesa(ridge=0.01)", "mesa(ridge=1)", "delta")
-    """Global linear models to measure beside them."""
-    scales: tuple[float, ...] = (1.0, 5.0, 20.0, 75.0, 300.0)
-    """Scales of the scores. The figure shows, for each kernel, the one with most exact matches in all conditions."""
-    pairs: tuple[int, ...] = (16, 64, 256, 1024, 4096)  # Numbers of stored pairs, with clean cues.
-    stored: int = 256  # Pairs stored in all other conditions.
-    noise: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0, 4.0)
-    """Cue noise: length of a random vector added to a unit key; the cue is then made a unit vector again."""
-    erased: tuple[float, ...] = (0.25, 0.5, 0.75, 0.875, 0.9375)
-    """Fractions of a cue's coordinates that are set to zero."""
-    zeroed: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9)
-    """Damage: fractions of the stored numbers that are set to zero."""
-    jitter: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Damage: standard deviation of noise on the stored numbers, in units of their root mean square."""
-    cues: int = 64  # Cues per memory, of different pairs (all pairs where fewer are stored).
-    dim: int = 64  # Channels of keys and values.
-    seeds: int = 5
-    """Independent memories per condition."""
-    limits: ClassVar = {
-        **dict.fromkeys(("stored", "cues", "dim"), (1, math.inf)), **dict.fromkeys(("noise", "jitter"), (0, 1e6)),
-        **dict.fromkeys(("erased", "zeroed"), (0, 1)), "scales": (1e-6, 1e6), "pairs": (1, 2**20),
-    }  # fmt: skip
 
 
 class Trial(NamedTuple):
@@ -80,7 +51,7 @@ class Trial(NamedTuple):
     seed: int
 
 
-def trial(config: RecallCapacityConfig, panel: str, level: float, seed: int) -> Trial:
+def trial(config: "RecallCapacity", panel: str, level: float, seed: int) -> Trial:
     """Return keys, values and cues, a function of (seed, number of pairs, condition)."""
     count = int(level) if panel == "pairs" else config.stored
     draw = torch.Generator().manual_seed(seed * 1_000_003 + count)
@@ -164,38 +135,61 @@ def damage(memory: AssociativeMemory, case: Trial) -> None:
 class RecallCapacity(Recipe):
     """Recall of every preset against stored pairs, noisy cues, partial cues and damage to what is stored."""
 
-    Config = RecallCapacityConfig
-    sizes: ClassVar = {"quick": {"seeds": 2, "pairs": (16, 64, 256, 1024), "scales": (5.0, 75.0)}}
+    specs: tuple[str, ...] = ()
+    """Specs to measure, such as softmax 'triweight*anchored(margin=1)'. By default every preset."""
+    models: tuple[str, ...] = ("mesa(ridge=0.01)", "mesa(ridge=1)", "delta")
+    """Global linear models to measure beside them."""
+    scales: tuple[float, ...] = (1.0, 5.0, 20.0, 75.0, 300.0)
+    """Scales of the scores. The figure shows, for each kernel, the one with most exact matches in all conditions."""
+    pairs: tuple[int, ...] = (16, 64, 256, 1024, 4096)  # Numbers of stored pairs, with clean cues.
+    stored: int = 256  # Pairs stored in all other conditions.
+    noise: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0, 4.0)
+    """Cue noise: length of a random vector added to a unit key; the cue is then made a unit vector again."""
+    erased: tuple[float, ...] = (0.25, 0.5, 0.75, 0.875, 0.9375)
+    """Fractions of a cue's coordinates that are set to zero."""
+    zeroed: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9)
+    """Damage: fractions of the stored numbers that are set to zero."""
+    jitter: tuple[float, ...] = (0.5, 1.0, 2.0)
+    """Damage: standard deviation of noise on the stored numbers, in units of their root mean square."""
+    cues: int = 64  # Cues per memory, of different pairs (all pairs where fewer are stored).
+    dim: int = 64  # Channels of keys and values.
+    seeds: int = 5
+    """Independent memories per condition."""
+    limits: ClassVar = {
+        **dict.fromkeys(("stored", "cues", "dim"), (1, math.inf)), **dict.fromkeys(("noise", "jitter"), (0, 1e6)),
+        **dict.fromkeys(("erased", "zeroed"), (0, 1)), "scales": (1e-6, 1e6), "pairs": (1, 2**20),
+    }  # fmt: skip
+    by_size: ClassVar = {"quick": {"seeds": 2, "pairs": (16, 64, 256, 1024), "scales": (5.0, 75.0)}}
 
     def check(self) -> None:
-        own, call = self.config, self.call()
-        for text in own.specs:
+        call = self.call()
+        for text in self.specs:
             as_spec(text, call, "--specs")
-        for text in own.models:
+        for text in self.models:
             if trend_of(text, call, "--models") is None:
                 raise ArgumentError(f"{call}: --models: unknown model {text!r}.{suggestion(text, trends.names())}")
 
     def cells(self) -> list[Cell]:
         groups: dict[Spec, list[str]] = {}
-        for name in self.config.specs or presets_registry.names():
+        for name in self.specs or presets_registry.names():
             groups.setdefault(Spec.parse(name), []).append(name)
         own = [{"kernel": " = ".join(names), "store": store, "spec": "*".join(spec.parts())}
                for spec, names in groups.items()
                for store in ((PAIRS, SUMS) if finite_features(spec) else (PAIRS,))]  # fmt: skip
-        return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.config.models)]
+        return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.models)]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        own, store = self.config, cell["store"]
+        store = cell["store"]
         panels = ("zeroed", "jitter") if store == SUMS else PANELS  # whole sums read as whole pairs do
-        cases = [trial(own, panel, level, seed) for panel in panels for level in getattr(own, panel)]
-        for scale in (1.0,) if store == STATE else own.scales:
+        cases = [trial(self, panel, level, seed) for panel in panels for level in getattr(self, panel)]
+        for scale in (1.0,) if store == STATE else self.scales:
             how = model(cell["kernel"]) if store == STATE else reader(Spec.parse(cell["spec"]), scale, store)
             for case in cases:
                 found = {name: significant(x) for name, x in recall(how, case).items()}
                 yield {"scale": scale, "panel": case.panel, "level": case.level, **found}
 
     def claims(self, results: Results) -> list[Claim]:
-        level = self.config.zeroed[len(self.config.zeroed) // 2]
+        level = self.zeroed[len(self.zeroed) // 2]
         rows = select(best(results), kernel="linear", panel="zeroed", level=level)
         sums, pairs = (select(rows, store=store) for store in (SUMS, PAIRS))
         wording = "A distributed memory withstands the loss of its parts better than stored examples"
@@ -204,17 +198,17 @@ class RecallCapacity(Recipe):
         return claims_of("Cooper, 1973", [told], effect=0.05)
 
     def tables(self, results: Results) -> dict[str, Any]:
-        own, chosen = self.config, best(results)
+        chosen = best(results)
         shown, clean = in_order(chosen), select(chosen, panel="pairs")
         values: dict[str, Show] = {f"pairs at ≥ {ENOUGH:.0%}": self.recalled,
-                                   f"{max(own.pairs)} pairs": matches("pairs", max(own.pairs))}  # fmt: skip
-        middle = {panel: getattr(own, panel)[len(getattr(own, panel)) // 2] for panel in PANELS}
+                                   f"{max(self.pairs)} pairs": matches("pairs", max(self.pairs))}  # fmt: skip
+        middle = {panel: getattr(self, panel)[len(getattr(self, panel)) // 2] for panel in PANELS}
         values |= {f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()}
         split = {f"{name}, {middle['pairs']} pairs": only(part, level=middle["pairs"])
                  for name, part in (("signal bias", "{bias:.2g}"), ("interference", "{interference:.2g}"))}  # fmt: skip
-        split |= {f"1/SNR, {n} pairs": only("{inverse_snr:.2g}", level=n) for n in own.pairs}
+        split |= {f"1/SNR, {n} pairs": only("{inverse_snr:.2g}", level=n) for n in self.pairs}
         percent = stat("match", "mean", "{:.1f}", 100)
-        index, note = ["kernel", "scale", "store"], f"Percent; mean ± standard deviation over {own.seeds} seeds."
+        index, note = ["kernel", "scale", "store"], f"Percent; mean ± standard deviation over {self.seeds} seeds."
         return {
             "Exact matches in percent": pivot(shown, index, values, note=note),
             "Exact matches in percent by scale, over all conditions": pivot(
@@ -230,7 +224,7 @@ class RecallCapacity(Recipe):
         if not len(means):
             return MISSING
         enough = means.index[means >= ENOUGH]
-        return f"{max(enough):g}" if len(enough) else f"< {min(self.config.pairs)}"
+        return f"{max(enough):g}" if len(enough) else f"< {min(self.pairs)}"
 
     def figures(self, results: Results) -> dict[str, bytes]:
         shown = in_order(best(results))
@@ -245,13 +239,12 @@ class RecallCapacity(Recipe):
         }
 
     def notes(self, results: Results) -> list[str]:
-        own = self.config
         return [
-            f"Random unit keys and values, D = {own.dim}; {own.seeds} memories per condition, up to {own.cues} cues "
+            f"Random unit keys and values, D = {self.dim}; {self.seeds} memories per condition, up to {self.cues} cues "
             "each, of the pairs stored first. Exact match: the stored value nearest to what is retrieved is the right "
             "one. The scale of a kernel is the one with the most exact matches over all conditions; kernels that take "
             "none have keys and cues of that squared length.",
-            f"Except in the first panel, {own.stored} pairs are stored. 'sums': damage to the sums that the kernel's "
+            f"Except in the first panel, {self.stored} pairs are stored. 'sums': damage to the sums that the kernel's "
             "pairs fold into. 'state': a global linear model, whose state is damaged.",
         ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +19,7 @@ from ..demo.demo import parse_specs
 from ..lib.claims import Claim, exact, paired
 from ..lib.display import Show, dots, gap, pivot, spread, stat
 from ..lib.language_training import Budget, Corpus, train_language_model
-from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe, select
+from ..lib.recipe import Cell, Recipe, Results, recipe, select
 
 if TYPE_CHECKING:
     from regard.models import HybridForCausalLM
@@ -33,8 +32,10 @@ PAPER = "Kernel selection"
 LITTLE = 0.05  # bits per character that a difference in loss must reach to matter
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedQueryKeyConfig(RecipeConfig):
+@recipe("shared-query-key")
+class SharedQueryKey(Recipe):
+    """Loss, parameters and memory of models whose queries are their keys, beside those that keep the two apart."""
+
     seeds: int = 3
     """Models of each kind; they differ in first weights and windows."""
     specs: str = "softmax,shift-cosine,elu,relumax"  # Attention specs with commas between them.
@@ -43,33 +44,26 @@ class SharedQueryKeyConfig(RecipeConfig):
     """Let attention see earlier characters only, in all models: with q = k a character is most similar to itself."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-
-
-@recipe("shared-query-key")
-class SharedQueryKey(Recipe):
-    """Loss, parameters and memory of models whose queries are their keys, beside those that keep the two apart."""
-
-    Config = SharedQueryKeyConfig
-    sizes: ClassVar = {"quick": {"seeds": 1, "steps": 60}}
+    by_size: ClassVar = {"quick": {"seeds": 1, "steps": 60}}
 
     @property
-    def specs(self) -> list[str]:
+    def spec_names(self) -> list[str]:
         """Return the specs in full."""
-        return [str(spec) for spec in parse_specs(self.config.specs, self.call())]
+        return [str(spec) for spec in parse_specs(self.specs, self.call())]
 
     def check(self) -> None:
-        parse_specs(self.config.specs, self.call())
+        parse_specs(self.specs, self.call())
         self.budget().check(self.call())
 
     def prepare(self) -> Mapping[str, Any]:
         from ..demo import demo_text
 
-        text = demo_text.prepare(self.config.data, context=CONTEXT + 1, excerpt=CONTEXT, call=self.call())
+        text = demo_text.prepare(self.data, context=CONTEXT + 1, excerpt=CONTEXT, call=self.call())
         self.corpus, self.vocabulary = Corpus(text.train_tokens, text.held_out_tokens), len(text.tokenizer)
         return {"text": text.described()}
 
     def cells(self) -> list[Cell]:
-        return [{"spec": spec, "q and k": kind} for spec in self.specs for kind in (APART, SHARED)]
+        return [{"spec": spec, "q and k": kind} for spec in self.spec_names for kind in (APART, SHARED)]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         config = self.model_config(cell["spec"], cell["q and k"] == SHARED)
@@ -79,8 +73,8 @@ class SharedQueryKey(Recipe):
 
     def budget(self) -> Budget:
         """Return what every model is given."""
-        return Budget(context=CONTEXT, batch=BATCH, steps=self.config.steps, learning_rate=3e-3, final_share=0.02,
-                      measured=MEASURED, looks=1, device=self.config.device)  # fmt: skip
+        return Budget(context=CONTEXT, batch=BATCH, steps=self.steps, learning_rate=3e-3, final_share=0.02,
+                      measured=MEASURED, looks=1, device=self.device)  # fmt: skip
 
     def model_config(self, spec: str, shared: bool) -> Any:
         """Return two layers of width 64 with this attention."""
@@ -88,7 +82,7 @@ class SharedQueryKey(Recipe):
 
         return HybridConfig(
             vocab_size=self.vocabulary, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, mixers=spec,
-            share_query_key=shared, exclude_self=self.config.exclude_self, initializer_range=0.05,
+            share_query_key=shared, exclude_self=self.exclude_self, initializer_range=0.05,
         )  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
@@ -113,7 +107,7 @@ class SharedQueryKey(Recipe):
             "parameters": "{parameters:,.0f}", **memory_columns("{:.1f} KiB"),
         }  # fmt: skip
         note = (
-            f"{self.config.seeds} seeds: mean ± standard deviation; costs are paired by seed, ± half the 95 % "
+            f"{self.seeds} seeds: mean ± standard deviation; costs are paired by seed, ± half the 95 % "
             f"interval. Cache: what decoding holds after {CACHED} tokens of one sequence; it never held queries."
         )
         return {"Shared queries and keys": pivot(frame, ["spec", "q and k"], values, note=note)}

@@ -19,7 +19,7 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.training.device import resolve_device
 
-from .recipe import RecipeConfig, check_number
+from .recipe import Recipe, check_number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,8 +32,7 @@ class Corpus:
     held_out_tokens: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageConfig(RecipeConfig):
+class LanguageOptions(Recipe):
     """Options of recipes that train language models; `Budget.of` reads them."""
 
     context: int = 64
@@ -50,8 +49,7 @@ class LanguageConfig(RecipeConfig):
     """Of the products: float32 or bfloat16."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextConfig(LanguageConfig):
+class TextOptions(LanguageOptions):
     """Options of recipes that train on one text."""
 
     tokenizer: str = "char"
@@ -97,9 +95,9 @@ class Budget:
     compile: bool = False
 
     @classmethod
-    def of(cls, config: RecipeConfig, **changes: Any) -> Budget:
+    def of(cls, recipe: Recipe, **changes: Any) -> Budget:
         """Return the budget that the options of a recipe give, with some fields changed."""
-        given = {f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)}
+        given = {f.name: getattr(recipe, f.name) for f in fields(cls) if hasattr(recipe, f.name)}
         return cls(**{**given, **changes})
 
     def check(self, call: str) -> None:

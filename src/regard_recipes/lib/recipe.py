@@ -35,39 +35,6 @@ Limits = Mapping[str, tuple[float, float]]
 R = TypeVar("R", bound="type[Recipe]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeConfig:
-    """Options that all recipes share. The defaults of a recipe's own fields are those of the size 'small'.
-
-    A class that adds fields may set `limits`, field to its least and largest number, of several numbers each, and each
-    only once; and `choices`, field of names to the known names, of which at least one is named, and each only once.
-    Those of its base classes hold too.
-    """
-
-    out: Path | None = None
-    """Folder to write; by default NAME-out. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "small", "paper"] = "small"
-    """Sets the options that are not given: 'quick' takes at most two minutes on two cores, 'small' up to an hour,
-    'paper' needs the paper's hardware."""
-    quick: bool = False
-    """The same as --size quick."""
-    seed: int = 0
-    """The first seed."""
-    seeds: int = 1
-    """Number of seeds."""
-    workers: int = 2
-    """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
-    device: str = "cpu"
-    """'cpu', 'cuda', 'mps' or 'auto'."""
-    limits: ClassVar[Limits] = {"seeds": (1, math.inf), "workers": (0, math.inf)}
-    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
-
-    @classmethod
-    def declared(cls, what: str) -> dict[str, Any]:
-        """Return "limits" or "choices" with those of the base classes."""
-        return {name: value for base in reversed(cls.__mro__) for name, value in vars(base).get(what, {}).items()}
-
-
 @dataclass(frozen=True)
 class Results:
     """All rows of a run.
@@ -106,32 +73,56 @@ def significant(x: Any, digits: int = 4) -> float:
     return float(f"{float(x):.{digits}g}")
 
 
+@dataclass(kw_only=True, eq=False)
 class Recipe(ABC):
-    """An experiment. The first sentence of the docstring is what `regard list recipes` shows.
+    """An experiment with its options. The first sentence of the docstring is what `regard list recipes` shows.
 
-    A subclass sets `Config` and `sizes`, and implements `cells` and `measure`, then `claims`, `tables` and `figures` as
-    far as it has any. Register it with `@recipe(name)`. An instance is sent to other processes, so its attributes must
-    be picklable.
+    Every subclass is a dataclass, whose fields are options with their values at the size 'small', and a text each. It
+    sets `by_size`, and implements `cells` and `measure`, then `claims`, `tables` and `figures` as far as it has any.
+    Register it with `@recipe(name)`. An instance is sent to other processes, so its attributes must be picklable.
 
     Attributes:
-        Config: subclass of `RecipeConfig`; every field has a default and a docstring.
-        sizes: 'quick' and 'paper' to the fields in which they differ from the defaults.
+        limits: field to its least and largest number, of several numbers each, and each only once. Here as in
+            `choices`, those of the base classes hold too.
+        choices: field of names to the known names, of which at least one is named, and each only once.
+        by_size: 'quick' and 'paper' to the fields in which they differ from the defaults.
         name: set by `@recipe`.
     """
 
-    Config: ClassVar[type[RecipeConfig]]
-    sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    out: Path | None = None
+    """Folder to write; by default NAME-out. An earlier result in it is replaced; any other folder must be empty."""
+    size: Literal["quick", "small", "paper"] = "small"
+    """Sets the options that are not given: 'quick' takes at most two minutes on two cores, 'small' up to an hour,
+    'paper' needs the paper's hardware."""
+    quick: bool = False
+    """The same as --size quick."""
+    seed: int = 0
+    """The first seed."""
+    seeds: int = 1
+    """Number of seeds."""
+    workers: int = 2
+    """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
+    device: str = "cpu"
+    """'cpu', 'cuda', 'mps' or 'auto'."""
+    limits: ClassVar[Limits] = {"seeds": (1, math.inf), "workers": (0, math.inf)}
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
+    by_size: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     name: ClassVar[str] = ""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init_subclass__(cls) -> None:
+        dataclass(kw_only=True, eq=False)(cls)
+
+    @classmethod
+    def declared(cls, what: str) -> dict[str, Any]:
+        """Return "limits" or "choices" with those of the base classes."""
+        return {name: value for base in reversed(cls.__mro__) for name, value in vars(base).get(what, {}).items()}
 
     @classmethod
     def configure(cls, size: str = "small", **changes: Any) -> Any:
-        """Return the config of a size with some fields changed; an ArgumentError says that there is no such size."""
-        if size != "small" and size not in cls.sizes:
-            raise ArgumentError(f"{cls.call()}: --size is {size!r}, expected {' or '.join(['small', *cls.sizes])}.")
-        return replace(cls.Config(), **{"size": size, **cls.sizes.get(size, {}), **changes})
+        """Return the recipe of a size with some options changed; an ArgumentError says that there is no such size."""
+        if size != "small" and size not in cls.by_size:
+            raise ArgumentError(f"{cls.call()}: --size is {size!r}, expected {' or '.join(['small', *cls.by_size])}.")
+        return replace(cls(), **{"size": size, **cls.by_size.get(size, {}), **changes})
 
     @classmethod
     def call(cls) -> str:
@@ -191,14 +182,14 @@ def recipe(name: str) -> Callable[[R], R]:
 
 def check_shared(made: Recipe) -> None:
     """Raise an ArgumentError where a shared option, or then one of the recipe's own, is out of range."""
-    config, call = made.config, made.call()
-    resolve_device(config.device, call=call)
-    for name, (low, high) in config.declared("limits").items():
-        check_number(f"{call}: --{name.replace('_', '-')}", getattr(config, name), low, high)
-    if not 0 <= config.seed <= SEEDS - config.seeds:
-        raise ArgumentError(f"{call}: --seed is {config.seed}, expected 0 to {SEEDS - config.seeds}.")
-    for name, known in config.declared("choices").items():
-        check_names(call, f"--{name.replace('_', '-')}", getattr(config, name), list(known))
+    call = made.call()
+    resolve_device(made.device, call=call)
+    for name, (low, high) in made.declared("limits").items():
+        check_number(f"{call}: --{name.replace('_', '-')}", getattr(made, name), low, high)
+    if not 0 <= made.seed <= SEEDS - made.seeds:
+        raise ArgumentError(f"{call}: --seed is {made.seed}, expected 0 to {SEEDS - made.seeds}.")
+    for name, known in made.declared("choices").items():
+        check_names(call, f"--{name.replace('_', '-')}", getattr(made, name), list(known))
     try:
         made.check()
     except ArgumentError as error:  # what a recipe makes, such as a task, does not know who makes it
@@ -231,7 +222,7 @@ def check_number(option: str, value: Any, low: float, high: float) -> None:
 
 
 def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
-    """Measure all cells, continuing an unfinished run, and write rows, page and figures to `config.out`.
+    """Measure all cells, continuing an unfinished run, and write rows, page and figures to `made.out`.
 
     Raises:
         ArgumentError: an option is out of range, or the folder holds something else.

@@ -36,13 +36,13 @@ def reproduce(argv: list[str]) -> int:
 
 def _run(kind: type[Recipe], argv: list[str]) -> int:
     """Measure a recipe and write its results."""
-    made = kind(options(kind, argv))
+    made = options(kind, argv)
     progress, screen = consoles()
     start = time.perf_counter()
     with progress.status(kind.name) as status:
         results = run(made, argv, lambda text: status.update(f"{kind.name}: {text}"))
     _show(screen, made, results)
-    out = made.config.out or Path(f"{kind.name}-out")
+    out = made.out or Path(f"{kind.name}-out")
     screen.print(f"{time.perf_counter() - start:.0f} s in all. Look inside: {out}", highlight=False)
     return 0
 
@@ -51,7 +51,7 @@ def _estimate(kind: type[Recipe], argv: list[str]) -> int:
     """Print how large a run would be."""
     from .estimate import estimate
 
-    table = estimate(kind(options(kind, argv)))
+    table = estimate(options(kind, argv))
     consoles()[1].print(table.rich(f"{CALL} {kind.name}"))
     return 0
 
@@ -62,7 +62,7 @@ def _run_all(argv: list[str]) -> int:
         raise ArgumentError(f"{CALL}: --all writes NAME-out for each recipe; omit --out and run it in another folder.")
     known = dict(sorted(recipes.items()))
     for kind in known.values():  # mistakes are found before anything runs
-        check_shared(kind(options(kind, argv)))
+        check_shared(options(kind, argv))
     failed = []
     for name, kind in known.items():
         try:
@@ -87,22 +87,20 @@ def _papers(argv: list[str]) -> int:
 
 
 def options(kind: type[Recipe], argv: list[str]) -> Any:
-    """Return the config from flags, over the values of the chosen size."""
+    """Return the recipe from flags, over the values of the chosen size."""
     command, about = f"{CALL} {kind.name}", sizes_text(kind)
-    given: Any = parse(kind.Config, argv, command=command, about=kind.__doc__, epilogue=about)
+    given: Any = parse(kind, argv, command=command, about=kind.__doc__, epilogue=about)
     size = "quick" if given.quick else given.size
-    if size == "small":
-        return given
-    base = kind.configure(size)
-    made: Any = parse(kind.Config, argv, command=command, base=base)
-    return kind.configure(size, **{f.name: getattr(made, f.name) for f in fields(made) if f.name != "size"})
+    if size != "small":
+        given = parse(kind, argv, command=command, base=kind.configure(size))
+    return kind.configure(size, **{f.name: getattr(given, f.name) for f in fields(given) if f.name != "size"})
 
 
 def sizes_text(kind: type[Recipe]) -> str:
     """Return what the sizes change, for `--help`."""
     parts = [
         f"--size {size} sets {', '.join(f'{name} {value}' for name, value in values.items())}."
-        for size, values in kind.sizes.items()
+        for size, values in kind.by_size.items()
     ]
     return " ".join([
         *parts, "--rebuild FOLDER, alone, writes the page of stored results again without measuring.",

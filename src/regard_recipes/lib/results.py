@@ -52,12 +52,12 @@ class Journal:
     def open(cls, made: Recipe, argv: Sequence[str]) -> Journal:
         """Return the journal of a new run, or of the one in the folder if it has the same options and is not finished,
         or has fewer seeds, models, rates or tasks."""
-        out = made.config.out or Path(f"{made.name}-out")
+        out = made.out or Path(f"{made.name}-out")
         check_out(out, made.call())
         path = out / f"{made.name}.jsonl"
         header = {
             "made_by": MADE_BY, "recipe": made.name, "command": shlex.join(["regard", "reproduce", made.name, *argv]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "config": plain(to_mapping(made.config)),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "config": plain(to_mapping(made)),
             "installation": {**installation(), "hardware": hardware()},
         }  # fmt: skip
         before, lines, finished = read_journal(path) if path.exists() else (None, [], False)
@@ -133,7 +133,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]
 def unfinished_units(made: Recipe, journal: Journal) -> list[Unit]:
     """Return the cells that are still to be measured, all cells of one seed before those of the next."""
     done = {_key(line["cell"], line["seed"]) for line in journal.lines}
-    seeds = range(made.config.seed, made.config.seed + made.config.seeds)
+    seeds = range(made.seed, made.seed + made.seeds)
     return [(cell, seed) for seed in seeds for cell in made.cells() if _key(plain(cell), seed) not in done]
 
 
@@ -154,8 +154,7 @@ def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
         results = Journal(journal, header, lines).results()
     else:
         raise ArgumentError(f"{kind.call()}: {folder} holds neither {record.name} nor {journal.name}.")
-    config = from_mapping(kind.Config(), results.record["config"], call=kind.call(), source=str(record))
-    return kind(config), results
+    return from_mapping(kind(), results.record["config"], call=kind.call(), source=str(record)), results
 
 
 def plain(value: Any) -> Any:

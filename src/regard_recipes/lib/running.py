@@ -26,12 +26,12 @@ Measured = tuple[Unit, list[Row], float]
 
 
 def measure_units(made: Recipe, units: Sequence[Unit], progress: Progress) -> Iterator[Measured]:
-    """Measure cells and yield each as it is done, `config.workers` at a time; errors are those of `run_calls`."""
+    """Measure cells and yield each as it is done, `made.workers` at a time; errors are those of `run_calls`."""
     begun = time.perf_counter()
     named = {", ".join(f"{name} {value}" for name, value in {**cell, "seed": seed}.items()): (cell, seed)
              for cell, seed in units}  # fmt: skip
     calls = {name: partial(_measure, made, unit) for name, unit in named.items()}
-    for done, (name, (rows, seconds)) in enumerate(run_calls(calls, made.config.workers), start=1):
+    for done, (name, (rows, seconds)) in enumerate(run_calls(calls, made.workers), start=1):
         left = (time.perf_counter() - begun) / done * (len(units) - done)
         progress(f"{done}/{len(units)} done, about {max(1, round(left / 60))} min left")
         yield named[name], rows, seconds

@@ -7,7 +7,6 @@ validation split; what is shown are scores on the test split.
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,22 +16,7 @@ from regard.tasks import TokenTask
 from .claims import Estimate
 from .display import Show, interval, lines, panels, pivot
 from .recipe import Cell, Frame, Limits, Results, select
-from .trained import TrainedConfig, TrainedRecipe, language_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskRecipeConfig(TrainedConfig):
-    """Train models on a task, and score them."""
-
-    steps: int = 2000
-    """Most optimiser steps of each model; training ends early once the validation score is at least `stop_at`."""
-    batch: int = 64
-    """Examples of a step."""
-    stop_at: float = 0.995
-    """Validation score that ends training; above 1 for never."""
-    examples: int = 512
-    """Examples of the test split that each score is taken from."""
-    limits: ClassVar[Limits] = {"steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31), "stop_at": (0.0, 2.0)}
+from .trained import TrainedRecipe, language_config
 
 
 def first_range(width: int) -> float:
@@ -62,6 +46,15 @@ class TaskRecipe(TrainedRecipe):
         scorings: how often the validation split is scored, at even distances over all steps.
     """
 
+    steps: int = 2000
+    """Most optimiser steps of each model; training ends early once the validation score is at least `stop_at`."""
+    batch: int = 64
+    """Examples of a step."""
+    stop_at: float = 0.995
+    """Validation score that ends training; above 1 for never."""
+    examples: int = 512
+    """Examples of the test split that each score is taken from."""
+    limits: ClassVar[Limits] = {"steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31), "stop_at": (0.0, 2.0)}
     metric: ClassVar[str] = "accuracy"
     learned: ClassVar[float] = 0.5
     scorings: ClassVar[int] = 10
@@ -80,16 +73,17 @@ class TaskRecipe(TrainedRecipe):
         """Return a model with first weights from torch's generator, by its fields in `known` and those of `shared`."""
         from regard.models.base.catalogue import model_of
 
-        width = self.config.width
+        own: Any = self  # with the options `Sizes`
+        width = own.width
         fields = {"vocab_size": task.vocabulary, "hidden_size": width, **self.shared(), **self.known[name]}
         config = language_config(fields, first_range(width))
         return model_of(config)(config)
 
     def untrained(self, cell: Cell) -> tuple[Any, int]:
-        own, task = self.config, self.training_tasks()[cell["task"]]
+        task = self.training_tasks()[cell["task"]]
         with torch.device("cpu"):
             length = self.example_length(task)
-        return self.make_model(cell["model"], task), own.steps * own.batch * length
+        return self.make_model(cell["model"], task), self.steps * self.batch * length
 
     def example_length(self, task: Any) -> int:
         """Return the number of tokens of a training example, the first one."""
@@ -97,7 +91,8 @@ class TaskRecipe(TrainedRecipe):
 
     def shared(self) -> Mapping[str, Any]:
         """Return the fields of the configuration that all models have beside the width."""
-        return {"num_hidden_layers": self.config.layers, "num_attention_heads": self.config.heads}
+        own: Any = self
+        return {"num_hidden_layers": own.layers, "num_attention_heads": own.heads}
 
     def check(self) -> None:
         super().check()
@@ -114,12 +109,12 @@ class TaskRecipe(TrainedRecipe):
         from regard.training.task import TaskBudget, train_on_task
         from regard.training.task.training import LossNotFinite
 
-        own, task = self.config, self.training_tasks()[cell["task"]]
+        task = self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
-        model = self.make_model(cell["model"], task).to(own.device)
+        model = self.make_model(cell["model"], task).to(self.device)
         budget = TaskBudget(
-            steps=own.steps, batch=own.batch, learning_rate=cell["rate"], seed=seed, metric=self.metric,
-            stop_at=own.stop_at, eval_every=max(own.steps // self.scorings, 1), eval_examples=own.examples,
+            steps=self.steps, batch=self.batch, learning_rate=cell["rate"], seed=seed, metric=self.metric,
+            stop_at=self.stop_at, eval_every=max(self.steps // self.scorings, 1), eval_examples=self.examples,
         )  # fmt: skip
         start = time.perf_counter()
         try:
@@ -141,7 +136,7 @@ class TaskRecipe(TrainedRecipe):
         """Yield a row for each metric of a trained model on a test task."""
         from regard.training.task import score_task
 
-        for metric, found in score_task(model, test, examples=self.config.examples).items():
+        for metric, found in score_task(model, test, examples=self.examples).items():
             yield {"kind": "test", "test": name, "metric": metric, "score": found.mean}
 
     def scores(self, results: Results, metric: str = "", **where: Any) -> Frame:
@@ -156,7 +151,7 @@ class TaskRecipe(TrainedRecipe):
     def unlearned(self, results: Results, tasks: str | Sequence[str], models: Sequence[str] = ()) -> str:
         """Return why models (by default all) cannot be compared on tasks: none of them has learned one of them. Empty
         if one has."""
-        runs, said = select(self.chosen(results, "run"), model=list(models or self.models)), []
+        runs, said = select(self.chosen(results, "run"), model=list(models or self.trained)), []
         for task in [tasks] if isinstance(tasks, str) else tasks:
             best = float(select(runs, task=task).groupby("model")["validation"].mean().max())
             said += [f"no model learned {task}: the best validation score is {best:.2f}"] * (best < self.learned)

@@ -6,7 +6,6 @@ validation text; what is shown is measured on a text after it.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,30 +15,24 @@ from regard.checks import ArgumentError
 
 from .display import Show, interval, lines, median, pivot
 from .language_text import LanguageText, read_text
-from .language_training import Budget, Corpus, TextConfig, initial_range, train_language_model
+from .language_training import Budget, Corpus, TextOptions, initial_range, train_language_model
 from .recipe import Cell, Frame, Results
-from .trained import SizesConfig, TrainedConfig, TrainedRecipe, language_config
+from .trained import Sizes, TrainedRecipe, language_config
 
 VOCABULARIES = {"char": 100, "byte": 258, "bpe": 32_000, "gpt2": 50_257}
 """Tokens of a tokenizer, at most or about (char), where the text has not been read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextRecipeConfig(TrainedConfig, TextConfig, SizesConfig):
-    """Train language models on a text, and compare them."""
-
-
-class TextRecipe(TrainedRecipe):
+class TextRecipe(TrainedRecipe, TextOptions, Sizes):
     """A recipe of language models trained on one text."""
 
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return the configuration of the model of a cell."""
-        own = self.config
         sizes = {
-            "vocab_size": vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
-            "num_attention_heads": own.heads, "max_position_embeddings": own.context,
+            "vocab_size": vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "max_position_embeddings": self.context,
         }  # fmt: skip
-        return language_config({**sizes, **self.fields(cell)}, initial_range(own.width))
+        return language_config({**sizes, **self.fields(cell)}, initial_range(self.width))
 
     def fields(self, cell: Cell) -> Mapping[str, Any]:
         """Return the fields of a model's configuration that are not sizes, and "model", its kind."""
@@ -49,8 +42,8 @@ class TextRecipe(TrainedRecipe):
         from regard.training import TOKENIZERS
 
         super().check()
-        TOKENIZERS.get(self.config.tokenizer)
-        for rate in self.config.rates:
+        TOKENIZERS.get(self.tokenizer)
+        for rate in self.rates:
             self.budget(rate).check(self.call())
         try:
             for cell in self.cells():
@@ -60,17 +53,16 @@ class TextRecipe(TrainedRecipe):
 
     def budget(self, rate: float) -> Budget:
         """Return how a model is trained."""
-        return Budget.of(self.config, learning_rate=rate)
+        return Budget.of(self, learning_rate=rate)
 
     def prepare(self) -> Mapping[str, Any]:
-        own = self.config
-        sizes = {"context": own.context, "measured": own.measured, "choice": max(own.context, own.measured // 2)}
-        return self.load(read_text(own.data, own.tokenizer, **sizes, call=self.call()))
+        sizes = {"context": self.context, "measured": self.measured, "choice": max(self.context, self.measured // 2)}
+        return self.load(read_text(self.data, self.tokenizer, **sizes, call=self.call()))
 
     def load(self, text: LanguageText) -> dict[str, Any]:
         """Keep what training and measuring need of a text, and return facts about it."""
         self.corpus, self.vocabulary = Corpus(text.train_tokens, text.choice_tokens), text.vocabulary
-        self.test_tokens = text.held_out_tokens[: self.config.measured]
+        self.test_tokens = text.held_out_tokens[: self.measured]
         return {"text": text.described, "floor": self.floor(text.choice_tokens)}
 
     def floor(self, tokens: Tensor) -> float:
@@ -81,20 +73,19 @@ class TextRecipe(TrainedRecipe):
     def measure(self, cell: Cell, seed: int) -> Iterable[dict[str, Any]]:
         config, budget = self.model_config(cell, self.vocabulary), self.budget(cell["rate"])
         call = ", ".join(f"{name} {value}" for name, value in cell.items())
-        return train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measured)
+        return train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measure_model)
 
     def untrained(self, cell: Cell) -> tuple[Any, int]:
         from regard.models.base.catalogue import model_of
 
-        own = self.config
-        config = self.model_config(cell, VOCABULARIES[own.tokenizer])
-        return model_of(config)(config), own.steps * own.batch * own.context
+        config = self.model_config(cell, VOCABULARIES[self.tokenizer])
+        return model_of(config)(config), self.steps * self.batch * self.context
 
-    def measured(self, model: Any) -> dict[str, Any]:
+    def measure_model(self, model: Any) -> dict[str, Any]:
         """Return columns of the row "run" of a trained model, and further rows as "rows"."""
         from .language_trainer import held_out_loss
 
-        budget = self.budget(self.config.rates[0])
+        budget = self.budget(self.rates[0])
         return {"test": held_out_loss(model, Corpus(self.corpus.train_tokens, self.test_tokens), budget)}
 
     def merit(self, runs: Frame) -> Frame:

@@ -9,24 +9,11 @@ from typing import Any, ClassVar
 from regard.checks import ArgumentError
 
 from .claims import Estimate, paired
-from .recipe import Cell, Frame, Limits, Recipe, RecipeConfig, Results, check_names, select
+from .recipe import Cell, Frame, Limits, Recipe, Results, check_names, select
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedConfig(RecipeConfig):
-    """Train models, and compare them."""
-
-    seeds: int = 3
-    """Models of each kind and learning rate; they differ in first weights and data."""
-    models: tuple[str, ...] = ()
-    """Names of the models to train; by default all but those that are slow on a CPU."""
-    rates: tuple[float, ...] = (1e-3, 3e-3)
-    """Learning rates, of which each model takes the one that is best on validation data, by the mean over seeds."""
-    limits: ClassVar[Limits] = {"rates": (1e-8, 1.0)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizesConfig:
+@dataclass(kw_only=True, eq=False)
+class Sizes:
     """Options of recipes whose models have one width, and layers and heads of one kind."""
 
     width: int = 64
@@ -61,6 +48,13 @@ class TrainedRecipe(Recipe):
         shown: kind of the rows that are compared.
     """
 
+    seeds: int = 3
+    """Models of each kind and learning rate; they differ in first weights and data."""
+    models: tuple[str, ...] = ()
+    """Names of the models to train; by default all but those that are slow on a CPU."""
+    rates: tuple[float, ...] = (1e-3, 3e-3)
+    """Learning rates, of which each model takes the one that is best on validation data, by the mean over seeds."""
+    limits: ClassVar[Limits] = {"rates": (1e-8, 1.0)}
     known: ClassVar[Mapping[str, Mapping[str, Any]]]
     slow: ClassVar[Sequence[str]] = ()
     base: ClassVar[str] = ""
@@ -68,17 +62,17 @@ class TrainedRecipe(Recipe):
     shown: ClassVar[str] = "run"
 
     @property
-    def models(self) -> tuple[str, ...]:
+    def trained(self) -> tuple[str, ...]:
         """Return the names of the models to train."""
-        return self.config.models or tuple(name for name in self.known if name not in self.slow)
+        return self.models or tuple(name for name in self.known if name not in self.slow)
 
     def check(self) -> None:
-        check_names(self.call(), "--models", self.models, list(self.known))
-        if self.base and self.base not in self.models:
+        check_names(self.call(), "--models", self.trained, list(self.known))
+        if self.base and self.base not in self.trained:
             raise ArgumentError(f"--models lacks {self.base}, to which all others are compared; add it.")
 
     def cells(self) -> Sequence[Cell]:
-        return [{"model": model, "rate": rate} for model in self.models for rate in self.config.rates]
+        return [{"model": model, "rate": rate} for model in self.trained for rate in self.rates]
 
     @abstractmethod
     def untrained(self, cell: Cell) -> tuple[Any, int]:

@@ -21,7 +21,7 @@ from regard.tasks.tokens import IGNORED
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, mamba
+from ..lib.task_recipe import TaskRecipe, mamba
 
 PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
 MAMBA, ICLM, GATED = "Mamba", "ICLM", "gated delta rule"
@@ -52,20 +52,6 @@ def models(head: int) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecallConfig(TaskRecipeConfig):
-    pairs: tuple[int, ...] = (2, 4, 8, 16)  # Numbers of pairs, each in an equal share of the training examples.
-    length: int = 4  # Tokens of a sequence for each of its pairs, at least 4.
-    vocabulary: int = 64  # Tokens; the paper has 8192.
-    width: int = 64  # Channels.
-    head: int = 32  # Channels of the one head; states are matrices of head x head.
-    steps: int = 1000
-    rates: tuple[float, ...] = (3e-3, 6e-3)
-    examples: int = 256
-    limits: ClassVar = {"pairs": (1, 2**16), "vocabulary": (4, 2**24), "width": (8, 8192),
-                        "length": (4, 2**16), "head": (2, 8192)}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class MixedRecall(MQAR):
     """MQAR with a number of pairs out of `numbers`, in `length` tokens: as long a sequence as in `only`, then zeros."""
@@ -90,36 +76,43 @@ class MixedRecall(MQAR):
 class AssociativeRecall(TaskRecipe):
     """Accuracy of recall against the number of pairs: attention kernels, linear states, delta rules, Mesa, FwPKM."""
 
-    Config = RecallConfig
+    pairs: tuple[int, ...] = (2, 4, 8, 16)  # Numbers of pairs, each in an equal share of the training examples.
+    length: int = 4  # Tokens of a sequence for each of its pairs, at least 4.
+    vocabulary: int = 64  # Tokens; the paper has 8192.
+    width: int = 64  # Channels.
+    head: int = 32  # Channels of the one head; states are matrices of head x head.
+    steps: int = 1000
+    rates: tuple[float, ...] = (3e-3, 6e-3)
+    examples: int = 256
+    limits: ClassVar = {"pairs": (1, 2**16), "vocabulary": (4, 2**24), "width": (8, 8192),
+                        "length": (4, 2**16), "head": (2, 8192)}  # fmt: skip
     known = models(32)
     slow = (MAMBA,)
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "pairs": (2, 4), "steps": 60, "rates": (3e-3,), "examples": 64,
                   "models": (SOFTMAX, "linear", LLA), "width": 32},
         "paper": {"pairs": (4, 8, 16, 32, 64), "length": 8, "vocabulary": 8192, "width": 128, "head": 128,
                   "batch": 256, "steps": 20_000, "rates": (1e-4, 5e-4, 1e-3), "models": tuple(known)},
     }  # fmt: skip
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.known = models(config.head)  # type: ignore[misc]
+    def __post_init__(self) -> None:
+        self.known = models(self.head)  # type: ignore[misc]
 
     def training_tasks(self) -> Mapping[str, MixedRecall]:
-        own, most = self.config, max(self.config.pairs)
-        task = MixedRecall(tokens=own.vocabulary, length=own.length * most, pairs=most, numbers=own.pairs)
+        most = max(self.pairs)
+        task = MixedRecall(tokens=self.vocabulary, length=self.length * most, pairs=most, numbers=self.pairs)
         return {str(most): task}
 
     def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
-        return {str(n): self.training_tasks()[name].only(n) for n in self.config.pairs}
+        return {str(n): self.training_tasks()[name].only(n) for n in self.pairs}
 
     def prepare(self) -> Mapping[str, Any]:
         (name,) = self.training_tasks()
         return {"floors": {n: task.floor(count=64) for n, task in self.test_tasks(name).items()}}
 
     def make_model(self, name: str, task: TokenTask) -> Any:
-        own = self.config
         if name == MAMBA:
-            return mamba(task.vocabulary, own.width, 2, own.head**2)
+            return mamba(task.vocabulary, self.width, 2, self.head**2)
         model = super().make_model(name, task)
         return begin_slowly(model) if name == GATED else model
 
@@ -131,7 +124,7 @@ class AssociativeRecall(TaskRecipe):
         yield {"kind": "state", "test": name, "numbers": state_numbers(model, test)}
 
     def claims(self, results: Results) -> list[Claim]:
-        most = str(max(self.config.pairs))
+        most = str(max(self.pairs))
         states = {name: self.gap(results, name, SOFTMAX, test=most) for name in STATES}
         note = f"Accuracy at {most} pairs, less softmax's."
         return claims_of(PAPER, [

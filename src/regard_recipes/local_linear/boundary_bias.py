@@ -10,7 +10,6 @@ over radii times a few directions (P evaluation points), since everything is sym
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from regard.pairwise.attention import attention
 
 from ..lib.claims import Claim, log_slope, paired
 from ..lib.display import Show, ToText, interval, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 
 PAPER = "Local Linear Attention"
 KERNEL = "epanechnikov*fixed(bias=1,empty=nearest)*euclidean"
@@ -38,21 +37,6 @@ THEORY: dict[str, Callable[[int], float]] = {
 }  # fmt: skip
 LAWS = {GLOBAL: "n^0", CONSTANT: "n^(-3/(d+3))", LINEAR: "n^(-4/(d+4))"}
 PARTS = ("whole", "boundary", "interior")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundaryBiasConfig(RecipeConfig):
-    seeds: int = 24
-    """Independent designs for each n."""
-    dims: tuple[int, ...] = (1, 2)  # Dimensions of the design, each from 1 to 3.
-    sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # Numbers n of design points.
-    noise: float = 0.5  # Standard deviation of the noise on values.
-    radii: int = 96  # Evaluation points along a radius.
-    directions: int = 4  # Radii (in one dimension there are two).
-    limits: ClassVar = {
-        "seeds": (2, math.inf), "radii": (8, math.inf), "directions": (1, math.inf), "noise": (1e-6, 1e3),
-        "dims": (1, 3), "sizes": (32, 2**17),
-    }  # fmt: skip
 
 
 class Places(NamedTuple):
@@ -119,21 +103,31 @@ def bandwidths(estimator: str, dim: int, n: int) -> list[float]:
 class BoundaryBias(Recipe):
     """Error of global linear, local constant and local linear regression against n, and the theory's rates."""
 
-    Config = BoundaryBiasConfig
-    sizes: ClassVar = {"quick": {"sizes": (512, 1024, 2048, 4096), "seeds": 12, "radii": 64}}
+    seeds: int = 24
+    """Independent designs for each n."""
+    dims: tuple[int, ...] = (1, 2)  # Dimensions of the design, each from 1 to 3.
+    sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # Numbers n of design points.
+    noise: float = 0.5  # Standard deviation of the noise on values.
+    radii: int = 96  # Evaluation points along a radius.
+    directions: int = 4  # Radii (in one dimension there are two).
+    limits: ClassVar = {
+        "seeds": (2, math.inf), "radii": (8, math.inf), "directions": (1, math.inf), "noise": (1e-6, 1e3),
+        "dims": (1, 3), "sizes": (32, 2**17),
+    }  # fmt: skip
+    by_size: ClassVar = {"quick": {"sizes": (512, 1024, 2048, 4096), "seeds": 12, "radii": 64}}
 
     def check(self) -> None:
-        if len(self.config.sizes) < 2:
-            raise ArgumentError(f"{self.call()}: --sizes is {self.config.sizes}, expected two or more numbers.")
+        if len(self.sizes) < 2:
+            raise ArgumentError(f"{self.call()}: --sizes is {self.sizes}, expected two or more numbers.")
 
     def cells(self) -> list[Cell]:
-        return [{"d": d, "n": n} for d in self.config.dims for n in self.config.sizes]
+        return [{"d": d, "n": n} for d in self.dims for n in self.sizes]
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         d, n = cell["d"], cell["n"]
-        where = places(d, self.config.radii, self.config.directions)
-        x, y = design(d, n, seed, self.config.noise)
+        where = places(d, self.radii, self.directions)
+        x, y = design(d, n, seed, self.noise)
         known = truth(where.points)[:, None]
         whole = global_linear(x, y, where.points)
         for estimator in THEORY:
@@ -147,9 +141,9 @@ class BoundaryBias(Recipe):
                 }  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
-        chosen, dims = best(results), self.config.dims
+        chosen, dims = best(results), self.dims
         of = lambda name, d: select(chosen, d=d, estimator=name)  # noqa: E731
-        at_last = lambda name, d: select(of(name, d), n=max(self.config.sizes))  # noqa: E731
+        at_last = lambda name, d: select(of(name, d), n=max(self.sizes))  # noqa: E731
         ratio = {f"d = {d}": paired(at_last(CONSTANT, d), at_last(LINEAR, d), "whole", True) for d in dims}
         note = f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n."
         made = [
@@ -163,7 +157,7 @@ class BoundaryBias(Recipe):
         return [*made, Claim(PAPER, "section 2", errs, ratio, "above", 1, 0.1, note=note)]
 
     def tables(self, results: Results) -> dict[str, Any]:
-        chosen, upper = best(results), sorted(self.config.sizes)[-max(2, len(self.config.sizes) // 2) :]
+        chosen, upper = best(results), sorted(self.sizes)[-max(2, len(self.sizes) // 2) :]
         slope: Callable[[str], ToText] = lambda part: lambda rows: log_slope(rows, "n", part).text()  # noqa: E731
         rates: dict[str, Show] = {
             "theory": lambda rows: f"{THEORY[rows['estimator'].iloc[0]](rows['d'].iloc[0]):.3f}",
@@ -190,12 +184,12 @@ class BoundaryBias(Recipe):
     def notes(self, results: Results) -> list[str]:
         chosen = best(results)
         places_ = select(chosen, estimator=[CONSTANT, LINEAR])["place"]
-        edge = int(((places_ == 0) | (places_ == 14)).sum() / self.config.seeds)
-        last = select(chosen, estimator=CONSTANT, n=max(self.config.sizes)).groupby("d")[["boundary", "whole"]].mean()
+        edge = int(((places_ == 0) | (places_ == 14)).sum() / self.seeds)
+        last = select(chosen, estimator=CONSTANT, n=max(self.sizes)).groupby("d")[["boundary", "whole"]].mean()
         share = "; ".join(f"d = {d}: {row.boundary / row.whole:.0%}" for d, row in last.iterrows())
         return [
-            f"f(x) = {CURVATURE:g} |x|^2 on the unit ball, uniform design, noise {self.config.noise:g}, "
-            f"{self.config.seeds} designs for each n; Epanechnikov kernel. The bandwidth has the least mean error "
+            f"f(x) = {CURVATURE:g} |x|^2 on the unit ball, uniform design, noise {self.noise:g}, "
+            f"{self.seeds} designs for each n; Epanechnikov kernel. The bandwidth has the least mean error "
             f"against the known f; it is at the edge of its grid in {edge} cases.",
             f"Share of the local constant's error in the boundary layer at the largest n: {share}.",
         ]

@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from regard.tasks import InContextRegression
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Cell, Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.task_recipe import TaskRecipe
 
 PAPER, LLA, SOFTMAX, MESA, MSE = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mesa", "mse"
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,17 +34,6 @@ MODELS: dict[str, dict[str, Any]] = {
     MESA: {},
 }
 TESTED = 10_000  # first index of test examples; validation examples come before
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegressionConfig(TaskRecipeConfig):
-    dim: int = 8  # Channels of inputs and targets; the paper has 32.
-    length: int = 64  # Pairs of a prompt.
-    segments: tuple[int, ...] = (8, 16, 64)  # Pairs of a segment.
-    width: int = 32  # Channels of the model; the paper has 128.
-    stop_at: float = 2.0
-    """Validation score (minus the error) that ends training; above 0 for never."""
-    limits: ClassVar = {"dim": (1, 1024), "length": (2, 2**20), "segments": (1, 2**20), "width": (4, 8192)}
 
 
 class MesaLayer(nn.Module):
@@ -84,22 +73,27 @@ class Regressor(nn.Module):
 class InContextRegressionRecipe(TaskRecipe):
     """Error of in-context regression against the length of a segment: local linear attention, softmax and Mesa."""
 
-    Config = RegressionConfig
+    dim: int = 8  # Channels of inputs and targets; the paper has 32.
+    length: int = 64  # Pairs of a prompt.
+    segments: tuple[int, ...] = (8, 16, 64)  # Pairs of a segment.
+    width: int = 32  # Channels of the model; the paper has 128.
+    stop_at: float = 2.0
+    """Validation score (minus the error) that ends training; above 0 for never."""
+    limits: ClassVar = {"dim": (1, 1024), "length": (2, 2**20), "segments": (1, 2**20), "width": (4, 8192)}
     known = MODELS
     metric = MSE
     learned = -0.8
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "dim": 4, "length": 32, "segments": (8,), "steps": 40, "rates": (1e-2,), "examples": 64},
         "paper": {"dim": 32, "length": 256, "segments": (32, 64, 128, 256), "width": 128, "batch": 256, "steps": 40_000,
                   "rates": (5e-5, 1e-4, 5e-4, 1e-3), "examples": 1000},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, Any]:
-        own = self.config
-        return {str(n): InContextRegression(dim=own.dim, length=own.length, segment=n) for n in own.segments}
+        return {str(n): InContextRegression(dim=self.dim, length=self.length, segment=n) for n in self.segments}
 
     def make_model(self, name: str, task: InContextRegression) -> Regressor:  # type: ignore[override]
-        return Regressor(name, task.dim, self.config.width, task.queries)
+        return Regressor(name, task.dim, self.width, task.queries)
 
     def example_length(self, task: InContextRegression) -> int:
         return int(task.examples(0, [0]).inputs.shape[-2])
@@ -115,16 +109,16 @@ class InContextRegressionRecipe(TaskRecipe):
         return {"floors": facts}
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        own, task = self.config, self.training_tasks()[cell["task"]]
+        task = self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
-        model = self.make_model(cell["model"], task).to(own.device)
+        model = self.make_model(cell["model"], task).to(self.device)
         exact, start = replace(task, noise=0.0), time.perf_counter()
         yield from self.ridges(model, exact, "before")
-        loss = trained(model, task, own, cell["rate"], seed)
+        loss = trained(model, task, self, cell["rate"], seed)
         yield from self.ridges(model, exact, "after")
         scores = [self.error(model, exact, first) for first in (0, TESTED)]
         yield {
-            "kind": "run", "validation": -scores[0], "diverged": not math.isfinite(loss), "steps": own.steps,
+            "kind": "run", "validation": -scores[0], "diverged": not math.isfinite(loss), "steps": self.steps,
             "loss": loss, "seconds": time.perf_counter() - start,
             "parameters": sum(p.numel() for p in model.parameters()),
         }  # fmt: skip
@@ -144,13 +138,13 @@ class InContextRegressionRecipe(TaskRecipe):
 
     def error(self, model: Regressor, task: InContextRegression, first: int) -> float:
         """Return the mean squared error on examples from `first` on, of a stream that training does not use."""
-        prompts = task.examples(2**40, range(first, first + self.config.examples))
+        prompts = task.examples(2**40, range(first, first + self.examples))
         with torch.no_grad():
-            found = model(prompts.inputs.to(self.config.device), prompts.targets.to(self.config.device))
+            found = model(prompts.inputs.to(self.device), prompts.targets.to(self.device))
         return float(task.error(found["prediction"].cpu(), prompts).mean())
 
     def claims(self, results: Results) -> list[Claim]:
-        tasks = [str(n) for n in self.config.segments]
+        tasks = [str(n) for n in self.segments]
         told = [
             ("figure 4a", f"Local linear attention has smaller errors than {rival}",
              {f"S = {n}": self.gap(results, LLA, rival, task=n) for n in tasks}, "below", 0.0,
@@ -194,7 +188,9 @@ class Prompts(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"inputs": prompts.inputs, "targets": prompts.targets}
 
 
-def trained(model: Regressor, task: InContextRegression, own: RegressionConfig, rate: float, seed: int) -> float:
+def trained(
+    model: Regressor, task: InContextRegression, own: InContextRegressionRecipe, rate: float, seed: int
+) -> float:
     """Train a model with the trainer of transformers; return the mean loss of the last tenth of the steps."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 

@@ -14,7 +14,6 @@ without centred keys. Data of one head, T positions and D channels, values norma
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from regard.pairwise.local_linear_attention import local_linear_attention
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot
 from ..lib.language_training import DTYPES
-from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
 
 BLOCK = 128  # rows to one number of the iterations by block
@@ -46,27 +45,11 @@ FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] =
 """Queries and keys from normal ones and uniform numbers; the anisotropic keys from one row more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumericsConfig(RecipeConfig):
-    families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")  # Kinds of data.
-    ridges: tuple[float, ...] = (1.0, 0.1, 0.01)  # Ridges, relative to the kernel weight.
-    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # Budgets of conjugate gradients, in steps.
-    tols: tuple[float, ...] = (1e-2, 1e-3, 1e-4)  # Budgets of conjugate gradients, in relative residuals.
-    length: int = 1024  # Positions.
-    dim: int = 64  # Channels of queries, keys and values.
-    draws: int = 2  # Independent heads of every kind of data.
-    choices: ClassVar = {"families": tuple(FAMILIES)}
-    limits: ClassVar = {
-        "length": (2, 4096), "dim": (1, 128), "draws": (1, 64), "seeds": (1, 1), "ridges": (1e-6, 1e6),
-        "steps": (1, 4 * EMULATED), "tols": (1e-7, 1.0),
-    }  # fmt: skip
-
-
 Data = tuple[Tensor, Tensor, Tensor]
 """q, k, v [T, D]."""
 
 
-def draw(config: NumericsConfig, family: str, head: int, seed: int = 0) -> Data:
+def draw(config: "Numerics", family: str, head: int, seed: int = 0) -> Data:
     """Return one head of a kind of data in float32, a function of seed, kind and head."""
     key = (seed * len(FAMILIES) + list(FAMILIES).index(family)) * 1_000_003 + head
     generator = torch.Generator().manual_seed(key)
@@ -91,7 +74,7 @@ def floors_of(heads: Sequence[Data], ridges: Sequence[float]) -> dict[str, dict[
     return {"rounding": once, "floor": outputs(heads, ridges, torch.float32, low_output)}
 
 
-def budgets(config: NumericsConfig) -> dict[str, Solver]:
+def budgets(config: "Numerics") -> dict[str, Solver]:
     """Return name to solver: steps, tolerances, conjugate gradients by default, and what "auto" does."""
     made: dict[str, Solver] = {f"steps {n}": ConjugateGradient(max_iter=n) for n in config.steps}
     made |= {f"tol {tol:g}": ConjugateGradient(tol=tol) for tol in config.tols}
@@ -144,22 +127,33 @@ def run_scheme(heads: Sequence[Data], ridge: float, name: str, steps: Sequence[i
 class Numerics(Recipe):
     """Error of local linear attention against solver steps, in float32 and bfloat16, beside bfloat16 schemes."""
 
-    Config = NumericsConfig
-    sizes: ClassVar = {"quick": {"length": 256, "dim": 32, "draws": 1}}
+    families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")  # Kinds of data.
+    ridges: tuple[float, ...] = (1.0, 0.1, 0.01)  # Ridges, relative to the kernel weight.
+    steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # Budgets of conjugate gradients, in steps.
+    tols: tuple[float, ...] = (1e-2, 1e-3, 1e-4)  # Budgets of conjugate gradients, in relative residuals.
+    length: int = 1024  # Positions.
+    dim: int = 64  # Channels of queries, keys and values.
+    draws: int = 2  # Independent heads of every kind of data.
+    choices: ClassVar = {"families": tuple(FAMILIES)}
+    limits: ClassVar = {
+        "length": (2, 4096), "dim": (1, 128), "draws": (1, 64), "seeds": (1, 1), "ridges": (1e-6, 1e6),
+        "steps": (1, 4 * EMULATED), "tols": (1e-7, 1.0),
+    }  # fmt: skip
+    by_size: ClassVar = {"quick": {"length": 256, "dim": 32, "draws": 1}}
 
     def cells(self) -> list[Cell]:
-        return [{"data": family, "dtype": dtype} for family in self.config.families for dtype in DTYPES]
+        return [{"data": family, "dtype": dtype} for family in self.families for dtype in DTYPES]
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        own, low = self.config, cell["dtype"] == "bfloat16"
-        heads = [draw(own, cell["data"], head, seed) for head in range(own.draws)]
+        low = cell["dtype"] == "bfloat16"
+        heads = [draw(self, cell["data"], head, seed) for head in range(self.draws)]
         if low:
             heads = [(rounded(q), rounded(k), rounded(v)) for q, k, v in heads]
-        floors = floors_of(heads, own.ridges) if low else {}
-        steps = [*(n for n in own.steps if n < EMULATED), EMULATED]
-        for ridge, truth in outputs(heads, own.ridges, torch.float64).items():
-            for name, solver in budgets(own).items():
+        floors = floors_of(heads, self.ridges) if low else {}
+        steps = [*(n for n in self.steps if n < EMULATED), EMULATED]
+        for ridge, truth in outputs(heads, self.ridges, torch.float64).items():
+            for name, solver in budgets(self).items():
                 found, blocks = run_regard(heads, cell["dtype"], ridge, solver, truth)
                 common = {"ridge": ridge, "method": REGARD, "budget": name}
                 yield {"kind": "budget", **common, **found}
@@ -173,7 +167,7 @@ class Numerics(Recipe):
     def claims(self, results: Results) -> list[Claim]:
         found = results.select(kind="budget")
         default = select(found, dtype="bfloat16", budget="default", data="anisotropic").set_index("ridge")["relative"]
-        by_tol = {tol: select(found, dtype="float32", budget=f"tol {tol:g}") for tol in self.config.tols}
+        by_tol = {tol: select(found, dtype="float32", budget=f"tol {tol:g}") for tol in self.tols}
         worst = lambda column: {  # noqa: E731
             f"tol {tol:g}": exact(float(rows[column].max() / tol)) for tol, rows in by_tol.items()
         }
@@ -232,19 +226,18 @@ class Numerics(Recipe):
         along = frame[(frame["kind"] == "block") & ~frame["budget"].fillna("").str.startswith("steps")]
         along = along.assign(line=along["budget"] + ", " + along["dtype"])
         over = partial(panels, title="{data}, ridge {ridge:g}")
-        error, mean, wrap = {"relative": "relative error"}, {"mean_steps": "mean iterations"}, len(self.config.ridges)
+        error, mean, wrap = {"relative": "relative error"}, {"mean_steps": "mean iterations"}, len(self.ridges)
         return {
             "steps": lines(over(course), "step", error, "line", x_label="steps", log_x=True, log_y=True, wrap=wrap),
             "iterations": lines(over(along), "position", mean, "line", wrap=wrap),
         }
 
     def notes(self, results: Results) -> list[str]:
-        own = self.config
         low = select(results.frame, dtype="bfloat16").set_index(["data", "ridge"])
         default = low[(low["budget"] == "default") & (low["kind"] == "budget")]["relative"]
         most = {name: (default / low[low["method"] == name]["relative"]).max() for name in ("rounding", "floor")}
         return [
-            f"T = {own.length}, D = {own.dim}, {own.draws} heads of each kind of data, seed {own.seed}.",
+            f"T = {self.length}, D = {self.dim}, {self.draws} heads of each kind of data, seed {self.seed}.",
             f"From bfloat16 inputs regard's error is at most {most['rounding']:.3g} times that of rounding the output "
             f"alone, and {most['floor']:.2g} times the floor.",
         ]

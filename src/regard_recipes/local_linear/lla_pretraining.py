@@ -7,7 +7,6 @@ to 1.8. The paper names neither the data nor the sizes. Its softmax has a fixed 
 cannot become sharper. So softmax is also trained with a scale that it learns.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from regard.inspect.capture import capture
 from ..lib.claims import Claim, claims_of, mean_interval
 from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Results, recipe, select
-from ..lib.text_recipe import TextRecipe, TextRecipeConfig
+from ..lib.text_recipe import TextRecipe
 
 PAPER, WHERE = "Local Linear Attention", "appendix F.3"
 SOFTMAX, LEARNED = "softmax, normalised", "softmax, normalised, learned scale"
@@ -40,19 +39,14 @@ WINDOWS = 8
 """Windows that weights are looked at in."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PretrainingConfig(TextRecipeConfig):
-    batch: int = 8
-    steps: int = 1500
-
-
 @recipe("lla-pretraining")
 class Pretraining(TextRecipe):
     """Loss of language models with local linear attention by ridge, beside softmax, and the weights of both."""
 
-    Config = PretrainingConfig
+    batch: int = 8
+    steps: int = 1500
     known = MODELS
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "models": (SOFTMAX, LLA[0.1], PLAIN, LLA_PLAIN), "width": 32, "context": 32, "steps": 40,
                   "batch": 8, "rates": (3e-3,), "measured": 1024, "looks": 2},
         "paper": {"tokenizer": "gpt2", "width": 768, "layers": 12, "heads": 12, "context": 1024, "batch": 256,
@@ -60,14 +54,13 @@ class Pretraining(TextRecipe):
                   "dtype": "bfloat16", "device": "auto"},
     }  # fmt: skip
 
-    def measured(self, model: Any) -> dict[str, Any]:
-        own = self.config
-        count = max(1, min(WINDOWS, len(self.test_tokens) // own.context))
-        tokens = self.test_tokens[: count * own.context].view(count, -1)
-        return {**super().measured(model), **weights_seen(model, tokens.to(next(model.parameters()).device))}
+    def measure_model(self, model: Any) -> dict[str, Any]:
+        count = max(1, min(WINDOWS, len(self.test_tokens) // self.context))
+        tokens = self.test_tokens[: count * self.context].view(count, -1)
+        return {**super().measure_model(model), **weights_seen(model, tokens.to(next(model.parameters()).device))}
 
     def claims(self, results: Results) -> list[Claim]:
-        lla = [LLA[ridge] for ridge in RIDGES if LLA[ridge] in self.models]
+        lla = [LLA[ridge] for ridge in RIDGES if LLA[ridge] in self.trained]
         less = lambda base: {name: self.gap(results, name, base) for name in lla}  # noqa: E731
         smaller = {f"{one} less {other}": self.gap(results, one, other) for other, one in pairwise(lla)}
         more = {LLA_PLAIN: self.gap(results, LLA_PLAIN, PLAIN, "density")}

@@ -10,7 +10,6 @@ keys, where there is no denominator. Both are measured, with every ridge.
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +26,7 @@ from regard.tasks import ConeExamples, ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
 from ..lib.display import MISSING, Show, first, lines, only, panels, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
 from .lla_numerics_schemes import q_centred_blocks
 from .regression_at_test_time import PAPER, PAST, PROTOCOLS, SELF
 
@@ -52,27 +51,6 @@ gradients without matrices take 4 n d a step with kept weights (6 n d with weigh
 needs the matrix, which n d (d + 1) operations form (half of a symmetric one), or n d (d / g + 1) with blocks. Section 5
 calls the traffic of blockwise softmax attention n d + n^2 a head; it is n^2 d / B, as the table has it.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class VariantsConfig(RecipeConfig):
-    workers: int = 1
-    """Cells measured at the same time; more than one spoils the times."""
-    dim: int = 64  # Channels of keys and values, a power of two: blocks are its divisors.
-    length: int = 1024  # Positions of a sequence.
-    segment: int = 256  # Positions for which the map stays the same.
-    sequences: int = 8  # Sequences.
-    noise: float = 0.1  # Standard deviation of a value around the map.
-    ridges: tuple[float, ...] = (0.1, 1.0)  # Ridges, relative to the kernel weight.
-    windows: tuple[int, ...] = (32, 64, 128, 256, 512)  # Keys that a query sees with a sliding window.
-    steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # Budgets of conjugate gradients, in steps.
-    tols: tuple[float, ...] = (1e-1, 1e-2, 1e-3)
-    """Budgets of conjugate gradients, in relative residuals; the last one is that of the windows."""
-    repeats: int = 5  # Timings of every variant.
-    limits: ClassVar = {
-        "length": (16, 4096), "sequences": (1, 4096), "repeats": (1, 1000), "seeds": (1, 1), "ridges": (1e-6, 1e6),
-        "windows": (1, 2**20), "steps": (0, 10_000), "tols": (1e-7, 1.0),
-    }  # fmt: skip
 
 
 class Variant(NamedTuple):
@@ -100,7 +78,7 @@ class Variant(NamedTuple):
         return out[:, 0], (seen if self.name == "mesa" else seen.solver)["iterations"]
 
 
-def variants(config: VariantsConfig) -> list[Variant]:
+def variants(config: "Variants") -> list[Variant]:
     """Return all of them, plain attention first."""
     how: dict[str, Any] = {"is_causal": True, "impl": "blocked"}
     softmax, local, cg = partial(attention, **how), partial(local_linear_attention, **how), ConjugateGradient
@@ -137,8 +115,24 @@ def blocks(dim: int) -> list[int]:
 class Variants(Recipe):
     """Error of windows, diagonal blocks and solver budgets of local linear attention against time and cost."""
 
-    Config = VariantsConfig
-    sizes: ClassVar = {
+    workers: int = 1
+    """Cells measured at the same time; more than one spoils the times."""
+    dim: int = 64  # Channels of keys and values, a power of two: blocks are its divisors.
+    length: int = 1024  # Positions of a sequence.
+    segment: int = 256  # Positions for which the map stays the same.
+    sequences: int = 8  # Sequences.
+    noise: float = 0.1  # Standard deviation of a value around the map.
+    ridges: tuple[float, ...] = (0.1, 1.0)  # Ridges, relative to the kernel weight.
+    windows: tuple[int, ...] = (32, 64, 128, 256, 512)  # Keys that a query sees with a sliding window.
+    steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # Budgets of conjugate gradients, in steps.
+    tols: tuple[float, ...] = (1e-1, 1e-2, 1e-3)
+    """Budgets of conjugate gradients, in relative residuals; the last one is that of the windows."""
+    repeats: int = 5  # Timings of every variant.
+    limits: ClassVar = {
+        "length": (16, 4096), "sequences": (1, 4096), "repeats": (1, 1000), "seeds": (1, 1), "ridges": (1e-6, 1e6),
+        "windows": (1, 2**20), "steps": (0, 10_000), "tols": (1e-7, 1.0),
+    }  # fmt: skip
+    by_size: ClassVar = {
         "quick": {"dim": 16, "length": 256, "segment": 64, "sequences": 4, "windows": (32, 128), "steps": (1, 4),
                   "repeats": 2},
     }  # fmt: skip
@@ -146,45 +140,44 @@ class Variants(Recipe):
     @property
     def task(self) -> ConeRegression:
         """Return the data."""
-        own = self.config
-        return ConeRegression(own.dim, own.length, own.segment, own.noise)
+        return ConeRegression(self.dim, self.length, self.segment, self.noise)
 
     def check(self) -> None:
-        own, _ = self.config, self.task
-        if own.dim & (own.dim - 1) or not 2 <= own.dim <= 128:
-            raise ArgumentError(f"--dim is {own.dim}, expected a power of two from 2 to 128.")
-        if own.tols[-1] != min(own.tols):
-            raise ArgumentError(f"--tols is {own.tols}; give the smallest last, windows are solved to it.")
+        _ = self.task
+        if self.dim & (self.dim - 1) or not 2 <= self.dim <= 128:
+            raise ArgumentError(f"--dim is {self.dim}, expected a power of two from 2 to 128.")
+        if self.tols[-1] != min(self.tols):
+            raise ArgumentError(f"--tols is {self.tols}; give the smallest last, windows are solved to it.")
 
     def cells(self) -> list[Cell]:
-        known, ridges = variants(self.config), self.config.ridges
+        known, ridges = variants(self), self.ridges
         made: list[Cell] = [{"variant": v.name, "ridge": None} for v in known if not v.takes_ridge]
         made += [{"variant": v.name, "ridge": ridge} for ridge in ridges for v in known if v.takes_ridge]
         return [*made, {"variant": SIGMA, "ridge": None}]
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        data = self.task.examples(seed, range(self.config.sequences))
+        data = self.task.examples(seed, range(self.sequences))
         if cell["variant"] == SIGMA:
             yield from self.blocks_of_sigma(data)
             return
-        (variant,) = (v for v in variants(self.config) if v.name == cell["variant"])
+        (variant,) = (v for v in variants(self) if v.name == cell["variant"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
             yield from self.errors_and_times(variant, data, cell["ridge"])
 
     def errors_and_times(self, variant: Variant, data: ConeExamples, ridge: float | None) -> list[dict[str, Any]]:
         """Return a row for each protocol."""
-        own, times, keys, values = self.config, [], data.keys[:, None], data.values[:, None]
+        times, keys, values = [], data.keys[:, None], data.values[:, None]
         predicted = {protocol: variant.predict(keys, values, ridge, protocol == PAST, True) for protocol in PROTOCOLS}
-        for _ in range(own.repeats):
+        for _ in range(self.repeats):
             start = time.perf_counter()
             variant.predict(keys, values, ridge, False)
-            times.append(1e6 * (time.perf_counter() - start) / (len(keys) * own.length))
-        middle, seen = sorted(times)[len(times) // 2], variant.window or own.length
+            times.append(1e6 * (time.perf_counter() - start) / (len(keys) * self.length))
+        middle, seen = sorted(times)[len(times) // 2], variant.window or self.length
         common = {
             "group": variant.group, "cost": variant.cost, "window": variant.window, "blocks": variant.blocks,
-            "keys": sum(min(i + 1, seen) for i in range(own.length)) / own.length,  # the mean over rows
+            "keys": sum(min(i + 1, seen) for i in range(self.length)) / self.length,  # the mean over rows
             "microseconds": significant(middle), "fastest": significant(min(times)), "slowest": significant(max(times)),
         }  # fmt: skip
         return [{**common, "protocol": protocol, **self.share(out, data),
@@ -194,7 +187,7 @@ class Variants(Recipe):
     def blocks_of_sigma(self, data: ConeExamples) -> Iterator[dict[str, Any]]:
         """Yield error and the share of rows with delta <= 0 of the paper's blocks."""
         for protocol in PROTOCOLS:
-            each = [q_centred_blocks(k, v, self.config.ridges, blocks(self.config.dim), protocol == PAST)
+            each = [q_centred_blocks(k, v, self.ridges, blocks(self.dim), protocol == PAST)
                     for k, v in zip(data.keys, data.values, strict=True)]  # fmt: skip
             for ridge, count in each[0]:
                 out, delta = (torch.stack(parts) for parts in zip(*(one[ridge, count] for one in each), strict=True))
@@ -204,7 +197,7 @@ class Variants(Recipe):
 
     def later(self, rows: Tensor) -> Tensor:
         """Return the positions of [B, T] that count: those after the first segment, or all if there is no other."""
-        return rows[:, self.config.segment % self.config.length :]
+        return rows[:, self.segment % self.length :]
 
     def share(self, predicted: Tensor, data: ConeExamples) -> dict[str, float]:
         """Return the error in units of the zero predictor's, and half its 95 % interval over sequences."""
@@ -216,11 +209,11 @@ class Variants(Recipe):
         """Return the rows, those of variants without a ridge once for each ridge."""
         import pandas as pd
 
-        ridges, frame = self.config.ridges, results.frame
+        ridges, frame = self.ridges, results.frame
         return pd.concat(frame[frame["ridge"].isna() | (frame["ridge"] == r)].assign(ridge=r) for r in ridges)
 
     def claims(self, results: Results) -> list[Claim]:
-        rows, count = list(self.at_every_ridge(results).itertuples()), self.config.sequences
+        rows, count = list(self.at_every_ridge(results).itertuples()), self.sequences
         errors = {(row.variant, row.ridge, row.protocol):
                   Estimate(row.error, row.error - row.half, row.error + row.half, count) for row in rows}  # fmt: skip
         named = lambda row: f"{row.variant}, ridge {row.ridge:g}, {row.protocol}"  # noqa: E731
@@ -242,7 +235,7 @@ class Variants(Recipe):
         ], effect=0.05, digits=4)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        own, frame = self.config, results.frame
+        frame = results.frame
         regards = frame[frame["group"] != SIGMA]
         values: dict[str, Show] = {
             SELF: only(_pair, protocol=SELF), PAST: only(_pair, protocol=PAST), "µs a query": "{microseconds:.3g}",
@@ -251,7 +244,7 @@ class Variants(Recipe):
         parts = select(frame, group=["blocks", SIGMA]).sort_values(["protocol", "ridge", "blocks"], kind="stable")
         note = (
             f"Squared error after the first segment in units of the zero predictor's, ± half the 95 % interval over "
-            f"{own.sequences} sequences; forward, median of {own.repeats} timings, self-included."
+            f"{self.sequences} sequences; forward, median of {self.repeats} timings, self-included."
         )
         return {
             "Error and time of the variants": pivot(regards, ["variant", "ridge"], values, note=note),
@@ -268,18 +261,17 @@ class Variants(Recipe):
 
     def cost_table(self, rows: Frame) -> Any:
         """Return the corrected formulas beside the times, at the first ridge."""
-        own = self.config
-        kept = select(rows[rows["ridge"].isna() | (rows["ridge"] == own.ridges[0])], protocol=SELF)
+        kept = select(rows[rows["ridge"].isna() | (rows["ridge"] == self.ridges[0])], protocol=SELF)
         kept = kept[~kept["variant"].isin(["auto"]) & ~kept["group"].isin(["steps", "softmax windows"])]
-        kept = costs(kept, own.dim)
+        kept = costs(kept, self.dim)
         shows: dict[str, Show] = {
             "mean steps": "{steps:.3g}", "kFLOP a query": stat("flops", "mean", "{:.4g}", 1e-3),
             "kB a query": stat("numbers", "mean", "{:.4g}", 4e-3), "µs a query": "{microseconds:.4g}",
             "GFLOP/s": "{speed:.4g}",
         }  # fmt: skip
         note = (
-            f"Corrected formulas at n = the mean number of keys a query sees, d = {own.dim}, T = the steps, "
-            f"B = {ROWS}, ridge {own.ridges[0]:g}, 4 bytes a number. Times are measured; traffic is the formula's."
+            f"Corrected formulas at n = the mean number of keys a query sees, d = {self.dim}, T = the steps, "
+            f"B = {ROWS}, ridge {self.ridges[0]:g}, 4 bytes a number. Times are measured; traffic is the formula's."
         )
         return pivot(kept.sort_values("cost", key=lambda c: c.map(list(COSTS).index), kind="stable"),
                      {"cost": "form", "variant": "variant"}, shows, note=note)  # fmt: skip
@@ -295,10 +287,9 @@ class Variants(Recipe):
                 "blocks": against(parts, "blocks", "diagonal blocks")}  # fmt: skip
 
     def notes(self, results: Results) -> list[str]:
-        own = self.config
         return [
-            f"d = {own.dim}, {own.length} positions in segments of {own.segment}, {own.sequences} sequences, noise "
-            f"{own.noise:g}. Self-included: a position sees its own pair; strictly-past: it does not.",
+            f"d = {self.dim}, {self.length} positions in segments of {self.segment}, {self.sequences} sequences, noise "
+            f"{self.noise:g}. Self-included: a position sees its own pair; strictly-past: it does not.",
         ]
 
 

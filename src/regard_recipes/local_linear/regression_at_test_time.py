@@ -14,7 +14,6 @@ The first protocol has no choice: the sharpest bandwidth, which looks up the pai
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +24,7 @@ from regard.tasks import ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
 from ..lib.display import MISSING, Show, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, RecipeConfig, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
 from .regression_at_test_time_methods import Method, methods
 
 PAPER = "Local Linear Attention"
@@ -45,40 +44,12 @@ BATCH = 8  # sequences at a time
 FULL = 32  # channels up to which a cell has all sequences
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegressionConfig(RecipeConfig):
-    specs: tuple[str, ...] = ("softmax", "rbf", "biweight", "relumax", "triweight")
-    """Kernels, each measured as a local constant and as a local linear model."""
-    residuals: tuple[str, ...] = ("softmax+mesa", "softmax+linear", "biweight+mesa")
-    """Kernels on the residuals of a linear state (equation 9): KERNEL+mesa or KERNEL+linear."""
-    dims: tuple[int, ...] = (8, 16, 32, 64, 128)  # Channels of keys and values.
-    segments: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)  # Positions for which the map stays the same.
-    length: int = 1024  # Positions of a sequence.
-    sequences: int = 32
-    """Sequences of every cell with at most 32 channels, in proportion fewer of wider ones, whose errors are means over
-    more channels; the paper has 10,000."""
-    held_out: int = 2  # Sequences of another seed, on which scale and ridge are chosen.
-    tol: float = 1e-3  # Relative residual at which the systems of local linear models count as solved.
-    noise: float = 0.1  # Standard deviation of a value around the map.
-    query_noise: tuple[float, ...] = (0.1, 0.3, 1.0)
-    """Standard deviations of a query around its key, for the sweep; the grid of dims and segments has none."""
-    noisy_segment: int = 128  # The segment of that sweep.
-    ridge: float = 0.1  # The ridge of what is measured as given.
-    scales: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-    """The scales to choose from, in units of the scale that a method has by itself."""
-    ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)  # The ridges to choose from.
-    limits: ClassVar = {
-        **dict.fromkeys(("sequences", "held_out", "dims", "segments"), (1, math.inf)), "seeds": (1, 1),
-        **dict.fromkeys(("scales", "ridges", "ridge", "tol"), (1e-6, 1e6)),
-    }  # fmt: skip
-
-
-def task(config: RegressionConfig, cell: Cell) -> ConeRegression:
+def task(config: "Regression", cell: Cell) -> ConeRegression:
     """Return the data of a cell."""
     return ConeRegression(cell["d"], config.length, cell["S"], config.noise, cell["query noise"])
 
 
-def count(config: RegressionConfig, dim: int) -> int:
+def count(config: "Regression", dim: int) -> int:
     """Return how many sequences a cell has: enough for a spread."""
     return min(config.sequences, max(2, config.sequences * FULL // dim))
 
@@ -96,7 +67,7 @@ def errors(own: ConeRegression, method: Method, setting: Setting, strict: bool, 
     return torch.cat(found)
 
 
-def choose(config: RegressionConfig, own: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
+def choose(config: "Regression", own: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
     """Return the scale and ridge of the grid with the least error on the held-out sequences; of equals the first."""
     scales = config.scales if method.takes_scale else (1.0,)
     ridges = config.ridges if method.takes_ridge else (config.ridge,)
@@ -123,8 +94,31 @@ def curve(error: Tensor) -> list[float]:
 class Regression(Recipe):
     """Local linear attention beside attention and linear states on a linear map that changes, nothing trained."""
 
-    Config = RegressionConfig
-    sizes: ClassVar = {
+    specs: tuple[str, ...] = ("softmax", "rbf", "biweight", "relumax", "triweight")
+    """Kernels, each measured as a local constant and as a local linear model."""
+    residuals: tuple[str, ...] = ("softmax+mesa", "softmax+linear", "biweight+mesa")
+    """Kernels on the residuals of a linear state (equation 9): KERNEL+mesa or KERNEL+linear."""
+    dims: tuple[int, ...] = (8, 16, 32, 64, 128)  # Channels of keys and values.
+    segments: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)  # Positions for which the map stays the same.
+    length: int = 1024  # Positions of a sequence.
+    sequences: int = 32
+    """Sequences of every cell with at most 32 channels, in proportion fewer of wider ones, whose errors are means over
+    more channels; the paper has 10,000."""
+    held_out: int = 2  # Sequences of another seed, on which scale and ridge are chosen.
+    tol: float = 1e-3  # Relative residual at which the systems of local linear models count as solved.
+    noise: float = 0.1  # Standard deviation of a value around the map.
+    query_noise: tuple[float, ...] = (0.1, 0.3, 1.0)
+    """Standard deviations of a query around its key, for the sweep; the grid of dims and segments has none."""
+    noisy_segment: int = 128  # The segment of that sweep.
+    ridge: float = 0.1  # The ridge of what is measured as given.
+    scales: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+    """The scales to choose from, in units of the scale that a method has by itself."""
+    ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)  # The ridges to choose from.
+    limits: ClassVar = {
+        **dict.fromkeys(("sequences", "held_out", "dims", "segments"), (1, math.inf)), "seeds": (1, 1),
+        **dict.fromkeys(("scales", "ridges", "ridge", "tol"), (1e-6, 1e6)),
+    }  # fmt: skip
+    by_size: ClassVar = {
         "quick": {
             "dims": (8, 16, 32), "segments": (64, 128, 512), "sequences": 4, "held_out": 1, "query_noise": (0.3,),
             "scales": (0.25, 0.5, 1.0, 2.0), "ridges": (0.1, 1.0, 10.0),
@@ -133,32 +127,30 @@ class Regression(Recipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        own = self.config
         for cell in self.cells():
-            task(own, cell)
-        names = [method.name for method in methods(own.specs, own.residuals, own.tol, own.seed)]
-        if "softmax" not in own.specs:
+            task(self, cell)
+        names = [method.name for method in methods(self.specs, self.residuals, self.tol, self.seed)]
+        if "softmax" not in self.specs:
             raise ArgumentError("--specs lacks softmax, to which all others are compared; add it.")
         for name in names:
             if names.count(name) > 1:
                 raise ArgumentError(f"{name} would be measured twice; name every kernel once.")
 
     def cells(self) -> list[Cell]:
-        own = self.config
-        kinds = [(d, s, 0.0) for d, s in itertools.product(own.dims, own.segments)]
-        kinds += [(d, own.noisy_segment, n) for d, n in itertools.product(own.dims, own.query_noise) if n]
+        kinds = [(d, s, 0.0) for d, s in itertools.product(self.dims, self.segments)]
+        kinds += [(d, self.noisy_segment, n) for d, n in itertools.product(self.dims, self.query_noise) if n]
         return [{"protocol": protocol, "d": d, "S": s, "query noise": n} for d, s, n in kinds for protocol in PROTOCOLS]
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        own, config, strict = task(self.config, cell), self.config, cell["protocol"] == PAST
+        own, strict = task(self, cell), cell["protocol"] == PAST
         oracle = Method("oracle", lambda examples, *_: own.oracle(examples, exclude_self=strict))
-        known = [*methods(config.specs, config.residuals, config.tol, seed), oracle]
-        sequences, found = count(config, cell["d"]), {}
+        known = [*methods(self.specs, self.residuals, self.tol, seed), oracle]
+        sequences, found = count(self, cell["d"]), {}
         for how in (GIVEN, CHOSEN) if strict else (GIVEN,):
             for method in known:
-                given = (1.0, config.ridge)
-                setting = choose(config, own, method, strict, seed) if how == CHOSEN else given
+                given = (1.0, self.ridge)
+                setting = choose(self, own, method, strict, seed) if how == CHOSEN else given
                 if how == GIVEN or setting != given:  # else it is measured already
                     found[method.name] = errors(own, method, setting, strict, seed, sequences)
                 error = found[method.name]
@@ -172,7 +164,7 @@ class Regression(Recipe):
 
     def claims(self, results: Results) -> list[Claim]:
         clean = select(in_view(results), **{"query noise": 0.0})
-        wide = clean[(clean["d"] >= 16) & (clean["S"] < self.config.length)]
+        wide = clean[(clean["d"] >= 16) & (clean["S"] < self.length)]
         cells = (
             select(clean, protocol=SELF, method=list(PAPERS)).groupby(["d", "S", "method"])["first"].mean().unstack()
         )
@@ -211,32 +203,31 @@ class Regression(Recipe):
         return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        own, shown = self.config, with_shares(in_view(results))
+        shown = with_shares(in_view(results))
         mean = select(shown, **{"query noise": 0.0}).groupby([*KEY, "method"], sort=False)["whole"].mean()
         ratio = (mean / mean.xs(LLA, level="method")).rename("ratio").reset_index()
         ratio = ratio[~ratio["method"].isin(["zero", "oracle"])]
         y = {"ratio": "error / LLA's"}
         over = panels(ratio.sort_values(["S", "protocol"], kind="stable"), "S = {S}, {protocol}")
         made = {"ratio": lines(over, "d", y, "method", log_x=True, log_y=True, wrap=2)}
-        if own.query_noise:
-            swept = select(shown, S=own.noisy_segment, method=DRAWN)
+        if self.query_noise:
+            swept = select(shown, S=self.noisy_segment, method=DRAWN)
             y, over = {"share": "error / zero predictor's"}, panels(swept, "d = {d}, {protocol}")
             made["noise"] = lines(over, "query noise", y, "method", log_y=True, wrap=2)
         curves = in_view(results, "curve").sort_values(["S", "d"], kind="stable")
         for protocol in PROTOCOLS:
             each = panels(select(curves, protocol=protocol), "d = {d}, S = {S}")
-            over = {title: points(rows, own.length) for title, rows in each.items()}
+            over = {title: points(rows, self.length) for title, rows in each.items()}
             made[protocol] = lines(over, "position", {"error": "squared error"}, "method", log_y=True,
-                                   wrap=len(own.dims), title=f"{protocol} ({SHOWN[protocol]})")  # fmt: skip
+                                   wrap=len(self.dims), title=f"{protocol} ({SHOWN[protocol]})")  # fmt: skip
         return made
 
     def notes(self, results: Results) -> list[str]:
-        own = self.config
         listed = lambda numbers: ", ".join(f"{x:g}" for x in numbers)  # noqa: E731
         return [
-            f"Noise {own.noise:g} on values. Given: every method's own scale, ridge {own.ridge:g}. Chosen: on "
-            f"{own.held_out} sequences of another seed, the scale out of {listed(own.scales)} times its own and the "
-            f"ridge out of {listed(own.ridges)}.",
+            f"Noise {self.noise:g} on values. Given: every method's own scale, ridge {self.ridge:g}. Chosen: on "
+            f"{self.held_out} sequences of another seed, the scale out of {listed(self.scales)} times its own and the "
+            f"ridge out of {listed(self.ridges)}.",
         ]
 
 

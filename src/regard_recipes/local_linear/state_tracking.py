@@ -6,7 +6,6 @@ accuracy on moved places.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from regard.tasks import TokenTask
@@ -15,8 +14,8 @@ from regard.tasks.permutation_tracking import PermutationTracking
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig, mamba
-from ..lib.trained import SizesConfig
+from ..lib.task_recipe import TaskRecipe, mamba
+from ..lib.trained import Sizes
 
 PAPER, LLA, SOFTMAX, MAMBA = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mamba"
 MOVED = "accuracy on moved places"
@@ -30,41 +29,34 @@ MODELS: dict[str, dict[str, Any]] = {
 """Names of models to fields of `HybridConfig`; Mamba is that of transformers, which is slow without a GPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateTrackingConfig(TaskRecipeConfig, SizesConfig):
+@recipe("state-tracking")
+class StateTracking(TaskRecipe, Sizes):
+    """Accuracy on the moved places of permutations: local linear attention, softmax and the delta rule."""
+
     places: tuple[int, ...] = (6,)  # Numbers of places N; the paper has 16, 24, 48 and 96.
     items: int = 32  # Items to choose from; the paper has 8192.
     questions: int = 4  # Questions of a sequence; the paper has 8.
     steps: int = 3000
     limits: ClassVar = {"places": (2, 4096), "items": (2, 2**24), "questions": (1, 4096)}
-
-
-@recipe("state-tracking")
-class StateTracking(TaskRecipe):
-    """Accuracy on the moved places of permutations: local linear attention, softmax and the delta rule."""
-
-    Config = StateTrackingConfig
     known = MODELS
     slow = (MAMBA,)
     metric = MOVED
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "steps": 40, "rates": (3e-3,), "models": (SOFTMAX, LLA), "examples": 64, "width": 32},
         "paper": {"places": (16, 24, 48, 96), "items": 8192, "questions": 8, "width": 256, "layers": 4, "batch": 256,
                   "steps": 25_000, "rates": (1e-4, 5e-4, 1e-3), "examples": 1000, "models": tuple(MODELS)},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
-        own = self.config
-        return {str(n): PermutationTracking(places=n, items=own.items, questions=own.questions) for n in own.places}
+        return {str(n): PermutationTracking(places=n, items=self.items, questions=self.questions) for n in self.places}
 
     def make_model(self, name: str, task: TokenTask) -> Any:
-        own = self.config
         if name == MAMBA:
-            return mamba(task.vocabulary, own.width, own.layers, own.width**2 // 4)
+            return mamba(task.vocabulary, self.width, self.layers, self.width**2 // 4)
         return super().make_model(name, task)
 
     def claims(self, results: Results) -> list[Claim]:
-        tasks = [str(n) for n in self.config.places]
+        tasks = [str(n) for n in self.places]
         gap = {f"N = {n}": self.gap(results, LLA, SOFTMAX, task=n) for n in tasks}
         wording = "Local linear attention tracks states at least as well as softmax"
         note = "Accuracy on moved places, less softmax's; 0.02 counts as equal."

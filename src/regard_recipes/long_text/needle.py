@@ -8,7 +8,7 @@ write first.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, ClassVar
 
@@ -19,9 +19,7 @@ from ..fwpkm.memory_recipe import (
     NEEDLES,
     PAPER_SIZE,
     QUICK,
-    MemoryRecipe,
-    MemoryTaskConfig,
-    NeedleConfig,
+    NeedleRecipe,
 )  # fmt: skip
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
@@ -42,8 +40,10 @@ SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")
 """Models that are trained by default."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NeedleRecipeConfig(NeedleConfig, MemoryTaskConfig):
+@recipe("needle")
+class Needle(NeedleRecipe):
+    """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
+
     batch: int = 64
     steps: int = 1500
     stop_at: float = 0.98
@@ -58,17 +58,10 @@ class NeedleRecipeConfig(NeedleConfig, MemoryTaskConfig):
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
     limits: ClassVar = {"lengths": (1, math.inf), "kept": (0, math.inf), "pairs": (0.0, 1.0)}
-
-
-@recipe("needle")
-class Needle(MemoryRecipe):
-    """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
-
-    Config = NeedleRecipeConfig
     known: ClassVar = {row.name: {"row": row} for row in ROWS}
     slow: ClassVar = [row.name for row in ROWS if row.name not in SMALL]
     scorings = 60  # models with a memory learn in tens of steps, those without in many hundreds
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "rates": (3e-3,), "lengths": (40, 80), "reads": 2, "kept": 2},
         "paper": {**PAPER_SIZE, "models": tuple(row.name for row in ROWS), "qk_norm": "rms", "pairs": 0.0, "digits": 6,
                   "key_digits": 2, "words": 30_000, "most": 16, "lengths": (4096, 8192, 32_768, 131_072),
@@ -76,36 +69,35 @@ class Needle(MemoryRecipe):
     }  # fmt: skip
 
     def fields(self) -> dict[str, Any]:
-        norm = self.config.qk_norm
+        norm = self.qk_norm
         return {**super().fields(), "qk_norm": None if norm == "none" else norm}
 
     def check(self) -> None:
-        own = self.config
-        check_names(self.call(), "--qk-norm", [own.qk_norm], ["none", "rms"])
-        if own.kept > own.examples:
-            raise ArgumentError(f"--kept is {own.kept}, expected at most the {own.examples} --examples.")
+        check_names(self.call(), "--qk-norm", [self.qk_norm], ["none", "rms"])
+        if self.kept > self.examples:
+            raise ArgumentError(f"--kept is {self.kept}, expected at most the {self.examples} --examples.")
         super().check()
 
     def training_tasks(self) -> Mapping[str, Any]:
-        return {NEEDLES: replace(self.needles(), pairs=self.config.pairs)}
+        return {NEEDLES: replace(self.needle_task(), pairs=self.pairs)}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
         """Yield the scores by length, protocol and number of reads, memories new for each haystack and kept. A model
         without fast weights reads once: it would answer the same after any number of reads."""
-        own, fast = self.config, any(hasattr(module, "frozen") for module in model.modules())
-        cases = [(length, protocol, 0) for length in own.lengths for protocol in PROTOCOLS[: None if fast else 1]]
-        cases += [(own.lengths[0], protocol, own.kept) for protocol in KEPT if fast and own.kept]
+        fast = any(hasattr(module, "frozen") for module in model.modules())
+        cases = [(length, protocol, 0) for length in self.lengths for protocol in PROTOCOLS[: None if fast else 1]]
+        cases += [(self.lengths[0], protocol, self.kept) for protocol in KEPT if fast and self.kept]
         for length, protocol, kept in cases:
             yield from answer_rows(
-                model, test, length, own.needles, own.examples, own.seed, protocol=protocol, kept=kept,
-                reads=own.reads if fast else 1, recurrent="lact" in model.config.mixers,
+                model, test, length, self.needles, self.examples, self.seed, protocol=protocol, kept=kept,
+                reads=self.reads if fast else 1, recurrent="lact" in model.config.mixers,
             )  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
-        answers, lengths, context = self.chosen(results, "answers"), self.config.lengths, self.config.context
+        answers, lengths, context = self.chosen(results, "answers"), self.lengths, self.context
         short, long = lengths[0], lengths[-1]
-        models = [name for name in self.models if self.row(name).rereads]
-        able = [name for name in self.models if best(select(answers, model=name, length=short)) >= GOOD]
+        models = [name for name in self.trained if self.row(name).rereads]
+        able = [name for name in self.trained if best(select(answers, model=name, length=short)) >= GOOD]
         learned = [name for name in models if name in able]
         rest = [name for name in models if name not in learned]
         left_out = f" Left out, since they never answer {GOOD:.0%}: {', '.join(rest)}." if rest else ""
@@ -121,7 +113,7 @@ class Needle(MemoryRecipe):
 
         ways = lambda one, other: gaps({name: ((name, one), (name, other)) for name in learned})  # noqa: E731
         whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
-        last = {"length": long, "protocol": "flushed", "read": self.config.reads}
+        last = {"length": long, "protocol": "flushed", "read": self.reads}
         without = {name: ((name, last), (self.row(name).layout, {**whole, "length": long})) for name in learned
                    if self.row(name).remembers and self.row(name).layout in able}  # fmt: skip
         pairs = {one: other for one, other in RESTRICTED.items() if {f"{one} | FwPKM", f"{other} | FwPKM"} & {*learned}}
@@ -152,7 +144,7 @@ class Needle(MemoryRecipe):
         ]  # fmt: skip
         return [Claim(PAPER, where, wording, estimates, "above", margin, effect, untestable, note + left_out)
                 for where, wording, estimates, margin, effect, untestable, note
-                in cases[: None if self.config.kept else -1]]  # fmt: skip
+                in cases[: None if self.kept else -1]]  # fmt: skip
 
     def needed(self, answers: Frame, name: str, length: int) -> int:
         """Return after how many reads by the paper's protocol the share is first `GOOD` or more; if never, one more
@@ -162,11 +154,11 @@ class Needle(MemoryRecipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         answers = self.chosen(results, "answers")
-        fast = [name for name in self.models if self.row(name).rereads]
+        fast = [name for name in self.trained if self.row(name).rereads]
         new = select(answers, state="new").assign(at=lambda rows: [
             f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)])  # fmt: skip
         note = (
-            f"Share of exact answers, ± half the 95 % interval over seeds; they learned {self.config.context} tokens. "
+            f"Share of exact answers, ± half the 95 % interval over seeds; they learned {self.context} tokens. "
             f"Without fast weights a model answers the same after all reads and by all protocols."
         )
         made = {}
@@ -178,8 +170,8 @@ class Needle(MemoryRecipe):
             reads: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
             made["Reads needed"] = pivot(select(new, model=fast), ["model", "protocol"], {"reads": reads}, "length",
                                          note=note)  # fmt: skip
-        kept = select(answers, length=self.config.lengths[0], protocol=list(KEPT), model=fast)
-        if self.config.kept and len(kept):
+        kept = select(answers, length=self.lengths[0], protocol=list(KEPT), model=fast)
+        if self.kept and len(kept):
             note = "By read: memory new for every haystack / kept from one to the next."
             both: Show = lambda own: " / ".join(  # noqa: E731
                 f"{select(own, state=state)['share'].mean():.0%}" for state in ("new", "kept"))  # fmt: skip
@@ -190,7 +182,7 @@ class Needle(MemoryRecipe):
     def notes(self, results: Results) -> list[str]:
         runs = self.chosen(results, "run").groupby("model", sort=False)["validation"].mean()
         few = [f"{name} ({share:.0%})" for name, share in runs.items() if share < GOOD]
-        steps, length = f"{self.config.steps:,} steps", f"{self.config.context} tokens"
+        steps, length = f"{self.steps:,} steps", f"{self.context} tokens"
         return [f"Did not learn to find needles in {length} within {steps}: {', '.join(few)} right."] if few else []
 
     def figures(self, results: Results) -> dict[str, bytes]:

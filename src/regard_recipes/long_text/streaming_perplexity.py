@@ -9,7 +9,6 @@ states of all models carried through a document as well.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
@@ -20,9 +19,7 @@ from ..fwpkm.memory_recipe import (
     NAMES,
     PAPER_SIZE,
     QUICK,
-    MemoryRecipe,
-    MemoryTaskConfig,
-    NamesConfig,
+    NamesRecipe,
 )  # fmt: skip
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval
 from ..lib.display import Show, dots, heat, interval, lines, panels, pivot, spread
@@ -38,8 +35,10 @@ NO_KNOWLEDGE = ("Nothing is the same in all documents of this text, so that it c
                 "memories on short documents.")  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamingPerplexityConfig(NamesConfig, MemoryTaskConfig):
+@recipe("streaming-perplexity")
+class StreamingPerplexity(NamesRecipe):
+    """Perplexity on short and long documents read in order, with fast and slow memories in the FwPKM layouts."""
+
     batch: int = 16
     steps: int = 300
     stop_at: float = 0.97
@@ -49,32 +48,25 @@ class StreamingPerplexityConfig(NamesConfig, MemoryTaskConfig):
     segments: int = 16
     """Segments of a long document, each as long as a training window."""
     limits: ClassVar = {"segments": (1, math.inf)}
-
-
-@recipe("streaming-perplexity")
-class StreamingPerplexity(MemoryRecipe):
-    """Perplexity on short and long documents read in order, with fast and slow memories in the FwPKM layouts."""
-
-    Config = StreamingPerplexityConfig
     known: ClassVar = {row.name: {"row": row} for row in ROWS}
     slow: ClassVar = [row.name for row in ROWS if row.name not in SMALL]
     metric = "accuracy on far"
     scorings = 20
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "rates": (4e-3,), "segments": 3,
                   "models": ("GDN", "GDN | PKM", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")},
         "paper": {**PAPER_SIZE, "models": tuple(row.name for row in ROWS), "examples": 128, "people": 24},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, Any]:
-        return {NAMES: self.names(self.config.context)}
+        return {NAMES: self.names(self.context)}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
-        own, rules = self.config, reading_rules(model)
-        for text, segments in zip(TEXTS, (1, own.segments), strict=True):
-            source = self.names(segments * own.context + 1)
-            documents, together = source.documents(own.examples, own.seed), max(1, own.examples // 4)
-            rows = read_names(model, source, documents, own.context, rules, side_by_side=together)
+        rules = reading_rules(model)
+        for text, segments in zip(TEXTS, (1, self.segments), strict=True):
+            source = self.names(segments * self.context + 1)
+            documents, together = source.documents(self.examples, self.seed), max(1, self.examples // 4)
+            rows = read_names(model, source, documents, self.context, rules, side_by_side=together)
             yield from ({**row, "text": text} for row in rows)
 
     def claims(self, results: Results) -> list[Claim]:
@@ -90,7 +82,7 @@ class StreamingPerplexity(MemoryRecipe):
                 return {}
             gaps = (read[one] - read[other]).xs(text, level="text")
             return {str(layout): mean_interval(own) for layout, own in gaps.groupby("layout", sort=False)
-                    if {Row(str(layout), one).name, Row(str(layout), other).name} <= {*self.models}}  # fmt: skip
+                    if {Row(str(layout), one).name, Row(str(layout), other).name} <= {*self.trained}}  # fmt: skip
 
         def between(values: Any, pairs: Sequence[tuple[str, str]]) -> dict[str, Estimate]:
             """Return numbers by seed of a layout less those of another."""
@@ -106,7 +98,7 @@ class StreamingPerplexity(MemoryRecipe):
         lower = {
             Row(str(layout), memory).name: mean_interval(own)
             for memory in frozen for layout, own in (written[memory] - frozen[memory]).groupby("layout", sort=False)
-            if Row(str(layout), memory).name in self.models
+            if Row(str(layout), memory).name in self.trained
         }  # fmt: skip
         unit = "Nats per token, read by the paper's protocol"
         beside_slow = {f"{layout}, less PKM": gap for layout, gap in less("FwPKM", "PKM").items()}
@@ -135,7 +127,7 @@ class StreamingPerplexity(MemoryRecipe):
     def as_read(self, results: Results, protocol: str) -> Frame:
         """Return the documents, each model read by what a protocol ("paper" or "fair") means for it."""
         rows = self.chosen(results, "document")
-        rules = {name: rule_of(self.row(name), protocol) for name in self.models}
+        rules = {name: rule_of(self.row(name), protocol) for name in self.trained}
         return rows[rows["rule"] == rows["model"].map(rules)]
 
     def by_layout(self, rows: Frame, value: str) -> Frame:

@@ -9,7 +9,6 @@ and with k = 32 also, as released, none to the keys.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from ..lib.display import Show, dots, gap, lines, median, pivot, spread
 from ..lib.language_text import LanguageText, windows
 from ..lib.language_training import train_language_model
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
-from ..lib.text_recipe import TextRecipe, TextRecipeConfig
+from ..lib.text_recipe import TextRecipe
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
 
 PAPER = "Sparse attention"
@@ -45,8 +44,10 @@ MATTERS = 0.02  # nats per token that count as a difference
 KIND = ("layers", "model", "k", "form")  # columns that name a model
 
 
-@dataclass(frozen=True, kw_only=True)
-class MosaicKernelsConfig(TextRecipeConfig):
+@recipe("mosaic-kernels")
+class MosaicKernels(TextRecipe):
+    """Memory Mosaics with every weighting of the sparse-attention paper, as defined and as its programs computed it."""
+
     models: tuple[str, ...] = tuple(WEIGHTINGS)
     """Weightings to train, of the eight."""
     released: tuple[str, ...] = FORMS
@@ -67,17 +68,10 @@ class MosaicKernelsConfig(TextRecipeConfig):
     seeds: int = 5
     """Models of each kind; they differ in first weights and windows."""
     limits: ClassVar = {"ks": (1, math.inf)}
-
-
-@recipe("mosaic-kernels")
-class MosaicKernels(TextRecipe):
-    """Memory Mosaics with every weighting of the sparse-attention paper, as defined and as its programs computed it."""
-
-    Config = MosaicKernelsConfig
     known: ClassVar = {name: {"mixers": spec} for name, spec in WEIGHTINGS.items()}
     per: ClassVar = KIND
     base = "softmax"
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 1, "width": 32, "heads": 2, "context": 96, "batch": 4, "steps": 80, "rates": (2e-2,),
                   "measured": 2048, "looks": 4},
         # Tables 3 and 5 of the paper. It drops 5 % of contextual weights, which no loop here does.
@@ -89,26 +83,25 @@ class MosaicKernels(TextRecipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        if self.config.released:
-            check_names(self.call(), "--released", self.config.released, FORMS)
+        if self.released:
+            check_names(self.call(), "--released", self.released, FORMS)
         super().check()
 
     def load(self, text: LanguageText) -> dict[str, Any]:
-        self.windows = windows(text.held_out_tokens, self.config.context)[:LOOKED_AT].clone()
+        self.windows = windows(text.held_out_tokens, self.context)[:LOOKED_AT].clone()
         return super().load(text)
 
     def cells(self) -> list[Cell]:
-        own = self.config
         kinds: list[tuple[int, str, int | None, str]] = []
-        for place, layers in enumerate(own.layers):
-            for model in self.models:
-                near = own.ks if place == 0 else (self.shown_k,)
+        for place, layers in enumerate(self.layers):
+            for model in self.trained:
+                near = self.ks if place == 0 else (self.shown_k,)
                 kinds += [(layers, model, k, DEFINED) for k in (near if "{k}" in WEIGHTINGS[model] else (None,))]
                 if model == "topk-uniform" and place == 0:
                     kinds.append((layers, model, self.shown_k, HARD))
                 if model in RULES and place == 0:
-                    kinds += [(layers, model, None, form) for form in own.released]
-        return [{**dict(zip(KIND, kind, strict=True)), "rate": rate} for kind in kinds for rate in own.rates]
+                    kinds += [(layers, model, None, form) for form in self.released]
+        return [{**dict(zip(KIND, kind, strict=True)), "rate": rate} for kind in kinds for rate in self.rates]
 
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
         start: dict[str, float] = {}
@@ -120,16 +113,16 @@ class MosaicKernels(TextRecipe):
 
         return train_language_model(
             self.model_config(cell, self.vocabulary), self.corpus, self.budget(cell["rate"]), seed, name=str(cell),
-            prepare=prepare, measure=lambda model: self.measured(model) | start,
+            prepare=prepare, measure=lambda model: self.measure_model(model) | start,
         )  # fmt: skip
 
-    def measured(self, model: Any) -> dict[str, Any]:
-        return super().measured(model) | inside(model, self.windows)
+    def measure_model(self, model: Any) -> dict[str, Any]:
+        return super().measure_model(model) | inside(model, self.windows)
 
     @property
     def shown_k(self) -> int:
         """Return the k of comparisons: the paper's if it is among those trained."""
-        return SHOWN_K if SHOWN_K in self.config.ks else self.config.ks[0]
+        return SHOWN_K if SHOWN_K in self.ks else self.ks[0]
 
     def fields(self, cell: Cell) -> dict[str, Any]:
         # released forms replace the weights of softmax, whose sharpness they need
@@ -145,7 +138,7 @@ class MosaicKernels(TextRecipe):
 
     def claims(self, results: Results) -> list[Claim]:
         told: list[Any] = []
-        for layers in self.config.layers:
+        for layers in self.layers:
             gaps = partial(gaps_of, self.compared(results, layers=layers, form=DEFINED))
             where = f"figure 3, {blocks(layers)}"
             told += [
@@ -154,7 +147,7 @@ class MosaicKernels(TextRecipe):
                 (where, "Uniform nearest keys and normalised ReLU are worse than softmax",
                  gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0),
             ]  # fmt: skip
-        runs = self.compared(results, layers=self.config.layers[0])
+        runs = self.compared(results, layers=self.layers[0])
         of = lambda model, form: select(runs, model=model, form=form)  # noqa: E731
         released = {
             f"{model}, {form}": paired(of(model, form), of(model, DEFINED), "test")
@@ -167,7 +160,7 @@ class MosaicKernels(TextRecipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         every, named, made = self.chosen(results), {"model": "weighting", "k": "k", "form": "form"}, {}
-        for layers in self.config.layers:
+        for layers in self.layers:
             base = select(every, layers=layers, model="softmax")
             losses: dict[str, Show] = {
                 "rate": "{rate:g}", "test nats/token": spread("test"), "above softmax": gap("test", base),
@@ -177,9 +170,9 @@ class MosaicKernels(TextRecipe):
                 "parameters": "{parameters:,.0f}",
             }  # fmt: skip
             made[blocks(layers)] = pivot(select(every, layers=layers), named, losses, note=(
-                f"Seeds: {self.config.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
+                f"Seeds: {self.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
                 f"interval. Empty: rows after the first token's in which no pair had weight by itself."))  # fmt: skip
-        first_depth = self.compared(results, layers=self.config.layers[0])
+        first_depth = self.compared(results, layers=self.layers[0])
         forms = select(first_depth, model=[*RULES, "topk-uniform"])
 
         def above(rival: Mapping[str, str], form: str) -> Show:
@@ -201,7 +194,7 @@ class MosaicKernels(TextRecipe):
         runs, looks = self.chosen(results), self.compared(results, "look")
         runs, looks = (rows.assign(label=list(map(kind_of, rows["model"], rows["k"], rows["form"])))
                        for rows in (runs, looks))  # fmt: skip
-        depths = self.config.layers
+        depths = self.layers
         y = {"train": "training loss, nats/token", "held_out": "validation loss, nats/token"}
         along = partial(lines, x="step", y=y, hue="label", x_label="optimiser step")
         made = {
@@ -214,8 +207,8 @@ class MosaicKernels(TextRecipe):
 
     def notes(self, results: Results) -> list[str]:
         made = []
-        for layers in self.config.layers:
-            where = {"layers": layers, "model": "normrelu", "form": DEFINED}
+        for layers in self.layers:
+            where: dict[str, Any] = {"layers": layers, "model": "normrelu", "form": DEFINED}
             rows, heads = self.chosen(results, **where), self.chosen(results, "head", **where)
             if len(rows):
                 made.append(

@@ -7,7 +7,6 @@ the right key has a weight of 0.9 among the fewest keys. Then only the number of
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from regard.training.fields import read_spec, split_specs
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, lines, pivot
-from ..lib.recipe import Cell, Recipe, RecipeConfig, Results, recipe
+from ..lib.recipe import Cell, Recipe, Results, recipe
 
 PAPER, SOFTMAX, LOG = "Sparse attention", "softmax", "softmax, scale × log n"
 WEIGHT = 0.9
@@ -29,8 +28,10 @@ STEPS = 24
 """Bisections of the scale, from 2^-4 to 2^12."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DispersionConfig(RecipeConfig):
+@recipe("dispersion")
+class Dispersion(Recipe):
+    """Weight of the right key, support and retrieval error against the number of keys, for every kernel."""
+
     seeds: int = 5
     """Memories of each length."""
     specs: str = "softmax,sparsemax,biweight,triweight,relumax,topk-softmax"
@@ -41,37 +42,30 @@ class DispersionConfig(RecipeConfig):
     """Mean cosine of the query and its key. All other keys are random, with cosines of about 1/sqrt(dim)."""
     queries: int = 64  # Queries of each memory.
     limits: ClassVar = {"lengths": (2, 2**24), "dim": (2, 4096), "similarity": (0.0, 1.0), "queries": (1, 2**16)}
-
-
-@recipe("dispersion")
-class Dispersion(Recipe):
-    """Weight of the right key, support and retrieval error against the number of keys, for every kernel."""
-
-    Config = DispersionConfig
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 3, "lengths": (64, 256, 1024), "queries": 32},
         "paper": {"lengths": (64, 256, 1024, 4096, 16384, 65536, 262144), "seeds": 10},
     }
 
     @property
-    def specs(self) -> list[str]:
+    def spec_names(self) -> list[str]:
         """Return the specs by the names that were given."""
-        return split_specs(self.config.specs)
+        return split_specs(self.specs)
 
     def check(self) -> None:
-        for text in self.specs:
+        for text in self.spec_names:
             read_spec(text, "--specs", self.call())
 
     def cells(self) -> list[Cell]:
-        names = [name for text in self.specs for name in ([text, LOG] if text == SOFTMAX else [text])]
-        return [{"kernel": name, "keys": length} for name in names for length in self.config.lengths]
+        names = [name for text in self.spec_names for name in ([text, LOG] if text == SOFTMAX else [text])]
+        return [{"kernel": name, "keys": length} for name in names for length in self.lengths]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        own, name = self.config, cell["kernel"]
+        name = cell["kernel"]
         spec = SOFTMAX if name == LOG else name
         scale = self.fitted_scale(spec)
         if name == LOG:
-            scale *= math.log(cell["keys"]) / math.log(own.lengths[0])
+            scale *= math.log(cell["keys"]) / math.log(self.lengths[0])
         generator = torch.Generator().manual_seed(seed)
         p, target = self.weights(spec, scale, cell["keys"], generator)
         right = p.gather(-1, target[:, None])[:, 0]
@@ -83,11 +77,10 @@ class Dispersion(Recipe):
 
     def weights(self, spec: str, scale: float, keys: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the weights [queries, keys] of a random memory, and the place of each query's key."""
-        own = self.config
-        k = normalize(torch.randn(keys, own.dim, generator=generator), dim=1)
-        target = torch.randint(keys, (own.queries,), generator=generator)
-        noise = torch.randn(own.queries, own.dim, generator=generator) / own.dim**0.5
-        q = normalize(own.similarity * k[target] + (1 - own.similarity**2) ** 0.5 * noise, dim=1)
+        k = normalize(torch.randn(keys, self.dim, generator=generator), dim=1)
+        target = torch.randint(keys, (self.queries,), generator=generator)
+        noise = torch.randn(self.queries, self.dim, generator=generator) / self.dim**0.5
+        q = normalize(self.similarity * k[target] + (1 - self.similarity**2) ** 0.5 * noise, dim=1)
         shaped = [x[None, None] for x in (q, k, torch.zeros(keys, 1))]
         _, found = regard.attention(*shaped, spec, scale=scale, impl="reference", return_diagnostics=True)
         return found.weights[0, 0], target
@@ -98,17 +91,17 @@ class Dispersion(Recipe):
         for _ in range(STEPS):
             middle = (low + high) / 2
             generator = torch.Generator().manual_seed(2**31)  # no memory that is measured
-            p, target = self.weights(spec, 2**middle, self.config.lengths[0], generator)
+            p, target = self.weights(spec, 2**middle, self.lengths[0], generator)
             enough = float(p.gather(-1, target[:, None]).mean()) >= WEIGHT
             low, high = (low, middle) if enough else (middle, high)
         return float(2**high)
 
     def claims(self, results: Results) -> list[Claim]:
-        short, long = min(self.config.lengths), max(self.config.lengths)
+        short, long = min(self.lengths), max(self.lengths)
         at = lambda name, keys: results.select(kernel=name, keys=keys)  # noqa: E731
-        if SOFTMAX not in self.specs or short == long:
+        if SOFTMAX not in self.spec_names or short == long:
             return []
-        sparse = [name for name in SPARSE if name in self.specs]
+        sparse = [name for name in SPARSE if name in self.spec_names]
         less = {name: paired(at(name, long), at(SOFTMAX, long), "error") for name in sparse}
         more = {name: paired(at(name, long), at(SOFTMAX, long), "weight") for name in sparse}
         fall = paired(at(SOFTMAX, long), at(SOFTMAX, short), "weight")

@@ -5,7 +5,6 @@ the automaton's distribution, for models trained on 1,000 to 40,000 automata.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from regard.tasks import TokenTask
@@ -14,8 +13,8 @@ from regard.tasks.regbench import RegBench
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-from ..lib.trained import SizesConfig
+from ..lib.task_recipe import TaskRecipe
+from ..lib.trained import Sizes
 from .length_generalization import LOG
 from .length_generalization import MODELS as OTHERS
 
@@ -29,25 +28,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageConfig(TaskRecipeConfig, SizesConfig):
+@recipe("in-context-language")
+class InContextLanguage(TaskRecipe, Sizes):
+    """Valid symbols and total variation distance on RegBench, by kernel and number of automata in training."""
+
     automata: tuple[int, ...] = (1000, 0)  # Different automata in training; 0 for a new one in every example.
     setting: str = "quick"  # Sizes of automata and strings: 'quick' or 'paper'.
     heads: int = 2
     batch: int = 32
     stop_at: float = 1.1
     limits: ClassVar = {"automata": (0, 2**40)}
-
-
-@recipe("in-context-language")
-class InContextLanguage(TaskRecipe):
-    """Valid symbols and total variation distance on RegBench, by kernel and number of automata in training."""
-
-    Config = LanguageConfig
     known = MODELS
     metric = VALID
     learned = 0.75
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "automata": (0,), "steps": 60, "rates": (3e-3,), "examples": 32,
                   "models": (SOFTMAX, "biweight"), "width": 32},
         "paper": {"automata": (1000, 2500, 5000, 10_000, 40_000), "setting": "paper", "width": 256, "layers": 8,
@@ -55,8 +49,8 @@ class InContextLanguage(TaskRecipe):
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
-        sizes = {} if self.config.setting == "paper" else RegBench.settings[self.config.setting]
-        return {f"{n:,}" if n else "endless": RegBench(**sizes, automata=n) for n in self.config.automata}
+        sizes = {} if self.setting == "paper" else RegBench.settings[self.setting]
+        return {f"{n:,}" if n else "endless": RegBench(**sizes, automata=n) for n in self.automata}
 
     def claims(self, results: Results) -> list[Claim]:
         tasks = list(self.training_tasks())

@@ -6,7 +6,7 @@ tokens of its answer are.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from regard.tasks import TokenTask, tasks
@@ -14,8 +14,8 @@ from regard.tasks import TokenTask, tasks
 from ..lib.claims import Claim
 from ..lib.display import interval, lines, panels, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
-from ..lib.trained import SizesConfig
+from ..lib.task_recipe import TaskRecipe
+from ..lib.trained import Sizes
 
 PAPER, SOFTMAX = "Sparse attention", "softmax"
 LOG = "Transformer, softmax with learned scale × log n"
@@ -30,8 +30,10 @@ METRICS = {"exact": "exact answers", "accuracy": "right tokens"}
 SOME = 0.1  # share of exact answers from which on a length can show a difference
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthConfig(TaskRecipeConfig, SizesConfig):
+@recipe("length-generalization")
+class LengthGeneralization(TaskRecipe, Sizes):
+    """Exact answers of Memory Mosaics at up to 64 times the training length, by kernel."""
+
     seeds: int = 5
     tasks: tuple[str, ...] = ("mqmtar", "sort")  # Of mqmtar, reverse and sort.
     setting: str = "quick"  # Setting of the tasks: 'quick' or 'paper'.
@@ -41,16 +43,9 @@ class LengthConfig(TaskRecipeConfig, SizesConfig):
     """Examples of the test split at each length."""
     limits: ClassVar = {"factors": (1, 1024)}
     choices: ClassVar = {"tasks": ("mqmtar", "reverse", "sort")}
-
-
-@recipe("length-generalization")
-class LengthGeneralization(TaskRecipe):
-    """Exact answers of Memory Mosaics at up to 64 times the training length, by kernel."""
-
-    Config = LengthConfig
     known = MODELS
     metric = "exact"
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "tasks": ("sort",), "factors": (1, 2), "steps": 60, "rates": (3e-3,), "examples": 32,
                   "models": (SOFTMAX, "biweight"), "width": 32},
         "paper": {"tasks": ("mqmtar", "reverse", "sort"), "setting": "paper", "width": 512, "layers": 4, "batch": 256,
@@ -58,27 +53,27 @@ class LengthGeneralization(TaskRecipe):
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:
-        return {name: tasks.get(name).named(self.config.setting) for name in self.config.tasks}
+        return {name: tasks.get(name).named(self.setting) for name in self.tasks}
 
     def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
         task: Any = self.training_tasks()[name]
         longest = task.most
-        found = {str(n): replace(task, least=n * longest, most=n * longest) for n in self.config.factors}
+        found = {str(n): replace(task, least=n * longest, most=n * longest) for n in self.factors}
         return found
 
     def claims(self, results: Results) -> list[Claim]:
-        tests, found = [str(n) for n in self.config.factors], []
+        tests, found = [str(n) for n in self.factors], []
         for wording, kernels in COMPACT.items():
-            names = [name for name in kernels if name in self.models and SOFTMAX in self.models]
-            missing = self.unlearned(results, self.config.tasks, [*names, SOFTMAX])
-            able = [(task, test) for task in self.config.tasks for test in tests[1:]
+            names = [name for name in kernels if name in self.trained and SOFTMAX in self.trained]
+            missing = self.unlearned(results, self.tasks, [*names, SOFTMAX])
+            able = [(task, test) for task in self.tasks for test in tests[1:]
                     if any(self.scores(results, task=task, test=test, model=name)["score"].mean() >= SOME
                            for name in (*names, SOFTMAX))]  # fmt: skip
             none = "" if able else f"no model is right in {SOME:.0%} of the examples longer than those of training"
             told = (
                 ("exact", able, none, "Share of exact answers, less softmax's, at every length above those of training "
                  f"where some model reaches {SOME:.0%}."),
-                ("accuracy", [(task, tests[-1]) for task in self.config.tasks], "",
+                ("accuracy", [(task, tests[-1]) for task in self.tasks], "",
                  f"Share of right tokens at {tests[-1]} times the training length, less softmax's."),
             )  # fmt: skip
             found += [

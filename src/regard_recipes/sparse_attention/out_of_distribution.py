@@ -6,7 +6,6 @@ Unless files are given, models learn the Python manual and read the stories of `
 over sixteenths of a window.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from ..lib.claims import Claim, Estimate, claims_of, paired
 from ..lib.display import interval, lines, panels, pivot
 from ..lib.language_text import LanguageText, windows
 from ..lib.recipe import Results, recipe
-from ..lib.text_recipe import TextRecipe, TextRecipeConfig
+from ..lib.text_recipe import TextRecipe
 from ..mosaic.mosaic_kernels import WEIGHTINGS
 
 PAPER, SOFTMAX, RELUMAX, OTHER, OWN = "Sparse attention", "softmax", "relumax", "other text", "own text"
@@ -34,8 +33,10 @@ TOKENIZERS = ("byte", "gpt2")
 """Tokenizers that do not depend on the text that is learned."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutOfDistributionConfig(TextRecipeConfig):
+@recipe("out-of-distribution")
+class OutOfDistribution(TextRecipe):
+    """Loss of Memory Mosaics along a text of another kind than the one trained on, by kernel."""
+
     other: Path | None = None  # UTF-8 text to read, a file or a folder. None: stories of a grammar.
     tokenizer: str = "byte"
     """byte or gpt2."""
@@ -46,18 +47,11 @@ class OutOfDistributionConfig(TextRecipeConfig):
     """Held-out tokens, and tokens of the other text, that the results are measured on."""
     rates: tuple[float, ...] = (2e-3, 5e-3)
     limits: ClassVar = {"context": (2 * PARTS, 2**20)}
-
-
-@recipe("out-of-distribution")
-class OutOfDistribution(TextRecipe):
-    """Loss of Memory Mosaics along a text of another kind than the one trained on, by kernel."""
-
-    Config = OutOfDistributionConfig
     known: ClassVar = {
         name: {"model": "memory-mosaic", "mixers": WEIGHTINGS[name]}
         for name in (SOFTMAX, *COMPACT, "sparsemax", RELUMAX)
     }
-    sizes: ClassVar = {
+    by_size: ClassVar = {
         "quick": {"seeds": 2, "models": (SOFTMAX, "biweight", RELUMAX), "width": 32, "context": 64, "steps": 60,
                   "rates": (5e-3,), "measured": 2048, "looks": 2},
         "paper": {"tokenizer": "gpt2", "width": 768, "layers": 8, "heads": 12, "context": 512, "batch": 512,
@@ -66,35 +60,35 @@ class OutOfDistribution(TextRecipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        if self.config.tokenizer not in TOKENIZERS:
-            given = f"--tokenizer is {self.config.tokenizer!r}, which depends on the text"
+        if self.tokenizer not in TOKENIZERS:
+            given = f"--tokenizer is {self.tokenizer!r}, which depends on the text"
             raise ArgumentError(f"{self.call()}: {given}; expected {' or '.join(TOKENIZERS)}.")
         super().check()
 
     def load(self, text: LanguageText) -> dict[str, Any]:
         from regard.training import encode
 
-        facts, own = super().load(text), self.config
-        source, content = other_text(own.other, 8 * own.measured, self.call())
-        tokens = encode(text.tokenizer, content)[: own.measured]
-        if len(tokens) < 2 * own.context:
-            few = f"{source} has {len(tokens):,} tokens, expected at least two windows of {own.context}"
+        facts = super().load(text)
+        source, content = other_text(self.other, 8 * self.measured, self.call())
+        tokens = encode(text.tokenizer, content)[: self.measured]
+        if len(tokens) < 2 * self.context:
+            few = f"{source} has {len(tokens):,} tokens, expected at least two windows of {self.context}"
             raise ArgumentError(f"{self.call()}: --other: {few}.")
-        self.windows = {OWN: windows(self.test_tokens, own.context), OTHER: windows(tokens, own.context)}
+        self.windows = {OWN: windows(self.test_tokens, self.context), OTHER: windows(tokens, self.context)}
         return {**facts, "other": source, "other floor": self.floor(tokens)}
 
-    def measured(self, model: Any) -> dict[str, Any]:
+    def measure_model(self, model: Any) -> dict[str, Any]:
         rows = []
         for name, found in self.windows.items():
-            losses = losses_along(model, found, max(1, self.config.batch // self.config.parts))
+            losses = losses_along(model, found, max(1, self.batch // self.parts))
             start = 1  # the first token is not predicted
             for part in losses.tensor_split(PARTS):
                 rows.append({"kind": "part", "text": name, "start": start, "loss": float(part.mean())})
                 start += len(part)
-        return {**super().measured(model), "rows": rows}
+        return {**super().measure_model(model), "rows": rows}
 
     def claims(self, results: Results) -> list[Claim]:
-        names = self.models
+        names = self.trained
         starts = sorted(set(results.select(kind="part")["start"]))
         early, late = starts[:1], starts[PARTS // 2 :]
         gap = lambda name, base, at: self.gap(results, name, base, "loss", "part", text=OTHER, start=at)  # noqa: E731

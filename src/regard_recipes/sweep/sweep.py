@@ -22,7 +22,7 @@ mixers = "biweight"
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -34,7 +34,7 @@ from regard.training.fields import from_mapping, read_mapping
 
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
-from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+from ..lib.task_recipe import TaskRecipe
 
 EXAMPLE: dict[str, Any] = {
     "task": {"name": "mqar", "setting": "quick"},
@@ -47,48 +47,53 @@ TRAIN = ("seeds", "rates", "steps", "batch", "stop_at", "examples")
 """Options that [train] may set, besides the metric."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepConfig(TaskRecipeConfig):
-    file: Path | None = None
-    """The TOML file; what it sets wins over other options. Without one, a small example is run."""
-    content: str = ""
-    """What the file says, as JSON; set when the file is read."""
-
-
 @recipe("sweep")
 class Sweep(TaskRecipe):
     """Scores over a grid of models, learning rates, task settings and seeds from one TOML file."""
 
-    Config = SweepConfig
-    sizes: ClassVar = {"quick": {"seeds": 2, "rates": (3e-3,), "steps": 60, "examples": 64}, "paper": {}}
+    file: Path | None = None
+    """The TOML file; what it sets wins over other options. Without one, a small example is run."""
+    content: str = ""
+    """What the file says, as JSON; set when the file is read."""
+    by_size: ClassVar = {"quick": {"seeds": 2, "rates": (3e-3,), "steps": 60, "examples": 64}, "paper": {}}
 
-    def __init__(self, config: SweepConfig) -> None:
-        if config.content:
-            self.table = json.loads(config.content)
-        else:
-            self.table = EXAMPLE if config.file is None else read_mapping(config.file, call=self.call())
-        self._known("", self.table, PARTS)
+    @classmethod
+    def configure(cls, size: str = "small", **changes: Any) -> Any:
+        made = super().configure(size, **changes)
+        table = made.table if made.file is None else read_mapping(made.file, call=cls.call())
+        cls._known("", table, PARTS)
         for part in PARTS:
-            if not isinstance(self.table.get(part, {}), dict):
-                raise ArgumentError(f"{self.call()}: [{part}] is {self.table[part]!r}, expected a table.")
-        train = {**self.table.get("train", {})}
-        self.metric = train.pop("metric", "accuracy")  # type: ignore[misc]
-        self._known("train", train, TRAIN)
-        made: Any = from_mapping(config, train, call=self.call(), source=f"[train] of {config.file}")
-        super().__init__(replace(made, content=json.dumps(self.table, sort_keys=True)))
-        self.known = {name: self._fields(name) for name in self.table.get("models", {})}  # type: ignore[misc]
+            if not isinstance(table.get(part, {}), dict):
+                raise ArgumentError(f"{cls.call()}: [{part}] is {table[part]!r}, expected a table.")
+        train = {name: value for name, value in table.get("train", {}).items() if name != "metric"}
+        cls._known("train", train, TRAIN)
+        made = from_mapping(made, train, call=cls.call(), source=f"[train] of {made.file}")
+        return replace(made, content=json.dumps(table))
 
-    def _known(self, part: str, table: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    @property
+    def table(self) -> dict[str, Any]:
+        """Return what the file says."""
+        return json.loads(self.content) if self.content else EXAMPLE
+
+    @property
+    def metric(self) -> str:  # type: ignore[override]
+        return self.table.get("train", {}).get("metric", "accuracy")
+
+    @property
+    def known(self) -> dict[str, Any]:  # type: ignore[override]
+        found = {}
+        for name, own in self.table.get("models", {}).items():
+            if not isinstance(own, dict):
+                raise ArgumentError(f"{self.call()}: [models.{name}] is {own!r}, expected a table.")
+            found[name] = {**self.table.get("model", {}), **own}
+        return found
+
+    @classmethod
+    def _known(cls, part: str, table: Mapping[str, Any], names: tuple[str, ...]) -> None:
         for name in table:
             if name not in names:
                 where = f"[{part}]" if part else "the file"
-                raise ArgumentError(f"{self.call()}: {where} has an unknown key {name!r}.{suggestion(name, names)}")
-
-    def _fields(self, name: str) -> dict[str, Any]:
-        own = self.table["models"][name]
-        if not isinstance(own, dict):
-            raise ArgumentError(f"{self.call()}: [models.{name}] is {own!r}, expected a table.")
-        return {**self.table.get("model", {}), **own}
+                raise ArgumentError(f"{cls.call()}: {where} has an unknown key {name!r}.{suggestion(name, names)}")
 
     def check(self) -> None:
         if not self.known:
