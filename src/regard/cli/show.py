@@ -124,7 +124,7 @@ def _plural(kind: str) -> str:
 
 def about(thing: Any) -> str:
     """Return one line about a registered object: the spec of a preset, else the first sentence of a docstring."""
-    if hasattr(thing, "parts"):
+    if callable(getattr(thing, "parts", None)):
         return "*".join(thing.parts())
     text = " ".join((getattr(thing, "impl", thing).__doc__ or "").split("\n\n")[0].split())
     return re.split(r"(?<=\S\.) (?=[A-Z])", text)[0]  # not at the space in "q . K"
