@@ -15,6 +15,12 @@ from torch import Tensor
 from ..checks import ArgumentError
 
 
+LEAST, MOST = -80.0, 80.0
+"""Limits of the logarithm of 1 / total kernel weight, which keep a relative ridge finite."""
+LARGEST = 1e36
+"""Largest ridge: sums of it over coordinates are finite in float32."""
+
+
 class SolveStatus(IntEnum):
     """How a system was solved."""
 
@@ -112,3 +118,8 @@ def unit(right: Tensor) -> Tensor:
     and keeps squares in range."""
     exponent = torch.frexp(right.abs().amax(-1, keepdim=True)).exponent
     return torch.ldexp(torch.ones_like(right[..., :1]), exponent)
+
+
+def relative(ridge: float | Tensor, log_mass: Tensor) -> Tensor:
+    """Divide an absolute ridge by the total kernel weight, given as logarithm [..., 1]."""
+    return (ridge * (-log_mass).clamp(LEAST, MOST).exp()).clamp(-LARGEST, LARGEST)

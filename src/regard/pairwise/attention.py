@@ -13,10 +13,10 @@ from .. import checks
 from ..checks import ArgumentError, refuse, shape
 from ..grammar import Spec, as_spec
 from ..grammar.spec import LOCAL_LINEAR
+from ..grammar.systems import LARGEST
 from ..precision import all_clean, clean, clean_each, either, full_precision, overflowing, row_number, transformed
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
-from .layout import Layout, any_layout
-from .local_regression import LARGEST, repeat_heads
+from .layout import Layout, any_layout, repeat_heads
 from .visibility import Visibility, runs_of
 
 CALL = "attention"

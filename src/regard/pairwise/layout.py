@@ -1,4 +1,5 @@
-"""The argument `layout`: heads before tokens, or tokens before heads as in flash-attention and flash-linear-attention.
+"""The argument `layout`: heads before tokens, or tokens before heads as in flash-attention and flash-linear-attention;
+shared heads.
 
 Legend: B batch, H heads, T positions, D channels.
 """
@@ -49,3 +50,8 @@ def _turned(x: Any) -> Any:
     if isinstance(x, Mapping):
         return {name: _turned(value) for name, value in x.items()}
     return x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() in (3, 4) else x
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat each key head for every query head of its group: [B, Hkv, ...] -> [B, H, ...]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

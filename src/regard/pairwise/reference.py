@@ -1,18 +1,38 @@
-"""impl="reference": the plain formulas of `local_regression`, with autograd."""
+"""impl="reference": local regression at the query in plain PyTorch, with autograd, against which fast forms are tested.
+
+Degree 0 (Nadaraya-Watson; softmax attention is its Gaussian case):
+
+    o_i = sum_j p_ij v_j
+
+Degree 1 (Local Linear Attention, equations 6-8) in the equivalent covariance form, which does not divide by a number
+that can be 0: with C_i = sum_j p_ij (k_j - kbar_i)(k_j - kbar_i)^T and kbar_i = sum_j p_ij k_j,
+
+    t_i = (C_i + ridge_i)^-1 (q_i - kbar_i),   e_ij = (k_j - kbar_i) . t_i,   o_i = sum_j p_ij (1 + e_ij) v_j
+
+(in the paper's terms rho = -t delta / omega). The ridge is relative to the total kernel weight; an absolute one, as in
+equation 7, is divided by that weight first.
+
+Legend: q [B, H, Tq, F] and k [B, H, Tk, F] features whose dot product is the score; v [B, H, Tk, Dv]; x [B, H, Tq, D]
+and y [B, H, Tk, D] the coordinates in which degree 1 is linear; p [B, H, Tq, Tk]; ridge a number, [B, H, Tq, 1] or, one
+for every coordinate, [B, H, Tq, D].
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..grammar import Dense, RowStats, Solved
+from ..grammar.systems import relative, unit
 from ..grammar.threshold import widest
-from . import local_regression as local
+from ..grammar.weighting import fit_weights
 from .diagnostics import Diagnostics, counts, diagnose
 from .dispatch import Cost, Inputs, Problem, register_impl
-from .local_regression import repeat_heads
+from .layout import repeat_heads
 
 LIMIT = 2**28
 """Most elements of a tensor that a local linear model may build."""
@@ -45,27 +65,43 @@ class Reference:
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         if inputs.k.shape[2] == 0:
             inputs = _with_hidden_key(inputs)
-        spec, heads = inputs.spec, inputs.q.shape[1]
+        spec, heads, visible = inputs.spec, inputs.q.shape[1], inputs.visible
         q, k, v = inputs.q, repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
         rows = inputs.row_params()
         alpha = rows.get("alpha")
         if spec.degree == 0 and isinstance(alpha, Tensor) and alpha.requires_grad:
             # dL/dalpha is r^2 times a difference that cancels in float32
             q, k, v, rows = widest(q), widest(k), widest(v), {**rows, "alpha": widest(alpha)}
-        args = (q, k, v, inputs.visible, spec.weighting, rows)
-        if spec.degree == 0:
-            found = local.constant(*args)
-        else:
-            assert inputs.x is not None
-            assert inputs.y is not None
-            y, absolute = repeat_heads(inputs.y, heads), spec.ridge_mode == "absolute"
-            more = local.Local(inputs.x, y, inputs.ridge, absolute, spec.solver, inputs.probe)
-            found = local.linear(*args, more)
+        z = q @ k.transpose(-1, -2)
+        seen = visible.block(0, visible.queries, 0, visible.keys, z.device)
+        z = z if seen is None else torch.where(seen, z, -torch.inf)  # after the product: masked content stays out
+        stats, p = fit_weights(spec.weighting, z, rows)
+        signed, solver = (p, None) if spec.degree == 0 else _linear(inputs, p, stats, rows, seen)
         if not inputs.diagnostics:
-            return found.output, None
-        stats, p = found.stats.map(Tensor.detach), found.weights
-        row = (*counts(p.detach()), inputs.scale, rows, inputs.visible)
-        return found.output, diagnose(spec, stats, *row, weights=p, solver=found.solver, effective=found.effective)
+            return signed @ v, None
+        row = (*counts(p.detach()), inputs.scale, rows, visible)
+        effective = signed if spec.degree else None
+        found = diagnose(spec, stats.map(Tensor.detach), *row, weights=p, solver=solver, effective=effective)
+        return signed @ v, found
+
+
+def _linear(
+    inputs: Inputs, p: Tensor, stats: RowStats, rows: dict[str, float | Tensor], seen: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weights p (1 + e) of the values at degree 1, which can be negative, and statistics of the solver."""
+    assert inputs.x is not None
+    assert inputs.y is not None
+    spec, ridge, y = inputs.spec, inputs.ridge, repeat_heads(inputs.y, inputs.q.shape[1])
+    if spec.ridge_mode == "absolute":
+        ridge = relative(ridge, spec.weighting.log_mass(stats, rows))  # type: ignore[attr-defined]
+    mean = p @ y
+    away = y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]
+    if seen is not None:  # a large masked key can have infinite derivatives, and infinity times a weight of 0 is NaN
+        away = torch.where(seen[..., None], away, 0)
+    spread = (p[..., None] * away).transpose(-1, -2) @ away
+    solved = solve(spec.solver, spread, ridge, inputs.x - mean, inputs.probe)
+    slope = (away @ solved.value[..., None])[..., 0]
+    return p * (1 + slope), {"status": solved.status, **solved.statistics}
 
 
 def _with_hidden_key(inputs: Inputs) -> Inputs:
@@ -74,3 +110,38 @@ def _with_hidden_key(inputs: Inputs) -> Inputs:
     hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=inputs.q.device)
     visible = replace(inputs.visible, keys=1, mask=hidden)
     return replace(inputs, k=one(inputs.k), v=one(inputs.v), y=one(inputs.y), visible=visible)
+
+
+def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, probe: Tensor | None = None) -> Solved:
+    """Solve (spread + ridge) t = right. Gradients are those of the exact solution for every solver."""
+    eye = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+    matrix = spread + (ridge[..., None] if isinstance(ridge, Tensor) else ridge) * eye
+    if solver.exact:
+        found: Solved = solver.solve(Dense(matrix, ridge, probe), right)
+        return found
+    with torch.no_grad():
+        size = unit(right)
+        found = solver.solve(Dense(matrix, ridge, probe), right / size)
+        value = found.value * size
+    return found._replace(value=_Implicit.apply(matrix, right, solver, value))
+
+
+class _Implicit(torch.autograd.Function):
+    """The solution of A t = b from a solver, with dL/db = A^-1 g and dL/dA = -(A^-1 g) t^T."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, right: Tensor, solver: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(matrix, right, value)
+        ctx.solver = solver
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        matrix, right, value = ctx.saved_tensors
+        if torch.is_grad_enabled():  # second derivatives: the solution as a function of A and b
+            value = _Implicit.apply(matrix, right, ctx.solver, value)
+        with torch.no_grad():
+            size = unit(grad)
+            found = ctx.solver.solve(Dense(matrix), grad / size).value * size
+        back = _Implicit.apply(matrix, grad, ctx.solver, found) if torch.is_grad_enabled() else found
+        return -back[..., :, None] * value[..., None, :], back, None, None

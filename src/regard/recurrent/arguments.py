@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import ArgumentError, shape
-from ..pairwise.local_regression import repeat_heads
+from ..pairwise.layout import repeat_heads
 from ..pairwise.visibility import Visibility
 from ..precision import clean, full_precision, row_number
 from .packing import Documents, by_document, documents

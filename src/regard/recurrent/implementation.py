@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..pairwise.diagnostics import Diagnostics
 from ..pairwise.dispatch import Cost, Inputs, Problem, register_impl
-from ..pairwise.local_regression import repeat_heads
+from ..pairwise.layout import repeat_heads
 from .chunks import CHUNK, chunked
 from .feature_sums import Sums
 from .linear import bias_of, estimate, finite_features, signed

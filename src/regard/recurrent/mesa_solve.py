@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError
-from ..pairwise.local_regression import repeat_heads
+from ..pairwise.layout import repeat_heads
 from .decay import Chunks, decayed, prefix, segments, suffix
 from .scan import scan
 

@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from ...grammar import SolveStatus, Spec
-from ...grammar.systems import Solved, unit
+from ...grammar.systems import Solved, relative, unit
 from ...precision import full_precision
 from ..diagnostics import negative_part
-from ..local_regression import relative
 from . import block_rows
 from .block_rows import FLAGS, Kept, Rows, flat, flat_params, placed, register_derivative, rows_of, unpack, work_from
 from .blocks import COLUMNS, Block, Work
