@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..checks import ArgumentError
 
-
 LEAST, MOST = -80.0, 80.0
 """Limits of the logarithm of 1 / total kernel weight, which keep a relative ridge finite."""
 LARGEST = 1e36

@@ -24,8 +24,7 @@ from torch import Tensor
 from ..checks import ArgumentError, in_range, mapping, within
 from ..grammar import Spec, as_spec, presets
 from ..grammar.weighting import GUARD, Plain
-from ..pairwise.layout import Layout, any_layout
-from ..pairwise.layout import repeat_heads
+from ..pairwise.layout import Layout, any_layout, repeat_heads
 from ..precision import full_precision, row_number, transformed
 from . import feature_sums as forms
 from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, tokens

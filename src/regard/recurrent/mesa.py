@@ -23,8 +23,7 @@ from torch.nn.functional import pad
 from .. import checks
 from ..checks import ArgumentError
 from ..grammar import SolveStatus
-from ..pairwise.layout import Layout, any_layout
-from ..pairwise.layout import repeat_heads
+from ..pairwise.layout import Layout, any_layout, repeat_heads
 from ..precision import transformed
 from . import arguments
 from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
