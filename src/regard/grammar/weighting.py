@@ -18,10 +18,12 @@ Legend: z scores [..., Tq, Tk], -inf at masked keys; p weights [..., Tq, Tk]; ro
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Any, ClassVar, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,57 +70,47 @@ class RowStats:
         return RowStats(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
 
 
-class Weighting(Protocol):
-    """Scores to weights, and the derivative. Implementations hold no tensors and are hashable."""
+class Weighting(ABC):
+    """Scores to weights, and the derivative; by default of normalised weights without parameters, to which the rows of
+    `jacobian` are all there is. Implementations hold no tensors and are hashable."""
 
-    @property
-    def nonnegative(self) -> bool:
-        """Whether no weight is negative."""
+    nonnegative: bool = True  # no weight is negative
+    normalised: bool = True  # the weights of a row sum to one
+    shift_invariant: ClassVar[Any] = True  # adding a constant to a row of scores leaves the weights unchanged
+    indices: ClassVar[Any] = 0  # positions per row in `RowStats.index`
+    params: ClassVar[Any] = MappingProxyType({})  # the parameters that can be given per row: name -> `ParamInfo`
 
-    @property
-    def normalised(self) -> bool:
-        """Whether the weights of a row sum to one."""
-
-    @property
-    def shift_invariant(self) -> bool:
-        """Whether adding a constant to a row of scores leaves the weights unchanged."""
-
-    @property
-    def indices(self) -> int:
-        """Number of positions per row in `RowStats.index`."""
-
-    @property
-    def params(self) -> Mapping[str, ParamInfo]:
-        """The parameters that can be given per row, with their defaults."""
-
+    @abstractmethod
     def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
         """Return the statistics of whole rows. Differentiable unless `fast`, which allows early exit."""
 
+    @abstractmethod
     def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
         """Return p on a block of keys that begins at key `start`."""
 
+    def fit_weights(self, z: Tensor, params: Params, *, fast: bool = False) -> tuple[RowStats, Tensor]:
+        """Return statistics and weights of whole rows."""
+        stats = self.fit(z, params, fast=fast)
+        return stats, self.weights(z, stats, params)
+
+    @abstractmethod
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
         """Return (A, B) of whole rows."""
 
+    def centred(self, g: Tensor, z: Tensor, stats: RowStats, params: Params) -> Tensor:
+        """Return G minus a constant per row, which changes no derivative and keeps G - rho exact at a key whose A is
+        much larger than all others."""
+        return g
+
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         """Return dz with the terms that A (G - rho) leaves out."""
+        return dz
 
     def param_grads(
         self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
     ) -> dict[str, Tensor]:
         """Return dL/dparameter per row [..., Tq, 1]; `dz` is A (G - rho), before `finish`."""
-
-    # Optional: `centred(g, z, stats, params)`, G minus a constant per row. It changes no derivative and keeps G - rho
-    # exact at a key whose A is much larger than all others.
-
-
-def fit_weights(weighting: Weighting, z: Tensor, params: Params, *, fast: bool = False) -> tuple[RowStats, Tensor]:
-    """Return statistics and weights of whole rows, by the weighting's own method of this name if it has one."""
-    own = getattr(weighting, "fit_weights", None)
-    if own is not None:
-        return own(z, params, fast=fast)
-    stats = weighting.fit(z, params, fast=fast)
-    return stats, weighting.weights(z, stats, params)
+        return {}
 
 
 def distance(z: Tensor, top: Tensor) -> Tensor:
@@ -137,14 +129,11 @@ def row_top(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Weighting):
     """p_j = K(z_j - theta) / sum K for a ranked kernel and a thresholding rule."""
 
     kernel: Any
     rule: Any
-
-    nonnegative: ClassVar[bool] = True
-    normalised: ClassVar[bool] = True
 
     @property
     def shift_invariant(self) -> bool:
@@ -248,7 +237,7 @@ bound of sum |weights| can also be computed from linear-attention states."""
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Weighting):
     """p_j = K(z_j + bias), optionally divided by the sum: unnormalised weights, and kernels of the score itself.
 
     The denominator of a signed kernel is at least `GUARD` sqrt(n sum K^2) in size, with its sign; a smaller one is
@@ -261,7 +250,6 @@ class Plain:
     normalised: bool
     nonnegative: bool
     shift_invariant: ClassVar[bool] = False
-    indices: ClassVar[int] = 0
 
     @property
     def params(self) -> Mapping[str, ParamInfo]:

@@ -29,7 +29,6 @@ from torch.nn.functional import pad
 from ..grammar import Dense, RowStats, Solved
 from ..grammar.systems import relative, unit
 from ..grammar.threshold import widest
-from ..grammar.weighting import fit_weights
 from .diagnostics import Diagnostics, counts, diagnose
 from .dispatch import Cost, Inputs, Problem, register_impl
 from .layout import repeat_heads
@@ -75,7 +74,7 @@ class Reference:
         z = q @ k.transpose(-1, -2)
         seen = visible.block(0, visible.queries, 0, visible.keys, z.device)
         z = z if seen is None else torch.where(seen, z, -torch.inf)  # after the product: masked content stays out
-        stats, p = fit_weights(spec.weighting, z, rows)
+        stats, p = spec.weighting.fit_weights(z, rows)
         signed, solver = (p, None) if spec.degree == 0 else _linear(inputs, p, stats, rows, seen)
         if not inputs.diagnostics:
             return signed @ v, None

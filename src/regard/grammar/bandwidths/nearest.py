@@ -114,23 +114,8 @@ def _chosen(z: Tensor, kth: Tensor, cut: Tensor, position: Tensor) -> Tensor:
     return ((z > kth) | ((z == kth) & (position <= cut))) & (z != -torch.inf)
 
 
-class _WithoutParameters:
-    """Normalised weights without learned parameters."""
-
-    nonnegative: ClassVar[bool] = True
-    normalised: ClassVar[bool] = True
-    shift_invariant: ClassVar[bool] = True
-    params: ClassVar[dict[str, Any]] = {}
-
-    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
-        return dz
-
-    def param_grads(self, *_: Any) -> dict[str, Tensor]:
-        return {}
-
-
 @dataclass(frozen=True)
-class StraightThrough(_WithoutParameters):
+class StraightThrough(Weighting):
     """The weights of `hard` with the derivative of softmax(z) over the visible keys."""
 
     hard: Ratio
@@ -157,7 +142,7 @@ class StraightThrough(_WithoutParameters):
 
 
 @dataclass(frozen=True)
-class SoftNearest(_WithoutParameters):
+class SoftNearest(Weighting):
     """p_j proportional to K_j sigmoid((z_j - c) / temperature), c halfway between the k-th and next score."""
 
     kernel: Any

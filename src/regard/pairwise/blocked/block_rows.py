@@ -19,7 +19,6 @@ from torch import Tensor
 from ...checks import ArgumentError
 from ...grammar import RowStats, Spec, Weighting
 from ...grammar.kernels import Params
-from ...grammar.weighting import fit_weights
 from ...precision import PLAIN
 from ..diagnostics import counts
 from ..dispatch import Inputs
@@ -84,7 +83,7 @@ class TorchRows:
 
     def weigh(self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor) -> tuple[Tensor, Kept]:
         z = block.hide(z)
-        stats, p = fit_weights(self.weighting, z, params, fast=z.device.type == "cpu")
+        stats, p = self.weighting.fit_weights(z, params, fast=z.device.type == "cpu")
         seen = counts(p) if counted else (torch.zeros_like(stats.top),) * 2
         floats = torch.cat([stats.top, stats.theta, stats.reach, stats.mass, *seen], -1)
         flags = torch.cat([stats.empty.int(), stats.fallback.int(), stats.status], -1)
@@ -96,8 +95,7 @@ class TorchRows:
         stats, weighting, names = unpack(*kept), self.weighting, block.work.names
         p = self.again(block, z, kept, params) if p is None else p
         a, b = weighting.jacobian(z, p, stats, params)
-        centred = getattr(weighting, "centred", None)
-        g = g if centred is None else centred(g, z, stats, params)
+        g = weighting.centred(g, z, stats, params)
         rho = (b * g).sum(-1, keepdim=True)
         rho = rho if share is None else rho - share  # d(log sum K)/dz is A, up to the terms of `finish`
         del b  # free now: one value per query-key pair
