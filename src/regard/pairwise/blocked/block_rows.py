@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...checks import ArgumentError
-from ...grammar import RowStats, Spec, Weighting
+from ...grammar import RowStats, Spec
 from ...grammar.kernels import Params
 from ...precision import PLAIN
 from ..diagnostics import counts
@@ -33,57 +33,32 @@ Kept: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Statistics of rows: floats [..., FLOATS], flags int32 [..., FLAGS], positions int64 [..., indices]."""
 
 
-class Rows(Protocol):
-    """Weights of a block of scores [n, q, w], which may be overwritten, and their derivative."""
+@dataclass(frozen=True)
+class Rows:
+    """Weights of a block of scores [n, q, w], which may be overwritten, and their derivative: any weighting, with torch
+    operations."""
+
+    spec: Spec
+    marks: ClassVar[bool] = False
+    """Whether `weigh` marks keys."""
+    elements: ClassVar[int] = ELEMENTS
+    """Number of query-key pairs of a block."""
 
     @property
     def indices(self) -> int:
         """Number of positions kept per row."""
-
-    @property
-    def marks(self) -> bool:
-        """Whether `weigh` marks keys."""
+        return self.spec.weighting.indices
 
     def exact(self, params: Params) -> bool:
         """Return whether `derive` needs the same bits of the scores as `weigh`. Scores computed again from fewer keys
         can differ by rounding, which matters for weights with a jump or an infinite slope at the threshold."""
-
-    @property
-    def elements(self) -> int:
-        """Number of query-key pairs of a block."""
+        return True
 
     def weigh(self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor) -> tuple[Tensor, Kept]:
         """Return the weights and the statistics of the rows. If `self.marks`, mark in `marks` the keys that have weight
         or determine a threshold."""
-
-    def derive(
-        self, block: Block, z: Tensor, g: Tensor, kept: Kept, params: Params, share: Tensor | None, p: Tensor | None
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return (weights, dL/dz, dL/dparameter [n, q] by the call's names), for g = dL/dweights. `share` [n, q, 1] is
-        the derivative by the logarithm of the total kernel weight if that is used, p the result of `again`."""
-
-    def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:
-        """Return the weights, computed again; z changes only at masked keys."""
-
-
-@dataclass(frozen=True)
-class TorchRows:
-    """Any weighting, with torch operations."""
-
-    weighting: Weighting
-    marks: ClassVar[bool] = False
-    elements: ClassVar[int] = ELEMENTS
-
-    @property
-    def indices(self) -> int:
-        return self.weighting.indices
-
-    def exact(self, params: Params) -> bool:
-        return True
-
-    def weigh(self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor) -> tuple[Tensor, Kept]:
         z = block.hide(z)
-        stats, p = self.weighting.fit_weights(z, params, fast=z.device.type == "cpu")
+        stats, p = self.spec.weighting.fit_weights(z, params, fast=z.device.type == "cpu")
         seen = counts(p) if counted else (torch.zeros_like(stats.top),) * 2
         floats = torch.cat([stats.top, stats.theta, stats.reach, stats.mass, *seen], -1)
         flags = torch.cat([stats.empty.int(), stats.fallback.int(), stats.status], -1)
@@ -92,7 +67,9 @@ class TorchRows:
     def derive(
         self, block: Block, z: Tensor, g: Tensor, kept: Kept, params: Params, share: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        stats, weighting, names = unpack(*kept), self.weighting, block.work.names
+        """Return (weights, dL/dz, dL/dparameter [n, q] by the call's names), for g = dL/dweights. `share` [n, q, 1] is
+        the derivative by the logarithm of the total kernel weight if that is used, p the result of `again`."""
+        stats, weighting, names = unpack(*kept), self.spec.weighting, block.work.names
         p = self.again(block, z, kept, params) if p is None else p
         a, b = weighting.jacobian(z, p, stats, params)
         g = weighting.centred(g, z, stats, params)
@@ -105,7 +82,8 @@ class TorchRows:
         return p, weighting.finish(dz, rho, z, p, stats, params), [found[name][..., 0] for name in names]
 
     def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:
-        return self.weighting.weights(block.hide(z), unpack(*kept), params)
+        """Return the weights, computed again; z changes only at masked keys."""
+        return self.spec.weighting.weights(block.hide(z), unpack(*kept), params)
 
 
 def unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
@@ -115,7 +93,7 @@ def unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
     return RowStats(top, theta, reach, mass, empty, fallback, status, index if index.shape[-1] else None)
 
 
-SOLVERS: dict[str, Callable[[Spec], Rows]] = {"blocked": lambda spec: TorchRows(spec.weighting)}
+SOLVERS: dict[str, type[Rows]] = {"blocked": Rows}
 """Implementation name to its `Rows`."""
 
 

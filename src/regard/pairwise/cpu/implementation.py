@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -30,7 +29,7 @@ from ...grammar.bandwidths.nearest import Nearest
 from ...grammar.kernels import Gaussian, Params, Polynomial, Uniform
 from ...grammar.weighting import Ratio
 from ...precision import transformed
-from ..blocked.block_rows import FLAGS, FLOATS, SOLVERS, Kept, rows_of
+from ..blocked.block_rows import FLAGS, FLOATS, SOLVERS, Kept, Rows, rows_of
 from ..blocked.blocks import ELEMENTS, Block
 from ..blocked.implementation import Blocked
 from ..dispatch import Problem, register_impl
@@ -81,19 +80,16 @@ def _rows(own: Any = None) -> Any:
     return rows if own is None else rows.with_kernel(own)
 
 
-@dataclass(frozen=True)
-class NumbaRows:
+class NumbaRows(Rows):
     """The numba loops for one Spec."""
 
-    spec: Spec
     marks: ClassVar[bool] = True
+    elements: ClassVar[int] = 2 * ELEMENTS  # needs two arrays of a block, torch more
 
     def exact(self, params: Params) -> bool:
         """Return True for kernels with a jump or an infinite slope at the threshold."""
         power = self.spec.bandwidth.kernel_params(params).get("r", getattr(self.spec.kernel, "r", 1.0))
         return not self.spec.kernel.vanishes or bool(torch.as_tensor(power < 1).any())
-
-    elements: ClassVar[int] = 2 * ELEMENTS  # needs two arrays of a block, torch more
 
     @property
     def indices(self) -> int:
