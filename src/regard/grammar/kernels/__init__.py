@@ -2,11 +2,8 @@
 
 from ...registry import import_all
 from .base import Kernel, Number, ParamInfo, Params, kernels, least_reach
-from .gaussian import Gaussian
-from .geometric import ClippedGeometric, Geometric
-from .linear import Linear
-from .polynomial import NAMED_POWERS, Polynomial
-from .uniform import Uniform
+from .ranked import NAMED_POWERS, Gaussian, Polynomial, Uniform
+from .score import ClippedGeometric, Geometric, Linear
 
 __all__ = [
     "NAMED_POWERS", "ClippedGeometric", "Gaussian", "Geometric", "Kernel", "Linear", "Number", "ParamInfo",

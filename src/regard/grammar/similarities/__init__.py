@@ -2,10 +2,8 @@
 
 from ...registry import import_all
 from .base import Similarity, similarities
-from .cosine import Cosine
-from .dot import Dot
-from .euclidean import Euclidean
 from .feature_maps import ELU, ReLU, ReLU2
+from .scaled import Cosine, Dot, Euclidean
 
 __all__ = ["ELU", "Cosine", "Dot", "Euclidean", "ReLU", "ReLU2", "Similarity", "similarities"]
 

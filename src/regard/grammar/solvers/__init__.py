@@ -2,11 +2,9 @@
 
 from ...registry import import_all
 from .auto import Auto
-from .base import Solver, solvers
-from .block_diagonal import BlockDiagonal
-from .cholesky import Cholesky
+from .base import Learned, Solver, solvers
 from .conjugate_gradient import ConjugateGradient
-from .learned import Learned
+from .direct import BlockDiagonal, Cholesky
 
 __all__ = ["Auto", "BlockDiagonal", "Cholesky", "ConjugateGradient", "Learned", "Solver", "solvers"]
 

@@ -1,7 +1,9 @@
-"""The rectified polynomial kernels: Epanechnikov, biweight, triweight and any other power."""
+"""Kernels of the distance to the largest score: Gaussian (softmax), uniform, and the rectified polynomials
+(Epanechnikov, biweight, triweight and any other power)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,6 +13,57 @@ from torch import Tensor
 
 from ...checks import ArgumentError, number
 from .base import Number, ParamInfo, Params, RankedKernel, kernels
+
+
+@kernels.register("gaussian")
+@dataclass(frozen=True)
+class Gaussian(RankedKernel):
+    """K(a) = exp(a): softmax under the fixed rule."""
+
+    own_slope: ClassVar[bool] = True
+
+    def relative(self, d: Tensor, reach: Number, params: Params) -> Tensor:
+        w = torch.exp(-d) if torch.is_grad_enabled() else d.neg().exp_()
+        return _inside(w, d, reach)
+
+    def relative_slope(self, d: Tensor, reach: Number, params: Params) -> Tensor:
+        return _inside(torch.exp(-d), d, reach)
+
+    def log_peak(self, top: Tensor, reach: Tensor, params: Params) -> Tensor:
+        return top
+
+    def value(self, a: Tensor, params: Params) -> Tensor:
+        return torch.exp(a)
+
+    slope = value
+
+
+def _inside(w: Tensor, d: Tensor, reach: Number) -> Tensor:
+    """Return w where d < reach, else 0, without a comparison if reach is infinite."""
+    if isinstance(reach, float) and math.isinf(reach):
+        return w
+    return torch.where(d < reach, w, 0)
+
+
+@kernels.register("uniform")
+@dataclass(frozen=True)
+class Uniform(RankedKernel):
+    """K(a) = 1 for a > 0: equal weights above the threshold, without gradient to the scores."""
+
+    compact: ClassVar[bool] = True
+    bandwidth: ClassVar[str] = "nearest"
+
+    def relative(self, d: Tensor, reach: Number, params: Params) -> Tensor:
+        return (d < reach).to(d.dtype)
+
+    def relative_slope(self, d: Tensor, reach: Number, params: Params) -> Tensor:
+        return torch.zeros_like(d)
+
+    def value(self, a: Tensor, params: Params) -> Tensor:
+        return (a > 0).to(a.dtype)
+
+    def slope(self, a: Tensor, params: Params) -> Tensor:
+        return torch.zeros_like(a)
 
 
 @kernels.register("polynomial")
