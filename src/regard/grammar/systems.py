@@ -5,9 +5,10 @@ Legend: [...] rows; D coordinates; g diagonal blocks of D / g coordinates.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,53 +39,47 @@ class Solved(NamedTuple):
     statistics: dict[str, Tensor]
 
 
-class System(Protocol):
+class System(ABC):
     """Symmetric positive semi-definite systems, one per row."""
 
-    @property
-    def ridge(self) -> float | Tensor:
-        """The ridge: a number, or [..., 1 or D]."""
+    ridge: float | Tensor  # a number, or [..., 1 or D]
+    probe: Tensor | None  # -t [..., D] if the caller gives the solution
+    fewest: int | None = None  # keys that positions allow a non-empty row to see; None if unknown
+    sparse: bool = False  # whether rows may have so few nonzero weights that `by_row` is faster
 
-    @property
-    def fewest(self) -> int | None:
-        """The fewest keys that positions allow a non-empty row to see; None if unknown."""
-
-    @property
-    def probe(self) -> Tensor | None:
-        """-t [..., D] if the caller gives the solution, else None."""
-
+    @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """Return (C + ridge) x [..., D]."""
 
+    @abstractmethod
     def matrix(self) -> Tensor:
         """Return C + ridge [..., D, D]."""
 
+    @abstractmethod
     def diagonal(self, blocks: int) -> Tensor:
         """Return the diagonal blocks of C + ridge, [..., g, D/g, D/g]."""
 
-    @property
-    def sparse(self) -> bool:
-        """Whether rows may have so few nonzero weights that `by_row` is faster."""
-
-    def by_row(self, right: Tensor) -> Solved:
-        """Solve each row separately, in the space of its weighted keys if they are few. For `sparse` systems."""
-
+    @abstractmethod
     def terms(self) -> Tensor:
         """Return the size [..., 1] of the terms of C + ridge, which bounds the rounding error of a product."""
 
+    def by_row(self, right: Tensor) -> Solved:
+        """Solve each row separately, in the space of its weighted keys if they are few. For `sparse` systems."""
+        kind = type(self).__name__
+        raise ArgumentError(f"{kind}: by_row needs the weights of the keys, not matrices; use cholesky or cg.")
+
     def near(self) -> Tensor | None:
         """Return a preconditioner [n, D, D] made from the keys that every row sees, or None."""
+        return None
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(System):
     """Systems given by their matrices [..., D, D], ridge included."""
 
     matrices: Tensor
     ridge: float | Tensor = 1.0
     probe: Tensor | None = None
-    fewest: ClassVar[None] = None
-    sparse: ClassVar[bool] = False
 
     def apply(self, x: Tensor) -> Tensor:
         return (self.matrices @ x[..., None])[..., 0]
@@ -99,12 +94,6 @@ class Dense:
 
     def terms(self) -> Tensor:
         return self.matrices.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-
-    def near(self) -> None:
-        return None
-
-    def by_row(self, right: Tensor) -> Solved:
-        raise ArgumentError("Dense: by_row needs the weights of the keys, not matrices; use cholesky or cg.")
 
 
 def unreadable(x: Tensor) -> bool:

@@ -21,7 +21,7 @@ Legend: as in `block_rows`; x, y [.., D] coordinates of queries and keys.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,65 +44,57 @@ STATISTICS = ("iterations", "residual", "jitter")
 
 
 class Tensors(NamedTuple):
-    """Inputs of both passes, with B x H flattened: x, y coordinates; `ridge` [N, Tq, 1 or D] and `probe` or None."""
+    """Inputs of both passes, with B x H flattened: x, y coordinates; `ridge` a number or [N, Tq, 1 or D]; `probe` or
+    None."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     x: Tensor
     y: Tensor
-    ridge: Tensor | None
+    ridge: float | Tensor
     probe: Tensor | None
     given: Tensor | None
 
-
-@dataclass(frozen=True)
-class Model:
-    """One call: its spec, its `Rows`, and the ridge if that is a number."""
-
-    spec: Spec
-    rows: Rows
-    number: float
-
-    @property
-    def elements(self) -> int:
-        """Maximum number of query-key pairs of a block."""
-        return max(self.rows.elements, min(ELEMENTS, 2 * self.rows.elements))
-
-    def ridge(self, block: Block, tensors: Tensors, kept: Kept) -> float | Tensor:
+    def relative_ridge(self, block: Block, kept: Kept) -> float | Tensor:
         """Return the ridge relative to the kernel weight: a number or [n, q, 1 or D]."""
-        ridge = self.number if tensors.ridge is None else block.rows(tensors.ridge)
-        if self.spec.ridge_mode == "relative":
+        ridge = block.rows(self.ridge) if isinstance(self.ridge, Tensor) else self.ridge
+        if block.work.spec.ridge_mode == "relative":
             return ridge
-        params = block.params(tensors.given)
-        return relative(ridge, self.spec.weighting.log_mass(unpack(*kept), params))  # type: ignore[attr-defined]
+        weighting: Any = block.work.spec.weighting
+        return relative(ridge, weighting.log_mass(unpack(*kept), block.params(self.given)))
 
-    def fit(self, block: Block, p: Tensor, tensors: Tensors, ridge: float | Tensor) -> tuple[WeightedRows, Tensor]:
+    def fit(self, block: Block, p: Tensor, ridge: float | Tensor) -> tuple[WeightedRows, Tensor]:
         """Return the systems of the rows, and their right sides."""
-        y, common = block.columns(tensors.y), block.common(p.device)
-        probe = None if tensors.probe is None else block.rows(tensors.probe)
-        few = p.shape[1] <= ROWS and self.spec.solver.name in ("auto", "cholesky")
+        spec, y, common = block.work.spec, block.columns(self.y), block.common(p.device)
+        probe = None if self.probe is None else block.rows(self.probe)
+        few = p.shape[1] <= ROWS and spec.solver.name in ("auto", "cholesky")
         fewest, most = _seen(block, y)
         # If a row sees fewer keys than coordinates, the part of q - m outside their span makes t as long as 1 / ridge.
         # float32 would then round away the rest, which is all that matters for the output.
         wide = torch.float64 if fewest < y.shape[-1] or y.shape[-2] <= 2 * y.shape[-1] else p.dtype
         probe = None if probe is None else probe.to(wide)
         ridge = ridge.to(wide) if isinstance(ridge, Tensor) else ridge
-        some_are_zero = getattr(self.spec.kernel, "compact", False) or self.spec.bandwidth.name != "fixed"
+        some_are_zero = getattr(spec.kernel, "compact", False) or spec.bandwidth.name != "fixed"
         sparse = some_are_zero or most <= y.shape[-1]
         if wide != p.dtype:  # else rounding moves the mean out of the span, which 1 / ridge amplifies
             p = p.to(wide)
             total = p.sum(-1, keepdim=True)
             p = p / torch.where(total > 0, total, 1)
         system = (FewRows if few else WeightedRows)(p, y.to(wide), common, ridge, probe, fewest, sparse)
-        if self.spec.ridge_mode == "absolute" and probe is None:
+        if spec.ridge_mode == "absolute" and probe is None:
             system.raise_ridge()
-        return system, block.rows(tensors.x).to(wide) - system.origin - system.mean
+        return system, block.rows(self.x).to(wide) - system.origin - system.mean
 
-    def solve(self, system: WeightedRows, right: Tensor) -> tuple[Solved, Tensor]:
-        """Solve for right sides divided by powers of two [n, q, 1], which are returned too."""
-        size = unit(right) if system.probe is None else torch.ones_like(right[..., :1])
-        return self.spec.solver.solve(system, right / size), size
+
+def _solve(spec: Spec, system: WeightedRows, right: Tensor) -> tuple[Solved, Tensor]:
+    """Solve for right sides divided by powers of two [n, q, 1], which are returned too."""
+    size = unit(right) if system.probe is None else torch.ones_like(right[..., :1])
+    return spec.solver.solve(system, right / size), size
+
+
+def _blocks(work: Work) -> Iterator[Block]:
+    return work.blocks(max(work.rows.elements, min(ELEMENTS, 2 * work.rows.elements)))
 
 
 def _seen(block: Block, y: Tensor) -> tuple[int, int]:
@@ -133,21 +125,20 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Te
 @torch.no_grad()
 def run(work: Work, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `forward` for a call given as `Work`."""
-    *given, number, counted = arguments
-    found = _outputs(given[0], given[2], given[3], work.rows)
-    model, tensors = Model(work.spec, work.rows, number), _flattened(*given)
+    *given, counted = arguments
+    found, tensors = _outputs(given[0], given[2], given[3], work.rows), _flattened(*given)
     out, slope, statistics, floats, flags, index = (flat(z) for z in found)
     flags[..., 0] = 1  # rows of blocks that see no key are skipped
-    rows, failed = model.rows, False
-    for block in work.blocks(model.elements):
+    rows, failed = work.rows, False
+    for block in _blocks(work):
         marks = torch.zeros(block.heads, -(-work.visible.keys // COLUMNS), dtype=torch.bool, device=out.device)
         z = block.scores(tensors.q, tensors.k)
         p, kept = rows.weigh(block, z, block.params(tensors.given), counted, marks)
         for whole, part in zip((floats, flags[..., :FLAGS], index), kept, strict=True):
             block.rows(whole).copy_(part)
-        system, right = model.fit(block, p, tensors, model.ridge(block, tensors, kept))
+        system, right = tensors.fit(block, p, tensors.relative_ridge(block, kept))
         system.counted = counted
-        solved, size = model.solve(system, right)
+        solved, size = _solve(work.spec, system, right)
         block.rows(slope).copy_(solved.value * size)
         block.rows(flags)[..., FLAGS].copy_(system.reported_status(solved.status))
         failed = failed or _unconverged(solved.status)
@@ -157,13 +148,15 @@ def run(work: Work, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             block.rows(statistics).copy_(torch.stack(kept_here, -1))
         block.rows(out).copy_(weights @ block.columns(tensors.v))
     if failed:
-        _warn("forward", model.spec)
+        _warn("forward", work.spec)
     return found
 
 
-def _flattened(*given: Tensor | None) -> Tensors:
-    *tensors, params = given
-    return Tensors(*(None if z is None else flat(z) for z in tensors), flat_params(params))  # type: ignore[call-arg]
+def _flattened(*given: Any) -> Tensors:
+    *tensors, ridge, probe, params, number = given
+    ridge = number if ridge is None else flat(ridge)
+    probe = None if probe is None else flat(probe)
+    return Tensors(*map(flat, tensors), ridge, probe, flat_params(params))  # type: ignore[call-arg]
 
 
 def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -207,15 +200,13 @@ def _(q, k, v, x, y, ridge, probe, given, number, counted, mask, moved, runs, so
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
-        (q, k, v, x, y, ridge, probe, _), (slope, *rest, number) = arguments[:8], arguments[8:13]
-        floats, flags, index = rest
+        (q, k, v, x, y, ridge, probe, _), (slope, floats, flags, index, number) = arguments[:8], arguments[8:13]
         work = work_from(q, k, *arguments[13:])
-        tensors = _flattened(*arguments[:8])
+        tensors = _flattened(*arguments[:8], number)
         kept = (flat(floats), flat(flags[..., :FLAGS]), flat(index))
         turned = [z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
         found = _gradients(q, x, ridge, probe, len(work.names))
-        model = Model(work.spec, work.rows, number)
-        _backward_blocks(work, model, tensors, flat(grad), flat(slope), kept, found, [flat(z) for z in turned])
+        _backward_blocks(work, tensors, flat(grad), flat(slope), kept, found, [flat(z) for z in turned])
     dk, dv, dy = (z.transpose(-1, -2).contiguous() for z in turned)
     return found[0], dk, dv, found[1], dy, *found[2:]
 
@@ -235,19 +226,18 @@ def _gradients(
 
 
 def _backward_blocks(
-    work: Work, model: Model, tensors: Tensors, grad: Tensor, slope: Tensor, kept: Kept, found: tuple[Tensor, ...],
+    work: Work, tensors: Tensors, grad: Tensor, slope: Tensor, kept: Kept, found: tuple[Tensor, ...],
     turned: list[Tensor],
 ) -> None:  # fmt: skip
     dq, dx, dridge, dprobe = (flat(z) for z in found[:4])
     dgiven, (dk, dv, dy) = found[4].flatten(1, 2), turned
-    rows, failed = model.rows, False
-    for block in work.blocks(model.elements):
+    rows, spec, failed = work.rows, work.spec, False
+    for block in _blocks(work):
         own = tuple(block.rows(z) for z in kept)
         params, g, t = block.params(tensors.given), block.rows(grad), block.rows(slope)
         z = block.scores(tensors.q, tensors.k)
         p = rows.again(block, z, own, params)
-        ridge = model.ridge(block, tensors, own)
-        system = model.fit(block, p, tensors, ridge)[0]
+        system = tensors.fit(block, p, tensors.relative_ridge(block, own))[0]
         system.counted = False
         g, t, weights = g.to(system.p.dtype), t.to(system.p.dtype), system.p
         gamma = g @ block.columns(tensors.v).to(g.dtype).transpose(-1, -2)
@@ -257,20 +247,20 @@ def _backward_blocks(
         block.add_columns(dv, g, a * weights)
         if tensors.probe is None:
             system.source = gamma / unit(right) if system.sparse else None  # one value per pair, for `by_row` alone
-            solved, size = model.solve(system, right)
+            solved, size = _solve(spec, system, right)
             failed = failed or _unconverged(solved.status)
             u = solved.value * size
             block.rows(dx).copy_(u)
         else:
             u = torch.zeros_like(t)
             block.rows(dprobe).copy_(-right)
-        dp = _weight_gradient(block, model, system, (t, u), (a, gamma), dy).to(p.dtype)
+        dp = _weight_gradient(block, system, (t, u), (a, gamma), dy).to(p.dtype)
         dp = block.hide(dp, fill=0.0)  # a large masked key can make it infinite, and infinity times a slope of 0 is NaN
         lost, share = t * u, None
-        if model.spec.ridge_mode == "absolute":
+        if spec.ridge_mode == "absolute":
             lost = lost if system.raised is None else torch.where(system.raised, 0, lost)
             share = (system.ridge * lost).sum(-1, keepdim=True).to(p.dtype)
-            lost = relative(lost, model.spec.weighting.log_mass(unpack(*own), params))  # type: ignore[attr-defined]
+            lost = relative(lost, spec.weighting.log_mass(unpack(*own), params))  # type: ignore[attr-defined]
         if dridge.shape[-1]:
             block.rows(dridge).copy_(-lost if dridge.shape[-1] > 1 else -lost.sum(-1, keepdim=True))
         del system, weights, a, gamma
@@ -280,17 +270,18 @@ def _backward_blocks(
         block.rows(dq).copy_(dz @ block.columns(tensors.k))
         block.add_columns(dk, block.rows(tensors.q), dz)
     if failed:
-        _warn("backward", model.spec)
+        _warn("backward", spec)
 
 
 def _weight_gradient(
-    block: Block, model: Model, system: WeightedRows, solved: tuple[Tensor, Tensor], pairs: tuple[Tensor, Tensor],
+    block: Block, system: WeightedRows, solved: tuple[Tensor, Tensor], pairs: tuple[Tensor, Tensor],
     dy: Tensor,
 ) -> Tensor:  # fmt: skip
     """Return dL/dp [n, q, w] up to a constant per row, and add dL/dy to `dy`. `solved` holds t and u; `pairs` holds a
     and gamma - gammabar, which are overwritten."""
     (t, u), (a, gamma), p = solved, pairs, system.p
-    blocks = model.spec.solver.blocks if model.spec.solver.name == "block-diagonal" else 1
+    solver = block.work.spec.solver
+    blocks = solver.blocks if solver.name == "block-diagonal" else 1
     if system.probe is not None:
         block.add_columns(dy, t, gamma * p)
         return a.mul_(gamma)

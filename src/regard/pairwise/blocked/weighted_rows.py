@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...grammar.systems import Solved, SolveStatus
+from ...grammar.systems import Solved, SolveStatus, System
 from . import live_rows
 
 NUMBERS = 2**21
@@ -20,7 +20,7 @@ FEW = 2**20
 """Up to this size, keys are centred at the mean of every row."""
 
 
-class WeightedRows:
+class WeightedRows(System):
     """The systems of one block, for weights p [n, q, w], whose rows sum to 1 or 0, and coordinates y [n, w, D].
 
     `common` [n, w] are the keys that every row sees; their mean becomes the `origin` [n, 1, D] of y and `mean` = p y.

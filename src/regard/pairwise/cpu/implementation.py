@@ -43,13 +43,9 @@ MISSING = None if find_spec("numba") else "needs numba, which is not installed: 
 """None if numba is installed, else how to install it. Computed once, since compiled code cannot search for modules."""
 
 
-def _importable() -> str | None:
-    """Return None if numba can be imported, else why not. Not checked under compilation."""
-    return None if torch.compiler.is_compiling() else _broken()
-
-
 @lru_cache(maxsize=1)
 def _broken() -> str | None:
+    """Return None if numba can be imported, else why not."""
     try:
         _rows()
     except ImportError as error:
@@ -58,7 +54,8 @@ def _broken() -> str | None:
 
 
 def unsupported(spec: Spec) -> str | None:
-    """Return None if the numba loops can compute the weighting of `spec`, else why not."""
+    """Return None if the numba loops can compute the weighting of `spec`, else why not; under compilation
+    without a look at whether numba can be imported."""
     weighting, rule = spec.weighting, spec.bandwidth
     if type(weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed, Nearest):
         return "solves the built-in bandwidth rules for normalised kernels with a hard gradient"
@@ -69,7 +66,7 @@ def unsupported(spec: Spec) -> str | None:
         return "takes a kernel's own function only where weight vanishes at the threshold and nothing is learned"
     if type(spec.kernel) is Gaussian and type(rule) is Fixed:
         return "is for compact kernels; for softmax over whole rows use torch"
-    return None
+    return None if torch.compiler.is_compiling() else _broken()
 
 
 @lru_cache(maxsize=32)
@@ -257,7 +254,7 @@ class Cpu(Blocked):
             return f"runs on the CPU only; the tensors are on {problem.device}"
         if problem.spec.ridge_mode == "absolute":
             return "does not compute the total kernel weight, which an absolute ridge needs"
-        return super().supports(problem) or unsupported(problem.spec) or _importable()
+        return super().supports(problem) or unsupported(problem.spec)
 
 
 # Normalisers -------------------------------------------------------------------------------------------------
@@ -352,7 +349,7 @@ def unable(spec: Spec, z: Tensor) -> str | None:
         return f"runs on the CPU only; the scores are on {z.device}"
     if transformed():
         return "has no forward-mode derivatives and no torch.func transforms"
-    return MISSING or unsupported(spec) or _importable()
+    return MISSING or unsupported(spec)
 
 
 def normalise(spec: Spec, z: Tensor, params: dict[str, Tensor]) -> Tensor:
