@@ -2,8 +2,7 @@
 
 from ...registry import import_all
 from .base import Kernel, Number, ParamInfo, Params, kernels, least_reach
-from .ranked import NAMED_POWERS, Gaussian, Polynomial, Uniform
-from .score import ClippedGeometric, Geometric, Linear
+from .built_in import NAMED_POWERS, ClippedGeometric, Gaussian, Geometric, Linear, Polynomial, Uniform
 
 __all__ = [
     "NAMED_POWERS", "ClippedGeometric", "Gaussian", "Geometric", "Kernel", "Linear", "Number", "ParamInfo",

@@ -2,8 +2,7 @@
 
 from ...registry import import_all
 from .base import Similarity, similarities
-from .feature_maps import ELU, ReLU, ReLU2
-from .scaled import Cosine, Dot, Euclidean
+from .built_in import ELU, Cosine, Dot, Euclidean, ReLU, ReLU2
 
 __all__ = ["ELU", "Cosine", "Dot", "Euclidean", "ReLU", "ReLU2", "Similarity", "similarities"]
 

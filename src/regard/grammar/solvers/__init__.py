@@ -2,9 +2,9 @@
 
 from ...registry import import_all
 from .auto import Auto
-from .base import Learned, Solver, solvers
+from .base import Solver, solvers
 from .conjugate_gradient import ConjugateGradient
-from .direct import BlockDiagonal, Cholesky
+from .direct import BlockDiagonal, Cholesky, Learned
 
 __all__ = ["Auto", "BlockDiagonal", "Cholesky", "ConjugateGradient", "Learned", "Solver", "solvers"]
 

@@ -8,13 +8,11 @@ Legend: as in `regard.grammar.systems`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError
 from ...registry import Registry
 from ..systems import Solved, System
 
@@ -49,15 +47,3 @@ def has_ridge(ridge: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(ridge, Tensor):
         return (ridge.detach().amin(-1) > 0).expand(like.shape)
     return torch.full_like(like, ridge > 0, dtype=torch.bool)
-
-
-@solvers.register("learned")
-@dataclass(frozen=True)
-class Learned(Solver):
-    """Use t = -r for a given `params={"probe": r}` [B, H, Tq, D]; no cost (Parallax, Zuo et al., arXiv 2605.29157)."""
-
-    def solve(self, system: System, right: Tensor) -> Solved:
-        if system.probe is None:
-            raise ArgumentError("learned: no probe was given; pass params={'probe': r} with r [B, H, Tq, D].")
-        none = torch.zeros(right.shape[:-1], dtype=right.dtype, device=right.device)
-        return Solved(-system.probe, none.int(), {"iterations": none, "residual": none, "jitter": none})

@@ -1,4 +1,4 @@
-"""Direct solution by Cholesky factors, of whole matrices or of their diagonal blocks."""
+"""Direct solution by Cholesky factors, of whole matrices or of their diagonal blocks; solutions that the caller gives."""
 
 from __future__ import annotations
 
@@ -145,3 +145,15 @@ class BlockDiagonal(Solver):
         x = torch.where(held, first / torch.where(held, a, 1), 0) - share * y
         value = torch.stack([torch.where(swap, y, x), torch.where(swap, x, y)], -1)
         return value, torch.where(sound, 0, int(SolveStatus.MINIMUM_NORM))
+
+
+@solvers.register("learned")
+@dataclass(frozen=True)
+class Learned(Solver):
+    """Use t = -r for a given `params={"probe": r}` [B, H, Tq, D]; no cost (Parallax, Zuo et al., arXiv 2605.29157)."""
+
+    def solve(self, system: System, right: Tensor) -> Solved:
+        if system.probe is None:
+            raise ArgumentError("learned: no probe was given; pass params={'probe': r} with r [B, H, Tq, D].")
+        none = torch.zeros(right.shape[:-1], dtype=right.dtype, device=right.device)
+        return Solved(-system.probe, none.int(), {"iterations": none, "residual": none, "jitter": none})

@@ -1,5 +1,8 @@
-"""Kernels of the distance to the largest score: Gaussian (softmax), uniform, and the rectified polynomials
-(Epanechnikov, biweight, triweight and any other power)."""
+"""The kernels that regard brings.
+
+Of the distance to the largest score: Gaussian (softmax), uniform, and rectified polynomials, among them Epanechnikov,
+biweight and triweight. Of the score itself: linear and geometric.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, number
-from .base import Number, ParamInfo, Params, RankedKernel, kernels
+from .base import Kernel, Number, ParamInfo, Params, RankedKernel, kernels
 
 
 @kernels.register("gaussian")
@@ -45,25 +48,69 @@ def _inside(w: Tensor, d: Tensor, reach: Number) -> Tensor:
     return torch.where(d < reach, w, 0)
 
 
-@kernels.register("uniform")
+@kernels.register("geometric")
 @dataclass(frozen=True)
-class Uniform(RankedKernel):
-    """K(a) = 1 for a > 0: equal weights above the threshold, without gradient to the scores."""
+class Geometric(Kernel):
+    """K(z) = 1 / (1 - z) for z < 1, the geometric series; needs the cosine similarity.
 
-    compact: ClassVar[bool] = True
-    bandwidth: ClassVar[str] = "nearest"
+    Kernel-selection paper, Table 1. With the paper's eps = 1e-3 a unit key equal to its query has about 1000 times
+    the weight of an orthogonal one; use `exclude_self` in self-attention.
+    """
 
-    def relative(self, d: Tensor, reach: Number, params: Params) -> Tensor:
-        return (d < reach).to(d.dtype)
-
-    def relative_slope(self, d: Tensor, reach: Number, params: Params) -> Tensor:
-        return torch.zeros_like(d)
+    below: ClassVar[float] = 1.0  # upper limit of the similarity
 
     def value(self, a: Tensor, params: Params) -> Tensor:
-        return (a > 0).to(a.dtype)
+        return 1 / self._gap(a)
 
     def slope(self, a: Tensor, params: Params) -> Tensor:
-        return torch.zeros_like(a)
+        gap = self._gap(a)
+        return torch.where(1 - a < gap, 0, gap**-2)
+
+    @staticmethod
+    def _gap(a: Tensor) -> Tensor:
+        """Return 1 - z, at least eps: a rounded cosine can exceed 1."""
+        return (1 - a).clamp(min=torch.finfo(a.dtype).eps)
+
+
+@kernels.register("clipped-geometric")
+@dataclass(frozen=True)
+class ClippedGeometric(Kernel):
+    """K(z) = 1 / (1 + eps - min(z, limit) / limit): positive without exponentials, constant above the limit.
+
+    Kernel-selection paper, Table 1 (M = 300, eps = 1e-4). z is the plain dot product; `limit` acts as its scale.
+    """
+
+    limit: float = 300.0
+    eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        number("clipped-geometric", "limit", self.limit, low=0.0, strict=True)
+        number("clipped-geometric", "eps", self.eps, low=0.0, strict=True)
+
+    def value(self, a: Tensor, params: Params) -> Tensor:
+        return 1 / (self.eps + (self.limit - a.clamp(max=self.limit)) / self.limit)  # 1 + eps would round eps
+
+    def slope(self, a: Tensor, params: Params) -> Tensor:
+        return torch.where(a < self.limit, self.value(a, params).square() / self.limit, 0)
+
+
+@kernels.register("linear")
+@dataclass(frozen=True)
+class Linear(Kernel):
+    """K(a) = a, signed: linear attention. Kernel-selection paper, equations 9-12 and Table 1.
+
+    Non-negative only with a similarity and bias that make it so, such as `fixed(bias=1)` and a cosine.
+    """
+
+    affine: ClassVar[bool] = True  # K(a) = a: sums over keys do not depend on the query
+    scaled: ClassVar[bool] = True
+    nonnegative: ClassVar[bool] = False
+
+    def value(self, a: Tensor, params: Params) -> Tensor:
+        return a
+
+    def slope(self, a: Tensor, params: Params) -> Tensor:
+        return torch.ones_like(a)
 
 
 @kernels.register("polynomial")
@@ -151,3 +198,24 @@ NAMED_POWERS = {"epanechnikov": 1.0, "biweight": 2.0, "triweight": 3.0}
 
 for _name, _r in NAMED_POWERS.items():
     _named(_name, _r)
+
+
+@kernels.register("uniform")
+@dataclass(frozen=True)
+class Uniform(RankedKernel):
+    """K(a) = 1 for a > 0: equal weights above the threshold, without gradient to the scores."""
+
+    compact: ClassVar[bool] = True
+    bandwidth: ClassVar[str] = "nearest"
+
+    def relative(self, d: Tensor, reach: Number, params: Params) -> Tensor:
+        return (d < reach).to(d.dtype)
+
+    def relative_slope(self, d: Tensor, reach: Number, params: Params) -> Tensor:
+        return torch.zeros_like(d)
+
+    def value(self, a: Tensor, params: Params) -> Tensor:
+        return (a > 0).to(a.dtype)
+
+    def slope(self, a: Tensor, params: Params) -> Tensor:
+        return torch.zeros_like(a)
