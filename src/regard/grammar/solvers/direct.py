@@ -1,4 +1,4 @@
-"""Direct solution by Cholesky factors, of whole matrices or of their diagonal blocks; solutions that the caller gives."""
+"""Solution by Cholesky factors, of whole matrices or of their diagonal blocks, and solutions that the caller gives."""
 
 from __future__ import annotations
 
