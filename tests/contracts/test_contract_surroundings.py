@@ -60,7 +60,7 @@ def test_forward_mode_through_the_default_implementation(spec: str) -> None:
 @pytest.mark.parametrize("elements", [32, 256])
 @pytest.mark.parametrize("window", [1, 3, 2**62])
 def test_blocks_of_any_size_under_a_window(elements: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rows in (block_rows.TorchRows, cpu.NumbaRows):
+    for rows in (block_rows.Rows, cpu.NumbaRows):
         monkeypatch.setattr(rows, "elements", elements)
     made = []
     blocks = Work.blocks

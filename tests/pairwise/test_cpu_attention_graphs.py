@@ -24,7 +24,7 @@ from regard.pairwise.cpu import implementation as cpu
 def test_opcheck(label: str) -> None:
     for keys, name in ((40, "pairs, causal"), (KEYS, "offsets, padding")):
         data = clustered(label, 17, keys, batch=2, heads=2, kv_heads=1, learned=True)
-        check_operators(lambda: attend(label, data, arguments(name, 2, 2, 17, keys)), "local_constant")  # noqa: B023
+        check_operators(lambda: attend(label, data, arguments(name, 2, 2, 17, keys)), "blocked")  # noqa: B023
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

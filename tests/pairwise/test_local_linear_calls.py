@@ -28,7 +28,7 @@ def test_operators_are_as_torch_wants_them(case: str) -> None:
         "probe": {"solver": "learned", "probe": torch.ones(1, 2, 6, 4, requires_grad=True)},
         "segments": {"segment_ids": torch.tensor([[0, 0, 0, 1, 1, 1]]), "solver": "cg"},
     }[case]
-    check_operators(lambda: local(q, k, v, impl="blocked", is_causal=True, **how), "local_linear")
+    check_operators(lambda: local(q, k, v, impl="blocked", is_causal=True, **how), "blocked")
 
 
 def test_numbers_do_not_make_new_graphs() -> None:

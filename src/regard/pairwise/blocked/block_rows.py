@@ -8,7 +8,6 @@ Legend: N = B x H heads, flattened; Tq, Tk queries and keys; n heads, q queries,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias
@@ -169,10 +168,6 @@ def flat(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
-def flat_params(given: Tensor | None) -> Tensor | None:
-    return None if given is None else given.flatten(1, 2)
-
-
 def placed(block: Block, kept: tuple[Tensor, ...]) -> Kept:
     """Return the statistics with the positions of an index (its first two entries) relative to the block's columns."""
     floats, flags, index = kept
@@ -183,27 +178,3 @@ def placed(block: Block, kept: tuple[Tensor, ...]) -> Kept:
 
 def refuse(ctx: Any, *_: Any) -> None:
     raise ArgumentError("attention: fast forms are differentiable once; for second derivatives use impl='reference'.")
-
-
-def register_derivative(forward: Any, backward: Any, count: int, kept: Callable[[Any], Any]) -> None:
-    """Make `backward` the derivative of the first of `forward`'s outputs by its first `count` arguments, which may be
-    None. Other outputs have no derivative; those that `kept` returns are saved for it. After the `count` tensors come
-    numbers that both take, `counted`, and the call as `described`."""
-    call = -DESCRIBED.count(",") - 1
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        mask, moved, runs, *ctx.call = inputs[call:]
-        ctx.numbers, ctx.others = inputs[count : call - 1], len(inputs) - count
-        ctx.save_for_backward(mask, moved, runs, *inputs[:count], *kept(output))
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if grad is None:
-            return (None,) * (count + ctx.others)
-        mask, moved, runs, *saved = ctx.saved_tensors
-        found = backward(grad.contiguous(), *saved, *ctx.numbers, mask, moved, runs, *ctx.call)
-        return *(d if x is not None else None for x, d in zip(saved, found, strict=False)), *(None,) * ctx.others
-
-    forward.register_autograd(differentiate, setup_context=save)
-    backward.register_autograd(refuse)

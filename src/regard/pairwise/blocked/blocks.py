@@ -47,9 +47,12 @@ class Work:
             self._ends = self.visible.bounds(0, self.visible.queries, device)
         return self._ends
 
-    def blocks(self, elements: int | None = None) -> Iterator[Block]:
-        """Yield the blocks, of at most `elements` pairs each if possible. Default: `rows.elements`."""
-        elements = self.rows.elements if elements is None else elements
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks, of `rows.elements` pairs each if possible. For a local linear model they have two heads at
+        2048 keys, since threads split heads better than products of 128 rows."""
+        elements = self.rows.elements
+        if self.spec.degree:
+            elements = max(elements, 2 * min(ELEMENTS, elements))
         queries = self.visible.queries
         width = self.visible.keys if self.visible.window is None else 2 * self.visible.window + ROWS
         rows = ROWS

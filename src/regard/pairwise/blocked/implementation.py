@@ -5,15 +5,16 @@ Scores, weights and their derivatives exist for one block of queries at a time.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from ..diagnostics import Diagnostics, diagnose
 from ..dispatch import Cost, Inputs, Problem, register_impl
-from . import local_constant, local_linear
-from .block_rows import FLAGS, at_once, described, given_of, unpack, work_of
+from . import operators
+from .block_rows import FLAGS, FLOATS, at_once, described, given_of, unpack, work_of
 from .blocks import ELEMENTS
+from .local_linear import SLOPE, STATISTICS
 
 
 @register_impl("blocked", priority=10)
@@ -40,34 +41,22 @@ class Blocked:
         return Cost(flops, 4 * (rows * (problem.value_dim + 11) + 8 * max(ELEMENTS, 16 * problem.keys)))
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-        solver, negative = None, None
-        if inputs.spec.degree:
-            out, solver, negative, kept = self._linear(inputs)
+        ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
+        number = 0.0 if isinstance(inputs.ridge, Tensor) else inputs.ridge
+        tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given_of(inputs))
+        arguments = (*tensors, number, inputs.diagnostics)
+        if at_once(inputs):
+            out, *kept, _ = operators.run(work_of(self.name, inputs), *arguments)
         else:
-            out, *kept, _ = self._operate(local_constant, inputs, inputs.q, inputs.k, inputs.v, given_of(inputs))
+            out, *kept, _ = operators.forward(*arguments, *described(self.name, inputs))
         if not inputs.diagnostics:
             return out, None
-        support, ess = kept[0][..., 4:5], kept[0][..., 5:6]
-        scale, params = inputs.scale, inputs.row_params()
-        seen = (support, ess, scale, params, inputs.visible)
+        (floats, flags, _), solver, negative = kept, None, None
+        if inputs.spec.degree:
+            *columns, negative = floats[..., FLOATS:SLOPE].unbind(-1)
+            solver = {"status": flags[..., FLAGS], **dict(zip(STATISTICS, columns, strict=True))}
+        seen = (floats[..., 4:5], floats[..., 5:6], inputs.scale, inputs.row_params(), inputs.visible)
         return out, diagnose(inputs.spec, unpack(*kept), *seen, solver=solver, negative=negative)
-
-    def _operate(self, operator: Any, inputs: Inputs, *arguments: Any) -> tuple[Tensor, ...]:
-        """Call the operator, or its function directly if no graph is recorded."""
-        arguments = (*arguments, inputs.diagnostics)
-        if at_once(inputs):
-            return operator.run(work_of(self.name, inputs), *arguments)
-        return operator.forward(*arguments, *described(self.name, inputs))
-
-    def _linear(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor]]:
-        """Return (output, statistics of the solver, negative mass, statistics of the rows)."""
-        ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
-        number = 0.0 if ridge is not None else float(inputs.ridge)
-        tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given_of(inputs))
-        out, _, statistics, floats, flags, index = self._operate(local_linear, inputs, *tensors, number)
-        *columns, negative = statistics.unbind(-1)
-        named = dict(zip(local_linear.STATISTICS, columns, strict=True))
-        return out, {"status": flags[..., FLAGS], **named}, negative, [floats, flags[..., :FLAGS], index]
 
 
 STEPS = 10
