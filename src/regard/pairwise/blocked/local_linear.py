@@ -98,11 +98,15 @@ def _seen(block: Block, y: Tensor) -> tuple[int, int]:
     return int(torch.where(count > 0, count, y.shape[-2]).amin()), int(count.amax())
 
 
-def flattened(*given: Any) -> Tensors:
-    """Return the inputs of an operator, or their gradients, with B x H flattened; the last is the ridge as a number."""
-    *first, params, number = [None if z is None else flat(z) for z in given[:7]] + [*given[7:]]
-    first[5] = number if first[5] is None else first[5]
-    return Tensors(*first, None if params is None else params.flatten(1, 2))  # type: ignore[call-arg]
+def flattened(
+    q: Tensor, k: Tensor, v: Tensor, x: Any, y: Any, ridge: Any, probe: Any, given: Any, number: float
+) -> Tensors:
+    """Return the inputs of an operator, or their gradients, with B x H flattened; `number` is the ridge without one."""
+    params = None if given is None else given.flatten(1, 2)
+    if x is None:
+        return Tensors(flat(q), flat(k), flat(v), None, None, number, None, params)
+    ridge, probe = number if ridge is None else flat(ridge), None if probe is None else flat(probe)
+    return Tensors(flat(q), flat(k), flat(v), flat(x), flat(y), ridge, probe, params)
 
 
 def effective(

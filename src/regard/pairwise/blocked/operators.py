@@ -46,7 +46,7 @@ def run(work: Work, *arguments: Any) -> Outputs:
     *given, counted = arguments
     rows, found, tensors, failed = work.rows, _outputs(work.rows, *given[:4]), flattened(*given), False
     out, floats, flags, index, active = map(flat, found)
-    statistics = floats[..., :FLOATS], flags[..., :FLAGS], index
+    statistics = (floats[..., :FLOATS], flags[..., :FLAGS], index) if work.spec.degree else (floats, flags, index)
     flags[..., 0] = 1  # rows of blocks that see no key are skipped
     for block in work.blocks():
         marks = torch.zeros(block.heads, active.shape[2], dtype=torch.bool, device=out.device)
@@ -97,7 +97,7 @@ def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     dk, dv, dy = turned
     found = [new(q), dk, dv, new(x), dy, *map(new, rest)]
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
-        tensors, d = flattened(*arguments[:COUNT], number), flattened(*found, 0.0)
+        tensors, d = flattened(*arguments[:COUNT], number), flattened(*found, number=0.0)
         _backward_blocks(work_from(q, k, *call), tensors, d, flat(grad), *map(flat, statistics))
     found[1], found[2], found[4] = (None if z is None else z.transpose(-1, -2).contiguous() for z in turned)
     return tuple(q.new_zeros(0) if z is None else z for z in found)
