@@ -99,7 +99,7 @@ def _seen(block: Block, y: Tensor) -> tuple[int, int]:
 
 
 def flattened(
-    q: Tensor, k: Tensor, v: Tensor, x: Any, y: Any, ridge: Any, probe: Any, given: Any, number: float
+    q: Tensor, k: Tensor, v: Tensor, x: Any, y: Any, ridge: Any, probe: Any, given: Any, number: float = 0.0
 ) -> Tensors:
     """Return the inputs of an operator, or their gradients, with B x H flattened; `number` is the ridge without one."""
     params = None if given is None else given.flatten(1, 2)
