@@ -90,14 +90,14 @@ def _(q, k, v, x, y, ridge, probe, given, number, counted, mask, moved, runs, so
 )
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, x, y, ridge, probe and given, empty for those that are None."""
-    (q, k, v, x, y, *rest), number = arguments[:COUNT], arguments[COUNT]
+    q, k, v, x, y, *rest = arguments[:COUNT]
     statistics, call = arguments[COUNT + 1 : COUNT + 5], arguments[COUNT + 5 :]
     new = lambda z: None if z is None else z.new_zeros(z.shape)  # noqa: E731
     turned = [None if z is None else z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
     dk, dv, dy = turned
     found: list[Any] = [new(q), dk, dv, new(x), dy, *map(new, rest)]
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
-        tensors, d = flattened(*arguments[:COUNT], number), flattened(*found)
+        tensors, d = flattened(*arguments[: COUNT + 1]), flattened(*found)
         _backward_blocks(work_from(q, k, *call), tensors, d, flat(grad), *map(flat, statistics))
     found[1], found[2], found[4] = (None if z is None else z.transpose(-1, -2).contiguous() for z in turned)
     return tuple(q.new_zeros(0) if z is None else z for z in found)
