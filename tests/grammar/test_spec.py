@@ -326,5 +326,5 @@ def test_texts_that_change_at_every_call_fill_no_memory() -> None:
     texts = [f"epanechnikov*anchored(margin={n})" for n in range(1, 1101)]
     for _ in range(2):
         assert [Spec.parse(text).bandwidth.margin for text in texts] == list(range(1, 1101))
-    held = [name for name in vars(spec_module._Specs) if name.startswith("parsed_")]
-    assert len(held) == len(spec_module._Specs.names) == 1024
+    results = spec_module._parsed.results
+    assert len([name for name in vars(results) if name.startswith("made_")]) == len(results.names) == 1024

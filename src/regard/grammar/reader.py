@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ..checks import ArgumentError, require
 
+T = TypeVar("T")
 _TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z][\w.+-]*)|(?P<number>[-+]?[\d.][\w.+-]*)|(?P<sign>[*(),=\[\]]))")
 
 
@@ -67,26 +68,35 @@ class Reader:
         return int(token) if re.fullmatch(r"[-+]?\d+", token) else number
 
 
-class Parsed:
-    """What was made from texts or other keys, as attributes of a subclass: the 1024 latest.
+def kept(make: Callable[..., T], key: Callable[..., tuple[Any, ...]] | None = None) -> Callable[..., T]:
+    """Return `make`, which keeps its 1024 latest results by its arguments or their `key`, as constants of a graph.
 
     While dynamo traces, it copies a dictionary when it first reads it, and misses what a second text of the same graph
     adds. It looks up an attribute of a class each time.
     """
 
-    names: ClassVar[dict[Hashable, str]]
-    numbers: ClassVar[Iterator[int]]
+    class Results:
+        names: ClassVar[dict[Any, str]] = {}
 
-    def __init_subclass__(cls) -> None:
-        cls.names, cls.numbers = {}, count()
+    numbers = count()
 
-    @classmethod
-    def name_of(cls, key: Any, parse: Callable[[Any], Any]) -> str:
-        """Return the name of the attribute that holds what `parse` makes from `key`. No name is used again."""
-        if not isinstance(key, Hashable) or key not in cls.names:
-            name, found = f"parsed_{next(cls.numbers)}", parse(key)
-            if len(cls.names) >= 1024:  # bounds the memory when a number in the text changes at every call
-                delattr(cls, cls.names.pop(next(iter(cls.names))))
-            setattr(cls, name, found)
-            cls.names[key] = name
-        return cls.names[key]
+    def name_of(*arguments: Any) -> str:
+        """Return the name of the attribute that holds the result. No name is used again."""
+        own, names = key(*arguments) if key else arguments, Results.names
+        if not all(isinstance(x, Hashable) for x in own) or own not in names:
+            name, found = f"made_{next(numbers)}", make(*arguments)
+            if len(names) >= 1024:  # bounds the memory when a number in the text changes at every call
+                delattr(Results, names.pop(next(iter(names))))
+            setattr(Results, name, found)
+            names[own] = name
+        return names[own]
+
+    # Dynamo calls this function instead of tracing it. torch.compiler.assume_constant_result would import the compiler.
+    name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def call(*arguments: Any) -> T:
+        found: T = getattr(Results, name_of(*arguments))
+        return found
+
+    call.results = Results  # type: ignore[attr-defined]
+    return call

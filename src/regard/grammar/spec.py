@@ -22,7 +22,7 @@ from ..checks import ArgumentError, in_range, number, one_of, refuse, require, s
 from ..registry import Registry
 from .bandwidths import bandwidths
 from .kernels import NAMED_POWERS, Number, ParamInfo, Params, Polynomial, kernels
-from .reader import Parsed, Reader
+from .reader import Reader, kept
 from .similarities import similarities
 from .solvers import solvers
 from .weighting import Weighting
@@ -316,23 +316,6 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
 # Parsing ----------------------------------------------------------------------------------------------------
 
 
-class _Specs(Parsed):
-    """Specs by text."""
-
-
-def _parsed(text: str) -> Spec:
-    found: Spec = getattr(_Specs, _attribute_of(text))
-    return found
-
-
-def _attribute_of(text: str) -> str:
-    return _Specs.name_of(text, _parse)
-
-
-# Dynamo calls this function instead of tracing it. torch.compiler.assume_constant_result would import the compiler.
-_attribute_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _parse(text: str) -> Spec:
     if not isinstance(text, str) or not text.strip():
         raise ArgumentError(f"Spec.parse: expected the text of a spec, such as 'softmax', got {shown(text)}.")
@@ -343,6 +326,9 @@ def _parse(text: str) -> Spec:
         return local_linear(_parse(match.group(1)))
     require(not re.fullmatch(r"\s*interpolated\[.+\]\s*", text), "Spec.parse", NO_TREND)
     return _compose(Reader(text).terms(), text)
+
+
+_parsed = kept(_parse)
 
 
 def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:

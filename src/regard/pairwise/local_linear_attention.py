@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import floating, in_range, mapping, one_of, require, shown, within
 from ..grammar import Spec, as_spec
-from ..grammar.reader import Parsed
+from ..grammar.reader import kept
 from ..grammar.solvers import Auto, ConjugateGradient, Solver
 from ..grammar.spec import RIDGE_MODES, axis_object
 from .attention import attention
@@ -76,7 +76,7 @@ def local_linear_attention(
         else:
             number = float(ridge)
     one_of(CALL, "ridge_mode", ridge_mode, RIDGE_MODES)
-    local: Spec = getattr(_Models, _make(spec, number, solver, ridge_mode, max_iter, tol))
+    local = _made(spec, number, solver, ridge_mode, max_iter, tol)
     given = mapping(CALL, "params", params)
     if isinstance(ridge, Tensor):
         given["ridge"] = ridge
@@ -87,21 +87,15 @@ def local_linear_attention(
     return within(CALL, None, attention, query, key, value, local, params=given, **arguments)
 
 
-class _Models(Parsed):
-    """Specs of degree 1 by their weights and options."""
-
-
 def _make(
     spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, max_iter: int | None, tol: float | None
-) -> str:
-    """Return the attribute of `_Models` that holds the weights of `spec` with this local linear model."""
-    base, chosen = as_spec(spec, CALL), _solver(solver, max_iter, tol)
-    options = {"degree": 1, "ridge": ridge, "solver": chosen, "ridge_mode": ridge_mode}
-    key = (base, ridge, repr(chosen), ridge_mode)
-    return _Models.name_of(key, lambda _: within(CALL, "spec", replace, base, **options))
+) -> Spec:
+    """Return the weights of `spec` with this local linear model."""
+    options = {"degree": 1, "ridge": ridge, "solver": _solver(solver, max_iter, tol), "ridge_mode": ridge_mode}
+    return within(CALL, "spec", replace, as_spec(spec, CALL), **options)
 
 
-_make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, under compilation
+_made = kept(_make, lambda spec, ridge, *options: (spec, ridge, repr(options)))
 
 
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, number
-from ..grammar.reader import Parsed, Reader
+from ..grammar.reader import Reader, kept
 from ..grammar.spec import instance_of
 from ..registry import Registry
 from .delta import delta_rule
@@ -122,10 +122,6 @@ class GatedDelta(Delta):
     log_decay: float = -0.01  # type: ignore[misc]
 
 
-class _Trends(Parsed):
-    """Trends by text."""
-
-
 def as_trend(trend: Any) -> Trend:
     """Return a trend, given as an object, a name or a text such as mesa(ridge=0.5).
 
@@ -135,12 +131,7 @@ def as_trend(trend: Any) -> Trend:
     if not isinstance(trend, str):
         found: Trend = instance_of(trends, trend)
         return found
-    found = getattr(_Trends, _attribute_of(trend))
-    return found
-
-
-def _attribute_of(text: str) -> str:
-    return _Trends.name_of(text, _parse)
+    return _parsed(trend)
 
 
 def _parse(text: str) -> Trend:
@@ -151,7 +142,7 @@ def _parse(text: str) -> Trend:
     return made
 
 
-_attribute_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo calls it instead of tracing it
+_parsed = kept(_parse)
 
 
 def unit_steps(key: Tensor, beta: float) -> Tensor:
