@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import regard
+from regard.recurrent.leaky import leaky_average
 
 Inputs = dict[str, Tensor]
 FORMS = ("chunked", "parallel", "recurrent")
@@ -27,18 +28,20 @@ class Case(NamedTuple):
     """One call.
 
     Attributes:
-        sizes: the shapes of its inputs for T positions.
+        sizes: the shapes of its inputs for T positions; None where it has no q or k.
         run: (inputs, **how) -> (output, state).
         define: (inputs, order, mask) -> (output, the tensors of the state), by the definition.
         ways: the forms, chunk sizes and solvers that it has.
+        orders: those of `ORDERS` that it has.
         loose: by how much rounding is amplified.
         once: whether the chunked form is differentiable only once.
     """
 
-    sizes: Callable[[int], dict[str, tuple[int, ...]]]
+    sizes: Callable[[int], dict[str, tuple[int, ...] | None]]
     run: Callable[..., Any]
     define: Callable[..., tuple[Tensor, Inputs]]
     ways: tuple[dict[str, Any], ...] = WAYS
+    orders: tuple[str, ...] = tuple(ORDERS)
     loose: float = 1.0
     once: bool = False
 
@@ -48,11 +51,19 @@ class Case(NamedTuple):
         sizes = {"q": (2, 4, length, 4), "k": (2, 2, length, 4), "v": (2, 2, length, 3), **self.sizes(length)}
         found = {}
         for name, size in sizes.items():
+            if size is None:
+                continue
             x = (torch.randn if name in "qkv" else torch.rand)(size, generator=make, dtype=torch.float64)
             x = normalize(x, dim=-1) * 1.2 if name == "k" and self.define is DELTA else x
             x = {"g": -x, "ridge": x + 0.3, "scale": x + 0.5, "beta": x + 0.1, "bias": x + 0.3}.get(name, x)
             found[name] = x.to(dtype).requires_grad_(grad)
         return found
+
+    @property
+    def few(self) -> tuple[dict[str, Any], ...]:
+        """Every form once, and conjugate gradients where there are any."""
+        cg = [{"chunk_size": 4, "solver": "cg"}] if "solver" in self.ways[-1] else []
+        return ({"chunk_size": 4}, *(way for way in self.ways if "form" in way), *cg)
 
 
 def cut(x: Inputs, begin: int, end: int) -> Inputs:
@@ -249,8 +260,25 @@ def mesa(x: Inputs, **how: Any) -> Any:
     return regard.mesa_attention(x["q"], x["k"], x["v"], ridge=x["ridge"], **more)
 
 
+def leaky(average: bool) -> Case:
+    """The leaky average of v, given to both query heads: linear attention with q = k = 1 and a decay by head, -rate."""
+
+    def run(x: Inputs, attn_mask: Tensor | None = None, **how: Any) -> Any:
+        mask = None if attn_mask is None else attn_mask.flatten(1)
+        out, state = leaky_average(x["v"], -x["g"], mask=mask, average=average, **how)
+        return out.repeat_interleave(2, 1), state
+
+    def define(x: Inputs, order: str = "causal", mask: Tensor | None = None) -> tuple[Tensor, Inputs]:
+        one = torch.ones_like(x["v"][..., :1])
+        out, state = recurrence("leaky")({"q": one, "k": one, "v": x["v"], "g": x["g"]}, order, mask)
+        size = (1 - x["g"].exp())[:, None, None] if average else 1.0
+        return (size * out).repeat_interleave(2, 1), {"sums": state["values"][:, :, 0]}
+
+    return Case(lambda t: {"q": None, "k": None, "g": (2,)}, run, define, WAYS[2:], ("causal",))
+
+
 def cases() -> dict[str, Case]:
-    found = {text: linear(text) for text in SPECS}
+    found = {text: linear(text) for text in SPECS} | {"leaky": leaky(False), "leaky, average": leaky(True)}
     found |= {f"{text}, given": linear(text, given=1) for text in GIVEN}
     beta = lambda t: {"beta": (2, 2, t)}  # noqa: E731
     found["delta"] = Case(beta, delta, DELTA)
@@ -272,5 +300,6 @@ FADING = [name for name in CASES if "decay" in name]
 FEW = [
     "linear, given", "relu2", "linear*fixed*normalised", "elu, decay by token", "linear, decay by feature", "delta",
     "delta, decay by head", "delta, decay by feature", "mesa, ridge by head", "mesa, ridge by all, decay",
+    "leaky, average",
 ]  # fmt: skip
 """One of every path through the code."""
