@@ -10,7 +10,8 @@ not factor out of the dot product: the positions are halved, the pairs across th
 split there, and each half is treated likewise.
 
 Legend: B batch, H query heads, Hkv key heads, R = H / Hkv, T positions, F features, E values; n chunks of c positions.
-phi [B, H, T, F], psi [B, Hkv, T, F], val [B, Hkv, T, E], g [B, Hkv, T, 1 or F] or None (no decay), A [B, Hkv, F, E].
+phi [B, H, T, F], psi [B, Hkv, T, F], val [B, Hkv, T, E], g [B, Hkv, T, 1 or F] or None (no decay), beta [B, Hkv, T, 1]
+or None, A [B, Hkv, F, E].
 """
 
 from __future__ import annotations
@@ -26,25 +27,29 @@ CHUNK = 64
 
 
 def decayed(
-    phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, start: Tensor, *, causal: bool = True,
-    strict: bool = False, form: str = "chunked", chunk: int | None = None,
+    phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, start: Tensor, *, beta: Tensor | None = None,
+    causal: bool = True, strict: bool = False, form: str = "chunked", chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (phi . A [B, H, Tq, E], the state after all keys [B, Hkv, F, E]); differentiable to any order.
 
     Causal: query i reads the state after key i; strict: before it. Otherwise every query reads the last state, and Tq
     and Tk may differ. Cost: "chunked" O(T c) time beside the O(T F E) of the state and O(T c) memory;
-    "parallel" O(T^2) both; "recurrent" O(T F E).
+    "parallel" O(T^2) both; "recurrent" O(T F E). With `beta`, the delta rule (`delta`).
     """
     if not causal:
-        after = final(psi, val, g, start)
+        if beta is None:
+            after = final(psi, val, g, start)
+        else:
+            after = decayed(psi, psi, val, g, start, beta=beta, form=form, chunk=chunk)[1]
         return read(phi, after), after
     queries = phi.shape[2]
     if strict:
-        phi, psi, val, g = shifted(phi, psi, val, g)
+        phi, psi, val, g, beta = shifted(phi, psi, val, g, beta)
     if form == "recurrent":
-        rows, after = _recurrent(phi, psi, val, g, start)
+        rows, after = _recurrent(phi, psi, val, g, beta, start)
     else:
-        rows, after = _chunked(phi, psi, val, g, start, psi.shape[2] if form == "parallel" else chunk or CHUNK)
+        size = psi.shape[2] if form == "parallel" else chunk or CHUNK
+        rows, after = _chunked(phi, psi, val, g, beta, start, size)
     return rows[:, :, :queries], after
 
 
@@ -139,26 +144,59 @@ class Chunks:
 
 
 def _chunked(
-    phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, start: Tensor, chunk: int
+    phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, beta: Tensor | None, start: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
     chunks = Chunks(psi.shape[2], chunk)
     q, k, v = chunks.queries(phi, psi.shape[1]), chunks.cut(psi), chunks.cut(val)
     g = None if g is None else chunks.cut(g)
-    inside = pairs(q, k, g) @ v
+    w = pairs(q, k, g)
     if g is None:
-        a, faded = k.new_ones(*k.shape[:3], 1), k
+        a, until = k.new_ones(*k.shape[:3], 1), k
     else:
         upto = prefix(g)
-        a, faded = upto[..., -1, :].exp(), k * suffix(g).exp()
+        a, until = upto[..., -1, :].exp(), k * suffix(g).exp()
         q = q * upto.exp()[..., None, :]
-    before, after = scan(a, faded.transpose(-1, -2) @ v, start)
+    turned = until.transpose(-1, -2)
+    if beta is None:
+        before, after = scan(a, turned @ v, start)
+        inside = w @ v
+    else:
+        x, y = _system(k, v, g, chunks.cut(beta))
+        kept = torch.diag_embed(a.expand(*k.shape[:3], k.shape[-1]))
+        before, after = scan(kept - turned @ y, turned @ x, start)
+        inside = _read_chunk(w, x - y @ before, chunks.size)
     return chunks.rows(inside + q.flatten(-3, -2) @ before, phi.shape[1]), after
 
 
-def _recurrent(phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+def _system(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return X and Y of `delta` for every chunk."""
+    since = k if g is None else k * prefix(g).exp()
+    meet = pairs(k[..., None, :], k, g).tril(-1)
+    system = beta * meet + torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+    right = beta * torch.cat([v, since], -1)
+    found = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    x, y = found.split([v.shape[-1], k.shape[-1]], -1)
+    return x, y
+
+
+def _read_chunk(weights: Tensor, corrections: Tensor, size: int) -> Tensor:
+    """Return weights @ corrections, with rows NaN from the first correction that overflows, but no rows before it: the
+    weights of later tokens are zero, and zero times infinity is NaN."""
+    lost = ~corrections.detach().isfinite().all(-1, keepdim=True)
+    rows = (weights @ corrections.masked_fill(lost, 0)).unflatten(-2, (size, -1))
+    seen = lost.int().cummax(-2).values.bool()
+    return rows.masked_fill(seen[..., None], torch.nan).flatten(-3, -2)
+
+
+def _recurrent(
+    phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
     rows = [phi.new_zeros(*phi.shape[:2], 0, val.shape[-1])]
     for t in range(psi.shape[2]):
         state = state if g is None else state * g[:, :, t, :, None].exp()
-        state = state + psi[:, :, t, :, None] * val[:, :, t, None]
+        at, value = psi[:, :, t, :, None], val[:, :, t, None]
+        if beta is not None:
+            value = beta[:, :, t, None] * (value - (state * at).sum(-2, keepdim=True))
+        state = state + at * value
         rows.append(read(phi[:, :, t : t + 1], state))
     return torch.cat(rows, 2), state

@@ -23,12 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..pairwise.layout import Layout, any_layout
 from .arguments import Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
-from .decay import CHUNK, Chunks, pairs, prefix, read, shifted, suffix
-from .scan import scan
+from .decay import decayed
 from .states import LinearMap, Sizes
 
 CALL = "delta_rule"
@@ -121,66 +119,7 @@ def _learn(
     held = (state.values.detach() != 0).flatten(2).any(-1)
     rows, non_finite = own.non_finite(call.visible(own, mask), held, state.non_finite)
     own, step, g = own.masked(mask), step.kept(mask), fade and fade.kept(mask).value
-    out, after = corrected(own.query * factor, own.key, own.value, step.value, g, state.values, **call.how)
+    tensors = (own.query * factor, own.key, own.value, g, state.values)
+    out, after = decayed(*tensors, beta=step.value[..., None], **call.how)
     out = torch.where(rows[..., None], torch.nan, out)
     return out, DeltaState(after, non_finite, tokens=state.tokens + keys)
-
-
-def corrected(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor, *, causal: bool = True,
-    strict: bool = False, form: str = "chunked", chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (W q [B, H, Tq, E], the state after all keys); g [B, Hkv, T, 1 or F] or None."""
-    queries = q.shape[2]
-    if not causal:
-        _, after = corrected(k, k, v, beta, g, start, form=form, chunk=chunk)
-        return read(q, after), after
-    if strict:
-        q, k, v, g = shifted(q, k, v, g)
-        beta = pad(beta, (1, 0))
-    if form == "recurrent":
-        rows, after = _recurrent(q, k, v, beta, g, start)
-    else:
-        rows, after = _chunked(q, k, v, beta, g, start, k.shape[2] if form == "parallel" else chunk or CHUNK)
-    return rows[:, :, :queries], after
-
-
-def _chunked(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
-    chunks = Chunks(k.shape[2], chunk)
-    heads, q = q.shape[1], chunks.queries(q, k.shape[1])
-    k, v, beta = chunks.cut(k), chunks.cut(v), chunks.cut(beta[..., None])
-    g = None if g is None else chunks.cut(g)
-    since, until = (k, k) if g is None else (k * prefix(g).exp(), k * suffix(g).exp())
-    meet = pairs(k[..., None, :], k, g).tril(-1)
-    system = beta * meet + torch.eye(chunks.size, dtype=k.dtype, device=k.device)
-    right = beta * torch.cat([v, since], -1)
-    found = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    x, y = found.split([v.shape[-1], k.shape[-1]], -1)
-    turned = until.transpose(-1, -2)
-    kept = k.new_ones(k.shape[-1]) if g is None else prefix(g)[..., -1, :].exp().expand(*k.shape[:3], k.shape[-1])
-    before, after = scan(torch.diag_embed(kept) - turned @ y, turned @ x, start)
-    queries = (q if g is None else q * prefix(g).exp()[..., None, :]).flatten(-3, -2)
-    rows = _read_chunk(pairs(q, k, g), x - y @ before, chunks.size) + queries @ before
-    return chunks.rows(rows, heads), after
-
-
-def _read_chunk(weights: Tensor, corrections: Tensor, size: int) -> Tensor:
-    """Return weights @ corrections, with rows NaN from the first correction that overflows, but no rows before it: the
-    weights of later tokens are zero, and zero times infinity is NaN."""
-    lost = ~corrections.detach().isfinite().all(-1, keepdim=True)
-    rows = (weights @ corrections.masked_fill(lost, 0)).unflatten(-2, (size, -1))
-    seen = lost.int().cummax(-2).values.bool()
-    return rows.masked_fill(seen[..., None], torch.nan).flatten(-3, -2)
-
-
-def _recurrent(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    rows = [q.new_zeros(*q.shape[:2], 0, v.shape[-1])]
-    for t in range(k.shape[2]):
-        state = state if g is None else state * g[:, :, t, :, None].exp()
-        at = k[:, :, t, :, None]
-        error = v[:, :, t, None] - (state * at).sum(-2, keepdim=True)
-        state = state + at * (beta[:, :, t, None, None] * error)
-        rows.append(read(q[:, :, t : t + 1], state))
-    return torch.cat(rows, 2), state

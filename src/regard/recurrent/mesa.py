@@ -177,8 +177,8 @@ def _predict(
         t, gram, found = solved(q, systems, how._replace(method=method(how.method, systems)))
         out, values = decayed(t, systems.key, v, systems.g, values, chunk=how.chunk)
         return out[:, :, :queries], gram, values, found
-    make = _recurrent if call.form == "recurrent" else _parallel
-    t, out, gram, values = make(q, v, systems, values)
+    form = "recurrent" if call.form == "recurrent" else "parallel"
+    t, out, gram, values = _one_by_one(q, v, systems, values, form)
     found = statistics(q - systems.times(t, how.chunk)[0], q) if residuals else {}
     return out[:, :, :queries], gram, values, found
 
@@ -200,30 +200,25 @@ def _all(gram: Tensor, ridge: Tensor, q: Tensor) -> Tensor:
     return torch.linalg.solve_ex(whole[:, :, None] + torch.diag_embed(ridge), q)[0]
 
 
-def _parallel(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solve for all queries at once; return (t, output, H, S)."""
-    grams = every_gram(systems.key, systems.written, systems.g, systems.gram)
-    matrices = repeat_heads(grams, q.shape[1]) + torch.diag_embed(systems.ridge)
-    t = torch.linalg.solve_ex(matrices, q)[0]
-    out, values = decayed(t, systems.key, v, systems.g, values, form="parallel")
-    return t, out, torch.cat([systems.gram[:, :, None], grams], 2)[:, :, -1], values
-
-
-def _recurrent(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solve for one query after the other; return (t, output, H, S)."""
-    key, written, gram, ridge = systems.key, systems.written, systems.gram, systems.ridge
-    solutions, rows = [q[:, :, :0]], [q.new_zeros(*q.shape[:2], 0, v.shape[3])]
-    for i in range(key.shape[2]):
-        if systems.g is not None:
-            fade = systems.g[:, :, i, :, None].exp()
-            gram, values = gram * fade, values * fade
-        at = key[:, :, i, :, None]
-        gram, values = gram + at * written[:, :, i, None], values + at * v[:, :, i, None]
-        own = ridge if ridge.shape[2] == 1 else ridge[:, :, i : i + 1]
-        t = _all(gram, own, q[:, :, i : i + 1])
-        solutions.append(t)
-        rows.append(read(t, values))
-    return torch.cat(solutions, 2), torch.cat(rows, 2), gram, values
+def _one_by_one(
+    q: Tensor, v: Tensor, systems: Systems, values: Tensor, form: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solve with a matrix for each query, all held at once or one after the other; return (t, output, H, S)."""
+    key, written, g, gram, ridge = systems.key, systems.written, systems.g, systems.gram, systems.ridge
+    if form == "parallel":
+        grams = every_gram(key, written, g, gram)
+        t = torch.linalg.solve_ex(repeat_heads(grams, q.shape[1]) + torch.diag_embed(ridge), q)[0]
+        gram = torch.cat([gram[:, :, None], grams], 2)[:, :, -1]
+    else:
+        found = [q[:, :, :0]]
+        for i in range(key.shape[2]):
+            gram = gram if g is None else gram * g[:, :, i, :, None].exp()
+            gram = gram + key[:, :, i, :, None] * written[:, :, i, None]
+            own = ridge if ridge.shape[2] == 1 else ridge[:, :, i : i + 1]
+            found.append(_all(gram, own, q[:, :, i : i + 1]))
+        t = torch.cat(found, 2)
+    out, values = decayed(t, key, v, g, values, form=form)
+    return t, out, gram, values
 
 
 def _judged(found: dict[str, Tensor], limit: float) -> dict[str, Tensor]:
