@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from ..models.base.base import tell_step
 from .errors import TrainingInterrupted
 from .storage.checkpoints import write_atomically, writing
 from .storage.files import regular_size
@@ -99,13 +98,6 @@ class Clock(TrainerCallback):
         steps, seconds = self.steps - self._last[0], self.seconds - self._last[1]
         self._last = (self.steps, self.seconds)
         return steps, seconds
-
-
-class StepNumber(TrainerCallback):
-    """Pass the number of each step to the model (`tell_step`)."""
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
-        tell_step(given["model"], state.global_step)
 
 
 class Schedule(TrainerCallback):

@@ -74,13 +74,8 @@ def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -
 
 def to_mapping(config: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON data, from which `from_mapping` makes an equal object."""
-    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return json.loads(json.dumps(values, default=str))  # paths become text, tuples lists
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:

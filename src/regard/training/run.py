@@ -262,8 +262,7 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunS
     """Write `model/`, evaluate on the whole held-out text, and write `summary.json`."""
     model, weights = trainer.model, whole_weights(trainer.model)
     if main_process():
-        with trainer.own_config():
-            folder.save_model(config.out, model, corpus.tokenizer, weights)
+        folder.save_model(config.out, model, corpus.tokenizer, weights)
     result, clock = trainer.measure(corpus.held_out.tokens), trainer.clock
     measured = {name: getattr(result, name) for name in ("loss", "bits_per_char", "bits_per_byte", "support")}
     summary = RunSummary(
@@ -276,6 +275,6 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunS
     )
     if main_process():
         write_summary(config.out, asdict(summary))
-        with trainer.own_config(), writing(config.out / "model", config.out):
+        with writing(config.out / "model", config.out):
             write_card(config.out / "model", config, model, corpus.text, asdict(summary))
     return summary

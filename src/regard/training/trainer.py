@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,14 +13,14 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import nested_gather
 
 from ..checks import ArgumentError, require
+from ..models.base.base import tell_step
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
-from .callbacks import Clock, StepNumber
+from .callbacks import Clock
 from .data.documents import StreamedWindows
 from .device import main_process
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
 from .muon import MuonAdamW
-from .quiet import temporarily
 from .sharding import finite_everywhere, is_sharded, shard, split_states, whole, whole_weights
 from .storage.checkpoints import last_good, sealing
 from .storage.reproducer import NON_FINITE, first_non_finite, keep, non_finite_gradient
@@ -107,11 +106,11 @@ class RegardTrainer(SealedTrainer):
         self.held_out, self.context, self.eval_batch, self.shard = held_out, context, eval_batch, shard
         self.train_units, self.held_out_units = train_units, held_out_units
         self.clock = Clock()
-        # Trainer sets it to False in the config
-        self.built_with_cache = getattr(kwargs["model"].config, "use_cache", True)
+        use_cache = getattr(kwargs["model"].config, "use_cache", True)
         self.since_log = {"loss": 0.0, "step": 0}
         super().__init__(**kwargs)
-        for callback in (self.clock, StepNumber(), SinceLog(self)):
+        self.model.config.use_cache = use_cache  # which Trainer sets to False, also in what is saved
+        for callback in (self.clock, SinceLog(self)):
             self.add_callback(callback)
 
     @property
@@ -160,6 +159,7 @@ class RegardTrainer(SealedTrainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the loss; raise `TrainingStopped`, naming step and first non-finite tensor, if it is not finite."""
+        inputs = {**inputs, "use_cache": False}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if not (finite_everywhere(loss) if is_sharded(self.model) else torch.isfinite(loss)):
             with self.compute_loss_context_manager():
@@ -169,15 +169,12 @@ class RegardTrainer(SealedTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the gradients of one micro-batch; raise `TrainingStopped` before the step if one is not finite."""
+        tell_step(self.model, self.state.global_step)
         loss = super().training_step(model, inputs, *args, **kwargs)
         culprit = non_finite_gradient(self.model)
         if culprit is not None:
             raise TrainingStopped(self._stopped("the gradient is not finite", culprit, inputs))
         return loss
-
-    def own_config(self) -> AbstractContextManager[None]:
-        """Restore the `use_cache` that the model was built with inside a block, for saving."""
-        return temporarily(self.model.config, "use_cache", self.built_with_cache)
 
     def _stopped(self, what: str, culprit: str, inputs: dict[str, Any]) -> str:
         run = Path(self.args.output_dir)
@@ -212,8 +209,7 @@ class RegardTrainer(SealedTrainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
         self.since_log = {"loss": loss, "step": self._globalstep_last_logged}
-        with self.own_config():
-            super()._save_checkpoint(*args, **kwargs)
+        super()._save_checkpoint(*args, **kwargs)
 
 
 class SinceLog(TrainerCallback, ExportableState):

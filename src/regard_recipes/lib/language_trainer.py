@@ -60,7 +60,6 @@ def train_with_trainer(
         with contextlib.suppress(TrainingStopped):
             trainer.train()
         trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
-        model.config.use_cache = trainer.built_with_cache
     times = {"step_seconds": looks.wall, "step_cpu_seconds": looks.cpu}
     return looks.losses, {name: statistics.median(values or [math.nan]) for name, values in times.items()}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,8 @@ _SLACK = 1 << 24
 
 def load_weights(folder: Path, *, call: str) -> dict[str, Tensor]:
     """Return the tensors in a folder's safetensors, by name; raise `ArgumentError` for a damaged or foreign file."""
-    with one_error(f"{call}: cannot load the model in {folder}"), weights(folder) as saved:
-        return {name: entry.file.get_tensor(name) for name, entry in saved.items()}
+    with one_error(f"{call}: cannot load the model in {folder}"), _weights(folder) as saved:
+        return {name: file.get_tensor(name) for name, (file, _) in saved.items()}
 
 
 def read_model(folder: Path, *, call: str) -> PreTrainedModel:
@@ -53,7 +52,7 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
 
     table = _config_table(folder, call)
     with one_error(f"{call}: cannot load the model in {folder}"):
-        with weights(folder) as saved:
+        with _weights(folder) as saved:
             config = _config(table, len(saved))
             kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             _check_tensors(kind, config, saved)
@@ -67,28 +66,19 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
     return model.eval()
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor in a file of which only the header has been read."""
-
-    file: Any
-    shape: list[int]
-    dtype: str
-
-
 @contextmanager
-def weights(folder: Path) -> Iterator[dict[str, SavedTensor]]:
-    """Open the safetensors of a folder, and yield their tensors by name."""
+def _weights(folder: Path) -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Open the safetensors of a folder, and yield by name the file of each tensor and its slice, by which its shape
+    and dtype are read from the header alone."""
     index = None if (folder / SINGLE).exists() or not (folder / INDEX).exists() else _index(folder)
-    saved = {}
+    saved: dict[str, tuple[Any, Any]] = {}
     with ExitStack() as files:
         for shard in [SINGLE] if index is None else sorted(set(index.values())):
             regular_size(folder / shard)
             file = files.enter_context(safe_open(folder / shard, framework="pt"))
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 if index is None or index.get(name) == shard:
-                    piece = file.get_slice(name)
-                    saved[name] = SavedTensor(file, piece.get_shape(), piece.get_dtype())
+                    saved[name] = file, file.get_slice(name)
         missing = sorted(set(index or ()) - set(saved))
         if missing:
             raise ValueError(f"{missing[0]} is not in the file that {INDEX} names")
@@ -150,16 +140,16 @@ def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) ->
             _check_fields(value, None, most_layers)
 
 
-def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, saved: dict[str, SavedTensor]) -> None:
+def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, saved: dict[str, tuple[Any, Any]]) -> None:
     """Raise ValueError for a model much larger than its weights, without allocating it, and for weights that are not
     floating-point numbers, which transformers would cast."""
-    held = sum(torch.Size(entry.shape).numel() for entry in saved.values())
+    held = sum(torch.Size(piece.get_shape()).numel() for _, piece in saved.values())
     with torch.device("meta"):
         model = kind(config)
     needed = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
     expect(needed <= 2 * held + _SLACK, f"its config describes a model of {needed:,} numbers, its weights are {held:,}")
     expected = model.state_dict()
-    for name, entry in saved.items():
+    for name, (_, piece) in saved.items():
         tensor = expected.get(name, expected.get(f"{kind.base_model_prefix}.{name}"))
-        if tensor is not None and tensor.is_floating_point() and entry.dtype not in _FLOATS:
-            raise ValueError(f"{name} is saved as {entry.dtype}, expected one of {', '.join(_FLOATS)}")
+        if tensor is not None and tensor.is_floating_point() and piece.get_dtype() not in _FLOATS:
+            raise ValueError(f"{name} is saved as {piece.get_dtype()}, expected one of {', '.join(_FLOATS)}")
