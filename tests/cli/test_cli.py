@@ -340,19 +340,6 @@ def test_options_may_stand_together_or_apart(regard: Callable, text_file: Path, 
     assert json.loads((tmp_path / "apart" / "config.json").read_text())["option"] == ["norm=layer", "feed_forward=gelu"]
 
 
-@pytest.mark.parametrize("name", language_models.names())
-def test_every_model_from_the_command_line(regard: Callable, text_file: Path, tmp_path: Path, name: str) -> None:
-    out = tmp_path / "run"
-    words = ("train", "--data", text_file, "--out", out, "--steps", 2, *TINY, "--layers", 2, "--model", name)
-    trained = regard(*words, "--spec", "biweight", "--tokenizer", "byte")
-    assert trained.code == 0
-    loss = json.loads((out / "summary.json").read_text())["loss"]
-    assert f"{loss:.6f} nats/token" in regard("eval", out, "--batch", 2).out
-    said = regard("generate", out, "--prompt", "line", "--max-new-tokens", 8, "--temperature", 0)
-    assert (said.code, said.err) == (0, "")
-    assert said.out.startswith("line")
-
-
 def test_doctor_tells_what_can_run_and_why_not(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.pairwise import dispatch
 

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from any_model import make
 from hostile import change_json
 from mistakes import refuses
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3Config
 
+from regard.models import language_models
 from regard.training import char_tokenizer, load_model
 
 TOKENIZER = char_tokenizer("abcdefgh ")
@@ -45,19 +47,39 @@ def test_models_of_transformers(name: str, options: dict, tmp_path: Path) -> Non
     torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"num_hidden_layers": 10**9}, "more layers than its weights hold"),
-        ({"vocab_size": 10**10}, "its config describes a model of"),
-        ({"intermediate_size": 10**12}, "its config describes a model of"),
-        ({"num_hidden_layers": "2"}, "cannot load the model in"),
-        ({"rope_parameters": {"rope_type": "wild"}}, "cannot load the model in"),
-        ({"rope_parameters": {"num_hidden_layers": 10**9}}, "more layers than its weights hold"),
-    ],
-)
-def test_configs_that_do_not_fit(fields: dict, reason: str, tmp_path: Path) -> None:
-    save(CONFIGS["llama"], tmp_path)
+ANY = [
+    ({"vocab_size": 10**9}, "its config describes a model of"),
+    ({"vocab_size": 10**18}, "cannot load the model in"),
+    ({"vocab_size": 10**30}, "vocab_size is a number of 100 bits"),
+    ({"vocab_size": 5}, "mismatched keys"),
+    ({"hidden_size": 2**20}, "its config describes a model of"),
+    ({"intermediate_size": 10**9}, "its config describes a model of"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more layers than its weights hold"),
+    ({"num_attention_heads": 10**9}, "cannot load the model in"),
+    ({"dtype": "load"}, "dtype is 'load', expected one of float64, float32, float16, bfloat16"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
+    ({"to_dict": 3}, "'to_dict' is not a field of a configuration"),
+    ({"model_type": "frobnicator"}, "has type 'frobnicator', which is unknown; expected a type of"),
+    ({"model_type": "t5"}, "has type 't5', which is not a causal language model"),
+    ({"model_type": None}, "has type None"),
+]
+LLAMA = [
+    ({"num_hidden_layers": "2"}, "cannot load the model in"),
+    ({"rope_parameters": {"rope_type": "wild"}}, "cannot load the model in"),
+    ({"rope_parameters": {"num_hidden_layers": 10**9}}, "more layers than its weights hold"),
+]
+OURS = [
+    ({"hidden_size": "wide"}, "hidden_size is 'wide', expected a positive integer"),
+    ({"max_position_embeddings": "long"}, "max_position_embeddings is 'long', expected a positive integer"),
+    ({"mixers": "biwait"}, "unknown spec 'biwait'"),
+]
+WRONG = {"llama": ANY + LLAMA, **dict.fromkeys(language_models.names(), OURS), "transformer": ANY + OURS}
+
+
+@pytest.mark.parametrize(("name", "fields", "reason"), [(name, *row) for name, rows in WRONG.items() for row in rows])
+def test_configs_that_do_not_fit(name: str, fields: dict, reason: str, tmp_path: Path) -> None:
+    """Sizes beyond the weights allocate nothing."""
+    save(CONFIGS["llama"], tmp_path) if name == "llama" else make(name).save_pretrained(tmp_path)
     change_json(tmp_path / "config.json", lambda table: {**table, **fields})
     refuses(reason, load_model, tmp_path, call="test")
 

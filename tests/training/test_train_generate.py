@@ -16,7 +16,8 @@ TOKENIZER = char_tokenizer("abcdefgh ")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(TOKENIZER), **sizes, pad_token_id=0, eos_token_id=1)
+    sizes |= {"vocab_size": len(TOKENIZER), "max_position_embeddings": 16}
+    config = LlamaConfig(**sizes, pad_token_id=0, eos_token_id=1)
     return LlamaForCausalLM(config).eval()
 
 
@@ -51,7 +52,7 @@ def test_the_same_seed_gives_the_same_text(model: LlamaForCausalLM) -> None:
     assert generate_text(model, TOKENIZER, "abc", max_new_tokens=40, seed=3) == first
     assert torch.equal(before, torch.get_rng_state())
     assert generate_text(model, TOKENIZER, "abc", max_new_tokens=40, seed=4) != first
-    # exactly as long as asked: no special token was drawn, though an untrained model likes them as much
+    # exactly as long as asked, beyond the context: no special token was drawn, though the model likes them as much
     assert first.startswith("abc")
     assert len(first) == 43
     assert set(first) <= set("abcdefgh ")
@@ -90,7 +91,8 @@ def test_words_to_begin_with(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": ""}, "^generate: the prompt is empty"),
+        ({"prompt": "a" * 17}, "^generate: the prompt has 17 tokens, more than the model's context of 16"),
         ({"max_new_tokens": 0}, "--max-new-tokens is 0"),
         ({"temperature": -1.0}, "--temperature is -1.0"),
         ({"temperature": float("nan")}, "--temperature is nan"),

@@ -21,7 +21,6 @@ from regard.training import TrainConfig, char_tokenizer, generate_text, language
 from regard.training.fields import from_mapping, from_text, to_mapping
 from regard.training.models import check_model
 from regard.training.storage.folder import saved_config
-from regard.training.validation import validate
 
 MODELS = language_models.names()
 TOKENIZER = char_tokenizer("abcdefgh ")
@@ -160,14 +159,6 @@ def test_layers_may_be_token_mixers_and_have_memories(run: Callable, out: Path) 
     refuses("--model iclm: ICLMConfig: mixers: unknown spec 'gdn'", check_model, small("iclm", spec=("gdn",)), "train")
 
 
-def test_an_option_given_twice_and_a_model_that_is_not_there() -> None:
-    refuses("--option norm is given twice", made, "transformer", option=("norm=rms", "norm=layer"))
-    refuses(r"unknown model 'transfomer'\. Did you mean 'transformer'", validate, small("transfomer"))
-    refuses(
-        r"train: --model iclm: ICLMConfig: num_hidden_layers is 3, expected an even", validate, small("iclm", layers=3)
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "hint", "value"),
     [
@@ -287,23 +278,6 @@ def test_tensors_that_do_not_fit(saved: Path, tmp_path: Path, message: str) -> N
     refuses(words, load_model, folder, call="eval")
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"model_type": "frobnicator"}, "has type 'frobnicator', which is unknown; expected a type of"),
-        ({"model_type": "t5"}, "has type 't5', which is not a causal language model"),
-        ({"model_type": None}, "has type None"),
-        ({"hidden_size": "wide"}, "hidden_size is 'wide', expected a positive integer"),
-        ({"mixers": "biwait"}, "unknown spec 'biwait'"),
-        ({"vocab_size": 5}, "mismatched keys"),
-    ],
-)
-def test_configs_that_do_not_fit(saved: Path, tmp_path: Path, fields: dict, message: str) -> None:
-    folder = shutil.copytree(saved, tmp_path / "model")
-    change_json(folder / "config.json", lambda table: {**table, **fields})
-    refuses(message, load_model, folder, call="eval")
-
-
 def test_a_config_of_another_model_and_files_that_are_no_config(saved: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "model")
     path = folder / "config.json"
@@ -322,13 +296,3 @@ def test_a_tokenizer_of_another_model(saved: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "model")
     char_tokenizer("abcdefgh ijk").save_pretrained(folder)
     refuses("has token ids up to 14, but its model has 0 to 11; they do not belong", load_model, folder, call="eval")
-
-
-def test_prompts_that_cannot_be_continued(saved: Path) -> None:
-    model, tokenizer = load_model(saved, call="generate")
-    assert len(generate_text(model, tokenizer, "a" * 16, max_new_tokens=4)) == 20  # as long as the context
-    for prompt, message in (
-        ("", "the prompt is empty"),
-        ("a" * 17, "has 17 tokens, more than the model's context of 16"),
-    ):
-        refuses(f"^generate: .*{message}", generate_text, model, tokenizer, prompt)

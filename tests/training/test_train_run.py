@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,13 +67,6 @@ def test_empty_rows_are_logged_where_there_can_be_any(run: Callable, tmp_path: P
     for bias, rate in ((-50, 1.0), (50, 0.0)):
         run(out=tmp_path / str(bias), spec=(f"biweight*fixed(bias={bias})",), steps=1)
         assert metrics(tmp_path / str(bias))[0]["empty_rows"] == rate
-
-
-def test_bits_of_a_byte_level_run(tiny: Callable, run: Callable, out: Path) -> None:
-    run(tokenizer="byte", steps=1)
-    line = metrics(out)[0]
-    assert line["bits_per_byte"] == pytest.approx(line["loss"] / math.log(2))
-    assert line["bits_per_char"] == pytest.approx(line["bits_per_byte"] * bytes_per_character(tiny()))
 
 
 def test_two_runs_are_bit_equal(run: Callable, straight: Path, out: Path) -> None:
@@ -273,14 +265,13 @@ def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:
     assert all("bits/char" in line and "tokens/s" in line and "support" in line for line in lines)
 
 
-def test_a_run_with_the_tokenizer_of_a_folder_resumes_without_the_folder(tmp_path: Path) -> None:
-    text, words = tmp_path / "text.txt", tmp_path / "words"
-    text.write_text("the cat and the dog and the bird " * 60)
-    bpe_tokenizer(text.read_text()).save_pretrained(words)
-    sizes = {"context": 8, "layers": 1, "width": 16, "heads": 2, "batch": 2, "device": "cpu", "save_every": 2}
-    config = TrainConfig(data=text, out=tmp_path / "run", tokenizer=str(words), steps=2, **sizes)
-    train(config, console=Console(quiet=True))
-    model, tokenizer = load_model(tmp_path / "run", call="test")
+def test_a_run_with_the_tokenizer_of_a_folder_resumes_without_the_folder(
+    run: Callable, text_file: Path, tmp_path: Path, out: Path
+) -> None:
+    words = tmp_path / "words"
+    bpe_tokenizer(text_file.read_text()).save_pretrained(words)
+    run(tokenizer=str(words), context=8, steps=2)
+    model, tokenizer = load_model(out, call="test")
     assert len(tokenizer) == model.config.vocab_size > 258
     shutil.rmtree(words)
-    assert train(replace(config, steps=4, resume=True), console=Console(quiet=True)).step == 4
+    assert run(tokenizer=str(words), context=8, steps=4, resume=True).step == 4
