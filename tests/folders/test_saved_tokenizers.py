@@ -18,8 +18,6 @@ from regard.training.storage.saved_tokenizer import load_tokenizer
 TEXT = "hello wörld, <pad> 1 .\n"
 TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "Q", "type_id": 0}}], "pair": []}
 
-SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -33,6 +31,8 @@ def test_our_tokenizers_are_what_transformers_loads(name: str, tmp_path: Path) -
     built.save_pretrained(tmp_path / "one")
     ours = load_tokenizer(tmp_path / "one", call="test")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "one", trust_remote_code=False)
+    assert type(theirs).__module__.startswith("transformers.")
+    assert {path.suffix for path in (tmp_path / "one").iterdir()} == {".json"}
     ours.save_pretrained(tmp_path / "two")  # as in the checkpoints of a run that goes on
     for loaded in (ours, theirs):
         assert loaded.get_vocab() == built.get_vocab()
@@ -44,6 +44,15 @@ def test_our_tokenizers_are_what_transformers_loads(name: str, tmp_path: Path) -
     for file in ("tokenizer.json", "tokenizer_config.json"):
         one, two = (json.loads((tmp_path / where / file).read_text()) for where in ("one", "two"))
         assert one == two
+        assert "auto_map" not in one
+    sizes = {"char": len(set(TEXT)) + 3, "byte": 258, "bpe": len(TOKENIZERS.get("bpe")(TEXT)), "gpt2": 50257}
+    assert len(built) == sizes[name]
+    assert (built.pad_token_id, built.eos_token_id) == {"gpt2": (50256, 50256)}.get(name, (0, 1))
+    batch = built(["h", "h, h, h"], padding=True)
+    more = sum(batch["attention_mask"][1]) - 1
+    assert more > 1
+    assert batch["attention_mask"] == [[0] * more + [1], [1] * (more + 1)]
+    assert batch["input_ids"][0][:more] == [built.pad_token_id] * more
 
 
 def at(*path: str | int, value: object) -> Callable[[dict], None]:
@@ -62,10 +71,19 @@ def replace(found: str, written: str, kind: str = "String") -> dict:
     return {"type": "Replace", "pattern": {kind: found}, "content": written}
 
 
+def split(found: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": found}, "behavior": "Isolated", "invert": False}
+
+
+def precompiled(table: str) -> dict:
+    return {"type": "Precompiled", "precompiled_charsmap": table}
+
+
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 EMPTY = {"type": "BPE", "vocab": {}, "merges": []}
 TWICE = {"type": "Unigram", "unk_id": 2, "vocab": [[word, -1.0] for word in ("<pad>", "<eos>", "<unk>", "h", "h")]}
-LONG = b64encode(bytes(4) + b"h" * 5000 + b"\0").decode()
+ENDS = {"type": "RobertaProcessing", "sep": ["a", 999], "cls": ["a", 777], "trim_offsets": True}
+ENDS["add_prefix_space"] = True
 CASES = {
     "id beyond 32 bits": (at("model", "vocab", "h", value=2**40), "expected u32"),
     "id of 32 bits": (at("model", "vocab", "h", value=2**32 - 1), "has a token of id 4294967295"),
@@ -85,48 +103,23 @@ CASES = {
     "added id beyond 32 bits": (at("added_tokens", 0, "id", value=2**40), "expected u32"),
     "added id of another": (at("added_tokens", 0, "id", value=1), "gives '<pad>' two ids"),
     "added without a text": (at("added_tokens", 0, value={"id": 0}), "missing field"),
-    "broken expression": (
-        at(
-            "pre_tokenizer", value={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
-        ),
-        "end pattern with unmatched parenthesis",
-    ),
-    "a panic of a normaliser": (
-        at("normalizer", value={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-        "Cannot parse precompiled_charsmap",
-    ),
+    "broken expression": (at("pre_tokenizer", value=split("(")), "end pattern with unmatched parenthesis"),
+    "a panic of a normaliser": (at("normalizer", value=precompiled("AAAA")), "Cannot parse precompiled_charsmap"),
     "a panic of a splitter": (at("pre_tokenizer", value={"type": "FixedLength", "length": 0}), "chunk size must be"),
     "a panic of a template": (at("post_processor", value={**TEMPLATE, "special_tokens": {}}), "no entry found for key"),
-    "tokens that are none": (
-        at(
-            "post_processor",
-            value={"type": "RobertaProcessing", "sep": ["a", 999], "cls": ["a", 777], "trim_offsets": True}
-            | {"add_prefix_space": True},
-        ),
-        "produces tokens that it does not have: [777, 999]",
-    ),
-    "replacements that fill any memory": (
-        at("normalizer", value={"type": "Sequence", "normalizers": [replace("h", "h" * 300)] * 5}),
-        "its steps can lengthen a text 2.4e+12 times",
-    ),
-    "replacements of nothing": (
-        at("normalizer", value=replace("h?", "h" * 5000, kind="Regex")),
-        "its steps can lengthen a text 5e+03 times",
-    ),
-    "replacements in what is decoded": (
-        at("decoder", value={"type": "Sequence", "decoders": [replace("h", "hh")] * 40}),
-        "its steps can lengthen a text 1.1e+12 times",
-    ),
-    "bytes as letters, again and again": (
-        at("pre_tokenizer", value={"type": "Sequence", "pretokenizers": [BYTES] * 40}),
-        "its steps can lengthen a text 1.1e+12 times",
-    ),
-    "a table that fills any memory": (
-        at("normalizer", value={"type": "Precompiled", "precompiled_charsmap": LONG}),
-        "its steps can lengthen a text 5e+03 times",
-    ),
+    "tokens that are none": (at("post_processor", value=ENDS), "produces tokens that it does not have: [777, 999]"),
     "another version": (at("version", value="9"), "Unknown tokenizer version"),
 }
+LONGER = {
+    "replacements": ("2.4e+12", "normalizer", {"type": "Sequence", "normalizers": [replace("h", "h" * 300)] * 5}),
+    "replacements of nothing": ("5e+03", "normalizer", replace("h?", "h" * 5000, kind="Regex")),
+    "in what is decoded": ("1.1e+12", "decoder", {"type": "Sequence", "decoders": [replace("h", "hh")] * 40}),
+    "bytes as letters": ("1.1e+12", "pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 40}),
+    "a table": ("5e+03", "normalizer", precompiled(b64encode(bytes(4) + b"h" * 5000 + b"\0").decode())),
+}
+"""Steps that could fill any memory."""
+for name, (times, part, step) in LONGER.items():
+    CASES[name] = (at(part, value=step), f"its steps can lengthen a text {times} times")
 
 
 @pytest.mark.parametrize("which", CASES)
@@ -201,8 +194,7 @@ def test_texts_are_read_whole_whatever_the_file_says(folder: Path) -> None:
 
 
 def test_an_expression_without_an_end(folder: Path) -> None:
-    split = {**SPLIT, "pattern": {"Regex": "(h+)+$"}}
-    change_json(folder / "tokenizer.json", lambda table: {**table, "pre_tokenizer": split})
+    change_json(folder / "tokenizer.json", at("pre_tokenizer", value=split("(h+)+$")))
     tokenizer = load_tokenizer(folder, call="test")
     refuses(r"the tokenizer cannot read this text: .*retry-limit", encode, tokenizer, "h" * 40 + "!")
 

@@ -5,7 +5,6 @@ import torch
 from mistakes import refuses
 from transformers.modeling_outputs import CausalLMOutput
 
-from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
 from regard.tasks import MQAR, RecurringNames, RegBench, Reverse, TokenTask
 from regard.training.task import TaskScore, score_task
@@ -28,8 +27,12 @@ class Knowing(HybridForCausalLM):
         return CausalLMOutput(logits=logits)
 
 
+def small(vocabulary: int) -> HybridConfig:
+    return HybridConfig(vocab_size=vocabulary, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+
+
 def knowing(task: TokenTask, count: int) -> Knowing:
-    model = Knowing(HybridConfig(vocab_size=task.vocabulary, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    model = Knowing(small(task.vocabulary))
     model.generation_config.use_cache = False  # it looks at the whole sequence
     examples = task.examples(0, range(count), "test")
     model.answers = {
@@ -49,8 +52,7 @@ def test_a_model_that_knows_the_answer_scores_one(task: TokenTask, generate: boo
 def test_an_untrained_model_is_near_the_floor() -> None:
     task = Reverse.named("quick")
     torch.manual_seed(0)
-    config = HybridConfig(vocab_size=task.vocabulary, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-    found = score_task(HybridForCausalLM(config), task, examples=24, generate=True)
+    found = score_task(HybridForCausalLM(small(task.vocabulary)), task, examples=24, generate=True)
     assert found["accuracy"].mean < 0.3
     assert found["free-running exact"].mean == 0.0
 
@@ -59,8 +61,7 @@ def test_losses_of_parts_make_up_the_loss() -> None:
     """The labels of recurring names are those of near and far statements; new ones have none."""
     task = RecurringNames.named("terse")
     torch.manual_seed(0)
-    config = HybridConfig(vocab_size=task.vocabulary, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-    model = HybridForCausalLM(config)
+    model = HybridForCausalLM(small(task.vocabulary))
     for index in range(3):
         found = {name: score.values[0] for name, score in score_task(model, task, examples=1, seed=index).items()}
         parts = task.example(index, 0, "test").parts
@@ -78,10 +79,8 @@ def test_a_mean_has_its_standard_error() -> None:
 
 
 def test_what_cannot_be_scored_is_refused() -> None:
-    config = HybridConfig(vocab_size=5, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-    with pytest.raises(ArgumentError, match=r"score_task: model has 5 tokens, but the task mqar has 128"):
-        score_task(HybridForCausalLM(config), MQAR.named("quick"))
-    task = RegBench.named("quick")
-    with pytest.raises(ArgumentError, match="generate=True needs answers that continue their prompts"):
-        score_task(knowing(task, 2), task, examples=2, generate=True)
+    few, task = HybridForCausalLM(small(5)), RegBench.named("quick")
+    refuses("score_task: model has 5 tokens, but the task mqar has 128", score_task, few, MQAR.named("quick"))
+    told = {"examples": 2, "generate": True}
+    refuses("generate=True needs answers that continue their prompts", score_task, knowing(task, 2), task, **told)
     refuses("examples", score_task, knowing(task, 2), task, examples=0)

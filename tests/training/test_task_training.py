@@ -1,12 +1,13 @@
 """Training on a task: it learns, stops when it may and sees the same examples every time; and Muon with AdamW."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from mistakes import refuses
 from torch import nn
 from torch.optim import AdamW, Muon
 
-from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
 from regard.tasks import Sort, StackedMQAR, tasks
 from regard.training.muon import MuonAdamW, hidden_matrices
@@ -53,26 +54,15 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[-1] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 0}, "steps"),
-        ({"learning_rate": -1.0}, "learning_rate"),
-        ({"warmup": 2.0}, "warmup"),
-        ({"optimizer": "muo"}, "optimizer"),
-    ],
-)
-def test_a_budget_out_of_range_is_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        TaskBudget(**change)  # type: ignore[arg-type]
+@pytest.mark.parametrize("change", [{"steps": 0}, {"learning_rate": -1.0}, {"warmup": 2.0}, {"optimizer": "muo"}])
+def test_a_budget_out_of_range_is_refused(change: dict[str, object]) -> None:
+    refuses(f"TaskBudget: {min(change)} is ", TaskBudget, **change)
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
     budget = TaskBudget(steps=1, batch=2, eval_examples=2)
-    with pytest.raises(ArgumentError, match="no metric 'f1'; it has accuracy, exact"):
-        train_on_task(model(), TASK, TaskBudget(steps=1, batch=2, eval_examples=2, metric="f1"))
-    small = HybridForCausalLM(HybridConfig(vocab_size=2, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
-    refuses("model has 2 tokens", train_on_task, small, TASK, budget)
+    refuses("no metric 'f1'; it has accuracy, exact", train_on_task, model(), TASK, replace(budget, metric="f1"))
+    refuses("model has 2 tokens", train_on_task, model(vocab_size=2), TASK, budget)
     broken = model()
     next(broken.parameters()).data.fill_(float("nan"))
     refuses("loss is nan at step 1", train_on_task, broken, TASK, budget)
@@ -137,10 +127,8 @@ def test_groups_of_muon_follow_a_schedule() -> None:
 def test_two_tokens_at_a_position_are_the_sum_of_their_embeddings() -> None:
     """A single layer of attention without a feed-forward layer solves stacked recall; it cannot without the values."""
     task = StackedMQAR(tokens=16, length=12, pairs=2)
-    torch.manual_seed(0)
-    config = HybridConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=1)
     budget = TaskBudget(steps=400, batch=32, learning_rate=2e-2, eval_every=50, eval_examples=64, stop_at=0.8)
-    assert train_on_task(HybridForCausalLM(config), task, budget).best("accuracy") >= 0.8
+    assert train_on_task(model(vocab_size=16, num_attention_heads=1), task, budget).best("accuracy") >= 0.8
 
 
 def test_a_metric_that_the_task_lacks_is_found_before_training() -> None:

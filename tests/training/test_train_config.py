@@ -11,7 +11,6 @@ from mistakes import error_of, refuses
 import regard
 from regard.checks import ArgumentError
 from regard.training import TrainConfig
-from regard.training.config import split_specs
 from regard.training.fields import from_mapping, read_mapping, to_mapping
 from regard.training.validation import validate
 
@@ -66,31 +65,19 @@ def test_what_is_out_of_range_is_named(tiny: Callable, changes: dict, message: s
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("words", "specs"),
     [
-        ("a,b", ["a", "b"]),
-        (" a , b(c=1,d=2) ,e", ["a", "b(c=1,d=2)", "e"]),
-        ("f[g(h,i),j],k", ["f[g(h,i),j]", "k"]),
-        ("a", ["a"]),
-        ("a,,b", ["a", "", "b"]),
-        ("", [""]),
-        ("a),b", ["a)", "b"]),
+        (["a,b(c=1,d=2)", "e"], ["a", "b(c=1,d=2)", "e"]),
+        ([" a , b(c=1,d=2) ,e"], ["a", "b(c=1,d=2)", "e"]),
+        (["a,", "b(c=1,d=2),", "e"], ["a", "b(c=1,d=2)", "e"]),
+        (["f[g(h,i),j],k"], ["f[g(h,i),j]", "k"]),
+        (["a,,b"], ["a", "", "b"]),
+        ([""], [""]),
+        (["a),b"], ["a)", "b"]),
     ],
 )
-def test_commas_in_brackets_do_not_split(text: str, expected: list[str]) -> None:
-    assert split_specs(text) == expected
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("softmax,rbf*nearest(k=4)", "relu"),
-        ("softmax , rbf*nearest(k=4),relu",),
-        ("softmax,", "rbf*nearest(k=4),", "relu"),
-    ],
-)
-def test_spaces_and_commas_between_specs(words: tuple[str, ...]) -> None:
-    assert TrainConfig(spec=words).spec == ("softmax", "rbf*nearest(k=4)", "relu")
+def test_spaces_and_commas_between_specs(words: list[str], specs: list[str]) -> None:
+    assert TrainConfig(spec=tuple(words)).spec == tuple(specs)
 
 
 def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
