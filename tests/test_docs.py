@@ -28,8 +28,8 @@ from regard_recipes.lib.reproduce import options
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "results")
-BESIDE = {"huggingface", "finetune-with-lora"}
-"""Pages that other tests run: tests/integrations/test_huggingface_page.py and tests/peers/test_peft.py."""
+BESIDE = {"finetune-with-lora"}
+"""Pages that other tests run: tests/peers/test_peft.py."""
 MECHANISMS = [page for page in PAGES if page.parent.name == "mechanisms" and page.stem != "index"]
 WITHOUT_CLAIMS = {"associative-memory", "interpolated"}
 """Mechanisms on which the papers make no claim that a recipe measures."""

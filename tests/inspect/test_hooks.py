@@ -319,13 +319,6 @@ def test_support_is_the_number_of_weights_that_are_not_zero(spec: str, x: torch.
     assert (weights.triu(1) == 0).all()
 
 
-def test_a_compact_kernel_is_seen_to_leave_keys_out(x: torch.Tensor) -> None:
-    model = Two("relumax")
-    with capture(model) as seen:
-        model(40 * x)  # large scores: few keys are within the margin of the best
-    assert (seen.layers[0].support < torch.arange(1, 10)).any()
-
-
 def test_nothing_keeps_the_graph_alive(x: torch.Tensor) -> None:
     for spec in ("biweight", "local-linear[biweight]"):
         model = Two(spec)
@@ -377,10 +370,3 @@ def test_one_capture_inside_another(x: torch.Tensor) -> None:
     assert inner.layers[0].weights is not None
     assert outer.layers[0].weights is None
     assert model.first.observer is None
-
-
-def test_a_model_without_attention_shows_nothing(x: torch.Tensor) -> None:
-    model = nn.Linear(16, 4)
-    with capture(model) as seen:
-        model(x)
-    assert seen.layers == {}

@@ -30,28 +30,35 @@ def small(mixers: list[str], size: float = 0.02) -> HybridForCausalLM:
     return HybridForCausalLM(HybridConfig(**sizes, mixers=mixers, initializer_range=size))
 
 
-def test_look_back_by_hand() -> None:
-    # distances per row: 0 0 0; 0 1 1; 0 1 2; the last head looks nowhere
-    found = maps(HERE, ONE_BACK, ALL_BACK, torch.zeros(3, 3)).look_back()
-    assert found.tolist()[0] == pytest.approx([0, 2 / 3, 1, 0])
+MIXED = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [0.25, 0.25, 0.5]])
+MIXED_BACK = (0 + 0.5 + 0.75) / 3
 
 
-def test_look_back_counts_size_and_not_scale_or_sign() -> None:
-    mixed = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [0.25, 0.25, 0.5]])
-    expected = (0 + 0.5 + 0.75) / 3
-    found = maps(mixed, 7 * mixed, -mixed, mixed * torch.tensor([1, -1, 1])).look_back()
-    assert found.tolist()[0] == pytest.approx([expected] * 4)
-
-
-def test_a_row_without_weight_does_not_count() -> None:
-    rows = ALL_BACK.clone()
-    rows[0] = 0
-    assert maps(rows).look_back().item() == pytest.approx(1.5)
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (HERE, 0),
+        (ONE_BACK, 2 / 3),
+        (ALL_BACK, 1),
+        (torch.zeros(3, 3), 0),
+        *((MIXED * size, MIXED_BACK) for size in (1, 7, -1, torch.tensor([1, -1, 1]))),
+        (ALL_BACK * torch.tensor([[0], [1], [1]]), 1.5),  # a row without weight does not count
+    ],
+)
+def test_look_back_by_hand(head: Tensor, expected: float) -> None:
+    assert maps(HERE, head).look_back().tolist()[0] == pytest.approx([0, expected])
 
 
 def test_the_farthest_head_and_the_first_among_equals() -> None:
     assert maps(HERE, ALL_BACK, ONE_BACK).farthest() == (0, 1)
     assert maps(ALL_BACK, ALL_BACK).farthest() == (0, 0)
+
+
+def test_what_has_no_maps() -> None:
+    refuses("2 labels for 3 tokens", attention_maps, small(["softmax"]), torch.tensor([1, 2, 3]), ["a", "b"])
+    plain = nn.Module()
+    plain.forward = lambda input_ids, use_cache: input_ids
+    refuses("no layer", attention_maps, plain, torch.tensor([1]), ["a"])
 
 
 def test_maps_of_a_model() -> None:
@@ -67,18 +74,6 @@ def test_maps_of_a_model() -> None:
     visible = torch.arange(1.0, 8.0)
     assert torch.equal(found.support[0], visible.expand(2, 7))  # softmax leaves no key out
     assert torch.equal(found.weights[2], (torch.ones(7, 7).tril() / visible[:, None]).expand(2, 7, 7))
-
-
-def test_labels_must_match() -> None:
-    refuses("2 labels for 3 tokens", attention_maps, small(["softmax"]), torch.tensor([1, 2, 3]), ["a", "b"])
-
-
-def test_a_model_without_weights() -> None:
-    class Plain(nn.Module):
-        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
-            return input_ids
-
-    refuses("no layer", attention_maps, Plain(), torch.tensor([1]), ["a"])
 
 
 # Local linear layers: signed weights, density and solver statistics, against dense formulas ---------------------------
@@ -190,13 +185,8 @@ def by_layer() -> AttentionMaps:
 
 def test_the_table_of_layers() -> None:
     table = layer_table(by_layer())
-    assert table.header[:5] == (
-        "layer",
-        "keys with weight",
-        "of the visible",
-        "with weight above 0.1",
-        "negative weight",
-    )
+    header = ("layer", "keys with weight", "of the visible", "with weight above 0.1", "negative weight")
+    assert table.header[:5] == header
     assert table.rows == (
         ("1", "1.5", "100%", "1.5", "0.100", "2.5", "2.5e-01", "1 of 2"),
         ("2", "1.0", "75%", "1.0", "0.000", "-", "-", "-"),

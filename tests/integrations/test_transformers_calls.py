@@ -1,6 +1,8 @@
 """The names, the mask function and the attention function by themselves, and what they refuse."""
 
 import itertools
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ import any_model
 import pytest
 import torch
 from mistakes import refuses
+from programs import python
 from tiny_models import left_padding, right_padding, tiny, tokens
 from torch import Tensor
 from transformers import (
@@ -52,6 +55,14 @@ def test_every_preset_has_a_name() -> None:
         assert name in AttentionInterface._global_mapping
         assert AttentionMaskInterface._global_mapping[name] is visible_keys
     assert register() == names
+
+
+def test_the_page_names_presets_and_shows_what_the_example_prints() -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"regard_[a-z0-9-]+[a-z0-9]", page)) - {"regard_sharp", "regard_epanechnikov"}
+    assert {"regard_softmax"} <= named <= set(register())
+    assert re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL) == [python(root / "examples" / "huggingface.py")]
 
 
 def test_sentences_and_names_of_your_own() -> None:
@@ -181,13 +192,6 @@ def test_masks_take_the_smallest_form() -> None:
     window = {"mask_function": sliding_window_causal_mask_function(5), "local_size": 5}
     assert visible_keys(**call, **window).shape == (2, 1, 12, 12)
     assert visible_keys(**{**call, "kv_length": 20}).shape == (2, 1, 12, 20)
-
-
-def test_keys_after_an_offset() -> None:
-    """A window's cache has dropped the oldest keys; the mask covers all positions."""
-    padding = left_padding().bool()
-    found = visible_keys(2, 2, 10, q_offset=10, kv_offset=2, attention_mask=padding)
-    assert torch.equal(found, padding[:, 2:])
 
 
 # The attention function -----------------------------------------------------------------------------------------

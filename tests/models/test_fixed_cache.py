@@ -36,10 +36,6 @@ def prompts():
     return tokens * mask, mask
 
 
-def all_attention(mixers):
-    return "gated-deltanet" not in mixers
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("mixers", "fields"), CASES)
 def test_steps_with_a_fixed_cache_equal_the_whole(mixers, fields):
@@ -48,7 +44,7 @@ def test_steps_with_a_fixed_cache_equal_the_whole(mixers, fields):
     length = tokens.shape[1] + 2
     for size in (1, 5, tokens.shape[1]):
         caches = [model.model.new_cache(length=length)]
-        caches += [StaticCache(model.config, max_cache_len=length)] if all_attention(mixers) else []
+        caches += [] if "gated-deltanet" in mixers else [StaticCache(model.config, max_cache_len=length)]
         for cache in caches:
             parts, _ = in_chunks(model, tokens, size, mask, cache)
             torch.testing.assert_close(parts[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=0)
@@ -105,20 +101,10 @@ def test_which_layer_keeps_what():
 
 
 def test_weights_count_the_places():
-    layer, cache = Attention(16, 2, layer_idx=0, spec="biweight"), StaticCacheOf(6)
+    layer, cache = Attention(16, 2, layer_idx=0, spec="biweight"), Cache(layers=[StaticLayer(max_cache_len=6)])
     _, weights = layer(torch.randn(1, 4, 16), past_key_values=cache, output_attentions=True)
     assert weights.shape == (1, 2, 4, 6)
     assert weights.triu(1).abs().max() == 0
-
-
-class StaticCacheOf:
-    """A cache of one layer as the layer's protocol has it."""
-
-    def __init__(self, length):
-        self.layers = [StaticLayer(max_cache_len=length)]
-
-    def update(self, key, value, layer_idx):
-        return self.layers[layer_idx].update(key, value)
 
 
 def test_more_tokens_than_places():

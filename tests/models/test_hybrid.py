@@ -77,15 +77,6 @@ def test_state_dict_names_are_frozen():
     assert {name.removeprefix("model.layers.") for name in names if "self_attn" in name} == own
 
 
-def test_a_temperature_can_be_added_to_a_saved_model(tmp_path):
-    model = made()
-    model.save_pretrained(tmp_path)
-    again = HybridForCausalLM.from_pretrained(tmp_path, temperatures="learned")
-    assert all(torch.count_nonzero(layer.self_attn.log_temperature) == 0 for layer in again.model.layers)
-    tokens = text(1, 31)
-    torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
-
-
 def test_registration_happens_on_import_and_can_be_repeated():
     code = (
         "import regard, sys; assert 'transformers' not in sys.modules; import regard.models, transformers;"

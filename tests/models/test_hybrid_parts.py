@@ -196,6 +196,7 @@ def test_what_was_written_matters():
     with frozen_memory(net):
         frozen = net(tokens).logits
     whole = net(tokens).logits
+    assert not any(module.frozen for module in memory_modules(net).values())
     torch.testing.assert_close(frozen[:, :5], whole[:, :5])  # the first chunk reads what nothing was written to
     assert (frozen[:, 5:] - whole[:, 5:]).abs().amax(-1).min() > 1e-5
 
@@ -226,19 +227,6 @@ def test_a_snapshot_is_put_back():
     refuses(r"memories at layers \[0, 2\], this model has them at \[1\]", with_memory, model("fwpkm@1"), None, shot)
 
 
-def test_frozen_memory_stays_to_the_bit():
-    net, tokens = model(), text(2, 23)
-    _, cache = in_chunks(net, tokens, [23])
-    before = {d: {k: v.clone() for k, v in s.to_tensors().items()} for d, s in memory_states(cache).items()}
-    with frozen_memory(net):
-        net(tokens, past_key_values=cache)
-    after = {depth: state.to_tensors() for depth, state in memory_states(cache).items()}
-    for depth, tensors in before.items():
-        assert tensors.keys() == after[depth].keys()
-        assert all(torch.equal(tensors[name], after[depth][name]) for name in tensors)
-    assert not any(module.frozen for module in memory_modules(net).values())
-
-
 def test_flushing_writes_the_pairs_whose_target_is_there():
     """Nine tokens and a flush leave what ten do in a memory that is written every nine and binds no pair across."""
     net, tokens = model(options={"fwpkm": {"chunk_size": 16}}), text(2, 10)
@@ -262,14 +250,6 @@ def test_chunks_are_as_long_as_is_said_inside():
     assert memory_modules(net)[0].chunk_size == 5
     for depth, state in memory_states(cache).items():
         torch.testing.assert_close(state.values.dense(), memory_states(wanted)[depth].values.dense())
-
-
-def test_every_slow_weight_of_a_memory_learns():
-    net, tokens = model("pkm@1+fwpkm@1", options={"fwpkm": {"top_k": 2}}).train(), text(4, 23)
-    net(tokens, labels=tokens).loss.backward()
-    for name, p in net.model.layers[1].named_parameters():
-        assert p.grad is not None, name
-        assert p.grad.abs().sum() > 0, name
 
 
 def test_beams_cannot_share_a_memory():

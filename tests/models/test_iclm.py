@@ -3,7 +3,6 @@
 `test_iclm_oracle.py` compares it with its equations."""
 
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from any_model import CASES, SIZES, T, in_chunks, make, padded, text
 from mistakes import refuses
-from programs import python
 from transformers import DynamicCache
 
 from regard.checks import ArgumentError
@@ -43,6 +41,7 @@ def test_parameters_at_the_sizes_of_the_paper(size, millions):
     assert counted["wv"] - counted["transformer"] == config.hidden_size, "the start vector alone"
     assert config.variant == ("wv" if size == "large" else "full")
     assert config.vocab_size == 50257
+    assert ICLMConfig.preset(size, variant="full", vocab_size=99).vocab_size == 99
 
 
 def test_the_parity_report_says_what_can_be_equal():
@@ -123,11 +122,6 @@ def test_the_variant_is_changed_in_the_configuration(tmp_path):
     assert ICLMConfig.from_pretrained(tmp_path, variant="wv").variant == "wv"
 
 
-def test_presets_by_name():
-    refuses("unknown size 'tiny'", ICLMConfig.preset, "tiny")
-    assert ICLMConfig.preset("large", variant="full", vocab_size=99).vocab_size == 99
-
-
 def test_two_tables():
     """Embeddings cannot stand for both, and the second cannot be resized with the first."""
     model = make("iclm", tie_phi=False)
@@ -144,15 +138,6 @@ def test_initial_weights():
     fresh = ICLMForCausalLM(ICLMConfig(vocab_size=400))
     ids = torch.randint(400, (4, 32), generator=torch.Generator().manual_seed(0))
     assert fresh(ids, labels=ids).loss.item() == pytest.approx(math.log(400), rel=0.02)
-
-
-def test_the_examples_of_the_page_print_what_it_says():
-    found = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(found) == 3
-    printed = python("-c", "\n".join(found)).splitlines()
-    assert [printed[0], printed[5], printed[7]] == ["True", "True", "tensor(True)"]
-    shown = re.findall(r"^print\(.*\.shape\)  # (\[[\d, ]+\])", "\n".join(found), flags=re.MULTILINE)
-    assert [f"torch.Size({shape})" for shape in shown] == [*printed[1:5], printed[6]]
 
 
 # What is seen ---------------------------------------------------------------------------------------------------

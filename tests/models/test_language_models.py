@@ -2,11 +2,12 @@
 
 import copy
 import pickle
+from functools import partial
 
 import any_model
 import pytest
 import torch
-from any_model import T, every_case, every_model, plain_case, text
+from any_model import SIZES, T, every_case, every_model, plain_case, text
 from mistakes import refuses
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
@@ -15,13 +16,7 @@ from regard.models import HybridConfig, count_parameters, language_models, match
 from regard.models.base.base_config import own_fields
 
 NAMES = language_models.names()
-SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def make(name: str, **fields):
-    entry = language_models.get(name)
-    torch.manual_seed(0)
-    return entry.model(entry.config(**{**SIZES, **fields})).eval()
+make = partial(any_model.make, dtype=torch.float32)
 
 
 @every_model
@@ -49,23 +44,19 @@ def test_a_size_that_cannot_be_matched():
 def test_gpt2_with_rotary_positions_has_its_parameters():
     """V C + L (12 C^2 + 9 C) + 2 C: attention without biases, LayerNorm and MLP with them."""
     config = HybridConfig(**SIZES, feed_forward="gelu", norm="layer")
-    assert count_parameters(config) == 40 * 32 + 2 * (12 * 32**2 + 9 * 32) + 2 * 32
+    assert count_parameters(config) == 29 * 16 + 4 * (12 * 16**2 + 9 * 16) + 2 * 16
     bare = HybridConfig(**SIZES, feed_forward="none", norm="layer")
-    assert count_parameters(bare) == 40 * 32 + 2 * (4 * 32**2 + 2 * 32) + 2 * 32
+    assert count_parameters(bare) == 29 * 16 + 4 * (4 * 16**2 + 2 * 16) + 2 * 16
 
 
 @torch.no_grad()
 @every_case
 def test_saved_and_loaded_by_path_alone(case, tmp_path):
-    model, tokens = any_model.make(case, dtype=torch.float32), any_model.text(2)
+    model, tokens = make(case), text(2)
     model.save_pretrained(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json", ".py"}
     config = AutoConfig.from_pretrained(tmp_path)
-    assert {**config.to_dict(), "_name_or_path": ""} == {
-        **model.config.to_dict(),
-        "_name_or_path": "",
-        "dtype": "float32",
-    }
+    assert {**config.to_dict(), "_name_or_path": ""} == {**model.config.to_dict(), "_name_or_path": ""}
     expected = model(tokens)
     for loader in (type(model), AutoModelForCausalLM):
         again = loader.from_pretrained(tmp_path)
@@ -85,13 +76,13 @@ def test_saved_and_loaded_by_path_alone(case, tmp_path):
     [
         (torch.zeros(1, 0, dtype=torch.long), None, "nothing to continue"),
         (torch.zeros(1, 17, dtype=torch.long), None, "has 17 tokens, more than the model's context of 16"),
-        (torch.tensor([[3, 40]]), None, "holds 3 to 40, expected integers from 0 to 39"),
+        (torch.tensor([[3, 29]]), None, "holds 3 to 29, expected integers from 0 to 28"),
         (torch.tensor([[3, -1]]), None, "holds -1 to 3, expected"),
         (torch.tensor([[3, 4], [1, 2]]), torch.tensor([[1, 1], [0, 0]]), "row 1 of the prompt is all padding"),
     ],
 )
 def test_prompts_that_cannot_be_continued(name, prompt, mask, message):
-    model = make(name, max_position_embeddings=16)
+    model = make(name, max_position_embeddings=16, pad_token_id=None)
     refuses(message, model.generate, prompt, attention_mask=mask, max_new_tokens=2)
 
 
@@ -104,7 +95,7 @@ def test_prompts_that_cannot_be_continued(name, prompt, mask, message):
         ({"mixers": "sofmax"}, "Did you mean 'softmax'"),
         ({"mixers": ["softmax"] * 7}, "mixers names 7 layers"),
         ({"initializer_range": 0.0}, "initializer_range"),
-        ({"pad_token_id": 40}, "pad_token_id is 40, expected None or a token from 0 to 39"),
+        ({"pad_token_id": 29}, "pad_token_id is 29, expected None or a token from 0 to 28"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
     ],
 )
@@ -114,7 +105,7 @@ def test_fields_out_of_range(name, fields, message):
 
 @plain_case
 def test_a_row_of_padding_in_a_batch_changes_nothing(case):
-    model = any_model.make(case, dtype=torch.float32)
+    model = make(case)
     tokens = torch.stack([torch.arange(9), torch.arange(9) + 9])
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1] = False
@@ -123,7 +114,7 @@ def test_a_row_of_padding_in_a_batch_changes_nothing(case):
     torch.testing.assert_close(both[:1], model(tokens[:1]).logits, atol=1e-5, rtol=0)
     out = model.train()(tokens, attention_mask=mask, labels=tokens)
     out.loss.backward()
-    alone = any_model.make(case, dtype=torch.float32).train()
+    alone = make(case).train()
     loss = alone(tokens[:1], labels=tokens[:1]).loss
     loss.backward()
     torch.testing.assert_close(out.loss, loss, atol=1e-5, rtol=0)
@@ -226,7 +217,7 @@ def test_what_counts_as_padding_in_a_prompt_is_what_transformers_infers(name):
 
 @every_model
 def test_a_cache_that_another_model_filled(name):
-    deep, tokens = make(name, num_hidden_layers=4), torch.arange(5)[None]
+    deep, tokens = make(name, num_hidden_layers=6), torch.arange(5)[None]
     cache = deep(tokens).past_key_values
     refuses("cache", make(name), tokens, past_key_values=cache)
 

@@ -150,7 +150,14 @@ def test_initial_weights():
         layer = model(initializer=kind, **wide).model.layers[0]
         assert abs(layer.contextual.keys.proj.weight.std().item() / inner - 1) < 0.03
         assert abs(layer.contextual.out_proj.weight.std().item() / outer - 1) < 0.03
-        assert abs(layer.persistent.slot_keys.std().item() / 48**-0.5 - 1) < 0.03
+        assert abs(layer.persistent.out_proj.weight.std().item() / outer - 1) < 0.03
+        for slots in (layer.persistent.slot_keys, layer.persistent.slot_values):
+            assert abs(slots.std().item() / 48**-0.5 - 1) < 0.03
+        mix = layer.contextual.values.mix
+        assert ((mix >= 0) & (mix <= 1)).all()
+        torch.testing.assert_close(layer.persistent.keys.rate * 10, torch.linspace(0.5, 5, 4).double())
+    embedded = model(vocab_size=400, **wide).model.embed_tokens.weight
+    assert abs(embedded.std().item() / 192**-0.5 - 1) < 0.03
 
 
 def test_dropout_is_refused():

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from any_model import (
     CASES,
     PARTS,
+    SIZES,
     T,
     cases,
     counts_padding,
@@ -148,11 +149,13 @@ def test_rows_of_a_cache_are_reordered_repeated_and_selected(case):
 @torch.no_grad()
 @parts_first
 def test_a_copy_of_a_cache_goes_its_own_way(case):
-    """As one prompt with several continuations needs it; `reset` forgets everything."""
+    """As one prompt with several continuations needs it: what a layer holds is replaced and never written into. `reset`
+    forgets everything."""
     model, tokens = make(case), text(2, T + 4)
     whole = model(tokens, use_cache=False).logits
     _, cache = in_chunks(model, tokens[:, :T], [T])
-    twin = copy.deepcopy(cache)
+    twin = copy.copy(cache)
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
     model(text(2, 6, seed=8), past_key_values=cache)
     after = model(tokens[:, T:], past_key_values=twin).logits
     torch.testing.assert_close(after, whole[:, T:], atol=tolerance(case), rtol=0)
@@ -287,19 +290,22 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(case):
 @torch.no_grad()
 @plain_case
 def test_weights_and_hidden_states_are_shown(case):
+    """A map for each layer and a state before it."""
     model, (tokens, mask) = make(case), padded()
     plain = model(tokens, attention_mask=mask, use_cache=False)
     shown = model(tokens, attention_mask=mask, use_cache=False, output_attentions=True, output_hidden_states=True)
     torch.testing.assert_close(shown.logits[mask.bool()], plain.logits[mask.bool()], atol=1e-10, rtol=0)
-    assert len(shown.attentions) > 0
-    assert all(state.shape[:2] == tokens.shape for state in shown.hidden_states)
+    layers, heads = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
+    assert [x.shape for x in shown.hidden_states] == [(5, T, SIZES["hidden_size"])] * (layers + 1)
+    base = model.base_model(tokens, attention_mask=mask)
+    torch.testing.assert_close(shown.hidden_states[-1], base.last_hidden_state, atol=1e-10, rtol=0)
+    assert [weights.shape for weights in shown.attentions] == [(5, heads, T, T)] * layers
     for weights in shown.attentions:
-        assert weights.shape[0] == 5
         assert weights.isfinite().all()
         assert weights.abs().amax() > 0.01
-        if weights.shape[-1] == T:
-            assert (weights[1, ..., :4] == 0).all()
-            assert (weights[2, :, :8, 8:] == 0).all()
+        assert (weights.triu(1) == 0).all()
+        assert (weights[1, ..., :4] == 0).all()
+        assert (weights[2, :, :8, 8:] == 0).all()
     cached = model(tokens, attention_mask=mask, use_cache=True, output_attentions=True)
     torch.testing.assert_close(cached.attentions, shown.attentions, atol=1e-10, rtol=0)
 

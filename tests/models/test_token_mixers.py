@@ -55,7 +55,8 @@ def drawn(kind: Any) -> tuple[Any, Heads]:
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
     query, key, value = torch.randn(3, 1, HEADS, TOKENS, DIM)
-    return layer, Heads(query, key, value, torch.randn(1, TOKENS, WIDTH), {})
+    how = {"attn_mask": None, "state": None, "segment_ids": None}
+    return layer, Heads(query, key, value, torch.randn(1, TOKENS, WIDTH), how)
 
 
 @pytest.mark.parametrize("kind", STEPS, ids=lambda k: k.__name__)
@@ -100,7 +101,6 @@ def test_mamba2_starts_with_its_steps_and_rates() -> None:
 def test_h3_reads_its_diagonal_state_space_model() -> None:
     """Sums of keys times values that fade, token by token, weighed and multiplied by the query."""
     layer, heads = drawn(H3)
-    heads = heads._replace(how={"attn_mask": None, "state": None, "segment_ids": None})
     found, _ = layer.recall(heads)
     sums = torch.zeros(HEADS, DIM, layer.log_rate.shape[-1])
     for t in range(TOKENS):
@@ -112,7 +112,6 @@ def test_h3_reads_its_diagonal_state_space_model() -> None:
 
 def test_hyena_convolves_with_its_filter() -> None:
     layer, heads = drawn(Hyena)
-    heads = heads._replace(how={"attn_mask": None, "state": None, "segment_ids": None})
     found, _ = layer.recall(heads)
     u, filters = (heads.key * heads.value)[0], layer.filters(TOKENS)
     for t in range(TOKENS):
