@@ -289,34 +289,25 @@ def x() -> torch.Tensor:
     return torch.randn(3, 9, 16, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("spec", [*SPECS, "local-linear[relumax]"])
-def test_looking_does_not_change_the_output(spec: str, weights: bool, x: torch.Tensor) -> None:
-    model = Two(spec)
+def test_support_is_the_number_of_weights_that_are_not_zero_and_looking_changes_nothing(
+    spec: str, x: torch.Tensor
+) -> None:
+    model, seen = Two(spec), {}
     before = model(x)
-    with capture(model, weights=weights):
-        during = model(x)
-    assert (during - before).abs().max() <= 1e-5
+    for weights in (False, True):
+        with capture(model, weights=weights) as seen[weights]:
+            assert (model(x) - before).abs().max() <= 1e-5
     assert torch.equal(model(x), before)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_support_is_the_number_of_weights_that_are_not_zero(spec: str, x: torch.Tensor) -> None:
-    model = Two(spec)
-    with capture(model) as fast:
-        model(x)
-    with capture(model, weights=True) as dense:
-        model(x)
-    assert list(fast.layers) == list(dense.layers) == [0, 1]
+    fast, dense = seen[False].layers, seen[True].layers
+    assert list(fast) == list(dense) == [0, 1]
     for layer in (0, 1):
-        weights = dense.layers[layer].weights
-        assert weights is not None
+        weights = dense[layer].weights
         assert weights.shape == (3, 2, 9, 9)
-        assert fast.layers[layer].weights is None
-        counted = (weights != 0).sum(-1)
-        assert torch.equal(dense.layers[layer].support.long(), counted)
-        assert torch.equal(fast.layers[layer].support.long(), counted)
-    assert (weights.triu(1) == 0).all()
+        assert fast[layer].weights is None
+        assert (weights.triu(1) == 0).all()
+        for found in (fast, dense):
+            assert torch.equal(found[layer].support.long(), (weights != 0).sum(-1))
 
 
 def test_nothing_keeps_the_graph_alive(x: torch.Tensor) -> None:

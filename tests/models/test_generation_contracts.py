@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from any_model import PARTS, every_case, every_model, in_chunks, make, moved, plain_case, refused, text
-from transformers import DynamicCache
+from any_model import PARTS, every_case, every_model, make, moved, plain_case, refused, text
 
 from regard.checks import ArgumentError
 from regard.models import language_models
@@ -104,22 +103,6 @@ def test_decoding_that_takes_tokens_back_works_or_says_why_not(name, mixers, aid
     except ArgumentError as error:
         refused(error)
         assert name not in ("transformer", "iclm"), "whose caches can be cropped"
-    else:
-        assert torch.equal(found, expected)
-
-
-@every_model
-@pytest.mark.parametrize("mixers", ["softmax", "shift-cosine"])
-def test_a_cache_given_to_generate(name, mixers):
-    model, tokens = make(name, mixers), text(2, 9)
-    expected = model.generate(tokens, max_new_tokens=6, do_sample=False)
-    _, cache = in_chunks(model, tokens[:, :5], [5])
-    assert torch.equal(model.generate(tokens, past_key_values=cache, max_new_tokens=6, do_sample=False), expected)
-    try:
-        found = model.generate(tokens, past_key_values=DynamicCache(), max_new_tokens=6, do_sample=False)
-    except ArgumentError as error:
-        refused(error, "DynamicCache")
-        assert name != "transformer", "which takes transformers' own cache"
     else:
         assert torch.equal(found, expected)
 

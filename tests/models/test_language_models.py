@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, count_parameters, language_models, match_parameters
-from regard.models.base.base_config import own_fields
 
 NAMES = language_models.names()
 make = partial(any_model.make, dtype=torch.float32)
@@ -239,13 +238,6 @@ def test_a_changed_sentence_may_add_and_drop_what_it_learns(tmp_path):
     fixed = model.from_pretrained(tmp_path, mixers="epanechnikov*fixed(h=1.2)*cosine")
     assert any(path.endswith("log_h") for path, _ in fixed.named_parameters())
     assert torch.equal(fixed.model.embed_tokens.weight, model.from_pretrained(tmp_path).model.embed_tokens.weight)
-
-
-def test_own_fields_are_fields():
-    for name in NAMES:
-        config = language_models.get(name).config
-        assert {"unused", "size_field"}.isdisjoint(own_fields(config))
-        assert {"vocab_size", "mixers"} <= set(own_fields(config))
 
 
 @every_model

@@ -1,8 +1,9 @@
 """Capture of the diagnostics of attention layers while a model runs, without changing its outputs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
     seen = Capture()
     try:
         for position, layer in enumerate(layers):
-            layer.observer = _recorder(seen, position)
+            layer.observer = partial(_record, seen, position)
             layer.observe_weights = weights
         yield seen
     finally:
@@ -64,11 +65,8 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
             layer.observer, layer.observe_weights = observer, observe_weights
 
 
-def _recorder(seen: Capture, position: int) -> Callable[[int | None, Diagnostics], None]:
-    def record(layer_idx: int | None, diagnostics: Diagnostics) -> None:
-        seen.layers[position if layer_idx is None else layer_idx] = diagnostics.detached()
-
-    return record
+def _record(seen: Capture, position: int, layer_idx: int | None, diagnostics: Diagnostics) -> None:
+    seen.layers[position if layer_idx is None else layer_idx] = diagnostics.detached()
 
 
 def check_labels(call: str, labels: Any, input_ids: Tensor) -> None:

@@ -39,7 +39,7 @@ from .arguments import (
 )
 from .base_config import RegardConfig
 from .cache_layers import fixed_length, tokens_cached
-from .loading import CheckedLoading
+from .loading import RegardPreTrainedModel
 from .packing import Documents
 
 
@@ -63,15 +63,6 @@ class Decoded:
     hidden: Tensor  # [B, T, C] after the last norm, the input of the output matrix
     states: list[Tensor] = field(default_factory=list)  # before each layer
     attentions: list[Tensor | None] = field(default_factory=list)  # [B, H, T, N]; None for a layer without weights
-
-
-class RegardPreTrainedModel(CheckedLoading):
-    """Base of the models with and without the output matrix: configuration, initial weights, saving."""
-
-    config: RegardConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _skip_keys_device_placement = [*CACHE_NAMES]  # noqa: RUF012  (transformers reads a class attribute)
 
 
 class RegardModel(RegardPreTrainedModel):

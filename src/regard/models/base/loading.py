@@ -12,14 +12,20 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ...checks import ArgumentError, refuse
-from .base_config import HUB_KEYS, own_fields
+from .arguments import CACHE_NAMES
+from .base_config import HUB_KEYS, RegardConfig, own_fields
 
 DAMAGE = (SafetensorError, RecursionError, TypeError, KeyError, AttributeError)
 """What transformers raises for damaged files, beside errors that name the folder (`OSError`, `ValueError`)."""
 
 
-class CheckedLoading(PreTrainedModel):
-    """A transformers model whose `from_pretrained` refuses checkpoints that do not fit."""
+class RegardPreTrainedModel(PreTrainedModel):
+    """Base of the models with and without the output matrix; `from_pretrained` refuses checkpoints that do not fit."""
+
+    config: RegardConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = [*CACHE_NAMES]  # noqa: RUF012  (transformers reads a class attribute)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -21,9 +21,10 @@ from ...nn.attention.norm import make_norm
 from ...nn.attention.ridge import RidgeProjection
 from ...nn.memories import MemoryLayer, memory_layers
 from ..base.arguments import all_real
-from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
+from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, check_depth
 from ..base.cache_layers import own_layer
 from ..base.catalogue import LanguageModel, language_models
+from ..base.loading import RegardPreTrainedModel
 from .cache import MemoryCacheLayer, hybrid_cache, remembering
 from .configuration_hybrid import HybridConfig
 from .token_mixers import TokenMixer, token_mixers
@@ -116,7 +117,6 @@ def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
 
 class HybridPreTrainedModel(RegardPreTrainedModel):
     config: HybridConfig
-    config_class = HybridConfig
     _no_split_modules = ["HybridDecoderLayer"]  # noqa: RUF012  (transformers reads a class attribute)
     _can_compile_fullgraph = True  # with attention in every layer
 

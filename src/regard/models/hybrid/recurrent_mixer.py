@@ -104,7 +104,7 @@ class RecurrentMixer(StateMixer):
         """Return what the queries read, [B, H, T, D], and the memory after all tokens (or None for packed rows)."""
 
     def advance(
-        self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None
+        self, hidden: Tensor, real: Tensor | None, states: States, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
         memory, convolution = states
         weight = None if self.conv is None else self.conv.weight[:, 0]

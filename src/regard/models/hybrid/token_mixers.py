@@ -74,9 +74,9 @@ class StateMixer(TokenMixer):
 
     @abstractmethod
     def advance(
-        self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None
+        self, hidden: Tensor, real: Tensor | None, states: States, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
-        """Return the output [B, T, C] and the states after all tokens, which are used if `remember`.
+        """Return the output [B, T, C] and the states after all tokens.
 
         `hidden` [B, T, C] is zero at padding. `real`, boolean [B, T], has the real tokens of each row first; None: all
         are real. `segment_ids`, integers [B or 1, T], change where a document begins, and come without states.
@@ -103,19 +103,18 @@ class StateMixer(TokenMixer):
         mask = None if attention_mask is None else attention_mask[:, -tokens:]
         held = self.cache_layer.held
         states = tuple(None if kept is None else getattr(kept, name) for name in held)
-        out, states = self.mix(hidden_states, mask, states, remember=kept is not None, segment_ids=segment_ids)
+        out, states = self.mix(hidden_states, mask, states, segment_ids)
         if kept is not None:
             for name, state in zip(held, states, strict=True):
                 setattr(kept, name, state)
         return out, None
 
     def mix(
-        self, hidden: Tensor, mask: Tensor | None, states: States, *, remember: bool = True,
-        segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, States]:  # fmt: skip
+        self, hidden: Tensor, mask: Tensor | None, states: States, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, States]:
         """Do what `advance` does for any mask [B, T] of real tokens; padding gives 0 and changes nothing else."""
         if all_real(mask):
-            return self.advance(hidden, None, states, remember, segment_ids)
+            return self.advance(hidden, None, states, segment_ids)
         assert mask is not None
         # Move the real tokens of each row to the front, so that no real token follows padding.
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
@@ -123,7 +122,7 @@ class StateMixer(TokenMixer):
         real = mask.gather(1, order)
         hidden = hidden.gather(1, place).masked_fill(~real[..., None], 0)
         segment_ids = None if segment_ids is None else segment_ids.expand_as(order).gather(1, order)
-        out, states = self.advance(hidden, real, states, remember, segment_ids)
+        out, states = self.advance(hidden, real, states, segment_ids)
         return torch.zeros_like(out).scatter(1, place, out.masked_fill(~real[..., None], 0)), states
 
 

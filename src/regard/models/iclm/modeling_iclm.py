@@ -26,8 +26,9 @@ from ...checks import ArgumentError, require
 from ...nn import Attention, FunctionalGradient, HookPoint, expected_embedding, feed_forwards, rotary_angles
 from ...nn.functional_gradient import mean_embedding
 from ...nn.pairs import Pairs, pair_rows
-from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel
+from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel
 from ..base.catalogue import LanguageModel, language_models
+from ..base.loading import RegardPreTrainedModel
 from .configuration_iclm import ICLMConfig
 from .contributions import Contributions, trace
 from .iclm_cache import ICLMCache, PairLayer
@@ -156,7 +157,6 @@ class StartVector(nn.Module):
 
 class ICLMPreTrainedModel(RegardPreTrainedModel):
     config: ICLMConfig
-    config_class = ICLMConfig
     _no_split_modules = ["CovariateBlock", "FunctionBlock"]  # noqa: RUF012  (transformers reads a class attribute)
 
     @torch.no_grad()

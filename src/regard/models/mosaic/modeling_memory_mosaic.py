@@ -22,9 +22,10 @@ from ...nn.mosaic.features import KeyFeatures, OutputProjection, Sharpness, Valu
 from ...nn.mosaic.persistent_memory import PersistentMemory
 from ...recurrent.leaky import LeakyState
 from ..base.arguments import all_real
-from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
+from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, check_depth
 from ..base.cache_layers import StateCacheLayer, own_layer
 from ..base.catalogue import LanguageModel, language_models
+from ..base.loading import RegardPreTrainedModel
 from .configuration_memory_mosaic import MemoryMosaicConfig
 
 
@@ -97,7 +98,6 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
 
 class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):
     config: MemoryMosaicConfig
-    config_class = MemoryMosaicConfig
     _no_split_modules = ["MemoryMosaicBlock"]  # noqa: RUF012  (transformers reads a class attribute)
 
     @torch.no_grad()

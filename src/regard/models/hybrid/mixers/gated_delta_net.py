@@ -100,7 +100,7 @@ class GatedDeltaNet(StateMixer):
         return GatedDeltaNet(config.hidden_size, **options, norm_eps=config.rms_norm_eps, layer_idx=layer_idx)
 
     def advance(
-        self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None
+        self, hidden: Tensor, real: Tensor | None, states: States, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
         (state,) = states
         net, tokens = self.net, hidden.shape[1]
@@ -119,11 +119,8 @@ class GatedDeltaNet(StateMixer):
         else:
             out, memory = _rule(query, key, value, decay, beta, None if state is None else state.memory)
         heads = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)).view_as(z)
-        after = None
-        if remember:
-            assert memory is not None
-            past = 0 if state is None else state.tokens
-            after = GatedDeltaState(last, memory, tokens=past + tokens)
+        past = 0 if state is None else state.tokens
+        after = None if memory is None else GatedDeltaState(last, memory, tokens=past + tokens)
         return net.out_proj(heads.flatten(2)), (after,)
 
 
