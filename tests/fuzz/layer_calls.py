@@ -53,7 +53,7 @@ def attention(draw: Draw) -> Arguments:
         window=(draw.one(None, 3), Whole(none=True, low=1)),
         temperature=(rule, LOCAL_RULES),
         share_query_key=share,
-        qk_norm=draw.word(*QK_NORMS, none=True),
+        qk_norm=draw.word(*QK_NORMS[1:], none=True),
         ridge=("fixed", Other(also=("learned",))),
     )
 

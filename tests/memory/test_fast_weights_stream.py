@@ -251,7 +251,7 @@ def test_a_state_does_not_go_back() -> None:
     ("change", "words"),
     [
         ({"sync": "all_gather"}, "shared=True"),
-        ({"sync": "reduce", "shared": True}, "sync is 'reduce'"),
+        ({"sync": "reduce", "shared": True}, "unknown sync='reduce'"),
         ({"sync": "all_gather", "shared": True, "chunk_size": 2}, "init_process_group"),
         ({"values": torch.zeros(35, 4).double()}, "values has shape \\[35, 4\\]"),
     ],

@@ -232,7 +232,7 @@ def test_ridges_and_gains_start_where_they_should(temperatures):
             "ridges is .*expected a rule such as 'learned', or a list with one for each",
         ),
         ({"ridges": "learned"}, "HybridConfig: ridges: ridge learned needs a local linear model"),
-        ({"qk_norm": "layer"}, "HybridConfig: qk_norm is 'layer', expected None, 'rms' or 'l2'"),
+        ({"qk_norm": "layer"}, "HybridConfig: unknown qk_norm='layer'. Choose from: None, l2, rms"),
     ],
 )
 def test_bad_fields(fields, message):

@@ -197,7 +197,7 @@ def test_any_object_with_two_methods_is_a_cache(x):
         ({"hidden_size": 30}, "hidden_size 30 is not a multiple of 4 heads"),
         ({"num_kv_heads": 3}, "4 query heads \\(num_heads\\) do not divide among 3 key/value heads"),
         ({"num_kv_heads": 2, "share_query_key": True}, "4 query heads need 4 key/value heads, not 2; leave num_kv"),
-        ({"qk_norm": "l1"}, r"nn\.Attention: qk_norm is 'l1', expected None, 'rms' or 'l2'"),
+        ({"qk_norm": "l1"}, r"nn\.Attention: unknown qk_norm='l1'\. Choose from: None, l2, rms"),
         ({"ridge": "learned"}, r"nn\.Attention: ridge learned needs a local linear model"),
         ({"spec": "gaussian*linear(solver=learned)", "ridge": "learned"}, "ridge learned needs a local linear model"),
         (

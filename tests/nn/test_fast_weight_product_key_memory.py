@@ -63,7 +63,7 @@ def test_preset_options():
     program = FastWeightProductKeyMemory.from_preset("program", C, **{**SMALL, "address_weight": 0.5}).settings.rule
     assert (paper.name, paper.address_weight, paper.border, paper.learning_rate) == ("paper", 10.0, True, 1.0)
     assert (program.name, program.address_weight, program.border) == ("reference", 0.5, False)
-    refuses(r"unknown preset 'papers'\. Did you mean 'paper'", FastWeightProductKeyMemory.from_preset, "papers", C)
+    refuses(r"unknown preset='papers'\. Did you mean 'paper'", FastWeightProductKeyMemory.from_preset, "papers", C)
 
 
 def test_sizes_of_the_paper():
@@ -164,7 +164,7 @@ def test_every_option_has_its_default():
         ({"key_update": "entropie"}, "Did you mean 'entropy'"),
         ({"resident": True}, "shared=True"),
         ({"sync": "all_gather"}, "shared=True"),
-        ({"shared": True, "sync": "sum"}, "sync is 'sum'"),
+        ({"shared": True, "sync": "sum"}, "unknown sync='sum'"),
         ({"shared": True, "resident": True, "learn_initial": True}, "learn_initial"),
         ({"storage": "int8"}, "storage"),
     ],

@@ -78,7 +78,7 @@ def test_text_forms(kind, names, texts, same):
         ("ridge", "learned(", r"ridge is 'learned\(', expected the text of one, such as 'learned\(start=0.5\)'"),
         ("ridge", "fixed(value=1)", "ridge fixed: unknown argument 'value'; it takes none"),
         ("ridge", "learned(begin=1)", "unknown argument 'begin'; it takes start, floor, link"),
-        ("ridge", "learned(link=relu)", "link is 'relu', expected one of sigmoid, softplus"),
+        ("ridge", "learned(link=relu)", "link is 'relu', expected 'sigmoid' or 'softplus'"),
         ("ridge", "learned(floor=0)", "floor is 0, expected floor > 0"),
         ("ridge", "learned(start=0.001)", "start is 0.001, expected a number between floor 0.001 and 1.001"),
         ("ridge", "learned(start=2)", "start is 2, expected a number between floor 0.001 and 1.001, which a sigmoid"),

@@ -131,6 +131,13 @@ class WriteRule:
         choice(CALL, "key_update", self.key_update, get_args(KeyUpdate))
         flags(CALL, look_ahead=self.look_ahead, border=self.border, gate_loss=self.gate_loss)
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of tokens that a write needs, among those of `FastWeightState.waiting`."""
+        by_keys = ("query", "halves", "half_scores") if self.key_update != "none" else ()
+        by_scores = ("scores",) if self.key_update == "mse" else ()
+        return ("slots", "weights", "read", "value", "position", "gate", "good", *by_keys, *by_scores)
+
     @classmethod
     def of(cls, rule: str | WriteRule) -> WriteRule:
         if isinstance(rule, WriteRule):

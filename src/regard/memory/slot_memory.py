@@ -8,12 +8,12 @@ a query, Dv of a value.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flags, refuse, require, within
+from ..checks import ArgumentError, choice, flags, refuse, require, within
 from ..grammar import Spec
 from .fast_weight_rules import WriteRule, Written
 from .fast_weight_state import FastWeightState
@@ -42,36 +42,9 @@ class WriteObserver(Protocol):
         return
 
 
-class Looked(NamedTuple):
-    """What tokens [R, w] read."""
-
-    slots: Tensor  # [R, w, H, k]
-    weights: Tensor  # [R, w, H, k]
-    read: Tensor  # [R, w, Dv]
-    out: Tensor  # `read`, or its mix with the tokens' values (`SlotMemory.mix`)
-    halves: Tensor  # [R, w, H, 2, k]
-    half_scores: Tensor  # [R, w, H, 2, k]
-    scores: Tensor | None  # [R, w, H, k]; None if no write needs them
-
-
-class Rounds(Protocol):
-    """A store of values with kernels for whole reads and writes, which return None if they cannot do what is asked."""
-
-    def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Do as `precision.clean`."""
-
-    def looked(self, how: SlotMemory, keys: Tensor, tokens: Tensors) -> Looked | None:
-        """Return what tokens [R, w, ...] read with keys [M, H, 2, n, Dk/2]; 0 where they are not good."""
-
-    def rewritten(
-        self, how: SlotMemory, keys: Tensor, tokens: Tensors, following: Tensors | None
-    ) -> tuple[Tensor, SlotValues] | None:
-        """Return keys and values after a write of `tokens`; `following`, [R, 1, ...], are the next ones."""
-
-
-def rounds_of(values: SlotValues) -> Rounds | None:
-    """Return a store that is a `Rounds`, else None. A check of the protocol by `isinstance` would take microseconds."""
-    return cast(Rounds, values) if hasattr(values, "looked") else None
+def rounds_of(values: SlotValues) -> Any:
+    """Return a store that has kernels for whole reads and writes (`triton.memory.values.TableValues`), else None."""
+    return values if hasattr(values, "looked") else None
 
 
 def mixed(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
@@ -165,22 +138,17 @@ class SlotMemory(ChunkMemory):
         return torch.cat(outs, 1), joined(kept) if keep else {}
 
     def _read(self, state: FastWeightState, tokens: Tensors) -> tuple[Tensor, Tensors]:
-        found = self._looked(state, tokens)
-        position = tokens["position"]
+        out, found = self._looked(state, tokens)
         if self.observer is not None:
+            slots, weights, position = found["slots"], found["weights"].detach(), tokens["position"]
             valid = tokens.get("good", torch.ones_like(position, dtype=torch.bool))
-            told = (found.slots.flatten(-2), found.weights.flatten(-2).detach(), position, valid, self._rows(valid))
+            told = (slots.flatten(-2), weights.flatten(-2), position, valid, self._rows(valid))
             self.observer.on_read(*(by_memory(x, state) for x in told))
-        kept = {"slots": found.slots, "weights": found.weights, "read": found.read}
-        kept |= {name: tokens[name] for name in ("value", "position", "gate", "good") if name in tokens}
-        if self.rule.key_update != "none":
-            kept |= {"query": tokens["query"], "halves": found.halves, "half_scores": found.half_scores}
-        if self.rule.key_update == "mse":
-            assert found.scores is not None
-            kept["scores"] = found.scores
-        return found.out, kept
+        fields = {**tokens, **found}
+        return out, {name: fields[name] for name in self.rule.fields if name in fields}
 
-    def _looked(self, state: FastWeightState, tokens: Tensors) -> Looked:
+    def _looked(self, state: FastWeightState, tokens: Tensors) -> tuple[Tensor, Tensors]:
+        """Return what the tokens read, or its mix, and the fields that came of it."""
         query, good, keys = tokens["query"], tokens.get("good"), state.keys
         rounds = None if torch.compiler.is_compiling() else rounds_of(state.values)
         looked = None if rounds is None else rounds.looked(self, keys, tokens)
@@ -193,8 +161,8 @@ class SlotMemory(ChunkMemory):
         read = read if good is None else hidden_where(~good, read)
         out = mixed(read, tokens["value"], tokens.get("gate")) if self.mix else read
         out = out if good is None or not self.mix else hidden_where(~good, out)
-        halves = (found.halves, found.half_scores, found.scores)
-        return Looked(found.slots, weights.view_as(found.slots), read, out, *halves)
+        halves = {"halves": found.halves, "half_scores": found.half_scores, "scores": found.scores}
+        return out, {"slots": found.slots, "weights": weights.view_as(found.slots), "read": read, **halves}
 
     def write(self, state: FastWeightState, tokens: Tensors, following: Tensors | None) -> dict[str, Any]:
         new, rounds = None, rounds_of(state.values)
@@ -283,6 +251,5 @@ def check_storage(call: str, storage: Any) -> None:
 
 def check_sync(call: str, sync: Any, shared: bool) -> None:
     """Check that `sync` is None, or "all_gather" for a shared memory."""
-    if sync is not None and not (isinstance(sync, str) and sync == "all_gather"):
-        raise refuse(call, "sync", sync, "None or 'all_gather'")
+    choice(call, "sync", sync, (None, "all_gather"))
     require(sync is None or shared, call, "sync='all_gather' is for one memory of all processes; give shared=True.")

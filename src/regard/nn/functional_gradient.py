@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..checks import ArgumentError, flag, flags, floating, instance, optional_whole, refuse, require, shape, tensor
+from ..checks import ArgumentError, flags, floating, instance, one_of, optional_whole, refuse, require, shape, tensor
 from ..grammar import Spec, as_spec
 from ..pairwise.visibility import Visibility, runs_of
 from ..precision import autocast, full_precision
@@ -81,9 +81,8 @@ class FunctionalGradient(nn.Module):
         even = covariate_size % num_heads == 0
         require(even, CALL, f"covariate_size {covariate_size} is not a multiple of {num_heads} heads (num_heads).")
         self.head_dim = covariate_size // num_heads
-        flag(CALL, "average", average)
-        if not isinstance(variant, str) or variant not in VARIANTS:
-            raise refuse(CALL, "variant", variant, f"one of {', '.join(map(repr, VARIANTS))}")
+        flags(CALL, average=average)
+        one_of(CALL, "variant", variant, VARIANTS)
         mend = "change one, or give variant='full', where every head averages the whole value"
         uneven = f"value_size {value_size} is not a multiple of {num_heads} heads (num_heads); {mend}."
         require(variant == "full" or value_size % num_heads == 0, CALL, uneven)

@@ -101,18 +101,24 @@ def row_numbers(
 def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, held: Any, slots: Any) -> Tensor:
     """Return the queries with four axes, checked to fit D and Dv (`sizes`), short-term memory and learned slots."""
     query = four_axes("queries", queries, call)
-    if sizes is not None and query.shape[3] != sizes[0]:
-        raise ArgumentError(f"{call}: queries have {query.shape[3]} channels and keys {sizes[0]}.")
-    if held is None and slots is None:
-        return query
-    heads = slots.shape[0] if held is None else held.leading[1]
-    batch, like = (None, slots) if held is None else (held.leading[0], held)
-    if query.shape[1] != heads:
-        raise ArgumentError(f"{call}: queries {shape(queries)} have {query.shape[1]} heads, the memory {heads}.")
-    if batch not in (None, 1, query.shape[0]):
-        given = f"queries {shape(queries)} are {query.shape[0]} sequences"
-        raise ArgumentError(f"{call}: {given}, the memory holds {batch}.")
-    on_device(call, "queries", query, like.device, "the memory")
-    if query.dtype != like.dtype:
-        raise ArgumentError(f"{call}: queries are {query.dtype} and the memory {like.dtype}; convert one with .to().")
+    dims = [] if sizes is None else [("D", query.shape[3], sizes[0])]
+    require_fit(call, "queries", query, dims, held, slots, any_batch=held is not None and held.leading[0] == 1)
     return query
+
+
+def require_fit(
+    call: str, name: str, x: Tensor, dims: list[tuple[str, Any, Any]], held: Any, slots: Any, any_batch: bool = False
+) -> None:
+    """Check that x [B, H, n, D] has what short-term memory and learned slots have, and `dims`, each (name, size,
+    expected size)."""
+    wanted, like = dims, slots if held is None else held
+    if held is not None:
+        batch, heads = held.leading
+        wanted = [*dims, ("B and H", tuple(x.shape[:2]), (x.shape[0] if any_batch else batch, heads))]
+    elif slots is not None:
+        wanted = [*dims, ("heads", x.shape[1], slots.shape[0])]
+    if like is not None:
+        wanted = [*wanted, ("dtype", x.dtype, like.dtype), ("device", x.device, like.device)]
+    for of, came, expected in wanted:
+        if came != expected:
+            raise ArgumentError(f"{call}: {name}: {of} is {came}, expected {expected}, that of what the memory holds.")

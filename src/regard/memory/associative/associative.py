@@ -18,24 +18,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ...checks import (
-    ArgumentError,
-    choice,
-    flag,
-    flags,
-    instance,
-    mapping,
-    number,
-    optional_whole,
-    shown,
-    whole,
-    within,
-)
+from ...checks import ArgumentError, choice, flags, instance, mapping, number, optional_whole, shown, whole, within
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import implementations_registry
-from .arguments import checked_queries, one_way, paired, places_of, row_numbers, transforming
+from .arguments import checked_queries, one_way, paired, places_of, require_fit, row_numbers, transforming
 from .energy import require_energy, well
 from .pairs import Pairs, learned
 from .sums import Sums, require_finite_features, trend_of
@@ -140,7 +128,7 @@ class AssociativeMemory(nn.Module):
         self._sizes: tuple[int, int] | None = None  # D and Dv, once known
         self._short: Pairs | Sums | None = None
         self._own_values = False  # whether values were written that are not the keys
-        flag(CALL, "tied", tied)
+        flags(CALL, tied=tied)
         whole(CALL, "heads", heads, 1)
         if generator is not None:
             instance(CALL, "generator", generator, torch.Generator, "a torch.Generator or None")
@@ -250,19 +238,9 @@ class AssociativeMemory(nn.Module):
         return len(both) - len(kept)
 
     def _check_fit(self, key: Tensor, value: Tensor, call: str) -> None:
-        wanted: list[tuple[str, Any, Any]] = []
-        if self._sizes is not None:
-            wanted += [("keys: D", key.shape[3], self._sizes[0]), ("values: Dv", value.shape[3], self._sizes[1])]
-        if self.slot_keys is not None:
-            wanted += [("keys: heads", key.shape[1], self.slot_keys.shape[0])]
-            wanted += [(f"keys: {n}", getattr(key, n), getattr(self.slot_keys, n)) for n in ("dtype", "device")]
-        if self._short is not None:
-            held = self._short
-            wanted += [("keys: B and H", tuple(key.shape[:2]), held.leading)]
-            wanted += [(f"keys: {n}", getattr(key, n), getattr(held, n)) for n in ("dtype", "device")]
-        for name, came, expected in wanted:
-            if came != expected:
-                raise ArgumentError(f"{call}: {name} is {came}, expected {expected}, that of what the memory holds.")
+        own = (key.shape[3], value.shape[3])
+        dims = list(zip(("D", "Dv"), own, self._sizes or own, strict=True))
+        require_fit(call, "keys", key, dims, self._short, self.slot_keys)
 
     def forget(
         self,
@@ -289,12 +267,9 @@ class AssociativeMemory(nn.Module):
                 support (sums: `everything` and `pairs`; pairs: all but `pairs`).
         """
         call = f"{CALL}.forget"
-        given = {
-            "indices": indices is not None,
-            "oldest": oldest is not None,
-            "everything": flag(call, "everything", everything),
-            "pairs": pairs is not None,
-        }
+        flags(call, everything=everything)
+        given = {"indices": indices is not None, "oldest": oldest is not None, "everything": everything}
+        given["pairs"] = pairs is not None
         if self.store == "sums":
             ways = ("everything", "pairs") if self.trend is None else ("everything",)
             one_way(call, given, ways, "sums do not know one pair from another")
@@ -359,8 +334,12 @@ class AssociativeMemory(nn.Module):
         call = f"{CALL}.read"
         query = checked_queries(call, queries, self._sizes, self._short, self.slot_keys)
         steps = whole(call, "steps", steps, 1)
-        flags(call, return_trajectory=return_trajectory, return_energy=return_energy)
-        flag(call, "return_diagnostics", return_diagnostics)
+        flags(
+            call,
+            return_trajectory=return_trajectory,
+            return_energy=return_energy,
+            return_diagnostics=return_diagnostics,
+        )
         width = query.shape[3] if self._sizes is None else self._sizes[1]
         if (steps > 1 or return_trajectory) and width != query.shape[3]:
             given = f"keys have {query.shape[3]} channels and values {width}"

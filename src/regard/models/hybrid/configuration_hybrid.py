@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ... import Spec
-from ...checks import ArgumentError, number, refuse, require, whole, within
+from ...checks import ArgumentError, choice, number, refuse, require, whole, within
 from ...nn import Ridge, Temperature, as_ridge, as_temperature
 from ...nn.arguments import check_heads, check_shared, check_window, positive_int
-from ...nn.attention.norm import NORMS, check_qk_norm
+from ...nn.attention.norm import NORMS, QK_NORMS
 from ...nn.feed_forward import feed_forwards
 from ...nn.memories import memory_layers
 from ..base.base_config import RegardConfig
@@ -203,7 +203,7 @@ class HybridConfig(RegardConfig):
         number(self.call, "rotary_share", self.rotary_share, low=0.0, strict=True)
         number(self.call, "rotary_share", self.rotary_share, high=1.0)
         self.check_flags("share_query_key", "exclude_self", "output_gate", "output_norm")
-        check_qk_norm(self.call, self.qk_norm)
+        choice(self.call, "qk_norm", self.qk_norm, QK_NORMS)
         check_shared(self.call, self.share_query_key, self.num_attention_heads, self.num_key_value_heads)
         mixers, temperatures, ridges = self.layer_mixers(), self.layer_temperatures(), self.layer_ridges()
         for mixer, temperature, ridge in zip(mixers, temperatures, ridges, strict=True):

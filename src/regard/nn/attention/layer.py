@@ -10,14 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, broadcastable, flags, number, optional_whole, refuse, segments, shape
+from ...checks import ArgumentError, broadcastable, choice, flags, number, optional_whole, refuse, segments, shape
 from ...grammar import Spec, as_spec
 from ...pairwise.visibility import Visibility, runs_of
 from ...recurrent.linear import LinearState, finite_features, linear_attention
 from ..arguments import check_heads, check_hidden, check_positions, check_shared, check_window, columns_of, layer_of
 from ..hooks import HookPoint, observed_attention
 from .fixed_cache import Seen, fixed_layer, visible_places
-from .norm import HeadRMSNorm, check_qk_norm
+from .norm import QK_NORMS, HeadRMSNorm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
 from .temperature import Temperature, as_temperature
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         self.temperature.require(CALL, self.spec)
         self.ridge = as_ridge(ridge, CALL, "ridge")
         self.ridge.require(CALL, self.spec)
-        self.qk_norm = check_qk_norm(CALL, qk_norm)
+        self.qk_norm = choice(CALL, "qk_norm", qk_norm, QK_NORMS)
         number(CALL, "norm_eps", norm_eps, low=0.0, strict=True)
         check_shared(CALL, share_query_key, num_heads, self.num_kv_heads)
         self.share_query_key = share_query_key

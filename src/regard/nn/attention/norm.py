@@ -4,9 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from ...checks import refuse
-
-QK_NORMS = ("rms", "l2")
+QK_NORMS = (None, "rms", "l2")
 NORMS = ("rms", "layer")
 
 
@@ -23,13 +21,6 @@ class HeadRMSNorm(nn.RMSNorm):
         gain = None if self.weight is None else self.weight.to(wide)
         out = rms_norm(x.to(wide), self.normalized_shape, gain, self.eps)
         return (out * x.shape[-1] ** -0.5 if self.unit else out).to(x.dtype)
-
-
-def check_qk_norm(call: str, given: str | None) -> str | None:
-    """Return `given`, after checking that it is None or a known normalisation of queries and keys."""
-    if given is not None and not (isinstance(given, str) and given in QK_NORMS):
-        raise refuse(call, "qk_norm", given, f"None, {' or '.join(map(repr, QK_NORMS))}")
-    return given
 
 
 def make_norm(kind: str, size: int, eps: float) -> nn.Module:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ...checks import ArgumentError, require
+from ...checks import ArgumentError, one_of, require
 from ...grammar import Spec
 from ...registry import Registry
 from .rules import Rule, as_rule
@@ -75,8 +75,7 @@ class LearnedRidge(Ridge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.link not in LINKS:
-            raise ArgumentError(f"{self.name}: link is {self.link!r}, expected one of {', '.join(LINKS)}.")
+        one_of(self.name, "link", self.link, LINKS)
         most = self.floor + 1 if self.link == "sigmoid" else math.inf
         span = f"a number between floor {self.floor:g} and {most:g}, which a {self.link} above the floor can reach"
         require(self.floor < self.start < most, self.name, f"start is {self.start:g}, expected {span}.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...checks import ArgumentError, flags, require, shown, suggestion, within
+from ...checks import ArgumentError, choice, flags, require, shown, suggestion, within
 from ...grammar import Spec
 from ...memory.fast_weight_rules import WriteRule
 from ...memory.product_key import check_eps, require_top_k, slot_scores, weights_spec
@@ -16,8 +16,6 @@ from ...memory.slot_memory import check_storage, check_sync
 from ...memory.stores.slot_values import slot_values
 from ...memory.stream import check_meta_grad
 from ..arguments import positive_int
-
-IMPLS = ("auto", "reference", "sparse", "triton")
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,7 @@ class MemoryStore:
         require(shared or not (resident or self.sync), call, alone)
         both = "learn_initial trains the first keys and values, but a resident memory starts from what it wrote"
         require(not (resident and self.learn_initial), call, f"{both}; choose one.")
-        known = self.impl in ("auto", *slot_values.names(aliases=True))
-        require(known, call, f"unknown impl {shown(self.impl)}.{suggestion(shown(self.impl), IMPLS)}")
+        choice(call, "impl", self.impl, ("auto", *slot_values.names(aliases=True)))
         object.__setattr__(self, "storage", as_dtype(self.storage))
 
 

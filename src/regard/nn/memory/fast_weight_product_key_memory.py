@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, require, shape, suggestion, within
+from ...checks import ArgumentError, choice, require, shape, within
 from ...memory.fast_weights import FastWeightState, SlotMemory, WriteRule, fast_weight_memory, flush
 from ...memory.product_key import weights_spec
 from ...one_node import one_node
@@ -112,8 +112,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, **options: Any) -> FastWeightProductKeyMemory:
         """Return the layer with the options of a preset, "paper" or "program", changed by those given."""
-        if preset not in PRESETS:
-            raise ArgumentError(f"{CALL}.from_preset: unknown preset {preset!r}.{suggestion(str(preset), PRESETS)}")
+        choice(f"{CALL}.from_preset", "preset", preset, PRESETS)
         return cls(hidden_size, **{**PRESETS[preset], **options})
 
     def reset_parameters(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from ...checks import ArgumentError, flags, number, optional_whole, require, segments, shape, suggestion
+from ...checks import ArgumentError, choice, flags, number, optional_whole, require, segments, shape
 from ...memory.large_chunk import LargeChunkMemory, LargeChunkState, flush, large_chunk_ttt
 from ...memory.stream import check_held
 from ...pairwise.attention import attention, diagnosed_attention
@@ -148,8 +148,7 @@ class LargeChunkTTT(nn.Module):
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, num_heads: int, **options: Any) -> LargeChunkTTT:
         """Return the layer with the chunk and window of a preset, a name in `PRESETS`, changed by the options given."""
-        if preset not in PRESETS:
-            raise ArgumentError(f"{CALL}.from_preset: unknown preset {preset!r}.{suggestion(str(preset), PRESETS)}")
+        choice(f"{CALL}.from_preset", "preset", preset, PRESETS)
         return cls(hidden_size, num_heads, **{**PRESETS[preset], **options})
 
     def extra_repr(self) -> str:

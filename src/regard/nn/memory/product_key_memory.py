@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...checks import flags, number, refuse, require, shown, within
+from ...checks import flags, number, one_of, require, shown, within
 from ...grammar import Spec
 from ...memory.product_key import product_key_search, require_top_k, slot_scores, slot_weights, weights_spec
 from ...memory.stores.slot_sums import slot_sums
@@ -88,8 +88,7 @@ class ProductKeyMemory(MemoryLayer):
         within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
         number(CALL, "eps", eps, low=0.0, strict=True)
         flags(CALL, swilu=swilu, bias=bias, sparse_grad=sparse_grad)
-        if not isinstance(query_norm, str) or query_norm not in QUERY_NORMS:
-            raise refuse(CALL, "query_norm", query_norm, f"one of {', '.join(QUERY_NORMS)}")
+        one_of(CALL, "query_norm", query_norm, QUERY_NORMS)
         slot_scores.given(CALL, "score", score)
         self.hidden_size, self.heads, self.top_k = hidden_size, heads, top_k
         self.score, self.spec, self.sparse_grad = score, weights_spec(CALL, spec), sparse_grad

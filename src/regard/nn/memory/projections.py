@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, boolean_mask, finite, flags, floating, number, on_device, require, shape, within
+from ...checks import ArgumentError, finite, flags, floating, number, require, shape, token_mask, within
 from ...memory.slot_memory import mixed
 from ...memory.stream import check_held
 from ...precision import clean
@@ -53,11 +53,7 @@ def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: in
     if mask is None:
         mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     else:
-        boolean_mask(call, "mask", mask)
-        on_device(call, "mask", mask, hidden.device, "hidden")
-        if mask.shape != hidden.shape[:2]:
-            expected = f"[{hidden.shape[0]}, {hidden.shape[1]}], True for the tokens of hidden {shape(hidden)}"
-            raise ArgumentError(f"{call}: mask has shape {shape(mask)}, expected {expected} that are not padding.")
+        token_mask(call, "mask", mask, *hidden.shape[:2], like=hidden, of="hidden")
         hidden = torch.where(mask[..., None], hidden, 0)
     finite(call, "hidden", hidden)
     wide, bad = clean(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))

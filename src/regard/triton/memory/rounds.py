@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...memory.fast_weight_rules import FLOOR, WriteRule
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
-from ...memory.slot_memory import Looked, SlotMemory
+from ...memory.slot_memory import SlotMemory
 from ...memory.stores.overlay_pool import first_order
 from ..runtime.operators import applied
 from .keys import marginal_of, moved_keys
@@ -25,8 +25,10 @@ from .search import best_halves
 from .targets import RULES, errors_of
 
 
-def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
-    """Do `Rounds.looked` by kernels, or return None if they cannot."""
+def looked(
+    store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Do `SlotMemory._looked` by kernels, or return None if they cannot."""
     query, good = tokens["query"], tokens.get("good")
     if store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
         return None
@@ -34,21 +36,21 @@ def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor])
     joined = how.spec == SOFTMAX and how.rule.key_update != "mse"
     distance = isinstance(how.kind, InverseDistance)
     half_scores, halves, slots, weights = applied(_Search, query, keys, how.top_k, how.eps, distance, joined)
-    scores = None
+    found = {"halves": halves, "half_scores": half_scores}
     if not joined:
-        slots, scores = _joined(half_scores, halves, n)
-        weights = weigh(scores.flatten(-2), how.spec).view_as(scores)
+        slots, found["scores"] = _joined(half_scores, halves, n)
+        weights = weigh(found["scores"].flatten(-2), how.spec).view_as(slots)
     weight, slot = (_by_memory(x.flatten(-2), memories) for x in (weights, slots))
     mix = (tokens["value"], tokens.get("gate")) if how.mix else ()
     read, mixed = store.mixed(weight, slot, None if good is None else _by_memory(good, memories), *mix)
     read = read.view(*query.shape[:2], store.width)
-    return Looked(slots, weights, read, read if mixed is None else mixed, halves, half_scores, scores)
+    return read if mixed is None else mixed, {**found, "slots": slots, "weights": weights, "read": read}
 
 
 def rewritten(
     store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor], following: dict[str, Tensor] | None,
 ) -> tuple[Tensor, Any] | None:  # fmt: skip
-    """Do `Rounds.rewritten` by kernels, or return None if they cannot."""
+    """Do `SlotMemory.write` by kernels: return keys and store after it, or None if they cannot."""
     rule, moved = how.rule, how.rule.key_update != "none"
     pooled = rule.key_update == "pooled-entropy" and keys.shape[1] > 1
     known = rule.name in RULES and rule.key_update != "mse" and not pooled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from ..runtime.finite import clean
 from ..runtime.operators import applied
 from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
 from .versions import Anchor, Dense, Read, Version, Write
-
-if TYPE_CHECKING:
-    from ...memory.slot_memory import Looked
 
 CALL = "TableValues"
 MOST_KEYS, MOST_PAIRS = 4096, 8192
@@ -183,11 +180,11 @@ class TableValues:
         return after, count.view(slots.shape)
 
     def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Do `precision.clean` by a kernel. This, `looked` and `rewritten` are described in `slot_memory.Rounds`."""
+        """Do `precision.clean` by a kernel."""
         kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
         return clean(x)[0] if kernel else precision.clean(x)
 
-    def looked(self, *given: Any) -> Looked | None:
+    def looked(self, *given: Any) -> tuple[Tensor, dict[str, Tensor]] | None:
         if MISSING is not None:
             return None
         from .rounds import looked
