@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 
+def numbers(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
 def half_scores(query: Tensor, keys: Tensor, score: str = "idw", eps: float = 1e-3) -> Tensor:
     """[..., H, 2, n] of queries [..., H, 2 d] and sub-keys [H, 2, n, d]."""
     q = query.unflatten(-1, (2, -1))[..., None, :]

@@ -1,4 +1,4 @@
-"""Calls of the package's own operators, for `torch.library.opcheck`."""
+"""Calls of operators: what they allocate, and those of the package's own, for `torch.library.opcheck`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Allocations(TorchDispatchMode):
+    """Every number of elements of a tensor with memory of its own that an operator gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and not x.is_sparse:
+                self.sizes.append((x.untyped_storage().nbytes() // x.element_size(), str(func)))
+        return out
 
 
 class Recorder(TorchDispatchMode):

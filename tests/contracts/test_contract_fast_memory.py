@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard.checks import ArgumentError
+from regard.checks import ArgumentError, debug
 from regard.nn.memories import memory_layers
 
 from .fast_memory_cases import (
@@ -170,6 +170,8 @@ def test_a_token_that_is_not_finite(name: str, options: dict[str, Any], at: int,
     out[~spoilt].square().sum().backward()
     assert hidden.grad[~spoilt].isfinite().all()
     assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+    with debug(), pytest.raises(ArgumentError, match="hidden"):
+        layer(hidden)
 
 
 @remembering

@@ -7,6 +7,7 @@ memory for all rows of the batch.
 from typing import Any
 
 import torch
+from dense_fast_weights import numbers as normal
 from torch import Tensor
 
 from regard.memory import fast_weight_mlp, fast_weights, large_chunk
@@ -33,10 +34,6 @@ SHARED = [f"{kind}+shared" for kind in KINDS if "heads" not in kind]
 
 def family(kind: str) -> str:
     return kind.partition("+")[0].partition("-")[0]
-
-
-def normal(*size: int, seed: int = 0) -> Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def draw(kind: str, rows: int, tokens: int, seed: int = 0) -> Fields:
@@ -106,9 +103,3 @@ def near(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
     pairs = zip(found, expected, strict=True) if isinstance(found, list) else [(found, expected)]
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
-
-
-def same_row(state: Any, row: int, alone: Any) -> None:
-    """Compare row `row` of a state with the state of a batch of one."""
-    near([x[row : row + 1] for x in written(state)], written(alone))
-    assert (state.waits[row], state.writes[row]) == (alone.waits[0], alone.writes[0])

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from regard.memory.large_chunk import large_chunk_ttt
-from regard.memory.product_key import product_key_search
+from regard.memory.product_key import product_key_read
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-KEYS = torch.randn(1, 2, 4, 4)
+KEYS, VALUES = torch.randn(1, 2, 4, 4), torch.randn(16, 3)
 NETWORK = torch.randn(2, 6, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 6)
 
 
@@ -20,7 +20,7 @@ def large_chunk(x: Tensor) -> Tensor:
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "search": lambda x: product_key_search(x[:, :, None], KEYS, 2).scores,
+    "product keys": lambda x: product_key_read(x[:, :, None], KEYS, VALUES, 2)[0],
     "large chunks": large_chunk,
 }
 

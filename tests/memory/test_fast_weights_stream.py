@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from dense_fast_weights import Dense
 from mistakes import refuses
 from streams import CHUNK, call, draw, first, near, rows, spoil, written
 from torch import Tensor
@@ -17,11 +16,6 @@ from regard.memory.fast_weights import FastWeightState, flush
 
 TOP_K = 4
 RULE = regard.WriteRule(address_weight=0.3)
-
-
-def dense() -> Dense:
-    keys, values = (x.detach() for x in first("slots"))
-    return Dense(keys, values, TOP_K, address=0.3)
 
 
 @pytest.mark.parametrize("impl", ["reference", "auto"])
@@ -64,67 +58,12 @@ def test_no_position_at_all() -> None:
 # Shared memories ------------------------------------------------------------------------------------------------------
 
 
-def shared_reads(memory: Dense, query: Tensor, value: Tensor, gate: Tensor, real: Tensor) -> Tensor:
-    """Return what the rows of one memory read, of which some end."""
-    out = torch.zeros_like(value)
-    for start in range(0, query.shape[1], CHUNK):
-        tokens = [(b, t) for b in range(len(query)) for t in range(start - CHUNK, start) if start and real[b, t]]
-        if tokens:
-            has = [t + 1 < query.shape[1] and bool(real[b, t + 1]) for b, t in tokens]
-            asked, gates = (torch.stack([x[at] for at in tokens]) for x in (query, gate))
-            wanted = torch.stack([value[b, t + there] for (b, t), there in zip(tokens, has, strict=True)])
-            memory.learn(asked, wanted, gates, torch.tensor(has))
-        span = slice(start, start + CHUNK)
-        out[:, span] = torch.where(real[:, span, None], memory.read(query[:, span]), 0)
-    return out
-
-
-def test_shared_columns_are_counted_where_any_row_is_real() -> None:
-    """Two columns of padding in all rows are as if removed; a row that ends early writes and counts no more."""
-    given, wide = draw("slots", 2, 12), draw("slots", 2, 14, seed=1)
-    keep = [0, 1, 2, 4, 5, 6, 7, 8, 9, 11, 12, 13]  # columns 3 and 10 are padding
-    mask = torch.zeros(2, 14, dtype=torch.bool)
-    mask[:, keep] = True
-    mask[1, 9:] = False
-    for name, x in wide.items():
-        x[:, keep] = given[name]
-    out, state = call("slots", spoil(wide, ~mask), mask=mask, shared=True)
-    oracle, real = dense(), mask[:, keep]
-    near(out[:, keep], shared_reads(oracle, *given.values(), real))
-    near([x[0] for x in written(state)], [oracle.keys, oracle.values])
-    near(out[:, keep], call("slots", given, mask=real, shared=True)[0])
-    assert state.waits == (2,)
-
-
 def test_a_shared_memory_outlives_its_batch() -> None:
     """Once nothing waits, other rows may go on in it."""
     _, state = call("slots", draw("slots", 2, 7), shared=True)
     out, after = call("slots", draw("slots", 3, 4, 1), state=flush(state, rule=RULE), shared=True)
     assert after.seen == (11, 11, 11)
     assert out.shape == (3, 4, 4)
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("part", ["query", "value", "gate"])
-def test_a_token_that_is_not_finite_takes_no_part(part: str, shared: bool) -> None:
-    """It keeps its place in the chunk and reads 0. The token before it is paired with the one after it."""
-    given = draw("slots", 1, 17)
-    spoilt = {name: x.clone() for name, x in given.items()}
-    spoilt[part][0, 3], spoilt[part][0, 9] = torch.nan, torch.inf
-    leaves = {name: x.requires_grad_() for name, x in spoilt.items()}
-    out, state = call("slots", leaves, shared=shared)
-    assert not out[0, [3, 9]].any()
-    assert out.isfinite().all()
-    query, value, gate = given.values()
-    oracle, first, second = dense(), [0, 1, 2, 4], [5, 6, 7, 8]  # token 8 is bound to 10, which ends no wait
-    oracle.write(query[:, first], value[:, first], gate[:, first], value[:, 5])
-    oracle.write(query[:, second], value[:, second], gate[:, second], value[:, 10])
-    near(out[:, 10:15], oracle.read(query[:, 10:15]))
-    out.square().sum().backward()
-    for x in leaves.values():
-        assert not x.grad[:, [3, 9]].any()
-        assert x.grad.isfinite().all()
-    assert state.seen == (17,)
 
 
 # Observers ------------------------------------------------------------------------------------------------------------
@@ -239,12 +178,6 @@ def test_waiting_tokens_are_copied_seldom() -> None:
         _, state = call("slots", rows(given, slice(0, 2), slice(t, t + 1)), state=state, chunk_size=1000)
     assert [piece["slots"].shape[1] for piece in state.waiting.pieces] == [32, 8, 4]
     near(state.waiting.tokens()["value"], given["value"], 0)
-
-
-def test_a_state_does_not_go_back() -> None:
-    _, state = call("slots", draw("slots", 2, 5))
-    assert state.crop(5) is state
-    refuses("cannot go back", state.crop, 4)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from dense_fast_weights import numbers as drawn
+from operators import Allocations
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.memory.stores.overlay import OverlayValues
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def picks(memories: int, tokens: int, selected: int, slots: int, seed: int) -> Tensor:
@@ -91,21 +88,6 @@ def test_gradients_do_not_depend_on_earlier_or_partial_backward_passes() -> None
         for a, b in zip(given, wanted, strict=True):
             a, b = (torch.zeros(1) if x is None else x for x in (a, b))
             assert torch.allclose(a.double(), b.double(), atol=1e-11)
-
-
-class Allocations(TorchDispatchMode):
-    """Every number of elements of a tensor with memory of its own that an operator gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[tuple[int, str]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and not x.is_sparse:
-                self.sizes.append((x.untyped_storage().nbytes() // x.element_size(), str(func)))
-        return out
 
 
 def pass_of(slots: int, wants_base: bool) -> list[tuple[int, str]]:

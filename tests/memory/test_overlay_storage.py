@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from dense_fast_weights import numbers as drawn
 from mistakes import refuses
-from test_overlay import Chunks, agree, dense_read, dense_write, drawn, picks
+from test_overlay import Chunks, agree, dense_read, dense_write, picks
 
 from regard.checks import ArgumentError
 from regard.memory.fast_weights import WriteRule, fast_weight_memory

@@ -1,7 +1,5 @@
 """Product-key search and reading against all n^2 slots, written out."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ from oracles import entmax_rows
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from regard.grammar import Spec
 from regard.memory.product_key import product_key_read, product_key_search, slot_weights
 
 SCORES = ("idw", "dot")
@@ -221,23 +218,3 @@ def test_long_calls_are_cut_into_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             tiles = product_key_search(q, own, 4)
         assert torch.equal(whole.slots, tiles.slots)
         assert torch.equal(whole.scores, tiles.scores)
-
-
-def test_compiles_whole() -> None:
-    query, keys = draw(6, dtype=torch.float32)
-    values = torch.randn(36, 4)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def read(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return product_key_read(query, keys, values, 4)[0]
-
-    slots, scores, _, _ = dense(query, keys, 4)
-    expected = (scores.softmax(-1)[..., None] * values.double()[slots]).sum((2, 3))
-    assert (read(query, keys, values) - expected).abs().max() < 1e-5
-
-
-def test_specs_given_as_objects_and_texts_are_the_same() -> None:
-    found = product_key_search(*draw(6), 4)
-    text, made = (slot_weights(found, spec, joint=True) for spec in ("biweight", Spec.parse("biweight")))
-    assert torch.equal(text, made)
-    assert math.isclose(float(text[0, 0].sum()), 1.0, rel_tol=1e-9)

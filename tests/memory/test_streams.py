@@ -4,16 +4,14 @@ Layers with these memories are tested in `tests/contracts`, and models with them
 repetition of rows among others.
 """
 
-import random
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from mistakes import refuses
-from streams import CHUNK, KINDS, SHARED, Fields, call, draw, first, flush, near, pieces, rows, same_row, spoil, written
+from streams import CHUNK, KINDS, SHARED, Fields, call, draw, first, flush, near, pieces, rows, spoil, written
 from torch import Tensor
 from torch.autograd import grad
 
@@ -40,48 +38,6 @@ def test_any_cut_of_a_stream_gives_the_same(kind: str, cuts: list[int]) -> None:
     assert (after.waits, after.writes, after.tokens) == (state.waits, state.writes, T)
 
 
-LENGTHS = (17, 9, 0, 12)
-PLACES = {
-    "right": [list(range(n)) for n in LENGTHS],
-    "left": [list(range(20 - n, 20)) for n in LENGTHS],
-    "middle": [sorted(torch.randperm(20, generator=torch.Generator().manual_seed(n))[:n].tolist()) for n in LENGTHS],
-}
-
-
-def mask_of(places: list[list[int]], width: int) -> Tensor:
-    mask = torch.zeros(len(places), width, dtype=torch.bool)
-    for row, own in enumerate(places):
-        mask[row, own] = True
-    return mask
-
-
-@every
-@pytest.mark.parametrize("where", PLACES)
-def test_padding_is_as_if_removed(kind: str, where: str) -> None:
-    """In values and gradients; rows go on with padding elsewhere."""
-    mask, later = mask_of(PLACES[where], 20), mask_of([list(range(b, 11 - b)) for b in range(4)], 11)
-    given, more = draw(kind, 4, 20), draw(kind, 4, 11, seed=5)
-    hidden = {n: x.requires_grad_() for n, x in spoil(given, ~mask).items()}
-    out, state = call(kind, hidden, mask=mask)
-    again, after = call(kind, spoil(more, ~later), state=state, mask=later)
-    assert not out[~mask].any()
-    assert not again[~later].any()
-    assert state.tokens == 20
-    for row, length in enumerate(LENGTHS):
-        own, one = call(kind, rows(given, row, mask[row])) if length else (None, None)
-        if own is not None:
-            near(out[row, mask[row]], own[0])
-            same_row(state, row, one)
-        own, one = call(kind, rows(more, row, later[row]), state=one)
-        near(again[row, later[row]], own[0])
-        same_row(after, row, one)
-        same_row(flush(kind, after), row, flush(kind, one))
-    for x in grad(out.square().sum() + again.square().sum(), list(hidden.values()), **SOME):
-        assert x.isfinite().all()
-        assert not x[~mask].any()
-        assert x[mask].any()
-
-
 @everywhere
 @pytest.mark.parametrize("frozen", [False, True])
 def test_calls_without_a_real_token(kind: str, frozen: bool) -> None:
@@ -96,68 +52,6 @@ def test_calls_without_a_real_token(kind: str, frozen: bool) -> None:
         assert not out.any()
         assert not out.requires_grad or not any(x.any() for x in grad(out.sum(), [*leaves.values(), *firsts], **SOME))
     near(call(kind, draw(kind, 2, 6, 1), state=after)[0], expected, 0)
-
-
-@every
-@pytest.mark.parametrize("hidden", [False, True], ids=["whole", "padded"])
-def test_packed_documents_are_sequences_of_their_own(kind: str, hidden: bool) -> None:
-    """The first goes on from the state, the last leaves it, and a document may go on in the next call."""
-    before, given = draw(kind, 2, 8, 3), draw(kind, 2, 30)
-    ids = torch.tensor([[0] * 7 + [1] * 12 + [0] * 11, [5] * 30])  # an id that comes back is another document
-    mask = torch.ones(2, 30, dtype=torch.bool)
-    if hidden:
-        mask[0, 5:9] = mask[1, ::4] = False
-    _, state = call(kind, before)
-    given = spoil(given, ~mask, torch.inf)
-    out, after = call(kind, given, state=state, segment_ids=ids, mask=mask)
-    near(pieces(kind, given, [4, 10, 16], state=state, ids=ids, mask=mask)[0], out)
-    for row, edges in enumerate([(0, 7, 19, 30), (0, 30)]):
-        own = call(kind, rows(before, row))[1]
-        for a, b in pairwise(edges):
-            real = [t for t in range(a, b) if mask[row, t]]
-            read, own = call(kind, rows(given, row, real), state=own)
-            near(out[row, real], read[0])
-            last, own = own, None
-        same_row(after, row, last)
-    assert not out[~mask].any()
-
-
-@every
-def test_one_row_of_ids_or_an_open_mask(kind: str) -> None:
-    given, ids = draw(kind, 2, 12), torch.arange(12)[None] // 6
-    near(call(kind, given, segment_ids=ids)[0], call(kind, given, segment_ids=ids.expand(2, 12))[0], 0)
-    near(call(kind, given, mask=torch.ones(2, 12, dtype=torch.bool))[0], call(kind, given)[0], 0)
-
-
-@everywhere
-@pytest.mark.parametrize("hidden", [False, True], ids=["whole", "padded"])
-def test_a_frozen_memory_stays_as_it_is(kind: str, hidden: bool) -> None:
-    given, new = draw(kind, 2, 13), draw(kind, 2, 30, 4)
-    _, state = call(kind, given)
-    held = {name: x.clone() for name, x in state.to_tensors().items()}
-    mask = torch.rand(2, 30, generator=torch.Generator().manual_seed(1)) < 0.7
-    how = {"mask": mask} if hidden else {}
-    out, after = call(kind, new, state=state, frozen=True, **how)
-    assert after is state
-    assert all(torch.equal(x, held[name]) for name, x in after.to_tensors().items())
-    near(out, call(kind, new, state=state, chunk_size=1000, **how)[0])  # in which no chunk is full
-
-
-@every
-def test_the_chunk_may_change_between_calls(kind: str) -> None:
-    """More tokens than a chunk may wait; they are written together."""
-    given = draw(kind, 1, 17)
-    out, state = call(kind, rows(given, 0, slice(0, 9)))
-    again, state = call(kind, rows(given, 0, slice(9, 17)), state=state, chunk_size=3)
-    assert (state.waits, state.writes) == ((2,), (4,))  # 5, the four that waited, 3, 3
-    parts, now = [out[:, :5]], call(kind, rows(given, 0, slice(0, 5)))[1]
-    for a, b, chunk in ((5, 9, 5), (9, 12, 4), (12, 15, 3), (15, 17, 3)):
-        read, now = call(kind, rows(given, 0, slice(a, b)), state=now, chunk_size=chunk)
-        parts.append(read)
-    near(torch.cat([out, again], 1), torch.cat(parts, 1))
-    near(written(state), written(now))
-    _, state = call(kind, given, chunk_size=10**8)
-    assert state.writes == (0,)
 
 
 # States ---------------------------------------------------------------------------------------------------------------
@@ -200,10 +94,6 @@ def leaves_of(kind: str, batch: int, tokens: int, seed: int = 0) -> Fields:
 @every
 def test_gradients_cross_calls_until_detached(kind: str) -> None:
     given, firsts = leaves_of(kind, 1, 13), first(kind)
-    leaves = [*given.values(), *firsts]
-    whole = grad(loss_of(call(kind, given, firsts)[0]), leaves, **SOME)
-    out, _ = pieces(kind, given, [5, 8], firsts)
-    near(list(grad(loss_of(out), leaves, **SOME)), list(whole))
     _, state = call(kind, rows(given, 0, slice(0, 6)), firsts)
     again, _ = call(kind, rows(given, 0, slice(6, 13)), firsts, state=state.detach())
     for x in grad(loss_of(again), list(given.values()), **SOME):
@@ -278,47 +168,7 @@ def test_what_begins_after_a_cut_teaches_the_first_values_given_now(
         near(out[:, :3], call(kind, rows(given, slice(0, 2), slice(0, 3)), old, state=state)[0])
 
 
-@every
-def test_a_frozen_memory_has_gradients_to_what_it_is(kind: str) -> None:
-    given, firsts = leaves_of(kind, 1, 11), first(kind)
-    _, state = call(kind, given, firsts)
-    out, _ = call(kind, draw(kind, 1, 5, 1), firsts, state=state, frozen=True)
-    found = grad(loss_of(out), [*(given[n] for n in given if n != "query" or "slots" in kind), *firsts])
-    assert all(x.any() for x in found)
-
-
 # Rounds ---------------------------------------------------------------------------------------------------------------
-
-
-def followed(pending, new, chunk):
-    """[(flushed before it, chunk fill when it is read)] for each new token of one row."""
-    seen = []
-    for _ in range(new):
-        flush = pending >= chunk
-        pending = 0 if flush else pending
-        seen.append((flush, pending))
-        pending += 1
-    return seen, pending
-
-
-def test_every_partition_reads_and_writes_what_the_stream_does():
-    draw = random.Random(0)
-    for _ in range(300):
-        chunk = draw.randint(1, 6)
-        pending = [draw.randint(0, chunk + 2) for _ in range(3)]
-        new = [draw.randint(0, 20) for _ in range(3)]
-        steps = schedule(pending, new, chunk)
-        for row in range(3):
-            want, _ = followed(pending[row], new[row], chunk)
-            got, fill = [], pending[row]
-            for step in steps:
-                fill = 0 if step.flush[row] else fill
-                for place in range(step.start[row], step.stop[row]):
-                    assert place == len(got)  # in order, none left out
-                    got.append((step.flush[row] and place == step.start[row], fill))
-                    fill += 1
-            assert got == want
-            assert not any(s.flush[row] for s in steps if s.start[row] == s.stop[row])  # nobody writes for no token
 
 
 def test_uniform_rows_take_no_more_rounds_than_one():

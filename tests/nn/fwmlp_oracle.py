@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, DIN, F, DV widths of input, inner layer and output, C 
 from itertools import pairwise
 
 import torch
+from dense_fast_weights import numbers
 from torch import Tensor
 from torch.autograd import grad
 
@@ -13,20 +14,7 @@ from regard.nn import FastWeightMLP
 
 B, T, DIN, F, DV, C, CHUNK = 3, 14, 4, 6, 3, 10, 4
 RATE = 0.1
-MASK = torch.ones(B, T, dtype=torch.bool)
-MASK[0, :5], MASK[1, 6:9], MASK[1, 0], MASK[2, 10:] = False, False, False, False
 Weights = tuple[Tensor, Tensor, Tensor]
-
-
-def numbers(*size: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def weights(seed: int = 5) -> Weights:
-    made = [
-        numbers(*size, seed=seed + i, scale=0.5) for i, size in enumerate(((F, DIN + 1), (F, DIN + 1), (DV, F + 1)))
-    ]
-    return made[0], made[1], made[2]
 
 
 def network(x: Tensor, w: Weights) -> Tensor:
@@ -76,7 +64,3 @@ def layer(seed: int = 0, **options) -> FastWeightMLP:
 
 def tokens(length: int = T, rows: int = B, seed: int = 1) -> Tensor:
     return numbers(rows, length, C, seed=seed)
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)

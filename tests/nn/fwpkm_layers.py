@@ -33,10 +33,6 @@ def tokens(length: int = 15, rows: int = 2, seed: int = 1, dtype: torch.dtype = 
     return torch.randn(rows, length, C, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def close(found: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-
-
 # The formulas ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import math
 from types import SimpleNamespace
 
 import torch
+from dense_fast_weights import numbers
 from torch import Tensor
 from torch.autograd import grad
 
@@ -23,10 +24,6 @@ STEPS = (
 )
 Weights = tuple[Tensor, Tensor, Tensor]
 OPTIONS = {"fast_heads": HF, "inner": F / D, "window": WINDOW, "chunk_size": CHUNK, "layer_idx": 0}
-
-
-def numbers(*size: int, seed: int = 0) -> Tensor:
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(seed: int = 0, **options) -> LargeChunkTTT:
@@ -55,10 +52,6 @@ def angles(place: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 def cache() -> SimpleNamespace:
     return SimpleNamespace(layers=[SimpleNamespace(window_state=None, fast_state=None)])
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def network(x: Tensor, w: Weights) -> Tensor:

@@ -22,7 +22,7 @@ def layer(**options):
     with torch.no_grad():
         if getattr(module, "ridge_proj", None) is not None:
             module.ridge_proj.weight.copy_(0.5 * draw(*module.ridge_proj.weight.shape, seed=9))
-        for part in "qk":
+        for part in ("q", "k", "out"):
             norm = getattr(module, f"{part}_norm", None)
             if getattr(norm, "weight", None) is not None:
                 norm.weight.copy_(1 + 0.3 * draw(D, seed=6))
@@ -68,7 +68,9 @@ def by_hand(module, x, allowed, scale=None, angles=None, norm=None, **params):
         angles = angles[:, None] if angles.dim() == 3 else angles
         q, k = turn(q, angles), turn(k, angles)
     out, _ = oracle.attention(oracle.read(module.spec), q, k, v, allowed, scale, params)
-    return module.o_proj(out.transpose(1, 2).flatten(2))
+    out = out if module.out_norm is None else normalised(out, "rms", module.out_norm.weight)
+    out = out.transpose(1, 2).flatten(2)
+    return module.o_proj(out if module.gate_proj is None else out / (1 + torch.exp(-module.gate_proj(x))))
 
 
 TEMPERATURES = ("fixed(value=2)", "learned", "log", "power", "power(exponent=0.5)")

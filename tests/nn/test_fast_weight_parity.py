@@ -80,20 +80,10 @@ def run(
 ) -> tuple[Tensor, object]:
     query, value, gate = projected(numbers, x)
     keys, values = numbers["p.keys"].transpose(0, 1), numbers["p.memories"][:, 0]
+    how = {"rule": rule(weight, border=border), "top_k": TOP_K, "chunk_size": CHUNK, **options}
     reads, state = [], None
-    for q, v, g in zip(query.split(cuts, 1), value.split(cuts, 1), gate.split(cuts, 1), strict=True):
-        read, state = regard.fast_weight_memory(
-            q,
-            v,
-            g,
-            keys,
-            values,
-            rule=rule(weight, border=border),
-            top_k=TOP_K,
-            chunk_size=CHUNK,
-            state=state,
-            **options,
-        )
+    for part in zip(query.split(cuts, 1), value.split(cuts, 1), gate.split(cuts, 1), strict=True):
+        read, state = regard.fast_weight_memory(*part, keys, values, state=state, **how)
         reads.append(read)
     mixed = value + gate[..., None] * (torch.cat(reads, 1) - value)
     return unit(mixed, numbers["p.to_out.0.weight"]) @ numbers["p.to_out.1.weight"].mT, state

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fwpkm_layers import CHUNK, SMALL, C, N, close, layer, oracle, tokens
+from dense_fast_weights import close
+from fwpkm_layers import CHUNK, SMALL, C, N, layer, oracle, tokens
 from mistakes import refuses
 from programs import python
 from torch.utils.checkpoint import checkpoint

@@ -261,22 +261,6 @@ def test_observing_changes_nothing():
         assert torch.equal(made(x)[0], out)
 
 
-def test_more_entropy_more_slots():
-    """Queries in a few clusters use many more slots where the keys move to raise the entropy."""
-    draw = torch.Generator().manual_seed(0)
-    centres = torch.randn(8, C, generator=draw)
-    x = (centres[torch.randint(8, (1, 2048), generator=draw)] + 0.1 * torch.randn(1, 2048, C, generator=draw)).double()
-    coverage = {}
-    for weight in (0.0, 10.0):
-        made = layer(sub_keys=32, key_dim=16, value_dim=4, top_k=4, chunk_size=32, address_weight=weight)
-        with torch.no_grad():
-            _, state = made(x[:, :1536])
-            made.observer = SlotStatistics(made.slots)
-            made(x[:, 1536:], state=state)
-        coverage[weight] = made.observer.summary()["coverage"]
-    assert coverage[10.0] >= 2 * coverage[0.0]
-
-
 def recalled(rule: str, seed: int, **sizes: float) -> tuple[dict[tuple[int, int], float], tuple[float, float]]:
     """Train the model of `regard reproduce fast-weight-recall`. Return its accuracy by document and reading, and the
     shares of the slots read on the second reading that hold the answer, by their last writer and by one of four."""

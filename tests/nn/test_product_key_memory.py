@@ -7,18 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contracts import oracle
+from dense_fast_weights import numbers as drawn
 from mistakes import refuses
+from operators import Allocations
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.memory.stores.slot_sums import slot_sums
 from regard.nn import ProductKeyMemory, optimizer_groups
 
 SIZES: dict[str, Any] = {"sub_keys": 6, "key_dim": 8, "value_dim": 5, "heads": 2, "top_k": 3}
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def memory(**options: Any) -> ProductKeyMemory:
@@ -162,29 +159,15 @@ def test_sums_are_float32_whatever_the_table(dtype: torch.dtype) -> None:
     torch.testing.assert_close(table.double(), exact, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=0)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that an operator gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        found = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
-        self.elements = max(self.elements, *(x.numel() for x in found), 0)
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_picked_is_never_held(dtype: torch.dtype) -> None:
     """64 tokens x 32 rows x 256 numbers would be 524288."""
     values = drawn(100, 256, seed=7).to(dtype).requires_grad_()
     slots = torch.randint(100, (64, 32), generator=torch.Generator().manual_seed(8))
     weights = drawn(64, 32, seed=9).float().requires_grad_()
-    with Largest() as seen:
+    with Allocations() as seen:
         slot_sums(values, slots, weights).sum().backward()
-    assert 25600 <= seen.elements <= 2**17
+    assert 25600 <= max(size for size, _ in seen.sizes) <= 2**17
 
 
 def test_sparse_gradients_are_those_of_the_rows_read() -> None:

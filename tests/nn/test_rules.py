@@ -255,16 +255,6 @@ def test_the_usual_scale_is_for_every_spec():
             torch.testing.assert_close(layer(spec=spec, temperature="learned")(x)[0], plain, atol=1e-6, rtol=0)
 
 
-def test_a_single_key_is_never_lost():
-    """log 1 = 0: the first row of an unnormalised sum is what n = 2 makes of it."""
-    module, x = layer(spec="linear", temperature="log"), draw(B, T, C)
-    q, k, v = (p(x[:, 0]).view(B, H, 8) for p in (module.q_proj, module.k_proj, module.v_proj))
-    weight = (q * k).sum(-1, keepdim=True) * 0.43 * math.log(2) / math.sqrt(8)
-    expected = module.o_proj((weight * v).flatten(1))
-    torch.testing.assert_close(module(x)[0][:, 0], expected, atol=1e-6, rtol=0)
-    assert expected.abs().max() > 1e-3
-
-
 # Ridges ---------------------------------------------------------------------------------------------------------------
 
 
