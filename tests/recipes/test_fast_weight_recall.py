@@ -11,8 +11,8 @@ from tiny_runs import make, tiny
 
 from regard.tasks import CrossDocumentRecall
 from regard_recipes.fwpkm import _fast_weight_recall_model as trained
-from regard_recipes.fwpkm.fast_weight_recall import DETACHED, NORMALIZED, PAPER, REFERENCE, RULES, FastWeightRecall
-from regard_recipes.lib.recipe import Results, select
+from regard_recipes.fwpkm.fast_weight_recall import DETACHED, NORMALIZED, RULES, FastWeightRecall
+from regard_recipes.lib.recipe import select
 
 
 def test_the_loss_is_of_values_after_a_first_reading() -> None:
@@ -110,54 +110,3 @@ def test_a_run_has_every_row() -> None:
     assert recall.groupby("memory").size().tolist() == [2 * 3, 2 * 3]
     assert recall["accuracy"].between(0, 1).all()
     assert set(results.select(kind="clustered")["weight"]) == {0.0, 1.0, 10.0}
-
-
-def rows(rule: str, seed: int, documents: list[list[float]], once: dict[int, float], hits: tuple[float, float]) -> list:
-    base = {"memory": "room enough", "rule": rule, "seed": seed}
-    recall = [
-        {**base, "kind": "recall", "document": document, "reading": reading, "accuracy": value}
-        for document, readings in enumerate(documents, 1)
-        for reading, value in enumerate(readings, 1)
-    ]
-    single = [{**base, "kind": "once", "chunk": chunk, "accuracy": value} for chunk, value in once.items()]
-    run = {**base, "kind": "run", "slots": 1024, "parameters": 1, "fast_weights": 2, "seconds": 3.0}
-    return [{**run, "hit_last": hits[0], "hit_four": hits[1]}, *recall, *single]
-
-
-def results_of(*found: list, coverage: tuple[float, ...]) -> Results:
-    base = {"memory": "clustered queries", "rule": NORMALIZED, "kind": "clustered", "spread": 0.5}
-    shares = zip((0.0, 1.0, 10.0), coverage, strict=False)
-    clustered = [{**base, "weight": w, "seed": s, "coverage": c} for w, c in shares for s in (0, 1)]
-    return Results(pd.DataFrame([row for rows in (*found, clustered) for row in rows]), {}, {})
-
-
-def test_claims_follow_the_numbers() -> None:
-    good = [[0.01, 0.995, 1.0], [0.01, 0.97, 1.0]]
-    once = {256: 0.009, 128: 1.0, 64: 0.99}
-    made = FastWeightRecall.configure(documents=2, reads=3, seeds=2)
-    first = [rows(rule, s, good, once, (0.8, 0.97)) for rule in (NORMALIZED, REFERENCE) for s in (0, 1)]
-    paper = [rows(PAPER, s, [[0.01, 0.98, 1.0], [0.0, 0.6, 0.8]], {}, (math.nan, math.nan)) for s in (0, 1)]
-    claims = {claim.wording: claim for claim in made.claims(results_of(*first, *paper, coverage=(0.1, 0.3, 0.05)))}
-    assert {claim.verdict for claim in claims.values()} == {"holds", "fails"}
-    (failed,) = (claim for claim in claims.values() if claim.verdict == "fails")
-    assert (failed.wording, failed.estimates["paper"].mean) == ("One-step rewriting with equation 35", 0.6)
-    entropy = claims["The entropy of the addresses keeps clustered queries from few slots"]
-    assert entropy.measured().startswith("spread 0.5, weight 1 3.000")
-    bad = [rows(REFERENCE, s, [[0.05, 0.9, 1.0], [0.0, 0.9, 1.0]], {256: 0.2, 128: 0.5}, (0.5, 0.6)) for s in (0, 1)]
-    claims = {claim.wording: claim for claim in made.claims(results_of(*bad, coverage=(0.2, 0.3, 0.1)))}
-    assert "One-step rewriting with equation 35" not in claims  # not trained
-    assert {claim.verdict for claim in claims.values()} == {"fails"}
-
-
-def test_tables_have_every_rule() -> None:
-    made = FastWeightRecall.configure(documents=2, reads=2, seeds=2)
-    good = [[0.01, 0.995], [0.01, 0.97]]
-    found = [rows(NORMALIZED, s, good, {256: 0.0, 128: 1.0}, (0.5 + s / 4, 0.75)) for s in (0, 1)]
-    found += [rows(PAPER, s, good, {}, (math.nan, math.nan)) for s in (0, 1)]
-    tables = made.tables(results_of(*found, coverage=(0.1, 0.3)))
-    recall, small, single, hits, _, clustered = tables.values()
-    assert recall.rows == tuple((rule, "0.010 / 0.995", "0.010 / 0.970") for rule in (NORMALIZED, PAPER))
-    assert small.rows == ()
-    assert single.rows == ((NORMALIZED, "0.000", "1.000"),)
-    assert hits.rows == ((NORMALIZED, "0.625", "0.500", "0.750", "0.750"),)
-    assert clustered.rows == (("0.5", "0.100", "0.300 (3.0 times)"),)

@@ -4,7 +4,6 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from tiny_runs import tiny
@@ -14,7 +13,6 @@ from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
 from regard_recipes.fwpkm import _fwpkm_looks as looks
 from regard_recipes.fwpkm.fwpkm_case_studies import ROW, FwPKMCaseStudies
-from regard_recipes.lib.recipe import Results
 
 
 def model() -> Any:
@@ -125,55 +123,3 @@ def test_a_run_has_every_row_and_a_page() -> None:
     assert html.count("<details") == 2  # one for each pair of digits of the answer
     assert len(re.findall(r"mean gate \d\.\d\d", html)) == 2
     assert html.count("<span title=") == 2 * 30
-
-
-def results_of(low: dict[str, float], high: dict[str, float], frozen: float = 4.0, validation: float = 0.9) -> Results:
-    """Two seeds; `low` and `high` change what the lower and the higher memory did."""
-    slots = {"hits": 0.7, "hits_of_four": 0.9, "weight": 0.8, "same_query": 0.6, "same_by_chance": 0.1, "never": 0.0,
-             "mixed": 0.9}  # fmt: skip
-    gates = {"mean": 0.9, "deviation": 0.1, "new": 0.6, "within": 0.8, "other": 0.4}
-    writers = [{"query": 0, "target": 1, "weight": 1.0}]
-    case = {"right": True, "tokens": [0, 1, 0, 1], "answers": [[2, 1]], "readings": [
-        {"layer": "layer 2", "position": 2, "slots": [{"slot": 3, "weight": 1.0, "writers": writers}]}]}  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    for seed in (0, 1):
-        cell = {"model": ROW.name, "rate": 4e-3, "seed": seed}
-        needled, text = {**cell, "task": "needles"}, {**cell, "task": "names"}
-        run = {"kind": "run", "validation": validation, "steps": 2, "seconds": 1.0, "parameters": 5}
-        rows += [{**needled, **run}, {**text, **run}, {**needled, "kind": "slots", "exact": 0.5, **case}]
-        for rule, loss in (("paper", 0.5), ("frozen", frozen)):
-            rows.append({**text, "kind": "document", "rule": rule, **dict.fromkeys(("new", "within", "other"), loss)})
-        for name, changes in (("layer 2", low), ("layer 4", high)):
-            rows += [{"kind": "layer", "layer": name, **base, **own, **changes} for base, own in
-                     ((needled, slots), (text, gates))]  # fmt: skip
-            rows.append({**text, "kind": "gates", "layer": name, "tokens": [0, 1], "gates": [0.5, 0.25]})
-    return Results(pd.DataFrame(rows), {"words": {"needles": ["K07", "4"], "names": ["Ann", "kite"]}}, {})
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "verdicts"),
-    [
-        ({}, {"mean": 0.4, "deviation": 0.3}, ["holds"] * 7),
-        ({"hits": 0.2, "same_query": 0.1, "mixed": 0.0}, {"within": 0.2, "new": 0.3}, ["fails"] * 3 + ["holds"]
-         + ["fails"] * 3),
-        ({}, {"mean": 0.88, "within": 0.42, "new": 0.41}, ["holds"] * 4 + ["fails"] * 3),  # gates differ clearly
-    ],
-)  # fmt: skip
-def test_claims_follow_the_numbers(low: dict[str, float], high: dict[str, float], verdicts: list[str]) -> None:
-    made = FwPKMCaseStudies.configure("quick")
-    assert [claim.verdict for claim in made.claims(results_of(low, high))] == verdicts
-    never = "not testable at this size"
-    unwritten = [claim.verdict for claim in made.claims(results_of(low, high, frozen=0.4))]
-    assert unwritten == [*verdicts[:3], "fails", *[never] * 3]  # gates have nothing to follow
-    assert {claim.verdict for claim in made.claims(results_of(low, high, validation=0.1))} == {never}
-
-
-def test_tables_and_the_case_are_told_in_words() -> None:
-    made, results = FwPKMCaseStudies.configure("small"), results_of({}, {})
-    assert made.case(results)[1] == "The answer 4, given correctly as 4, after 4 readings"
-    slots, gates, losses, case, _ = made.tables(results).values()
-    assert slots.rows[0] == ("layer 2", "70%", "90%", "80%", "60%", "10%", "0%", "90%")
-    assert gates.rows[1][:4] == ("layer 4", "0.90 ± 0.00", "0.10 ± 0.00", "0.60 ± 0.00")
-    assert losses.rows[1] == ("frozen", *["4.000 ± 0.000"] * 3)
-    (row,) = case.rows
-    assert (row[0], row[1], row[2], row[-1]) == ("␣K07", "layer 2", "3", "[HIT]")

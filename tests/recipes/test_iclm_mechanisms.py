@@ -10,7 +10,7 @@ from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCa
 from regard_recipes.iclm import _mechanisms_figures as figures
 from regard_recipes.iclm import _mechanisms_measures as measure
 from regard_recipes.iclm.iclm_mechanisms import Mechanisms
-from regard_recipes.lib.recipe import Results, frame_of, select
+from regard_recipes.lib.recipe import frame_of, select
 
 WORDS = [f"w{i}" for i in range(19)]
 
@@ -130,68 +130,6 @@ def test_maps_are_labelled_by_role():
     assert figures.labels("f", said, "a", (3, 3)) == (["b", "␣", "a ?"], ["a", "b", "␣"])
     assert figures.labels("phi", said, "a", (4, 4)) == (["a", "b", "␣", "a ?"], ["start", "a", "b", "␣"])
     assert figures.labels("transformer", said, "b", (3, 3)) == (["b", "␣", "b ?"], ["a", "b", "␣"])
-
-
-def head_row(stream, *, strongest=0.1, first=0.05, even=0.5, weight=0.2, lift=1.0):
-    model = "transformer" if stream == "transformer" else "iclm"
-    return {"task": "text", "model": model, "seed": 0, "kind": "head", "stream": stream, "layer": 1, "first": first,
-            "strongest": strongest, "even": even, "predicted": weight, "predicted_lift": lift}  # fmt: skip
-
-
-def claims(*heads, without=5.1, after=0.95, before=0.03, feed_forward=0.25, held_out=1.0):
-    """Verdicts by the start of the claim; heads that are not given have no sink and equal weights."""
-    rows = [*heads, *(head_row(s) for s in ("phi", "f", "transformer") if s not in [h["stream"] for h in heads])]
-    for name, perplexity in {"iclm": 5.0, "iclm-no-f-mlp": without, "transformer": 5.0}.items():
-        nats = float(torch.tensor(perplexity).log()) * held_out
-        rows.append({"task": "text", "model": name, "seed": 0, "kind": "run", "held_out": nats})
-    for when, score in (("before", before), ("after", after)):
-        rows += [{"task": "blocks", "model": model, "seed": 0, "kind": "head", "stream": stream, "when": when,
-                  "score": score} for model, stream in (("iclm", "f"), ("transformer", "transformer"))]  # fmt: skip
-    for name, opaque in (("iclm", feed_forward), ("iclm-no-f-mlp", 0.0)):
-        rows.append({"task": "text", "model": name, "seed": 0, "kind": "prompt", "same": 1.5, "feed_forward": opaque,
-                     "missed": 2e-7})  # fmt: skip
-    made = Mechanisms.configure()
-    return {claim.wording: claim for claim in made.claims(Results(frame_of(rows), {}, {}))}
-
-
-PHI, F_SINKS, PLACE = "Sinks of phi always", "f has no sinks", "The place of the Transformer's sinks"
-ROWS, COLUMNS = (f"f's scores are significantly more balanced than phi's, {how}" for how in ("row", "col"))
-COPY, MORE, DOMINATES = "Heads of f copy", "Heads of f copy more", "f's weight on the next token"
-AFTER, BEFORE = "Induction heads form in f: the best head after", "Induction heads form in f: the best head before"
-DIRECT, BARE = "Weight on a token's embedding", "Without f's feed-forward layers"
-SUNK = {"strongest": 0.6, "first": 0.6}
-
-
-@pytest.mark.parametrize(
-    ("heads", "changes", "expected"),
-    [
-        ([], {}, {PHI: "not testable", F_SINKS: "not testable", PLACE: "not testable", BARE: "not testable"}),
-        ([head_row("phi", **SUNK)], {}, {PHI: "holds", F_SINKS: "holds", PLACE: "not testable"}),
-        ([head_row("phi", **SUNK), head_row("phi", strongest=0.4)], {}, {PHI: "fails"}),
-        ([head_row("phi", **SUNK), *[head_row("phi")] * 19], {}, {PHI: "not testable", F_SINKS: "not testable"}),
-        ([head_row("phi", strongest=0.6, first=0.35)], {}, {PHI: "holds"}),  # "at least": another may be stronger
-        ([head_row("f", strongest=0.7)], {}, {F_SINKS: "fails"}),
-        ([head_row("phi", **SUNK), head_row("transformer", strongest=0.6)], {}, {PLACE: "holds"}),
-        ([head_row("phi", **SUNK), head_row("transformer", **SUNK)], {}, {PLACE: "fails"}),
-        ([head_row("f", even=0.8), head_row("phi", even=0.3)], {}, {ROWS: "holds", COLUMNS: "fails"}),
-        ([head_row("f", strongest=0.1), head_row("phi", strongest=0.2)], {}, {ROWS: "fails", COLUMNS: "holds"}),
-        ([head_row("f", weight=0.7, lift=3.0)], {}, {COPY: "holds", MORE: "holds", DOMINATES: "holds"}),
-        ([head_row("f", lift=2.0), head_row("phi", lift=2.5)], {}, {COPY: "holds", MORE: "fails", "phi sh": "fails"}),
-        ([], {"after": 0.95}, {AFTER: "holds", BEFORE: "holds", DIRECT: "holds", "phi shows": "holds"}),
-        ([], {"after": 0.7, "before": 0.2, "feed_forward": 2.0}, {AFTER: "fails", BEFORE: "fails", DIRECT: "fails"}),
-        ([head_row("phi", **SUNK)], {"held_out": float("nan")}, {PHI: "not testable", BARE: "undecided"}),
-    ],
-)
-def test_verdicts(heads, changes, expected):
-    found = claims(*heads, **changes)
-    for start, verdict in expected.items():
-        claim = next(claim for wording, claim in found.items() if wording.startswith(start))
-        assert claim.verdict.startswith(verdict), (start, claim.verdict)
-
-
-def test_a_training_that_diverged_is_named():
-    found = claims(held_out=float("nan"))
-    assert found[COPY].untestable == "the training of iclm on text, iclm-no-f-mlp on text, transformer on text diverged"
 
 
 def test_induction_heads_form_in_f():

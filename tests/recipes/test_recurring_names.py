@@ -5,45 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import checked, tiny, verdicts
+from tiny_runs import checked, tiny
 
 from regard.tasks.recurring_names import NAMES
 from regard_recipes.fwpkm import recurring_names as recipe
 
 made = partial(checked, "recurring-names")
-LOWERS = "A written memory lowers the loss on what recurs beyond the window"
-OPENS = "Gates spike on names"
-FACTS = {"floors": {"names": {"accuracy": 0.1}}}
-
-
-def rows(written: float, frozen: float, window: float, gate: float, validation: float = 0.9) -> list[dict[str, Any]]:
-    """What three seeds of each model would leave: nats on far names, and gates there; elsewhere gates are 0.3."""
-    found: list[dict[str, Any]] = []
-    for seed in range(3):
-        for model, memory, nats in (
-            ("window", "", window), ("window and FwPKM", "written", written), ("window and FwPKM", "frozen", frozen),
-        ):  # fmt: skip
-            cell = {"task": "names", "model": model, "rate": 3e-3, "seed": seed}
-            score = {"test": "names", "metric": "loss on far", "score": nats + 0.001 * seed * (memory == "")}
-            found.append({**cell, "kind": "test", "memory": memory, **score})
-            if memory != "frozen":
-                found.append({**cell, "kind": "run", "validation": validation})
-        for place in recipe.PLACES:
-            value = gate if place == "far" else 0.3
-            cell = {"task": "names", "model": "window and FwPKM", "rate": 3e-3, "seed": seed}
-            found.append({**cell, "kind": "gate", "place": place, "gate": value})
-    return found
-
-
-def test_verdicts_follow_the_numbers() -> None:
-    own = made(models=("window", "window and FwPKM"))
-    told = verdicts(own, rows(0.2, 4.0, 3.0, 0.6), FACTS)
-    assert told[LOWERS] == ("holds", "less frozen -3.800 ± 0.000; less window alone -2.801 ± 0.002")
-    assert told[OPENS][0] == "holds"
-    told = verdicts(own, rows(3.5, 4.0, 3.0, 0.2), FACTS)
-    assert (told[LOWERS][0], told[OPENS][0]) == ("fails", "fails")
-    told = verdicts(own, rows(0.2, 4.0, 3.0, 0.6, validation=0.1), FACTS)
-    assert {verdict for verdict, _ in told.values()} == {"not testable at this size"}
 
 
 def test_gates_are_those_of_the_tokens_before() -> None:

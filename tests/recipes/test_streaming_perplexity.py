@@ -1,16 +1,19 @@
 """`regard reproduce streaming-perplexity`: the text, what is read how, and verdicts that follow the numbers."""
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import checked, verdicts
+from tiny_runs import checked
 
 from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
 from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
 from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, PAPER_VOCABULARY, Places, Row, row_config
+from regard_recipes.lib.results import load
 from regard_recipes.long_text import streaming_perplexity as recipe
 from regard_recipes.long_text.names_reading import NamesText, read_names, reading_rules
 from regard_recipes.long_text.streaming import Carry, streamed
@@ -152,73 +155,8 @@ def test_rows_are_means_of_what_was_read() -> None:
     assert layer["reads"] == 4 * 72 * 2
 
 
-# Verdicts ----------------------------------------------------------------------------------------------------------
-
-
-def rows_of(row: Row, losses: dict[str, tuple[float, float]], gate: float, seeds: int) -> list[dict[str, Any]]:
-    """The rows of a model by rule: its loss on short and on long documents, and its gate."""
-    rows: list[dict[str, Any]] = []
-    for seed in range(seeds):
-        cell = {"task": "names", "model": row.name, "rate": 4e-3, "seed": seed}
-        rows.append({**cell, "kind": "run", "validation": 0.9})
-        for rule, both in losses.items():
-            for text, loss in zip(recipe.TEXTS, both, strict=True):
-                value = loss + 0.001 * seed
-                found = {"loss": value, "within": value, "across": value}
-                rows.append({**cell, "kind": "document", "text": text, "rule": rule, "document": 0, **found})
-        if row.remembers:
-            rows += [{**cell, "kind": "layer", "text": text, "layer": "layer 2", "mean": gate + 0.001 * seed,
-                      "counts": [1] * 10} for text in recipe.TEXTS]  # fmt: skip
-    return rows
-
-
-def judged(
-    seeds: int = 3, gates: dict[str, float] | None = None, validation: float = 0.9, **ends: tuple[float, float]
-) -> dict[str, str]:
-    """Verdicts by the start of a claim; `ends` gives the losses of GDN with a memory and of FA with FwPKM ("FA")."""
-    losses = {"none": (2.0, 2.0), "PKM": (1.9, 2.0), "FwPKM": (2.0, 1.9), "both": (1.8, 1.8), "FA": (2.0, 1.95), **ends}
-    names, rows = [], []
-    for layout in ("GDN", "FA", "FA-pSWA"):
-        for memory in MEMORIES[:4] if layout == "GDN" else ("none", "FwPKM"):
-            row = Row(layout, memory)
-            kind = "both" if "+" in memory else "FA" if layout != "GDN" and memory == "FwPKM" else memory
-            paper = losses[kind]
-            read = {"paper": paper, "frozen": (paper[0] + 0.3, paper[1] + 0.3)} if row.remembers else {"new": paper}
-            rows += rows_of(row, read, (gates or {}).get(layout, 0.5), seeds)
-            names.append(row.name)
-    rows = [{**row, "validation": validation} if row["kind"] == "run" else row for row in rows]
-    own = made(models=tuple(names), rates=(4e-3,), seeds=seeds)
-    return {wording: verdict for wording, (verdict, _) in verdicts(own, rows).items()}
-
-
-GAIN, BOTH, LESS = "Fast memories gain", "Both together", "FwPKM gains less"
-CLOSE, OPEN, WRITING = "Its gates close", "Windows in training", "Writing lowers the loss"
-NEVER = "not testable at this size"
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, {GAIN: "holds", BOTH: "holds", LESS: "holds", WRITING: "holds", CLOSE: "fails"}),
-        ({"FwPKM": (1.8, 2.1)}, {GAIN: "fails", LESS: "fails"}),
-        ({"both": (2.0, 2.0)}, {BOTH: "fails"}),
-        ({"FA": (2.0, 1.8)}, {LESS: "fails"}),
-        ({"gates": {"FA": 0.2, "FA-pSWA": 0.7}}, {CLOSE: "holds", OPEN: "holds"}),
-        ({"gates": {"FA": 0.8, "FA-pSWA": 0.7}}, {CLOSE: "fails", OPEN: "fails"}),
-        ({"gates": {"FA": float("nan")}}, {CLOSE: "undecided"}),
-        ({"validation": 0.2}, dict.fromkeys((GAIN, BOTH, LESS, CLOSE, OPEN, WRITING), NEVER)),
-        ({"seeds": 1}, dict.fromkeys((GAIN, BOTH, LESS), NEVER)),
-    ],
-)
-def test_verdicts_follow_the_numbers(changes: dict, expected: dict) -> None:
-    found = judged(**changes)
-    told = {
-        start: next(verdict for wording, verdict in found.items() if wording.startswith(start)) for start in expected
-    }
-    assert told == expected
-
-
 def test_models_without_memories_decide_nothing() -> None:
-    own = made(models=("GDN", "FA"), rates=(4e-3,))
-    rows = [row for name in own.trained for row in rows_of(Row(name), {"new": (2.0, 2.0)}, 0.5, 3)]
-    assert verdicts(own, rows) == {}
+    own, found = load(type(made()), Path(__file__).parents[2] / "docs" / "results")
+    few = replace(own, models=("GDN", "FA"))
+    frame = found.select(model=list(few.models)).drop(columns=["counts"])
+    assert few.claims(replace(found, frame=frame)) == []

@@ -138,18 +138,6 @@ def test_stories_are_the_same_every_time() -> None:
     assert " ." not in text
 
 
-def test_slot_use_verdicts_follow_the_numbers() -> None:
-    made = make("slot-use", models=())
-
-    def rows(**coverage: float) -> list[dict[str, Any]]:
-        shares = {"no norm, many slots": 0.64, "batch norm, many slots": 0.98, "batch norm, few slots": 0.4}
-        shares |= {name.replace("_", " ").replace("norm ", "norm, "): value for name, value in coverage.items()}
-        return [run(name, test=2.0, coverage=share, even=1.0) for name, share in shares.items()]
-
-    assert verdicts(made, rows()) == ["holds", "holds", "holds"]
-    assert verdicts(made, rows(batch_norm_many_slots=0.3)) == ["fails", "fails", "fails"]
-
-
 def test_slots_are_counted_as_by_hand() -> None:
     made = make("slot-use", width=16, sub_keys=4, top_k=2, memory_dim=8)
     torch.manual_seed(0)

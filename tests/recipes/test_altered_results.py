@@ -1,0 +1,51 @@
+"""What stored rows, altered, say: claims that a run cannot test, and verdicts that the stored rows do not have."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard.recipes import recipes
+from regard_recipes.fwpkm.fwpkm_ablation import DOT
+from regard_recipes.lib.claims import NOT_TESTABLE as NEVER
+from regard_recipes.lib.results import load
+
+RUNS, PHI, F, OTHER = {"kind": "run"}, {"stream": "phi"}, {"stream": "f"}, {"stream": "transformer"}
+SUNK, EVEN, UNLEARNED = {"first": 0.6, "strongest": 0.6}, {"first": 0.1, "strongest": 0.1}, {"validation": 0.0}
+START, NO_SINKS, PLACE = "Sinks of phi always", "f has no sinks", "The place of the Transformer's sinks"
+FORMED = "Induction heads form in f: the best head "
+Change = tuple[dict[str, Any], dict[str, Any]]
+CASES: list[tuple[str, list[Change], dict[str, str]]] = [
+    *((name, [(RUNS, UNLEARNED)], {"": NEVER}) for name in (
+        "fwpkm-case-studies", "recurring-names", "stories", "streaming-perplexity", "tinymath")),
+    ("fwpkm-ablation", [(RUNS, UNLEARNED)], {"Writing": NEVER, "Removing": NEVER, "The memory": NEVER, "Dot": "fails"}),
+    ("fwpkm-ablation", [({"kind": "run", "model": DOT}, {"diverged": True})], {"Dot": "holds"}),
+    ("fwpkm-case-studies", [({"rule": "frozen"}, {"within": 0.0})], {"Writing": "fails", "They spike": NEVER}),
+    ("iclm-mechanisms", [(PHI, EVEN), (F, EVEN)], {START: NEVER, NO_SINKS: NEVER, PLACE: NEVER}),
+    ("iclm-mechanisms", [(PHI, SUNK), (F, EVEN), (OTHER, EVEN)], {START: "holds", NO_SINKS: "holds", PLACE: NEVER}),
+    ("iclm-mechanisms", [(PHI, SUNK), (F, SUNK), (OTHER, SUNK)], {NO_SINKS: "fails", PLACE: "fails"}),
+    ("iclm-mechanisms", [(PHI, {"first": 0.35, "strongest": 0.6})], {START: "holds"}),  # another may be stronger
+    ("iclm-mechanisms", [({"when": "after"}, {"score": 0.7})], {f"{FORMED}after": "fails"}),
+    ("iclm-mechanisms", [(RUNS, {"held_out": math.nan})], {
+        "Heads of f copy": f"{NEVER}: the training of iclm on ", "Without f's feed-forward layers": "undecided"}),
+    ("iclm-parity", [({"model": "iclm-wv"}, {"test": math.nan})], {"Perplexity close": "undecided"}),
+    ("iclm-parity", [({"model": "iclm-wv"}, {"step_cpu_seconds": 9.0})], {"Size, memory": "fails"}),
+]  # fmt: skip
+"""Recipe; of the rows with these columns, other columns; start of a claim to its verdict."""
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), CASES)
+def test_verdicts(name: str, changes: list[Change], expected: dict[str, str]) -> None:
+    made, found = load(recipes.get(name), Path(__file__).parents[2] / "docs" / "results")
+    frame = found.frame.copy()
+    for where, values in changes:
+        rows = (frame[list(where)] == list(where.values())).all(axis=1)
+        assert rows.any()
+        frame.loc[rows, list(values)] = list(values.values())
+    claims = made.claims(replace(found, frame=frame))
+    for start, verdict in expected.items():
+        told = [f"{claim.verdict}: {claim.untestable}" for claim in claims if claim.wording.startswith(start)]
+        assert told
+        assert all(each.startswith(f"{verdict}:" if ":" not in verdict else verdict) for each in told), (start, told)
