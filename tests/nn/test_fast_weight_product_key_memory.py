@@ -63,7 +63,7 @@ def test_preset_options():
     paper = FastWeightProductKeyMemory.from_preset("paper", C, **SMALL).settings.rule
     program = FastWeightProductKeyMemory.from_preset("program", C, **{**SMALL, "address_weight": 0.5}).settings.rule
     assert (paper.name, paper.address_weight, paper.border, paper.learning_rate) == ("paper", 10.0, True, 1.0)
-    assert (program.name, program.address_weight, program.border) == ("reference", 0.5, False)
+    assert program == WriteRule("reference", address_weight=0.5, border=False, key_update="pooled-entropy")
     refuses(r"unknown preset='papers'\. Did you mean 'paper'", FastWeightProductKeyMemory.from_preset, "papers", C)
 
 

@@ -5,19 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checks import (
-    ArgumentError,
-    boolean_mask,
-    floating,
-    in_range,
-    integers,
-    mapping,
-    on_device,
-    refuse,
-    require,
-    shape,
-    shown,
-)
+from ...checks import ArgumentError, floating, in_range, integers, mapping, refuse, require, shape, shown, token_mask
 from ...precision import row_number
 from .pairs import Pairs
 
@@ -34,18 +22,12 @@ def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) 
     """Return keys, values (None: the keys) and mask as `Pairs`, after checking that they fit each other."""
     key = four_axes("keys", keys, call)
     value = key if values is None or values is keys else four_axes("values", values, call)
-    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
-        given = f"keys {shape(key)} {key.dtype} and values {shape(value)} {value.dtype}"
-        mend = "give them the same axes but the last, and the same dtype"
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype or key.device != value.device:
+        given = f"keys {shape(key)} {key.dtype} {key.device} and values {shape(value)} {value.dtype} {value.device}"
+        mend = "give them the same axes but the last, the same dtype and device"
         raise ArgumentError(f"{call}: {given} do not pair up; {mend}.")
-    on_device(call, "values", value, key.device, "keys")
-    if mask is not None:
-        boolean_mask(call, "mask", mask)
-        on_device(call, "mask", mask, key.device, "keys")
-        places = (key.shape[0], key.shape[2])
-        fits = mask.shape == places or (places[0] == 1 and mask.shape == places[1:])
-        require(fits, call, f"mask has shape {shape(mask)}, expected {list(places)}, one a pair.")
-        mask = mask.reshape(places)
+    mask = mask[None] if isinstance(mask, Tensor) and mask.dim() == 1 else mask
+    token_mask(call, "mask", mask, key.shape[0], key.shape[2], like=key, of="keys")
     return Pairs(key, value, mask)
 
 

@@ -25,11 +25,7 @@ def weighted_sums(
     table: Tensor, rows: Tensor, weights: Tensor, offsets: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the sums over e in [offsets[b], offsets[b + 1]) of weights[e] table[rows[e]], [B, D] in the dtype of
-    `weights`.
-
-    table [n, D], whose rows are first rounded to `dtype` if given; rows int64 [E]; weights [E], float32 or float64;
-    offsets int64 [B]. Not differentiable. At most TILE numbers are gathered at a time.
-    """
+    `weights`; the rows of table [n, D] are first rounded to `dtype` if given. Not differentiable."""
     dtype = dtype or table.dtype
     if table.dtype == weights.dtype == dtype:
         return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights)
@@ -62,10 +58,8 @@ def spread(counts: Tensor) -> Tensor:
 
 
 def tiles(counts: Tensor, width: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (rows, their entries, the offset of each row among these), with at most TILE numbers in rows of `width`.
-
-    Entries are sorted by row, `counts` [U] of each; only rows from `start` to `stop` are given.
-    """
+    """Yield (rows, their entries, the offset of each row among these) of the rows from `start` to `stop`, at most TILE
+    numbers in rows of `width` at a time. Entries are sorted by row, `counts` [U] of each."""
     ends = counts.cumsum(0)
     step = max(1, TILE // width)
     stop = len(counts) if stop is None else stop
@@ -153,10 +147,7 @@ class RowPieces:
 
     def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
         """Return for each owner the sum of weights times rows over its entries, [owners, D]; owner int64 [E] ascending.
-
-        The first rows and the added rows are summed separately, each in the order of the entries, so that the result
-        does not depend on where pieces end, to the last bit.
-        """
+        The first and the added rows are summed apart, so that no bit of the result depends on where pieces end."""
         if len(self.pieces) == 1:
             return self._sums(ids, weights, owner, owners)
         added = ids >= self.given
@@ -173,9 +164,7 @@ class RowPieces:
         if len(parts) == 1:
             return weighted_sums(parts[0][0], parts[0][2], weights, offsets, self.dtype)
         out, ends = weights.new_zeros(owners, self.width), torch.cat((offsets, offsets.new_full((1,), len(ids))))
-        step = max(
-            1, 4 * TILE * owners // (self.width * max(1, len(ids)))
-        )  # so many owners that their rows fill a few tiles
+        step = max(1, 4 * TILE * owners // (self.width * max(1, len(ids))))  # owners whose rows fill a few tiles
         for low in range(0, owners, step):
             begin, end = (int(ends[i]) for i in (low, min(low + step, owners)))
             rows = self.gather(ids[begin:end], weights.dtype)
