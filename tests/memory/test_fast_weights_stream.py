@@ -1,5 +1,5 @@
-"""Streams of fast-weight product-key memory beyond what `test_streams.py` tests of every memory: shared memories,
-non-finite tokens, observers and states that do not fit."""
+"""Streams of fast-weight product-key memory beyond what `test_streams.py` and `test_random_lives.py` test of every
+memory: long streams, large chunks, batches of a shared memory, observers, and states that do not fit."""
 
 from collections.abc import Callable
 from typing import Any

@@ -81,12 +81,12 @@ class Slots:
         tokens = [token for row in rows for token in row]
         if tokens:
             after = [None if token is None else token["value"] for token in following]
-            taught = [
+            lessons = [
                 self.memory.targets(torch.stack([token["value"] for token in row]), last)
                 for row, last in zip(rows, after, strict=True)
                 if row
             ]
-            target, has = (torch.cat(parts) for parts in zip(*taught, strict=True))
+            target, has = (torch.cat(parts) for parts in zip(*lessons, strict=True))
             query, gate = (torch.stack([token[name] for token in tokens]) for name in ("query", "gate"))
             self.memory.learn(query, target, gate, has)
 

@@ -1,7 +1,8 @@
-"""What a memory that is written in chunks gives depends on the stream alone: not on calls, padding, or other rows.
+"""What a memory that is written in chunks gives depends on the stream alone, not on calls; its states, and where its
+gradients are cut.
 
-Layers with these memories are tested in `tests/contracts`, and models with them in `tests/models`, for the choice and
-repetition of rows among others.
+Padding, documents, frozen reads and changes of the chunk are in `test_random_lives.py`. Layers with these memories are
+tested in `tests/contracts`, and models with them in `tests/models`.
 """
 
 import sys

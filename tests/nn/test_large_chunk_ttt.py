@@ -1,7 +1,7 @@
 """LaCT against its definition (lact_oracle.py), its cache, dtypes and errors.
 
-What every memory keeps is tested in `tests/memory/test_streams.py`, and what every mixer keeps (caches, padding, packed
-documents) in `tests/models`."""
+What every memory keeps is tested in `tests/memory`, and what every mixer keeps (caches, padding, packed documents) in
+`tests/models`."""
 
 import math
 from itertools import accumulate, pairwise
