@@ -178,10 +178,11 @@ def test_a_token_that_is_not_finite_is_neither_seen_nor_learned():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fast_weights_are_wide_whatever_the_layer_is(dtype):
     made, hidden, kept = layer().to(dtype), tokens().to(dtype), cache()
-    out, _ = made(hidden, past_key_values=kept)
+    out = made(hidden)[0]
     assert out.dtype == dtype
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-        assert made(hidden, past_key_values=kept)[0].isfinite().all()
+        for _ in range(2):
+            assert made(hidden, past_key_values=kept)[0].isfinite().all()
     assert kept.layers[0].fast_state.gate.dtype == torch.float32
     expected = made.double()(hidden.double())[0]
     assert (out.double() - expected).abs().max() < 0.1 * expected.abs().max()
