@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from itertools import count
 from typing import Any, ClassVar, TypeVar
 
@@ -83,13 +83,17 @@ def kept(make: Callable[..., T], key: Callable[..., tuple[Any, ...]] | None = No
     def name_of(*arguments: Any) -> str:
         """Return the name of the attribute that holds the result. No name is used again."""
         own, names = key(*arguments) if key else arguments, Results.names
-        if not all(isinstance(x, Hashable) for x in own) or own not in names:
+        try:
+            name = names.get(own)
+        except TypeError:  # no hash: `make` will refuse it
+            name = None
+        if name is None:
             name, found = f"made_{next(numbers)}", make(*arguments)
             if len(names) >= 1024:  # bounds the memory when a number in the text changes at every call
                 delattr(Results, names.pop(next(iter(names))))
             setattr(Results, name, found)
             names[own] = name
-        return names[own]
+        return name
 
     # Dynamo calls this function instead of tracing it. torch.compiler.assume_constant_result would import the compiler.
     name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
