@@ -34,23 +34,6 @@ def test_the_geometric_kernel_is_flat_from_one_on() -> None:
     np.testing.assert_allclose(kernel.slope(a, {}).numpy(), [1e4, 0, 0], rtol=1e-12)
 
 
-@pytest.mark.parametrize("r", [0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 7.5, 40.0])
-@pytest.mark.parametrize("gradient", [False, True])
-def test_relative_view_of_the_polynomial(r: float, gradient: bool) -> None:
-    """[1 - d/reach]^r and its slope by -d, whichever way the power is computed."""
-    kernel = Spec("polynomial").kernel.__class__(r)
-    d = np.array([0, 0.1, 0.7, 1.3, 1.999, 2.0, 5.0, np.inf])
-    u = np.maximum(1 - d / 2, 0)
-    with torch.set_grad_enabled(gradient):
-        x, reach = torch.from_numpy(d), torch.tensor([2.0], dtype=torch.float64)
-        value, slope = kernel.relative(x, reach, {}), kernel.relative_slope(x, reach, {})
-    np.testing.assert_allclose(value.numpy(), np.where(u > 0, u**r, 0), rtol=1e-12)
-    expected = np.where(u > 0, r / 2 * np.where(u > 0, u, 1) ** (r - 1), 0)
-    np.testing.assert_allclose(slope.numpy(), expected, rtol=1e-12)
-    log = np.where(u > 0, np.log(np.where(u > 0, u, 1)), 0)
-    np.testing.assert_allclose(kernel.log_relative(x, reach).numpy(), log, rtol=1e-12)
-
-
 # Signed sums ------------------------------------------------------------------------------------------------
 
 
@@ -108,13 +91,3 @@ def test_gradients_through_the_guard(z: list, impl: str) -> None:
     plain = (a / (held if abs(total.item()) < 1e-3 * size.item() else total) * g).sum()
     torch.testing.assert_close(out, plain, rtol=1e-12, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(x, (leaf, bias)) for x in (out, plain)), rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-def test_cosine_normalised_reports_its_signs(impl: str) -> None:
-    _, p, found = signed([1.0, -1.0], "linear*fixed*cosine*normalised", impl)
-    assert found.status.flatten().tolist() == [int(Status.NEAR_ZERO)]
-    np.testing.assert_allclose(p.detach().numpy(), [500, -500], rtol=1e-9)
-    _, p, found = signed([-1.0, -2.0], "linear*fixed*cosine*normalised", impl)
-    assert found.status.flatten().tolist() == [int(Status.NEGATIVE)]
-    assert abs(float(p.detach().sum()) - 1) <= 1e-14

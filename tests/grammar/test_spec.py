@@ -4,10 +4,8 @@ import copy
 import dataclasses
 import json
 import pickle
-from typing import Any
 
 import pytest
-import torch
 from contracts.cases import SPECS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -298,27 +296,6 @@ def test_the_refusal_of_degree_1_lists_presets_that_can() -> None:
     for name in able:  # and they do
         preset = regard.presets()[name]
         Spec(preset.kernel, preset.bandwidth, 1, similarity=preset.similarity, normalise=preset.normalise)
-
-
-@pytest.mark.parametrize(
-    ("said", "bare", "params"),
-    [
-        ("polynomial(r=1.7)*anchored(margin=0.6)", "epanechnikov*anchored", {"r": 1.7, "margin": 0.6}),
-        ("triweight*fixed(bias=0.2)", "triweight*fixed", {"bias": 0.2}),
-        ("polynomial(r=4)*adaptive", "biweight*adaptive", {"alpha": 1.25}),
-        ("linear*fixed(bias=3)*unnormalised", "linear*fixed*unnormalised", {"bias": 3.0}),
-    ],
-)
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-def test_numbers_of_a_spec_are_those_of_params(said: str, bare: str, params: dict[str, float], impl: str) -> None:
-    """A number in the text of a spec and the same number in `params`, as a float or a tensor, mean the same."""
-    make = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(1, 5, n, 1, generator=make, dtype=torch.float64) for n in (1, 11, 11))
-    how: dict[str, Any] = {"attn_mask": torch.rand(1, 5, 1, 11, generator=make) < 0.8, "scale": 1.0, "impl": impl}
-    expected = regard.attention(q, k, v, said, **how)
-    for numbers in (params, {n: torch.tensor(x, dtype=torch.float64) for n, x in params.items()}):
-        found = regard.attention(q, k, v, bare, params=numbers, **how)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
 def test_texts_that_change_at_every_call_fill_no_memory() -> None:

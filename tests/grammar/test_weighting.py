@@ -5,7 +5,7 @@ import torch
 from contracts.cases import SPECS
 from torch import Tensor
 
-from regard.grammar import RowStats, Spec
+from regard.grammar import Spec
 
 TEXTS = sorted(
     {"*".join(s.parts()) for s in SPECS.values() if not s.degree and (s.similarity.name == "dot" or "geo" in str(s))}
@@ -50,32 +50,3 @@ def test_flags_say_what_the_weights_do(text: str) -> None:
     assert weighting.shift_invariant <= same
     ranked_without_edge = text in ("gaussian*fixed",)  # softmax is invariant though its rule is not
     assert same == (not any(word in text for word in MOVED_BY_A_SHIFT) or ranked_without_edge)
-
-
-@pytest.mark.parametrize("text", TEXTS)
-@torch.no_grad()
-def test_statistics(text: str) -> None:
-    z = rows()
-    weighting = Spec.parse(text).weighting
-    for fast in (False, True):
-        stats = weighting.fit(z, {}, fast=fast)
-        kept = weighting.weights(z, stats, {}) > 0
-        lowest = "r=0.5)*adaptive" in text  # whose arithmetic is anchored at the lowest key with weight
-        best = torch.where(kept, z, torch.inf).amin(-1, keepdim=True) if lowest else z.amax(-1, keepdim=True)
-        assert torch.equal(stats.top, torch.where(stats.empty, 0, best))
-        for name in ("top", "theta", "reach", "mass", "empty", "fallback", "status"):
-            assert getattr(stats, name).shape == (2, 6, 1), name
-        assert not bool((stats.empty & stats.fallback).any())
-        count = 0 if stats.index is None else stats.index.shape[-1]
-        assert count == weighting.indices
-        assert bool((stats.mass[stats.empty] == 1).all())
-        # Mapping over the statistics leaves no field out.
-        halves = [stats.map(lambda t, i=i: t[i]) for i in range(2)]
-        joined = RowStats(
-            **{
-                n: None if getattr(stats, n) is None else torch.stack([getattr(h, n) for h in halves])
-                for n in stats.__dataclass_fields__
-            }
-        )
-        p = weighting.weights(z, joined, {})
-        torch.testing.assert_close(p, weighting.weights(z, weighting.fit(z, {}), {}), rtol=0, atol=1e-14)

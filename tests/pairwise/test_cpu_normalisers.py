@@ -34,27 +34,6 @@ def with_parameter(name: str, z: Tensor, impl: str = "cpu") -> tuple[Tensor, Ten
     return call(z, number, impl=impl), number
 
 
-@pytest.mark.parametrize("name", [*SMOOTH, *LEARNED])
-def test_second_derivatives_are_those_of_the_reference(name: str) -> None:
-    """On rows of several spans, with respect to everything, the upstream gradient included."""
-
-    def second(impl: str) -> list[Tensor | None]:
-        z, g = normal(4, 600).requires_grad_(), normal(4, 600, seed=1).requires_grad_()
-        if name in LEARNED:
-            p, number = with_parameter(name, z, impl)
-            leaves = [z, number]
-        else:
-            p, leaves = CALLS[name](z, impl=impl), [z]
-        first = torch.autograd.grad(p, leaves, g, create_graph=True)
-        total = sum((d * normal(d.numel(), seed=2).reshape(d.shape)).sum() for d in first)
-        return list(torch.autograd.grad(total, [*leaves, g], allow_unused=True))
-
-    for one, other in zip(second("cpu"), second("reference"), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            close(one, other, 1e-9)
-
-
 def test_gradients_are_made_where_they_are_wanted() -> None:
     z = normal(3, 20)
     with torch.no_grad():
@@ -144,11 +123,18 @@ WITHOUT = "needs numba, which is not installed: pip install 'regard[cpu]'"
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "MISSING", WITHOUT)
-    monkeypatch.setattr(cpu, "normalise", lambda *_: pytest.fail("the row solvers ran"))
+    monkeypatch.setattr(cpu.NumbaRows, "solve", lambda *_: pytest.fail("the row solvers ran"))
     z = normal(3, 40)
     close(regard.entmax(z, 1.5), oracle.of_scores(z, "adaptive", r=2.0), 1e-12)
     for name in CALLS:
         refuses(r"impl='cpu' needs numba.*pip install 'regard\[cpu\]'", ours(name), z)
+    q = z[None, None]
+    refuses(r"impl='cpu' needs numba.*regard\[cpu\].*blocked", regard.attention, q, q, q, "biweight", impl="cpu")
+    explained = regard.explain("biweight", (1, 1, 20, 9))
+    assert explained.chosen == "blocked"
+    assert ("cpu", WITHOUT, None) in explained.rows
+    assert WITHOUT in str(explained)
+    close(regard.attention(q, q, q, "biweight"), regard.attention(q, q, q, "biweight", impl="reference"), 1e-12)
 
 
 NO_NUMBA = """

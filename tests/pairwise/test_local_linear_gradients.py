@@ -59,15 +59,6 @@ def test_finite_differences_with_every_solver(impl: str, solver, mode: str, shap
     check(run, (*small(5, 7, seed=2), numbers(SHAPES[shape], 0.2, seed=3)))
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-def test_finite_differences_of_a_probe(impl: str) -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor, probe: Tensor) -> Tensor:
-        return regard.local_linear_attention(q, k, v, probe=probe, solver="learned", impl=impl, window=3)
-
-    check(run, (*small(seed=4), numbers((1, 2, 5, 3), -0.2, seed=5)))
-    check(run, (*small(seed=4), numbers((1, 1, 1, 3), -0.2, seed=5)))
-
-
 def test_a_learned_power_beside_an_absolute_ridge_is_for_the_reference() -> None:
     """Its derivative by finite differences; the fast form says that it has none."""
 

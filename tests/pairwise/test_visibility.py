@@ -3,14 +3,12 @@
 import itertools
 
 import numpy as np
-import pytest
 import torch
 from contracts import oracle
 
 from regard.pairwise.visibility import Visibility
 
 CPU = torch.device("cpu")
-SIZES = [(1, 1), (1, 5), (4, 4), (3, 7), (7, 3), (6, 1)]
 ORDERS = [
     {"causal": causal, "strict": strict, "window": window}
     for (causal, strict), window in itertools.product(
@@ -22,27 +20,6 @@ ORDERS = [
 def pairs_of(queries: int, keys: int, offset: int, order: dict) -> np.ndarray:
     how = {"is_causal": order["causal"], "exclude_self": order["strict"], "window": order["window"]}
     return oracle.visible(1, 1, queries, keys, query_offset=offset, **how)[0, 0].numpy()
-
-
-def seen(visible: Visibility) -> np.ndarray:
-    block = visible.block(0, visible.queries, 0, visible.keys, CPU)
-    full = torch.ones(visible.queries, visible.keys, dtype=torch.bool)
-    return full.numpy() if block is None else (full & block[0, 0]).numpy()
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("queries", "keys"), SIZES)
-def test_pairs(order: dict, queries: int, keys: int) -> None:
-    for offset in (-3, 0, 1, keys - queries, keys, keys + 4):
-        visible = Visibility(queries, keys, offset=offset, **order)
-        expected = pairs_of(queries, keys, offset, order)
-        np.testing.assert_array_equal(seen(visible), expected)
-        for first, last in ((0, queries), (0, 1), (queries - 1, queries), (queries // 2, queries)):
-            low, high = visible.span(first, last)
-            assert 0 <= low <= high <= keys
-            outside = np.ones(keys, dtype=bool)
-            outside[low:high] = False
-            assert not expected[first:last, outside].any()
 
 
 def test_who_sees_a_marked_key() -> None:
