@@ -9,7 +9,7 @@ import pytest
 from contracts.cases import SPECS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mistakes import error_of, refuses
+from mistakes import error_of
 
 import regard
 import regard.grammar.spec as spec_module
@@ -99,6 +99,7 @@ def test_presets_are_printed_by_name(name: str) -> None:
         ("biweight*linear(ridge=2e-3,solver=cholesky)", Spec("biweight", degree=1, ridge=0.002, solver="cholesky")),
         ("linear*fixed*cosine*normalised", Spec("linear", similarity="cosine", normalise=True)),
         ("local-linear[relumax]", local_linear(Spec.parse("relumax"))),
+        ("local-linear[local-linear]", local_linear(Spec("gaussian"))),  # already linear
         ("local-linear[triweight*nearest(k=4)]", local_linear(Spec("triweight", bandwidths.get("nearest")(4)))),
         ("linear", Spec("linear")),  # the kernel and preset; the local model comes after a kernel
     ],
@@ -187,34 +188,15 @@ def test_json_is_plain_and_kernel_alone_is_enough() -> None:
         ("", "expected the text of a spec, such as 'softmax', got ''"),
         ("   ", "expected the text of a spec"),
         ("local-linear[softmx]", "unknown spec 'softmx'"),
-        ("local-linear[local-linear]", "local"),
-    ],
-)
-def test_what_cannot_be_read(text: str, words: str) -> None:
-    if text == "local-linear[local-linear]":  # already linear: the same thing, or a reasoned error
-        assert Spec.parse(text) == Spec.parse("local-linear")
-    else:
-        assert words in error_of(Spec.parse, text)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
         ("polynomial(r=0)", "polynomial: r is 0, expected r > 0."),
-        ("polynomial(r=-1)", "r is -1"),
-        ("polynomial(r=inf)", "r is"),
         ("polynomial(r=nan)", "r is"),
         ("polynomial(r=big)", "r is 'big'"),
         ("gaussian*nearest(k=0)", "k is 0, expected a whole number >= 1"),
-        ("gaussian*nearest(k=-3)", "k is -3"),
         ("gaussian*nearest(k=2.5)", "k is 2.5"),
         ("uniform*nearest(gradient=sofd)", "unknown gradient='sofd'. Did you mean 'soft'?"),
         ("uniform*nearest(gradient=soft,temperature=0)", "temperature is 0"),
-        ("uniform*nearest(gradient=soft,temperature=-1)", "temperature is -1"),
         ("biweight*anchored(margin=0)", "margin is 0, expected margin > 0."),
-        ("biweight*anchored(margin=-2)", "margin is -2"),
         ("epanechnikov*fixed(h=0)*cosine", "h is 0, expected h > 0."),
-        ("epanechnikov*fixed(h=-1)*cosine", "h is -1"),
         ("epanechnikov*fixed(empty=unifrom)", "unknown empty='unifrom'. Did you mean 'uniform'?"),
         ("epanechnikov*fixed(bias=wide)", "bias is 'wide'"),
         ("linear*fixed*cosine(eps=-1)", "eps is -1, expected eps >= 0."),
@@ -222,9 +204,22 @@ def test_what_cannot_be_read(text: str, words: str) -> None:
         ("clipped-geometric(eps=0)", "eps is 0, expected eps > 0."),
         ("biweight*linear(ridge=-0.1)", "ridge is -0.1, expected ridge >= 0."),
         ("biweight*linear(ridge=small)", "ridge is 'small'"),
+        ("gaussian*fixed(bias=1)", "a bias cancels when gaussian weights are normalised"),
+        ("geometric*fixed(bias=0.5)*cosine", "takes no bias"),
+        ("clipped-geometric*fixed(bias=0.5)", "takes no bias"),
+        ("epanechnikov*fixed(h=1)", "needs similarity 'cosine' or 'euclidean', not 'dot'"),
+        ("gaussian*fixed(h=1)*relu", "needs similarity 'cosine' or 'euclidean', not 'relu'"),
+        ("linear*fixed(h=1)*cosine", "normalised gaussian, polynomial and uniform kernels"),
+        ("gaussian*fixed(h=1)*euclidean*unnormalised", "normalised gaussian, polynomial and uniform kernels"),
+        ("epanechnikov*fixed(h=1,bias=2)*cosine", "give one of them"),
+        ("biweight*nearest(gradient=soft)", "no jump to smooth"),
+        ("epanechnikov*nearest(k=3,gradient=soft)", "no jump to smooth"),
+        ("linear*fixed*linear", "non-negative weights that sum to one"),
+        ("gaussian*fixed*unnormalised*linear", "non-negative weights that sum to one"),
+        ("linear*fixed*cosine*normalised*linear", "non-negative weights that sum to one"),
     ],
 )
-def test_numbers_out_of_range(text: str, words: str) -> None:
+def test_texts_that_are_refused(text: str, words: str) -> None:
     assert words in error_of(Spec.parse, text)
 
 
@@ -263,28 +258,6 @@ def test_json_messages() -> None:
     assert "a kernel is a name or an object with 'name', got 3" in error_of(Spec.from_json, '{"kernel": 3}')
     assert "unknown kernel 'os.system'" in error_of(Spec.from_json, '{"kernel": "os.system"}')
     assert "unknown argument 'x'" in error_of(Spec.from_json, '{"kernel": {"name": "gaussian", "x": 1}}')
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("gaussian*fixed(bias=1)", "a bias cancels when gaussian weights are normalised"),
-        ("geometric*fixed(bias=0.5)*cosine", "takes no bias"),
-        ("clipped-geometric*fixed(bias=0.5)", "takes no bias"),
-        ("epanechnikov*fixed(h=1)", "needs similarity 'cosine' or 'euclidean', not 'dot'"),
-        ("gaussian*fixed(h=1)*relu", "needs similarity 'cosine' or 'euclidean', not 'relu'"),
-        ("linear*fixed(h=1)*cosine", "normalised gaussian, polynomial and uniform kernels"),
-        ("gaussian*fixed(h=1)*euclidean*unnormalised", "normalised gaussian, polynomial and uniform kernels"),
-        ("epanechnikov*fixed(h=1,bias=2)*cosine", "give one of them"),
-        ("biweight*nearest(gradient=soft)", "no jump to smooth"),
-        ("epanechnikov*nearest(k=3,gradient=soft)", "no jump to smooth"),
-        ("linear*fixed*linear", "non-negative weights that sum to one"),
-        ("gaussian*fixed*unnormalised*linear", "non-negative weights that sum to one"),
-        ("linear*fixed*cosine*normalised*linear", "non-negative weights that sum to one"),
-    ],
-)
-def test_refusals_that_hang_on_an_argument(text: str, reason: str) -> None:
-    refuses(reason, Spec.parse, text)
 
 
 def test_the_refusal_of_degree_1_lists_presets_that_can() -> None:

@@ -41,26 +41,16 @@ def test_newton_steps(monkeypatch: pytest.MonkeyPatch, r: float, steps: int, len
         assert abs(float(b) - peak(length, spread, r)) <= 1e-7
 
 
-@pytest.mark.parametrize("r", [1.0, 1.5, 2.0, 3.0, 10.0])
+@pytest.mark.parametrize("r", [0.2, 0.5, 0.9, 1.0, 1.5, 2.0, 3.0, 10.0])
 @pytest.mark.parametrize("fast", [False, True])
-def test_sixteen_steps_converge_to_rounding(r: float, fast: bool) -> None:
+def test_the_search_converges_to_rounding(r: float, fast: bool) -> None:
+    """By 16 steps of Newton's method, or by bisection for r < 1."""
     for length in (1, 2, 17, 512, 8192):
         for spread in SPREADS if length < 8192 else (0.1,):
             d = distances(length, spread)
             b, converged = threshold.solve_peak(d, r, fast=fast)
             assert bool(converged.all())
-            assert abs(float(b) - peak(length, spread, r)) <= 4e-16 * 4
-
-
-@pytest.mark.parametrize("r", [0.2, 0.5, 0.9])
-def test_bracketed_below_one(r: float) -> None:
-    for length in (1, 2, 17, 512):
-        for spread in SPREADS:
-            d = distances(length, spread)
-            for fast in (False, True):
-                b, converged = threshold.solve_peak(d, r, fast=fast)
-                assert bool(converged.all())
-                assert abs(float(b) - peak(length, spread, r)) <= 4e-16
+            assert abs(float(b) - peak(length, spread, r)) <= 4e-16 * (4 if r >= 1 else 1)
 
 
 def test_a_tensor_of_powers() -> None:
@@ -142,3 +132,5 @@ def test_never_unconverged_in_silence(monkeypatch: pytest.MonkeyPatch, r: float)
             assert not (off and bool(converged))
             said.add(bool(converged))
     assert said == {True, False}
+    monkeypatch.setattr(threshold, "BISECTIONS", 10)
+    assert not bool(threshold.solve_peak(distances(512, 1.0), 0.5)[1])

@@ -124,6 +124,16 @@ def test_expected_embedding_neither_overflows_nor_rounds():
     torch.testing.assert_close(found.double(), wanted, atol=0.01, rtol=0.005)  # half a unit in the last place
 
 
+def test_autocast_does_not_round_an_expected_embedding():
+    torch.manual_seed(0)
+    given = f, table = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(expected_embedding(f, table, chunk=4).square().sum(), given))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_steps_are_functional_gradient_descent():
     """Equation 17 on a fixed set of pairs: one symmetric kernel a head, plain sums, a matrix of learning rates."""
     rng = np.random.default_rng(0)

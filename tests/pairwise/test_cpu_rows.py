@@ -278,7 +278,6 @@ def test_a_forked_process_can_compute_too() -> None:
 
 THREADS = """
 import json, torch, regard
-from concurrent.futures import ThreadPoolExecutor
 found = []
 make = torch.Generator().manual_seed(0)
 z = torch.randn(301, 1000, generator=make)
@@ -292,9 +291,6 @@ for threads in (1, 2, 3):
     out.square().sum().backward()
     found.append((p.detach(), leaf.grad))
     assert torch.get_num_threads() == threads
-with ThreadPoolExecutor(4) as pool:
-    together = list(pool.map(lambda _: regard.entmax(z, 1.5, impl="cpu"), range(12)))
-assert all(torch.equal(p, found[0][0]) for p in together)
 print(json.dumps(all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))))
 """
 

@@ -34,29 +34,22 @@ def check(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
 # Finite differences ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked", "cpu"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_finite_differences(impl: str, shape: str) -> None:
-    """q, k, v, ridge of every shape, and the scale where there is one of its own for every row."""
+CASES = dict.fromkeys([
+    *(("auto", "relative", shape, impl) for shape in SHAPES for impl in ("reference", "blocked", "cpu")),
+    *((solver, mode, shape, impl) for solver in SOLVERS for impl in ("reference", "blocked")
+      for mode, shape in (("relative", "token"), ("absolute", "dimension"))),
+])  # fmt: skip
+
+
+@pytest.mark.parametrize(("solver", "mode", "shape", "impl"), CASES, ids=str)
+def test_finite_differences(solver, mode: str, shape: str, impl: str) -> None:
+    """q, k, v, the ridge, and the scale where there is one of its own for every row."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor, scale: Tensor) -> Tensor:
-        spec = "biweight" if impl == "cpu" else "softmax"
-        return regard.local_linear_attention(
-            q, k, v, ridge=ridge, scale=scale, spec=spec, impl=impl, is_causal=True, tol=None
-        )
+        how = {"solver": solver, "ridge_mode": mode, "impl": impl, "spec": "biweight" if impl == "cpu" else "softmax"}
+        return regard.local_linear_attention(q, k, v, ridge=ridge, scale=scale, exclude_self=True, **how)
 
-    check(run, (*small(), numbers(SHAPES[shape], 0.1), numbers((2, 5), 0.4)))
-
-
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
-@pytest.mark.parametrize(("mode", "shape"), [("relative", "token"), ("absolute", "dimension")])
-def test_finite_differences_with_every_solver(impl: str, solver, mode: str, shape: str) -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor) -> Tensor:
-        how = {"solver": solver, "ridge_mode": mode, "impl": impl, "exclude_self": True}
-        return regard.local_linear_attention(q, k, v, ridge=ridge, **how)
-
-    check(run, (*small(5, 7, seed=2), numbers(SHAPES[shape], 0.2, seed=3)))
+    check(run, (*small(5, 7, seed=2), numbers(SHAPES[shape], 0.2, seed=3), numbers((2, 5), 0.4)))
 
 
 def test_a_learned_power_beside_an_absolute_ridge_is_for_the_reference() -> None:

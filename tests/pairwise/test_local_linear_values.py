@@ -154,28 +154,32 @@ def test_the_first_row_is_its_value(impl: str) -> None:
         assert bool((dq[:, :, 1:] != 0).any())
 
 
-# Windows -----------------------------------------------------------------------------------------------------
+# Windows and segments ----------------------------------------------------------------------------------------
 
 
-def test_the_cost_of_a_window_is_in_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pairs that the blocks work on grow as T W: measured over what both passes ask for."""
-    counted = []
-    blocks = Work.blocks
+@pytest.mark.parametrize("spec", ["softmax", "local-linear"])
+def test_the_cost_is_in_the_pairs_of_windows_and_segments(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs that the blocks of both passes work on grow as T W. 16 segments of 128 cost a sixteenth of one of 2048,
+    without causal order."""
+    counted, blocks = [0], Work.blocks
 
-    def spy(self, *options):
-        for block in blocks(self, *options):
+    def spy(self):
+        for block in blocks(self):
             counted[-1] += block.heads * (block.last - block.first) * (block.high - block.low)
             yield block
 
-    monkeypatch.setattr(Work, "blocks", spy)
-    window = 32
-    for length in (512, 1024, 2048):
+    def passes(length: int, **how) -> int:
+        counted[-1] = 0
         q, k, v = (x.requires_grad_() for x in draw(1, 1, length, 8, seed=13, dtype=torch.float32))
-        counted.append(0)
-        local(q, k, v, window=window).sum().backward()
-        assert counted[-1] <= 2 * length * (window + 128)  # both passes; blocks of at most 128 queries
-        assert counted[-1] >= 2 * length * window * 0.9
-    assert counted[2] <= 2.1 * counted[1]
+        regard.attention(q, k, v, spec, impl="blocked", **how).sum().backward()
+        return counted[-1]
+
+    monkeypatch.setattr(Work, "blocks", spy)
+    pairs = [passes(length, window=32, is_causal=True) for length in (512, 1024, 2048)]
+    for length, count in zip((512, 1024, 2048), pairs, strict=True):
+        assert 2 * length * 32 * 0.9 <= count <= 2 * length * (32 + 128)  # blocks of at most 128 queries
+    assert pairs[2] <= 2.1 * pairs[1]
+    assert passes(2048, segment_ids=(torch.arange(2048) // 128)[None]) <= 2 * 2048 * 128
 
 
 # Shared heads, other solvers ---------------------------------------------------------------------------------
@@ -196,31 +200,3 @@ def test_block_diagonal_is_the_masked_covariance(blocks: int) -> None:
         close(out, expected, 1e-10, impl)
         for grad, want in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), wanted, strict=True):
             close(grad, want, 1e-9, impl)
-
-
-def cone(length: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys in a cone about one direction, values linear in them: where blocks of the query-centred matrix fail."""
-    make = torch.Generator().manual_seed(seed)
-    centre = torch.randn(1, 1, 1, dim, generator=make, dtype=torch.float64)
-    k = centre * 2 + torch.randn(1, 1, length, dim, generator=make, dtype=torch.float64)
-    v = k @ torch.randn(dim, dim, generator=make, dtype=torch.float64)
-    return k, k, v
-
-
-def test_block_diagonal_about_the_query_loses_its_sign_and_about_the_mean_does_not() -> None:
-    """Erratum E15: with blocks of Sigma about the query, delta <= 0 nearly everywhere; about the mean of the keys there
-    is no delta, the weights are those of a better fit than attention's."""
-    q, k, v = cone(100, 8, 17)
-    seen = lower(100)
-    p = softmax(scores(q, k), seen)
-    z = k[..., None, :, :] - q[..., :, None, :]
-    mu = (p[..., None] * z).sum(-2)
-    diagonal = torch.einsum("...ij,...ija->...ia", p, z * z) + 1.0
-    delta = 1 - (mu * mu / diagonal).sum(-1)
-    assert float((delta[..., 8:] <= 0).double().mean()) > 0.5  # the paper's form breaks on these data
-    out = local(q, k, v, ridge=1.0, solver="block-diagonal")
-    error = lambda x: float((x - v)[:, :, 8:].square().mean())  # noqa: E731
-    assert error(out) < error(p @ v)
-    identity = torch.eye(100, dtype=torch.float64).expand(1, 1, 100, 100)
-    weights = local(q, k, identity, ridge=1.0, solver="block-diagonal")
-    close(weights.sum(-1), torch.ones(1, 1, 100, dtype=torch.float64), 1e-12)

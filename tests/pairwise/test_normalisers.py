@@ -29,7 +29,7 @@ def excess(p: Tensor) -> float:
 # Accuracy ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("alpha", [1.001, *ALPHAS])
 @pytest.mark.parametrize("n", [1, 2, 17, 512, 8192])
 def test_entmax_equals_bisection(alpha: float, n: int) -> None:
     """In float64 and float32, with alpha as a number and as a tensor. Above alpha = 2 the power 1/(alpha - 1) < 1 turns
@@ -102,21 +102,6 @@ def test_a_shift_changes_nothing(name: str, impl: str, dtype: torch.dtype) -> No
         if p.requires_grad:
             one, two = (torch.autograd.grad(x, y, g, retain_graph=True)[0] for x, y in ((p, plain), (again, moved)))
             assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("length", [2, 16, 512, 8192])
-def test_rate_at_which_entmax_tends_to_softmax(length: int) -> None:
-    """n times the L1 distance at alpha = 1 + 1/n tends to E_q |x^2 - E_q x^2| / 2 with q = softmax and x = -log q,
-    since log p = -x' - x'^2/(2n) + O(1/n^2) for p = (1 - x'/n)^n."""
-    z = normal(3 if length < 8192 else 1, length)
-    q = oracles.softmax(z.numpy())
-    square = np.log(q) ** 2
-    rate = (q * np.abs(square - (q * square).sum(-1, keepdims=True))).sum(-1) / 2
-    assert np.abs(regard.entmax(z, 1.0).numpy() - q).max() <= 1e-15
-    for impl in IMPLS:
-        for n, slack in ((100, 0.3), (1000, 0.03)):
-            distance = np.abs(regard.entmax(z, 1 + 1 / n, impl=impl).numpy() - q).sum(-1)
-            np.testing.assert_allclose(n * distance, rate, rtol=slack)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

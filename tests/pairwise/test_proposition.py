@@ -50,23 +50,6 @@ def test_adaptive_weights_and_bandwidth_are_those_of_nadaraya_watson(r: float, g
         assert float(found.bandwidth[0, 0, i]) > np.sqrt(distance2.min())  # the nearest key is always inside
 
 
-@pytest.mark.parametrize("r", POWERS)
-@pytest.mark.parametrize("gamma", [0.05, 1.0, 10.0])
-@pytest.mark.parametrize("n", [1, 2, 3, 50])
-def test_equal_keys_in_closed_form(r: float, gamma: float, n: int) -> None:
-    """n keys of similarity s: tau = s/(r gamma) - n^(-1/r), H^2 = 2 - 2s + 2 r gamma n^(-1/r), weights 1/n.
-    With n = 1 the threshold is s/(r gamma) - 1."""
-    s = 0.6
-    keys = np.tile(np.array([s, 0.8], dtype=WIDE), (n, 1))
-    spec = Spec.parse(f"polynomial(r={r})*adaptive*cosine(eps=0)")
-    found = observed(np.array([[1.0, 0.0]]), keys, spec, scale=1 / gamma)
-    np.testing.assert_allclose(float(found.tau), s / (r * gamma) - n ** (-1 / r), rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(float(found.bandwidth) ** 2, 2 - 2 * s + 2 * r * gamma * n ** (-1 / r), rtol=1e-12)
-    np.testing.assert_allclose(found.weights.flatten().numpy(), np.full(n, 1 / n), rtol=0, atol=1e-15)
-    assert float(found.support) == n
-    np.testing.assert_allclose(float(found.effective_sample_size), n, rtol=1e-12)
-
-
 @pytest.mark.parametrize("h2", [0.05, 0.2, 1.0, 4.0])
 @pytest.mark.parametrize("b", [0.1, 1.0, 3.0])
 def test_relumax_is_epanechnikov(h2: float, b: float) -> None:

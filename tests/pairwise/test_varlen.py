@@ -94,6 +94,13 @@ def test_segment_ids() -> None:
     assert regard.segment_ids(ends.to("meta"), 10).shape == (1, 10)
 
 
+def test_ids_of_any_integer_dtype_for_one_row_or_all() -> None:
+    q, k, v = (x.detach().transpose(0, 1).expand(2, -1, -1, -1) for x in packed(10, 10, kv_heads=4))
+    ids = regard.segment_ids(torch.tensor(Q_ENDS))
+    for other in (ids.int(), ids.to(torch.uint8), ids.expand(2, 10)):
+        assert torch.equal(regard.attention(q, k, v, segment_ids=other), regard.attention(q, k, v, segment_ids=ids))
+
+
 def test_segment_ids_serve_states_too() -> None:
     q, k, v = (x.detach().transpose(0, 1)[None] for x in packed(10, 10, kv_heads=4))
     out, state = regard.delta_rule(q, k, v, 0.3, segment_ids=regard.segment_ids(torch.tensor(Q_ENDS)))
