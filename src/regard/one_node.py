@@ -1,4 +1,4 @@
-"""Functions that are one node of an exported graph.
+"""Functions that are one node of an exported graph, and derivatives of custom operators.
 
 A function that works in chunks has axes and loops of ceil(T / c) chunks, which an exported graph of dynamic length T
 cannot hold. One node from T positions to T positions can; it runs the function itself.
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from .checks import ArgumentError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -79,3 +81,37 @@ def _derivative(function: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(every)
 
     return backward
+
+
+Keep = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[tuple[Tensor | None, ...], tuple[Any, ...]]]
+
+
+def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[Tensor, ...]], keep: Keep) -> None:
+    """Give `forward`, whose first output alone is differentiable, the derivative `backward`, which has none.
+
+    Args:
+        gradients: calls `backward` with the gradient and what is kept; returns gradients of the first arguments, which
+            are ignored for those that are None.
+        keep: returns the tensors, beginning with these arguments, and the numbers to keep of (inputs, outputs)."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        tensors, ctx.numbers = keep(inputs, output)
+        ctx.save_for_backward(*tensors)
+        ctx.count = len(inputs)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * ctx.count
+        saved = ctx.saved_tensors
+        found = gradients(grad, *saved, *ctx.numbers)
+        own = [None if x is None else dx for x, dx in zip(saved, found, strict=False)]
+        return *own, *(None,) * (ctx.count - len(own))
+
+    forward.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(_refuse)
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise ArgumentError("attention: fast forms are differentiable once; for second derivatives use impl='reference'.")

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError
 from ...grammar import RowStats, Spec
 from ...grammar.kernels import Params
 from ...precision import PLAIN
@@ -97,8 +96,8 @@ SOLVERS: dict[str, type[Rows]] = {"blocked": Rows}
 
 
 DESCRIBED = (
-    "Tensor? mask, Tensor? moved, Tensor? runs, str solver, str spec, str[] names, float[] numbers, bool causal, "
-    "bool strict, SymInt? window, SymInt offset"
+    "Tensor? mask, Tensor? moved, Tensor? runs, float ridge_number, bool counted, str solver, str spec, str[] names, "
+    "float[] numbers, bool causal, bool strict, SymInt? window, SymInt offset"
 )
 """The result of `described` in the schema of an operator. The spec is JSON, so that a stored graph is self-contained;
 `names` are those of the row parameters, then those of `numbers`."""
@@ -116,11 +115,15 @@ def _names_of(inputs: Inputs) -> tuple[list[str], dict[str, float]]:
     return [n for n, p in named if isinstance(p, Tensor)], {n: p for n, p in named if not isinstance(p, Tensor)}
 
 
+def _ridge_of(inputs: Inputs) -> float:
+    return 0.0 if isinstance(inputs.ridge, Tensor) else inputs.ridge
+
+
 def work_of(solver: str, inputs: Inputs) -> Work:
     """Return the call in the form that the loop over blocks uses."""
     q, spec = inputs.q, inputs.spec
-    heads = (q.shape[1], inputs.k.shape[1], q.shape[0] * q.shape[1])
-    return Work(spec, SOLVERS[solver](spec), *_names_of(inputs), inputs.visible, *heads)
+    heads, own = (q.shape[1], inputs.k.shape[1], q.shape[0] * q.shape[1]), (_ridge_of(inputs), inputs.diagnostics)
+    return Work(spec, SOLVERS[solver](spec), *_names_of(inputs), inputs.visible, *heads, *own)
 
 
 def described(solver: str, inputs: Inputs) -> tuple[Any, ...]:
@@ -128,19 +131,20 @@ def described(solver: str, inputs: Inputs) -> tuple[Any, ...]:
     visible, (names, numbers) = inputs.visible, _names_of(inputs)
     offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
     words = (solver, inputs.spec.to_json(), [*names, *numbers], [*numbers.values()])
-    return visible.mask, moved, visible.runs, *words, visible.causal, visible.strict, visible.window, offset
+    own = (visible.mask, moved, visible.runs, _ridge_of(inputs), inputs.diagnostics)
+    return *own, *words, visible.causal, visible.strict, visible.window, offset
 
 
 def work_from(
-    q: Tensor, k: Tensor, mask: Any, moved: Any, runs: Any, solver: str, spec: str, names: list[str],
-    numbers: list[float], causal: bool, strict: bool, window: int | None, offset: int,
+    q: Tensor, k: Tensor, mask: Any, moved: Any, runs: Any, ridge: float, counted: bool, solver: str, spec: str,
+    names: list[str], numbers: list[float], causal: bool, strict: bool, window: int | None, offset: int,
 ) -> Work:  # fmt: skip
     """Return the call from the result of `described`, for queries q and keys k."""
     at = offset if moved is None else moved
     visible = Visibility(q.shape[2], k.shape[2], causal, strict, window, at, mask, runs)
     rows, count = rows_of(solver, spec), len(names) - len(numbers)
     named, heads = dict(zip(names[count:], numbers, strict=True)), (q.shape[1], k.shape[1], q.shape[0] * q.shape[1])
-    return Work(_spec_of(spec), rows, list(names[:count]), named, visible, *heads)
+    return Work(_spec_of(spec), rows, list(names[:count]), named, visible, *heads, ridge, counted)
 
 
 @lru_cache(maxsize=256)
@@ -174,7 +178,3 @@ def placed(block: Block, kept: tuple[Tensor, ...]) -> Kept:
     if block.kept is not None:
         index = torch.cat([block.place(index[..., :2].contiguous()), index[..., 2:]], -1)
     return floats, flags, index
-
-
-def refuse(ctx: Any, *_: Any) -> None:
-    raise ArgumentError("attention: fast forms are differentiable once; for second derivatives use impl='reference'.")

@@ -39,6 +39,8 @@ class Work:
     heads: int  # H
     kv_heads: int  # Hkv
     total: int  # N
+    ridge: float  # of a local linear model, if it is a number
+    counted: bool  # whether diagnostics are wanted
     _ends: tuple[Tensor, Tensor] | None = None
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -42,13 +42,11 @@ class Blocked:
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
-        number = 0.0 if isinstance(inputs.ridge, Tensor) else inputs.ridge
         tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given_of(inputs))
-        arguments = (*tensors, number, inputs.diagnostics)
         if at_once(inputs):
-            out, *kept, _ = operators.run(work_of(self.name, inputs), *arguments)
+            out, *kept, _ = operators.run(work_of(self.name, inputs), *tensors)
         else:
-            out, *kept, _ = operators.forward(*arguments, *described(self.name, inputs))
+            out, *kept, _ = operators.forward(*tensors, *described(self.name, inputs))
         if not inputs.diagnostics:
             return out, None
         (floats, flags, _), solver, negative = kept, None, None

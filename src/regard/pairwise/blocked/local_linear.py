@@ -99,7 +99,7 @@ def _seen(block: Block, y: Tensor) -> tuple[int, int]:
 
 
 def flattened(
-    q: Tensor, k: Tensor, v: Tensor, x: Any, y: Any, ridge: Any, probe: Any, given: Any, number: float = 0.0
+    number: float, q: Tensor, k: Tensor, v: Tensor, x: Any, y: Any, ridge: Any, probe: Any, given: Any
 ) -> Tensors:
     """Return the inputs of an operator, or their gradients, with B x H flattened; `number` is the ridge without one."""
     params = None if given is None else given.flatten(1, 2)
@@ -110,17 +110,17 @@ def flattened(
 
 
 def effective(
-    block: Block, tensors: Tensors, p: Tensor, kept: Kept, counted: bool, floats: Tensor, flags: Tensor
+    block: Block, tensors: Tensors, p: Tensor, kept: Kept, floats: Tensor, flags: Tensor
 ) -> tuple[Tensor, bool]:
     """Return the weights of the values, and whether a system did not converge. Write statistics of the solver and t
     behind the other statistics of the rows."""
     system, right = tensors.fit(block, p, tensors.relative_ridge(block, kept))
-    system.counted = counted
+    system.counted = block.work.counted
     solved, size = _solve(block.work.spec, system, right)
     block.rows(floats)[..., SLOPE:].copy_(solved.value * size)
     block.rows(flags)[..., FLAGS].copy_(system.reported_status(solved.status))
     weights = torch.addcmul(system.p, system.corrections(solved.value), size).to(p.dtype)
-    if counted:
+    if system.counted:
         found = [*(solved.statistics[name] for name in STATISTICS), negative_part(weights)]
         block.rows(floats)[..., FLOATS:SLOPE].copy_(torch.stack(found, -1))
     return weights, _unconverged(solved.status)

@@ -13,48 +13,44 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ...one_node import differentiable
 from ...precision import full_precision
 from . import local_linear
-from .block_rows import DESCRIBED, FLAGS, FLOATS, Rows, flat, placed, refuse, rows_of, work_from
+from .block_rows import DESCRIBED, FLAGS, FLOATS, Rows, flat, placed, rows_of, work_from
 from .blocks import Work, new_marks
 from .local_linear import SLOPE, Tensors, flattened
 
-TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? x, Tensor? y, Tensor? ridge, Tensor? probe, Tensor? given, float number"
-)
-"""The ridge is a tensor or the number."""
+TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? x, Tensor? y, Tensor? ridge, Tensor? probe, Tensor? given"
 COUNT = 8
-"""Tensors among these."""
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op(
     "regard::blocked_forward",
     mutates_args=(),
-    schema=f"({TENSORS}, bool counted, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({TENSORS}, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def forward(*arguments: Any) -> Outputs:
     """Return (output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int64
     [B, H, Tq, n], marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]). At degree 1 floats and flags also hold what
     `local_linear.effective` writes, and there are no marks."""
-    return run(work_from(*arguments[:2], *arguments[COUNT + 2 :]), *arguments[: COUNT + 2])
+    return run(work_from(*arguments[:2], *arguments[COUNT:]), *arguments[:COUNT])
 
 
 @torch.no_grad()  # weightings check whether gradients are enabled
-def run(work: Work, *arguments: Any) -> Outputs:
+def run(work: Work, *given: Any) -> Outputs:
     """Compute `forward` for a call given as `Work`."""
-    *given, counted = arguments
-    rows, found, tensors, failed = work.rows, _outputs(work.rows, *given[:4]), flattened(*given), False
+    rows, found, tensors, failed = work.rows, _outputs(work.rows, *given[:4]), flattened(work.ridge, *given), False
     out, floats, flags, index, active = map(flat, found)
     statistics = (floats[..., :FLOATS], flags[..., :FLAGS], index) if work.spec.degree else (floats, flags, index)
     flags[..., 0] = 1  # rows of blocks that see no key are skipped
     for block in work.blocks():
-        marks = torch.zeros(block.heads, active.shape[2], dtype=torch.bool, device=out.device)
-        p, kept = rows.weigh(block, block.scores(tensors.q, tensors.k), block.params(tensors.given), counted, marks)
+        marks, z = active.new_zeros(block.heads, active.shape[2]), block.scores(tensors.q, tensors.k)
+        p, kept = rows.weigh(block, z, block.params(tensors.given), work.counted, marks)
         for whole, part in zip(statistics, kept, strict=True):
             block.rows(whole).copy_(part)
         if work.spec.degree:
-            p, unconverged = local_linear.effective(block, tensors, p, kept, counted, floats, flags)
+            p, unconverged = local_linear.effective(block, tensors, p, kept, floats, flags)
             failed = failed or unconverged
         elif rows.marks:
             block.marks(active).logical_or_(marks)
@@ -78,7 +74,7 @@ def _outputs(rows: Rows, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> O
 
 
 @forward.register_fake
-def _(q, k, v, x, y, ridge, probe, given, number, counted, mask, moved, runs, solver, spec, *_):  # type: ignore[no-untyped-def]
+def _(q, k, v, x, y, ridge, probe, given, mask, moved, runs, number, counted, solver, spec, *_):  # type: ignore[no-untyped-def]
     return _outputs(rows_of(solver, spec), q, k, v, x)
 
 
@@ -90,15 +86,15 @@ def _(q, k, v, x, y, ridge, probe, given, number, counted, mask, moved, runs, so
 )
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, x, y, ridge, probe and given, empty for those that are None."""
-    q, k, v, x, y, *rest = arguments[:COUNT]
-    statistics, call = arguments[COUNT + 1 : COUNT + 5], arguments[COUNT + 5 :]
+    (q, k, v, x, y, *rest), statistics = arguments[:COUNT], arguments[COUNT : COUNT + 4]
+    work = work_from(q, k, *arguments[COUNT + 4 :])
     new = lambda z: None if z is None else z.new_zeros(z.shape)  # noqa: E731
     turned = [None if z is None else z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
     dk, dv, dy = turned
     found: list[Any] = [new(q), dk, dv, new(x), dy, *map(new, rest)]
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
-        tensors, d = flattened(*arguments[: COUNT + 1]), flattened(*found)
-        _backward_blocks(work_from(q, k, *call), tensors, d, flat(grad), *map(flat, statistics))
+        tensors, d = flattened(work.ridge, *arguments[:COUNT]), flattened(0.0, *found)
+        _backward_blocks(work, tensors, d, flat(grad.contiguous()), *map(flat, statistics))
     found[1], found[2], found[4] = (None if z is None else z.transpose(-1, -2).contiguous() for z in turned)
     return tuple(q.new_zeros(0) if z is None else z for z in found)
 
@@ -139,21 +135,8 @@ def _(grad, *arguments):  # type: ignore[no-untyped-def]
     return tuple(q.new_empty(0) if z is None else z.new_empty(z.shape) for z in arguments[:COUNT])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    ctx.number, (mask, moved, runs, *ctx.call) = inputs[COUNT], inputs[COUNT + 2 :]
-    ctx.save_for_backward(mask, moved, runs, *inputs[:COUNT], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+def _kept(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    return (*inputs[:COUNT], *output[1:], *inputs[COUNT : COUNT + 3]), inputs[COUNT + 3 :]
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    others = (None,) * (5 + len(ctx.call))
-    if grad is None:
-        return *(None,) * COUNT, *others
-    mask, moved, runs, *saved = ctx.saved_tensors
-    found = backward(grad.contiguous(), *saved[:COUNT], ctx.number, *saved[COUNT:], mask, moved, runs, *ctx.call)
-    return *(d if x is not None else None for x, d in zip(saved, found, strict=False)), *others
-
-
-forward.register_autograd(_differentiate, setup_context=_save)
-backward.register_autograd(refuse)
+differentiable(forward, backward, backward, _kept)

@@ -28,6 +28,7 @@ from ...grammar.bandwidths.fixed import Fixed
 from ...grammar.bandwidths.nearest import Nearest
 from ...grammar.kernels import Gaussian, Params, Polynomial, Uniform
 from ...grammar.weighting import Ratio
+from ...one_node import differentiable
 from ...precision import transformed
 from ..blocked.block_rows import FLAGS, FLOATS, SOLVERS, Kept, Rows, rows_of
 from ..blocked.blocks import ELEMENTS, Block
@@ -312,21 +313,11 @@ def _named(names: list[str], given: Tensor | None) -> dict[str, Tensor]:
     return {} if given is None else dict(zip(names, given[..., None], strict=True))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    z, given, *ctx.names = inputs
-    ctx.save_for_backward(z, given, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if grad is None:
-        return None, None, None, None
-    z, given, *kept = ctx.saved_tensors
+def _gradients(grad: Tensor, z: Tensor, given: Tensor | None, *kept: Any) -> tuple[Tensor | None, ...]:
+    *statistics, spec, names = kept
     if torch.is_grad_enabled():  # second derivatives: only the reference has them
-        return *_plain_grads(grad, z, given, *ctx.names), None, None
-    dz, dgiven = _normalise_grad(grad.contiguous(), z, given, *kept, *ctx.names)
-    return dz, None if given is None else dgiven, None, None
+        return _plain_grads(grad, z, given, spec, names)
+    return _normalise_grad(grad.contiguous(), z, given, *statistics, spec, names)
 
 
 def _plain_grads(
@@ -340,7 +331,7 @@ def _plain_grads(
     return dz, dgiven
 
 
-_normalise.register_autograd(_differentiate, setup_context=_save)
+differentiable(_normalise, _normalise_grad, _gradients, lambda inputs, output: ((*inputs[:2], *output[1:]), inputs[2:]))
 
 
 def unable(spec: Spec, z: Tensor) -> str | None:

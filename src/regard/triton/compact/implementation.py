@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...one_node import differentiable
 from ...pairwise.blocked.block_rows import FLAGS, FLOATS, unpack
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
-from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
+from ..runtime.operators import FARTHEST, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
 from ..runtime.support import before_hopper
 from ..runtime.tiles import Tiles, TileTable

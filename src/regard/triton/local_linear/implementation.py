@@ -20,10 +20,11 @@ from ...grammar.bandwidths.fixed import Fixed
 from ...grammar.kernels import Gaussian
 from ...grammar.solvers import Auto, ConjugateGradient, Learned
 from ...grammar.weighting import Ratio
+from ...one_node import differentiable
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.call import Call
-from ..runtime.operators import FARTHEST, differentiable, operator, rows_together, tensor_or_number
+from ..runtime.operators import FARTHEST, operator, rows_together, tensor_or_number
 from ..runtime.span import Span
 from .numbers import Numbers
 

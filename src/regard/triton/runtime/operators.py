@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...pairwise.blocked.block_rows import refuse
 from ...precision import PLAIN, transformed
-
-Keep = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[tuple[Tensor | None, ...], tuple[Any, ...]]]
 
 FARTHEST = 2**31 // 256  # rows with larger strides are copied, so that 256 rows of a tile have 32-bit offsets
 
@@ -76,30 +73,3 @@ class _Unrecorded:
 def applied(function: Any, *args: Any) -> Any:
     """Apply an autograd function, or only its forward pass where the call is `plain`."""
     return function.forward(_Unrecorded(), *args) if plain(args) else function.apply(*args)
-
-
-def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[Tensor, ...]], keep: Keep) -> None:
-    """Give `forward`, whose first output alone is differentiable, the derivative `backward`, which has none.
-
-    Args:
-        gradients: calls `backward` with the gradient and what is kept; returns gradients of the first arguments, which
-            are ignored for those that are None.
-        keep: returns the tensors, beginning with these arguments, and the numbers to keep of (inputs, outputs)."""
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        tensors, ctx.numbers = keep(inputs, output)
-        ctx.save_for_backward(*tensors)
-        ctx.count = len(inputs)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * ctx.count
-        saved = ctx.saved_tensors
-        found = gradients(grad, *saved, *ctx.numbers)
-        own = [None if x is None else dx for x, dx in zip(saved, found, strict=False)]
-        return *own, *(None,) * (ctx.count - len(own))
-
-    forward.register_autograd(differentiate, setup_context=save)
-    backward.register_autograd(refuse)
