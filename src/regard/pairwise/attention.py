@@ -127,7 +127,7 @@ def attention(
     implementation = choose(problem, impl)
     with full_precision(device.type):
         inputs, non_finite = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
-        bad = either(_clean_params(inputs), _add_local(inputs, local) if spec.degree else None)
+        bad = _clean_numbers(inputs, local)
         if bad is not None:
             ones = bad.new_ones(batch, heads, keys)
             non_finite = either(non_finite, bad & visible.any_seen(ones))
@@ -188,12 +188,9 @@ def _prepare(
     numbers: dict[str, float | Tensor],
     implementation: Any,
 ) -> tuple[Inputs, Tensor | None]:
-    """Return the inputs of the implementation, and which rows [B, H, Tq] see a non-finite number (None for none).
-
-    The inputs are features in the computing dtype, or the queries and keys themselves for a `native` implementation.
-    Non-finite vectors become 0, so that a zero weight never multiplies a NaN, forward or backward. The caller turns
-    the rows that see them into NaN. A `raw` implementation does both itself.
-    """
+    """Return the inputs of the implementation, and which rows [B, H, Tq] see a non-finite number (None for none), which
+    the caller turns into NaN. Non-finite vectors become 0, so that a zero weight never multiplies a NaN, forward or
+    backward. A `raw` implementation does both itself."""
     native = getattr(implementation, "native", _never)(problem)
     raw = native and getattr(implementation, "raw", _never)(problem)
     look: Any = getattr(implementation, "clean", clean_each)
@@ -222,10 +219,10 @@ def _prepare(
     see = _seen_rows if raw else getattr(implementation, "seen_rows", _seen_rows)
     sound = raw and over is None  # or left to the implementation
     non_finite = None if sound else see(visible, query.shape[1], query_bad, key_bad, value_bad)
+    factor: float | Tensor = 1.0
     if native:
-        x, y = (query, key) if spec.degree else (None, None)
-        return Inputs(q, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), non_finite
-    if isinstance(scale, Tensor):
+        factor = scale
+    elif isinstance(scale, Tensor):
         q = q * scale[..., None]
     elif shared and getattr(spec.similarity, "symmetric", False):
         # the queries are the keys: keep one tensor for the backward pass
@@ -235,7 +232,7 @@ def _prepare(
     else:
         q = q * scale
     x, y = (query, key) if spec.degree else (None, None)
-    return Inputs(q, k, value, x, y, visible, problem, scale, numbers), non_finite
+    return Inputs(q, k, value, x, y, visible, problem, scale, numbers, factor=factor, raw=raw), non_finite
 
 
 def _number(
@@ -253,17 +250,18 @@ def _number(
     return value.to(dtype).expand(*rows[:3], value.shape[3])
 
 
-def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | None:
-    """Set the ridge and the probe of the local linear model.
-
-    Returns:
-        Which rows [B, H, Tq] have a ridge or probe that is not usable (NaN, or an infinite probe), or None. It is
-        replaced by 1, since products over rows would spread it to all of them.
-
-    Raises:
-        ArgumentError: a learned solver without its probe, or a probe that is not [B, H, Tq, D].
-    """
-    ridge, probe = given.get("ridge", inputs.spec.ridge), given.get("probe")
+def _clean_numbers(inputs: Inputs, local: Mapping[str, float | Tensor]) -> Tensor | None:
+    """Set the ridge and the probe of a local linear model. Replace unusable numbers (NaN, or infinite but for
+    a ridge) by 1, as products over rows would spread them. Return which rows [B, H, Tq] have one, or None."""
+    if not inputs.params and not inputs.spec.degree:
+        return None
+    found, most = None, torch.finfo(inputs.q.dtype).max
+    for name, x in inputs.params.items():
+        inputs.params[name], bad = _usable(x, most)
+        found = either(found, bad)
+    if not inputs.spec.degree:
+        return found
+    ridge, probe = local.get("ridge", inputs.spec.ridge), local.get("probe")
     if inputs.spec.solver.name == "learned":
         assert inputs.x is not None
         if not isinstance(probe, Tensor) or probe.shape[-1] != inputs.x.shape[-1]:
@@ -271,21 +269,12 @@ def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | 
                 f"{CALL}: the solver learned takes t from the caller; give params={{'probe': r}}, r a tensor that "
                 f"broadcasts to [B, H, Tq, D] with D = {inputs.x.shape[-1]}."
             )
-    ridge, ridge_bad = _usable(ridge, most=torch.inf)
-    ridge = ridge.clamp(max=LARGEST) if isinstance(ridge, Tensor) else min(ridge, LARGEST)
-    probe, probe_bad = _usable(probe, most=torch.finfo(inputs.q.dtype).max)
-    inputs.ridge, inputs.probe = ridge, probe if isinstance(probe, Tensor) else None
+    ridge, ridge_bad = _usable(ridge, torch.inf)
+    probe, probe_bad = _usable(probe, most)
+    inputs.ridge = ridge.clamp(max=LARGEST) if isinstance(ridge, Tensor) else min(ridge, LARGEST)
+    inputs.probe = probe if isinstance(probe, Tensor) else None
     bad = either(ridge_bad, probe_bad)
-    return None if bad is None else bad.any(-1)
-
-
-def _clean_params(inputs: Inputs) -> Tensor | None:
-    """Replace parameters of rows that are not finite by 1; return which rows [B, H, Tq] have one, or None."""
-    found = None
-    for name, x in inputs.params.items():
-        inputs.params[name], bad = _usable(x, most=torch.finfo(inputs.q.dtype).max)
-        found = either(found, bad)
-    return found
+    return either(found, None if bad is None else bad.any(-1))
 
 
 def _usable(x: Any, most: float) -> tuple[Any, Tensor | None]:
