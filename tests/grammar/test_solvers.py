@@ -231,13 +231,6 @@ def test_block_diagonal_without_ridge_has_the_least_norm(blocks: int) -> None:
         np.testing.assert_allclose(solved.value.numpy()[0, 0], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_block_diagonal_needs_a_divisor() -> None:
-    a = spread(28, 5.0)
-    refuses("12 coordinates do not divide into 5 blocks", solve, BlockDiagonal(5), a, right(a))
-    for blocks in (-1, 1.5, True):
-        refuses("blocks is", BlockDiagonal, blocks)
-
-
 def test_learned_takes_minus_the_probe() -> None:
     a = spread(29, 5.0)
     probe = torch.from_numpy(right(a, 30))

@@ -203,6 +203,7 @@ def test_json_is_plain_and_kernel_alone_is_enough() -> None:
         ("clipped-geometric(limit=0)", "limit is 0, expected limit > 0."),
         ("clipped-geometric(eps=0)", "eps is 0, expected eps > 0."),
         ("biweight*linear(ridge=-0.1)", "ridge is -0.1, expected ridge >= 0."),
+        ("gaussian*linear(solver=block-diagonal(blocks=-1))", "blocks is -1, expected a whole number >= 0"),
         ("biweight*linear(ridge=small)", "ridge is 'small'"),
         ("gaussian*fixed(bias=1)", "a bias cancels when gaussian weights are normalised"),
         ("geometric*fixed(bias=0.5)*cosine", "takes no bias"),

@@ -101,15 +101,6 @@ def test_ids_of_any_integer_dtype_for_one_row_or_all() -> None:
         assert torch.equal(regard.attention(q, k, v, segment_ids=other), regard.attention(q, k, v, segment_ids=ids))
 
 
-def test_segment_ids_serve_states_too() -> None:
-    q, k, v = (x.detach().transpose(0, 1)[None] for x in packed(10, 10, kv_heads=4))
-    out, state = regard.delta_rule(q, k, v, 0.3, segment_ids=regard.segment_ids(torch.tensor(Q_ENDS)))
-    for n, (a, b) in enumerate(((0, 4), (4, 9), (9, 10))):
-        own, after = regard.delta_rule(*(x[:, :, a:b] for x in (q, k, v)), 0.3)
-        torch.testing.assert_close(out[:, :, a:b], own)
-        torch.testing.assert_close(state.values[n], after.values[0])
-
-
 def test_mistakes() -> None:
     q, k, v = (x.detach() for x in packed(10, 15, 4))
     ends, others = torch.tensor(Q_ENDS), torch.tensor(K_ENDS)

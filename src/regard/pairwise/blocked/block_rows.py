@@ -176,5 +176,5 @@ def placed(block: Block, kept: tuple[Tensor, ...]) -> Kept:
     """Return the statistics with the positions of an index (its first two entries) relative to the block's columns."""
     floats, flags, index = kept
     if block.kept is not None:
-        index = torch.cat([block.place(index[..., :2].contiguous()), index[..., 2:]], -1)
+        index = torch.cat([torch.searchsorted(block.kept, index[..., :2].contiguous()), index[..., 2:]], -1)
     return floats, flags, index

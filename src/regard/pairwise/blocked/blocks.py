@@ -212,10 +212,6 @@ class Block:
             found.append(part.expand(self.heads, -1))
         return found[0], found[1]
 
-    def place(self, index: Tensor) -> Tensor:
-        """Convert positions relative to `low` to positions among the columns."""
-        return index if self.kept is None else torch.searchsorted(self.kept, index)
-
     def params(self, given: Tensor | None) -> dict[str, float | Tensor]:
         """Return the numbers, and the block's rows of `given` [P, N, Tq] as [n, q, 1]."""
         tensors = {} if given is None else dict(zip(self.work.names, given, strict=True))
