@@ -36,7 +36,7 @@ OF_MODELS: dict[tuple[str, str], str] = {
     **{(models, name): reason
        for models, reason in [
            ("iclm|memory-mosaic", "caches grow; a cache of fixed length is an error"),
-           ("hybrid", "states are not in a StaticCache: tests/models/test_fixed_cache.py"),
+           ("hybrid", "states are not in a StaticCache: tests/models/test_hybrid_cache.py"),
        ]
        for name in ["test_*static_cache*", "test_generate_compilation_all_outputs",
                     "test_generate_compile_model_forward_fullgraph"]},

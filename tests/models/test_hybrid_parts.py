@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_model import SIZES, in_chunks, text
+from any_model import SIZES, in_chunks, make, text
 from mistakes import refuses
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
@@ -192,13 +192,14 @@ def test_sizes_are_those_of_the_papers_table_2(layout):
 
 
 def test_what_was_written_matters():
-    net, tokens = model(), text(2, 23)
-    with frozen_memory(net):
-        frozen = net(tokens).logits
-    whole = net(tokens).logits
-    assert not any(module.frozen for module in memory_modules(net).values())
-    torch.testing.assert_close(frozen[:, :5], whole[:, :5])  # the first chunk reads what nothing was written to
-    assert (frozen[:, 5:] - whole[:, 5:]).abs().amax(-1).min() > 1e-5
+    """Of memories and of mixers: what is frozen reads on as the first chunk does, to which nothing was written."""
+    for net, chunk in ((model(), 5), (make("mixer-lact"), 3)):
+        tokens = text(2, 23)
+        with frozen_memory(net):
+            frozen = net(tokens).logits
+        whole = net(tokens).logits
+        torch.testing.assert_close(frozen[:, :chunk], whole[:, :chunk])
+        assert (frozen[:, chunk:] - whole[:, chunk:]).abs().amax(-1).min() > 1e-5
 
 
 @pytest.mark.parametrize("memories", ["fwpkm@0,2", "fwmlp@1"])

@@ -5,6 +5,8 @@ The weights of a model are taken by name; the formulas of specs are those of `co
 Legend: T tokens of one row x_0..x_{T-1}; slot s has the tokens before x_s as its context; phi [slots, C]; f [slots, E].
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,8 +97,11 @@ def expected_embedding(table: Tensor, f: Tensor) -> Tensor:
     return torch.stack([sum(p * word for p, word in zip((table @ row).softmax(0), table, strict=True)) for row in f])
 
 
-def hidden(w: Weights, ids: Tensor, config: ICLMConfig, stages: list[Tensor] | None = None) -> Tensor:
-    """f [T, E] that predicts what follows each token, before the last norm; `stages` receives f of every block."""
+def hidden(
+    w: Weights, ids: Tensor, config: ICLMConfig, stages: list[tuple[Tensor, Tensor]] | None = None, only: Any = None
+) -> Tensor:
+    """f [T, E] that predicts what follows each token, before the last norm. `stages` receives what the heads of every
+    block add, and f after it; with `only`, the values of all other tokens are zero."""
     table = w["model.embed_tokens.weight"]
     words = table[ids]
     own = words[:, : config.d_phi] if config.tie_phi else w["model.embed_covariates.weight"][ids]
@@ -112,14 +117,17 @@ def hidden(w: Weights, ids: Tensor, config: ICLMConfig, stages: list[Tensor] | N
         if pair % (pairs // config.gd_steps) == 0 and config.expectation != "none":
             at = f if config.expectation == "exact" else 0 * f
             values = words - expected_embedding(table, at)[: len(words)]
+        if only is not None:
+            values = torch.where(torch.arange(len(ids))[len(ids) - len(values) :, None] == only, values, 0.0)
         if config.f_reads == "post":
             phi = covariates(w, f"model.phi.{pair}", phi, config.phi_mixers[pair], config)
-        f = f + updates(w, f"model.f.{pair}", phi, values, config.mixers[pair], config).sum(0)
+        added_by_head = updates(w, f"model.f.{pair}", phi, values, config.mixers[pair], config)
+        f = f + added_by_head.sum(0)
         if config.f_mlp != "none":
             added = feed_forward(w, f"model.f.{pair}.mlp", f)
             f, side = (f + added, side) if config.f_mlp == "inline" else (f, side + added)
         if stages is not None:
-            stages.append(f)
+            stages.append((added_by_head, f))
         if config.f_reads == "pre" and pair < pairs - 1:
             phi = covariates(w, f"model.phi.{pair}", phi, config.phi_mixers[pair], config)
     return (f + side)[1:] if config.start == "param" else f + side
@@ -193,7 +201,7 @@ def test_every_option_by_loops_with_and_without_a_cache(options):
     hidden(dict(model.named_parameters()), tokens[0], model.config, stages)
     f = shown.hidden_states[2:]  # after the states of the covariates
     assert not f[0].any()
-    oracle.close(f[1][0], stages[0][-9:], 1e-9, "f after the first block")
+    oracle.close(f[1][0], stages[0][1][-9:], 1e-9, "f after the first block")
     for sizes in ([9], [1] * 9, [2, 1, 4, 2], [4, 5]):
         oracle.close(in_chunks(model, tokens, sizes)[0], expected, 1e-9, f"chunks of {sizes}")
 
@@ -215,25 +223,6 @@ def test_every_gradient_by_loops(options):
     same_gradients(model, tokens, rows_of(model, tokens))
 
 
-def said_by(w: Weights, ids: Tensor, config: ICLMConfig, token: int) -> Tensor:
-    """What each layer and head adds to f for the value of one token, [L, H, T, E]: kernels do not depend on values, and
-    f is linear in them."""
-    table, start = w["model.embed_tokens.weight"], config.start == "param"
-    words = norm(w, "model.norm_values", table[ids]) if config.norm_values else table[ids]
-    words = words - table.mean(0) if config.expectation != "none" else words
-    own = table[ids][:, : config.d_phi] if config.tie_phi else w["model.embed_covariates.weight"][ids]
-    phi = torch.cat([w["model.start.weight"][None], own]) if start else own
-    values = torch.where(torch.arange(len(ids))[:, None] == token, words, 0.0)[0 if start else 1 :]
-    parts, pairs = [], config.num_hidden_layers // 2
-    for pair in range(pairs):
-        if config.f_reads == "post":
-            phi = covariates(w, f"model.phi.{pair}", phi, config.phi_mixers[pair], config)
-        parts.append(updates(w, f"model.f.{pair}", phi, values, config.mixers[pair], config))
-        if config.f_reads == "pre" and pair < pairs - 1:
-            phi = covariates(w, f"model.phi.{pair}", phi, config.phi_mixers[pair], config)
-    return torch.stack(parts)[:, :, 1 if start else 0 :]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("options", [o for o in OPTIONS if "gd_steps" not in o], ids=ids_of)
 def test_contributions_of_one_token_at_a_time(options):
@@ -246,8 +235,10 @@ def test_contributions_of_one_token_at_a_time(options):
     oracle.close(found.per_token()[0], parts.sum((2, 3)), 1e-9, "tokens")
     oracle.close(found.per_head()[0], parts.sum(1), 1e-9, "heads")
     oracle.close(found.per_layer()[0], parts.sum((1, 3)), 1e-9, "layers")
-    for token in range(6):
-        part = said_by(w, ids, model.config, token)
+    for token in range(6):  # kernels do not depend on values, and f is linear in them
+        stages: list[tuple[Tensor, Tensor]] = []
+        hidden(w, ids, model.config, stages, only=token)
+        part = torch.stack([each for each, _ in stages])[:, :, -6:]
         part = (part - part.mean(-1, keepdim=True)) / divisor * w["model.ln_final.weight"] @ head.T
         oracle.close(parts[:, token], part.permute(2, 0, 1, 3), 1e-9, f"token {token}")
         assert (parts[:token, token] == 0).all()

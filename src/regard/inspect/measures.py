@@ -5,6 +5,7 @@ Shapes: L layers, H heads, T tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,12 +81,11 @@ def attention_maps(model: nn.Module, input_ids: Tensor, labels: Sequence[str]) -
     check_labels(call, labels, integers(call, "input_ids", input_ids, "T"))
     with eval_mode(model), capture(model, weights=True) as seen:
         within(call, None, model, input_ids=input_ids.long()[None], use_cache=False)
-    layers = [layer for _, layer in sorted(seen.layers.items()) if layer.weights is not None]
+    layers: list[Any] = [layer for _, layer in sorted(seen.layers.items()) if layer.weights is not None]
     require(bool(layers), call, "no layer of the model reports its weights.")
-    shapes = {layer.weights.shape for layer in layers if layer.weights is not None}
-    require(len(shapes) == 1, call, "the layers have different numbers of heads.")
+    require(len({layer.weights.shape for layer in layers}) == 1, call, "the layers have different numbers of heads.")
     signed = [layer.weights if layer.effective_weights is None else layer.effective_weights for layer in layers]
-    weights = torch.stack([each[0] for each in signed if each is not None])
+    weights = torch.stack([each[0] for each in signed])
     support = torch.stack([layer.support[0] for layer in layers]).float().cpu()
     density = torch.stack([layer.density[0] for layer in layers]).float().cpu()
     solver = tuple({name: rows[0].float().cpu() for name, rows in (layer.solver or {}).items()} for layer in layers)

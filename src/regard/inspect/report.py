@@ -7,7 +7,6 @@ byte, so that zero differs from small and small weights stay visible:
 """
 
 import base64
-import importlib.resources
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from .tables import Table
 
 with extra_imports():
     import numpy as np
-    from jinja2 import Environment, StrictUndefined, Template
+    from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +81,10 @@ def render(page: Page) -> str:
 
 
 def template(name: str) -> Template:
-    source = importlib.resources.files(__package__).joinpath(f"templates/{name}").read_text("utf-8")
-    # jinja2 selects autoescape by the file's suffix only if it loads the file itself
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    how: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=PackageLoader("regard.inspect"), autoescape=True, **how)
     environment.filters["png"] = lambda image: "data:image/png;base64," + base64.b64encode(image).decode()
-    return environment.from_string(source)
+    return environment.get_template(name)
 
 
 def viewer_data(name: str, maps: AttentionMaps) -> dict[str, Any]:
