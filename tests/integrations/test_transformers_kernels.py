@@ -101,18 +101,3 @@ def test_logits_and_gradients_are_those_of_dense_attention(family: str, name: st
     if not name.startswith("local-linear"):  # the weights do differ from softmax's
         usual = tiny(family, "sdpa").double()(tokens(), attention_mask=mask).logits
         assert (usual[real] - found[0]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_training_in_blocks(family: str) -> None:
-    """Attention dropout needs all pairs; without it the plain form, whose size is limited, is not asked."""
-    model = tiny(family, "regard_local-linear", **without_dropout(family)).train()
-    length = 40
-    ids = torch.randint(1, 60, (2, length), generator=torch.Generator().manual_seed(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard.pairwise.reference.LIMIT", 0)
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-    assert loss.isfinite()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-    assert sum(p.grad is not None and float(p.grad.abs().max()) > 0 for p in model.parameters()) > 15

@@ -163,19 +163,10 @@ def visible_keys(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask in the smallest form that represents it (see the module); the mask function of transformers.
+    """Return the mask in the smallest form: None, boolean [B, Tk], [B, 1, 1, Tk] or [B, 1, Tq, Tk], or the documents of
+    packed rows, integers [B, Tk]. transformers calls it as its own `sdpa_mask`.
 
-    Args:
-        batch_size, q_length, kv_length: B, Tq, Tk; q_offset, kv_offset: positions of the first query (a tensor for a
-            cache of fixed length) and the first key.
-        mask_function: function of transformers, (b, h, q, k) -> whether query q sees key k.
-        attention_mask: boolean [B, tokens], False at padding, over all positions so far.
-        local_size: window or chunk size; allow_is_*_skip: False if the model needs the full mask.
-        kwargs: other arguments of transformers' `sdpa_mask`.
-
-    Returns:
-        None, boolean [B, Tk], [B, 1, 1, Tk] or [B, 1, Tq, Tk], or the documents of packed rows, integers [B, Tk]. Only
-        windows, chunks and caches of fixed length need the full mask of B Tq Tk bytes.
+    `q_offset` is a tensor for a cache of fixed length. Only such caches, windows and chunks need B Tq Tk bytes.
     """
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     causal = mask_function is causal_mask_function and allow_is_causal_skip and aligned
