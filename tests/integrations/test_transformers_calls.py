@@ -335,6 +335,21 @@ def test_precisions() -> None:
             assert (weights - rows).abs().max() < 4e-3
 
 
+def test_the_attention_function_compiles_as_one_graph() -> None:
+    biweight = regard.Spec.parse("biweight")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: bool) -> tuple[Tensor, Tensor | None]:
+        return attend(biweight, CAUSAL, q, k, v, mask, scaling=0.5, output_attentions=weights)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    padding = torch.tensor([[False, False, True, True, True, True, True], [True] * 6 + [False]])
+    for mask, weights in itertools.product((None, padding), (False, True)):
+        got, want = compiled(*inputs(), mask, weights), call(*inputs(), mask, weights)
+        assert (got[0] - want[0]).abs().max() < 1e-9
+        if weights:
+            assert (got[1] - want[1]).abs().max() < 1e-9
+
+
 @pytest.mark.parametrize(
     ("mask", "more", "message"),
     [

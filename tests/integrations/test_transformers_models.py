@@ -2,7 +2,6 @@
 themselves by another way (cache, padding, chunks, compiled, checkpointed)."""
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -282,12 +281,10 @@ def test_compiled_as_one_graph(family: str) -> None:
     model = tiny(family, "regard_biweight")
     torch._dynamo.reset()  # of what other tests had compiled: graphs are counted by the wrapper that all models share
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for mask, weights in itertools.product((None, left_padding()), (False, True)):
+    for mask in (None, left_padding()):
         with torch.no_grad():
-            got, want = (m(tokens(), attention_mask=mask, output_attentions=weights) for m in (compiled, model))
-        assert (got.logits - want.logits).abs().max() < 1e-5
-        if weights:
-            torch.testing.assert_close(got.attentions, want.attentions, rtol=0, atol=1e-5)
+            got, want = (m(tokens(), attention_mask=mask).logits for m in (compiled, model))
+        assert (got - want).abs().max() < 1e-5
 
 
 @torch.no_grad()
