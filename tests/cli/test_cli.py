@@ -3,12 +3,8 @@
 import gc
 import json
 import math
-import os
 import shlex
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -17,11 +13,12 @@ import pytest
 import torch
 from programs import python
 
-from regard import registries
+from regard.checks import ArgumentError
 from regard.cli import COMMANDS
+from regard.cli.options import parse
 from regard.models import language_models
 from regard.registry import Registry
-from regard.training import TrainConfig
+from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped
 
 TINY = "--context 16 --layers 1 --width 16 --heads 2 --batch 2 --device cpu".split()  # noqa: SIM905
 
@@ -40,6 +37,8 @@ def test_train_eval_generate(regard: Callable, text_file: Path, tmp_path: Path) 
     quiet = [line for line in first.out.splitlines() if not line.startswith("speed")]
     assert quiet == [line for line in second.out.splitlines() if not line.startswith("speed")]
     assert f"{summary['loss']:.6f} nats/token" in first.out
+    perplexity = f"{math.exp(summary['loss']):.4f} per token; the first token is not predicted (no prefix token)"
+    assert f"perplexity          {perplexity}\n" in first.out
     assert f"bits per character  {summary['bits_per_char']:.6f}" in first.out
     assert f"bits per byte       {summary['bits_per_byte']:.6f}" in first.out
     assert f"support             {summary['support']:.2f} keys" in first.out
@@ -90,28 +89,10 @@ def test_what_is_proposed_at_the_end_works(regard: Callable, tmp_path: Path, tex
         assert set(result.out) <= set(text + "\n")
 
 
-def test_commas_between_specs(regard: Callable, text_file: Path, tmp_path: Path) -> None:
-    specs = "softmax,triweight*anchored(margin=1)"
-    words = ("train", "--data", text_file, "--out", tmp_path / "run", "--steps", 1, *TINY, "--layers", 2)
-    assert regard(*words, "--spec", specs).code == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["spec"] == specs.split(",")
-    assert regard("train", "--resume", "--out", tmp_path / "run", "--steps", 2, "--spec", *specs.split(",")).code == 0
-
-
-def test_sizes_that_evaluation_cannot_take(
-    regard: Callable, trained: Path, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "run"
-    for name in ("blocked", "cpu"):  # in blocks there is no limit; what is left is the plain form, which has one
-        impl = type(registries()["impl"].get(name).impl)
-        monkeypatch.setattr(impl, "supports", lambda self, problem: "is away" if problem.spec.degree else None)
-    words = ("train", "--data", text_file, "--out", out, "--steps", 1, *TINY, "--spec", "local-linear")
-    assert regard(*words).code == 0
-    monkeypatch.setattr("regard.pairwise.reference.LIMIT", 2 * 2 * 16 * 16 * 8)  # what was trained, and no more
-    assert regard("eval", out, "--batch", 2).code == 0
-    result = regard("eval", out, "--batch", 3)
-    assert result.code == 2
-    assert result.error.startswith("regard eval: error: with --batch 3 and --context 16: attention: ")
+def test_sizes_that_evaluation_cannot_take(regard: Callable, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.training.evaluation.evaluate", raising(ArgumentError("attention: too large.")))
+    error = regard("eval", trained, "--batch", 3).error
+    assert error == "regard eval: error: with --batch 3 and --context 16: attention: too large."
 
 
 def test_a_flag_wins_over_the_file(regard: Callable, text_file: Path, tmp_path: Path) -> None:
@@ -170,36 +151,21 @@ def test_help_of_everything(regard: Callable) -> None:
         ("train extra", "unexpected argument 'extra'"),
         ("train --config", "--config expects a file"),
         ("train --config none.toml", "config file none.toml does not exist"),
-        (
-            "train",
-            "no training text; give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME.",
-        ),
         ("train --data nowhere.txt", "nowhere.txt does not exist"),
         ("train --data {text} --spec biwait", "--spec: "),
         ("train --data {text} --context 1000", "held-out part of {text} has"),
-        ("train --data {text} --context 99999", "tokens to train on, less than one --context"),
-        ("train --data {text} --out {run}", "already holds a run; continue it with --resume"),
-        ("train --data {empty}", "is empty"),
-        ("train --data {latin}", "is not UTF-8"),
         ("demo --seed 5000000000 --data {text}", "demo: error: --seed is 5000000000, expected 0 to 4294967295."),
         ("train --data {text} --option", "--option expects a value."),
-        ("train --resume --out nowhere", "nowhere holds no run; give"),
-        (
-            "train --resume --out {run} --width 8",
-            "--width is 8 but the run in {run} began with 16; only --steps, --device, --report-to and",
-        ),
         ("eval", "regard eval: error: RUN is missing."),
         ("eval nowhere", "nowhere does not exist"),
         ("eval {text}", "{text} is a file; give a run folder"),
         ("generate {text}", "{text} is a file; give a run folder"),
         ("eval {run} --stride 16", "error: --stride is 16, expected 1 to 15"),
-        ("eval {run} --data {empty}", "is empty"),
         ("eval {run} --data {text} --split test", "--split is for data sets; give --data datasets:NAME with it"),
         ("eval {run} --data datasets:nowhere.csv", "nowhere.csv does not exist"),
         ("eval {run} --context 9999", "less than one context of 9999"),
         ("eval {run}/model", "give the text with --data"),
         ("generate {run} --prompt=", "the prompt is empty"),
-        ("generate {run} --prompt aaaaaaaaaaaaaaaaa", "the prompt has 17 tokens, more than the model's context of 16"),
         ("list kernelz", "Did you mean 'kernels'"),
         ("list kernels presets", "expected one kind"),
         ("doctor please", "takes no arguments"),
@@ -220,10 +186,10 @@ def test_a_mistake_is_one_line(
 ) -> None:
     places = {"text": text_file, "run": trained, "tmp": tmp_path}
     places["base"] = f"--data {text_file} {' '.join(TINY)} --steps 1"
-    files = {"empty": b"", "latin": "für".encode("latin-1"), "key.toml": b"step = 3", "deep.json": b"[" * 100_000}
-    for name, content in {**files, "deep.toml": b"spec=" + b"[" * 100_000 + b"]" * 100_000}.items():
+    files = {"key.toml": "step = 3", "deep.json": "[" * 100_000, "deep.toml": f"spec={'[' * 100_000}{']' * 100_000}"}
+    for name, content in files.items():
         places[name.replace(".", "_")] = tmp_path / name
-        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).write_text(content)
     arguments = words.format(**places).split()
     if arguments[0] == "train" and "--out" not in arguments and words not in ("train --steps", "train --config"):
         arguments += ["--out", str(tmp_path / "run")]
@@ -243,38 +209,29 @@ def test_a_device_that_is_not_there(regard: Callable, text_file: Path, monkeypat
     assert result.error == "regard train: error: device 'cuda' is not available here; available: cpu."
 
 
-def test_a_stopped_run_exits_with_one(
-    regard: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def raising(error: BaseException) -> Callable:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (TrainingStopped("cannot write\nx"), 1, "regard train: error: cannot write x"),
+        (TrainingInterrupted("interrupted after step 2"), 130, "regard train: interrupted after step 2"),
+        (KeyboardInterrupt(), 130, "regard train: interrupted"),
+        (OSError(28, "No space left"), 2, "regard train: error: [Errno 28] No space left"),
+        (MemoryError(), 2, "regard train: error: there is not enough memory for these sizes (MemoryError)."),
+    ],
+)
+def test_what_ends_a_command_has_its_exit_code(
+    regard: Callable, text_file: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("regard.training.storage.checkpoints.seal", refuse)
-    result = regard("train", "--data", text_file, "--out", tmp_path / "run", "--steps", 2, *TINY)
-    assert result.code == 1
-    assert result.err.splitlines()[-1].startswith("regard train: error: cannot write ")
-
-
-def test_control_c_saves_and_exits_with_130(regard: Callable, text_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-
-    def press() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text():
-                return os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-
-    finger = threading.Thread(target=press, daemon=True)
-    finger.start()
-    result = regard("train", "--data", text_file, "--out", out, "--steps", 5000, *TINY)
-    finger.join()
-    assert result.code == 130
-    last = result.err.splitlines()[-1]
-    assert last.startswith("regard train: interrupted after step ")
-    assert last.endswith(f"continue with: regard train --resume --out {out}")
-    assert "Traceback" not in result.err
-    assert len(list(out.glob("checkpoint-*/COMPLETE.json"))) >= 1
+    monkeypatch.setattr("regard.training.run.train", raising(error))
+    result = regard("train", "--data", text_file, "--device", "cpu")
+    assert (result.code, result.err) == (code, f"{said}\n")
 
 
 def test_list_shows_all_that_is_registered(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,18 +283,10 @@ def test_list_shows_models_and_mixers_with_their_options(regard: Callable) -> No
     assert "\n  dot  q . K (equation 6)." in regard("list", "slot-scores").out
 
 
-def test_options_may_stand_together_or_apart(regard: Callable, text_file: Path, tmp_path: Path) -> None:
-    first = ("train", "--data", text_file, "--steps", 1)
-    for out, words in (
-        ("together", "--option norm=layer feed_forward=gelu"),
-        ("apart", "--option norm=layer --seed 0 --option=feed_forward=gelu"),
-    ):
-        assert regard(*first, "--out", tmp_path / out, *words.split(), *TINY).code == 0
-    files = [tmp_path / out / "model" / "config.json" for out in ("together", "apart")]
-    assert files[0].read_text() == files[1].read_text()
-    saved = json.loads(files[0].read_text())
-    assert (saved["norm"], saved["feed_forward"]) == ("layer", "gelu")
-    assert json.loads((tmp_path / "apart" / "config.json").read_text())["option"] == ["norm=layer", "feed_forward=gelu"]
+@pytest.mark.parametrize("words", ["--option a=1 b=2 --spec c d", "--option a=1 --seed 0 --spec c,d --option=b=2"])
+def test_options_may_stand_together_or_apart(words: str) -> None:
+    config = parse(TrainConfig, words.split(), command="train")
+    assert (config.option, config.spec) == (("a=1", "b=2"), ("c", "d"))
 
 
 def test_doctor_tells_what_can_run_and_why_not(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,20 +382,3 @@ def test_garbage_is_collected_again_after_a_command(words: list[str], capsys: py
 
     main(words)
     assert gc.isenabled()
-
-
-def test_perplexity_is_that_of_a_model_made_by_hand(tmp_path: Path, regard: Callable) -> None:
-    from hand_made import bigram_model, table
-    from small_words import tokenizer
-
-    bigram_model().save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    ids = [2 + 7 * i % 27 for i in range(40)]
-    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in ids))
-    shown = regard("eval", tmp_path / "model", "--data", tmp_path / "text.txt", "--stride", 3).out
-    nats = -table()[ids[:-1], ids[1:]].log().mean().item()
-    size = (tmp_path / "text.txt").stat().st_size
-    found = {line[:20].strip(): float(line[20:].split()[0].replace(",", "")) for line in shown.splitlines()}
-    assert found["perplexity"] == pytest.approx(math.exp(nats), rel=1e-5)
-    assert found["bits per byte"] == pytest.approx(nats / math.log(2) * len(ids) / size, rel=1e-5)
-    assert "the first token is not predicted" in shown

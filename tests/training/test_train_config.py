@@ -54,7 +54,7 @@ from regard.training.validation import validate
         ({"spec": ("biwait",)}, "Did you mean 'biweight'"),
         ({"tokenizer": "chars"}, "Did you mean 'char'"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
-        ({"data": None}, "no training text; give --data"),
+        ({"data": None}, "no training text; give --data FILE, --data FOLDER or --data datasets:NAME, or a task"),
         ({"resume": True, "overwrite": True}, "give one of them"),
         ({"spec": ("softmax",), "ridge": "learned"}, "train: --ridge: ridge learned needs a local linear model"),
         ({"spec": ("local-linear",), "ridge": "learnt"}, "--ridge: unknown ridge 'learnt'. Did you mean 'learned'"),

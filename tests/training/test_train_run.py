@@ -128,7 +128,7 @@ def test_resume_refuses_another_run(run: Callable, refused: Callable, out: Path,
     again = {"steps": 5, "resume": True}
     refused("holds no run", **again)
     run(steps=3)
-    refused(r"--width is 8 but the run in .* began with 16", width=8, **again)
+    refused(r"--width is 8 but the run in .* began with 16; only --steps, --device, --report-to and", width=8, **again)
     text_file.write_text(text_file.read_text() + "more")
     refused("is not the one the run", **again)
     text_file.write_text(text_file.read_text()[:-4])

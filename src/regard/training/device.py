@@ -15,22 +15,12 @@ if TYPE_CHECKING:
     from .config import TrainConfig
 
 
-def available_devices() -> dict[str, str]:
-    """Return the available device types, fastest first, each with a description."""
-    devices = {}
-    if torch.cuda.is_available():
-        devices["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    if torch.backends.mps.is_available():
-        devices["mps"] = "Apple GPU"
-    devices["cpu"] = f"{torch.get_num_threads()} threads"
-    return devices
-
-
 def resolve_device(name: str, *, call: str) -> str:
-    """Return "cpu", "cuda" or "mps" for a name that may be "auto"; raise `ArgumentError` if it is not available."""
-    available = available_devices()
+    """Return "cpu", "cuda" or "mps" for a name ("auto": the fastest); raise `ArgumentError` if it is not available."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [kind for kind, found in there.items() if found]
     if name == "auto":
-        return next(iter(available))
+        return available[0]
     if name in available:
         return name
     kind = name.partition(":")[0]

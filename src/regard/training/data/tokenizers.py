@@ -187,11 +187,10 @@ def _seams(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
 
 
 def _byte_letters() -> list[str]:
-    """Return the character that stands for each byte in the `ByteLevel` pre-tokenizer: itself for printable Latin-1
-    characters, and those from U+0100 on for the other bytes, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    """Return the character that stands for each byte in the `ByteLevel` pre-tokenizer."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return [letter for _, letter in sorted(bytes_to_unicode().items())]
 
 
 def _byte_level(vocab: Any, merges: Any, *, use_regex: bool, **special: str) -> PreTrainedTokenizerBase:
