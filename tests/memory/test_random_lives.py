@@ -40,7 +40,7 @@ class Slots:
     D, WIDTH, impl = 3, 2, "reference"
 
     def __init__(self, draw: random.Random) -> None:
-        choose, heads, n = draw.choice, draw.choice([1, 1, 2]), draw.choice([2, 3, 4])
+        choose, heads, n = draw.choice, draw.choice([1, 2]), draw.choice([2, 3, 4])
         name, k = choose(["normalized", "paper", "reference"]), draw.randint(1, n)
         rate = 0.1 if name == "reference" else choose([0.3, 1.0])
         keys = choose(["entropy", "pooled-entropy", "mse", "none"])
