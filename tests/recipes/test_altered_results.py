@@ -16,8 +16,18 @@ RUNS, PHI, F, OTHER = {"kind": "run"}, {"stream": "phi"}, {"stream": "f"}, {"str
 SUNK, EVEN, UNLEARNED = {"first": 0.6, "strongest": 0.6}, {"first": 0.1, "strongest": 0.1}, {"validation": 0.0}
 START, NO_SINKS, PLACE = "Sinks of phi always", "f has no sinks", "The place of the Transformer's sinks"
 FORMED = "Induction heads form in f: the best head "
-Change = tuple[dict[str, Any], dict[str, Any]]
-CASES: list[tuple[str, list[Change], dict[str, str]]] = [
+FA, GDN, WINDOWED = "FA | FwPKM", "GDN | FwPKM", "FA-pSWA | FwPKM"
+FIRST, SECOND, LONGER = "One read is enough", "A second read", "Memories generalise"
+MORE, WINDOWS, KEPT = "Longer texts", "Windows in training", "A memory kept"
+LONG: Any = ({"length": 768}, {"length": 4096})
+RENAMED: Any = ({"model": GDN}, {"model": WINDOWED})
+
+
+def share(answers: float, **where: Any) -> Any:
+    return where, {"share": answers}
+
+
+CASES: list[Any] = [
     *((name, [(RUNS, UNLEARNED)], {"": NEVER}) for name in (
         "fwpkm-case-studies", "recurring-names", "stories", "streaming-perplexity", "tinymath")),
     ("fwpkm-ablation", [(RUNS, UNLEARNED)], {"Writing": NEVER, "Removing": NEVER, "The memory": NEVER, "Dot": "fails"}),
@@ -33,19 +43,34 @@ CASES: list[tuple[str, list[Change], dict[str, str]]] = [
         "Without f's feed-forward layers": "undecided"}),
     ("iclm-parity", [({"model": "iclm-wv"}, {"test": math.nan})], {"Perplexity close": "undecided"}),
     ("iclm-parity", [({"model": "iclm-wv"}, {"step_cpu_seconds": 9.0})], {"Size, memory": "fails"}),
+    ("needle", [share(0.0)], dict.fromkeys((FIRST, SECOND, LONGER, WINDOWS, KEPT), NEVER)),
+    ("needle", [share(1.0, protocol="whole", read=1), share(0.4, protocol="whole", read=2),
+                share(0.4, protocol="flushed", read=1)], {FIRST: "fails", SECOND: "fails"}),
+    ("needle", [share(0.1, model="FA", length=768)], {LONGER: "holds"}),
+    ("needle", [share(0.0, model=FA, length=768)], {LONGER: "fails"}),
+    ("needle", [share(0.0, model="FA")], {LONGER: NEVER, SECOND: "holds"}),
+    ("needle", [], {LONGER: NEVER}, {"context": 1000}),  # within a window of training
+    ("needle", [share(0.2, state="kept")], {KEPT: "fails"}),
+    ("needle", [LONG], {MORE: "fails"}, {"lengths": (48, 4096)}),
+    ("needle", [LONG, share(0.0, length=4096, protocol="whole", read=2)], {MORE: "holds"}, {"lengths": (48, 4096)}),
+    ("needle", [RENAMED, share(0.0, model=FA, length=768), share(1.0, model=WINDOWED, length=768)], {WINDOWS: "holds"},
+     {"models": (FA, WINDOWED)}),
+    ("needle", [RENAMED, share(1.0, model=FA, length=768), share(0.0, model=WINDOWED, length=768)], {WINDOWS: "fails"},
+     {"models": (FA, WINDOWED)}),
 ]  # fmt: skip
-"""Recipe; of the rows with these columns, other columns; start of a claim to its verdict."""
+"""Recipe; of the rows with these columns, other columns; start of a claim to its verdict; other options, if any."""
 
 
-@pytest.mark.parametrize(("name", "changes", "expected"), CASES)
-def test_verdicts(name: str, changes: list[Change], expected: dict[str, str]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_verdicts(case: Any) -> None:
+    name, changes, expected, *options = case
     made, found = load(recipes.get(name), Path(__file__).parents[2] / "docs" / "results")
     frame = found.frame.copy()
     for where, values in changes:
         rows = (frame[list(where)] == list(where.values())).all(axis=1)
         assert rows.any()
         frame.loc[rows, list(values)] = list(values.values())
-    claims = made.claims(replace(found, frame=frame))
+    claims = replace(made, **dict(*options)).claims(replace(found, frame=frame))
     for start, verdict in expected.items():
         told = [f"{claim.verdict}: {claim.untestable}" for claim in claims if claim.wording.startswith(start)]
         assert told

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import checked, verdicts
+from tiny_runs import checked
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
-from regard_recipes.fwpkm.memory_layouts import Row
-from regard_recipes.long_text.needle_reading import PROTOCOLS, answer_rows
+from regard_recipes.long_text.needle_reading import answer_rows
 from regard_recipes.long_text.needle_text import NeedleText, needle_text
 
 TEXT = "a river of many words , that runs on ( and on ) and never ends ; "
@@ -132,65 +131,3 @@ def test_answers_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     kept = list(answer_rows(model, made, 40, 3, 5, 0, reads=2, kept=2))
     assert asked[1].shape == (2, 2, 40)
     assert (kept[0]["share"], kept[0]["trials"], kept[0]["state"]) == (0.25, 4, "kept")
-
-
-NAMES = [Row("GDN"), Row("GDN", "FwPKM"), Row("FA"), Row("FA", "FwPKM"), Row("FA-pSWA", "FwPKM")]
-
-
-def judged(shares: dict[str, float], lengths: tuple[int, ...] = (64, 4096)) -> dict[str, str]:
-    """Verdicts; `shares` gives the share that a model answers in each way: "GDN whole 1" at both lengths."""
-    rows = []
-    for row in NAMES:
-        common: dict[str, Any] = {"task": "needles", "model": row.name, "rate": 3e-3}
-        for seed in range(3):
-            rows.append({**common, "seed": seed, "kind": "run", "validation": 1.0})
-            for length in lengths:
-                for protocol in PROTOCOLS if row.remembers else PROTOCOLS[:1]:
-                    for read in (1, 2) if row.remembers else (1,):
-                        key = f"{row.layout} {protocol} {read}" if row.remembers else f"{row.layout} alone"
-                        found = shares.get(f"{key} {length}", shares.get(key, 0.0))
-                        told = {**common, "seed": seed, "kind": "answers", "read": read, "length": length,
-                                "protocol": protocol}  # fmt: skip
-                        moved = 0.01 * seed * (0 < found < 1)
-                        rows += [{**told, "state": "new", "share": found + moved}]
-                        kept = shares.get(f"{key} kept", found)
-                        rows += [{**told, "state": "kept", "share": kept + moved}] * row.remembers
-    names = tuple(row.name for row in NAMES)
-    own = made(models=names, rates=(3e-3,), lengths=lengths, reads=2)
-    return {wording: verdict for wording, (verdict, _) in verdicts(own, rows).items()}
-
-
-FIRST, SECOND, LONGER, MORE, WINDOWS, KEPT = (
-    "One read is enough if it is written before the question", "A second read boosts retrieval",
-    "Memories generalise to longer texts", "Longer texts need more reads",
-    "Windows in training make attention's models use the memory",
-    "A memory kept from sample to sample costs less than a quarter of the answers",
-)  # fmt: skip
-LEARNED = {"GDN whole 2": 0.95, "GDN flushed 1": 0.95, "GDN flushed 2": 1.0, "GDN alone 64": 0.9}
-NEVER = "not testable at this size"
-
-
-@pytest.mark.parametrize(
-    ("shares", "expected"),
-    [
-        (LEARNED, {FIRST: "holds", SECOND: "holds", LONGER: "holds", MORE: "fails", KEPT: "holds", WINDOWS: NEVER}),
-        ({**LEARNED, "GDN alone 64": 0.0}, {LONGER: NEVER, SECOND: "holds"}),
-        ({}, dict.fromkeys((FIRST, SECOND, LONGER, KEPT, WINDOWS), NEVER)),
-        ({**LEARNED, "GDN whole 1": 1.0, "GDN whole 2": 0.4, "GDN flushed 1": 0.4}, {FIRST: "fails", SECOND: "fails"}),
-        (
-            {**LEARNED, "GDN flushed 2 4096": 0.0, "GDN whole 2 4096": 0.06, "GDN alone": 0.1, "GDN alone 64": 0.9},
-            {LONGER: "fails", MORE: "holds"},
-        ),
-        ({**LEARNED, "GDN flushed 1 kept": 0.2}, {KEPT: "fails"}),
-        ({"FA-pSWA flushed 2": 0.96}, {WINDOWS: "holds"}),
-        ({"FA-pSWA flushed 2": 0.96, "FA flushed 2": 0.96}, {WINDOWS: "fails"}),
-    ],
-)
-def test_verdicts_follow_the_numbers(shares: dict, expected: dict) -> None:
-    found = judged(shares)
-    assert {claim: found[claim] for claim in expected} == expected
-
-
-def test_short_haystacks_decide_nothing_about_long_ones() -> None:
-    assert judged(LEARNED, (64, 2048))[MORE] == NEVER
-    assert judged(LEARNED, (32, 48))[LONGER] == NEVER  # within a window of training

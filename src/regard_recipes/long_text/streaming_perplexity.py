@@ -71,7 +71,7 @@ class StreamingPerplexity(NamesRecipe):
 
     def claims(self, results: Results) -> list[Claim]:
         read = self.by_layout(self.as_read(results, "paper"), "loss")
-        layers = self.gates(results)
+        layers = self.chosen(results, "layer")
         gates: Any = self.by_layout(select(layers, text="long"), "mean").get("FwPKM", ()) if len(layers) else ()
         written = self.by_layout(select(self.as_read(results, "paper"), text="long"), "across")
         frozen = self.by_layout(select(self.chosen(results, "document"), text="long", rule="frozen"), "across")
@@ -120,10 +120,6 @@ class StreamingPerplexity(NamesRecipe):
     def notes(self, results: Results) -> list[str]:
         return [*super().notes(results), NO_KNOWLEDGE]
 
-    def gates(self, results: Results) -> Frame:
-        """Return the rows of memory layers; none where no model has one that is written."""
-        return self.chosen(results, "layer") if "counts" in results.frame else results.frame[:0]
-
     def as_read(self, results: Results, protocol: str) -> Frame:
         """Return the documents, each model read by what a protocol ("paper" or "fair") means for it."""
         rows = self.chosen(results, "document")
@@ -159,7 +155,7 @@ class StreamingPerplexity(NamesRecipe):
             "Names that recur within a segment": pivot(
                 long, ["model"], {"": interval("within")}, "rule", note="The same for what attention can see."),
         }  # fmt: skip
-        gates = self.gates(results)
+        gates = self.chosen(results, "layer")
         if len(gates):
             made["Gates and slots"] = pivot(gates, ["model", "text", "layer"], {
                 "mean gate": spread("mean", 2), "on names from earlier segments": spread("across", 2),
@@ -179,7 +175,7 @@ class StreamingPerplexity(NamesRecipe):
         along = along[along["rule"] == along["model"].map(lambda name: rule_of(self.row(name), "fair"))]
         made["segments"] = lines({"": along}, "segment", {"loss": "nats per token, fair"}, "model",
                                  x_label="segment of a long document")  # fmt: skip
-        if len(gates := self.gates(results)):
+        if len(gates := self.chosen(results, "layer")):
             gates = gates.explode("counts").astype({"counts": float})
             counts = gates.groupby(level=0)["counts"]
             gates = gates.assign(bin=(counts.cumcount() + 0.5) / BINS, share=gates["counts"] / counts.transform("sum"),
