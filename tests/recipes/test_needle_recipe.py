@@ -127,7 +127,7 @@ def test_answers_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     rows = list(answer_rows(model, made, 40, 3, 4, 0, reads=2))
     assert [row["read"] for row in rows] == [1, 2]
     assert (rows[0]["share"], rows[0]["candidate"], rows[0]["trials"], rows[0]["state"]) == (0.25, 0.5, 4, "new")
-    assert asked[0].tolist() == [list(example.haystack) for example in examples]
+    assert asked[0].tolist() == [[list(example.haystack) for example in examples]]
     kept = list(answer_rows(model, made, 40, 3, 5, 0, reads=2, kept=2))
     assert asked[1].shape == (2, 2, 40)
     assert (kept[0]["share"], kept[0]["trials"], kept[0]["state"]) == (0.25, 4, "kept")

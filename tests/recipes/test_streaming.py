@@ -1,6 +1,7 @@
 """Long texts segment by segment: losses by hand, what is carried, gates; and n reads of a haystack."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +172,11 @@ def greedy(model: HybridForCausalLM, haystacks: Tensor, questions: Tensor, lengt
     return said
 
 
+def answers(model: HybridForCausalLM, haystacks: Tensor, questions: Tensor, length: int, **how: Any) -> Tensor:
+    """Return the answers to one example for each row, [n, B, A]."""
+    return read_and_answer(model, haystacks[None], questions[None], length, **how)[:, 0]
+
+
 def asked(seed: int = 3, length: int = 21) -> tuple[Tensor, Tensor]:
     return torch.stack(texts(length, length, seed=seed)), torch.stack(texts(5, 5, seed=seed + 1))
 
@@ -182,7 +188,7 @@ def test_one_read_is_reading_on(layout: str, memories: str | None, monkeypatch: 
     model = hybrid(layout, memories)
     haystacks, questions = asked()
     monkeypatch.setattr("regard_recipes.long_text.needle_reading.PIECE", 8)
-    found = read_and_answer(model, haystacks, questions, 4, protocol="chunked", reads=1)[0]
+    found = answers(model, haystacks, questions, 4, protocol="chunked", reads=1)[0]
     assert found.tolist() == greedy(model, haystacks, questions, 4)
 
 
@@ -190,7 +196,7 @@ def test_the_papers_protocol_answers_before_it_writes() -> None:
     """The first token comes from a memory that has not seen the haystack; with it written, another one may."""
     model = hybrid("FA", "FwPKM@1")
     haystacks, questions = asked()
-    found = read_and_answer(model, haystacks, questions, 3, protocol="whole", reads=2)
+    found = answers(model, haystacks, questions, 3, protocol="whole", reads=2)
     blank = hybrid("FA", "FwPKM@1", chunk_size=1000)
     assert found[0, :, :1].tolist() == greedy(blank, haystacks, questions, 1)
 
@@ -200,7 +206,7 @@ def test_flushed_is_written_before_the_question() -> None:
     model = hybrid("GDN", "FwPKM@1", border=False)
     same = hybrid("GDN", "FwPKM@1", border=False, chunk_size=21)
     haystacks, questions = asked()
-    found = read_and_answer(model, haystacks, questions, 3, protocol="flushed", reads=1)[0]
+    found = answers(model, haystacks, questions, 3, protocol="flushed", reads=1)[0]
     assert found.tolist() == greedy(same, haystacks, questions, 3)
 
 
@@ -209,11 +215,11 @@ def test_reads_one_by_one_or_in_a_line(protocol: str) -> None:
     """A single example without a reset is an example with one; without a memory no read adds anything."""
     model = hybrid("GDN", "FwPKM@1")
     haystacks, questions = asked()
-    line = read_and_answer(model, haystacks, questions, 3, protocol=protocol, reads=3)
+    line = answers(model, haystacks, questions, 3, protocol=protocol, reads=3)
     apart = read_and_answer(model, haystacks[None], questions[None], 3, protocol=protocol, reads=3, reset=False)
     assert line.shape == (3, 2, 3)
     assert torch.equal(line, apart[:, 0])
-    none = read_and_answer(hybrid("GDN"), haystacks, questions, 3, protocol=protocol, reads=3)
+    none = answers(hybrid("GDN"), haystacks, questions, 3, protocol=protocol, reads=3)
     assert torch.equal(none[0], none[2])
     assert model.model.layers[1].memory.chunk_size == CHUNK
 
@@ -237,7 +243,7 @@ def test_fast_weights_without_slots_keep_their_chunk(memories: str | None, layou
     layer = model.model.layers[1].memory if memories else model.model.layers[1].self_attn
     seen = lambda module, args, out: written.append(module.chunk_size)  # noqa: E731
     handle = layer.register_forward_hook(seen)
-    found = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=2, recurrent=True)
+    found = answers(model, haystacks, questions, 2, protocol="whole", reads=2, recurrent=True)
     handle.remove()
     assert set(written) == {CHUNK}
     # the first token sees every full chunk of its own haystack, as in one pass

@@ -41,12 +41,12 @@ def read_and_answer(
     model: Any, haystacks: Tensor, questions: Tensor, length: int, *, protocol: Protocol = "flushed", reads: int = 4,
     reset: bool = True, recurrent: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return greedy answers after 1 to n reads, int64 [n, B, A] or [n, E, B, A].
+    """Return greedy answers after 1 to n reads, int64 [n, E, B, A].
 
     Args:
         model: any causal language model of `regard.models`; its mode is restored.
-        haystacks: int [B, L], or [E, B, L]: E examples for each of B rows, one after another.
-        questions: int [B, Q], or [E, B, Q].
+        haystacks: int [E, B, L]: E examples for each of B rows, one after another.
+        questions: int [E, B, Q].
         length: A, tokens of an answer.
         protocol: see above.
         reads: n.
@@ -56,11 +56,6 @@ def read_and_answer(
 
     Cost: n reads with a reset, n (n + 1) / 2 without.
     """
-    if haystacks.dim() == 2:
-        return read_and_answer(
-            model, haystacks[None], questions[None], length, protocol=protocol, reads=reads, reset=reset,
-            recurrent=recurrent,
-        )[:, 0]  # fmt: skip
     from regard.models.hybrid.memories import flush_memory
 
     device = next(model.parameters()).device
@@ -141,8 +136,7 @@ def answer_rows(
     for start in range(0, together if kept else count, together):
         indices = range(start, min(count, start + together))
         haystacks, questions, examples = asked(text, length, needles, indices, seed)
-        if kept:
-            haystacks, questions = (x.unflatten(0, (kept, -1)) for x in (haystacks, questions))
+        haystacks, questions = (x.unflatten(0, (kept or 1, -1)) for x in (haystacks, questions))
         said = read_and_answer(
             model, haystacks, questions, text.digits // 2, protocol=protocol, reads=reads, reset=not kept,
             recurrent=recurrent,
