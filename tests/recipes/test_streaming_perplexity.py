@@ -12,7 +12,7 @@ from tiny_runs import checked
 from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
 from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
-from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, PAPER_VOCABULARY, Places, Row, row_config
+from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, PAPER_VOCABULARY, Row, row_config
 from regard_recipes.lib.results import load
 from regard_recipes.long_text import streaming_perplexity as recipe
 from regard_recipes.long_text.names_reading import NamesText, read_names, reading_rules
@@ -87,7 +87,7 @@ def test_models_of_the_rows(row: Row) -> None:
 
 def test_the_size_of_the_paper() -> None:
     paper = made("paper", device="cpu")
-    assert paper.places() == Places((2, 6, 10), (2, 6, 10), (6,), (2, 10))
+    assert paper.depths("PKM+FwPKM") == {"PKM": (6,), "FwPKM": (2, 10)}
     assert (paper.context, paper.steps, paper.segments) == (4096, 20_000, 16)
     with torch.device("meta"):
         memories = memory_modules(HybridForCausalLM(paper.model_config("GDN | FwPKM", 1000)))

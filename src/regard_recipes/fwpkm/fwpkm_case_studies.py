@@ -20,7 +20,7 @@ from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Frame, Results, recipe, select
 from ..long_text.names_reading import read_names
 from ._fwpkm_looks import WRITERS, case_of, gate_rows, look_at_slots
-from .memory_layouts import PAPER, Places, Row
+from .memory_layouts import PAPER, Row
 from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
@@ -55,11 +55,11 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         "paper": {**PAPER_BOTH, "seeds": 3, "gate_chunk": 32, "gate_tokens": 10_000, "examples": 100, "drawn": 600},
     }
 
-    def places(self) -> Places:
+    def depths(self, memory: str) -> dict[str, tuple[int, ...]]:
         """Fast memories low and high, a slow one between them."""
-        layers, usual = self.layers, super().places()
-        slow, fast = (layers // 2,), (min(1, layers - 1), layers - 1)
-        return usual if layers >= 12 else Places(usual.slow, usual.fast, slow, fast)
+        layers = self.layers
+        few = {"PKM": (layers // 2,), "FwPKM": (min(1, layers - 1), layers - 1)}
+        return super().depths(memory) if layers >= 12 else few
 
     def training_tasks(self) -> Mapping[str, Any]:
         return {NEEDLES: self.needle_task(), NAMES: self.names(self.context)}

@@ -30,9 +30,9 @@ from .memory_layouts import (
     PKM_TOP_K,
     TOP_K,
     MemoryOptions,
-    Places,
     Row,
     check_sizes,
+    depths_of,
     hidden_of,
     row_config,
 )  # fmt: skip
@@ -215,7 +215,7 @@ def mixer_parts(row: Row, own: Any) -> dict[str, float]:
 def memory_parts(row: Row, own: Any) -> dict[str, float]:
     """Return the operations of a token in its memories: search (scores of all sub-keys), read (weights times rows),
     write (errors, their sum in every row, and k sub-keys moved in each half)."""
-    count = {kind: len(where) for kind, where in Places.of(own.layers).depths(row.memory).items()}
+    count = {kind: len(where) for kind, where in depths_of(row.memory, own.layers).items()}
     slow, fast = count.get("PKM", 0), count.get("FwPKM", 0)
     n, d, k = own.sub_keys, own.memory_dim, min(TOP_K, own.sub_keys)
     dense = 3.0 * d * hidden_of(own) * count.get("FwMLP", 0)

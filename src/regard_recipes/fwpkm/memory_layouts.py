@@ -86,38 +86,25 @@ class Row:
         return self.layout.startswith("GDN") or self.layout == LACT
 
 
-@dataclass(frozen=True)
-class Places:
-    """The depths of memories, from 0: of slow and fast ones that are a model's only kind, and of those of a model with
-    both kinds."""
-
-    slow: tuple[int, ...]
-    fast: tuple[int, ...]
-    mixed_slow: tuple[int, ...]
-    mixed_fast: tuple[int, ...]
-
-    @classmethod
-    def of(cls, layers: int) -> Places:
-        """Return the paper's places. Models with fewer layers have one memory of each kind: the fast one before the
-        last layer (of two, there), the slow one before the fast one."""
-        slow, fast = (layers // 2 - 1,), (max(1, layers - 2),)
-        return cls((2, 6, 10), (2, 6, 10), (6,), (2, 10)) if layers >= 12 else cls(slow, fast, slow, fast)
-
-    def depths(self, memory: str) -> dict[str, tuple[int, ...]]:
-        """Return the kinds of one of `MEMORIES` with their depths."""
-        slow, fast = (self.mixed_slow, self.mixed_fast) if "+" in memory else (self.slow, self.fast)
-        return {kind: slow if kind == "PKM" else fast for kind in memory.split("+") if kind != "none"}
+def depths_of(memory: str, layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the kinds of one of `MEMORIES` with their depths, from 0: the paper's. Models with fewer layers have one
+    of each: the fast one before the last layer (of two, there), the slow one before the fast one."""
+    slow: tuple[int, ...] = (layers // 2 - 1,)
+    fast: tuple[int, ...] = (max(1, layers - 2),)
+    if layers >= 12:
+        slow, fast = ((6,), (2, 10)) if "+" in memory else ((2, 6, 10), (2, 6, 10))
+    return {kind: slow if kind == "PKM" else fast for kind in memory.split("+") if kind != "none"}
 
 
 def row_config(
-    row: Row, own: Any, vocabulary: int, fast: Mapping[str, Any] | None = None, places: Places | None = None,
-    **fields: Any,
+    row: Row, own: Any, vocabulary: int, fast: Mapping[str, Any] | None = None,
+    depths: Mapping[str, tuple[int, ...]] | None = None, **fields: Any,
 ) -> Any:  # fmt: skip
     """Return the configuration of a row in the sizes of `own`, which has the options of `MemoryOptions`, with further
     options of a FwPKM memory (`fast`) and `fields`."""
     from regard.models import HybridConfig
 
-    head, delta_heads, depths = own.width // own.heads, own.delta_heads or own.heads, places or Places.of(own.layers)
+    head, delta_heads = own.width // own.heads, own.delta_heads or own.heads
     memory = {"key_dim": own.memory_dim, "value_dim": own.memory_dim, "sub_keys": own.sub_keys}
     options = {
         "PKM": {"pkm": {**memory, "heads": PKM_HEADS, "top_k": min(PKM_TOP_K, own.sub_keys)}},
@@ -125,7 +112,7 @@ def row_config(
         "FwMLP": {"fwmlp": {"in_dim": own.memory_dim, "value_dim": own.memory_dim, "hidden_dim": hidden_of(own),
                             "chunk_size": own.chunk}},
     }  # fmt: skip
-    at = depths.depths(row.memory)
+    at = depths or depths_of(row.memory, own.layers)
     mixers: dict[str, Any] = {}
     if row.layout.startswith("GDN"):
         mixers = {"gated-deltanet": {"num_heads": delta_heads, "head_dim": head}}

@@ -13,7 +13,7 @@ from ..lib.recipe import Limits, check_names
 from ..lib.task_recipe import TaskRecipe, first_range
 from ..long_text.names_reading import NamesText
 from ..long_text.needle_text import NeedleText, needle_text
-from .memory_layouts import PAPER_MODEL, MemoryOptions, Places, Row, check_sizes, row_config
+from .memory_layouts import PAPER_MODEL, MemoryOptions, Row, check_sizes, depths_of, row_config
 
 RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}
 NAMES, NEEDLES = "names", "needles"
@@ -65,7 +65,7 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
 
     def model_config(self, name: str, vocabulary: int) -> Any:
         """Return the configuration of a model."""
-        return row_config(self.row(name), self, vocabulary, self.fast(name), self.places(),
+        return row_config(self.row(name), self, vocabulary, self.fast(name), self.depths(self.row(name).memory),
                           initializer_range=first_range(self.width), **self.fields())  # fmt: skip
 
     def fields(self) -> dict[str, Any]:
@@ -82,9 +82,9 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
             **self.known[name].get("fast", {}),
         }
 
-    def places(self) -> Places:
-        """Return where memories stand."""
-        return Places.of(self.layers)
+    def depths(self, memory: str) -> dict[str, tuple[int, ...]]:
+        """Return the kinds of a memory with their depths."""
+        return depths_of(memory, self.layers)
 
     def make_model(self, name: str, task: Any) -> Any:
         from regard.models import HybridForCausalLM
