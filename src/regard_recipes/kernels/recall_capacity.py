@@ -73,12 +73,16 @@ class Reader(NamedTuple):
     stretch: float = 1.0
     pairwise: bool = False
 
-    def read(self, case: Trial, values: Tensor, damaged: bool) -> Tensor:
-        """Return what the cues retrieve, [1, 1, C, Dv], float64."""
+    def read(self, case: Trial, values: Tensor) -> Tensor:
+        """Return what the cues retrieve after the damage, [1, 1, C, Dv], float64."""
         memory = self.make()
         memory.write(case.keys * self.stretch, values)
-        if damaged:
-            damage(memory, case)
+        draw = torch.Generator().manual_seed(case.seed)
+        if case.panel == "zeroed":
+            memory.transform(lambda t: t * (torch.rand(t.shape, generator=draw) >= case.level))
+        elif case.panel == "jitter":
+            size = lambda t: case.level * t.square().mean().sqrt()  # noqa: E731
+            memory.transform(lambda t: t + size(t) * torch.randn(t.shape, generator=draw))
         cues = case.cues * self.stretch
         step = max(1, PAIRWISE // case.keys.numel()) if self.pairwise else cues.shape[2]
         return torch.cat([memory.read(part) for part in cues.split(step, dim=2)], 2).double()
@@ -91,14 +95,9 @@ def reader(spec: Spec, scale: float, store: str) -> Reader:
     return Reader(make, 1.0 if spec.takes_scale else scale**0.5, bool(spec.degree))
 
 
-def model(text: str) -> Reader:
-    """Return a global linear model."""
-    return Reader(lambda: AssociativeMemory("linear", store=text))
-
-
 def recall(how: Reader, case: Trial) -> dict[str, float]:
     """Return relative squared error and exact-match rate; with clean cues also the parts of the error."""
-    found = how.read(case, case.values, True)
+    found = how.read(case, case.values)
     values = case.values.double()
     own = values[:, :, : found.shape[2]]
     error = (found - own).square().sum(-1).mean()
@@ -111,7 +110,7 @@ def recall(how: Reader, case: Trial) -> dict[str, float]:
 def split(how: Reader, case: Trial, found: Tensor, own: Tensor) -> dict[str, float]:
     """Return signal bias and interference, means of squares, and the inverse signal-to-noise ratio."""
     marks = torch.eye(case.keys.shape[2], found.shape[2], dtype=case.values.dtype)[None, None]
-    weight = how.read(case, marks, False).diagonal(dim1=-2, dim2=-1)  # of the cue's own value
+    weight = how.read(case, marks).diagonal(dim1=-2, dim2=-1)  # of the cue's own value
     signal = weight[..., None] * own
     interference, power = (found - signal).square().sum(-1), signal.square().sum()
     return {
@@ -119,16 +118,6 @@ def split(how: Reader, case: Trial, found: Tensor, own: Tensor) -> dict[str, flo
         "interference": interference.mean().item(),
         "inverse_snr": (interference.sum() / power.clamp(min=torch.finfo(power.dtype).tiny)).item(),
     }
-
-
-def damage(memory: AssociativeMemory, case: Trial) -> None:
-    """Zero a fraction of the stored numbers, or add noise to them."""
-    draw = torch.Generator().manual_seed(case.seed)
-    if case.panel == "zeroed":
-        memory.transform(lambda t: t * (torch.rand(t.shape, generator=draw) >= case.level))
-    elif case.panel == "jitter":
-        size = lambda t: case.level * t.square().mean().sqrt()  # noqa: E731
-        memory.transform(lambda t: t + size(t) * torch.randn(t.shape, generator=draw))
 
 
 @recipe("recall-capacity")
@@ -183,7 +172,10 @@ class RecallCapacity(Recipe):
         panels = ("zeroed", "jitter") if store == SUMS else PANELS  # whole sums read as whole pairs do
         cases = [trial(self, panel, level, seed) for panel in panels for level in getattr(self, panel)]
         for scale in (1.0,) if store == STATE else self.scales:
-            how = model(cell["kernel"]) if store == STATE else reader(Spec.parse(cell["spec"]), scale, store)
+            if store == STATE:
+                how = Reader(lambda: AssociativeMemory("linear", store=cell["kernel"]))
+            else:
+                how = reader(Spec.parse(cell["spec"]), scale, store)
             for case in cases:
                 found = {name: significant(x) for name, x in recall(how, case).items()}
                 yield {"scale": scale, "panel": case.panel, "level": case.level, **found}

@@ -28,7 +28,7 @@ from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot
 from ..lib.language_training import DTYPES
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
-from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
+from .lla_numerics_schemes import SCHEMES, Times, dense, output, product, rounded
 
 BLOCK = 128  # rows to one number of the iterations by block
 EMULATED = 64  # steps of the emulated schemes at most, the last column of the paper's Table 2
@@ -60,18 +60,18 @@ def draw(config: "Numerics", family: str, head: int, seed: int = 0) -> Data:
 
 
 def outputs(
-    heads: Sequence[Data], ridges: Sequence[float], dtype: torch.dtype, form: Callable[..., Tensor] = output
+    heads: Sequence[Data], ridges: Sequence[float], dtype: torch.dtype, times: Times = torch.matmul
 ) -> dict[float, Tensor]:
-    """Return by ridge the outputs [H, T, D] in the `form` given, from systems solved densely in `dtype`."""
+    """Return by ridge the outputs [H, T, D], from systems solved densely in `dtype`."""
     solved = [(head, dense(*head[:2], ridges, dtype)) for head in heads]
-    return {ridge: torch.stack([form(*head, t[ridge]) for head, t in solved]) for ridge in ridges}
+    return {ridge: torch.stack([output(*head, t[ridge], times) for head, t in solved]) for ridge in ridges}
 
 
 def floors_of(heads: Sequence[Data], ridges: Sequence[float]) -> dict[str, dict[float, Tensor]]:
     """Return two float32 solutions of bfloat16 inputs by ridge: "rounding", rounded once, and "floor", its last stage
     in emulated bfloat16."""
     once = {ridge: rounded(out) for ridge, out in outputs(heads, ridges, torch.float32).items()}
-    return {"rounding": once, "floor": outputs(heads, ridges, torch.float32, low_output)}
+    return {"rounding": once, "floor": outputs(heads, ridges, torch.float32, product)}
 
 
 def budgets(config: "Numerics") -> dict[str, Solver]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 Apply = Callable[[Tensor], Tensor]
+Times = Callable[[Tensor, Tensor], Tensor]
 Scheme = Callable[[Tensor, Tensor, Tensor, float, Sequence[int]], Iterator[tuple[int, Tensor]]]
 """(q, k, v, ridge, steps) -> pairs of a step and the output [T, D] there."""
 GOAL, SHIFT = 1e-12, 1e-10
@@ -69,17 +70,11 @@ def centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return p, y, q - k.mean(0), p @ y
 
 
-def output(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
-    """Return o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j, in the dtype of t."""
+def output(q: Tensor, k: Tensor, v: Tensor, t: Tensor, times: Times = torch.matmul) -> Tensor:
+    """Return o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j, in the dtype of t; `times` takes its two products. With
+    `product` an error is left where t was solved in float32: `floor` in tables."""
     p, y, _, mean = centred(q.to(t.dtype), k.to(t.dtype))
-    return (p * (1 + t @ y.T - dot(mean, t))) @ v.to(t.dtype)
-
-
-def low_output(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
-    """Return `output` with the two products of its last stage in emulated bfloat16, which is what stays of an error
-    where the systems are solved in float32: `floor` in tables."""
-    p, y, _, mean = centred(q, k)
-    return product(p * (1 + product(t, y.T) - dot(mean, t)), v)
+    return times(p * (1 + times(t, y.T) - dot(mean, t)), v.to(t.dtype))
 
 
 def iterates(apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = False) -> Iterator[tuple[int, Tensor]]:

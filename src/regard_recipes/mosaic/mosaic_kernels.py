@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.inspect import capture
+from regard.inspect.capture import capture, eval_mode
 from regard.nn import ContextualMemory
 
 from ..lib.claims import Claim, Estimate, claims_of, paired
@@ -241,10 +241,8 @@ def inside(model: Any, windows: Tensor) -> dict[str, Any]:
     in which no pair has weight by itself; "support", the mean number of pairs with weight, None for released forms; and
     "rows", one for each head with its learned numbers: "sharpness" (beta^2), "h", "margin"."""
     memories = [module for module in model.modules() if isinstance(module, ContextualMemory)]
-    training = model.training
-    with torch.no_grad(), capture(model.eval()) as seen:
+    with torch.no_grad(), eval_mode(model), capture(model) as seen:
         model(input_ids=windows.to(next(model.parameters()).device).long(), use_cache=False)
-    model.train(training)
     empty, support, rows = list[float](), list[float](), list[dict[str, Any]]()
     for block, memory in enumerate(memories):
         learned = {} if memory.sharpness is None else {"sharpness": memory.sharpness()}

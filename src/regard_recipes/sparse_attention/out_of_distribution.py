@@ -17,10 +17,10 @@ from regard.checks import ArgumentError
 from regard.tasks import Stories
 from regard.tasks.tokens import stream
 
-from ..lib.claims import Claim, Estimate, claims_of, paired
+from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, lines, panels, pivot
 from ..lib.language_text import LanguageText, windows
-from ..lib.recipe import Results, recipe
+from ..lib.recipe import Results, recipe, select
 from ..lib.text_recipe import TextRecipe
 from ..mosaic.mosaic_kernels import WEIGHTINGS
 
@@ -88,11 +88,12 @@ class OutOfDistribution(TextRecipe):
         return {**super().measure_model(model), "rows": rows}
 
     def claims(self, results: Results) -> list[Claim]:
-        names = self.trained
-        starts = sorted(set(results.select(kind="part")["start"]))
+        names, parts = self.trained, self.chosen(results, "part", text=OTHER)
+        starts = sorted(set(parts["start"]))
         early, late = starts[:1], starts[PARTS // 2 :]
         gap = lambda name, base, at: self.gap(results, name, base, "loss", "part", text=OTHER, start=at)  # noqa: E731
-        fall = {name: self.fall(results, name, early, late) for name in names}
+        of = lambda name, at: select(parts, model=name, start=at)  # noqa: E731
+        fall = {name: paired(of(name, late), of(name, early), "loss") for name in names}
         rest = [name for name in names if name != RELUMAX]
         told: list[Any] = [
             ("The loss falls as context is read", fall, "below", 0.0, "Second half of the window less its first part."),
@@ -108,12 +109,6 @@ class OutOfDistribution(TextRecipe):
         rows = [("figure 5", wording, found, says, margin, f"Nats per token of the other text. {note}")
                 for wording, found, says, margin, note in told]  # fmt: skip
         return claims_of(PAPER, rows, effect=0.05, untestable=self.unlearned(results))
-
-    def fall(self, results: Results, name: str, early: list[int], late: list[int]) -> Estimate:
-        """Return the loss of a model late in a window of the other text less that at its start."""
-        rows = self.chosen(results, "part", text=OTHER, model=name)
-        first, last = (rows[rows["start"].isin(at)] for at in (early, late))
-        return paired(last, first, "loss")
 
     def unlearned(self, results: Results) -> str:
         rows, floor = self.chosen(results, "part", text=OTHER), results.facts["other floor"]
@@ -149,13 +144,12 @@ def other_text(path: Path | None, characters: int, call: str) -> tuple[str, str]
         from regard.training import load_text
 
         return str(path), load_text(path, call=call).content
-    task, size = Stories.named("long"), 0
-    parts: list[str] = []
-    while size < characters:
-        story = " ".join(task.story(stream("out-of-distribution", len(parts))))
-        parts.append(story.replace(" .", ".").replace(" ,", ","))
-        size += len(parts[-1]) + 1
-    return "stories of a grammar", "\n".join(parts)
+    task, text, count = Stories.named("long"), "", 0
+    while len(text) < characters:
+        story = " ".join(task.story(stream("out-of-distribution", count)))
+        text += story.replace(" .", ".").replace(" ,", ",") + "\n"
+        count += 1
+    return "stories of a grammar", text.removesuffix("\n")
 
 
 @torch.no_grad()
