@@ -94,7 +94,8 @@ def test_signal_and_interference_are_those_of_equation_5() -> None:
     weights = softmax(7.0 * np.einsum("scd,sjd->scj", k[:, :10], k).reshape(-1, 20)).reshape(1, 10, 20)
     stretched = capacity.Reader(lambda: package.AssociativeMemory("linear", scale=1.0), 2**0.5)
     plain = capacity.reader(package.Spec.parse("softmax"), 7.0, "pairs")
-    for how, a in ((stretched, linear), (capacity.model("mesa"), mesa), (plain, weights)):
+    ridge = capacity.Reader(lambda: package.AssociativeMemory("linear", store="mesa"))
+    for how, a in ((stretched, linear), (ridge, mesa), (plain, weights)):
         found = capacity.recall(how, case)
         own = np.einsum("scc->sc", a[:, :, :10])[..., None] * v[:, :10]
         others = a @ v - own

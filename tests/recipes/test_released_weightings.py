@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.checks import ArgumentError
-from regard.models import HybridConfig, HybridForCausalLM, MemoryMosaicConfig, MemoryMosaicForCausalLM
+from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM
 from regard.nn import ContextualMemory
 from regard_recipes.mosaic.released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
 
@@ -85,19 +84,3 @@ def test_normalised_relu_of_the_fast_program_learns_no_sharpness() -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
     without = {name for name, weight in model.named_parameters() if weight.grad is None}
     assert without == {f"model.layers.{layer}.contextual.sharpness.scale" for layer in (0, 1)}
-
-
-def test_mistakes() -> None:
-    with pytest.raises(ArgumentError, match="rule is 'sparsemax', expected one of normrelu, relumax"):
-        Released("sparsemax", "fast")
-    with pytest.raises(ArgumentError, match="form is 'new', expected one of fast, mended, regular"):
-        Released("relumax", "new")
-    other = HybridConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ArgumentError, match="no contextual memory"):
-        use_released(HybridForCausalLM(other), Released("relumax", "fast"))
-    with pytest.raises(ArgumentError, match="has no learned sharpness"):
-        use_released(mosaic("epanechnikov*fixed(h=1.4)*euclidean"), Released("normrelu", "fast"))
-    model = mosaic()
-    use_released(model, Released("relumax", "fast"))
-    with pytest.raises(ArgumentError, match="no attention mask"):
-        model(torch.zeros(2, 4, dtype=torch.long), attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]))
