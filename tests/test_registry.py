@@ -116,23 +116,8 @@ def test_third_parties_do_not_replace_what_is_built_in(monkeypatch: pytest.Monke
 def test_every_axis_is_listed() -> None:
     found = regard.registries()
     assert list(found) == [
-        "preset",
-        "kernel",
-        "bandwidth",
-        "similarity",
-        "solver",
-        "trend",
-        "temperature",
-        "ridge",
-        "feed-forward",
-        "memory",
-        "slot-score",
-        "step-rule",
-        "slot-values",
-        "impl",
-        "energy",
-        "recipe",
-        "task",
+        *("preset", "kernel", "bandwidth", "similarity", "solver", "trend", "temperature", "ridge", "feed-forward"),
+        *("memory", "slot-score", "step-rule", "slot-values", "impl", "energy", "recipe", "task"),
     ]
     for axis, held in found.items():
         assert len(held.names()) > 0, axis

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import regard
 
-from .draw import Arguments, Call, Draw, arguments, called, public
+from .draw import Arguments, Call, Draw, arguments, called, public, split
 from .kinds import (
     OBJECTS,
     Among,
@@ -257,33 +257,27 @@ def local_linear(draw: Draw) -> Call:
     mass = spec.kernel.ranked and spec.bandwidth.name in ("fixed", "anchored")
     mode = draw.one("relative", "absolute") if mass else "relative"
     cg = solver in ("auto", "cg")
-    given |= {
-        "ridge": ridge,
-        "spec": draw.one(spec, str(spec)),
-        "solver": solver,
-        "ridge_mode": mode,
-        "max_iter": draw.often(200) if cg else None,
-        "tol": draw.often(1e-12) if cg else None,
-        "probe": None,
-        "params": None,
-        "scale": None,
-        "impl": "auto",
-    }
-    kinds = _kinds(given, spec) | {
-        "ridge": Real(
-            low=0.0,
-            strict=solver == "cg" or given["max_iter"] is not None or given["tol"] is not None,
-            rows=(rows, tuple(given["query"].shape)),
-        ),
-        "solver": Word(words=("auto", "cholesky", "cg", "block-diagonal"), also=("learned",)),
-        "ridge_mode": Word(words=("relative", "absolute") if mass or spec.kernel.name == "gaussian" else ("relative",)),
-        "max_iter": Whole(low=0, high=2**31, none=True) if cg else Refused(none=True),
-        "tol": Tolerance(low=0.0, high=1.0, none=True) if cg else Refused(none=True),
-        "probe": Refused(none=True),
-        "spec": SpecValue(also=("linear", "geometric*fixed*cosine*unnormalised"), fine=("rbf",)),
-    }
+    modes = ("relative", "absolute") if mass or spec.kernel.name == "gaussian" else ("relative",)
+    steps, tol = (draw.often(200), draw.often(1e-12)) if cg else (None, None)
+    strict = solver == "cg" or steps is not None or tol is not None
+    values, own = split(
+        arguments(
+            ridge=(ridge, Real(low=0.0, strict=strict, rows=(rows, tuple(given["query"].shape)))),
+            spec=(
+                draw.one(spec, str(spec)),
+                SpecValue(also=("linear", "geometric*fixed*cosine*unnormalised"), fine=("rbf",)),
+            ),
+            solver=(solver, Word(words=("auto", "cholesky", "cg", "block-diagonal"), also=("learned",))),
+            ridge_mode=(mode, Word(words=modes)),
+            max_iter=(steps, Whole(low=0, high=2**31, none=True) if cg else Refused(none=True)),
+            tol=(tol, Tolerance(low=0.0, high=1.0, none=True) if cg else Refused(none=True)),
+            probe=(None, Refused(none=True)),
+        )
+    )
+    given |= {**values, "params": None, "scale": None, "impl": "auto"}
+    kinds = _kinds(given, spec) | own
     call = Call("local_linear_attention", regard.local_linear_attention, given, kinds)
-    if solver != "block-diagonal" and given["max_iter"] is None:
+    if solver != "block-diagonal" and steps is None:
         choices = replace(oracle.read(spec), degree=1, absolute=mode == "absolute")
 
         def truth(**wide: Any) -> Tensor:

@@ -9,45 +9,33 @@ from torch import Tensor
 import regard
 
 from .attention_calls import Params
-from .draw import Arguments, Call, Draw, arguments, public
-from .kinds import Flag, Floats, Kind, Mask, Other, Real, Refused, SpecValue, Whole, Word
+from .draw import Arguments, Call, Draw, arguments, called, public
+from .kinds import Floats, Kind, Mask, Other, Real, Refused, SpecValue, Whole, Word
 
 FORMS = ("chunked", "parallel", "recurrent")
 
 
-def _tensors(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
+def _tensors(draw: Draw) -> Arguments:
     batch, kv_heads, group = draw.whole(1, 2), draw.whole(1, 2), draw.one(1, 1, 2)
     tokens, dim = draw.whole(1, 8), draw.whole(1, 4)
     dtype = draw.one(torch.float64, torch.float64, torch.float32)
-    pairs = (batch, kv_heads, tokens)
-    given: dict[str, Any] = {
-        "query": draw.normal(batch, kv_heads * group, tokens, dim, dtype=dtype),
-        "key": draw.normal(*pairs, dim, dtype=dtype, scale=0.5),
-        "value": draw.normal(*pairs, draw.whole(1, 3), dtype=dtype),
-        "log_decay": draw.one(None, -0.2, -draw.uniform(0.0, 1.0, *pairs, dtype=dtype)),
-        "state": None,
-        "form": draw.one(*FORMS),
-        "chunk_size": draw.one(None, 2, 3),
-        "attn_mask": draw.often(draw.mask(batch, tokens)),
-        "is_causal": draw.one(True, True, False),
-        "exclude_self": draw.often(True, False),
-        "scale": draw.often(0.7),
-    }
-    rows = (tuple(given["query"].shape[:3]),)
-    kinds: dict[str, Kind] = {
-        "query": Floats(fixed=(3,)),
-        "key": Floats(fixed=(2, 3)),
-        "value": Floats(fixed=(2,)),
-        "log_decay": Real(high=0.0, none=True, rows=(pairs,)),
-        "state": Other(none=True, also=(regard.FastWeightState,)),
-        "form": Word(words=FORMS),
-        "chunk_size": Whole(low=1, none=True),
-        "attn_mask": Mask(none=True, fixed=(), broadcast=True),  # also [T], for all sequences
-        "is_causal": Flag(),
-        "exclude_self": Flag(),
-        "scale": Real(low=0.0, strict=True, none=True, rows=rows),
-    }
-    return given, kinds
+    pairs, rows = (batch, kv_heads, tokens), (batch, kv_heads * group, tokens)
+    return arguments(
+        query=(draw.normal(*rows, dim, dtype=dtype), Floats(fixed=(3,))),
+        key=(draw.normal(*pairs, dim, dtype=dtype, scale=0.5), Floats(fixed=(2, 3))),
+        value=(draw.normal(*pairs, draw.whole(1, 3), dtype=dtype), Floats(fixed=(2,))),
+        log_decay=(
+            draw.one(None, -0.2, -draw.uniform(0.0, 1.0, *pairs, dtype=dtype)),
+            Real(high=0.0, none=True, rows=(pairs,)),
+        ),
+        state=(None, Other(none=True, also=(regard.FastWeightState,))),
+        form=draw.word(*FORMS),
+        chunk_size=(draw.one(None, 2, 3), Whole(low=1, none=True)),
+        attn_mask=(draw.often(draw.mask(batch, tokens)), Mask(none=True, fixed=(), broadcast=True)),  # also [T]
+        is_causal=draw.one(True, True, False),
+        exclude_self=draw.often(True, False),
+        scale=(draw.often(0.7), Real(low=0.0, strict=True, none=True, rows=(rows,))),
+    )
 
 
 def _by_definition(rule: str, given: dict[str, Any], wide: dict[str, Any]) -> Tensor:
@@ -62,7 +50,10 @@ def _by_definition(rule: str, given: dict[str, Any], wide: dict[str, Any]) -> Te
     return recurrence(rule)(x, order, given["attn_mask"])[0] * (1.0 if scale is None else scale)
 
 
-def _finish(call: Call) -> Call:
+def _call(name: str, rule: str, **found: Any) -> Call:
+    """The call of a linear attention, whose expected result is that of a recurrence."""
+    call = called(name, getattr(regard, name), **found)
+    call.truth = lambda **wide: _by_definition(rule, call.given, wide)
     call.tolerance = 1e-7 if call.given["query"].dtype == torch.float64 else 2e-3
     call.gradients = ("query", "key", "value")
     return call
@@ -70,17 +61,11 @@ def _finish(call: Call) -> Call:
 
 @public("linear_attention")
 def linear(draw: Draw) -> Call:
-    given, kinds = _tensors(draw)
+    found = _tensors(draw)
     spec = draw.one("elu", "linear", "relu", "relu2", "cosine")
-    given |= {"spec": spec, "params": None}
-    kinds |= {"spec": SpecValue(also=("softmax", "biweight"))}
     if not regard.Spec.parse(spec).takes_scale:
-        given["scale"], kinds["scale"] = None, Refused(none=True)
-
-    def truth(**wide: Any) -> Tensor:
-        return _by_definition(spec, given, wide)
-
-    return _finish(Call("linear_attention", regard.linear_attention, given, kinds, truth))
+        found["scale"] = (None, Refused(none=True))
+    return _call("linear_attention", spec, **found, spec=(spec, SpecValue(also=("softmax", "biweight"))))
 
 
 TRENDS = ("mesaa", "mesa(ridge=-1)", "mesa(rige=1)", "mesa(ridge=", lambda *x, **how: 3, lambda *x, **how: x[0][:, :1])
@@ -104,37 +89,28 @@ def interpolated(draw: Draw) -> Arguments:
     )
 
 
+def _steps(draw: Draw, key: Tensor, *others: float | None) -> tuple[Any, Kind]:
+    """beta: one of `others`, or a number for every key."""
+    pairs = tuple(key.shape[:3])
+    beta = draw.one(*others, draw.uniform(0.1, 0.9, *pairs, dtype=key.dtype))
+    return beta, Real(low=0.0, none=None in others, rows=(pairs,))
+
+
 @public("delta_rule")
 def delta(draw: Draw) -> Call:
-    given, kinds = _tensors(draw)
-    pairs, dtype = tuple(given["key"].shape[:3]), given["key"].dtype
-    given |= {"beta": draw.one(0.5, draw.uniform(0.1, 0.9, *pairs, dtype=dtype))}
-    kinds |= {"beta": Real(low=0.0, rows=(pairs,))}
-
-    def truth(**wide: Any) -> Tensor:
-        return _by_definition("delta", given, wide)
-
-    return _finish(Call("delta_rule", regard.delta_rule, given, kinds, truth))
+    found = _tensors(draw)
+    return _call("delta_rule", "delta", **found, beta=_steps(draw, found["key"][0], 0.5))
 
 
 @public("mesa_attention")
 def mesa(draw: Draw) -> Call:
-    given, kinds = _tensors(draw)
-    pairs, dtype = tuple(given["key"].shape[:3]), given["key"].dtype
-    given |= {
-        "ridge": draw.one(0.5, 1.5),
-        "beta": draw.one(None, draw.uniform(0.1, 0.9, *pairs, dtype=dtype)),
-        "solver": draw.one("auto", "cholesky"),
-        "return_diagnostics": draw.often(True, False),
-    }
-    kinds |= {
-        "ridge": Real(low=0.0, strict=True, rows=(tuple(given["query"].shape),)),
-        "beta": Real(low=0.0, none=True, rows=(pairs,)),
-        "solver": Word(words=("auto", "cholesky", "cg")),
-        "return_diagnostics": Flag(),
-    }
-
-    def truth(**wide: Any) -> Tensor:
-        return _by_definition("mesa", given, wide)
-
-    return _finish(Call("mesa_attention", regard.mesa_attention, given, kinds, truth))
+    found = _tensors(draw)
+    return _call(
+        "mesa_attention",
+        "mesa",
+        **found,
+        ridge=(draw.one(0.5, 1.5), Real(low=0.0, strict=True, rows=(tuple(found["query"][0].shape),))),
+        beta=_steps(draw, found["key"][0], None),
+        solver=(draw.one("auto", "cholesky"), Word(words=("auto", "cholesky", "cg"))),
+        return_diagnostics=draw.often(True, False),
+    )

@@ -1,5 +1,6 @@
 """Valid calls of the functions of score tensors."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,36 +9,33 @@ from torch import Tensor
 
 import regard
 
-from .draw import Call, Draw, public
-from .kinds import Anything, Kind, Mask, Real, Whole, Word
+from .draw import Arguments, Call, Draw, arguments, public, split
+from .kinds import Anything, Kind, Mask, Real, Whole
 
 FINE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _scores(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
+def _scores(draw: Draw) -> Arguments:
     size = [draw.whole(1, 5) for _ in range(draw.whole(1, 3))]
     dtype = draw.one(torch.float64, torch.float64, torch.float32)
     scores = draw.normal(*size, dtype=dtype, scale=draw.one(0.1, 1.0, 5.0))
     dim = draw.whole(-len(size), len(size) - 1)
-    given = {
-        "scores": scores,
-        "dim": dim,
-        "mask": draw.often(draw.mask(*size)),
-        "impl": draw.one("auto", "reference", "cpu"),
-    }
-    kinds: dict[str, Kind] = {
-        "scores": Kind(  # of any shape but a scalar
-            also=(scores.long(), scores > 0, scores.to(torch.complex64), scores.to(torch.float8_e4m3fn)),
-            skip=lambda v, given: isinstance(v, Tensor) and v.dtype in FINE and v.dim() > 0,
-        ),
-        "dim": Whole(low=-len(size), high=len(size) - 1),
-        "mask": Mask(none=True, fixed=tuple(a for a in range(len(size)) if size[a] > 1), broadcast=True),
-        "impl": Word(words=("auto", "cpu", "reference")),
-    }
-    return given, kinds
+    ranked = Kind(  # of any shape but a scalar
+        also=(scores.long(), scores > 0, scores.to(torch.complex64), scores.to(torch.float8_e4m3fn)),
+        skip=lambda v, given: isinstance(v, Tensor) and v.dtype in FINE and v.dim() > 0,
+    )
+    long = tuple(axis for axis, n in enumerate(size) if n > 1)
+    return arguments(
+        scores=(scores, ranked),
+        dim=(dim, Whole(low=-len(size), high=len(size) - 1)),
+        mask=(draw.often(draw.mask(*size)), Mask(none=True, fixed=long, broadcast=True)),
+        impl=draw.word("auto", "reference", "cpu"),
+    )
 
 
-def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: oracle.Choices, **of: str) -> Call:
+def _score_call(name: str, s: oracle.Choices, found: Arguments, **of: str) -> Call:
+    """The call of a function of scores; `of` names its numbers as the oracle does."""
+    given, kinds = split(found)
     dim = given["dim"]
     if any(isinstance(given[outer], Tensor) for outer in of):
         kinds["dim"] = Anything()  # the numbers of rows along one dim need not fit another
@@ -54,70 +52,65 @@ def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: ora
     return Call(name, getattr(regard, name), given, kinds, truth, tolerance, ("scores",))
 
 
-def _number(draw: Draw, low: float, high: float, scores: Tensor, dim: int) -> Any:
+def _number(draw: Draw, found: Arguments, first: float, last: float, **kind: Any) -> Any:
+    """A number between `first` and `last`, or one for each row, and what it is."""
+    (scores, _), (dim, _) = found["scores"], found["dim"]
     size = list(scores.shape)
     size[dim] = 1
-    return draw.one(low + (high - low) / 3, draw.uniform(low, high, *size, dtype=scores.dtype))
+    number = draw.one(first + (last - first) / 3, draw.uniform(first, last, *size, dtype=scores.dtype))
+    return number, Real(rows=(tuple(size),), also=(torch.ones(7, 9),), **kind)
 
 
-def _number_kind(given: dict[str, Any], low: float | None, strict: bool, high: float | None = None) -> Real:
-    size = list(given["scores"].shape)
-    size[given["dim"]] = 1
-    return Real(low=low, high=high, strict=strict, rows=(tuple(size),), also=(torch.ones(7, 9),))
+def _plain(number: Any, usual: float) -> float:
+    """The number itself, `usual` in place of a tensor."""
+    return usual if isinstance(number, Tensor) else number
 
 
 @public("entmax")
 def entmax(draw: Draw) -> Call:
-    given, kinds = _scores(draw)
-    given["alpha"] = draw.one(1.0, _number(draw, 1.2, 2.0, given["scores"], given["dim"]))
-    alpha = given["alpha"]
-    if alpha == 1.0 if not isinstance(alpha, Tensor) else False:
-        given["impl"], kinds["impl"] = "auto", Anything()
-    kinds["alpha"] = _number_kind(given, 1.0, given["impl"] == "cpu", 1001.0)
+    found = _scores(draw)
+    alpha, kind = _number(draw, found, 1.2, 2.0, low=1.0, high=1001.0)
+    alpha = draw.one(1.0, alpha)
+    if _plain(alpha, 2.0) == 1.0:
+        found["impl"] = ("auto", Anything())
+    found["alpha"] = alpha, replace(kind, strict=found["impl"][0] == "cpu")
     s = oracle.Choices("gaussian", "fixed")
-    if isinstance(alpha, Tensor) or alpha > 1:
-        s = oracle.Choices("polynomial", "adaptive", r=1.0 if isinstance(alpha, Tensor) else 1 / (alpha - 1))
-    return _score_call("entmax", given, kinds, s, alpha="alpha")
+    if _plain(alpha, 2.0) > 1:
+        s = oracle.Choices("polynomial", "adaptive", r=1 / (_plain(alpha, 2.0) - 1))
+    return _score_call("entmax", s, found, alpha="alpha")
 
 
 @public("sparsemax")
 def sparsemax(draw: Draw) -> Call:
-    return _score_call("sparsemax", *_scores(draw), oracle.Choices("polynomial", "adaptive", r=1.0))
+    return _score_call("sparsemax", oracle.Choices("polynomial", "adaptive", r=1.0), _scores(draw))
 
 
 @public("relumax")
 def relumax(draw: Draw) -> Call:
-    given, kinds = _scores(draw)
-    given["margin"] = _number(draw, 0.3, 2.0, given["scores"], given["dim"])
-    kinds["margin"] = _number_kind(given, 0.0, True)
-    margin = given["margin"]
-    s = oracle.Choices("polynomial", "anchored", margin=1.0 if isinstance(margin, Tensor) else margin)
-    return _score_call("relumax", given, kinds, s, margin="margin")
+    found = _scores(draw)
+    found["margin"] = margin, _ = _number(draw, found, 0.3, 2.0, low=0.0, strict=True)
+    return _score_call(
+        "relumax", oracle.Choices("polynomial", "anchored", margin=_plain(margin, 1.0)), found, margin="margin"
+    )
 
 
 @public("normrelu")
 def normrelu(draw: Draw) -> Call:
-    given, kinds = _scores(draw)
-    given |= {
-        "bias": _number(draw, -0.5, 1.0, given["scores"], given["dim"]),
-        "empty": draw.one("uniform", "zero", "nearest"),
-    }
-    kinds |= {"bias": _number_kind(given, None, False), "empty": Word(words=("uniform", "zero", "nearest"))}
-    bias = given["bias"]
-    s = oracle.Choices("polynomial", "fixed", bias=0.0 if isinstance(bias, Tensor) else bias, empty=given["empty"])
-    return _score_call("normrelu", given, kinds, s, bias="bias")
+    found = _scores(draw)
+    found["bias"] = bias, _ = _number(draw, found, -0.5, 1.0)
+    found["empty"] = empty, _ = draw.word("uniform", "zero", "nearest")
+    s = oracle.Choices("polynomial", "fixed", bias=_plain(bias, 0.0), empty=empty)
+    return _score_call("normrelu", s, found, bias="bias")
 
 
 def _topk(draw: Draw, name: str, kernel: str) -> Call:
-    given, kinds = _scores(draw)
-    given |= {"k": draw.whole(1, 6), "gradient": draw.one("hard", "straight-through", "soft")}
-    if given["gradient"] != "hard":
-        given["impl"] = "auto"
-        kinds["impl"] = Anything()
-    kinds |= {"k": Whole(low=1), "gradient": Word(words=("hard", "straight-through", "soft"))}
-    if given["impl"] == "cpu":
-        kinds["gradient"] = Anything()
-    return _score_call(name, given, kinds, oracle.Choices(kernel, "nearest", k=given["k"], gradient=given["gradient"]))
+    found = _scores(draw)
+    k, (gradient, ways) = draw.whole(1, 6), draw.word("hard", "straight-through", "soft")
+    if gradient != "hard":
+        found["impl"] = ("auto", Anything())
+    found["k"] = k, Whole(low=1)
+    found["gradient"] = gradient, Anything() if found["impl"][0] == "cpu" else ways
+    return _score_call(name, oracle.Choices(kernel, "nearest", k=k, gradient=gradient), found)
 
 
 @public("topk_softmax")

@@ -207,10 +207,10 @@ def mapped(text: str, x: Inputs) -> tuple[Tensor, Tensor]:
 
 def recurrence(rule: str) -> Callable[..., tuple[Tensor, Inputs]]:
     """The definition of "delta", "mesa" or the linear attention of a spec, one token after the other. Sizes are those
-    of the inputs."""
+    of the inputs; query i stands at key i + `offset`."""
     divided = rule in SPECS and SPECS[rule][3]
 
-    def define(x: Inputs, order: str = "causal", mask: Tensor | None = None) -> tuple[Tensor, Inputs]:
+    def define(x: Inputs, order: str = "causal", mask: Tensor | None = None, offset: int = 0) -> tuple[Tensor, Inputs]:
         q, k = mapped(rule, x) if rule in SPECS else (x["q"], x["k"])
         v, (batch, kv_heads, length, dim), ratio = x["v"], k.shape, q.shape[1] // k.shape[1]
         g, beta = spread(x, "g", k, 0.0), spread(x, "beta", k, 1.0)[..., :1]
@@ -228,9 +228,9 @@ def recurrence(rule: str) -> Callable[..., tuple[Tensor, Inputs]]:
             state = tuple(torch.where(real, y, old) for y, old in zip(new, state, strict=True))
             states.append(state)
         rows = [q.new_zeros(*q.shape[:2], 0, v.shape[3])]
-        for t in range(length):
-            place = {"causal": t + 1, "strict": t, "all": length}[order]
-            w, keys, gram = (y.repeat_interleave(ratio, 1) for y in states[place])
+        for t in range(q.shape[2]):
+            place = {"causal": t + 1 + offset, "strict": t + offset, "all": length}[order]
+            w, keys, gram = (y.repeat_interleave(ratio, 1) for y in states[min(max(place, 0), length)])
             query = q[:, :, t, :, None]
             if rule == "mesa":
                 query = torch.linalg.solve(gram + torch.diag_embed(ridge[:, :, t]), query)

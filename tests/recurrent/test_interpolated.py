@@ -1,14 +1,13 @@
-"""Equation 9 of the local-linear-attention paper against a loop over its queries."""
+"""Equation 9 of the local-linear-attention paper against its parts, written out one after the other."""
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from contracts import oracle
 from mistakes import error_of, refuses
 from packed import runs
-from recurrences import ORDERS, close, key_mask
+from recurrences import ORDERS, close, key_mask, recurrence
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -17,43 +16,18 @@ import regard
 F64 = torch.float64
 
 
-def sums(k: Tensor, v: Tensor, fade: float = 0.0) -> Tensor:
-    """W of linear attention: sum of v k^T, [Dv, D], from keys and values [n, D], [n, Dv]."""
-    w = torch.zeros(v.shape[1], k.shape[1], dtype=k.dtype)
-    for at, value in zip(k, v, strict=True):
-        w = w * torch.exp(torch.tensor(fade, dtype=F64)) + torch.outer(value, at)
-    return w
-
-
-def ridge(k: Tensor, v: Tensor, amount: float, fade: float = 0.0) -> Tensor:
-    weights = torch.exp(fade * torch.arange(len(k) - 1, -1, -1, dtype=k.dtype))[:, None]
-    return torch.linalg.solve(
-        (k * weights).T @ k + amount * torch.eye(k.shape[1], dtype=k.dtype), k.T @ (weights * v)
-    ).T
-
-
-def steps(k: Tensor, v: Tensor, beta: float, fade: float = 0.0) -> Tensor:
-    w = torch.zeros(v.shape[1], k.shape[1], dtype=k.dtype)
-    for at, value in zip(k, v, strict=True):
-        w = w * torch.exp(torch.tensor(fade, dtype=F64))
-        w = w + beta * torch.outer(value - w @ at, at) / (at @ at)
-    return w
-
-
-TRENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "linear-attention": sums,
-    "linear-attention(log_decay=-0.3)": lambda k, v: sums(k, v, -0.3),
-    "mesa": lambda k, v: ridge(k, v, 1.0),
-    "mesa(ridge=0.2,log_decay=-0.3)": lambda k, v: ridge(k, v, 0.2, -0.3),
-    "delta": lambda k, v: steps(k, v, 1.0),
-    "delta(beta=0.4)": lambda k, v: steps(k, v, 0.4),
-    "gated-delta": lambda k, v: steps(k, v, 1.0, -0.01),
-    "gated-delta(beta=0.7,log_decay=-0.2)": lambda k, v: steps(k, v, 0.7, -0.2),
+TRENDS: dict[str, tuple[str, dict[str, float]]] = {
+    "linear-attention": ("sum", {}),
+    "linear-attention(log_decay=-0.3)": ("sum", {"g": -0.3}),
+    "mesa": ("mesa", {"ridge": 1.0}),
+    "mesa(ridge=0.2,log_decay=-0.3)": ("mesa", {"ridge": 0.2, "g": -0.3}),
+    "delta": ("delta", {"beta": 1.0}),
+    "delta(beta=0.4)": ("delta", {"beta": 0.4}),
+    "gated-delta": ("delta", {"beta": 1.0, "g": -0.01}),
+    "gated-delta(beta=0.7,log_decay=-0.2)": ("delta", {"beta": 0.7, "g": -0.2}),
 }
-WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda z: torch.softmax(z, -1),
-    "relumax": lambda z: (z - z.max() + 1).relu() / (z - z.max() + 1).relu().sum(),
-}
+"""The rule of `recurrences.recurrence` and its numbers; the steps of the delta rule are beta / |k|^2."""
+SPECS = ("softmax", "relumax")
 
 
 def dense(
@@ -66,20 +40,18 @@ def dense(
     mask: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """o_i = sum_j s_ij (v_j - W_i k_j) + W_i q_i, one query after the other."""
-    (batch, heads, queries, dim), keys, ratio = q.shape, k.shape[2], q.shape[1] // k.shape[1]
-    rows = []
-    for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
-        end = {"causal": i + 1 + offset, "strict": i + offset, "all": keys}[order]
-        seen = [j for j in range(min(max(end, 0), keys)) if mask is None or mask[b, j]]
-        if not seen:
-            rows.append(torch.zeros(v.shape[3], dtype=q.dtype))
-            continue
-        own, values = k[b, h // ratio, seen], v[b, h // ratio, seen]
-        w = TRENDS[trend](own, values)
-        s = WEIGHTS[spec](own @ q[b, h, i] / dim**0.5)
-        rows.append(s @ (values - own @ w.T) + w @ q[b, h, i])
-    return torch.stack(rows).view(batch, heads, queries, -1)
+    """o_i = sum_j s_ij (v_j - W_i k_j) + W_i q_i = obar_i + W_i (q_i - kbar_i)."""
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    how = {"is_causal": order == "causal", "exclude_self": order == "strict", "query_offset": offset}
+    seen = oracle.visible(batch, heads, queries, keys, **how)
+    seen = seen if mask is None else seen & mask[:, None, None]
+    both, _ = oracle.attention(oracle.PRESETS[spec], q, k, torch.cat([v, k], -1), seen)
+    mean, centre = both.split([v.shape[3], k.shape[3]], -1)
+    rule, numbers = TRENDS[trend]
+    given = {name: torch.tensor(number, dtype=F64) for name, number in numbers.items()}
+    if rule == "delta":
+        given["beta"] = given["beta"] / k.square().sum(-1)
+    return mean + recurrence(rule)({"q": q - centre, "k": k, "v": v, **given}, order, mask, offset)[0]
 
 
 def draw(length: int = 7, heads: int = 4, seed: int = 0) -> list[Tensor]:
@@ -97,7 +69,7 @@ def agree(out: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("spec", WEIGHTS)
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("trend", TRENDS)
 def test_it_is_equation_9(trend: str, spec: str, order: str) -> None:
     """Outputs and gradients, grouped heads, with and without a mask."""

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..checks import in_range, refuse, require
 from .base import Settings, tasks
@@ -45,6 +46,9 @@ class MQAR(TokenTask):
         "zoology-256": {"tokens": 8192, "length": 256, "pairs": 16},
         "paper": {"tokens": 8192, "length": 512, "pairs": 128},
     }
+
+    places: ClassVar[int] = 2
+    """Positions that a key and its value take."""
 
     tokens: int = 8192
     length: int = 64
@@ -80,14 +84,17 @@ class MQAR(TokenTask):
 
     def draw(self, random: Random, split: str) -> TokenExample:
         keys, values, gaps = self._pairs(random)
-        start = 2 * self.pairs
-        tokens = [x for pair in zip(keys, values, strict=True) for x in pair]
+        tokens = [x for pair in zip(keys, values, strict=True) for x in pair[: self.places]]
+        start = len(tokens)
         tokens += self._fillers(random, set(keys), self.length - start)
         labels = {}
         for key, value, gap in zip(keys, values, gaps, strict=True):
-            tokens[start + 2 * gap] = key
-            labels[start + 2 * gap + 1] = value
-        return example_of(tokens, labels)
+            tokens[start + self.places * gap] = key
+            labels[start + self.places * gap + 1] = value
+        found = example_of(tokens, labels)
+        if self.places == 2:
+            return found
+        return replace(found, beside=pad(torch.tensor(values), (0, self.length - start)))
 
     def _fillers(self, random: Random, keys: set[int], count: int) -> list[int]:
         if self.fillers == "zero":
@@ -97,15 +104,19 @@ class MQAR(TokenTask):
             found += [x for x in random.choices(range(self.tokens), k=count) if x not in keys]
         return found[:count]
 
+    def _known(self, example: TokenExample) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of the pairs, int64 [n]."""
+        n, tokens, beside = self.pairs, example.tokens, example.beside
+        return (tokens[0 : 2 * n : 2], tokens[1 : 2 * n : 2]) if beside is None else (tokens[:n], beside[:n])
+
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the value that followed the key before each label, int64 [T]."""
-        tokens = example.tokens.tolist()
-        known = dict(zip(tokens[0 : 2 * self.pairs : 2], tokens[1 : 2 * self.pairs : 2], strict=True))
-        return torch.tensor([0, *(known.get(x, 0) for x in tokens[:-1])])
+        """Return the value of the key before each label, int64 [T]."""
+        known = dict(zip(*(x.tolist() for x in self._known(example)), strict=True))
+        return torch.tensor([0, *(known.get(x, 0) for x in example.tokens[:-1].tolist())])
 
     def trivial(self, example: TokenExample) -> Tensor:
         """Return the first value of the sequence at every place, int64 [T]."""
-        return example.tokens[1].expand(len(example.tokens))
+        return self._known(example)[1][0].expand(len(example.tokens))
 
 
 @tasks.register("stacked-mqar")
@@ -118,26 +129,4 @@ class StackedMQAR(MQAR):
     positions.
     """
 
-    def draw(self, random: Random, split: str) -> TokenExample:
-        keys, values, gaps = self._pairs(random)
-        tokens = keys + self._fillers(random, set(keys), self.length - self.pairs)
-        labels = {}
-        for key, value, gap in zip(keys, values, gaps, strict=True):
-            tokens[self.pairs + gap] = key
-            labels[self.pairs + gap + 1] = value
-        found = example_of(tokens, labels)
-        beside = torch.zeros_like(found.tokens)
-        beside[: self.pairs] = torch.tensor(values)
-        return replace(found, beside=beside)
-
-    def oracle(self, example: TokenExample) -> Tensor:
-        """Return the value that stood beside the key before each label, int64 [T]."""
-        assert example.beside is not None
-        n = self.pairs
-        known = dict(zip(example.tokens[:n].tolist(), example.beside[:n].tolist(), strict=True))
-        return torch.tensor([0, *(known.get(x, 0) for x in example.tokens[:-1].tolist())])
-
-    def trivial(self, example: TokenExample) -> Tensor:
-        """Return the first value of the sequence at every place, int64 [T]."""
-        assert example.beside is not None
-        return example.beside[0].expand(len(example.tokens))
+    places = 1
