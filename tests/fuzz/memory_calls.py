@@ -6,6 +6,7 @@ import dense_fast_weights
 import torch
 from contracts import oracle
 from nn import fwmlp_oracle, lact_oracle
+from recurrent.recurrences import recurrence
 from torch import Tensor
 
 import regard
@@ -456,13 +457,9 @@ def leaky_average(draw: Draw) -> Call:
     wrong = leaky.leaky_average(x.repeat(3, 1, 1, 1), 0.1)[1]
 
     def truth(**w: Any) -> Tensor:
-        rate = w["rate"] if isinstance(w["rate"], Tensor) else torch.full((heads,), w["rate"], dtype=torch.float64)
-        h, out = torch.zeros(batch, heads, dim, dtype=torch.float64), []
-        for t in range(tokens):
-            real = torch.ones(batch, dtype=torch.bool) if mask is None else mask[:, t]
-            h = torch.where(real[:, None, None], w["x"][:, :, t] + (-rate).exp()[:, None] * h, h)
-            out.append(h * (1 - (-rate).exp())[:, None] if average else h)
-        return torch.stack(out, 2)
+        one, g = torch.ones_like(w["x"][..., :1]), -torch.as_tensor(w["rate"], dtype=torch.float64).expand(heads)
+        h, _ = recurrence("leaky")({"q": one, "k": one, "v": w["x"], "g": g}, "causal", mask)
+        return h * (1 - g.exp())[:, None, None] if average else h
 
     call = called(
         "leaky_average",

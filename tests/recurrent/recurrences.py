@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from contracts import oracle
 from contracts.oracle import close as close
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -109,10 +110,6 @@ def elu(x: Tensor) -> Tensor:
     return torch.where(x > 0, x + 1, torch.exp(torch.where(x > 0, 0, x)))
 
 
-def distance(q: Tensor, k: Tensor) -> Tensor:
-    return -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / 2
-
-
 def with_square(k: Tensor) -> Tensor:
     return torch.cat([k, torch.ones_like(k[..., :1]), -k.square().sum(-1, keepdim=True) / 2], -1)
 
@@ -139,21 +136,9 @@ GIVEN = ("linear", "shift-cosine", "relu2", "linear*fixed*normalised")
 
 
 def attend(text: str, x: Inputs, seen: Tensor) -> Tensor:
-    """All pairs, one formula: w = scale s + bias, divided by its sum or by what holds it off zero."""
-    features, scaled, bias, divided = SPECS[text]
-    q, (k, v) = x["q"], (x[n].repeat_interleave(x["q"].shape[1] // x["k"].shape[1], 1) for n in "kv")
-    s = distance(q, k) if features is None else features(q) @ features(k).mT
-    scale = x["scale"][..., None] if "scale" in x else q.shape[-1] ** -0.5 if scaled else 1.0
-    w = torch.where(seen, scale * s + (x["bias"][..., None] if "bias" in x else bias), 0)
-    if not divided:
-        return w @ v
-    total = w.sum(-1, keepdim=True)
-    if text in GUARDED:
-        square = (w * w).sum(-1, keepdim=True)
-        some = square > 0
-        size = torch.where(some, seen.sum(-1, keepdim=True) * torch.where(some, square, 1), 1).sqrt() * some
-        total = torch.where(total.abs() < 1e-3 * size, 1e-3 * torch.where(total < 0, -size, size), total)
-    return w @ v / torch.where(total == 0, 1, total)
+    """All pairs, by the dense oracle."""
+    bias = {"bias": x["bias"]} if "bias" in x else {}
+    return oracle.attention(oracle.read(regard.Spec.parse(text)), *(x[n] for n in "qkv"), seen, x.get("scale"), bias)[0]
 
 
 def weighed(text: str) -> Callable[..., tuple[Tensor, Inputs]]:
