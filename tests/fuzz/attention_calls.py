@@ -95,7 +95,7 @@ def _kinds(given: dict[str, Any], spec: regard.Spec) -> dict[str, Kind]:
         "segment_ids": segment if not isinstance(given["query_offset"], Tensor) else Anything(),
         "scale": Real(low=0.0, strict=True, none=True, rows=some_rows) if spec.takes_scale else Refused(none=True),
         "params": Params(none=True, names=tuple(spec.params)),
-        "enable_gqa": Flag() if heads == given["key"].shape[1] else Flag(also=(False,)),
+        "enable_gqa": Flag() if heads == given["key"].shape[1] else Other(test=lambda value: value is True),
         "impl": Word(words=("auto",)),
         "return_diagnostics": Flag(),
         "spec": SpecValue(also=("linear*fixed(bias=1e999)",)),

@@ -95,7 +95,11 @@ def _make(
     return within(CALL, "spec", replace, as_spec(spec, CALL), **options)
 
 
-_made = kept(_make, lambda spec, ridge, *options: (spec, ridge, repr(options)))
+def _key(spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, *steps: Any) -> tuple[Any, ...]:
+    return spec, ridge, ridge_mode, repr(_solver(solver, *steps))  # of what is checked: repr of anything may fail
+
+
+_made = kept(_make, _key)
 
 
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:
