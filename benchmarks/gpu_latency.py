@@ -28,7 +28,7 @@ from triton import knobs
 
 import regard
 from regard.triton.runtime.launch import watched
-from regard.triton.tools import compiled as tools
+import gpu_compiled as tools
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu-latency.md"
 GHZ, PROCESSORS, ROUND, LAUNCH = 1.75, 132, 600, 1.2

@@ -25,14 +25,14 @@ if importlib.util.find_spec("regard") is None:  # a machine with torch and these
 
 import regard  # noqa: E402
 from regard.triton.runtime.launch import watched  # noqa: E402
-from regard.triton.tools.compiled import pretended  # noqa: E402
+from gpu_compiled import pretended  # noqa: E402
 
 STORED = ROOT / "benchmarks" / "results" / "gpu-launches.md"
 SPECS = ("softmax", "biweight", "relumax", "sparsemax", "local-linear")
 _NOTHING = """
 view _unsafe_view expand as_strided transpose permute slice select unsqueeze squeeze detach alias t reshape unbind split
-unflatten _reshape_alias split_with_sizes empty empty_strided empty_like new_empty empty_permuted new_empty_strided
-resize_ result_type item _local_scalar_dense contiguous to lift_fresh
+unflatten flatten _reshape_alias split_with_sizes empty empty_strided empty_like new_empty empty_permuted new_empty_strided
+resize_ result_type item _local_scalar_dense contiguous to lift_fresh promote_types
 """
 FREE = set(_NOTHING.split())
 """Operations that start no kernel."""

@@ -1,7 +1,7 @@
 """What the kernels take of a GPU, without one: `python benchmarks/gpu_resources.py --write`.
 
 Every case below is a call of a public function. What it would launch is compiled for sm_80 and sm_90
-(`regard.triton.tools.compiled`), and registers, local memory and shared memory of every kernel go into
+(`gpu_compiled`), and registers, local memory and shared memory of every kernel go into
 tests/triton/resources/VERSION.json, which `tests/triton/test_compile.py` holds the kernels to, and as a table into
 benchmarks/results/gpu-resources-VERSION.md. VERSION is that of Triton, such as 3.9: another compiler takes other
 registers. To compile with another one, `pip install --target FOLDER --no-deps triton==3.6.0` and set PYTHONPATH=FOLDER.
@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 import regard
-from regard.triton.tools.compiled import SHARED, resources_of
+from gpu_compiled import SHARED, resources_of
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = ".".join(triton.__version__.split(".")[:2])

@@ -172,7 +172,7 @@ def timed(target: tuple[str, int, str], bench: Any, end: float) -> dict[str, Any
     """Milliseconds, registers and spilled bytes of a target for every candidate, until the time is up."""
     from triton.testing import do_bench
 
-    from regard.triton.tools.compiled import SHARED, _usage
+    from gpu_compiled import SHARED, _usage
 
     rows: list[dict[str, Any]] = []
     seen: set[Any] = set()
@@ -246,7 +246,7 @@ def main() -> int:
     from gpu_measure import Bench, provenance
 
     from regard.triton.runtime.launch import watched
-    from regard.triton.tools.compiled import pretended, zeros
+    from gpu_compiled import pretended, zeros
 
     begun, found = time.monotonic(), []
     end, dry = begun + 60 * args.minutes, args.compile_only

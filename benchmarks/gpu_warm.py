@@ -118,7 +118,7 @@ def warming(arch: int, claims: Path, pretend: bool = True) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     from regard.triton.runtime.launch import watched
-    from regard.triton.tools.compiled import pretended, zeros
+    from gpu_compiled import pretended, zeros
 
     real, pretend = JITFunction.run, pretend or not torch.cuda.is_available()
 

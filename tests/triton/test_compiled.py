@@ -19,7 +19,7 @@ from regard.checks import ArgumentError  # noqa: E402
 from regard.triton.runtime import support  # noqa: E402
 from regard.triton.runtime.launch import launch  # noqa: E402
 from regard.triton.runtime.tiles import Tiles  # noqa: E402
-from regard.triton.tools.compiled import SHARED, resources_of  # noqa: E402
+from gpu_compiled import SHARED, resources_of  # noqa: E402
 
 ROWS = 64
 

@@ -18,7 +18,7 @@ from regard.triton.runtime.launch import launch
 from regard.triton.runtime.operators import operator, plain
 from regard.triton.runtime.support import MISSING, interpreted
 from regard.triton.runtime.tiles import Tiles
-from regard.triton.tools.compiled import pretended
+from gpu_compiled import pretended
 
 if MISSING is not None:
     pytest.skip(MISSING, allow_module_level=True)

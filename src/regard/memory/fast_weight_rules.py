@@ -72,8 +72,8 @@ def normalized(tokens: Written) -> Tensor:
     weights, slots = tokens.weights.flatten(-2), tokens.slots.flatten(-2)
     if tokens.slots.shape[-2] == 1:
         return 1 / weights.square().sum(-1)
-    same = (slots[..., :, None] == slots[..., None, :]).to(weights.dtype)
-    total = (same @ weights[..., None]).squeeze(-1)
+    same = slots[..., :, None] == slots[..., None, :]
+    total = torch.where(same, weights[..., None, :], 0).sum(-1)
     return 1 / (weights * total / same.sum(-1)).sum(-1)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checks import require
-from ..precision import clean, either
+from ..precision import clean_each, either
 
 Tensors = dict[str, Tensor]
 """Fields of tokens by name, [R, w, ...]. The optional field `good`, boolean [R, w], marks the tokens that exist and are
@@ -109,13 +109,13 @@ def joined(pieces: Sequence[Tensors]) -> Tensors:
     return {name: torch.cat([piece[name] for piece in pieces], 1) for name in first}
 
 
-def finite_tokens(tokens: Tensors, look: Callable[[Tensor], tuple[Tensor, Tensor | None]] = clean) -> Tensors:
+def finite_tokens(tokens: Tensors, look: Callable[..., Sequence[tuple[Tensor, Tensor | None]]] = clean_each) -> Tensors:
     """Set non-finite vectors of the fields [B, T, ...] to 0, and mark the tokens without any in `good`, which is left
     out if `look` finds none."""
     bad, found = None, {}
-    for name, x in tokens.items():
-        flat, own = look(x.flatten(2) if x.dim() > 2 else x[..., None])
-        found[name], bad = flat.view(x.shape), either(bad, own)
+    flat = [x.flatten(2) if x.dim() > 2 else x[..., None] for x in tokens.values()]
+    for (name, x), (whole, own) in zip(tokens.items(), look(*flat), strict=True):
+        found[name], bad = whole.view(x.shape), either(bad, own)
     return found if bad is None else {**found, "good": ~bad}
 
 

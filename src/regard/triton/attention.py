@@ -12,7 +12,6 @@ from ..pairwise.visibility import Visibility
 from .compact import implementation as compact
 from .decode import compact as compact_decode
 from .decode import local_linear as local_linear_decode
-from .decode.plan import ROWS
 from .local_linear import implementation as local_linear
 from .runtime import support
 from .runtime.finite import clean
@@ -65,6 +64,6 @@ def _kernels(degree: int, decoding: bool = False) -> Any:
 
 def _decodes(problem: Problem) -> bool:
     """Return whether one query is asked for nothing but its output, so that programs must share out the keys."""
-    one = problem.queries == 1 and problem.heads <= ROWS * problem.kv_heads
+    one = problem.queries == 1 and problem.heads <= compact_decode.ROWS * problem.kv_heads
     more = problem.gradient or problem.diagnostics
     return one and not more and (problem.spec.degree == 0 or local_linear_decode.fits(problem))

@@ -32,8 +32,7 @@ from ..runtime.launch import launch
 from ..runtime.operators import operator, rows_together
 from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
-from .compact import add_splits
-from .plan import Decoding, merged, most_keys, of_rows, processors
+from .compact import Decoding, add_splits, merged, most_keys, of_rows, processors
 
 WIDEST = 128  # most features of a key if a system is solved: its matrix stays in the registers of one program
 TOLERANCE = 1e-6  # tolerance of conjugate gradients if the solver has none

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...memory.fast_weight_rules import FLOOR, WriteRule
+from ...memory.fast_weight_rules import FLOOR, WriteRule, Written
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
 from ...memory.slot_memory import SlotMemory
 from ...memory.stores.overlay_pool import first_order
@@ -168,37 +168,23 @@ class _Errors(torch.autograd.Function):
             targets = upstream.new_zeros(streams, length + 2, width).scatter_(1, place, -upstream)
             after = targets[:, length : length + 1] if ctx.needs_input_grad[2] else None
             targets = targets[:, :length]
-        return upstream, targets, after, by_weights, by_gate if ctx.needs_input_grad[4] else None, *(None,) * 5
+        return upstream, targets, after, by_weights, by_gate, *(None,) * 5
 
 
 def _by_weights(
     upstream: Tensor, weights: Tensor, gate: Tensor | None, slots: Tensor, good: Tensor | None, written: Tensor,
     memories: int, rule: WriteRule,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of weights [R, L, H, k] and gate [R, L] by those of shares."""
-    weights, upstream = (x.flatten(-2) for x in (weights, upstream))
-    slope = None
-    if rule.name == "paper":
-        step = torch.full_like(weights[..., 0], rule.learning_rate)
-    elif rule.name == "reference":
-        read = written.numel() // memories if good is None else good.reshape(memories, -1).sum(-1)
-        step = rule.learning_rate * weights.shape[-1] * read / written.reshape(memories, -1).sum(-1).clamp(min=1)
-        step = step.to(weights.dtype).repeat_interleave(len(written) // memories)[:, None].expand_as(written)
-    else:
-        total, number = weights, 1.0  # the weight that all heads give an entry's slot, and that slot's entries
-        if slots.shape[-2] > 1:
-            flat = slots.flatten(-2)
-            same = flat[..., :, None] == flat[..., None, :]
-            total, number = torch.where(same, weights[..., None, :], 0).sum(-1), same.sum(-1)
-        seen = (weights * total / number).sum(-1)
-        step, slope = rule.learning_rate / seen, -2 * total / number / seen[..., None]  # slope: of log step, by weights
-    plain = torch.where(written, step, 0)
-    step = plain if gate is None else plain * gate
-    whole = (upstream * weights).sum(-1)
-    own = step[..., None] * upstream
-    if slope is not None:
-        own = own + (step * whole)[..., None] * slope
-    return torch.where(written[..., None], own, 0).view(slots.shape), plain * whole
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of weights [R, L, H, k] and gate [R, L] by those of shares, through `WriteRule.steps`."""
+    leaves = [x.detach().requires_grad_() for x in (weights, gate) if x is not None]
+    with torch.enable_grad():
+        own, *gates = (_by_memory(x, memories) for x in leaves)
+        fixed = (_by_memory(x, memories) for x in (slots, torch.ones_like(written) if good is None else good, written))
+        slots, counted, written = fixed
+        tokens = Written(slots, own, errors=own, gate=gates[0] if gates else None, counted=counted, written=written)
+        shares = rule.steps(tokens)[..., None, None] * own
+    by_weights, *by_gate = torch.autograd.grad(shares, leaves, _by_memory(upstream, memories))
+    return by_weights, by_gate[0] if by_gate else None
 
 
 class _Keys(torch.autograd.Function):

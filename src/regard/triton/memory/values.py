@@ -6,17 +6,17 @@ Legend: as in `slot_values`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import precision
 from ...checks import require
 from ...memory.product_key import Dot, InverseDistance, SlotScore
 from ...memory.stores.slot_values import slot_values, whole_tables
+from ...precision import clean_each
 from ..runtime.finite import clean
 from ..runtime.operators import applied
 from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
@@ -179,10 +179,11 @@ class TableValues:
             before.follow(after, ordered, log)
         return after, count.view(slots.shape)
 
-    def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Do `precision.clean` by a kernel."""
-        kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
-        return clean(x)[0] if kernel else precision.clean(x)
+    def clean(self, *tensors: Tensor) -> Sequence[tuple[Tensor, Tensor | None]]:
+        """Do `precision.clean_each` by one kernel. This, `looked` and `rewritten` are described in
+        `slot_memory.Rounds`."""
+        kernel = all(x.dtype == torch.float32 and unsupported_device(x.device.type) is None for x in tensors)
+        return clean(*tensors) if kernel else clean_each(*tensors)
 
     def looked(self, *given: Any) -> tuple[Tensor, dict[str, Tensor]] | None:
         if MISSING is not None:

@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError
-from ..runtime.launch import watched
-from ..runtime.support import interpreted
+from regard.checks import ArgumentError
+from regard.triton.runtime.launch import watched
+from regard.triton.runtime.support import interpreted
 
 CALL = "resources_of"
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # most bytes of shared memory of a program, by compute capability

@@ -1,1 +1,0 @@
-"""Tools of developers: compile kernels for a GPU that is not present."""
