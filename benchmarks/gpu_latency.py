@@ -22,13 +22,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import gpu_compiled as tools
 import torch
 import triton
 from triton import knobs
 
 import regard
 from regard.triton.runtime.launch import watched
-import gpu_compiled as tools
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu-latency.md"
 GHZ, PROCESSORS, ROUND, LAUNCH = 1.75, 132, 600, 1.2

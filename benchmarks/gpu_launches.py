@@ -23,16 +23,17 @@ ROOT = Path(__file__).resolve().parents[1]
 if importlib.util.find_spec("regard") is None:  # a machine with torch and these sources alone
     sys.path.insert(0, str(ROOT / "src"))
 
+from gpu_compiled import pretended  # noqa: E402
+
 import regard  # noqa: E402
 from regard.triton.runtime.launch import watched  # noqa: E402
-from gpu_compiled import pretended  # noqa: E402
 
 STORED = ROOT / "benchmarks" / "results" / "gpu-launches.md"
 SPECS = ("softmax", "biweight", "relumax", "sparsemax", "local-linear")
 _NOTHING = """
 view _unsafe_view expand as_strided transpose permute slice select unsqueeze squeeze detach alias t reshape unbind split
-unflatten flatten _reshape_alias split_with_sizes empty empty_strided empty_like new_empty empty_permuted new_empty_strided
-resize_ result_type item _local_scalar_dense contiguous to lift_fresh promote_types
+unflatten flatten _reshape_alias split_with_sizes empty empty_strided empty_like new_empty empty_permuted
+new_empty_strided resize_ result_type item _local_scalar_dense contiguous to lift_fresh promote_types
 """
 FREE = set(_NOTHING.split())
 """Operations that start no kernel."""

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 import triton
+from gpu_compiled import SHARED, resources_of
 from torch import Tensor
 
 import regard
-from gpu_compiled import SHARED, resources_of
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = ".".join(triton.__version__.split(".")[:2])

@@ -170,9 +170,8 @@ def compiled(into: list[tuple[str, Any]]) -> Iterator[None]:
 
 def timed(target: tuple[str, int, str], bench: Any, end: float) -> dict[str, Any]:
     """Milliseconds, registers and spilled bytes of a target for every candidate, until the time is up."""
-    from triton.testing import do_bench
-
     from gpu_compiled import SHARED, _usage
+    from triton.testing import do_bench
 
     rows: list[dict[str, Any]] = []
     seen: set[Any] = set()
@@ -243,10 +242,10 @@ def main() -> int:
         compile_share(targets, int(number), int(arch), Path(claims))
         return 0
     import gpu_warm
+    from gpu_compiled import pretended, zeros
     from gpu_measure import Bench, provenance
 
     from regard.triton.runtime.launch import watched
-    from gpu_compiled import pretended, zeros
 
     begun, found = time.monotonic(), []
     end, dry = begun + 60 * args.minutes, args.compile_only

@@ -114,11 +114,11 @@ def warming(arch: int, claims: Path, pretend: bool = True) -> Iterator[None]:
         pretend: tensors lie on the CPU, whether or not there is a device.
     """
     import torch
+    from gpu_compiled import pretended, zeros
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
     from regard.triton.runtime.launch import watched
-    from gpu_compiled import pretended, zeros
 
     real, pretend = JITFunction.run, pretend or not torch.cuda.is_available()
 

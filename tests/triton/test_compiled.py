@@ -13,13 +13,13 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles, and Triton interprets in this process", allow_module_level=True)
 import triton.language as tl  # noqa: E402
+from gpu_compiled import SHARED, resources_of  # noqa: E402
 
 import regard  # noqa: E402
 from regard.checks import ArgumentError  # noqa: E402
 from regard.triton.runtime import support  # noqa: E402
 from regard.triton.runtime.launch import launch  # noqa: E402
 from regard.triton.runtime.tiles import Tiles  # noqa: E402
-from gpu_compiled import SHARED, resources_of  # noqa: E402
 
 ROWS = 64
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_compiled import pretended
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +19,6 @@ from regard.triton.runtime.launch import launch
 from regard.triton.runtime.operators import operator, plain
 from regard.triton.runtime.support import MISSING, interpreted
 from regard.triton.runtime.tiles import Tiles
-from gpu_compiled import pretended
 
 if MISSING is not None:
     pytest.skip(MISSING, allow_module_level=True)

@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in this process", allow_module_level=True)
 
+from gpu_compiled import pretended, zeros
+
 import regard
 from regard.triton.runtime.launch import watched
-from gpu_compiled import pretended, zeros
 
 LENGTHS = (512, 1000, 777, 2048, 513)
 MULTIPLES, OTHERS = (512, 2048, 1040), (777, 1000, 513)

@@ -41,9 +41,7 @@ class Triton:
         """Return whether one query decodes: a cleaned copy of the cache would be twice the bytes that are read."""
         return self.native(problem) and _decodes(problem)
 
-    def clean(self, *tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Call `precision.clean_each` as one launch."""
-        return clean(*tensors)
+    clean = staticmethod(clean)  # `precision.clean_each` as one launch
 
     def seen_rows(self, visible: Visibility, heads: int, *bad: Tensor) -> Tensor:
         """Return which rows see non-finite numbers, by two launches."""

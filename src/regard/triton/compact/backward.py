@@ -403,11 +403,6 @@ def compact_dkv_kernel(
 # On the host --------------------------------------------------------------------------------------------------
 
 
-def _streamed(size: int, device: torch.device) -> int:
-    """Return the rows of a streamed block on a device."""
-    return min(size, NARROW) if before_hopper(device) else size
-
-
 class _Call(Call):
     """What both kernels of a call are given."""
 
@@ -425,6 +420,7 @@ class _Call(Call):
         super().__init__(q, k, v, factor, span, precision="ieee" if q.dtype == torch.float32 else "tf32", **form)
         self.read = self.factor[0 if self.form.factors else 1], tuple((x, *x.stride()[:2]) for x in every)
         self.table = self.blank(*self.shape[:2], self.form.tables, self.shape[2])
+        self.most = NARROW if before_hopper(q.device) else 256  # rows of a streamed block
 
     def by_queries(self, tiles: Tiles, outs: tuple[Tensor, ...]) -> Tensor:
         """Fill the table and outs. Return which blocks have a row with tied best keys, uint8 [B x H, blocks]."""
@@ -433,7 +429,7 @@ class _Call(Call):
         blocks = -(-queries // own)
         padded = blocks if self.soft else -(-queries // self.mask_tile[0]) * (self.mask_tile[0] // own)
         ties = torch.zeros(heads, padded, dtype=torch.uint8, device=self.q.device)
-        lists, form = self._lists(2, own, _streamed(tiles.keys, self.q.device), 1)
+        lists, form = self._lists(2, own, min(tiles.keys, self.most), 1)
         launch(
             compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, *self.read, *self.span[:2],
             self.span.mask, *lists[:2], self.table, ties, outs, *self.sizes, *self.span.steps, *lists[2:], padded,
@@ -444,7 +440,7 @@ class _Call(Call):
     def by_keys(self, tiles: Tiles, ties: Tensor, outs: tuple[Tensor, Tensor]) -> None:
         """Fill outs: dk, dv."""
         heads, group, queries, keys = self.sizes
-        lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows, self.q.device), group, ties)
+        lists, form = self._lists(3, tiles.keys, min(tiles.rows, self.most), group, ties)
         blocks = outs[0].shape[:2].numel() * -(-keys // tiles.keys)
         for tied in (False, True)[: 1 + (form.rule == ANCHORED.value)]:
             launch(
@@ -475,10 +471,7 @@ def backward(
     Kept are floats and flags of `block_rows`; index int32 [B, H, Tq, n]: if anchored, the first key with the best
     score, the last, and how many there are; if fixed, for rows without a near enough key, how many they see or which is
     nearest; slope_mean [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive sum_j A_j v_j / sum_j A_j; live uint8
-    [B, H, query blocks, key blocks], whether any pair has weight.
-
-    Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32 [2
-    to 6, B, H, Tq] and two bytes a pair of blocks."""
+    [B, H, query blocks, key blocks], whether any pair has weight. Cost: 7 products of all live blocks."""
     span, kept, (scale, *rule, live_rows, live_keys) = Span(*rest[:5]), rest[5:10], rest[10:]
     wanted, mask_tile = given is not None, (live_rows, live_keys)
     call = _Call(grad, q, k, v, scale if factor is None else factor, span, kept, mask_tile, rule, wanted)

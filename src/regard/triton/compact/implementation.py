@@ -80,10 +80,8 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Return all that a call computes: out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq, FLAGS];
     index int32 [B, H, Tq, n]; slope_mean float32 [B, H, Tq, Dv]; live uint8 [B, H, query blocks, key blocks].
-
     `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
-    for a backward pass, and only with `counted` are support and effective sample size computed. Memory besides: 4 bytes
-    a block of pairs if the rule needs a search, and one more without a backward pass."""
+    for a backward pass, and only with `counted` are support and effective sample size computed."""
     from .search import compact_search_kernel, compact_weigh_kernel
     from .stream import compact_stand_in_kernel, compact_stream_kernel
 

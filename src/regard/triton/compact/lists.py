@@ -23,9 +23,8 @@ CHUNK = 256  # blocks that the list kernel reads at once
 
 
 class Lists(NamedTuple):
-    """Lists of live blocks: `rows` lists of a head with at most `length` entries. `listed` int16 (int32 of many blocks)
-    holds [B x owners' heads x rows x length]; `counts` int32 [... x rows x 3] how many need no mask, at the front of a
-    list, how many do, at its end, and how many are flagged. Both are None for softmax."""
+    """Lists of live blocks, integers [B x owners' heads x rows x length], and counts int32 [... x rows x 3]: how many
+    need no mask, at the front of a list, how many do, at its end, and how many are flagged. None for softmax."""
 
     listed: Tensor | None
     counts: Tensor | None
@@ -128,11 +127,10 @@ def lists_of(
     live: Tensor, low: Tensor, high: Tensor, masked: int, owners: int, sizes: tuple[int, int], listed: int,
     axis: int, group: int, flags: Tensor | None = None,
 ) -> Lists:  # fmt: skip
-    """Make the lists for groups of `listed` of the `owners`, a multiple of the mask tile. `live` uint8 [B, H, queries'
-    tiles, keys' tiles] is contiguous; `axis`, 2 or 3, is that of the owners, and `group` of its heads share an owner.
-    `low` and `high` int32 [B or 1, owners] say what each owner sees, `masked` whether every block needs a mask; `sizes`
-    are those of a mask tile, in owners and in what streams past. `flags` uint8 [B x H, streamed tiles x n] of marked
-    blocks are counted. Cost: two bytes a pair of blocks; nothing waits for the device."""
+    """Make the lists for groups of `listed` of the `owners`, a multiple of the mask tile. `axis`, 2 or 3, is that of
+    the owners in the marks `live`, and `group` heads share an owner; `low` and `high` [B or 1, owners] say what each
+    sees, `masked` whether every block needs a mask; `sizes` are those of a mask tile, in owners and in what streams
+    past. `flags` uint8 [B x H, streamed tiles x n] of marked blocks are counted."""
     batch, heads, mask_tiles, blocks = live.shape if axis == 2 else live.transpose(2, 3).shape
     heads, merged = heads // group, listed // sizes[0]
     rows, length = -(-mask_tiles // merged), blocks * group

@@ -124,8 +124,7 @@ def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
 @triton.jit
 def applied(acc, w, x):
     """Return (acc + w x [R, Dv], sums of the weights [R], weights [R, K]), both as rounded for the product, so that
-    outputs of equal values are exact. A product with ones sums rounded weights: to convert each of them back is slow,
-    and compilers leave it away where nobody uses them."""
+    outputs of equal values are exact. A product with ones sums rounded weights, since to convert them back is slow."""
     p = w.to(x.dtype)
     w = p.to(tl.float32)
     if x.dtype == tl.float32:  # noqa: SIM108 - known when the kernel is compiled

@@ -45,8 +45,7 @@ would spill with 4 warps, and with 8 both groups of 4 would compute all scores."
 
 
 def mask_tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return rows and keys of a marked block of pairs, fixed for all kernels of a call and its backward pass: those of
-    the shipped STREAM, at most MASK_TILE rows. `width` is the larger of D and Dv."""
+    """Return rows and keys of a marked block of pairs, fixed for all kernels of a call, for the larger of D and Dv."""
     tiles = STREAM[dtype.itemsize].pick(width, dtype)
     return min(MASK_TILE, tiles.rows), tiles.keys
 

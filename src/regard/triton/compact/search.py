@@ -137,8 +137,7 @@ def look(q, k, run, sight, scales, within, marked, real, FORM: tl.constexpr):
 @triton.jit
 def settle(q, k, run, sight, scales, marks, counts, marked, state, tolerance, FORM: tl.constexpr):
     """Run Newton's method from state (top, a peak that is not too low, the least peak, which rows to solve). Return
-    (the peak, which rows have not converged). Listed blocks that the last pass found above the threshold keep mark 1.
-    `marked`: marks of rows, and which rows mark."""
+    (the peak, which rows have not converged); listed blocks above the threshold keep mark 1. `marked`: marks, rows."""
     top, peak, least, active = state
     step = 0
     while (tl.max(active.to(tl.int32), 0) > 0) & (step < STEPS):

@@ -22,8 +22,7 @@ def reach_of(best, factor, bias):
 
 @triton.jit
 def weights_of(dot, before, best, factor, bias, FORM: tl.constexpr):
-    """Return (weights [R, K] over the weight of the best score so far, the factor that rescales sums made relative to
-    the best score `before`). For softmax the factor contains log2 e."""
+    """Return (weights [R, K] over that of the best score, what rescales sums made relative to the best `before`)."""
     if FORM.rule == SOFTMAX:
         level = tl.where(best == -float("inf"), 0.0, best * factor)
         w = tl.exp2(dot * factor[:, None] - level[:, None])

@@ -47,26 +47,21 @@ def cost(problem: Problem) -> Cost:
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-    """Return the output [B, H, Tq, Dv] in the dtype of the values; no diagnostics.
-
-    Raises:
-        ArgumentError: a power of the kernel, given as a number with the call, that the kernels do not know."""
+    """Return the output [B, H, Tq, Dv] in the dtype of the values; no diagnostics."""
     rule = rule_of(inputs.spec, inputs.params)
     if isinstance(rule, str):
         raise ArgumentError(f"attention: impl='triton' {rule}. Use impl='blocked'.")
-    given = inputs.params.get(rule.row)
-    given = given if isinstance(given, Tensor) else None
     tensors = (inputs.q, inputs.k, inputs.v, inputs.factor)
-    return decode(*tensors, rule, given, inputs.visible, raw=inputs.raw), None
+    return decode(*tensors, rule, inputs.params.get(rule.row), inputs.visible, raw=inputs.raw), None
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, rule: Rule, given: Tensor | None, visible: Visibility,
-    raw: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, rule: Rule, given: float | Tensor | None,
+    visible: Visibility, raw: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the attention of few queries, [B, H, Tq, Dv] in the dtype of the values. `factor` is a number or [B, H,
-    Tq], `given` the rule's number for every row [B, H, Tq], or None. If `raw`, vectors may be non-finite (or beyond
-    2^56) anywhere, and rows that see one become NaN; otherwise only vectors that no row sees may be non-finite."""
+    Tq], `given` the rule's number for every row [B, H, Tq], else not read. If `raw`, any vector may be non-finite (or
+    beyond 2^56), and rows that see one become NaN; otherwise only vectors that no row sees may be non-finite."""
     span = Span.of(visible, q, by_keys=False)
     (by, scale), (given, _) = of_rows(factor, q), of_rows(given, q)
     q, k, v = (rows_together(x) for x in (q, k, v))

@@ -33,7 +33,7 @@ def scores_kernel(
     matrices, factor, span, z, tops, heads, group, queries, room, stride_low, stride_mb, stride_mh, FORM: tl.constexpr
 ):
     """Store scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room].
-    FORM.raw: look at values, too; rows that see what is not finite get inf as the largest score of a tile."""
+    FORM.raw: rows that see what is not finite, values too, get inf as the largest score of a tile."""
     ALIKE: tl.constexpr = FORM.most == 1 and FORM.masked == 0  # all rows see the same keys
     steps = stride_low, stride_mb, stride_mh
     _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)

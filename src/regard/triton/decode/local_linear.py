@@ -81,18 +81,9 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, ridge: float | Tensor, probe: Tensor | None,
     visible: Visibility, how: int = 3, tol: float = TOLERANCE, limit: int = 4 * WIDEST, raw: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the local linear attention of few queries, [B, H, Tq, Dv].
-
-    Args:
-        q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
-        factor, ridge: a number, or [B, H, Tq] and [B, H, Tq, 1 or D].
-        probe: [B, H, Tq, D], -t if it is given, else None.
-        how: 1 for conjugate gradients, 2 for elimination, 3 for both in turn; ignored with a probe.
-        tol, limit: tolerance and most steps of conjugate gradients.
-        raw: as in `compact.decode`.
-
-    Raises:
-        ArgumentError: neither a probe nor a way to solve."""
+    """Return the local linear attention of few queries, [B, H, Tq, Dv]; `raw` as in `compact.decode`. The ridge is a
+    number or [B, H, Tq, 1 or D]. `probe` [B, H, Tq, D] is -t, or None to solve for it: `how` is 1 for conjugate
+    gradients with a tolerance and a limit of steps, 2 for elimination, 3 for both in turn."""
     if probe is None and how == 0:
         raise ArgumentError("local_linear_decode: the learned solver needs params={'probe': r}, r [B, H, Tq, D].")
     span = Span.of(visible, q, by_keys=False)

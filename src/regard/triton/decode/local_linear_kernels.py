@@ -118,8 +118,7 @@ def weighted(keys, middle, p, WIDTH: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def add_product(total, x, keys, middle):
-    """Return total + x k for x in two terms. In float32 it has one, and keys are shifted by the mean, which then costs
-    no precision; else they come from shared memory as they are."""
+    """Return total + x k for x in two terms; in float32 it has one, and keys are shifted by the mean."""
     if keys.dtype == tl.float32:
         return tl.dot(x[0], keys - middle, total, input_precision="ieee")
     else:
@@ -149,8 +148,7 @@ def moments_kernel(
     BLOCK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store for FORM.own rows and a program's tiles S = sum p (k - mean) k' in moment [splits, N, D, D], of which only
-    the blocks on and above the diagonal are set. Added over the splits it is the covariance: sum p (k - mean) = 0.
-    Nothing is reduced over a tile. Keys come from shared memory for both factors and all rows of a program."""
+    the blocks on and above the diagonal are set. Added over the splits it is the covariance: sum p (k - mean) = 0."""
     HALF: tl.constexpr = min(FORM.wide, 64)
     steps = stride_low, 0, 0
     batch, head, own, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
@@ -242,9 +240,8 @@ def solve_kernel(
     q, moment, mean, ridge, slope, heads, group, queries, splits, total_rows, number, tol, limit,
     RIDGE: tl.constexpr, GRADIENTS: tl.constexpr, DIRECT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store t [N, D] of one row: (C + ridge) t = q - mean, with C the sum over the splits of what
-    `moments_kernel` stored. RIDGE: numbers a row, 0 for one `number`. GRADIENTS: try conjugate gradients; DIRECT: use
-    elimination instead, or if they do not converge."""
+    """Store t [N, D] of one row: (C + ridge) t = q - mean. RIDGE: numbers a row, 0 for one `number`. GRADIENTS: try
+    conjugate gradients; DIRECT: use elimination instead, or if they do not converge."""
     D: tl.constexpr = FORM.dim
     WIDTH: tl.constexpr = FORM.wide
     _, batch, head, rows = shared.place_of(heads, group * queries, 1)

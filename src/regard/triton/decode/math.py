@@ -37,9 +37,8 @@ def extent(low, high, queries, KEYS: tl.constexpr, MOST: tl.constexpr):
 @triton.jit
 def part_of(span, steps, heads, group, queries, FORM: tl.constexpr):
     """Return what program (i, part) works on: sequence, key head, (rows [ROWS], which exist, their numbers among all),
-    (the first visible tile, the tiles [first, last) of the part counted from it), and what `seen_keys` reads: the keys
-    [start, to) that each row sees, the mask of the first head, the rows, and the key after the last visible one. Rows
-    are ordered by head, then by query. `steps`: strides of the ranges, and of the mask by sequence and head."""
+    (the first visible tile, the tiles [first, last) of the part counted from it), and what `seen_keys` reads. Rows are
+    ordered by head, then by query. `steps`: strides of the ranges, and of the mask by sequence and head."""
     count = group * queries
     at, batch, head, rows = place_of(heads, count, FORM.own)
     low, high = span[0] + batch * steps[0], span[1] + batch * steps[0]

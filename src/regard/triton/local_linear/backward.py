@@ -62,8 +62,7 @@ gammabar - m . u of u's first term; 8 lie in one sector of memory."""
 
 @triton.jit
 def _rows_of(matrices, kept, factor, span, steps, sizes, FORM: tl.constexpr):
-    """Return what the kernels by rows begin with: number of the head's first row among all, first row, rows, their x,
-    g, c and lse, sight, tiles of keys, and (keys, values) of the head."""
+    """Return what the kernels by rows begin with: as `shared.opened`, with g and lse."""
     at, batch, own, first, rows, sight, tiles, x, c, kv = shared.opened(matrices, factor, span, sizes, steps, FORM)
     g = shared.rows_of(matrices[3], batch, own, first, sizes[2], FORM.value_dim, FORM.value_wide, FORM)
     lse = tl.load(kept[0] + at + rows, mask=rows < sizes[2], other=float("inf"))
@@ -348,19 +347,15 @@ def backward(
     dx = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     read = call.matrices, call.kept, u, *table, *call.sight
     call.by_rows(local_linear_query_kernel, BY_ROWS, (dx, dfactor, dprobe), *read, flags=(solved,))
-    return dx, *_by_keys(call, table), dfactor, dridge, dprobe
-
-
-def _by_keys(call: _Call, read: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.k, call.v))
     first, last, mask = call.span.first, call.span.last, call.span.pointers[2]
 
     def run(tiles: Tiles) -> None:
         launch(
             local_linear_key_kernel, (-(-call.sizes[3] // tiles.keys), dy.shape[0] * dy.shape[1]), (dy, dv),
-            call.matrices, *read, call.factor[1], (first, last, mask), *call.sizes, batch_stride(first),
+            call.matrices, *table, call.factor[1], (first, last, mask), *call.sizes, batch_stride(first),
             *call.span.steps[1:], tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
         )  # fmt: skip
 
-    run(BY_KEYS.pick(call.width, call.dtype, run, (call.form.solved,)))
-    return dy, dv
+    run(BY_KEYS.pick(call.width, call.dtype, run, (solved,)))
+    return dx, dy, dv, dfactor, dridge, dprobe

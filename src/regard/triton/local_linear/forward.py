@@ -151,8 +151,8 @@ def _output(
 
 
 def moments(call: Call, solved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the moments in one pass over the keys, all float32: lse [B, H, Tq] in base 2, inf if no key is visible;
-    means of keys [B, H, Tq, D], of values [B, H, Tq, Dv]; x - mean, empty unless `solved`. Cost: as `output`."""
+    """Return float32 lse [B, H, Tq] in base 2, inf if no key is visible; means of keys [B, H, Tq, D], of values [B, H,
+    Tq, Dv]; x - mean, empty unless `solved`. Cost: as `output`."""
     mean, vmean = call.new(call.form.dim), call.new(call.form.value_dim)
     found = call.new(), mean, vmean, torch.empty_like(mean) if solved else mean.new_empty(0)
     read = call.matrices, call.factor, call.span.pointers

@@ -53,8 +53,7 @@ def put_rows(pointer, x, first, queries, FORM: tl.constexpr):
 @triton.jit
 def plan(low, high, KEYS: tl.constexpr, MASKED: tl.constexpr):
     """Return the tiles of keys that a block of rows visits: (start, tiles, left, full). Tile i begins at start + i
-    KEYS. Every row that sees any key sees all keys of the `full` tiles from `left` on; the others (`tile_at`) and,
-    with a mask, all need a look at pairs."""
+    KEYS. Rows that see any key see all keys of the `full` tiles from `left` on; with a mask there are none."""
     some = high > low
     stop = tl.max(tl.where(some, high, 0), 0)
     start = tl.minimum(tl.min(tl.where(some, low, FAR), 0), stop)

@@ -128,8 +128,7 @@ def _image(scratch, part, ridge, first, queries, FORM: tl.constexpr):
 
 @triton.jit
 def _advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
-    """Take one step along d and return whether any row continues. The next direction is made conjugate to d by the
-    image itself, since a ratio of residuals ignores rounding."""
+    """Take one step along d and return whether any row continues."""
     running = 0
     for part in range(0, FORM.own, FORM.part):
         image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
@@ -148,6 +147,7 @@ def _advance(scratch, ridge, first, queries, limit, FORM: tl.constexpr):
         rr = tl.where(good, tl.sum(r * r, 1), rr)
         count += good.to(tl.float32)
         active = good & (rr > goal) & (count < limit)
+        # conjugate by the image itself, since a ratio of residuals ignores rounding
         _direct(r - (tl.sum(r * image, 1) / curve)[:, None] * d, mean, active, scratch, part, FORM)
         tl.debug_barrier()  # other threads may still read what is stored now
         tl.store(_rows(scratch, RR, part, FORM), rr)
@@ -368,10 +368,8 @@ def solve(
     right: Tensor, call: Call, ridge: float | Tensor, lse: Tensor, mean: Tensor, rule: Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Solve (C_i + ridge_i) t_i = right_i for every query. Return t [B, H, Tq, D], float32; (steps, relative residual)
-    [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. `right` and the means of keys [B, H, Tq, D], the ridge [B, H, Tq, 1
-    or D] if it is a tensor, and `lse` [B, H, Tq] (in base 2, inf for a row without a key) are float32.
-
-    Cost: 8 D a pair and step with keys in bfloat16, 6 D in float32; true residuals take at least one more step."""
+    [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. Given are the right sides and the means of keys [B, H, Tq, D], the
+    ridge [B, H, Tq, 1 or D] if it is a tensor, and `lse` [B, H, Tq]. Cost: 8 D a pair and step, 6 D in float32."""
     found = torch.empty_like(right), call.new(2), lse.new_empty(lse.shape, dtype=torch.int32)
     alone = DIRECT.pick(right.shape[-1], call.dtype)
     few = alone.keys if rule.direct else 0

@@ -39,9 +39,9 @@ def _softmax(s, among):
 
 
 @triton.jit
-def _counts(counted, tokens):
+def _counts(counted, memory, tokens):
     """Return C, at least 1."""
-    number = tokens if counted is None else flags_set(counted, tokens)
+    number = tokens if counted is None else flags_set(counted + memory * tokens, tokens)
     return tl.maximum(number, 1).to(tl.float32)
 
 
@@ -109,7 +109,7 @@ def _marginal(
     if RAW:
         tl.store(out + to, total, mask=own < n)
     else:
-        mean = total / _counts(None if counted is None else counted + memory * tokens, tokens)
+        mean = total / _counts(counted, memory, tokens)
         tl.store(out + to, mean, mask=own < n)
         tl.store(slope + to, tl.log(mean + floor) + mean / (mean + floor), mask=own < n)
 
@@ -157,8 +157,7 @@ def _moved(
     if DISTANCE:
         gradient = 2.0 * (key * weight[:, None] - pulled)
     if slope is not None:
-        number = _counts(None if counted is None else counted + memory * tokens, tokens)
-        gradient = key - gradient * (rate / number)
+        gradient = key - gradient * (rate / _counts(counted, memory, tokens))
     tl.store(out + (set_ * n + own)[:, None] * D + column[None, :], gradient, mask=fits)
 
 
@@ -171,9 +170,8 @@ the entries of each block begin and end, int32 [M * H * 2, blocks, 2]."""
 def marginal_of(
     scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
 ) -> tuple[Tensor, Tensor, Groups]:  # fmt: skip
-    """Return p- and the slope of the entropy's loss, both float32 [M * H * 2, n], and groups of entries, from scores
-    float32 and halves int64 [B, T, H, 2, k]; `counted` bool [M, P], P = B T / M, or None for all. If `raw`, return the
-    sums of `scores` by key, an empty slope and the groups. One launch."""
+    """Return p- and the slope of the entropy's loss, float32 [M * H * 2, n], and groups of entries, from scores float32
+    and halves int64 [B, T, H, 2, k]; if `raw`, the sums of `scores` by key, an empty slope and the groups."""
     batch, length, heads, _, k = halves.shape
     tokens, sets = batch * length // max(1, memories), heads * 2
     tiles, kp = MARGINAL.pick(n, torch.float32), power_of_two(k)
@@ -196,10 +194,8 @@ def moved_keys(
     groups: Groups, rate: float, *, distance: bool,
 ) -> Tensor:  # fmt: skip
     """Return sub-keys float32 [M, H, 2, n, d] after a step that increases the entropy, keys - rate * gradient. Without
-    a slope (of `marginal_of`) `scores` are coefficients c; return 2 (K sum c - sum c q), or sum c q. One launch.
-
-    `query` float32 [B, T, H, 2 d]; `scores` float32 and `halves` int64 [B, T, H, 2, k]; `counted` bool [M, P] or None
-    for all; `groups` of `marginal_of`; `distance`: whether scores are those of distances, else of products."""
+    a slope (of `marginal_of`) `scores` are coefficients c; return 2 (K sum c - sum c q), or sum c q of products. One
+    launch. `query` is float32 [B, T, H, 2 d]; `counted` bool [M, P] or None for all."""
     (batch, length), (memories, heads, _, n, width) = query.shape[:2], keys.shape
     tokens, sets, k, (entries, bounds) = batch * length // max(1, memories), heads * 2, halves.shape[-1], groups
     query, keys = rows_together(query), keys if keys[:1].is_contiguous() else keys.contiguous()

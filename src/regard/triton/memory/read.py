@@ -135,13 +135,8 @@ def picked_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return sum_j weights_pj V[slots_pj] [M, P, Dv], V[slots_pj] . other_p [M, P, K], and the mixes of those sums with
     values [B, T, Dv]: g sum + (1 - g) value, or sum + value without a gate; all float32, and empty if they need what is
-    None. One launch; reads P K Dv numbers of the table.
-
-    Args:
-        table, slots: float32 or bfloat16 [M, N, Dv], contiguous; int64 [M, P, K].
-        weights, other: float32 [M, P, K] and [M, P, Dv].
-        good: bool [M, P]; results of others are 0. None: all are.
-        value, gate: float32 [B, T, Dv] and [B, T]."""
+    None. One launch; reads P K Dv numbers of the table, float32 or bfloat16 [M, N, Dv], contiguous. Slots are int64
+    [M, P, K]; weights, other, value and gate [B, T] float32; of tokens that are not `good` [M, P] results are 0."""
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     sums = _float32(table, *((0,) if weights is None else (memories, tokens, width)))
     dots = _float32(table, *((0,) if other is None else slots.shape))
@@ -166,12 +161,9 @@ def pulled_rows(
     table: Tensor, slots: Tensor, good: Tensor | None, by_sum: Tensor | None, by_mix: Tensor, sums: Tensor,
     value: Tensor, gate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Differentiate the sums and mixes of `picked_rows` from the gradients of sums by_sum [M, P, Dv], or None, and of
-    mixes by_mix [B, T, Dv], float32. One launch; reads P K Dv numbers of the table.
-
-    Returns:
-        u . V[slots_pj] [M, P, K], the gradient of the weights; u = by_sum + g by_mix [M, P, Dv]; the gradients of
-        value [B, T, Dv] and gate [B, T], which is meaningless without a gate. All float32."""
+    """Differentiate `picked_rows` from the gradients of sums by_sum [M, P, Dv], or None, and of mixes by_mix [B, T,
+    Dv], by one launch. Return the gradient u . V[slots_pj] [M, P, K] of weights, u = by_sum + g by_mix, and the
+    gradients of value [B, T, Dv] and gate [B, T], which is meaningless without a gate."""
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     by_mix, value, by_sum = rows_together(by_mix), rows_together(value), None if by_sum is None else by_sum.contiguous()
     shapes = (slots.shape, sums.shape, value.shape, value.shape[:2])

@@ -75,8 +75,7 @@ def _packed(measure, index):
 
 @triton.jit
 def _halved(x):
-    """Return two bfloat16 whose sum is float32 x up to 2^-16 |x|, the second at most 2^-8 |x|. Rounding by integers
-    takes fewer cycles than a conversion of single numbers."""
+    """Return two bfloat16 whose sum is float32 x up to 2^-16 |x|; by integers, since single conversions are slow."""
     high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
@@ -293,13 +292,8 @@ def best_halves(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the k best sub-keys of each half: scores float32 [B, T, H, 2, k], best first, and their indices, int64. If
     `joined`, also the k best of all n^2 sums of scores, int64 [B, T, H, k], best first and the lowest of equals first,
-    and their weights, one softmax over all heads, float32; else None.
-
-    Args:
-        query: float32 [B, T, H, Dk].
-        keys: float32 [M, H, 2, n, Dk/2], M = B, or 1 for all sequences.
-        k: from 1 to n. eps: added to squared distances.
-        distance: scores -log(eps + |q - K|^2), else q.K.
+    and their weights, one softmax over all heads, float32; else None. `query` is float32 [B, T, H, Dk], `keys` float32
+    [M, H, 2, n, Dk/2], M = B or 1 for all. Scores are -log(eps + |q - K|^2) of a distance, else q.K.
 
     Cost: 2 B T H n Dk multiplications, k float64 differences a row and key kept, and 2 B T H n int32 numbers that are
     held until the keys are chosen; two launches, or one for few keys."""

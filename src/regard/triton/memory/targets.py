@@ -131,14 +131,10 @@ def errors_of(
     g_t w_tj step_t, float32 [R, L, H, k]; which tokens are written, bool [R, L]; and the places of their targets, int64
     [R, L], L for the token after the chunk. One launch.
 
-    Args:
-        read, value: float32 [R, L, Dv].
-        following: float32 [R, 1, Dv], the value of the token after the chunk, or None if nothing is bound to it.
-        weights, slots, gate: float32 and int64 [R, L, H, k], float32 [R, L] (None: 1).
-        good, good_next: bool [R, L] and [R, 1]; None: all are.
-        memories: R, or 1 for all streams.
-        look_ahead: targets are the next good token's values, else the token's own.
-        rule: one of `RULES`."""
+    What tokens read and their values are float32 [R, L, Dv]; `following` [R, 1, Dv] is the value of the token after
+    the chunk, None if nothing is bound to it; weights and slots are [R, L, H, k], gates [R, L] (None: 1); `good` and
+    `good_next` bool [R, L] and [R, 1] (None: all are). With `look_ahead` targets are the next good token's values, else
+    a token's own; `rule` is one of `RULES`."""
     (streams, length, width), (heads, k) = read.shape, weights.shape[2:]
     read, value, weights, slots = read.contiguous(), rows_together(value), weights.contiguous(), slots.contiguous()
     after = None if following is None else rows_together(following)

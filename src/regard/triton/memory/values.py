@@ -37,13 +37,10 @@ class TableValues:
         base: [N, Dv], in the stored dtype.
         token: represents everything that was written in autograd's graph; None: no gradient flows through it.
 
-    Precision: stored in float32 or bfloat16; sums and gradients are float32.
-    Derivatives: once.
-    Cost: the first write copies the tables (M N Dv numbers). Then a read takes one launch and O(P K Dv) time; a write
-    takes two launches and O(P K (P K + Dv)) time (above 8192 entries a sort), and P K Dv numbers of log while an older
-    version or a graph is kept; a backward pass takes M N Dv float32 numbers, once. `reset`, `select`, `repeat`, `clone`
-    and `detach(rows)` copy tables. Nothing waits for the device.
-    """
+    Precision: stored in float32 or bfloat16; sums and gradients are float32. Derivatives: once.
+    Cost: the first write, `reset`, `select`, `repeat`, `clone` and `detach(rows)` copy the tables. A read takes one
+    launch and O(P K Dv) time; a write two launches, O(P K (P K + Dv)) time (above 8192 entries a sort), and P K Dv
+    numbers of log; a backward pass M N Dv float32 numbers. Nothing waits for the device."""
 
     version: Version
     base: Tensor
@@ -51,10 +48,8 @@ class TableValues:
 
     @classmethod
     def start(cls, base: Tensor, memories: int, dtype: torch.dtype | None = None) -> TableValues:
-        """Return `memories` tables equal to `base` [N, Dv], which is copied at the first write.
-
-        Raises:
-            ArgumentError: a device or dtype on which no kernel runs."""
+        """Return `memories` tables equal to `base` [N, Dv], which is copied at the first write. It is an ArgumentError
+        if no kernel runs on its device and dtype."""
         reason = cls.refuses(base, dtype)
         require(reason is None, CALL, f"impl='triton' {reason}. impl='sparse' and 'reference' can.")
         return cls._begun(base.to(dtype or base.dtype), memories)
@@ -180,8 +175,7 @@ class TableValues:
         return after, count.view(slots.shape)
 
     def clean(self, *tensors: Tensor) -> Sequence[tuple[Tensor, Tensor | None]]:
-        """Do `precision.clean_each` by one kernel. This, `looked` and `rewritten` are described in
-        `slot_memory.Rounds`."""
+        """Do `precision.clean_each` by one kernel."""
         kernel = all(x.dtype == torch.float32 and unsupported_device(x.device.type) is None for x in tensors)
         return clean(*tensors) if kernel else clean_each(*tensors)
 

@@ -60,8 +60,7 @@ class Version:
         return self.table
 
     def follow(self, newer: Version, slots: Tensor, log: Tensor) -> None:
-        """Link to a version that was just written from this one, over its table. The oldest version gets a table of its
-        own when the logs up to here are larger than one."""
+        """Link to a version that was just written from this one. The oldest gets a table when logs outgrow one."""
         self.link, newer.older = (newer, slots, log), ref(self)
         kept = self.older is not None and self.older() is not None  # else the earlier logs are gone, too
         newer.logged = kept * self.logged + log.numel() * log.element_size()

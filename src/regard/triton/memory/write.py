@@ -122,12 +122,9 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, D
 
 @torch.compiler.disable
 def order_of(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...]:
-    """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last. Cost: one
-    launch up to `COUNTED` entries of a table, else a stable sort.
-
-    Returns:
-        All int32 [M, E]: slots, ascending, N for tokens that are not counted; which entry stands at each place (those
-        of one slot keep their order); for every entry in token order, how many of counted tokens have its slot."""
+    """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last, by one
+    launch up to `COUNTED` entries of a table, else a stable sort. Return, int32 [M, E], slots, ascending, N for tokens
+    that are not counted; which entry stands at each place; for every entry, how many counted tokens have its slot."""
     memories, tokens, k = slots.shape
     total = tokens * k
     if total > COUNTED:
@@ -158,9 +155,7 @@ def written(
 ) -> None:  # fmt: skip
     """Write rows of `table` [M, N, Dv], contiguous, float32 or bfloat16, in place, for slots and entries of `order_of`,
     shares float32 [M, P, K] and errors float32 [M, P, Dv]. `log` [M, E, Dv] like `table` takes the rows before the
-    write, each at its slot's first entry. With `add`, sum share e is added to the rows instead (gradients).
-
-    Cost: one launch; for U slots it reads U rows of the table and the errors, and writes U rows of table and log."""
+    write, each at its slot's first entry. With `add`, sum share e is added to the rows instead (gradients)."""
     (memories, rows, width), (_, tokens, k) = table.shape, shares.shape
     tiles = WRITE.pick(width, table.dtype)
     wide = min(tiles.keys, power_of_two(width))

@@ -55,8 +55,7 @@ def plain(args: Sequence[Any]) -> bool:
 
 
 def _plain(x: Tensor, graded: bool) -> bool:
-    """Return whether a tensor's memory holds its numbers: no subclass, no sign to be applied when it is read, not the
-    batch of a vectorised backward pass."""
+    """Return whether a tensor's memory holds its numbers: no subclass, sign to be applied, or vectorised batch."""
     special = type(x) not in PLAIN or x.is_neg() or torch._C._functorch.is_legacy_batchedtensor(x)
     return not special and not (graded and x.requires_grad)
 

@@ -40,8 +40,7 @@ def padded(dim: int) -> tuple[int, int]:
 
 
 class TileTable:
-    """The tiles of one kernel: `shipped` maps (largest width, bytes of a number) to tiles, of which the first
-    sufficient entry is taken; `others` are what tuning tries besides."""
+    """The tiles of one kernel: `shipped` by (largest width, bytes of a number), and `others` that tuning tries."""
 
     tables: ClassVar[dict[str, TileTable]] = {}
     """Every table by its name."""
