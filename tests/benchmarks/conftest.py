@@ -1,16 +1,14 @@
 """The modules of the benchmarks."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+def module() -> Any:
     """Modules beside the scripts, by name."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     return importlib.import_module
 
 

@@ -44,11 +44,9 @@ RENEW = "renew it: python benchmarks/gpu_resources.py --write"
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        import gpu_resources
+    import gpu_resources
 
-        yield gpu_resources
+    return gpu_resources
 
 
 @pytest.fixture(scope="module")

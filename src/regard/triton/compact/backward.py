@@ -369,6 +369,7 @@ def compact_dkv_kernel(
     if FORM.rule == ANCHORED:  # noqa: SIM102 - known when the kernel is compiled
         if (plan[3] > 0) != TIED:
             return
+    first, last = load_span(low, high, key, inside)
     k = _tile(_of_head(matrices[2], batch, key_head), start, keys, K, FORM.own, True, FORM)
     v = _tile(_of_head(matrices[3], batch, key_head), start, keys, V, FORM.own, True, FORM)
     streams = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head), matrices[0][2], matrices[1][2]
@@ -380,13 +381,11 @@ def compact_dkv_kernel(
         shown = mask_ptr + batch * mask_batch + head * mask_head, mask_head
     numbers = index + at * 3 if FORM.rule == ANCHORED else index + at
     rows = table + query_nth * queries * FORM.tables, numbers, floats + at * 6, by
-    own, size = (k, v, key, None, None), (queries, keys)  # rows of whole blocks see all keys
+    own, size = (k, v, key, first, last), (queries, keys)
 
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for t in range(plan[1]):
         state = _dkv_step(state, plan, t, own, streams, rows, shown, size, False, FORM)
-    first, last = load_span(low, high, key, inside)  # not before, since registers are short
-    own = k, v, key, first, last
     for t in range(plan[2]):
         state = _dkv_step(state, plan, t, own, streams, rows, shown, size, True, FORM)
     dk, dv = state
