@@ -1,4 +1,4 @@
-"""What the tests of kernels stand on: that kernels run here at all, and that an unwritten element is seen."""
+"""What the tests of kernels stand on: that an unwritten element is seen, and what the interpreter computes."""
 
 from __future__ import annotations
 
@@ -45,19 +45,10 @@ def run(x: torch.Tensor, programs: int) -> torch.Tensor:
     return out
 
 
-def test_a_kernel_runs_on_the_cpu() -> None:
-    x = torch.randn(40, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(run(x, 3), x + x)
-
-
 def test_an_element_that_no_program_writes_is_nan(poisoned: None) -> None:
     out = run(torch.ones(40), 2)
     assert torch.equal(out[: 2 * ROWS], torch.full((2 * ROWS,), 2.0))
     assert out[2 * ROWS :].isnan().all()
-
-
-def test_no_program_at_all(poisoned: None) -> None:
-    assert run(torch.ones(40), 0).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.bool])
