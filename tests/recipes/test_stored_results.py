@@ -4,6 +4,7 @@ So these pages are the expected output of every recipe's claims, tables and note
 single recipes check only what is measured.
 """
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -26,6 +27,10 @@ def test_pages_are_those_of_the_stored_rows(name: str, monkeypatch: pytest.Monke
     assert all((DOCS / "results" / file).is_file() for file in files)
     own, again = (DOCS / "results" / f"{name}.md").read_text(), f"run `regard reproduce {name} --rebuild docs/results`"
     assert own == f"# {name}\n\n{markdown(made, results, files)}", again
+    claims = json.loads((DOCS / "results" / f"{name}.json").read_text())["claims"]
+    for claim, stored in zip(made.claims(results), claims, strict=True):  # pages do not show every estimate
+        for estimate, record in zip(claim.record()["estimates"].values(), stored["estimates"].values(), strict=True):
+            assert (plain(estimate)["mean"] or 0.0) == pytest.approx(record["mean"] or 0.0, rel=1e-6, abs=1e-9)
     begin, end = marks(name)
     block = f"{begin}\n\n{markdown(made, results, files, 'results/', level=3)}\n{end}"
     for page in DOCS.glob("*.md"):
