@@ -2,7 +2,11 @@
 
 from ...registry import import_all
 from .base import Kernel, Number, ParamInfo, Params, kernels, least_reach
-from .built_in import NAMED_POWERS, ClippedGeometric, Gaussian, Geometric, Linear, Polynomial, Uniform
+from .gaussian import Gaussian
+from .geometric import ClippedGeometric, Geometric
+from .linear import Linear
+from .polynomial import NAMED_POWERS, Polynomial
+from .uniform import Uniform
 
 __all__ = [
     "NAMED_POWERS", "ClippedGeometric", "Gaussian", "Geometric", "Kernel", "Linear", "Number", "ParamInfo",

@@ -2,7 +2,10 @@
 
 from ...registry import import_all
 from .base import Similarity, similarities
-from .built_in import ELU, Cosine, Dot, Euclidean, ReLU, ReLU2
+from .cosine import Cosine
+from .dot import Dot
+from .euclidean import Euclidean
+from .feature_maps import ELU, ReLU, ReLU2
 
 __all__ = ["ELU", "Cosine", "Dot", "Euclidean", "ReLU", "ReLU2", "Similarity", "similarities"]
 

@@ -3,8 +3,10 @@
 from ...registry import import_all
 from .auto import Auto
 from .base import Solver, solvers
+from .block_diagonal import BlockDiagonal
+from .cholesky import Cholesky
 from .conjugate_gradient import ConjugateGradient
-from .direct import BlockDiagonal, Cholesky, Learned
+from .learned import Learned
 
 __all__ = ["Auto", "BlockDiagonal", "Cholesky", "ConjugateGradient", "Learned", "Solver", "solvers"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..systems import Solved, SolveStatus, System
 from .base import Solver, has_ridge, solvers
+from .cholesky import Cholesky
 from .conjugate_gradient import ConjugateGradient
-from .direct import Cholesky
 
 
 @solvers.register("auto")
