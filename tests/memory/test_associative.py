@@ -389,3 +389,28 @@ def test_it_reads_the_model(store: str) -> None:
     memory.write(keys, values)
     assert memory.forget(everything=True) == 12
     assert not memory.read(queries).any()
+
+
+def test_a_noisy_cue_settles_on_the_pattern() -> None:
+    """Hopfield's use: a sharp memory maps a damaged pattern to the stored one, which is then a fixed point."""
+    patterns = torch.nn.functional.normalize(drawn(20, 32), dim=-1)
+    memory = AssociativeMemory("sparsemax", scale=10.0)
+    memory.write(patterns)
+    cue = patterns.clone()
+    cue[:, ::2] = 0
+    settled = memory.read(cue, steps=5)
+    assert torch.allclose(settled, patterns, atol=1e-12)
+    assert torch.equal(memory.read(settled), settled)
+
+
+def test_mesa_recalls_what_sums_confuse() -> None:
+    """Eight correlated unit keys in eight dimensions: sums return mixtures, the least squares what was stored."""
+    make = torch.Generator().manual_seed(1)
+    keys = torch.nn.functional.normalize(torch.randn(1, 1, 8, 8, generator=make, dtype=torch.float64) + 1, dim=-1)
+    values = torch.randn(1, 1, 8, 3, generator=make, dtype=torch.float64)
+    errors = []
+    for store in ("sums", "mesa(ridge=1e-6)"):
+        memory = AssociativeMemory("linear", store=store, scale=1.0 if store == "sums" else None)
+        memory.write(keys, values)
+        errors.append((memory.read(keys) - values).square().mean().item())
+    assert errors[1] < 1e-3 < 1 < errors[0]

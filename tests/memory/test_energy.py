@@ -189,3 +189,15 @@ def test_second_derivatives() -> None:
 def test_families_can_be_added() -> None:
     assert energies.group == "regard.energies"
     refuses(r"integral\.register", integral, object(), torch.zeros(1), {})
+
+
+def test_mean_shift_falls_by_what_the_kernel_weighs() -> None:
+    k, q = drawn(30, 4), drawn(20, 4, seed=1)
+    found = written("epanechnikov*fixed(bias=3)*euclidean", k, 1.0).read(
+        q, 4, return_trajectory=True, return_energy=True
+    )
+    away = (found.trajectory[:-1, :, None] - k).square().sum(-1)
+    mass = (3 - away / 2).clamp(min=0).sum(-1)
+    length = (found.trajectory[1:] - found.trajectory[:-1]).square().sum(-1)
+    assert (found.energy[:-1] - found.energy[1:] >= mass * length / 2 - 1e-12).all()
+    assert (mass > 0).any()

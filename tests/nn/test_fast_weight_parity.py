@@ -192,3 +192,26 @@ def test_gated_delta_rule_of_fla_and_transformers() -> None:
     )
     assert (own.transpose(1, 2) - one["output"]).abs().max() < 1e-5
     assert (after.values - one["final_state"]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["plain", "addressing"])
+def test_the_layer_in_the_place_of_the_package(name: str) -> None:
+    """Token by token too; within 1e-4, of which the z-scores' eps takes the most."""
+    numbers = golden("fast_weight_package", f"{name}/")
+    sizes = {"sub_keys": 8, "key_dim": 14, "value_dim": 10, "top_k": TOP_K, "chunk_size": CHUNK}
+    how = {"step_rule": "paper", "address_weight": CASES[name], "norm_eps": torch.finfo(torch.float32).eps}
+    layer = regard.nn.FastWeightProductKeyMemory(12, **sizes, **how)
+    parts = {"q": "to_queries", "v": "to_values", "gate": "to_gates", "out": "to_out"}
+    with torch.no_grad():
+        for own, other in parts.items():
+            getattr(layer.projections, f"{own}_norm").weight.copy_(numbers[f"p.{other}.0.weight"])
+            getattr(layer.projections, f"{own}_proj").weight.copy_(numbers[f"p.{other}.1.weight"])  # eight gates alike
+        layer.keys.copy_(numbers["p.keys"].transpose(0, 1))
+        layer.values.copy_(numbers["p.memories"][:, 0] * 0.9**0.5)  # (D - 1) / D
+        out, _ = layer(numbers["tokens"])
+        state, single = None, []
+        for token in numbers["tokens"].split(1, 1):
+            given, state = layer(token, state=state)
+            single.append(given)
+    assert (out - numbers["output"]).abs().max() < 1e-4
+    assert (torch.cat(single, 1) - numbers["output"]).abs().max() < 1e-4

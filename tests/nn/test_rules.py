@@ -29,7 +29,7 @@ from transformers import DynamicCache
 
 import regard
 from regard.checks import ArgumentError
-from regard.nn import Attention, Ridge, as_ridge, as_temperature, ridges, rotary_angles, temperatures
+from regard.nn import Attention, Ridge, Temperature, as_ridge, as_temperature, ridges, rotary_angles, temperatures
 from regard.pairwise.visibility import Visibility
 
 T = 9
@@ -299,3 +299,25 @@ def test_a_probe_of_the_layer_in_the_place_of_a_solution(norm):
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
     found.square().sum().backward()
     assert module.r_proj.weight.grad.abs().max() > 1e-3
+
+
+def test_a_temperature_of_a_third_party(monkeypatch):
+    @dataclass(frozen=True)
+    class Root(Temperature):
+        """scale = default * c sqrt(n)."""
+
+        start_at: float = 2.0
+        name: ClassVar[str] = "root"
+
+        def start(self):
+            return {"factor": self.start_at}
+
+        def multiplier(self, n, learned):
+            return learned["factor"] * n.sqrt()
+
+    monkeypatch.setitem(temperatures._objects, "root", Root)
+    module, x = layer(temperature="root(start_at=3)"), draw(B, T, C)
+    assert str(module.temperature) == "root(start_at=3.0)"
+    assert torch.equal(module.factor, torch.full((H,), 3.0, dtype=torch.float64))
+    scale = 3 * (torch.arange(1, T + 1).double() / D).sqrt()
+    torch.testing.assert_close(module(x)[0], by_hand(module, x, visible(T), scale=scale), atol=1e-6, rtol=0)
