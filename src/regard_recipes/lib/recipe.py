@@ -239,6 +239,6 @@ def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
     for unit, rows, seconds in measure_units(made, todo, progress):
         journal.append(unit, rows, seconds)
     progress("writing")
-    results = journal.finish()
+    results = journal.finish(made)
     write(made, results, journal.path.parent)
     return results

@@ -90,9 +90,11 @@ class Journal:
         self.lines += lines
         self._write(lines, "a")
 
-    def finish(self) -> Results:
-        """Write the last line and return all rows."""
+    def finish(self, made: Recipe) -> Results:
+        """Write the last line and return all rows in the order of seeds and cells, whichever was measured first."""
         self._write([{"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}], "a")
+        places = {_key(plain(cell), 0): place for place, cell in enumerate(made.cells())}
+        self.lines.sort(key=lambda line: (line["seed"], places[_key(line["cell"], 0)], line["row"]))
         return self.results()
 
     def results(self) -> Results:
