@@ -172,7 +172,7 @@ def token_mask(call: str, name: str, value: Any, *axes: int | str, like: Tensor,
     """Check that `value` is None or a boolean tensor with these axes, on the device of `like`."""
     if value is not None:
         boolean_mask(call, name, value)
-        _has_axes(call, name, value, axes, "")
+        _has_axes(call, name, value, axes, ", True for the tokens that are not padding")
         on_device(call, name, value, like.device, of)
 
 

@@ -103,4 +103,5 @@ def require_fit(
         wanted = [*wanted, ("dtype", x.dtype, like.dtype), ("device", x.device, like.device)]
     for of, came, expected in wanted:
         if came != expected:
-            raise ArgumentError(f"{call}: {name}: {of} is {came}, expected {expected}, that of what the memory holds.")
+            mend = "; convert one with .to()" if of in ("dtype", "device") else ""
+            raise ArgumentError(f"{call}: {name}: {of} is {came}, expected {expected}, that of the memory{mend}.")
