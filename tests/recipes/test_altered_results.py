@@ -20,6 +20,9 @@ FA, GDN, WINDOWED = "FA | FwPKM", "GDN | FwPKM", "FA-pSWA | FwPKM"
 FIRST, SECOND, LONGER = "One read is enough", "A second read", "Memories generalise"
 MORE, WINDOWS, KEPT = "Longer texts", "Windows in training", "A memory kept"
 LONG: Any = ({"length": 768}, {"length": 4096})
+NORMAL, LAST = {"weights": "normalised", "query_key": "apart"}, {"kind": "look", "step": 450}
+LINEAR = {"kind": "run", "model": "linear", "weights": "not normalised"}
+KERNELS, SHARED, RBF = "All tested kernels", "Models converge with q = k", "RBF is marginally better"
 RENAMED: Any = ({"model": GDN}, {"model": WINDOWED})
 
 
@@ -43,6 +46,14 @@ CASES: list[Any] = [
         "Without f's feed-forward layers": "undecided"}),
     ("iclm-parity", [({"model": "iclm-wv"}, {"test": math.nan})], {"Perplexity close": "undecided"}),
     ("iclm-parity", [({"model": "iclm-wv"}, {"step_cpu_seconds": 9.0})], {"Size, memory": "fails"}),
+    ("kernel-selection", [({**LAST, "model": "relu", "query_key": "q = k"}, {"train": 9.0})],
+     {SHARED: "fails", KERNELS: "holds", RBF: NEVER}),
+    ("kernel-selection", [({**NORMAL, "model": "clipped-geometric", "kind": "look"}, {"train": math.nan})],
+     {KERNELS: "fails", "The clipped geometric series": "fails", SHARED: "holds"}),
+    ("kernel-selection", [(LINEAR, {"test": 9.0}), ({**NORMAL, "model": "rbf", "kind": "run"}, {"test": 9.0})],
+     {"The linear kernel suffices": "fails", RBF: "fails"}),
+    ("kernel-selection", [({**NORMAL, "model": "rbf", "kind": "run"}, {"test": 1.0})], {RBF: "holds"}),
+    ("kernel-selection", [({"query_key": "q = k"}, {"query_key_bytes": 1e9})], {"q = k halves": "fails"}),
     ("needle", [share(0.0)], dict.fromkeys((FIRST, SECOND, LONGER, WINDOWS, KEPT), NEVER)),
     ("needle", [share(1.0, protocol="whole", read=1), share(0.4, protocol="whole", read=2),
                 share(0.4, protocol="flushed", read=1)], {FIRST: "fails", SECOND: "fails"}),

@@ -1,6 +1,7 @@
 """Sweeps from a TOML file: the grid, its mistakes, and a run that was stopped."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -56,6 +57,15 @@ def test_the_grid(tmp_path: Path) -> None:
     assert (made.seeds, made.steps) == (2, 4)
     task = made.training_tasks()["symbols 4"]
     assert type(made.make_model("mosaic", task)).__name__ == "MemoryMosaicForCausalLM"
+
+
+def test_a_run_continues_when_the_file_is_in_another_order(tmp_path: Path) -> None:
+    """Models are shown in the order of the file; the options that a journal keeps have none."""
+    tables = GRID.split("\n\n")
+    made, other = sweep(tmp_path), sweep(tmp_path, "\n\n".join(reversed(tables)))
+    assert made.trained == tuple(reversed(other.trained)) == ("softmax", "mosaic")
+    assert pickle.loads(pickle.dumps(other)).trained == other.trained
+    assert made.content == other.content == json.dumps(made.table, sort_keys=True)  # as in journals of earlier versions
 
 
 def test_the_grid_of_the_page(tmp_path: Path) -> None:

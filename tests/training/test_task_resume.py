@@ -41,6 +41,8 @@ def test_a_run_that_was_killed_gives_the_same_numbers(tmp_path: Path, optimizer:
     assert found.scores == expected.scores
     assert logged(out) == logged(whole)
     same_model(whole, out)
+    for folder in ("model", "checkpoint-8"):
+        assert json.loads((out / folder / "config.json").read_text())["use_cache"] is True  # Trainer sets it to False
 
 
 def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:

@@ -39,7 +39,13 @@ class SealedTrainer(Trainer):
 
     def __init__(self, *, keep: int, muon: bool = False, **kwargs: Any) -> None:
         self.keep, self.muon = keep, muon
+        use_cache = getattr(kwargs["model"].config, "use_cache", True)
         super().__init__(**kwargs)
+        self.model.config.use_cache = use_cache  # which Trainer sets to False, also in what is saved
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the loss, computed without a cache."""
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
@@ -106,10 +112,8 @@ class RegardTrainer(SealedTrainer):
         self.held_out, self.context, self.eval_batch, self.shard = held_out, context, eval_batch, shard
         self.train_units, self.held_out_units = train_units, held_out_units
         self.clock = Clock()
-        use_cache = getattr(kwargs["model"].config, "use_cache", True)
         self.since_log = {"loss": 0.0, "step": 0}
         super().__init__(**kwargs)
-        self.model.config.use_cache = use_cache  # which Trainer sets to False, also in what is saved
         for callback in (self.clock, SinceLog(self)):
             self.add_callback(callback)
 
@@ -159,11 +163,10 @@ class RegardTrainer(SealedTrainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the loss; raise `TrainingStopped`, naming step and first non-finite tensor, if it is not finite."""
-        inputs = {**inputs, "use_cache": False}
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if not (finite_everywhere(loss) if is_sharded(self.model) else torch.isfinite(loss)):
             with self.compute_loss_context_manager():
-                culprit = first_non_finite(self.model, inputs)
+                culprit = first_non_finite(self.model, {**inputs, "use_cache": False})
             raise TrainingStopped(self._stopped(f"the loss is {loss.item()}", culprit, inputs))
         return loss
 

@@ -1,7 +1,6 @@
 """Show errors in the five papers and in the programs that were published with them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from inspect import getsourcelines
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,14 +33,13 @@ class Errata(Recipe):
         tables: dict[str, list[tuple[str, ...]]] = {}
         for name, rows in results.frame.groupby("erratum", sort=False):
             known = ERRATA[str(name)]
-            lines = len(getsourcelines(known.numbers)[0])
             found = zip(rows["quantity"], rows["number"], strict=True)
             numbers = (
                 "; ".join(f"{what}: {number:.3g}" for what, number in found if isinstance(what, str))
                 or "read in the source"
             )
             file = Path(known.numbers.__code__.co_filename).name
-            script = f"`{name}` in {file}, {lines} lines"
+            script = f"`{name}` in {file}"
             tables.setdefault(known.paper, []).append((known.place, known.printed, known.correct, numbers, script))
         header = ("place", "printed or released", "correct", "measured", "script")
         return {paper: Table(header, tuple(rows)) for paper, rows in tables.items()}

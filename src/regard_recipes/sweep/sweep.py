@@ -68,9 +68,11 @@ class Sweep(TaskRecipe):
         train = {name: value for name, value in table.get("train", {}).items() if name != "metric"}
         cls._known("train", train, TRAIN)
         made = from_mapping(made, train, call=cls.call(), source=f"[train] of {made.file}")
-        return replace(made, content=json.dumps(table))
+        made = replace(made, content=json.dumps(table, sort_keys=True))
+        made.table = table  # with the models in the order of the file
+        return made
 
-    @property
+    @cached_property
     def table(self) -> dict[str, Any]:
         """Return what the file says."""
         return json.loads(self.content) if self.content else EXAMPLE
