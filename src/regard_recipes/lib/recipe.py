@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from inspect import get_annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -111,6 +112,9 @@ class Recipe(ABC):
 
     def __init_subclass__(cls) -> None:
         dataclass(kw_only=True, eq=False)(cls)
+        for option in fields(cls):  # a dataclass would ignore the value
+            if option.name in vars(cls) and option.name not in get_annotations(cls):
+                raise ArgumentError(f"{cls.__name__}: {option.name} is an option; give it its type again.")
 
     @classmethod
     def declared(cls, what: str) -> dict[str, Any]:
