@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import json
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from contracts.cases import SPECS
@@ -277,5 +279,19 @@ def test_texts_that_change_at_every_call_fill_no_memory() -> None:
     texts = [f"epanechnikov*anchored(margin={n})" for n in range(1, 1101)]
     for _ in range(2):
         assert [Spec.parse(text).bandwidth.margin for text in texts] == list(range(1, 1101))
+    results = spec_module._parsed.results
+    assert len([name for name in vars(results) if name.startswith("made_")]) == len(results.names) == 1024
+
+
+def test_threads_that_read_texts_at_once() -> None:
+    """More texts than are kept, so that threads drop old ones at the same time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            read = pool.map(lambda n: Spec.parse(f"epanechnikov*anchored(margin={n})").bandwidth.margin, range(1, 4001))
+            assert list(read) == list(range(1, 4001))
+    finally:
+        sys.setswitchinterval(before)
     results = spec_module._parsed.results
     assert len([name for name in vars(results) if name.startswith("made_")]) == len(results.names) == 1024

@@ -134,6 +134,23 @@ def test_other_weights_of_the_slots(spec: str, alpha: float) -> None:
     assert (after - moved).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_token_that_gives_no_slot_weight(heads: int, impl: str) -> None:
+    """Token 1 is written, and token 9 ends a chunk without a target. Both read 0, and their gates matter to nothing."""
+    given = draw(tokens=15, rows=1, heads=heads)
+    given[0][:, [1, 9]] += 100
+    leaves = [x.requires_grad_() for x in given]
+    rule = regard.WriteRule(key_update="none", border=False)
+    out, _ = call(leaves, rule, impl=impl, spec="biweight*fixed(bias=3,empty=zero)")  # type: ignore[arg-type]
+    assert not out[:, [1, 9]].any()
+    assert out[:, 10:].all()
+    found = torch.autograd.grad(out.square().sum(), leaves)
+    assert all(x.isfinite().all() for x in (out, *found))
+    assert not found[2][:, [1, 9]].any()
+    assert found[2][:, 0].all()
+
+
 @pytest.mark.parametrize("spec", ["sparsemax", "biweight", "epanechnikov*anchored"])
 def test_the_error_reaches_keys_through_any_weights(spec: str) -> None:
     """key_update="mse" against finite differences of the chunk's error by the keys."""

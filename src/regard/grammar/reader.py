@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from itertools import count
+from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
 from ..checks import ArgumentError, require
@@ -78,7 +79,7 @@ def kept(make: Callable[..., T], key: Callable[..., tuple[Any, ...]] | None = No
     class Results:
         names: ClassVar[dict[Any, str]] = {}
 
-    numbers = count()
+    numbers, alone = count(), Lock()
 
     def name_of(*arguments: Any) -> str:
         """Return the name of the attribute that holds the result. No name is used again."""
@@ -89,10 +90,13 @@ def kept(make: Callable[..., T], key: Callable[..., tuple[Any, ...]] | None = No
             name = None
         if name is None:
             name, found = f"made_{next(numbers)}", make(*arguments)
-            if len(names) >= 1024:  # bounds the memory when a number in the text changes at every call
-                delattr(Results, names.pop(next(iter(names))))
-            setattr(Results, name, found)
-            names[own] = name
+            with alone:  # another thread may have made it, too
+                if own not in names:
+                    if len(names) >= 1024:  # bounds the memory when a number in the text changes at every call
+                        delattr(Results, names.pop(next(iter(names))))
+                    setattr(Results, name, found)
+                    names[own] = name
+                name = names[own]
         return name
 
     # Dynamo calls this function instead of tracing it. torch.compiler.assume_constant_result would import the compiler.

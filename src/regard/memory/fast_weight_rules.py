@@ -67,14 +67,17 @@ def normalized(tokens: Written) -> Tensor:
     increases its errors.
 
     S, the share of the step that the token itself sees, is the sum over its slots of W^2 / m: W is the weight that all
-    heads together give the slot, m the number of heads that selected it.
+    heads together give the slot, m the number of heads that selected it. A token that gives no slot weight has step 1:
+    its shares are 0.
     """
     weights, slots = tokens.weights.flatten(-2), tokens.slots.flatten(-2)
     if tokens.slots.shape[-2] == 1:
-        return 1 / weights.square().sum(-1)
-    same = slots[..., :, None] == slots[..., None, :]
-    total = torch.where(same, weights[..., None, :], 0).sum(-1)
-    return 1 / (weights * total / same.sum(-1)).sum(-1)
+        seen = weights.square().sum(-1)
+    else:
+        same = slots[..., :, None] == slots[..., None, :]
+        total = torch.where(same, weights[..., None, :], 0).sum(-1)
+        seen = (weights * total / same.sum(-1)).sum(-1)
+    return 1 / torch.where(seen == 0, 1, seen)
 
 
 @step_rules.register("paper")

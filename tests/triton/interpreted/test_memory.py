@@ -14,6 +14,8 @@ from dense_fast_weights import stream
 from dense_oracles import near
 from memory_calls import CHUNK, T, blend, dense, draw, grads, memory, rule, triton, weight_of
 
+import regard
+
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
 
@@ -101,6 +103,19 @@ def test_streams(name: str, poisoned: None) -> None:
     if case.mix:
         expected = blend(expected, exact[1], exact[2] if case.gates else None)
     compared(torch.cat(parts, 1), expected, [leaves[i] for i in at], [exact[i] for i in at], case.most, name)
+
+
+def test_a_token_that_gives_no_slot_weight() -> None:
+    """Token 1 is written, and token 7 ends a chunk without a target."""
+    leaves = draw()
+    with torch.no_grad():
+        leaves[0][:, [1, 7]] += 100
+    how = regard.WriteRule(key_update="none", border=False)
+    out, _ = triton(leaves, rule=how, spec="biweight*fixed(bias=3,empty=zero)")
+    assert not out[:, [1, 7]].any()
+    found = grads(out.square().sum(), leaves)
+    assert all(x.isfinite().all() for x in (out, *found))
+    assert not found[2][:, [1, 7]].any()
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def _errors(
     seen, weight = _step(weights, slots, to, inside, K, H, KP, R)
     step = tl.zeros((R,), tl.float32) + rate
     if RULE == NORMALIZED:
-        step = rate / seen
+        step = rate / tl.where(seen == 0, 1.0, seen)  # without weight all shares are 0
     if RULE == REFERENCE:
         first = stream // streams * streams
         number, pairs = _pairs(good, good_next, first, streams, length, AHEAD, following is not None)
