@@ -162,7 +162,7 @@ def _chunked(
         inside = w @ v
     else:
         x, y = _system(k, v, g, chunks.cut(beta))
-        kept = torch.diag_embed(a.expand(*k.shape[:3], k.shape[-1]))
+        kept = torch.diag_embed(k.new_ones(k.shape[-1]) if g is None else a.expand(*k.shape[:3], k.shape[-1]))
         before, after = scan(kept - turned @ y, turned @ x, start)
         inside = _read_chunk(w, x - y @ before, chunks.size)
     return chunks.rows(inside + q.flatten(-3, -2) @ before, phi.shape[1]), after
