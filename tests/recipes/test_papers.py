@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 @pytest.fixture(scope="module")
 def found() -> list[Any]:
-    """What is stored of every recipe."""
+    """The stored claims of every recipe."""
     return list(stored(RESULTS))
 
 
@@ -33,10 +33,8 @@ def test_every_item_names_a_recipe_or_needs_a_gpu() -> None:
 def test_every_claim_of_a_paper_is_shown_once(found: list[Any]) -> None:
     for paper in PAPERS:
         text = page(paper, found)
-        for _, _, _, claims in found:
-            for claim in claims:
-                if paper_of(claim) == paper:
-                    assert f"“{claim.wording}” | {claim.verdict} |" in text
+        own = [claim for _, _, claim in found if paper_of(claim) == paper]
+        assert all(f"“{claim.wording}” | {claim.verdict} |" in text for claim in own)
 
 
 def test_what_has_no_result_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -104,12 +104,17 @@ PAPERS: dict[str, tuple[Item, ...]] = {
 """Papers by the name that claims give them, with the errata in docs/errata.md."""
 
 
-def stored(folder: Path) -> Iterator[tuple[str, Recipe, str, Sequence[Claim]]]:
-    """Yield name, recipe, command and claims of each record in a folder."""
+Stored = tuple[str, str, Claim]
+"""The name of a recipe, the command of its stored run, and one of its claims."""
+
+
+def stored(folder: Path) -> Iterator[Stored]:
+    """Yield the claims of each record in a folder."""
     for name, kind in sorted(recipes.items()):
         if isinstance(kind, type) and issubclass(kind, Recipe) and (folder / f"{name}.json").exists():
             made, results = load(kind, folder)
-            yield name, made, str(results.record["command"]), made.claims(results)
+            for claim in made.claims(results):
+                yield name, str(results.record["command"]), claim
 
 
 def paper_of(claim: Claim) -> str:
@@ -117,14 +122,13 @@ def paper_of(claim: Claim) -> str:
     return NAMES.get(claim.paper, claim.paper)
 
 
-def page(paper: str, found: Sequence[tuple[str, Recipe, str, Sequence[Claim]]]) -> str:
+def page(paper: str, claims: Sequence[Stored]) -> str:
     """Return the page of a paper as Markdown."""
     from regard.inspect.tables import Table
 
     def row(place: str, command: str, claim: Claim) -> tuple[str, ...]:
         return place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`"
 
-    claims = [(name, command, claim) for name, _, command, own in found for claim in own]
     known, rows, shown = (paper, "regard's targets"), [], []
     for item in PAPERS[paper]:
         ours = [each for each in claims if paper_of(each[2]) in known and item.holds(each[0], each[2])]
@@ -144,12 +148,12 @@ def page(paper: str, found: Sequence[tuple[str, Recipe, str, Sequence[Claim]]]) 
 
 def write_pages(folder: Path) -> list[Path]:
     """Write the page of each paper to a folder with stored results, and return their paths."""
-    found = list(stored(folder))
-    if not found:
-        raise ArgumentError(f"reproduce: --papers: {folder} holds no results of recipes (NAME.json).")
+    claims = list(stored(folder))
+    if not claims:
+        raise ArgumentError(f"reproduce: --papers: {folder} holds no results of recipes with claims (NAME.json).")
     written = []
     for paper in PAPERS:
         path = folder / f"paper-{paper.lower().replace(' ', '-')}.md"
-        path.write_text(page(paper, found), encoding="utf-8")
+        path.write_text(page(paper, claims), encoding="utf-8")
         written.append(path)
     return written
