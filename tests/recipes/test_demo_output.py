@@ -9,7 +9,7 @@ import pytest
 
 from regard.checks import ArgumentError
 from regard_recipes.demo import demo_output
-from regard_recipes.demo.demo_output import Baseline, Outcome, Result, begin, check_out, folder_name, table
+from regard_recipes.demo.demo_output import begin, check_out, folder_name, table
 
 
 def marked(folder: Path, **more: object) -> Path:
@@ -82,11 +82,12 @@ def test_folder_names() -> None:
 
 
 def test_the_table_of_a_model_that_stopped() -> None:
-    stopped = Outcome(name="softmax", run=Path("runs/1-softmax"), failure="disk full")
-    base = Baseline(name="5-gram", bits_per_char=1.9, train_seconds=0.25, tokens_per_second=1e6)
-    result = Result(
-        settings={"seed": "7"}, text={}, visible=64.5, baseline=base, outcomes=(stopped,), recalls=(), seconds=1.0
-    )
+    base = {"name": "5-gram", "bits_per_char": 1.9, "train_seconds": 0.25, "tokens_per_second": 1e6}
+    result = {
+        "settings": {"seed": "7"}, "text": {}, "installation": {}, "visible_keys": 64.5, "seconds": 1.0,
+        "baseline": base, "recall": [],
+        "models": [{"spec": "softmax", "run": "runs/1-softmax", "failure": "disk full"}],
+    }  # fmt: skip
     found = table(result)
     assert found.rows == (
         ("5-gram", "1.900", "–", "0.2 s", "1,000,000", "–", "–"),

@@ -20,9 +20,10 @@ def made(name: str, size: str = "quick", **changes: Any) -> Any:
     return kind.configure(size, **changes)
 
 
+@pytest.mark.parametrize("size", ["quick", "small"])
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_recipe_of_trained_models_has_an_estimate(name: str) -> None:
-    recipe = made(name)
+def test_every_recipe_of_trained_models_has_an_estimate(name: str, size: str) -> None:
+    recipe = made(name, size)
     rows = estimate(recipe).rows
     runs = len(recipe.cells()) * recipe.seeds
     assert sum(int(row[1]) for row in rows[:-1]) == int(rows[-1][1]) == runs

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,15 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM
-from regard.models.base.catalogue import model_of
 from regard.recipes import recipes
 from regard_recipes.fwpkm.slot_use import slots_read
-from regard_recipes.lib import language_text
 from regard_recipes.lib.claims import NOT_TESTABLE
-from regard_recipes.lib.language_text import read_text
 from regard_recipes.lib.recipe import Results, frame_of
 from regard_recipes.lib.results import load
-from regard_recipes.lib.text_recipe import TextRecipe
 from regard_recipes.local_linear.lla_pretraining import PLAIN, RIDGES, weights_seen
 from regard_recipes.sparse_attention.out_of_distribution import losses_along, other_text, windows
 
-TEXTS = [name for name, kind in recipes.items() if isinstance(kind, type) and issubclass(kind, TextRecipe)]
 FACTS = {"floor": 3.0}
 
 
@@ -49,29 +42,6 @@ def run(model: str, rate: float = 1e-3, held_out: float = 2.0, **found: Any) -> 
     return {"kind": "run", "model": model, "rate": rate, "held_out": held_out, **found}
 
 
-def test_a_text_is_split_and_encoded(tmp_path: Path) -> None:
-    content = "".join(f"line {i:4} of a text\n" for i in range(5000))
-    file = tmp_path / "text.txt"
-    file.write_text(content, encoding="utf-8")
-    read = partial(read_text, file, "byte", measured=100, call="test")
-    text = read(context=8)
-    assert "".join(text.words(text.held_out_tokens)) == content[-10_000:] == content[-len(content) // 10 :]
-    whole = language_text.windows(text.held_out_tokens, 8)
-    assert whole[:3].tolist() == text.held_out_tokens[:24].reshape(3, 8).tolist()
-    assert len(whole) == 1250
-    assert text.vocabulary == len(text.tokenizer) == 258
-    assert len(text.choice_tokens) == 0
-    text = read(context=16, choice=32)
-    assert len(text.choice_tokens) == 32
-    assert "".join(text.words(torch.cat((text.choice_tokens, text.held_out_tokens)))) == content[-10_000:]
-    assert len(read(context=16, choice=10**6).choice_tokens) == 10_000 // 3
-    for context, choice in ((20_000, 0), (33, 32)):
-        with pytest.raises(ArgumentError, match=f"each part must have at least a context of {context}"):
-            read(context=context, choice=choice)
-    with pytest.raises(ArgumentError, match="does not exist"):
-        read_text(tmp_path / "none", "byte", context=16, measured=64, call="test")
-
-
 def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:
     rows = [run("softmax", 1e-3, 2.5, test=2.1), run("softmax", 3e-3, 2.2, test=2.4),
             run("relumax", 1e-3, 2.3, test=2.6), run("relumax", 3e-3, math.nan, test=math.nan)]  # fmt: skip
@@ -79,19 +49,6 @@ def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:
     chosen = made.chosen(results(rows))
     assert dict(zip(chosen["model"], chosen["rate"], strict=True)) == {"softmax": 3e-3, "relumax": 1e-3}
     assert made.gap(results(rows), "relumax", "softmax").mean == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("size", ["quick", "small", "paper"])
-def test_every_known_model_can_be_made(name: str, size: str) -> None:
-    made = make(name, size, models=())
-    cells = made.cells()
-    left_out = {name for name in made.known if name not in {cell["model"] for cell in cells}}
-    assert left_out <= ({"iclm-full-matched"} if size == "paper" else set())  # larger than its rival at that size
-    for cell in cells:
-        config = made.model_config(cell, 300)
-        with torch.device("meta"):
-            assert model_of(config)(config).config.hidden_size == made.width
 
 
 @pytest.mark.parametrize(

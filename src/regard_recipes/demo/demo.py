@@ -8,7 +8,7 @@ models learn to recall values by keys. Slow modules are imported after the check
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from regard import Spec
     from regard.training.config import TrainConfig
 
+    from ..lib.language_text import LanguageText
     from .demo_output import Result
-    from .demo_text import Material
 
 CALL = "demo"
 ORDER = 5  # of the n-gram baseline
@@ -84,57 +84,65 @@ def run_demo(config: DemoConfig) -> int:
 
     progress, screen = consoles(120)
     with progress.status("loading"):
-        from . import demo_output, demo_text, demo_train
+        from . import demo_output, demo_train
     demo_output.check_out(config.out, CALL)
     with progress.status("reading the text, trying every spec once"):
-        material = demo_text.prepare(config.data, context=demo_train.CONTEXT, excerpt=demo_train.EXCERPT, call=CALL)
+        text = demo_train.text_of(config.data, CALL)
         plans = [
-            demo_train.plan(material, spec, place, steps=config.steps, seed=config.seed, out=config.out)
+            demo_train.plan(text, spec, place, steps=config.steps, seed=config.seed, out=config.out)
             for place, spec in enumerate(specs)
         ]
-        demo_train.rehearse(plans, material, CALL)
+        demo_train.rehearse(plans, text, CALL)
     with only_run(config.out, call=CALL):
-        demo_output.begin(config.out, material.content, CALL)
-        result = _train_all(config, plans, material, progress, start)
+        demo_output.begin(config.out, text.content, CALL)
+        result = _train_all(config, plans, text, progress, start)
         with progress.status("drawing"):
             demo_output.write(config.out, result)
     for table in demo_output.tables(result).values():
         screen.print(table.rich())
-    screen.print(f"{result.seconds:.0f} s in all. Look inside: {config.out / demo_output.PAGE}", highlight=False)
-    return 1 if any(outcome.failure for outcome in result.outcomes) else 0
+    screen.print(f"{result['seconds']:.0f} s in all. Look inside: {config.out / demo_output.PAGE}", highlight=False)
+    return 1 if any("failure" in model for model in result["models"]) else 0
 
 
 def _train_all(
-    config: DemoConfig, plans: list[TrainConfig], material: Material, progress: Console, start: float
+    config: DemoConfig, plans: list[TrainConfig], text: LanguageText, progress: Console, start: float
 ) -> Result:
     """Count the n-grams and train every model; `seconds` of the result count from `start`."""
+    from regard.doctor import report as installation
+
     from ..lib.running import run_calls
     from . import demo_output, demo_recall, demo_train
 
-    described = material.described()
-    progress.print(f"text: {described['source']}, {described['characters']} characters", highlight=False)
+    progress.print(f"text: {text.described['source']}, {text.described['characters']} characters", highlight=False)
     with progress.status(f"counting {ORDER}-grams"):
-        baseline = demo_train.count(material, ORDER)
+        baseline = demo_train.count(text, ORDER)
     calls: dict[str, Callable[[], Any]] = {
-        settings.spec[0]: partial(demo_train.train_one, settings, material, CALL) for settings in plans
+        settings.spec[0]: partial(demo_train.train_one, settings, text, CALL) for settings in plans
     }
-    if config.recall_steps:
-        calls |= {
-            f"recall with {name}": partial(demo_recall.recall, name, steps=config.recall_steps, seed=config.seed)
-            for name in reversed(demo_recall.MODELS)  # the slow ones first
-        }
+    recalls = {f"recall with {name}": name for name in demo_recall.MODELS if config.recall_steps}
+    for call, name in reversed(recalls.items()):  # the slow ones first
+        calls[call] = partial(demo_recall.recall, name, steps=config.recall_steps, seed=config.seed)
     found: dict[str, Any] = {}
     with progress.status(f"training {len(calls)} models, {max(1, config.workers)} at a time") as status:
-        for name, outcome in run_calls(calls, config.workers):
-            found[name] = outcome
-            progress.print(f"{len(found)}/{len(calls)} {name}: {outcome.brief}", highlight=False)
+        for name, record in run_calls(calls, config.workers):
+            found[name] = record
+            progress.print(f"{len(found)}/{len(calls)} {name}: {brief(record)}", highlight=False)
             status.update(f"training the other {len(calls) - len(found)} models")
-    recalls = [f"recall with {name}" for name in demo_recall.MODELS]
-    return demo_output.Result(
-        settings=demo_train.shared_settings(plans[0]), text=described, visible=(demo_train.CONTEXT + 1) / 2,
-        baseline=baseline, outcomes=tuple(found[settings.spec[0]] for settings in plans),
-        recalls=tuple(found[name] for name in recalls if name in found), seconds=time.perf_counter() - start,
-    )  # fmt: skip
+    return {
+        "made_by": demo_output.MADE_BY, "format": 1, "finished": True, "seconds": time.perf_counter() - start,
+        "visible_keys": (demo_train.CONTEXT + 1) / 2, "text": text.described,
+        "settings": demo_train.shared_settings(plans[0]), "installation": installation(), "baseline": baseline,
+        "models": [found[settings.spec[0]] for settings in plans], "recall": [found[call] for call in recalls],
+    }  # fmt: skip
+
+
+def brief(record: Mapping[str, Any]) -> str:
+    """Return the result of a model in a few words."""
+    if "failure" in record:
+        return f"stopped: {record['failure']}"
+    if "final" in record:
+        return f"accuracy {record['final']:.3f} after {record['steps'][-1]} steps, {record['seconds']:.0f} s"
+    return f"{record['bits_per_char']:.3f} bits/char after {record['train_seconds']:.0f} s"
 
 
 def parse_specs(text: str, call: str = CALL) -> list[Spec]:

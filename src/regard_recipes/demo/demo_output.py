@@ -10,24 +10,22 @@ text.txt         the text that was used
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from regard.checks import ArgumentError
-from regard.doctor import report as installation
 from regard.inspect import figures
 from regard.inspect.figures import Curve
-from regard.inspect.measures import AttentionMaps
 from regard.inspect.report import Page, Part, Sample, Section, render
 from regard.inspect.summary import layer_table
 from regard.inspect.tables import Table
 from regard.training import TrainingStopped
 
 from ..lib import results
-from ..lib.display import MISSING
+from ..lib.display import Show, means, pivot
 from .demo_kernels import KernelWeights
-from .demo_recall import Recall, recall_curves, recall_table
+from .demo_recall import recall_curves, recall_table
 
 MADE_BY = "regard demo"
 MARKER, TEXT, RUNS, FIGURES = "results.json", "text.txt", "runs", "figures"
@@ -35,67 +33,9 @@ PAGE, TABLE = "report.html", "table.md"
 FREE = 64 * 2**20  # bytes that the disk must have free; a demo of four models takes less than half of it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """The n-gram model on the held-out text; seconds and tokens per second are of counting."""
-
-    name: str
-    bits_per_char: float
-    train_seconds: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """The results of one model: `train_seconds` of training steps by the clock, `cpu_seconds` of the whole call."""
-
-    bits_per_char: float
-    parameters: int
-    support: float | None
-    train_seconds: float
-    cpu_seconds: float
-    tokens_per_second: float
-    prompt: str
-    sample: str
-    sampled: str
-    maps: AttentionMaps | None
-    kernels: KernelWeights | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """One model: its name, its run folder, and either its results or why it stopped."""
-
-    name: str
-    run: Path
-    trained: Trained | None = None
-    failure: str | None = None
-
-    @property
-    def brief(self) -> str:
-        """Return the result in a few words."""
-        if self.trained is None:
-            return f"stopped: {self.failure}"
-        return f"{self.trained.bits_per_char:.3f} bits/char after {self.trained.train_seconds:.0f} s"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """A whole demo. `settings` and `text` are shown as they are, name to value."""
-
-    settings: dict[str, str]
-    text: dict[str, str]
-    visible: float
-    baseline: Baseline
-    outcomes: tuple[Outcome, ...]
-    recalls: tuple[Recall, ...]
-    seconds: float
-
-    @property
-    def kernels(self) -> KernelWeights | None:
-        """Return the weights of several kernels in the first model that has them."""
-        trained = (outcome.trained for outcome in self.outcomes)
-        return next((one.kernels for one in trained if one is not None and one.kernels is not None), None)
+Result = Mapping[str, Any]
+"""What results.json says of a whole demo, and each model's `maps` and `kernels` (`demo_train.train_one`), which it does
+not hold. Settings and text are shown as they are, name to value."""
 
 
 def check_out(out: Path, call: str) -> None:
@@ -135,90 +75,84 @@ def _write(path: Path, content: str) -> None:
 
 def write(out: Path, result: Result) -> None:
     """Write figures, table and report, and last the JSON, which marks the demo as finished."""
-    curves = [curve(outcome) for outcome in result.outcomes if outcome.trained is not None]
+    drawn = ("maps", "kernels")
+    models = [{name: value for name, value in model.items() if name not in drawn} for model in result["models"]]
     try:
-        pictures = _pictures(result, curves)
+        pictures = _pictures(result)
         for name, picture in pictures.items():
             (out / FIGURES / name).write_bytes(picture)
         _write(out / TABLE, "\n\n".join(each.markdown() for each in tables(result).values()))
         _write(out / PAGE, render(page(result, pictures)))
-        _write(out / MARKER, json.dumps(as_json(result, curves), indent=1))
+        _write(out / MARKER, json.dumps({**result, "models": models}, indent=1))
     except OSError as error:
         raise TrainingStopped(
             f"cannot write the results to {out}: {error.strerror or error}; the trained models are in {out / RUNS}"
         ) from error
 
 
-def curve(outcome: Outcome) -> Curve:
-    """Return the run's metrics as a curve that ends with the final result."""
-    assert outcome.trained is not None
-    records = [json.loads(line) for line in (outcome.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    learned = {r["step"]: r["bits_per_char"] for r in records if "bits_per_char" in r}
-    held_out = {r["step"]: r["eval_bits_per_char"] for r in records if "eval_bits_per_char" in r}
-    last = json.loads((outcome.run / "summary.json").read_text(encoding="utf-8"))["step"]
-    held_out[last] = outcome.trained.bits_per_char
-    return Curve(outcome.name, tuple(learned), tuple(learned.values()), tuple(held_out), tuple(held_out.values()))
-
-
 def tables(result: Result) -> dict[str, Table]:
     """Return the tables by title."""
     found = {"Language models": table(result)}
-    if result.recalls:
-        found["Recall"] = recall_table(result.recalls, int(result.settings["seed"]))
+    if result["recall"]:
+        found["Recall"] = recall_table(result["recall"], result["settings"]["seed"])
     return found
 
 
 def table(result: Result) -> Table:
     """Return a table with the baseline and each language model, in the order of the specs."""
-    base = result.baseline
-    shown = lambda of, more: (  # noqa: E731
-        f"{of.bits_per_char:.3f}", more, f"{of.train_seconds:.1f} s", f"{of.tokens_per_second:,.0f}"
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = [(base.name, *shown(base, MISSING), MISSING, MISSING)]
-    for outcome in result.outcomes:
-        model = outcome.trained
-        if model is None:
-            rows.append((outcome.name, "stopped", *[MISSING] * 5))
-            continue
-        support = MISSING if model.support is None else f"{model.support:.1f}"
-        above = f"{model.bits_per_char - base.bits_per_char:+.3f}"
-        rows.append((outcome.name, *shown(model, above), f"{model.parameters:,}", support))
-    header = ("model", "bits/char", f"vs {base.name}", "training", "tokens/s", "parameters", "support")
+    import pandas as pd
+
+    base = result["baseline"]
+    rows = pd.DataFrame(
+        [{"spec": base["name"], **base}, *result["models"]],
+        columns=["spec", "bits_per_char", "train_seconds", "tokens_per_second", "parameters", "support"],
+    ).astype({"bits_per_char": float})
+    rows["above"] = rows["bits_per_char"][1:] - base["bits_per_char"]
+    bits = means("{bits_per_char:.3f}")
+    shows: dict[str, Show] = {
+        "bits/char": lambda rows: bits(rows) if rows["bits_per_char"].notna().all() else "stopped",
+        f"vs {base['name']}": "{above:+.3f}", "training": "{train_seconds:.1f} s",
+        "tokens/s": "{tokens_per_second:,.0f}", "parameters": "{parameters:,.0f}", "support": "{support:.1f}",
+    }  # fmt: skip
     note = (
-        f"Bits per character of held-out text, fewer are better; with one seed ({result.settings['seed']}), small "
-        f"differences may be chance. Support: keys with non-zero weight per query, of {result.visible:.1f} visible on "
-        f"average."
+        f"Bits per character of held-out text, fewer are better; with one seed ({result['settings']['seed']}), small "
+        f"differences may be chance. Support: keys with non-zero weight per query, of {result['visible_keys']:.1f} "
+        f"visible on average."
     )
-    return Table(header, tuple(rows), note)
+    return pivot(rows, {"spec": "model"}, shows, note=note)
 
 
-def _pictures(result: Result, curves: list[Curve]) -> dict[str, bytes]:
+def _kernels(result: Result) -> KernelWeights | None:
+    """Return the weights of several kernels in the first model that has them."""
+    return next((model["kernels"] for model in result["models"] if model.get("kernels") is not None), None)
+
+
+def _pictures(result: Result) -> dict[str, bytes]:
     """Return file name to PNG: kernels, curves, and a map for every model that has one."""
-    base = result.baseline
     pictures = {}
-    if result.kernels is not None:
-        pictures["kernels.png"] = result.kernels.picture()
-    if result.recalls:
-        pictures["recall.png"] = recall_curves(result.recalls)
-    if curves:
-        pictures["curves.png"] = figures.loss_curves(curves, baseline=base.bits_per_char, baseline_name=base.name)
-    for outcome in result.outcomes:
-        if outcome.trained is not None and outcome.trained.maps is not None:
-            layer, head = outcome.trained.maps.farthest()
-            pictures[_map_name(outcome)] = figures.attention_map(outcome.trained.maps, layer, head, title=outcome.name)
+    if (kernels := _kernels(result)) is not None:
+        pictures["kernels.png"] = kernels.picture()
+    if result["recall"]:
+        pictures["recall.png"] = recall_curves(result["recall"])
+    if curves := [Curve(model["spec"], **model["curve"]) for model in result["models"] if "curve" in model]:
+        base = result["baseline"]
+        pictures["curves.png"] = figures.loss_curves(curves, baseline=base["bits_per_char"], baseline_name=base["name"])
+    for model in result["models"]:
+        if (maps := model.get("maps")) is not None:
+            pictures[_map_name(model)] = figures.attention_map(maps, *maps.farthest(), title=model["spec"])
     return pictures
 
 
-def _map_name(outcome: Outcome) -> str:
-    return f"attention-{outcome.run.name}.png"
+def _map_name(model: Mapping[str, Any]) -> str:
+    return f"attention-{model['run'].removeprefix(f'{RUNS}/')}.png"
 
 
 def page(result: Result, pictures: dict[str, bytes]) -> Page:
     """Return the report."""
-    parts = []
-    if result.kernels is not None:
+    parts, found = [], tables(result)
+    if (kernels := _kernels(result)) is not None:
         text = (
-            f"Queries and keys of one head, on a held-out text that the {result.kernels.model} model has never seen. "
+            f"Queries and keys of one head, on a held-out text that the {kernels.model} model has never seen. "
             f"Each row turns the same scores into weights by another spec. A grey character has a weight of exactly "
             f"zero: the prediction does not depend on it."
         )
@@ -226,67 +160,48 @@ def page(result: Result, pictures: dict[str, bytes]) -> Page:
                           caption="Weights of the characters for the query at the last one, in the head where "
                           "biweight gives weight to most of them."))  # fmt: skip
     text = (
-        f"{len(result.outcomes)} small language models that differ in their attention only, trained on the same "
-        f"windows of the same text from the same seed, beside a {result.baseline.name} model of that text."
+        f"{len(result['models'])} small language models that differ in their attention only, trained on the same "
+        f"windows of the same text from the same seed, beside a {result['baseline']['name']} model of that text."
     )
     caption = "Bits per character: thin lines on training windows, dots on the whole held-out text."
-    parts.append(Part(title="One model, several attention specs", text=text, table=table(result),
+    parts.append(Part(title="One model, several attention specs", text=text, table=found["Language models"],
                       picture=pictures.get("curves.png"), caption=caption))  # fmt: skip
-    if result.recalls:
+    if "Recall" in found:
         text = (
             "Each sequence lists pairs of keys and values, then keys alone; the model must answer with their values. "
             "What a model can keep of earlier tokens decides whether it can."
         )
         caption = "Accuracy on validation examples; curves end where 0.99 is reached."
-        parts.append(Part(title="Recall", text=text, table=tables(result)["Recall"], picture=pictures["recall.png"],
+        parts.append(Part(title="Recall", text=text, table=found["Recall"], picture=pictures["recall.png"],
                           caption=caption))  # fmt: skip
     return Page(
         title="Attention as regression: what changes when a part of it changes",
         introduction=f"Small models that differ in one part of their attention. The demo took "
-        f"{result.seconds / 60:.1f} minutes.",
+        f"{result['seconds'] / 60:.1f} minutes.",
         parts=parts,
-        sections=[_section(outcome, pictures.get(_map_name(outcome))) for outcome in result.outcomes],
-        settings={"Text": result.text, "Training, the same for all language models": result.settings,
-                  **{f"Installation: {name}": group for name, group in installation().items()}},
+        sections=[_section(model, pictures.get(_map_name(model))) for model in result["models"]],
+        settings={"Text": result["text"], "Training, the same for all language models": result["settings"],
+                  **{f"Installation: {name}": group for name, group in result["installation"].items()}},
     )  # fmt: skip
 
 
-def _section(outcome: Outcome, picture: bytes | None) -> Section:
-    model = outcome.trained
-    if model is None:
-        return Section(title=outcome.name, failure=f"Training stopped: {outcome.failure}")
-    length = 0 if model.maps is None else len(model.maps.labels)
+def _section(model: Mapping[str, Any], picture: bytes | None) -> Section:
+    if "failure" in model:
+        return Section(title=model["spec"], failure=f"Training stopped: {model['failure']}")
+    maps = model["maps"]
+    length = 0 if maps is None else len(maps.labels)
     facts = {
-        "bits per character": f"{model.bits_per_char:.3f}",
-        "training": f"{model.train_seconds:.0f} s at {model.tokens_per_second:,.0f} tokens/s",
+        "bits per character": f"{model['bits_per_char']:.3f}",
+        "training": f"{model['train_seconds']:.0f} s at {model['tokens_per_second']:,.0f} tokens/s",
     }
-    if model.support is not None:
-        facts["mean support"] = f"{model.support:.1f} keys"
+    if model["support"] is not None:
+        facts["mean support"] = f"{model['support']:.1f} keys"
     return Section(
-        title=outcome.name, facts=facts, picture=picture, maps=model.maps,
-        sample=Sample(prompt=model.prompt, continuation=model.sample, how=model.sampled),
-        layers=None if model.maps is None else layer_table(model.maps),
+        title=model["spec"], facts=facts, picture=picture, maps=maps,
+        sample=Sample(prompt=model["prompt"], continuation=model["sample"], how=model["sampled"]),
+        layers=None if maps is None else layer_table(maps),
         caption=f"The head that looks furthest back on average, on the held-out text from which the sample starts. "
         f"White: a weight of exactly zero. Right: for every query, how many visible keys have a non-zero weight. The "
         f"{length} characters shown have a mean of {(length + 1) / 2:.1f} visible keys; the mean support above is over "
         f"whole contexts.",
     )  # fmt: skip
-
-
-def as_json(result: Result, curves: list[Curve]) -> dict[str, Any]:
-    """Return all measurements as plain data."""
-    by_name = {curve.name: vars(curve) for curve in curves}
-    models = []
-    for outcome in result.outcomes:
-        record: dict[str, Any] = {"spec": outcome.name, "run": f"{RUNS}/{outcome.run.name}"}
-        if outcome.trained is None:
-            record["failure"] = outcome.failure
-        else:
-            record |= {key: value for key, value in vars(outcome.trained).items() if key not in ("maps", "kernels")}
-            record["curve"] = {k: v for k, v in by_name[outcome.name].items() if k != "name"}
-        models.append(record)
-    return {
-        "made_by": MADE_BY, "format": 1, "finished": True, "seconds": result.seconds, "visible_keys": result.visible,
-        "text": result.text, "settings": result.settings, "installation": installation(),
-        "baseline": vars(result.baseline), "models": models, "recall": [vars(one) for one in result.recalls],
-    }  # fmt: skip

@@ -1,5 +1,7 @@
-"""One model of the demo: settings, a trial step, training, sample and attention maps."""
+"""The text of the demo, the n-gram model of it, and each of the language models: settings, a trial step, training,
+sample and attention maps."""
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +19,7 @@ from regard.inspect.capture import capture
 from regard.inspect.measures import attention_maps
 from regard.models import HybridForCausalLM
 from regard.training import (
+    RunSummary,
     TrainConfig,
     TrainingInterrupted,
     TrainingStopped,
@@ -30,26 +33,39 @@ from regard.training.callbacks import Clock
 from regard.training.config import SEEDS
 from regard.training.validation import validate
 
+from ..lib.language_text import LanguageText, read_text
 from .demo_kernels import kernel_weights
-from .demo_output import RUNS, TEXT, Baseline, Outcome, Trained, folder_name
-from .demo_text import Material
+from .demo_output import RUNS, TEXT, folder_name
 from .ngram import NGram
 
 CONTEXT = 128  # characters that a model sees at once
+LONGEST = 4_000_000  # characters of the text that are used at most, so that n-grams are counted in seconds
 EXCERPT = 64  # characters in the attention maps: as many as can be read in a figure
 INITIAL = 0.05  # standard deviation of the first weights
 SAMPLE, TEMPERATURE = 400, 0.8  # characters of generated text
 _OWN = ("data", "spec", "out", "resume", "overwrite", "steps", "seed")
 
 
-def plan(material: Material, spec: Spec, place: int, *, steps: int, seed: int, out: Path) -> TrainConfig:
+def text_of(data: Path | None, call: str) -> LanguageText:
+    """Return the user's text, or the interpreter's manual, with a token for each character."""
+    return read_text(data, "char", context=CONTEXT, call=call, longest=LONGEST)
+
+
+def first_paragraph(text: str, length: int = EXCERPT) -> slice:
+    """Return the place of `length` characters from the first whole paragraph on, or from the start if there is none."""
+    gap = text.find("\n\n")
+    start = gap + len(text[gap:]) - len(text[gap:].lstrip()) if gap >= 0 else 0
+    return slice(start, start + length) if start + length <= len(text) else slice(length)
+
+
+def plan(text: LanguageText, spec: Spec, place: int, *, steps: int, seed: int, out: Path) -> TrainConfig:
     """Return the training of the model at `place`. Models differ in `spec` and run folder only. Three evaluations come
     before the last one, which always covers the whole held-out text."""
     return TrainConfig(
-        data=out / TEXT, validation=material.share, spec=(str(spec),), layers=3, width=96, heads=4, context=CONTEXT,
+        data=out / TEXT, validation=text.share, spec=(str(spec),), layers=3, width=96, heads=4, context=CONTEXT,
         batch=8, steps=steps, learning_rate=1e-2, final_learning_rate=0.02, optimizer="muon", seed=seed, device="cpu",
         out=out / RUNS / folder_name(place, str(spec)), log_every=max(1, steps // 50), eval_every=steps // 4 + 1,
-        eval_tokens=len(material.held_out_tokens), save_every=steps, keep=1,
+        eval_tokens=len(text.held_out_tokens), save_every=steps, keep=1,
     )  # fmt: skip
 
 
@@ -68,14 +84,14 @@ def shared_settings(settings: TrainConfig) -> dict[str, str]:
     return first | {name: str(value) for name, value in named if name not in _OWN}
 
 
-def rehearse(plans: Sequence[TrainConfig], material: Material, call: str) -> None:
+def rehearse(plans: Sequence[TrainConfig], text: LanguageText, call: str) -> None:
     """Run every model forward and backward on one window, so that a spec that cannot be trained is found first."""
-    window = material.train_tokens[:CONTEXT].long()[None]
+    window = text.train_tokens[:CONTEXT].long()[None]
     for settings in plans:
         validate(settings, call)
         try:
             with torch.random.fork_rng(devices=[]):
-                model = build_model(settings, material.tokenizer)
+                model = build_model(settings, text.tokenizer)
             model(input_ids=window, labels=window).loss.backward()
             with capture(model), torch.no_grad():
                 model(input_ids=window)
@@ -83,45 +99,71 @@ def rehearse(plans: Sequence[TrainConfig], material: Material, call: str) -> Non
             raise ArgumentError(f"{call}: --specs: {settings.spec[0]} cannot be trained: {error}") from None
 
 
-def count(material: Material, order: int) -> Baseline:
-    """Return the n-gram model of the training text, measured on the held-out text."""
+def count(text: LanguageText, order: int) -> dict[str, Any]:
+    """Return the n-gram model of the training text, measured on the held-out text; seconds and tokens per second are of
+    counting."""
     start = time.perf_counter()
-    model = NGram(material.train_tokens.tolist(), len(material.tokenizer), order)
+    model = NGram(text.train_tokens.tolist(), len(text.tokenizer), order)
     seconds = time.perf_counter() - start
-    held_out = material.held_out_tokens.tolist()
-    bits = Units.of(material.held_out, len(held_out)).bits_per_char(model.loss(held_out))
-    return Baseline(name=f"{order}-gram", bits_per_char=bits, train_seconds=seconds,
-                    tokens_per_second=len(material.train_tokens) / seconds)  # fmt: skip
+    held_out = text.held_out_tokens.tolist()
+    bits = Units.of(text.held_out, len(held_out)).bits_per_char(model.loss(held_out))
+    return {"name": f"{order}-gram", "bits_per_char": bits, "train_seconds": seconds,
+            "tokens_per_second": len(text.train_tokens) / seconds}  # fmt: skip
 
 
-def train_one(settings: TrainConfig, material: Material, call: str) -> Outcome:
-    """Train a model, generate a sample, and compute attention maps; a run that stops gives the reason."""
+def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str, Any]:
+    """Train a model, generate a sample, and compute attention maps.
+
+    Returns:
+        What results.json says of the model: its results, of which `train_seconds` are of training steps by the clock
+        and `cpu_seconds` of the whole call, or the reason why it stopped ("failure"); and "maps" and "kernels", None
+        where the model has no weights to show.
+    """
     name, clock, cpu = settings.spec[0], Clock(), time.process_time()
+    own = {"spec": name, "run": f"{RUNS}/{settings.out.name}"}
     try:
         summary = train(settings, build_model=build_model, callbacks=[clock], console=Console(quiet=True))
     except TrainingInterrupted:
         raise
     except TrainingStopped as error:
-        return Outcome(name=name, run=settings.out, failure=str(error))
+        return {**own, "failure": str(error)}
     cpu = time.process_time() - cpu
     model, tokenizer = load_model(settings.out, call=call)
-    sample = write_on(model, tokenizer, material.prompt, settings.seed)
+    place = first_paragraph(text.held_out)
+    excerpt, tokens = text.held_out[place], text.held_out_tokens[place]
+    prompt = without_last_word(excerpt)
     maps = kernels = None
     with suppress(ArgumentError):  # the model has no weights to show
-        maps = attention_maps(model, material.excerpt_tokens, list(material.excerpt))
-        kernels = kernel_weights(model, name, material.excerpt_tokens, material.excerpt)
+        maps = attention_maps(model, tokens, list(excerpt))
+        kernels = kernel_weights(model, name, tokens, excerpt)
     half = CONTEXT // 2
     sampled = (
         f"Temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, from the held-out text. "
         f"Every {half} characters continue from the {half} before."
     )
-    trained = Trained(
-        bits_per_char=summary.bits_per_char, parameters=summary.parameters, support=summary.support,
-        train_seconds=clock.seconds, cpu_seconds=cpu, prompt=material.prompt, sample=sample, sampled=sampled, maps=maps,
-        kernels=kernels,
-        tokens_per_second=clock.steps * settings.per_step * CONTEXT / clock.seconds,
-    )  # fmt: skip
-    return Outcome(name=name, run=settings.out, trained=trained)
+    return {
+        **own, "bits_per_char": summary.bits_per_char, "parameters": summary.parameters, "support": summary.support,
+        "train_seconds": clock.seconds, "cpu_seconds": cpu,
+        "tokens_per_second": clock.steps * settings.per_step * CONTEXT / clock.seconds, "prompt": prompt,
+        "sample": write_on(model, tokenizer, prompt, settings.seed), "sampled": sampled,
+        "curve": curve(settings.out, summary), "maps": maps, "kernels": kernels,
+    }  # fmt: skip
+
+
+def without_last_word(text: str) -> str:
+    """Return a text without its last word, or all of it where that word is more than half."""
+    words, _, rest = text.rpartition(" ")
+    return words if len(words) > len(rest) else text
+
+
+def curve(run: Path, summary: RunSummary) -> dict[str, tuple[float, ...]]:
+    """Return the fields of a `Curve` from the metrics of a run; it ends with the final result."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    learned = {r["step"]: r["bits_per_char"] for r in records if "bits_per_char" in r}
+    held_out = {r["step"]: r["eval_bits_per_char"] for r in records if "eval_bits_per_char" in r}
+    held_out[summary.step] = summary.bits_per_char
+    return {"steps": tuple(learned), "bits": tuple(learned.values()), "held_out_steps": tuple(held_out),
+            "held_out_bits": tuple(held_out.values())}  # fmt: skip
 
 
 def write_on(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ..demo.demo import parse_specs
 from ..lib.claims import Claim, exact, paired
 from ..lib.display import Show, dots, gap, pivot, spread, stat
-from ..lib.language_training import Budget, Corpus, train_language_model
+from ..lib.language_text import read_text
+from ..lib.language_training import Budget, train_language_model
 from ..lib.recipe import Cell, Recipe, Results, recipe, select
 
 if TYPE_CHECKING:
@@ -56,11 +57,9 @@ class SharedQueryKey(Recipe):
         self.budget().check(self.call())
 
     def prepare(self) -> Mapping[str, Any]:
-        from ..demo import demo_text
-
-        text = demo_text.prepare(self.data, context=CONTEXT + 1, excerpt=CONTEXT, call=self.call())
-        self.corpus, self.vocabulary = Corpus(text.train_tokens, text.held_out_tokens), len(text.tokenizer)
-        return {"text": text.described()}
+        text = read_text(self.data, "char", context=CONTEXT + 1, call=self.call())
+        self.corpus, self.vocabulary = text.corpus, len(text.tokenizer)
+        return {"text": text.described}
 
     def cells(self) -> list[Cell]:
         return [{"spec": spec, "q and k": kind} for spec in self.spec_names for kind in (APART, SHARED)]

@@ -28,9 +28,11 @@ PADDED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageText:
-    """A text as tokens, int32 [n] each part: to learn, to measure results on, and between the two those to choose
-    settings on (none where nothing is chosen). `described` is for people."""
+    """A text, of which the last `share` is held out, and its tokens, int32 [n] each part: to learn, to measure results
+    on, and between the two those to choose settings on (none where nothing is chosen). `described` is for people."""
 
+    content: str
+    share: float
     tokenizer: PreTrainedTokenizerBase
     train_tokens: Tensor
     held_out_tokens: Tensor
@@ -42,6 +44,13 @@ class LanguageText:
         """Return the number of tokens of a model."""
         count = len(self.tokenizer)
         return count if count <= 1000 else -(-count // PADDED) * PADDED
+
+    @property
+    def held_out(self) -> str:
+        """Return the characters that are held out, all after those to learn from."""
+        from regard.training import split_text
+
+        return split_text(self.content, self.share)[1]
 
     @property
     def corpus(self) -> Corpus:
@@ -59,19 +68,22 @@ def windows(tokens: Tensor, context: int) -> Tensor:
 
 
 def read_text(
-    data: Path | None, tokenizer: str, *, context: int, measured: int, call: str, choice: int = 0
-) -> LanguageText:
+    data: Path | None, tokenizer: str, *, context: int, call: str, measured: int = 0, choice: int = 0,
+    longest: int | None = None,
+) -> LanguageText:  # fmt: skip
     """Read (`source_text`), split and encode a text.
 
     Args:
         context: least length of each part, in tokens.
         measured, choice: held-out tokens that are wanted for the results, and before them to choose settings on.
+        longest: characters that are used at most.
     """
     from regard.training import TOKENIZERS, encode, split_text
 
-    from ..demo.demo_text import source_text
-
-    source, content = source_text(data, call)
+    source, whole = source_text(data, call)
+    content = whole[:longest]
+    if len(content) < len(whole):
+        source += f", the first {longest:,} of {len(whole):,} characters"
     share = min(HELD_OUT, max(LEAST, LONGEST_TOKEN * (measured + choice)) / len(content))
     learn, held_out = split_text(content, share)
     made = TOKENIZERS.get(tokenizer)(learn)
@@ -82,7 +94,8 @@ def read_text(
         raise ArgumentError(
             f"{call}: the text has {len(content):,} characters, {len(train_tokens):,} tokens to learn and "
             f"{len(unseen):,} held out; each part must have at least a context of {context}, so give about "
-            f"{round((3 if choice else 1) * context / HELD_OUT):,} tokens or more, or a smaller --context."
+            f"{round((3 if choice else 1) * context / HELD_OUT):,} tokens or more, or a smaller --context where there "
+            f"is this option."
         )
     chosen_on = f", {cut:,} more to choose on" if choice else ""
     described = {
@@ -92,6 +105,48 @@ def read_text(
         "SHA-256": hashlib.sha256(content.encode()).hexdigest(),
     }  # fmt: skip
     return LanguageText(
-        tokenizer=made, train_tokens=train_tokens, held_out_tokens=held_out_tokens, choice_tokens=choice_tokens,
-        described=described,
+        content=content, share=share, tokenizer=made, train_tokens=train_tokens, held_out_tokens=held_out_tokens,
+        choice_tokens=choice_tokens, described=described,
     )  # fmt: skip
+
+
+def source_text(data: Path | None, call: str) -> tuple[str, str]:
+    """Return the user's text, or the interpreter's manual, after a description of where it came from."""
+    if data is None:
+        return "the Python manual inside this interpreter (pydoc_data.topics)", python_manual(call)
+    from regard.training import load_text
+
+    text = load_text(data, call=call)
+    return str(text.path), text.content
+
+
+def python_manual(call: str) -> str:
+    """Return the language reference that `help()` shows, as one text; see `join_topics`."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ArgumentError(
+            f"{call}: this Python was installed without its manual (the module pydoc_data.topics), the text "
+            "that is used unless you name another; give one with --data FILE."
+        ) from None
+    return join_topics(topics)
+
+
+def join_topics(topics: dict[str, str]) -> str:
+    """Join topics in sorted order, every paragraph once (compared without blanks and line breaks).
+
+    Topics overlap ("compound" contains "if", "for", "try" nearly word for word). A fifth of the text would be
+    repetition, and part of the held-out text would also be in the training text.
+    """
+    seen: set[str] = set()
+    parts = []
+    for name in sorted(topics):
+        kept = []
+        for paragraph in topics[name].split("\n\n"):
+            words = " ".join(paragraph.split())
+            if words and words not in seen:
+                seen.add(words)
+                kept.append(paragraph.strip("\n"))
+        if kept:
+            parts.append("\n\n".join(kept))
+    return "\n\n\n".join(parts) + "\n"

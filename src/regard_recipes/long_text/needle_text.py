@@ -28,6 +28,8 @@ from regard.checks import ArgumentError
 from regard.tasks import NeedleInHaystack, TokenExample, TokenTask
 from regard.tasks.tokens import example_of
 
+from ..lib.language_text import source_text
+
 UNKNOWN, NUMBER, STOP = "<unk>", "number", "."
 SENTENCE, PAIR = f"{NUMBER} {{key}} {{value}} {STOP}", "{key} {value}"
 VALUES = 100
@@ -122,21 +124,14 @@ class NeedleText(TokenTask):
 @cache
 def needle_text(data: Path | None, common: int, digits: int, key_digits: int, length: int, most: int) -> NeedleText:
     """Return the user's text, or the interpreter's manual, with a vocabulary of `common` words of its own."""
-    from ..demo.demo_text import source_text
-
     _, content = source_text(data, "needles")
     if digits < 2 or digits % 2:
         raise ArgumentError(f"--digits is {digits}, expected an even number above 0: two of them are a token.")
     found = re.findall(r"[^\W\d_]+|[.,;:()]", content)
     if len(found) < LEAST:
         raise ArgumentError(f"the text has {len(found)} words, expected at least {LEAST:,}; give more --data.")
-    own = [
-        UNKNOWN,
-        NUMBER,
-        STOP,
-        *(f"{i:02d}" for i in range(VALUES)),
-        *(f"K{i:0{key_digits}x}" for i in range(16**key_digits)),
-    ]
+    numbers, keys = (f"{i:02d}" for i in range(VALUES)), (f"K{i:0{key_digits}x}" for i in range(16**key_digits))
+    own = [UNKNOWN, NUMBER, STOP, *numbers, *keys]
     known = [word for word, _ in Counter(word.lower() for word in found).most_common(common) if word not in own]
     words = (*own, *known)
     place = {word: i for i, word in enumerate(words)}
