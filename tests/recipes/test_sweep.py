@@ -1,4 +1,4 @@
-"""Sweeps from a TOML file: the grid, its mistakes, and a run that was stopped."""
+"""Sweeps from a TOML file: the grid, its mistakes, and what a run is continued with."""
 
 import json
 import pickle
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from regard.checks import ArgumentError
-from regard.cli import main
 from regard_recipes.lib.recipe import check_shared
 from regard_recipes.lib.results import Journal
 from regard_recipes.sweep.sweep import Sweep
@@ -59,13 +58,16 @@ def test_the_grid(tmp_path: Path) -> None:
     assert type(made.make_model("mosaic", task)).__name__ == "MemoryMosaicForCausalLM"
 
 
-def test_a_run_continues_when_the_file_is_in_another_order(tmp_path: Path) -> None:
-    """Models are shown in the order of the file; the options that a journal keeps have none."""
-    tables = GRID.split("\n\n")
-    made, other = sweep(tmp_path), sweep(tmp_path, "\n\n".join(reversed(tables)))
+def test_a_run_continues_only_with_the_same_file(tmp_path: Path) -> None:
+    """Whatever its order: models are shown in that of the file; the options that a journal keeps have none."""
+    made, other = sweep(tmp_path), sweep(tmp_path, "\n\n".join(reversed(GRID.split("\n\n"))))
     assert made.trained == tuple(reversed(other.trained)) == ("softmax", "mosaic")
     assert pickle.loads(pickle.dumps(other)).trained == other.trained
     assert made.content == other.content == json.dumps(made.table, sort_keys=True)  # as in journals of earlier versions
+    Journal.open(made, []).begin({})
+    assert Journal.open(other, ["--again"]).header["command"] == "regard reproduce sweep"
+    with pytest.raises(ArgumentError, match="unfinished run with other options"):
+        Journal.open(sweep(tmp_path, GRID.replace("mixers", "feed_forward = 'none'\nmixers")), [])
 
 
 def test_the_grid_of_the_page(tmp_path: Path) -> None:
@@ -100,22 +102,3 @@ def test_mistakes_are_found_before_anything_runs(tmp_path: Path, old: str, new: 
     assert "reproduce: sweep" in str(error.value)
     assert said in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_stopped_sweep_continues_only_with_the_same_file(tmp_path: Path) -> None:
-    grid = GRID.replace("seeds = 2", "seeds = 1").replace("rates = [1e-3, 1e-2]", "rates = [1e-3]")
-    made = sweep(tmp_path, grid)
-    journal = Journal.open(made, [])
-    journal.begin(made.prepare())
-    cell = made.cells()[0]
-    journal.append((cell, 0), list(made.measure(cell, 0)), 1.0)
-    kept = journal.path.read_text()
-    with pytest.raises(ArgumentError, match="unfinished run with other options"):
-        Journal.open(sweep(tmp_path, grid.replace("steps = 4", "steps = 5")), [])
-    command = ["reproduce", "sweep", "--file", str(tmp_path / "grid.toml"), "--out", str(tmp_path / "out")]
-    sweep(tmp_path, grid)
-    assert main([*command, "--workers", "0"]) == 0
-    assert journal.path.read_text().startswith(kept)
-    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    runs = [row for row in record["rows"] if row[record["columns"].index("kind")] == "run"]
-    assert len(runs) == 4  # of two tasks and two models

@@ -71,6 +71,7 @@ TINY: dict[str, dict[str, Any]] = {
     "state-tracking": {**TASK, "models": ("softmax", "Mamba")},
     "stories": {**TASK, "graded": 2, "models": ("Transformer", "ICLM")},
     "streaming-perplexity": {**MEMORY, "models": ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM"), "examples": 4},
+    "sweep": {"steps": 2, "batch": 2, "examples": 2},
     "tinymath": {**TASK, "layers": 2},
     "test-time-regression": {
         "dims": (4, 16), "segments": (8, 32), "length": 64, "sequences": 3, "held_out": 1, "query_noise": (0.5,),

@@ -15,12 +15,7 @@ from typing import Any, ClassVar
 from regard.checks import ArgumentError
 
 from ..fwpkm.memory_layouts import LACT, LAYOUTS, MEMORIES, PAPER, RESTRICTED, Row
-from ..fwpkm.memory_recipe import (
-    NEEDLES,
-    PAPER_SIZE,
-    QUICK,
-    NeedleRecipe,
-)  # fmt: skip
+from ..fwpkm.memory_recipe import NEEDLES, PAPER_SIZE, QUICK, NeedleRecipe
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
 from ..lib.recipe import Frame, Results, check_names, recipe, select

@@ -16,7 +16,7 @@ Shapes: B rows read side by side, S tokens of a segment, L of a document.
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -51,13 +51,8 @@ class Streamed:
     """
 
     losses: list[Tensor]
-    gates: dict[str, list[Tensor]] = field(default_factory=dict)
-    slots: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    @property
-    def loss(self) -> float:
-        """Return the nats per token."""
-        return torch.cat(self.losses).double().mean().item()
+    gates: dict[str, list[Tensor]]
+    slots: dict[str, dict[str, float]]
 
 
 PAPER = Carry()

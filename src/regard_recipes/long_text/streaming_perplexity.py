@@ -15,12 +15,7 @@ from typing import Any, ClassVar
 from regard.inspect.gates import BINS
 
 from ..fwpkm.memory_layouts import FULL, LACT, LAYOUTS, MEMORIES, PAPER, RESTRICTED, Row
-from ..fwpkm.memory_recipe import (
-    NAMES,
-    PAPER_SIZE,
-    QUICK,
-    NamesRecipe,
-)  # fmt: skip
+from ..fwpkm.memory_recipe import NAMES, PAPER_SIZE, QUICK, NamesRecipe
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval
 from ..lib.display import Show, dots, heat, interval, lines, panels, pivot, spread
 from ..lib.recipe import Frame, Results, recipe, select
