@@ -149,7 +149,9 @@ def _chunked(
     chunks = Chunks(psi.shape[2], chunk)
     q, k, v = chunks.queries(phi, psi.shape[1]), chunks.cut(psi), chunks.cut(val)
     g = None if g is None else chunks.cut(g)
-    w = pairs(q, k, g)
+    inside = pairs(q, k, g)
+    if beta is None:
+        inside = inside @ v  # here, so that no pairs are held while the states are made
     if g is None:
         a, until = k.new_ones(*k.shape[:3], 1), k
     else:
@@ -159,12 +161,11 @@ def _chunked(
     turned = until.transpose(-1, -2)
     if beta is None:
         before, after = scan(a, turned @ v, start)
-        inside = w @ v
     else:
         x, y = _system(k, v, g, chunks.cut(beta))
         kept = torch.diag_embed(k.new_ones(k.shape[-1]) if g is None else a.expand(*k.shape[:3], k.shape[-1]))
         before, after = scan(kept - turned @ y, turned @ x, start)
-        inside = _read_chunk(w, x - y @ before, chunks.size)
+        inside = _read_chunk(inside, x - y @ before, chunks.size)
     return chunks.rows(inside + q.flatten(-3, -2) @ before, phi.shape[1]), after
 
 
