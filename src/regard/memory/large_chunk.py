@@ -9,7 +9,8 @@ After a chunk, with three rates eta_t for token t (one per matrix) and the loss 
     g = sum_t eta_t d/dW v_t^T f(k_t),      s <- g + m s  (momentum, m the chunk's mean of m_t; else s = g)
     W <- W + s  (or the orthogonal factor of s, Muon),      then every row of W is scaled to its first norm
 
-Each head learns alone. When chunks are read and written is described in `memory.stream`.
+A chunk without a finite token changes neither W nor s. Each head learns alone. When chunks are read and written is
+described in `memory.stream`.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..checks import ArgumentError, choice, flag, instance, require, shape, tensor
 from .fast_weight_mlp import NAMES, NetworkMemory, NetworkState, SwiGLU, first_fields, first_network
 from .stream import check_chunk, check_meta_grad, check_tokens, flushed
-from .tokens import Tensors, Waiting, hidden_where, marked
+from .tokens import Tensors, Waiting, blend, hidden_where, marked
 
 CALL = "large_chunk_ttt"
 STEPS = (
@@ -139,7 +140,7 @@ class LargeChunkMemory(NetworkMemory):
         return out, {name: x for name, x in tokens.items() if name != "query"}
 
     def write(self, state: LargeChunkState, tokens: Tensors, following: Tensors | None) -> Tensors:
-        """Take one step; the next token plays no part in it."""
+        """Take one step; the next token plays no part in it. A chunk without a good token changes nothing."""
         there = marked(tokens)["good"]
         key, value, rates, share = (hidden_where(~there, tokens[name]).transpose(1, 2) for name in state.WAITING)
         found = dict(zip(NAMES, state.network.gradients(key, value, SwiGLU(*rates.split(1, -1))), strict=True))
@@ -152,7 +153,9 @@ class LargeChunkMemory(NetworkMemory):
         for (name, step), norm in zip(found.items(), norms, strict=True):
             new = getattr(state, name) + (orthogonal(step) if self.rule.orthogonal else step)
             memory[name] = new / (row_norms(new) + 1e-5) * norm
-        return memory
+        if "good" not in tokens:
+            return memory
+        return {name: blend(there.any(1), x, getattr(state, name)) for name, x in memory.items()}
 
 
 def large_chunk_ttt(
