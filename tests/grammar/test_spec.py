@@ -295,3 +295,13 @@ def test_threads_that_read_texts_at_once() -> None:
         sys.setswitchinterval(before)
     results = spec_module._parsed.results
     assert len([name for name in vars(results) if name.startswith("made_")]) == len(results.names) == 1024
+
+
+def test_a_text_that_another_thread_dropped_meanwhile_is_read_again() -> None:
+    text, results = "epanechnikov*anchored(margin=0.125)", spec_module._parsed.results
+    first = Spec.parse(text)
+    delattr(results, results.names[text,])
+    try:
+        assert Spec.parse(text) == first
+    finally:
+        del results.names[text,]

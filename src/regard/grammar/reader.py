@@ -103,8 +103,8 @@ def kept(make: Callable[..., T], key: Callable[..., tuple[Any, ...]] | None = No
     name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def call(*arguments: Any) -> T:
-        found: T = getattr(Results, name_of(*arguments))
-        return found
+        found: T | None = getattr(Results, name_of(*arguments), None)
+        return make(*arguments) if found is None else found  # None: another thread made 1024 others in between
 
     call.results = Results  # type: ignore[attr-defined]
     return call
