@@ -283,6 +283,14 @@ def test_numbers_in_place_of_its_own() -> None:
 
 MISTAKES = {
     "do not pair up": lambda memory: memory.write(torch.zeros(4, 3), torch.zeros(5, 3)),
+    "write: keys: D is 4, expected 3, that of the memory.": lambda memory: memory.write(torch.zeros(4, 4)),
+    "write: values: Dv is 2, expected 3, that of": lambda memory: memory.write(torch.zeros(4, 3), torch.zeros(4, 2)),
+    "read: queries: dtype is torch.float64, expected torch.float32, that of the memory; convert one with .to()": (
+        lambda memory: memory.read(torch.zeros(1, 3).double())
+    ),
+    "mask has shape [4], expected [2, 4]": lambda memory: memory.write(
+        torch.zeros(2, 1, 4, 3), mask=torch.ones(4, dtype=torch.bool)
+    ),
     "AssociativeMemory.forget: named nothing; name one of indices, oldest, everything.": lambda memory: memory.forget(),
     "named indices, oldest; name one of": lambda memory: memory.forget([0], oldest=1),
     "pairs does not apply: stored pairs are named by their places": lambda memory: memory.forget(

@@ -158,8 +158,9 @@ class WriteRule:
         """Return the sub-keys [M, H, 2, n, d] after a write, given keys and values that the tokens were read with."""
         if self.key_update == "none":
             return keys
-        if tokens.query is None or tokens.halves is None or tokens.half_scores is None:
-            why = "the tokens that wait to be written were read under 'none'; flush(state) before the rule changes"
+        lacks_scores = self.key_update == "mse" and tokens.scores is None
+        if lacks_scores or tokens.query is None or tokens.halves is None or tokens.half_scores is None:
+            why = "the tokens that wait to be written were read under another; flush(state) before the rule changes"
             raise ArgumentError(f"{CALL}: key_update is {self.key_update!r}, but {why}.")
         query, halves = _sets(tokens.query.unflatten(-1, (2, -1))), _sets(tokens.halves)
         half_scores = _sets(tokens.half_scores)

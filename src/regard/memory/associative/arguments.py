@@ -26,7 +26,8 @@ def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) 
         given = f"keys {shape(key)} {key.dtype} {key.device} and values {shape(value)} {value.dtype} {value.device}"
         mend = "give them the same axes but the last, the same dtype and device"
         raise ArgumentError(f"{call}: {given} do not pair up; {mend}.")
-    mask = mask[None] if isinstance(mask, Tensor) and mask.dim() == 1 else mask
+    if isinstance(mask, Tensor) and mask.dim() == 1 and len(key) == 1:
+        mask = mask[None]
     token_mask(call, "mask", mask, key.shape[0], key.shape[2], like=key, of="keys")
     return Pairs(key, value, mask)
 
@@ -83,7 +84,7 @@ def row_numbers(
 def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, held: Any, slots: Any) -> Tensor:
     """Return the queries with four axes, checked to fit D and Dv (`sizes`), short-term memory and learned slots."""
     query = four_axes("queries", queries, call)
-    dims = [] if sizes is None else [("D", query.shape[3], sizes[0])]
+    dims = [] if sizes is None else [("queries: D", query.shape[3], sizes[0])]
     require_fit(call, "queries", query, dims, held, slots, any_batch=held is not None and held.leading[0] == 1)
     return query
 
@@ -91,17 +92,17 @@ def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, h
 def require_fit(
     call: str, name: str, x: Tensor, dims: list[tuple[str, Any, Any]], held: Any, slots: Any, any_batch: bool = False
 ) -> None:
-    """Check that x [B, H, n, D] has what short-term memory and learned slots have, and `dims`, each (name, size,
-    expected size)."""
+    """Check that x [B, H, n, D], called `name`, has what short-term memory and learned slots have, and `dims`, each
+    (name, size, expected size)."""
     wanted, like = dims, slots if held is None else held
     if held is not None:
         batch, heads = held.leading
-        wanted = [*dims, ("B and H", tuple(x.shape[:2]), (x.shape[0] if any_batch else batch, heads))]
+        wanted = [*dims, (f"{name}: B and H", tuple(x.shape[:2]), (x.shape[0] if any_batch else batch, heads))]
     elif slots is not None:
-        wanted = [*dims, ("heads", x.shape[1], slots.shape[0])]
+        wanted = [*dims, (f"{name}: heads", x.shape[1], slots.shape[0])]
     if like is not None:
-        wanted = [*wanted, ("dtype", x.dtype, like.dtype), ("device", x.device, like.device)]
+        wanted = [*wanted, (f"{name}: dtype", x.dtype, like.dtype), (f"{name}: device", x.device, like.device)]
     for of, came, expected in wanted:
         if came != expected:
-            mend = "; convert one with .to()" if of in ("dtype", "device") else ""
-            raise ArgumentError(f"{call}: {name}: {of} is {came}, expected {expected}, that of the memory{mend}.")
+            mend = "; convert one with .to()" if of.endswith(("dtype", "device")) else ""
+            raise ArgumentError(f"{call}: {of} is {came}, expected {expected}, that of the memory{mend}.")

@@ -239,7 +239,7 @@ class AssociativeMemory(nn.Module):
 
     def _check_fit(self, key: Tensor, value: Tensor, call: str) -> None:
         own = (key.shape[3], value.shape[3])
-        dims = list(zip(("D", "Dv"), own, self._sizes or own, strict=True))
+        dims = list(zip(("keys: D", "values: Dv"), own, self._sizes or own, strict=True))
         require_fit(call, "keys", key, dims, self._short, self.slot_keys)
 
     def forget(

@@ -41,7 +41,8 @@ class OverlayValues:
         reach: which rows pass gradients on.
 
     Precision: rows are stored in float32, bfloat16 or float64; sums and gradients are float32 at least.
-    Derivatives: first order only.
+    Derivatives: first order only. A compiled graph holds reads of written rows that pass no gradient on (after
+    `detach()`, or without gradients); others are run between two graphs.
     Cost: a read takes O(P K Dv) time, a write O(P K (Dv + log P K)) and a copy of the pointers (4 N bytes per memory),
     and Dv numbers of memory per row touched. Without gradients, unused rows are freed when they outnumber the others,
     and a memory with more than half of its rows written becomes a full table.
