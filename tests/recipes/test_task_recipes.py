@@ -1,9 +1,11 @@
 """Recipes that train on tasks: rates are chosen on the validation split, and verdicts need a model that has learned."""
 
+import math
 from typing import Any
 
 import pandas as pd
 import pytest
+import tiny_runs
 import torch
 
 from regard.recipes import recipes
@@ -67,6 +69,13 @@ def test_models_and_sizes(name: str) -> None:
 
 def test_there_are_some() -> None:
     assert len(TASKS) >= 5
+
+
+@pytest.mark.parametrize("name", ["tinymath", "in-context-regression"])
+def test_the_fastest_device_can_be_asked_for(name: str) -> None:
+    made = tiny_runs.make(name, device="auto")
+    runs = [row for row in made.measure(made.cells()[0], 0) if row["kind"] == "run"]
+    assert [math.isfinite(run["loss"]) for run in runs] == [True]
 
 
 def test_slow_models_are_trained_where_they_are_named() -> None:

@@ -133,6 +133,11 @@ class Recipe(ABC):
         """Return the start of error messages."""
         return f"reproduce: {cls.name}"
 
+    @property
+    def torch_device(self) -> str:
+        """Return the device by torch's name: of "auto" the fastest."""
+        return resolve_device(self.device, call=self.call())
+
     def check(self) -> None:  # noqa: B027
         """Raise an ArgumentError where an option is out of range, before anything is computed or written. The start
         of its message may be left out."""

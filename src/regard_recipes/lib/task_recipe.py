@@ -111,7 +111,7 @@ class TaskRecipe(TrainedRecipe):
 
         task = self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
-        model = self.make_model(cell["model"], task).to(self.device)
+        model = self.make_model(cell["model"], task).to(self.torch_device)
         budget = TaskBudget(
             steps=self.steps, batch=self.batch, learning_rate=cell["rate"], seed=seed, metric=self.metric,
             stop_at=self.stop_at, eval_every=max(self.steps // self.scorings, 1), eval_examples=self.examples,

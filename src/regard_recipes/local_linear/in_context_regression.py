@@ -111,10 +111,10 @@ class InContextRegressionRecipe(TaskRecipe):
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         task = self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
-        model = self.make_model(cell["model"], task).to(self.device)
+        model = self.make_model(cell["model"], task).to(self.torch_device)
         exact, start = replace(task, noise=0.0), time.perf_counter()
         yield from self.ridges(model, exact, "before")
-        loss = trained(model, task, self, cell["rate"], seed)
+        loss = self.train(model, task, cell["rate"], seed)
         yield from self.ridges(model, exact, "after")
         scores = [self.error(model, exact, first) for first in (0, TESTED)]
         yield {
@@ -136,11 +136,35 @@ class InContextRegressionRecipe(TaskRecipe):
             low, median, high = ridges.double().quantile(torch.tensor([0.05, 0.5, 0.95]).double()).tolist()
             yield {"kind": "ridge", "when": when, "layer": layer + 1, "low": low, "median": median, "high": high}
 
+    def train(self, model: Regressor, task: InContextRegression, rate: float, seed: int) -> float:
+        """Train a model with the trainer of transformers; return the mean loss of the last tenth of the steps."""
+        from transformers import PrinterCallback, Trainer, TrainingArguments
+
+        from regard.training.quiet import quiet_transformers
+
+        def prompts(steps: list[int]) -> dict[str, Tensor]:
+            first = steps[0] * self.batch
+            found = task.examples(seed, range(first, first + self.batch))
+            return {"inputs": found.inputs, "targets": found.targets}
+
+        data: Any = range(self.steps)
+        with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+            arguments = TrainingArguments(
+                output_dir=folder, max_steps=self.steps, per_device_train_batch_size=1, learning_rate=rate,
+                weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=max(self.steps // 20, 1), seed=seed,
+                save_strategy="no", report_to=[], use_cpu=self.torch_device == "cpu", disable_tqdm=True,
+                remove_unused_columns=False, dataloader_pin_memory=False, logging_steps=max(self.steps // 10, 1),
+            )  # fmt: skip
+            trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=prompts)
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
+
     def error(self, model: Regressor, task: InContextRegression, first: int) -> float:
         """Return the mean squared error on examples from `first` on, of a stream that training does not use."""
         prompts = task.examples(2**40, range(first, first + self.examples))
         with torch.no_grad():
-            found = model(prompts.inputs.to(self.device), prompts.targets.to(self.device))
+            found = model(prompts.inputs.to(self.torch_device), prompts.targets.to(self.torch_device))
         return float(task.error(found["prediction"].cpu(), prompts).mean())
 
     def claims(self, results: Results) -> list[Claim]:
@@ -169,43 +193,5 @@ class InContextRegressionRecipe(TaskRecipe):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         rows = self.scores(results).assign(segment=lambda f: f["task"].astype(int))
-        return {
-            "errors": lines({"": rows}, "segment", {"score": "mean squared error"}, "model", log_x=True, log_y=True)
-        }
-
-
-class Prompts(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Batches of training prompts; item s is the batch of step s."""
-
-    def __init__(self, task: InContextRegression, steps: int, batch: int, seed: int) -> None:
-        self.task, self.steps, self.batch, self.seed = task, steps, batch, seed
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, step: int) -> dict[str, Tensor]:
-        prompts = self.task.examples(self.seed, range(step * self.batch, (step + 1) * self.batch))
-        return {"inputs": prompts.inputs, "targets": prompts.targets}
-
-
-def trained(
-    model: Regressor, task: InContextRegression, own: InContextRegressionRecipe, rate: float, seed: int
-) -> float:
-    """Train a model with the trainer of transformers; return the mean loss of the last tenth of the steps."""
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
-    from regard.training.quiet import quiet_transformers
-
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=own.steps, per_device_train_batch_size=1, learning_rate=rate, weight_decay=0.1,
-            lr_scheduler_type="cosine", warmup_steps=max(own.steps // 20, 1), seed=seed, save_strategy="no",
-            report_to=[], use_cpu=own.device == "cpu", disable_tqdm=True, remove_unused_columns=False,
-            dataloader_pin_memory=False, logging_steps=max(own.steps // 10, 1),
-        )  # fmt: skip
-        data = Prompts(task, own.steps, own.batch, seed)
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=lambda batches: batches[0])
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return float(losses[-1])
+        y = {"score": "mean squared error"}
+        return {"errors": lines({"": rows}, "segment", y, "model", log_x=True, log_y=True)}
