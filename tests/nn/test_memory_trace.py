@@ -12,8 +12,7 @@ from mistakes import refuses
 from torch import nn
 
 from regard.nn.memory_trace import MemoryObserver, SlotStatistics, WriterTrace, memory_means, observed
-from regard_recipes.fwpkm._fast_weight_recall_model import train_and_measure
-from regard_recipes.fwpkm.fast_weight_recall import FastWeightRecall
+from regard_recipes.fwpkm.fast_weight_recall import ROOM, FastWeightRecall
 
 layer = functools.partial(fwpkm_layers.layer, sub_keys=4)
 
@@ -264,7 +263,8 @@ def test_observing_changes_nothing():
 def recalled(rule: str, seed: int, **sizes: float) -> tuple[dict[tuple[int, int], float], tuple[float, float]]:
     """Train the model of `regard reproduce fast-weight-recall`. Return its accuracy by document and reading, and the
     shares of the slots read on the second reading that hold the answer, by their last writer and by one of four."""
-    rows = list(train_and_measure(FastWeightRecall.configure(documents=2, examples=16, **sizes), rule, seed))
+    made = FastWeightRecall.configure(documents=2, examples=16, **sizes)
+    rows = list(made.measure({"memory": ROOM, "rule": rule}, seed))
     accuracy = {(row["document"], row["reading"]): row["accuracy"] for row in rows if row["kind"] == "recall"}
     return accuracy, (rows[0]["hit_last"], rows[0]["hit_four"])
 

@@ -10,8 +10,8 @@ import torch
 from tiny_runs import make, tiny
 
 from regard.tasks import CrossDocumentRecall
-from regard_recipes.fwpkm import _fast_weight_recall_model as trained
-from regard_recipes.fwpkm.fast_weight_recall import DETACHED, NORMALIZED, RULES, FastWeightRecall
+from regard_recipes.fwpkm import fast_weight_recall as recipe
+from regard_recipes.fwpkm.fast_weight_recall import DETACHED, NORMALIZED, ROOM, RULES, FastWeightRecall
 from regard_recipes.lib.recipe import select
 
 
@@ -25,7 +25,7 @@ def test_the_loss_is_of_values_after_a_first_reading() -> None:
         logits[..., 0] = torch.arange(stream.shape[1]) / 10.0
         return logits
 
-    found = trained.recall_loss(model, examples)  # type: ignore[arg-type]
+    found = recipe.recall_loss(model, examples)  # type: ignore[arg-type]
     places = [t for t in range(24) if t % 2 == 0 and (t // 4) % 3 > 0]
     wanted = sum(math.log(5 + math.exp(t / 10)) for t in places) / len(places)
     assert float(found) == pytest.approx(wanted, rel=1e-6)
@@ -47,27 +47,27 @@ def test_accuracy_counts_right_values_by_document_and_reading() -> None:
             wrong = torch.tensor([(t // 4) % 2 == 0 or t == 12 for t in range(16)])
             return torch.where(wrong[None, :, None], -right, right)
 
-    found = trained.accuracy(Knows(), task, examples, batch=2)  # type: ignore[arg-type]
+    found = recipe.accuracy(Knows(), task, examples, batch=2)  # type: ignore[arg-type]
     assert found.tolist() == [[0.0, 1.0], [0.0, 0.5]]
 
 
 def test_models_have_the_memory_of_their_rule() -> None:
     own = make("fast-weight-recall")
     for name, options in RULES.items():
-        for stress, slots in ((False, 64), (True, 16)):
-            memory = trained.make_model(own, name, stress=stress).memory
+        for small, slots in ((False, 64), (True, 16)):
+            memory = own.make_model(name, small).memory
             assert (memory.slots, memory.settings.top_k, memory.chunk_size) == (slots, 2, 12)
             assert memory.settings.rule.name == options["step_rule"]
             assert memory.settings.meta_grad is (name != DETACHED)
 
-    model = trained.make_model(FastWeightRecall.configure(), NORMALIZED, stress=False)
+    model = FastWeightRecall.configure().make_model(NORMALIZED, small=False)
     assert (sum(weight.numel() for weight in model.parameters()), model.memory.slots) == (46_344, 1024)
 
 
 def test_one_reading_writes_before_the_questions_only_in_smaller_chunks() -> None:
     """Trained for a moment; read once, it answers where the document was written before the questions come."""
     own = make("fast-weight-recall", steps=150, batch=8, examples=6, sub_keys=12)
-    frame = pd.DataFrame(trained.train_and_measure(own, NORMALIZED, 0))
+    frame = pd.DataFrame(own.measure({"memory": ROOM, "rule": NORMALIZED}, 0))
     once = select(frame, kind="once").set_index("chunk")["accuracy"]
     assert list(once.index) == [24, 12, 6, 3]
     assert once[24] < 0.3
@@ -82,8 +82,8 @@ def test_one_reading_writes_before_the_questions_only_in_smaller_chunks() -> Non
 
 def test_coverage_is_counted() -> None:
     """Against a dense search: without an entropy the keys stay, and slots can be found by brute force."""
-    sizes = {"sub_keys": 5, "key_dim": 6, "top_k": 3, "chunk": 8, "chunks": 4, "looked_at": 2, "centre": 0.3}
-    found = trained.coverage(0.7, 0.0, 3, sizes)
+    sizes = {"sub_keys": 5, "width": 6, "top_k": 3, "chunk": 8, "chunks": 4, "looked_at": 2, "centre": 0.3}
+    found = recipe.coverage(0.7, 0.0, 3, **sizes)
     draw = torch.Generator().manual_seed(3)
     keys = ((2 * torch.rand(1, 2, 5, 3, generator=draw) - 1) * 6**-0.5)[0].double()
     centre, noise = (0.3 * torch.randn(rows, 6, generator=draw) for rows in (1, 32))
@@ -98,7 +98,7 @@ def test_coverage_is_counted() -> None:
 
 def test_the_entropy_spreads_clustered_queries() -> None:
     sizes = {"sub_keys": 16, "chunks": 32, "looked_at": 8, "chunk": 64}
-    assert trained.coverage(0.5, 1.0, 0, sizes) > 1.5 * trained.coverage(0.5, 0.0, 0, sizes)
+    assert recipe.coverage(0.5, 1.0, 0, **sizes) > 1.5 * recipe.coverage(0.5, 0.0, 0, **sizes)
 
 
 def test_a_run_has_every_row() -> None:

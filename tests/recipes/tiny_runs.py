@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 
 from regard.recipes import recipes
-from regard_recipes.fwpkm._fast_weight_recall_model import COLLAPSE
+from regard_recipes.fwpkm.fast_weight_recall import coverage
 from regard_recipes.lib.recipe import Recipe, Results, check_shared, frame_of, run
 from regard_recipes.lib.results import load
 
@@ -80,11 +80,11 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SHORTER = {
-    "fast-weight-recall": ("regard_recipes.fwpkm._fast_weight_recall_model.COLLAPSE",
-                           {**COLLAPSE, "sub_keys": 8, "chunks": 4, "looked_at": 2}),
+    "fast-weight-recall": ("regard_recipes.fwpkm.fast_weight_recall.coverage",
+                           partial(coverage, sub_keys=8, chunks=4, looked_at=2)),
     "shared-query-key": ("regard_recipes.kernels.shared_query_key.MEASURED", 600),
 }  # fmt: skip
-"""Constants to replace in a tiny run."""
+"""Constants and functions to replace in a tiny run."""
 
 
 def make(name: str, **changes: Any) -> Any:

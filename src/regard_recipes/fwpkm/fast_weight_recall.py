@@ -8,16 +8,26 @@ number, and the normalised rule divides by the sum of the squared weights, which
 
 Also measured: fewer slots than pairs need; one reading with smaller chunks, so that writes come before questions; who
 wrote the slots that are read; and whether the entropy of section 3.3 spreads clustered queries over more slots.
+
+Shapes: B examples, D documents, R readings, P pairs, T = D R 2 P tokens of a stream, V tokens of the vocabulary.
 """
 
+import itertools
 import math
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from regard.tasks import CrossDocumentRecall
+from regard.memory.fast_weights import WriteRule, fast_weight_memory
+from regard.nn import FastWeightProductKeyMemory
+from regard.nn.memory_trace import SlotStatistics, WriterTrace, observed
+from regard.tasks import CrossDocumentRecall, RecallExamples
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
 from ..lib.display import MISSING, Show, lines, pivot, stat
@@ -34,12 +44,11 @@ CHANCE = 0.03  # share of right values that counts as chance
 ONCE, REMAPPED = 0.99, 0.95  # least share on the second reading of the first document, and of the second
 HITS = (0.75, 0.95)  # least share of retrieved slots that hold the right value, by the last write and by the last four
 WIDER = 2.0  # times the slots that queries must use with the entropy
-
-
-def task_of(own: "FastWeightRecall", **changes: Any) -> CrossDocumentRecall:
-    """Return the task of the measurement, or one with other documents and reads."""
-    numbers: dict[str, Any] = {"documents": own.documents, "reads": own.reads, **changes}
-    return CrossDocumentRecall(own.keys, own.keys, own.pairs, **numbers)
+SPREADS, WEIGHTS = (0.25, 0.5, 1.0, 1.5), (0.0, 1.0, 10.0)  # of clustered queries, and of the entropy
+BETAS = (0.9, 0.95)  # of AdamW
+TRAINED_READS = 2
+WRITERS = 4  # kept of every slot
+TEST_SEED = 1_000_000  # added to a run's seed for the examples that are measured
 
 
 @recipe("fast-weight-recall")
@@ -79,11 +88,22 @@ class FastWeightRecall(Recipe):
     }  # fmt: skip
 
     def check(self) -> None:
-        from ._fast_weight_recall_model import make_model
-
         with torch.device("meta"):
-            for stress in (False, True):
-                make_model(self, self.rules[0], stress=stress)
+            for small in (False, True):
+                self.make_model(self.rules[0], small)
+
+    def task(self, **changes: Any) -> CrossDocumentRecall:
+        """Return the task of the measurement, or one with other documents and reads."""
+        numbers: dict[str, Any] = {"documents": self.documents, "reads": self.reads, **changes}
+        return CrossDocumentRecall(self.keys, self.keys, self.pairs, **numbers)
+
+    def make_model(self, rule: str, small: bool) -> "RecallModel":
+        """Return a model with the memory of the options, or with the one that is too small."""
+        task, sub_keys = self.task(), self.stress_sub_keys if small else self.sub_keys
+        return RecallModel(
+            task.vocabulary, self.width, sub_keys=sub_keys, key_dim=self.key_dim, value_dim=self.key_dim,
+            top_k=self.top_k, chunk_size=task.length, address_weight=self.address_weight, **RULES[rule],
+        )  # fmt: skip
 
     def cells(self) -> list[Cell]:
         rules = self.rules
@@ -95,11 +115,50 @@ class FastWeightRecall(Recipe):
         ]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        from ._fast_weight_recall_model import measure_collapse, train_and_measure
-
+        """Yield rows of the kinds "run" (the model, its seconds, and shares of retrieved slots that hold the right
+        value), "loss" (nats, means of eight parts of the training), "recall" (share of right values) and "once" (the
+        same of a document that is read once); of clustered queries "clustered" (the share of slots in use)."""
         if cell["memory"] == CLUSTERED:
-            return measure_collapse(seed)
-        return train_and_measure(self, cell["rule"], seed, stress=cell["memory"] == SMALL)
+            for spread, weight in itertools.product(SPREADS, WEIGHTS):
+                found = coverage(spread, weight, seed)
+                yield {"kind": "clustered", "spread": spread, "weight": weight, "coverage": found}
+            return
+        rule, small, start = cell["rule"], cell["memory"] == SMALL, time.perf_counter()
+        torch.manual_seed(seed)
+        model = self.make_model(rule, small).to(self.torch_device)
+        losses = self.train(model, self.stress_steps if small else self.steps, seed)
+        seconds = time.perf_counter() - start
+        model.eval()
+        exact, once = not small and rule in EXACT, self.task(documents=1, reads=2)
+        tested = lambda task, count: task.examples(seed + TEST_SEED, range(count))  # noqa: E731
+        hits = measure_hits(model, once, tested(once, min(16, self.examples))) if exact else (None, None)
+        parameters = sum(weight.numel() for weight in model.parameters())
+        yield {"kind": "run", "slots": model.memory.slots, "parameters": parameters, "seconds": seconds,
+               "fast_weights": model.memory.fast_numbers(), "hit_last": hits[0], "hit_four": hits[1]}  # fmt: skip
+        yield from ({"kind": "loss", "part": part, "loss": loss} for part, loss in enumerate(losses, 1))
+        task = self.task()
+        shares = accuracy(model, task, tested(task, self.examples))
+        for (document, reading), value in np.ndenumerate(shares.numpy()):
+            yield {"kind": "recall", "document": document + 1, "reading": reading + 1, "accuracy": value}
+        for chunk, value in measure_once(model, once, tested(once, self.examples)) if exact else ():
+            yield {"kind": "once", "chunk": chunk, "accuracy": value}
+
+    def train(self, model: "RecallModel", steps: int, seed: int) -> list[float]:
+        """Train on two readings of every document with AdamW at a rate that falls evenly to 0; return the nats per
+        value of eight even parts of the way."""
+        task, noted = self.task(reads=TRAINED_READS), list[Tensor]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate, betas=BETAS, weight_decay=0.0)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * (1 - step / steps)
+            examples = task.examples(seed, range(step * self.batch, (step + 1) * self.batch))
+            loss = recall_loss(model, RecallExamples(examples.tokens.to(self.torch_device)))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            noted.append(loss.detach())
+        return [part.mean().item() for part in torch.stack(noted).chunk(8)]
 
     def claims(self, results: Results) -> list[Claim]:
         recall = results.select(kind="recall", memory=ROOM)
@@ -139,7 +198,6 @@ class FastWeightRecall(Recipe):
         ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        task = task_of(self)
         recall, runs, clustered = (results.select(kind=kind) for kind in ("recall", "run", "clustered"))
         named = recall.assign(document="document " + recall["document"].astype(int).astype(str))
         once = once_of(results)
@@ -158,7 +216,7 @@ class FastWeightRecall(Recipe):
             mean, base = rows["coverage"].mean(), without[rows["spread"].iloc[0]]
             return f"{mean:.3f} ({mean / base:.1f} times)" if rows["weight"].iloc[0] else f"{mean:.3f}"
 
-        note = f"Share of right values by reading; chance is {task.chance:.3f}. Means; seeds: {self.seeds}."
+        note = f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: {self.seeds}."
         shares: Show = lambda rows: " / ".join(  # noqa: E731
             f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING  # fmt: skip
         by_document = lambda kind: pivot(select(named, memory=kind), ["rule"], {"": shares}, "document", note=note)  # noqa: E731
@@ -203,3 +261,92 @@ def widest(rows: Frame) -> dict[str, Estimate]:
         for spread, each in rows.groupby("spread") for weight, own in each.groupby("weight") if weight
     }  # fmt: skip
     return dict(sorted(found.items(), key=lambda item: -item[1].mean)[:1])
+
+
+class RecallModel(nn.Module):
+    """Embedding, memory, norm and output; the memory is empty at first, and each row of a batch has its own."""
+
+    def __init__(self, vocabulary: int, width: int, **memory: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.memory = FastWeightProductKeyMemory(width, **memory)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.output = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, int [B, T] -> [B, T, V]."""
+        hidden = self.embed(tokens)
+        recalled, _ = self.memory(hidden)
+        return self.output(self.norm(hidden + recalled))
+
+
+def recall_loss(model: RecallModel, examples: RecallExamples) -> Tensor:
+    """Return nats per value, the mean over every reading of a document but the first, on which nothing can be known."""
+    logits = _at_keys(model(examples.stream), examples)
+    return F.cross_entropy(logits[:, :, 1:].flatten(0, 3), examples.answers[:, :, 1:].flatten())
+
+
+def _at_keys(logits: Tensor, examples: RecallExamples) -> Tensor:
+    """Return the logits that predict values, [B, T, V] -> [B, D, R, P, V]."""
+    return logits.unflatten(1, examples.tokens.shape[1:])[:, :, :, 0::2]
+
+
+@torch.no_grad()
+def accuracy(model: RecallModel, own: CrossDocumentRecall, examples: RecallExamples, batch: int = 16) -> Tensor:
+    """Return the share of right values, float64 [D, R]."""
+    device = next(model.parameters()).device
+    parts = [RecallExamples(tokens) for tokens in examples.tokens.split(batch)]
+    said = [_at_keys(model(part.stream.to(device)), part).argmax(-1).cpu() for part in parts]
+    return 1 - torch.cat(list(map(own.error, said, parts))).mean((0, 3))
+
+
+def measure_once(
+    model: RecallModel, once: CrossDocumentRecall, examples: RecallExamples
+) -> Iterator[tuple[int, float]]:
+    """Yield chunk sizes with the accuracy on a document that is read once and then comes again as questions. Where the
+    chunk is the whole text, it is written after the questions."""
+    from regard.models.hybrid.memories import chunk_size
+
+    for chunk in (2 * once.length, once.length, once.length // 2, once.length // 4):
+        if chunk >= 2:
+            with chunk_size(model, chunk):
+                yield chunk, accuracy(model, once, examples)[0, 1].item()
+
+
+@torch.no_grad()
+def measure_hits(model: RecallModel, once: CrossDocumentRecall, examples: RecallExamples) -> tuple[float, float]:
+    """Return, of the slots that keys retrieve on the second reading, the share to which the last writer, and any of
+    the last four, gave the right value."""
+    device = next(model.parameters()).device
+    with observed(model, lambda slots: WriterTrace(slots, WRITERS)) as seen:
+        model(examples.stream.to(device))
+    (trace,) = seen.values()
+    retrieved = trace.retrieved()
+    hit = retrieved.hits(examples.stream).hit
+    asked = (retrieved.position >= once.length) & (retrieved.position % 2 == 0)
+    share = lambda last: hit[asked][..., :last].any(-1).double().mean().item()  # noqa: E731
+    return share(1), share(WRITERS)
+
+
+@torch.no_grad()
+def coverage(
+    spread: float, weight: float, seed: int, *, sub_keys: int = 32, width: int = 64, top_k: int = 4, chunk: int = 128,
+    chunks: int = 64, looked_at: int = 16, centre: float = 0.25,
+) -> float:  # fmt: skip
+    """Return the share of slots that are read in the last chunks, after the chunks before them have moved the keys.
+
+    Every query is the same point, of standard deviation `centre` a coordinate, moved by noise of `spread` times as
+    much; `weight` is that of the entropy.
+    """
+    early, slots = chunk * (chunks - looked_at), sub_keys**2
+    draw = torch.Generator().manual_seed(seed)
+    keys = (2 * torch.rand(1, 2, sub_keys, width // 2, generator=draw) - 1) * width**-0.5
+    point, noise = (centre * torch.randn(rows, width, generator=draw) for rows in (1, chunk * chunks))
+    query = (point + spread * noise)[None, :, None]
+    # one value for all: what is written does not move the keys
+    value, values = torch.zeros(1, chunk * chunks, 2), torch.zeros(slots, 2)
+    watched, rule = SlotStatistics(slots), WriteRule("normalized", address_weight=weight)
+    read = partial(fast_weight_memory, rule=rule, top_k=top_k, chunk_size=chunk)
+    _, state = read(query[:, :early], value[:, :early], None, keys, values)
+    read(query[:, early:], value[:, early:], None, keys, values, state=state, observer=watched)
+    return float((watched.reads > 0).double().mean())
