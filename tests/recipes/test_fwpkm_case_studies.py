@@ -11,7 +11,7 @@ from tiny_runs import tiny
 from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer
 from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
-from regard_recipes.fwpkm import _fwpkm_looks as looks
+from regard_recipes.fwpkm import fwpkm_case_studies as looks
 from regard_recipes.fwpkm.fwpkm_case_studies import ROW, FwPKMCaseStudies
 
 
@@ -19,6 +19,11 @@ def model() -> Any:
     torch.manual_seed(0)
     made = FwPKMCaseStudies.configure("quick")
     return HybridForCausalLM(made.model_config(ROW.name, 40)).eval()
+
+
+def slots_of(found: Any, reads: int) -> list[dict[str, Any]]:
+    made = FwPKMCaseStudies.configure("quick", haystack=12, needles=1, examples=2, reads=reads)
+    return list(made.look_at_slots(found, Text()))
 
 
 def test_the_model_is_the_papers() -> None:
@@ -48,7 +53,7 @@ class Text:
 def test_answers_are_those_of_the_uncached_stream() -> None:
     """With one reading: the haystack as a chunk, then the question; no state but what one pass has anyway."""
     found, examples = model(), Text().haystacks(12, 1).examples(0, range(2))
-    *_, case = looks.look_at_slots(found, Text(), 12, 1, 2, 0, reads=1)
+    *_, case = slots_of(found, reads=1)
     for memory in memory_modules(found).values():
         memory.chunk_size = 12
     stream = torch.tensor([example.haystack + example.question for example in examples])
@@ -65,7 +70,7 @@ def test_answers_are_those_of_the_uncached_stream() -> None:
 
 def test_writers_are_of_the_readings_before() -> None:
     """After two readings of 12 tokens the writers kept are tokens of the stream, each with the next one as target."""
-    *layers, case = looks.look_at_slots(model(), Text(), 12, 1, 2, 0, reads=2)
+    *layers, case = slots_of(model(), reads=2)
     assert [layer["layer"] for layer in layers] == ["layer 2", "layer 4"]
     assert [reading["position"] for reading in case["readings"]] == [26, 26, 27, 27]
     writers = [w for reading in case["readings"] for slot in reading["slots"] for w in slot["writers"]]
