@@ -17,10 +17,10 @@ from regard.checks import ArgumentError
 from regard.nn import ProductKeyMemory
 from regard.nn.memories import MemoryLayer
 
-from ..lib.claims import Claim, exact
+from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
 from ..lib.language_training import Budget, Corpus, LanguageOptions, initial_range, train_language_model
-from ..lib.recipe import Cell, Frame, Results, recipe
+from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
 from .memory_layouts import (
     LAYOUTS,
     MEMORIES,
@@ -52,7 +52,6 @@ PAPER_SIZES = SimpleNamespace(**PAPER_MODEL)
 PAPER_BATCH = 8
 PARTS = ("projections", "attention", "delta rule", "search", "read", "write")
 TEXT = 8192  # tokens that the measured models are trained on
-NOTHING = (float("nan"),) * 3  # where the paper has no number
 
 
 @recipe("fwpkm-cost")
@@ -104,23 +103,21 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         draw, count = torch.Generator().manual_seed(self.seed), max(TEXT, 2 * self.context)
         tokens = torch.randint(self.vocabulary, (count,), dtype=torch.int32, generator=draw)
         config = row_config(row, self, self.vocabulary, initializer_range=initial_range(self.width))
-        yield train_language_model(config, Corpus(tokens, tokens[: self.context]), self.budget(), seed, name=row.name)[
-            0
-        ]
+        corpus = Corpus(tokens, tokens[: self.context])
+        yield train_language_model(config, corpus, self.budget(), seed, name=row.name)[0]
 
     def claims(self, results: Results) -> list[Claim]:
-        counts, made = beside_paper(results, "count"), []
+        counts = beside_paper(results, "count").groupby("model").first()
+        told = []
         for what, own, paper, near, note in (
             ("parameters", "millions", "paper_millions", 0.005, "Millions, slow and fast numbers together"),
             ("FLOPs", "tera", "paper_tera", 0.02, "T, six for each token and learned number that is not looked up"),
         ):
-            gaps = (counts[own] - counts[paper]).groupby(counts["model"]).first().dropna()
-            if len(gaps):
-                worst = gaps.abs().idxmax()
-                note = f"{note}, less the paper's; the furthest of {len(gaps)}."
-                estimates = {worst: exact(gaps[worst])}
-                made.append(Claim("FwPKM", "table 2", f"The {what}", estimates, "within", near, note=note, digits=4))
-        return made
+            gaps = (counts[own] - counts[paper]).dropna()
+            worst = gaps.abs().nlargest(1).index
+            note = f"{note}, less the paper's; the furthest of {len(gaps)}."
+            told.append(("table 2", f"The {what}", {name: exact(gaps[name]) for name in worst}, "within", near, note))
+        return claims_of("FwPKM", told, digits=4)
 
     def tables(self, results: Results) -> dict[str, Any]:
         counts, runs = beside_paper(results, "count"), beside_paper(results, "run")
@@ -138,24 +135,21 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         }  # fmt: skip
         tera = 3e-12 * PAPER_BATCH * PAPER_SIZES.context
         parts: dict[str, Show] = {name: stat(name, "mean", "{:.3f}", tera) for name in PARTS}
-        tables = {
-            "Table 2, counted": (counts, count,
+        return {
+            "Table 2, counted": pivot(counts, ["model"], count, note=(
                 "At the paper's size, a training step of 8 sequences of 4096 tokens. All: everything computed, the "
-                "backward pass as twice the forward pass. Left out: what the paper's count lacks."),
-            "Operations of a step by what they do": (counts, parts, "T operations, forward and backward."),
-            "Measured": (runs, measured,
+                "backward pass as twice the forward pass. Left out: what the paper's count lacks.")),
+            "Operations of a step by what they do": pivot(counts, ["model"], parts, note=(
+                "T operations, forward and backward.")),
+            "Measured": pivot(runs, ["model"], measured, note=(
                 "Here at the measured size; the paper's times are of its own sizes on a GPU. Peak: of the process, "
-                "less what it held before the model was made."),
+                "less what it held before the model was made.")),
         }  # fmt: skip
-        return {title: pivot(rows, ["model"], shown, note=note) for title, (rows, shown, note) in tables.items()}
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        import pandas as pd
-
-        runs = beside_paper(results, "run")
-        runs = runs[runs["memory"] != "none"]
-        columns = {"here": "relative", "paper": "paper_relative"}
-        shown = pd.concat([runs.assign(step=runs[column], where=name) for name, column in columns.items()])
+        runs = beside_paper(results, "run").drop(columns="step")
+        runs = runs[runs["memory"] != "none"].rename(columns={"relative": "here", "paper_relative": "paper"})
+        shown = runs.melt("model", ["here", "paper"], "where", "step")
         label = "a training step, in units of the same layout without a memory"
         return {"steps": dots(shown, "step", "model", "where", x_label=label)} if len(runs) else {}
 
@@ -163,17 +157,18 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
 def beside_paper(results: Results, kind: str) -> Frame:
     """Return the rows of a kind with the paper's numbers, steps in units of the same layout without a memory, and what
     the paper's count leaves out."""
-    rows = results.select(kind=kind).copy()
-    models = list(zip(rows["layout"], rows["memory"], strict=True))
-    for column, place in (("paper_millions", 0), ("paper_tera", 1), ("paper_samples", 2)):
-        rows[column] = [TABLE_2.get(model, NOTHING)[place] for model in models]
-    alone = [TABLE_2.get((layout, "none"), NOTHING)[2] for layout, _ in models]
-    steps = rows.groupby(["layout", "memory"])["step_cpu_seconds"].median()  # on an accelerator by the wall's clock
+    rows = results.select(kind=kind)
+    columns = ("layout", "memory", "paper_millions", "paper_tera", "paper_samples")
+    paper = frame_of(dict(zip(columns, (*model, *numbers), strict=True)) for model, numbers in TABLE_2.items())
+    rows = rows.merge(paper, "left", ["layout", "memory"])
+    rows["step"] = rows.groupby("model")["step_cpu_seconds"].transform("median")  # on a GPU by the wall's clock
+    alone = select(rows, memory="none").groupby("layout")[["step", "paper_samples"]].first()
+    step, samples = (rows["layout"].map(alone[column]) for column in alone)
     memories = rows["search"] + rows["read"] + rows["write"]
     return rows.assign(
-        millions=rows["numbers"] / 1e6, tera=rows["paper_flops"] / 1e12, paper_relative=alone / rows["paper_samples"],
-        step=[steps[model] for model in models], relative=[steps[m] / steps[m[0], "none"] for m in models],
-        left_out=rows["flops"] / rows["paper_flops"] - 1, in_memories=3 * memories * rows["tokens"] / 1e12,
+        millions=rows["numbers"] / 1e6, tera=rows["paper_flops"] / 1e12, relative=rows["step"] / step,
+        paper_relative=samples / rows["paper_samples"], left_out=rows["flops"] / rows["paper_flops"] - 1,
+        in_memories=3 * memories * rows["tokens"] / 1e12,
         peak=(rows["peak_bytes"].astype(float) - rows["before_bytes"].astype(float)) / 2**20,
     )  # fmt: skip
 

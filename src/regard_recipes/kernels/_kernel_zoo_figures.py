@@ -1,5 +1,6 @@
 """The figures of the kernel zoo, as PNG."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ GREY = ("#bdbdbd", "#dedede", "#ffffff")  # background where one, two, three key
 FINE = 8  # times as many points a side as the plane has, where the edges of the support are looked for
 # What the adaptive rule makes of the named powers, for the titles.
 ENTMAX = {"epanechnikov": "sparsemax", "biweight": "1.5-entmax", "triweight": "4/3-entmax"}
-
+COLUMNS = 5  # as many kernels know several rules
 
 numbers = partial(np.array, dtype=float)  # stored numbers as an array; None is NaN
 
@@ -105,36 +106,19 @@ def lines(products: Sequence[Any]) -> bytes:
 
 
 def _multiples(products: Sequence[Any], draw: Callable[[Axes, Any], None], size: float) -> Figure:
-    """Return a figure with a panel for each product: rules down and kernels across, then the kernels that know one
-    rule only."""
-    alive = [p for p in products if not p.reason]
-    many = list(dict.fromkeys(p.kernel for p in alive if sum(q.kernel == p.kernel for q in alive) > 1))
-    rules = list(dict.fromkeys(p.rule for p in alive if p.kernel in many))
-    single = [p for p in alive if p.kernel not in many]
-    columns = max(len(many), 1)
-    rows = len(rules) + -(-len(single) // columns)
-    figure = Figure(figsize=(size * columns + 1.2, (size + 0.35) * rows + 0.5), dpi=110, layout="constrained")
-    grid: Any = figure.subplots(rows, columns, squeeze=False)
-    places = {(p.kernel, p.rule): p for p in products}
-    shown = [places[kernel, rule] for rule in rules for kernel in many] + single
+    """Return a figure with a panel for each product, rule by rule; kernels that know one rule only come last."""
+    known, rules = Counter(p.kernel for p in products), list(dict.fromkeys(p.rule for p in products))
+    shown = sorted(products, key=lambda p: (known[p.kernel] == 1, rules.index(p.rule)))
+    rows = -(-len(shown) // COLUMNS)
+    figure = Figure(figsize=(size * COLUMNS + 1.2, (size + 0.35) * rows + 0.5), dpi=110, layout="constrained")
+    grid: Any = figure.subplots(rows, COLUMNS, squeeze=False)
     for axes, product in zip(grid.flat, shown, strict=False):
-        _panel(axes, product, draw)
+        named = ENTMAX.get(product.kernel) if product.rule == "adaptive" else None
+        numbers = product.spec.partition("(")[2].partition(")")[0] if product.rule in product.spec else ""
+        said = ", ".join(filter(None, (named, numbers, f"scores × {product.unit:g}" if product.unit != 1 else None)))
+        axes.set_title(f"{product.kernel} × {product.rule}" + (f"\n({said})" if said else ""), fontsize=9)
+        axes.tick_params(labelsize=7)
+        draw(axes, product)
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
     return figure
-
-
-def _panel(axes: Axes, product: Any, draw: Callable[[Axes, Any], None]) -> None:
-    named = ENTMAX.get(product.kernel) if product.rule == "adaptive" else None
-    numbers = product.spec.partition("(")[2].partition(")")[0] if product.rule in product.spec else ""
-    more = [named, numbers, f"scores × {product.unit:g}" if not product.reason and product.unit != 1 else None]
-    said = ", ".join(part for part in more if part)
-    title = f"{product.kernel} × {product.rule}" + (f"\n({said})" if said else "")
-    axes.set_title(title, fontsize=9)
-    axes.tick_params(labelsize=7)
-    if product.reason:
-        axes.text(0.5, 0.5, "no meaning", ha="center", va="center", transform=axes.transAxes, color="#777777")
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-        return
-    draw(axes, product)

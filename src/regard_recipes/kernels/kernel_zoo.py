@@ -137,9 +137,8 @@ class KernelZoo(Recipe):
         from . import _kernel_zoo_figures as drawing
 
         rows = results.frame
-        products = rows[rows["rule"] != ALONE].assign(kernel=rows["kernel"].str.partition(" = ")[0])
-        found = list(products.itertuples())
-        alone = list(select(rows, rule=ALONE).itertuples())
+        products = select(rows, reason="").assign(kernel=rows["kernel"].str.partition(" = ")[0])
+        found, alone = list(products.itertuples()), list(select(rows, rule=ALONE).itertuples())
         return {"kernels": drawing.kernels(alone), "plane": drawing.planes(found), "line": drawing.lines(found)}
 
     def notes(self, results: Results) -> list[str]:
