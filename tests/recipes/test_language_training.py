@@ -3,11 +3,13 @@
 import hashlib
 import math
 import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,9 +108,10 @@ def test_a_step_in_parts_is_the_step(text: runs.Corpus) -> None:
 
 def test_the_seed_decides_and_nothing_else_does(text: runs.Corpus) -> None:
     first = train(text, 1)
-    before = torch.random.get_rng_state()
+    before, others = torch.random.get_rng_state(), (random.getstate(), str(np.random.get_state()))  # noqa: NPY002
     again = train(text, 1)
     assert torch.equal(torch.random.get_rng_state(), before)
+    assert (random.getstate(), str(np.random.get_state())) == others  # noqa: NPY002
     assert first[1:] == again[1:]
     assert first[2] != train(text, 2)[2]
 
@@ -152,9 +155,32 @@ def touch(*_: object) -> None:
     torch.ones(BLOCK // 4)
 
 
-def test_a_model_is_measured_in_evaluation_mode(text: runs.Corpus) -> None:
-    run, *_ = train(text, measure=lambda model: {"training": model.training})
-    assert run["training"] is False
+def test_a_model_keeps_its_settings(text: runs.Corpus) -> None:
+    """The Trainer turns the cache off while it trains."""
+    kept = {}
+    measure = lambda model: kept.update(cache=model.config.use_cache, training=model.training) or {}  # noqa: E731
+    train(text, measure=measure)
+    assert kept == {"cache": True, "training": False}
+
+
+def test_what_a_model_leaves_out_of_its_loss_is_left_out(text: runs.Corpus) -> None:
+    """A model that counts every other label has their mean as its loss, whatever the parts of a step."""
+
+    def halve(model: HybridForCausalLM) -> None:
+        def mask(module: object, args: object, given: dict) -> tuple:
+            labels = given.get("labels")
+            return args, given if labels is None else {**given, "labels": labels.where(labels % 2 == 0, -100)}
+
+        model.register_forward_pre_hook(mask, with_kwargs=True)
+
+    _, (loss,), _ = train(text, changes={"steps": 1, "looks": 1}, prepare=halve)
+    torch.manual_seed(0)
+    model = HybridForCausalLM(config())
+    windows = torch.stack([text.train_tokens[s : s + 12].long() for s in starts(0, 0, 4, 700 - 12 + 1)])
+    logits = model(input_ids=windows).logits[:, :-1].reshape(-1, V)
+    targets = windows[:, 1:].reshape(-1)
+    expected = F.cross_entropy(logits[targets % 2 == 0], targets[targets % 2 == 0]).item()
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,36 @@
-"""Train a language model of a recipe on windows of its text, and measure its loss on held-out text."""
+"""Train a language model of a recipe with the Trainer of `regard.training`, without a run folder."""
 
 import contextlib
 import math
+import random
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from regard.models.base.base import tell_step
 from regard.training.data.windows import SampledWindows
+from regard.training.errors import TrainingStopped
 from regard.training.evaluation import Units, evaluate
+from regard.training.quiet import quiet_transformers
 from regard.training.task import TaskBudget
+from regard.training.trainer import RegardTrainer
 
 from .language_training import DTYPES, Budget, Corpus
 
 BETAS = (0.9, 0.95)  # of AdamW
 
 
-def train_on_windows(
-    model: Any, material: Corpus, budget: Budget, seed: int
+def train_with_trainer(
+    model: nn.Module, material: Corpus, budget: Budget, seed: int
 ) -> tuple[list[tuple[float, float]], dict[str, float]]:
-    """Train a model in place on the windows that `seed` draws; return the training and held-out loss of each look, none
-    after a loss or gradient that is not finite, and the median time of a step, "step_seconds" and
-    "step_cpu_seconds"."""
+    """Train with `regard.training`'s Trainer; return the training and held-out loss of each look, none after a loss
+    that is not finite, and the median time of a step, "step_seconds" and "step_cpu_seconds"."""
     device = next(model.parameters()).device
     optimizer = make_optimizer(model, budget)
     schedule = TaskBudget(steps=budget.steps, warmup=budget.warmup, final_share=budget.final_share)
@@ -32,39 +38,83 @@ def train_on_windows(
     windows = SampledWindows(
         material.train_tokens, context=budget.context, steps=budget.steps, per_step=budget.batch, seed=seed
     )
-    network = torch.compile(model.train()) if budget.compile else model.train()
-    looks: list[tuple[float, float]] = []
-    since: list[Tensor] = []  # training losses since the last look
-    wall, cpu = [], []
-    for step in range(budget.steps):
-        places = range(step * budget.batch, (step + 1) * budget.batch)
-        batch = torch.stack([windows[place]["input_ids"] for place in places]).to(device)
-        begun = time.perf_counter(), time.process_time()
-        tell_step(model, step)
-        for part in batch.chunk(budget.parts):
-            with precision(budget, device):
-                loss = network(input_ids=part, labels=part, use_cache=False).loss / budget.parts
-            loss.backward()
-            since.append(loss.detach())
-        norm = nn.utils.clip_grad_norm_(model.parameters(), budget.clip)
-        if not torch.stack([*since[-budget.parts :], norm]).isfinite().all():
-            break
-        optimizer.step()
-        rates.step()
-        optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        wall.append(time.perf_counter() - begun[0])
-        cpu.append(time.process_time() - begun[1] if device.type == "cpu" else wall[-1])
-        if step + 1 in budget.look_steps():
-            steps = len(since) // budget.parts
-            held_out = held_out_loss(model, material.held_out_tokens, budget)
-            looks.append((torch.stack(since).sum().item() / steps, held_out))
-            since.clear()
-            if not math.isfinite(held_out):
-                break
-    times = {"step_seconds": wall, "step_cpu_seconds": cpu}
-    return looks, {name: statistics.median(values or [math.nan]) for name, values in times.items()}
+    one = Units(1, 1, 1)  # bits are not asked for
+    looks = Looks(lambda: held_out_loss(model, material, budget), set(budget.look_steps()), device)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=budget.steps, per_device_train_batch_size=budget.batch // budget.parts,
+            gradient_accumulation_steps=budget.parts, max_grad_norm=budget.clip, seed=seed,
+            use_cpu=device.type == "cpu", bf16=budget.dtype == "bfloat16", torch_compile=budget.compile,
+            dataloader_pin_memory=device.type == "cuda", remove_unused_columns=False, logging_strategy="no",
+            save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        arguments._n_gpu = min(1, arguments.n_gpu)  # Trainer would use nn.DataParallel
+        trainer = RegardTrainer(
+            model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates), callbacks=[looks],
+            held_out=material.held_out_tokens, train_units=one, held_out_units=one, context=budget.context,
+            eval_batch=budget.batch, keep=1,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.model_accepts_loss_kwargs = False  # the mean over the labels that the model counts
+        looks.watch(trainer)
+        with contextlib.suppress(TrainingStopped):
+            trainer.train()
+        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    times = {"step_seconds": looks.wall, "step_cpu_seconds": looks.cpu}
+    return looks.losses, {name: statistics.median(values or [math.nan]) for name, values in times.items()}
+
+
+class Looks(TrainerCallback):
+    """Note the training loss and `held_out()` after some steps, and the time of every step."""
+
+    def __init__(self, held_out: Callable[[], float], steps: set[int], device: torch.device) -> None:
+        self.evaluate, self.steps, self.device = held_out, steps, device
+        self.losses: list[tuple[float, float]] = []
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.since: list[Tensor] = []  # training losses since the last look
+        self.begun = (0.0, 0.0)
+
+    def watch(self, trainer: RegardTrainer) -> None:
+        """Collect the loss of each forward pass of `trainer`, divided by their number in a step."""
+        step = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            self.since.append(step(*args, **kwargs).detach())
+            return self.since[-1]
+
+        trainer.training_step = training_step  # type: ignore[method-assign]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.wall.append(time.perf_counter() - self.begun[0])
+        self.cpu.append(time.process_time() - self.begun[1] if self.device.type == "cpu" else self.wall[-1])
+        if state.global_step in self.steps:
+            count = state.global_step - max((step for step in self.steps if step < state.global_step), default=0)
+            held_out = self.evaluate()
+            self.losses.append((torch.stack(self.since).sum().item() / count, held_out))
+            self.since.clear()
+            control.should_training_stop = not math.isfinite(held_out)
+
+
+@contextlib.contextmanager
+def global_generators(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python inside the block, and leave them as they were."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with (
+        quiet_transformers(),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []),
+    ):
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
 
 
 def make_optimizer(model: nn.Module, budget: Budget) -> torch.optim.Optimizer:
@@ -77,18 +127,17 @@ def make_optimizer(model: nn.Module, budget: Budget) -> torch.optim.Optimizer:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=budget.learning_rate, betas=BETAS)
 
 
-def held_out_loss(model: nn.Module, tokens: Tensor, budget: Budget) -> float:
-    """Return the nats per token on the first `measured` of the tokens. Every token but the first is predicted once,
+def held_out_loss(model: nn.Module, material: Corpus, budget: Budget) -> float:
+    """Return the nats per token on the first `measured` held-out tokens. Every token but the first is predicted once,
     from at least half a context where the text before it is that long."""
-    tokens = tokens[: budget.measured]
-    with precision(budget, next(model.parameters()).device):
+    tokens = material.held_out_tokens[: budget.measured]
+    with _precision(budget, next(model.parameters()).device):
         units = Units(len(tokens), len(tokens), len(tokens))  # its bits are not asked for
         batch = max(1, budget.batch // budget.parts)
         return evaluate(model, tokens, units, context=budget.context, batch=batch, support=False).loss
 
 
-def precision(budget: Budget, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which products have the precision of the budget."""
+def _precision(budget: Budget, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if budget.dtype == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, DTYPES[budget.dtype])

@@ -125,7 +125,7 @@ def train_language_model(
     config: Any, material: Corpus, budget: Budget, seed: int, *, name: str,
     measure: Callable[[Any], dict[str, Any]] | None = None, prepare: Callable[[Any], None] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train a model on the windows that `seed` draws.
+    """Train a model with the Trainer of `regard.training` on the windows that `seed` draws.
 
     AdamW with a linear warm-up and a cosine, one learning rate for all weights, memories included. A loss that is not
     finite ends the training; it is NaN from there on.
@@ -160,17 +160,16 @@ def train_language_model(
         )
     from regard.models.base.catalogue import model_of
 
-    from .language_trainer import train_on_windows
+    from .language_trainer import global_generators, train_with_trainer
 
     kind = model_of(config)
     device = torch.device(resolve_device(budget.device, call=call))
     before = held_bytes("VmRSS", device, restart=True)
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with global_generators(device, seed):
         model = kind(config).to(device).train()
         if prepare is not None:
             prepare(model)
-        losses, seconds = train_on_windows(model, material, budget, seed)
+        losses, seconds = train_with_trainer(model, material, budget, seed)
     memory = {"peak_bytes": held_bytes("VmHWM", device), "before_bytes": before}
     found = {} if measure is None else measure(model.eval())
     rows = found.pop("rows", ())

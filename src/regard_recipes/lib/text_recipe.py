@@ -85,7 +85,8 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
         """Return columns of the row "run" of a trained model, and further rows as "rows"."""
         from .language_trainer import held_out_loss
 
-        return {"test": held_out_loss(model, self.test_tokens, self.budget(self.rates[0]))}
+        budget = self.budget(self.rates[0])
+        return {"test": held_out_loss(model, Corpus(self.corpus.train_tokens, self.test_tokens), budget)}
 
     def merit(self, runs: Frame) -> Frame:
         return -runs["held_out"].astype(float).fillna(math.inf)
