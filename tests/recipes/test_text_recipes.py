@@ -34,10 +34,6 @@ def results(rows: list[dict[str, Any]]) -> Results:
     return Results(frame_of(both), FACTS, {})
 
 
-def verdicts(made: Any, rows: list[dict[str, Any]]) -> list[str]:
-    return [claim.verdict for claim in made.claims(results(rows))]
-
-
 def run(model: str, rate: float = 1e-3, held_out: float = 2.0, **found: Any) -> dict[str, Any]:
     return {"kind": "run", "model": model, "rate": rate, "held_out": held_out, **found}
 

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from filelock import FileLock
 
 from regard.recipes import recipes
 from regard_recipes.fwpkm.fast_weight_recall import coverage
-from regard_recipes.lib.recipe import Recipe, Results, check_shared, frame_of, run
+from regard_recipes.lib.recipe import Recipe, Results, check_shared, run
 from regard_recipes.lib.results import load
 
 TASK: dict[str, Any] = {"steps": 2, "width": 16, "batch": 2, "examples": 2, "seeds": 2}
@@ -98,26 +97,6 @@ def checked(name: str, size: str = "small", **changes: Any) -> Any:
     made = recipes.get(name).configure(size, **changes)
     check_shared(made)
     return made
-
-
-def verdicts(made: Any, rows: list[dict[str, Any]], facts: dict[str, Any] | None = None) -> dict[str, tuple[str, str]]:
-    """Return wording to verdict and numbers of a recipe's claims on rows made by hand."""
-    claims = made.claims(Results(frame_of(rows), facts or {}, {}))
-    return {claim.wording: (claim.verdict, claim.measured()) for claim in claims}
-
-
-def course_rows(made: Any, course: Callable[[Any, int], tuple[list[float], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the rows of language models whose losses take a course: `course` returns of a cell and a seed the losses
-    of its looks and further columns of its run."""
-    rows: list[dict[str, Any]] = []
-    for cell in made.cells():
-        for seed in range(made.seeds):
-            losses, run = course(cell, seed)
-            ends = dict.fromkeys(("train", "held_out", "test"), losses[-1])
-            rows.append({**cell, "seed": seed, "kind": "run", **ends, **run})
-            rows += [{**cell, "seed": seed, "kind": "look", "step": step, "train": loss, "held_out": loss}
-                     for step, loss in enumerate(losses, start=1)]  # fmt: skip
-    return rows
 
 
 FOLDER = Path(tempfile.gettempdir()) / f"tiny-runs-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"

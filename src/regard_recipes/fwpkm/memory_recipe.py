@@ -74,13 +74,8 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
 
     def fast(self, name: str) -> dict[str, Any]:
         """Return the options of a model's FwPKM memories beside their sizes."""
-        top_k = min(self.top_k, self.sub_keys**2)
-        return {
-            "top_k": top_k,
-            "address_weight": self.address_weight,
-            **RULES[self.rule],
-            **self.known[name].get("fast", {}),
-        }
+        common = {"top_k": min(self.top_k, self.sub_keys**2), "address_weight": self.address_weight}
+        return {**common, **RULES[self.rule], **self.known[name].get("fast", {})}
 
     def depths(self, memory: str) -> dict[str, tuple[int, ...]]:
         """Return the kinds of a memory with their depths."""

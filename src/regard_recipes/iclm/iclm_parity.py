@@ -16,7 +16,7 @@ from regard.checks import ArgumentError
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
 from ..lib.display import Show, dots, interval, median, pivot, spread
 from ..lib.language_training import initial_range
-from ..lib.recipe import Cell, Frame, Results, recipe, select
+from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
 from ..lib.text_recipe import TextRecipe
 
 PAPER = "ICLM"
@@ -111,8 +111,6 @@ class Parity(TextRecipe):
         return runs.assign(perplexity=test.map(math.exp), training_bytes=peak - before)
 
     def tables(self, results: Results) -> dict[str, Any]:
-        import pandas as pd
-
         runs = self.runs(results)
 
         def beside(which: str, value: str) -> Show:
@@ -147,7 +145,7 @@ class Parity(TextRecipe):
                 results.select(kind="run"), ["model"], {"nats/token": interval("held_out")}, "rate",
                 note="± half the 95 % interval over seeds."),
             "Parameters at the paper's sizes": pivot(
-                pd.DataFrame(counts), ["size"], {"": lambda rows: rows["count"].iloc[0]}, "model",
+                frame_of(counts), ["size"], {"": lambda rows: rows["count"].iloc[0]}, "model",
                 note="Layers x width x heads, GPT-2's vocabulary, tied; in brackets: less the Transformer's."),
         }  # fmt: skip
 

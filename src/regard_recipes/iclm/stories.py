@@ -75,14 +75,9 @@ class StoriesRecipe(TaskRecipe, Sizes):
         return found
 
     def claims(self, results: Results) -> list[Claim]:
-        grades = (
-            "section 7, table 1",
-            "Stories of ICLM have the grades of a Transformer's",
-            self.gap(results, ICLM, TRANSFORMER, metric=MEAN),
-            "within",
-            0.3,
-            "Mean of four grades from 0 to 10 by a program, less the Transformer's; 0.3 counts as equal.",
-        )
+        wording = "Stories of ICLM have the grades of a Transformer's"
+        note = "Mean of four grades from 0 to 10 by a program, less the Transformer's; 0.3 counts as equal."
+        grades = "section 7, table 1", wording, self.gap(results, ICLM, TRANSFORMER, metric=MEAN), "within", 0.3, note
         words = ("figures 2 and 3, stories", "Biweight is no worse than softmax on stories",
                  self.gap(results, *reversed(MOSAICS)), "at least", -0.005,
                  "Share of right words, less softmax's; 0.005 counts as equal.")  # fmt: skip

@@ -146,12 +146,11 @@ class KernelSelection(TextRecipe):
         shared = shared.sort_values("model", kind="stable", key=lambda column: column.map(KERNELS.index))
         both = f"{self.seeds} seeds: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
         against = f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence."
-        index = {"model": "kernel", "query_key": "query and key"}
+        index = {"model": "kernel", "weights": "weights"}
+        both_keys = {"model": "kernel", "query_key": "query and key"}
         return {
-            "Kernels": pivot(
-                select(runs, query_key=APART), {"model": "kernel", "weights": "weights"}, losses, note=both
-            ),
-            "One vector for query and key": pivot(shared, index, sharing, note=against),
+            "Kernels": pivot(select(runs, query_key=APART), index, losses, note=both),
+            "One vector for query and key": pivot(shared, both_keys, sharing, note=against),
         }
 
     def figures(self, results: Results) -> dict[str, bytes]:

@@ -34,8 +34,6 @@ BLOCK = 128  # rows to one number of the iterations by block
 EMULATED = 64  # steps of the emulated schemes at most, the last column of the paper's Table 2
 REGARD = "regard"
 TARGETS = {0.1: 0.016, 0.01: 0.056}  # ridge to the relative error of bfloat16 inputs with anisotropic keys
-
-
 FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "normal": lambda q, k, at: (q, k),
     "normalised": lambda q, k, at: (q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)),
@@ -43,8 +41,6 @@ FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] =
     "recall": lambda q, k, at: (k[(at * torch.arange(1, len(k) + 1)).long()] + 0.1 * q, k),
 }
 """Queries and keys from normal ones and uniform numbers; the anisotropic keys from one row more."""
-
-
 Data = tuple[Tensor, Tensor, Tensor]
 """q, k, v [T, D]."""
 
@@ -114,13 +110,10 @@ def run_regard(
     }, blocks  # fmt: skip
 
 
-def run_scheme(heads: Sequence[Data], ridge: float, name: str, steps: Sequence[int]) -> dict[int, Tensor]:
-    """Return the outputs [H, T, D] of an emulated scheme by step."""
-    found: dict[int, list[Tensor]] = {step: [] for step in steps}
-    for head in heads:
-        for step, out in SCHEMES[name](*head, ridge, steps):
-            found[step].append(rounded(out))
-    return {step: torch.stack(outs) for step, outs in found.items()}
+def run_scheme(heads: Sequence[Data], ridge: float, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the steps of an emulated scheme with the outputs [H, T, D] there."""
+    for found in zip(*(SCHEMES[name](*head, ridge, steps) for head in heads), strict=True):
+        yield found[0][0], torch.stack([rounded(out) for _, out in found])
 
 
 @recipe("lla-numerics")
@@ -161,7 +154,7 @@ class Numerics(Recipe):
             for name, outs in floors.items():
                 yield {"kind": "floor", "ridge": ridge, "method": name, **errors(outs[ridge], truth)}
             for name in SCHEMES if low else ():
-                for step, out in run_scheme(heads, ridge, name, steps).items():
+                for step, out in run_scheme(heads, ridge, name, steps):
                     yield {"kind": "scheme", "ridge": ridge, "method": name, "step": step, **errors(out, truth)}
 
     def claims(self, results: Results) -> list[Claim]:

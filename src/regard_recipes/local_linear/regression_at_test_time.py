@@ -24,7 +24,7 @@ from regard.tasks import ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
 from ..lib.display import MISSING, Show, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, frame_of, recipe, select, significant
 from .regression_at_test_time_methods import Method, methods
 
 PAPER = "Local Linear Attention"
@@ -165,10 +165,9 @@ class Regression(Recipe):
     def claims(self, results: Results) -> list[Claim]:
         clean = select(in_view(results), **{"query noise": 0.0})
         wide = clean[(clean["d"] >= 16) & (clean["S"] < self.length)]
-        cells = (
-            select(clean, protocol=SELF, method=list(PAPERS)).groupby(["d", "S", "method"])["first"].mean().unstack()
-        )
-        least = float((cells[list(PAPERS)].idxmin(axis=1) == "mesa").mean())
+        rows = select(clean, protocol=SELF, method=PAPERS)
+        cells = rows.groupby(["d", "S", "method"])["first"].mean().unstack()[list(PAPERS)]
+        least = float((cells.idxmin(axis=1) == "mesa").mean())
         note = "Error of LLA over that of softmax after the first segment, each cell with d >= 16, {}."
         over = {protocol: ratios(select(wide, protocol=protocol), "later") for protocol in PROTOCOLS}
         return claims_of(PAPER, [
@@ -245,11 +244,8 @@ def with_shares(rows: Frame) -> Frame:
 
 def points(rows: Frame, length: int) -> Frame:
     """Return curves with a row for each point."""
-    import pandas as pd
-
-    long = [(row.method, (i + 0.5) * length / len(row.curve), error)
-            for row in rows.itertuples() for i, error in enumerate(row.curve) if error > 0]  # fmt: skip
-    return pd.DataFrame(long, columns=["method", "position", "error"])
+    return frame_of({"method": row.method, "position": (i + 0.5) * length / len(row.curve), "error": error}
+                    for row in rows.itertuples() for i, error in enumerate(row.curve) if error > 0)  # fmt: skip
 
 
 def ratios(rows: Frame, part: str) -> dict[str, Estimate]:
