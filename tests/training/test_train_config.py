@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from mistakes import error_of, refuses
 
 import regard
@@ -108,11 +110,16 @@ def test_ridges_are_for_the_specs_that_have_one(tiny: Callable) -> None:
 
 
 def test_plain_data_and_back(tiny: Callable, tmp_path: Path) -> None:
-    config = tiny(kv_heads=1, spec=("softmax",), window=None, resume=True)
+    numbers = {"context": np.int64(12), "weight_decay": np.float32(0.25), "clip": torch.tensor(0.5)}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(to_mapping(config)))
-    assert from_mapping(TrainConfig(), read_mapping(path, call="t"), call="t", source="f") == config
+    for given in ({}, numbers):
+        config = tiny(kv_heads=1, spec=("softmax",), window=None, resume=True, **given)
+        assert {type(getattr(config, name)) for name in given} <= {int, float}
+        path.write_text(json.dumps(to_mapping(config)))
+        assert from_mapping(TrainConfig(), read_mapping(path, call="t"), call="t", source="f") == config
     assert set(to_mapping(config)) == {field.name for field in fields(TrainConfig)}
+    rates = make_dataclass("Recipe", ["rates"])((np.float32(0.25), torch.tensor(3)))
+    assert repr(to_mapping(rates)) == "{'rates': [0.25, 3]}"
     path = tmp_path / "run.toml"
     path.write_text('spec = "biweight"\nsteps = 5\nlearning-rate = 1\nout = "x/y"\nresume = true\n')
     config = from_mapping(TrainConfig(width=8), read_mapping(path, call="t"), call="t", source="f")

@@ -159,6 +159,9 @@ class TrainConfig(OutputOptions, OptimiserOptions, ModelOptions, DataOptions):
     """The groups in which `regard train --help` shows the options."""
 
     def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            if getattr(value, "ndim", None) == 0:  # a number of numpy or torch, which JSON does not take
+                object.__setattr__(self, name, value.item())
         # a comma may end every word but the last: --spec softmax, biweight
         words = (*(word.removesuffix(",") for word in self.spec[:-1]), *self.spec[-1:])
         object.__setattr__(self, "spec", tuple(spec for word in words for spec in split_specs(word)))

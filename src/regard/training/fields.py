@@ -75,7 +75,12 @@ def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -
 def to_mapping(config: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON data, from which `from_mapping` makes an equal object."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return json.loads(json.dumps(values, default=str))  # paths become text, tuples lists
+    return json.loads(json.dumps(values, default=_plain))  # tuples become lists
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy or torch as a plain one, and what else JSON does not have, such as a path, as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
