@@ -91,6 +91,15 @@ def test_a_state_is_cloned_detached_saved_and_never_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STATES)
+def test_a_state_is_no_view_of_what_the_call_made(name: str) -> None:
+    case = STATES[name][0]
+    for way in case.few:
+        state = case.run(case.draw(200, grad=False), **way)[1]
+        parts = [t.untyped_storage() for t in state._tensors().values()]
+        assert sum({part.data_ptr(): part.nbytes() for part in parts}.values()) <= 2 * state.bytes
+
+
+@pytest.mark.parametrize("name", STATES)
 def test_a_sum_cannot_forget(name: str) -> None:
     state = STATES[name][0].run(STATES[name][0].draw())[1]
     assert state.crop(9) is state.crop(12) is state
