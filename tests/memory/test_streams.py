@@ -187,6 +187,19 @@ def test_what_begins_after_a_cut_teaches_the_first_values_given_now(
         near(out[:, :3], call(kind, rows(given, slice(0, 2), slice(0, 3)), old, state=state)[0])
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind == "slots-dense" or "slots" not in kind])
+def test_second_derivatives_beside_a_row_that_is_not_written(kind: str) -> None:
+    given, firsts = leaves_of(kind, 2, 13), first(kind)
+    leaves, mask = [*given.values(), *firsts], torch.arange(13) < torch.tensor([[13], [4]])
+
+    def twice(loss: Tensor) -> list[Tensor]:
+        slopes = grad(loss, leaves, create_graph=True, **SOME)
+        return list(grad(sum(x.square().sum() for x in slopes if x.requires_grad), leaves, **SOME))
+
+    alone = [call(kind, rows(given, b, mask[b]), firsts)[0] for b in (0, 1)]
+    near(twice(loss_of(call(kind, given, firsts, mask=mask)[0])), twice(loss_of(alone[0]) + loss_of(alone[1])), 1e-7)
+
+
 # Rounds ---------------------------------------------------------------------------------------------------------------
 
 

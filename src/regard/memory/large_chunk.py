@@ -56,7 +56,9 @@ def orthogonal(x: Tensor) -> Tensor:
     """Return approximately U V^T for x = U S V^T [..., F, D], by five Newton-Schulz steps; 0 for 0."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
+    none = (x.detach() == 0).all((-2, -1), keepdim=True)  # of these the norm has no second derivative
+    size = torch.linalg.vector_norm(x.masked_fill(none, 1), dim=(-2, -1), keepdim=True)
+    x = x / (size.masked_fill(none, 0) + 1e-7)
     for a, b, c in STEPS:
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
