@@ -14,7 +14,6 @@ from regard.tasks import ConeRegression
 from regard_recipes.lib.claims import ratio_interval
 from regard_recipes.lib.recipe import Results, select
 from regard_recipes.local_linear import regression_at_test_time as recipe
-from regard_recipes.local_linear import regression_at_test_time_methods as made
 
 
 def cell(found: Results, protocol: str, dim: int, segment: int, query_noise: float = 0.0) -> pd.DataFrame:
@@ -50,7 +49,7 @@ def plain(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: int, sca
 def test_every_method_is_its_formula(strict: bool) -> None:
     examples = ConeRegression(dim=3, length=24, segment=6, query_noise=0.3).examples(5, range(2))
     q, k, v = (getattr(examples, name).double().numpy() for name in ("queries", "keys", "values"))
-    known = made.methods(("softmax", "biweight"), ("softmax+mesa", "biweight+linear", "softmax+linear"), 1e-6, 0)
+    known = recipe.methods(("softmax", "biweight"), ("softmax+mesa", "biweight+linear", "softmax+linear"), 1e-6, 0)
     for method in known:
         found = method.predict(examples, 1.5, 0.3, strict).double().numpy()
         if method.name in ("random", "zero"):
@@ -65,7 +64,7 @@ def test_every_method_is_its_formula(strict: bool) -> None:
 def test_the_random_predictor_has_the_law_of_a_value() -> None:
     task = ConeRegression(dim=16, length=256, segment=64, noise=0.0)
     examples = task.examples(0, range(8))
-    (method,) = (m for m in made.methods((), (), 1e-3, 3) if m.name == "random")
+    (method,) = (m for m in recipe.methods((), (), 1e-3, 3) if m.name == "random")
     guess = method.predict(examples, 1.0, 0.1, False)
     size = examples.values.square().sum().item()
     assert abs(guess.square().sum().item() / size - 1) < 0.05
@@ -125,4 +124,4 @@ def test_the_choice_is_the_best_of_the_grid_on_other_sequences() -> None:
 
 def test_wide_cells_have_fewer_sequences() -> None:
     small = recipe.Regression()
-    assert [recipe.count(small, d) for d in (8, 32, 64, 128, 4096)] == [32, 32, 16, 8, 2]
+    assert [small.count(d) for d in (8, 32, 64, 128, 4096)] == [32, 32, 16, 8, 2]

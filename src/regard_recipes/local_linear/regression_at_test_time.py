@@ -9,23 +9,33 @@ At every position the pairs so far are fitted and a query is predicted; the erro
 `given`: every estimator at its own scale (for attention the paper's h = 2 sqrt(d)), one ridge for all, since the paper
 states none. `chosen`, in the second protocol: scale and ridge with the least error on sequences of another seed.
 The first protocol has no choice: the sharpest bandwidth, which looks up the pair itself, would win for every kernel.
+A scale is counted in units of the estimator's own (1/sqrt(d) for attention); a ridge is relative to the total weight of
+a kernel, absolute for Mesa.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError
-from regard.tasks import ConeRegression
+from regard.checks import ArgumentError, suggestion
+from regard.grammar import Spec
+from regard.grammar.solvers import ConjugateGradient
+from regard.grammar.spec import local_linear
+from regard.pairwise.attention import attention
+from regard.recurrent.interpolated import interpolated_attention
+from regard.recurrent.linear import linear_attention
+from regard.recurrent.mesa import mesa_attention
+from regard.tasks import ConeExamples, ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
 from ..lib.display import MISSING, Show, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, Results, frame_of, recipe, select, significant
-from .regression_at_test_time_methods import Method, methods
 
 PAPER = "Local Linear Attention"
 SELF, PAST = PROTOCOLS = ("self-included", "strictly-past")
@@ -43,19 +53,20 @@ POINTS = 128  # of a curve: errors of neighbouring positions are averaged
 BATCH = 8  # sequences at a time
 FULL = 32  # channels up to which a cell has all sequences
 
-
-def task(config: "Regression", cell: Cell) -> ConeRegression:
-    """Return the data of a cell."""
-    return ConeRegression(cell["d"], config.length, cell["S"], config.noise, cell["query noise"])
-
-
-def count(config: "Regression", dim: int) -> int:
-    """Return how many sequences a cell has: enough for a spread."""
-    return min(config.sequences, max(2, config.sequences * FULL // dim))
-
-
 Setting = tuple[float, float]
 """The scale, in units of the estimator's own, and the ridge."""
+Form = Callable[[Tensor, Tensor, Tensor, float, float, bool], Tensor]
+"""(query, key, value [B, 1, L, d], scale, ridge, strictly past) -> what is predicted at the queries."""
+
+
+class Method(NamedTuple):
+    """An estimator: its name, (examples with a batch axis, scale, ridge, strictly past) -> predictions [B, L, d], and
+    whether scale and ridge matter to it."""
+
+    name: str
+    predict: Callable[[ConeExamples, float, float, bool], Tensor]
+    takes_scale: bool = False
+    takes_ridge: bool = False
 
 
 def errors(own: ConeRegression, method: Method, setting: Setting, strict: bool, seed: int, count: int) -> Tensor:
@@ -65,15 +76,6 @@ def errors(own: ConeRegression, method: Method, setting: Setting, strict: bool, 
         examples = own.examples(seed, range(start, min(start + BATCH, count)))
         found.append(own.error(method.predict(examples, *setting, strict), examples))
     return torch.cat(found)
-
-
-def choose(config: "Regression", own: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
-    """Return the scale and ridge of the grid with the least error on the held-out sequences; of equals the first."""
-    scales = config.scales if method.takes_scale else (1.0,)
-    ridges = config.ridges if method.takes_ridge else (config.ridge,)
-    settings = list(itertools.product(scales, ridges))
-    score = lambda s: float(errors(own, method, s, strict, seed + 1, config.held_out).mean())  # noqa: E731
-    return min(settings, key=score) if len(settings) > 1 else settings[0]
 
 
 def parts(length: int, segment: int) -> dict[str, Tensor]:
@@ -128,13 +130,29 @@ class Regression(Recipe):
 
     def check(self) -> None:
         for cell in self.cells():
-            task(self, cell)
+            self.task(cell)
         names = [method.name for method in methods(self.specs, self.residuals, self.tol, self.seed)]
         if "softmax" not in self.specs:
             raise ArgumentError("--specs lacks softmax, to which all others are compared; add it.")
         for name in names:
             if names.count(name) > 1:
                 raise ArgumentError(f"{name} would be measured twice; name every kernel once.")
+
+    def task(self, cell: Cell) -> ConeRegression:
+        """Return the data of a cell."""
+        return ConeRegression(cell["d"], self.length, cell["S"], self.noise, cell["query noise"])
+
+    def count(self, dim: int) -> int:
+        """Return how many sequences a cell has: enough for a spread."""
+        return min(self.sequences, max(2, self.sequences * FULL // dim))
+
+    def choose(self, own: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
+        """Return the scale and ridge of the grid with the least error on held-out sequences; of equals the first."""
+        scales = self.scales if method.takes_scale else (1.0,)
+        ridges = self.ridges if method.takes_ridge else (self.ridge,)
+        settings = list(itertools.product(scales, ridges))
+        score = lambda s: float(errors(own, method, s, strict, seed + 1, self.held_out).mean())  # noqa: E731
+        return min(settings, key=score) if len(settings) > 1 else settings[0]
 
     def cells(self) -> list[Cell]:
         kinds = [(d, s, 0.0) for d, s in itertools.product(self.dims, self.segments)]
@@ -143,14 +161,14 @@ class Regression(Recipe):
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        own, strict = task(self, cell), cell["protocol"] == PAST
+        own, strict = self.task(cell), cell["protocol"] == PAST
         oracle = Method("oracle", lambda examples, *_: own.oracle(examples, exclude_self=strict))
         known = [*methods(self.specs, self.residuals, self.tol, seed), oracle]
-        sequences, found = count(self, cell["d"]), {}
+        sequences, found = self.count(cell["d"]), {}
         for how in (GIVEN, CHOSEN) if strict else (GIVEN,):
             for method in known:
                 given = (1.0, self.ridge)
-                setting = choose(self, own, method, strict, seed) if how == CHOSEN else given
+                setting = self.choose(own, method, strict, seed) if how == CHOSEN else given
                 if how == GIVEN or setting != given:  # else it is measured already
                     found[method.name] = errors(own, method, setting, strict, seed, sequences)
                 error = found[method.name]
@@ -263,3 +281,87 @@ def versus(rows: Frame, base: Frame, part: str) -> str:
 def small(x: float) -> str:
     """Return a share as text."""
     return f"{x:.3f}" if 0.001 <= x < 10 else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: int) -> list[Method]:
+    """Return every estimator: kernels (`specs`) as local constants and as local linear models solved to `tol`, linear
+    states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
+    of which one draws with `seed`."""
+    kernels = {name: _constant(name) for name in specs}
+    made: list[tuple[str, Form, bool, bool]] = [
+        (name, partial(_kernel, spec), spec.takes_scale, False) for name, spec in kernels.items()
+    ]
+    for spec in kernels.values():
+        model = local_linear(spec)
+        solved = replace(model, solver=ConjugateGradient(tol=tol))
+        made.append((str(model), partial(_kernel, solved), spec.takes_scale, True))
+    made += [("elu", _elu, False, False), ("linear", _linear, False, False), ("mesa", _mesa, False, True)]
+    for name in residuals:
+        kernel, _, known = name.rpartition("+")
+        if known not in STATES:
+            raise ArgumentError(f"unknown state {known!r} of {name!r}.{suggestion(known, STATES)}")
+        spec = _constant(kernel)
+        made.append((name, partial(_interpolated, spec, STATES[known]), spec.takes_scale, known == "mesa"))
+    made += [("random", partial(_random, seed), False, False),
+             ("zero", lambda q, k, v, *_: torch.zeros_like(v), False, False)]  # fmt: skip
+    return [Method(name, partial(_predict, form), *takes) for name, form, *takes in made]
+
+
+def _predict(form: Form, examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
+    q, k, v = (x[:, None] for x in (examples.queries, examples.keys, examples.values))
+    return form(q, k, v, scale, ridge, strict)[:, 0]
+
+
+def _constant(name: str) -> Spec:
+    spec = Spec.parse(name)
+    if spec.degree:
+        raise ArgumentError(f"{name} is a local linear model already; give its kernel alone.")
+    return spec
+
+
+def _kernel(spec: Spec, q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
+    own = replace(spec, ridge=ridge) if spec.degree else spec
+    found: Tensor = attention(q, k, v, own, is_causal=True, exclude_self=strict, scale=_scale(spec, k, scale))
+    return found
+
+
+def _scale(spec: Spec, k: Tensor, scale: float) -> float | None:
+    """Return `scale` times the scale that the spec has by itself."""
+    return spec.similarity.default_scale(k.shape[-1]) * scale if spec.takes_scale else None
+
+
+def _elu(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
+    """Predict by linear attention as it was published, with the feature map 1 + elu and weights that sum to one."""
+    return linear_attention(q, k, v, "elu", exclude_self=strict)[0]
+
+
+def _linear(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
+    """Return S_i q / (n + d + 1) with S_i the sum of the n visible v k^T (equation 2 with a multiple of the identity
+    for H), the best multiple for normal keys and a single map: E|c S q - A q|^2 is least at c = 1 / (n + d + 1)."""
+    visible = torch.arange(q.shape[-2]) + (0 if strict else 1)
+    return linear_attention(q, k, v, "linear", exclude_self=strict, scale=1 / (visible + q.shape[-1] + 1.0))[0]
+
+
+def _mesa(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
+    """Return the ridge regression through the origin of all visible values on their keys (equation 2), in float64:
+    with a small ridge and fewer pairs than channels its systems have condition numbers near 1e6."""
+    found: Tensor = mesa_attention(q.double(), k.double(), v.double(), ridge=ridge, exclude_self=strict)[0]
+    return found.to(v.dtype)
+
+
+STATES: dict[str, Form] = {"linear": _linear, "mesa": _mesa}
+"""Linear states, which equation 9 lets a kernel correct."""
+
+
+def _interpolated(
+    spec: Spec, state: Form, q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool
+) -> Tensor:
+    """Predict by equation 9: the local constant of the residuals v_j - W_i k_j, and W_i q_i on top."""
+    trend = lambda q, k, v, **_: state(q, k, v, 1.0, ridge, strict)  # noqa: E731
+    found: Any = interpolated_attention(q, k, v, trend, spec, exclude_self=strict, scale=_scale(spec, k, scale))
+    return found
+
+
+def _random(seed: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    """Predict a vector with the law of a value, v ~ N(0, |q|^2 I), and nothing else in common with it."""
+    return torch.randn(v.shape, generator=torch.Generator().manual_seed(seed)) * q.norm(dim=-1, keepdim=True)
