@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if importlib.util.find_spec("regard") is None:  # a machine with torch and these sources alone
     sys.path.insert(0, str(ROOT / "src"))
 
-from gpu_compiled import pretended  # noqa: E402
+from gpu_compiled import pretended, zeros  # noqa: E402
 
 import regard  # noqa: E402
 from regard.triton.runtime.launch import watched  # noqa: E402
@@ -65,16 +65,35 @@ def launches(spec: str, causal: bool = True) -> tuple[dict[str, int], dict[str, 
     return dict(forward), dict(backward)
 
 
+def of_memory(writes: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What a pass over a memory of fast weights with so many writes starts, and its backward pass; without fills, since
+    what is allocated is filled with zeros here."""
+    tokens = 16 * (writes + 1)
+    leaves = [torch.rand(1, tokens, *shape).requires_grad_() for shape in ((1, 32), (32,), ())]
+    keys, values, found = torch.randn(1, 2, 64, 16), torch.randn(64**2, 32), []
+    how: dict[str, Any] = {"chunk_size": 16, "mix": True, "impl": "triton"}
+    with zeros():
+        with counted() as forward:
+            out, _ = regard.fast_weight_memory(*leaves, keys, values, **how)
+        with counted() as backward:
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+    for which in (forward, backward):
+        found.append({name: n for name, n in which.items() if name not in ("torch zero_", "torch fill_")})
+    return found[0], found[1]
+
+
 def table() -> str:
     """The counts of every spec, as a page."""
     lines = ["| call | pass | launches | what |", "|---|---|---:|---|"]
-    for spec in SPECS:
-        for which, found in zip(("forward", "backward"), launches(spec), strict=True):
+    calls = {spec: launches(spec) for spec in SPECS} | {"memory of fast weights, one write": of_memory(1)}
+    for spec, both in calls.items():
+        for which, found in zip(("forward", "backward"), both, strict=True):
             what = ", ".join(f"{name} {count}" if count > 1 else name for name, count in found.items())
             lines.append(f"| {spec} | {which} | {sum(found.values())} | {what} |")
     head = (
         "# What a call starts on a GPU\n\nWritten by `python benchmarks/gpu_launches.py --write`, on a machine without "
-        "a GPU: kernels and operations of torch of causal self-attention with gradients, bfloat16.\n\n"
+        "a GPU: kernels and operations of torch of causal self-attention with gradients, bfloat16, and of a memory of "
+        "two chunks, without fills.\n\n"
     )
     return head + "\n".join(lines) + "\n"
 

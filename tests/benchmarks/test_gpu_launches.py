@@ -15,6 +15,15 @@ def test_a_forward_pass_starts_at_most_ten(module: Any, spec: str) -> None:
     assert forward["clean_kernel"] == backward["clean_kernel"] == 1
 
 
+def test_what_a_write_of_a_memory_adds(module: Any) -> None:
+    """To a training step: the host takes longer to start so many small operations than the device to do them."""
+    (one, back), (two, back_twice) = (module("gpu_launches").of_memory(writes) for writes in (1, 2))
+    assert {name: n - one[name] for name, n in two.items() if n > one[name]} == dict.fromkeys(
+        ("_rough", "_choose", "_rows", "_prepare", "_moved", "_write"), 1
+    )
+    assert sum(back_twice.values()) - sum(back.values()) <= 135
+
+
 def test_the_count_sees_what_torch_starts(module: Any) -> None:
     import torch
 

@@ -87,13 +87,17 @@ def local_linear(q: Tensor, k: Tensor, v: Tensor) -> Any:
     )
 
 
-def memory(length: int) -> None:
+def memory(length: int, chunk: int = 4096) -> None:
     """One chunk of a memory of fast weights."""
     query, value = torch.randn(2, length, 2, 32), torch.randn(2, length, 32)
     keys, values = torch.randn(2, 2, 16, 16), torch.zeros(256, 32)
-    regard.fast_weight_memory(
-        query, value, torch.rand(2, length), keys=keys, values=values, chunk_size=4096, top_k=4, impl="triton", mix=True
-    )
+    how: dict[str, Any] = {"chunk_size": chunk, "top_k": 4, "impl": "triton", "mix": True}
+    regard.fast_weight_memory(query, value, torch.rand(2, length), keys=keys, values=values, **how)
+
+
+def written(chunk: int) -> None:
+    """Two chunks, the first of which is written."""
+    memory(2 * chunk, chunk)
 
 
 COMPACT = {**{spec: attention(spec) for spec in ("softmax", "biweight", "relumax")}, "hidden": hidden}
@@ -105,6 +109,7 @@ CALLS: dict[str, tuple[Callable[[int], Any], tuple[int, ...]]] = {
     "decode hidden": (decoded(hidden), CACHED),
     "decode local linear": (decoded(local_linear), CACHED),
     "memory": (memory, (64, 1, 33, 100)),
+    "memory, written": (written, (33, 2, 65, 101)),  # alike in where the second chunk of gates lies
 }
 
 

@@ -15,6 +15,7 @@ import regard
 from regard import WriteRule
 from regard.checks import ArgumentError
 from regard.memory.fast_weights import flush
+from regard.triton.memory import prepare as memory_prepare
 from regard.triton.memory import write as memory_write
 from regard.triton.memory.search import best_halves
 from regard.triton.memory.values import TableValues
@@ -41,20 +42,22 @@ def a_write(tokens: int, k: int, rows: int, width: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(("tokens", "k", "rows", "width"), [(9, 3, 12, 5), (1, 2, 5, 17), (13, 1, 40, 1)])
 def test_writing_rows(tokens: int, k: int, rows: int, width: int, sort: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, with a log that takes it back and does it again, to the bit."""
-    monkeypatch.setattr(memory_write, "COUNTED", 0 if sort else 1 << 20)
+    monkeypatch.setattr(memory_prepare, "COUNTED", 0 if sort else 1 << 20)
     slots, shares, errors, counted = a_write(tokens, k, rows, width)
     before = drawn(2, rows, width)
-    ordered, entries, _ = memory_write.order_of(slots, counted, rows)
-    table, log = before.clone(), torch.empty(2, tokens * k, width)
-    memory_write.written(table, ordered, entries, shares, errors, log)
+    ordered, entries = memory_prepare.order_of(slots, counted, rows)
+    table, log, number = before.clone(), torch.empty(2, tokens * k, width), torch.ones(slots.shape, dtype=torch.int32)
+    memory_write.written(table, ordered, entries, shares, errors, log, number)
     after = table.clone()
+    same = (slots.flatten(1)[:, :, None] == slots.flatten(1)[:, None]) & counted.repeat_interleave(k, 1)[:, None]
+    assert torch.equal(number, torch.where(counted[..., None], same.sum(-1).view(slots.shape), 1))
     assert gap(table, written_by_hand(before, slots, shares, errors, counted)) < 1e-6
     memory_write.swapped(table, ordered, log)
     assert torch.equal(table, before)
     memory_write.swapped(table, ordered, log)
     assert torch.equal(table, after)
     again = before.clone()
-    memory_write.written(again, ordered, entries, shares, errors, None)
+    memory_write.written(again, ordered, entries, shares, errors)
     assert torch.equal(again, after)
     hit = torch.zeros(2, rows, dtype=torch.bool)
     for m in range(2):
@@ -66,16 +69,20 @@ def test_rows_in_bfloat16_are_rounded_once() -> None:
     slots, shares, errors, counted = a_write(9, 3, 12, 5)
     table = drawn(2, 12, 5).bfloat16()
     wanted = written_by_hand(table, slots, shares, errors, counted)
-    ordered, entries, _ = memory_write.order_of(slots, counted, 12)
-    memory_write.written(table, ordered, entries, shares, errors, None)
+    ordered, entries = memory_prepare.order_of(slots, counted, 12)
+    memory_write.written(table, ordered, entries, shares, errors)
     assert ((table.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6).all()
 
 
-def test_both_ways_of_ordering_are_one() -> None:
-    slots, _, _, counted = a_write(11, 3, 9, 1)
-    for flags in (counted, None):
-        one, other = memory_write.order_of(slots, flags, 9), memory_write._sorted(slots, flags, 9)
-        for a, b in zip(one, other, strict=True):
+def test_both_ways_of_ordering_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of entries of several blocks, and of one more than a block."""
+    for tokens, k in ((11, 3), (260, 2), (17, 1)):
+        slots, _, _, counted = a_write(tokens, k, 9, 1)
+        found = {}
+        for most in (0, 1 << 20):
+            monkeypatch.setattr(memory_prepare, "COUNTED", most)
+            found[most] = [x for flags in (counted, None) for x in memory_prepare.order_of(slots, flags, 9)]
+        for a, b in zip(*found.values(), strict=True):
             assert a.dtype == b.dtype == torch.int32
             assert torch.equal(a, b)
 

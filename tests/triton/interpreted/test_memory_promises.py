@@ -325,13 +325,13 @@ def test_what_was_read_can_be_listened_to_and_changed() -> None:
 
 @pytest.mark.parametrize("mix", [False, True])
 def test_launches_of_a_chunk(mix: bool) -> None:
-    """Seven, mixed or not, after one that looks through the tokens; one more with more than 16 sub-keys of a half."""
+    """Five, mixed or not, after one that looks through the tokens; one more with more than 16 sub-keys of a half."""
     names: list[str] = []
     leaves = draw(1, 2 * CHUNK + 1, grad=False)
     with watched(lambda kernel, *_: names.append(kernel.fn.__name__)):
         triton(leaves, rule=rule(), mix=mix)
     found = ["_choose", "_rows"]
-    write = ["_errors", "_marginal", "_moved", "_order", "_write"]
+    write = ["_prepare", "_moved", "_write"]
     assert names == ["clean_kernel", *found] + (write + found) * 2
 
 

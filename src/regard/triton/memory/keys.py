@@ -28,6 +28,7 @@ from .search import bytes_of, flags_set
 MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=2048, keys=8, warps=4, stages=1)})
 KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=64, keys=16, warps=4, stages=1)})
 """`rows`: entries, `keys`: sub-keys of a block."""
+_FLOOR = tl.constexpr(FLOOR)
 
 
 @triton.jit
@@ -74,15 +75,16 @@ def _load(
     return token, index, place == (entry % K)[None, :], part, fits, tl.load(scores + part, mask=fits, other=0.0)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _marginal(
-    scores, halves, counted, out, slope, entries, bounds, tokens, n, floor,
+@triton.jit
+def find_use(
+    program, counted, scores, halves, out, slope, entries, bounds, tokens, n,
     SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RAW: tl.constexpr, R: tl.constexpr, KT: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """Compute `marginal_of` for a block of sub-keys of one set."""
-    memory, member, block = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
-    set_, low = memory * SETS + member, block * KT
+    """Compute `Use` for a block of sub-keys of one set."""
+    blocks = tl.cdiv(n, KT)
+    set_, block = (program // blocks).to(tl.int64), program % blocks
+    memory, member, low = set_ // SETS, set_ % SETS, block * KT
     begin = 0
     for start in range(0, tokens * K, R):
         index = _indices(halves, counted, memory, member, start, tokens, SETS, K, R)
@@ -94,8 +96,8 @@ def _marginal(
         to = set_ * tokens * K + end + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(entries + to, start + tl.arange(0, R), mask=mine)
         end += tl.sum(mine.to(tl.int32), 0)
-    tl.store(bounds + (set_ * tl.num_programs(0) + block) * 2, begin)
-    tl.store(bounds + (set_ * tl.num_programs(0) + block) * 2 + 1, end)
+    tl.store(bounds + (set_ * blocks + block) * 2, begin)
+    tl.store(bounds + (set_ * blocks + block) * 2 + 1, end)
     tl.debug_barrier()  # other threads of the program read what was stored
     own = low + tl.arange(0, KT)
     total = tl.zeros((KT,), tl.float32)
@@ -111,7 +113,7 @@ def _marginal(
     else:
         mean = total / _counts(counted, memory, tokens)
         tl.store(out + to, mean, mask=own < n)
-        tl.store(slope + to, tl.log(mean + floor) + mean / (mean + floor), mask=own < n)
+        tl.store(slope + to, tl.log(mean + _FLOOR) + mean / (mean + _FLOOR), mask=own < n)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -161,40 +163,13 @@ def _moved(
     tl.store(out + (set_ * n + own)[:, None] * D + column[None, :], gradient, mask=fits)
 
 
-Groups = tuple[Tensor, Tensor]
-"""The entries of counted tokens, int32 [M * H * 2, P k], by blocks of sub-keys, each in the order of tokens, and where
-the entries of each block begin and end, int32 [M * H * 2, blocks, 2]."""
-
-
-@torch.compiler.disable
-def marginal_of(
-    scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
-) -> tuple[Tensor, Tensor, Groups]:  # fmt: skip
-    """Return p- and the slope of the entropy's loss, float32 [M * H * 2, n], and groups of entries, from scores float32
-    and halves int64 [B, T, H, 2, k]; if `raw`, the sums of `scores` by key, an empty slope and the groups."""
-    batch, length, heads, _, k = halves.shape
-    tokens, sets = batch * length // max(1, memories), heads * 2
-    tiles, kp = MARGINAL.pick(n, torch.float32), power_of_two(k)
-    blocks = -(-n // tiles.keys)
-    mean = torch.empty(memories * sets, n, dtype=torch.float32, device=halves.device)
-    slope = torch.empty((0,) if raw else mean.shape, dtype=torch.float32, device=halves.device)
-    entries = torch.empty(memories * sets, tokens * k, dtype=torch.int32, device=halves.device)
-    bounds = torch.empty(memories * sets, blocks, 2, dtype=torch.int32, device=halves.device)
-    launch(
-        _marginal, (blocks, sets, memories), scores.contiguous(), halves.contiguous(),
-        bytes_of(counted), mean, slope, entries, bounds, tokens, n, FLOOR, tiles=tiles, SETS=sets, K=k, KP=kp, RAW=raw,
-        R=tiles.rows, KT=tiles.keys, E=max(1, min(tiles.rows, 1024 // kp)),
-    )  # fmt: skip
-    return mean, slope, (entries, bounds)
-
-
 @torch.compiler.disable
 def moved_keys(
     keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, slope: Tensor | None,
-    groups: Groups, rate: float, *, distance: bool,
+    groups: tuple[Tensor, Tensor], rate: float, *, distance: bool,
 ) -> Tensor:  # fmt: skip
     """Return sub-keys float32 [M, H, 2, n, d] after a step that increases the entropy, keys - rate * gradient. Without
-    a slope (of `marginal_of`) `scores` are coefficients c; return 2 (K sum c - sum c q), or sum c q of products. One
+    a slope (of `Use`) `scores` are coefficients c; return 2 (K sum c - sum c q), or sum c q of products. One
     launch. `query` is float32 [B, T, H, 2 d]; `counted` bool [M, P] or None for all."""
     (batch, length), (memories, heads, _, n, width) = query.shape[:2], keys.shape
     tokens, sets, k, (entries, bounds) = batch * length // max(1, memories), heads * 2, halves.shape[-1], groups

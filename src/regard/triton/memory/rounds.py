@@ -1,7 +1,7 @@
 """Rounds of a fast-weight memory by kernels: what tokens find and read, and how they are written, each step with its
 own derivative. `TableValues` gives `slot_memory` the functions `looked` and `rewritten`.
 
-A chunk takes eight launches: rough scores, search, mixed rows; errors, marginal, keys, order, write.
+A chunk takes six launches: rough scores, search, mixed rows; what a write must know, keys, write.
 
 Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n sub-keys of a half, k slots a head, d
 width of a half, Dv of a value.
@@ -19,10 +19,14 @@ from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, wei
 from ...memory.slot_memory import SlotMemory
 from ...memory.stores.overlay_pool import first_order
 from ..runtime.operators import applied
-from .keys import marginal_of, moved_keys
+from .keys import moved_keys
+from .prepare import Errors, Use, prepared, sums_of
 from .read import picked_rows
 from .search import best_halves
-from .targets import RULES, errors_of
+from .targets import RULES
+
+THROUGH_SOFTMAX = torch.ops.aten._softmax_backward_data
+"""Given u, p, an axis and a dtype, return p (u - sum p u) by one launch."""
 
 
 def looked(
@@ -61,16 +65,17 @@ def rewritten(
     after = following if rule.look_ahead and rule.border else None
     value, good_next = (None, None) if after is None else (after["value"], after.get("good"))
     memories = store.memories
-    gate, weights, slots = gate if rule.gate_loss else None, tokens["weights"], _by_memory(tokens["slots"], memories)
-    errors, shares = applied(
-        _Errors, tokens["read"], tokens["value"], value, weights, gate, tokens["slots"], good, good_next, memories, rule
-    )
-    counted = None if good is None else _by_memory(good, memories)
-    if moved:
+    slots, counted = (None if x is None else _by_memory(x, memories) for x in (tokens["slots"].flatten(-2), good))
+    use = (tokens["half_scores"], tokens["halves"], len(keys), keys.shape[-2]) if moved else None
+    gate = gate if rule.gate_loss else None
+    given = tokens["read"], tokens["value"], value, tokens["weights"], gate, tokens["slots"], good
+    used, order, found = prepared(use, (slots, counted, store.slots), *given, good_next, memories, rule)
+    errors, shares = applied(_Errors, *given, memories, rule, found)
+    if use is not None:
         distance, rate = isinstance(how.kind, InverseDistance), rule.learning_rate * rule.address_weight
-        keys = applied(_Keys, keys, query, tokens["half_scores"], tokens["halves"], counted, rate, distance)
+        keys = applied(_Keys, keys, query, *use[:2], counted, rate, distance, used)
     shares, errors = _by_memory(shares, memories), _by_memory(errors, memories)
-    return keys, store.write(slots.flatten(-2), shares.flatten(-2), errors, counted)
+    return keys, store.write(slots, shares.flatten(-2), errors, counted, order)
 
 
 def _by_memory(x: Tensor, memories: int) -> Tensor:
@@ -116,12 +121,11 @@ class _Search(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         query, keys, scores, halves, slots, weights = ctx.saved_tensors
         if by_weights is not None:
-            own = weights * by_weights
-            own = own - weights * own.sum((-2, -1), keepdim=True)
-            n = keys.shape[-2]
+            n, given = keys.shape[-2], (by_weights.flatten(-2), weights.flatten(-2))
+            own = THROUGH_SOFTMAX(*given, -1, weights.dtype).view_as(weights)
             places = torch.stack([slots // n, slots % n], -2)  # [B, T, H, 2, k]
             met = halves[..., :, None] == places[..., None, :]
-            own = torch.where(met, own[..., None, None, :], 0).sum(-1)
+            own = (met * own[..., None, None, :]).sum(-1)
             upstream = own if upstream is None else upstream + own
         none = (None,) * 4
         if upstream is None:
@@ -135,7 +139,7 @@ class _Search(torch.autograd.Function):
                 pull = 2 * (query * total - pull)
             own = pull
         if ctx.needs_input_grad[1]:
-            groups = marginal_of(c, halves, None, len(keys), keys.shape[-2], raw=True)[2]
+            groups = sums_of(c, halves, len(keys), keys.shape[-2])[1]
             moved = moved_keys(keys, query, c, halves, None, None, groups, 0.0, distance=ctx.distance)
         return own, moved, *none
 
@@ -146,11 +150,9 @@ class _Errors(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, read: Tensor, value: Tensor, following: Tensor | None, weights: Tensor, gate: Tensor | None,
-        slots: Tensor, good: Tensor | None, good_next: Tensor | None, memories: int, rule: WriteRule,
+        slots: Tensor, good: Tensor | None, memories: int, rule: WriteRule, found: Errors,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        how: dict[str, Any] = {"look_ahead": rule.look_ahead, "rule": rule.name, "rate": rule.learning_rate}
-        given = read, value, following, weights, gate, slots, good, good_next, memories
-        errors, shares, written, place = errors_of(*given, **how)
+        errors, shares, written, place = found
         ctx.save_for_backward(weights, gate, slots, good, written, place)
         ctx.memories, ctx.rule = memories, rule
         return errors, shares
@@ -179,8 +181,8 @@ def _by_weights(
     leaves = [x.detach().requires_grad_() for x in (weights, gate) if x is not None]
     with torch.enable_grad():
         own, *gates = (_by_memory(x, memories) for x in leaves)
-        fixed = (_by_memory(x, memories) for x in (slots, torch.ones_like(written) if good is None else good, written))
-        slots, counted, written = fixed
+        good = torch.ones_like(written) if good is None else good
+        slots, counted, written = (_by_memory(x, memories) for x in (slots, good, written))
         tokens = Written(slots, own, errors=own, gate=gates[0] if gates else None, counted=counted, written=written)
         shares = rule.steps(tokens)[..., None, None] * own
     by_weights, *by_gate = torch.autograd.grad(shares, leaves, _by_memory(upstream, memories))
@@ -193,9 +195,9 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, keys: Tensor, query: Tensor, scores: Tensor, halves: Tensor, counted: Tensor | None, rate: float,
-        distance: bool,
+        distance: bool, used: Use,
     ) -> Tensor:  # fmt: skip
-        mean, slope, groups = marginal_of(scores, halves, counted, len(keys), keys.shape[-2])
+        mean, slope, groups = used
         ctx.save_for_backward(keys, query, scores, halves, counted, mean, slope)
         ctx.rate, ctx.distance = rate, distance
         return moved_keys(keys, query, scores, halves, counted, slope, groups, rate, distance=distance)
@@ -205,26 +207,26 @@ class _Keys(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         keys, query, scores, halves, counted, mean, slope = ctx.saved_tensors
         batch, length = halves.shape[:2]
-        share = torch.full((1, 1, 1, 1, 1), len(keys) / (batch * length), device=halves.device)
+        share: Tensor | float = len(keys) / (batch * length)
         if counted is not None:  # 1 / C for counted tokens, else 0
             share = (counted / counted.sum(-1, keepdim=True).clamp(min=1)).view(batch, length, 1, 1, 1)
         p, a = scores.softmax(-1), _at(slope, halves)
         centred = a - (p * a).sum(-1, keepdim=True)
+        near = scores.exp() if ctx.distance else None
         u = share * p * centred
-        c = -u * scores.exp() if ctx.distance else u
-        gamma = -ctx.rate * upstream
-        pulled, dots = _pulled(gamma, halves, c, query)
-        if ctx.distance:
-            total = marginal_of(c, halves, None, len(keys), keys.shape[-2], raw=True)[0]
-            upstream = upstream + 2 * gamma * total.view(*keys.shape[:-1], 1)
-            by_c = 2 * (_at((gamma * keys).sum(-1).view_as(mean), halves) - dots)
-            by_u, own, pulled = -by_c * scores.exp(), by_c * c, -2 * pulled
-        else:
-            by_u, own = dots, torch.zeros_like(scores)
+        u, gamma = (u, -ctx.rate * upstream) if near is None else (u * near, -2 * ctx.rate * upstream)
+        pulled, by_u = _pulled(gamma, halves, u, query)
+        own: Tensor | float = 0.0
+        if near is not None:
+            total = sums_of(u, halves, len(keys), keys.shape[-2])[0]
+            upstream = torch.addcmul(upstream, gamma, total.view(*keys.shape[:-1], 1), value=-1)
+            by_u = by_u - _at((gamma * keys).sum(-1).view_as(mean), halves)
+            by_u, own = by_u * near, by_u * u
         x = share * by_u  # of u by scores: through p, and through the slopes a of p-
         inner = (x * p).sum(-1, keepdim=True)
-        by_slope = marginal_of(p * (x - inner), halves, None, len(keys), keys.shape[-2], raw=True)[0]
-        by_mean = by_slope * (1 / (mean + FLOOR) + FLOOR / (mean + FLOOR).square())
+        by_slope = sums_of(p * (x - inner), halves, len(keys), keys.shape[-2])[0]
+        floored = mean + FLOOR
+        by_mean = by_slope * (floored + FLOOR) / floored.square()
         by_p = x * centred - inner * a + share * _at(by_mean, halves)
-        own = own + p * (by_p - (p * by_p).sum(-1, keepdim=True))
-        return upstream, pulled.flatten(-2), own, *(None,) * 4
+        own = THROUGH_SOFTMAX(by_p, p, -1, p.dtype) + own
+        return upstream, pulled.flatten(-2), own, *(None,) * 5

@@ -5,18 +5,13 @@ Legend: R streams of L tokens, M memories (R, or 1 for all), H heads, k slots a 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..runtime.blocks import LENGTHS
-from ..runtime.launch import launch
-from ..runtime.operators import rows_together
-from ..runtime.tiles import Tiles, TileTable, power_of_two
-from .search import bytes_of, flags_set
+from ..runtime.tiles import Tiles, TileTable
+from .search import flags_set
 
-ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=4, keys=512, warps=4, stages=2)})
+ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=4, keys=512, warps=4, stages=1)})
 RULES = {"normalized": 0, "paper": 1, "reference": 2}  # codes of the step rules that kernels support
 NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["reference"])
 
@@ -59,16 +54,16 @@ def _step(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: t
     return tl.where(inside, own, 1.0), weight
 
 
-@triton.jit(do_not_specialize=(*LENGTHS, "streams"))
-def _errors(
-    read, value, following, good, good_next, weights, slots, gate, errors, written, place, shares, length, streams,
-    rate, stride_r, stride_t, stride_n, stride_g, stride_gt,
+@triton.jit
+def find_errors(
+    program, good, good_next, following, gate, read, value, weights, slots, errors, written, place, shares, length,
+    streams, rate, stride_r, stride_t, stride_n, stride_g, stride_gt,
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, AHEAD: tl.constexpr,
     R: tl.constexpr, OT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Compute `errors_of` for a block of tokens of one stream."""
-    stream = tl.program_id(1).to(tl.int64)
-    mine = tl.program_id(0) * R + tl.arange(0, R)
+    """Compute errors and shares of `prepared` for a block of tokens of one stream."""
+    blocks = tl.cdiv(length, R)
+    stream, mine = (program // blocks).to(tl.int64), program % blocks * R + tl.arange(0, R)
     inside = mine < length
     own = inside
     if good is not None:
@@ -120,33 +115,3 @@ def _errors(
     fits = inside[:, None] & (entry < K)[None, :]
     share = tl.where(there[:, None], step[:, None] * weight, 0.0)
     tl.store(shares + to[:, None] * K + entry[None, :], share, mask=fits)
-
-
-@torch.compiler.disable
-def errors_of(
-    read: Tensor, value: Tensor, following: Tensor | None, weights: Tensor, gate: Tensor | None, slots: Tensor,
-    good: Tensor | None, good_next: Tensor | None, memories: int, *, look_ahead: bool, rule: str, rate: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the errors of the tokens of a chunk, float32 [R, L, Dv], 0 where nothing is written; their shares, rate
-    g_t w_tj step_t, float32 [R, L, H, k]; which tokens are written, bool [R, L]; and the places of their targets, int64
-    [R, L], L for the token after the chunk. One launch.
-
-    What tokens read and their values are float32 [R, L, Dv]; `following` [R, 1, Dv] is the value of the token after
-    the chunk, None if nothing is bound to it; weights and slots are [R, L, H, k], gates [R, L] (None: 1); `good` and
-    `good_next` bool [R, L] and [R, 1] (None: all are). With `look_ahead` targets are the next good token's values, else
-    a token's own; `rule` is one of `RULES`."""
-    (streams, length, width), (heads, k) = read.shape, weights.shape[2:]
-    read, value, weights, slots = read.contiguous(), rows_together(value), weights.contiguous(), slots.contiguous()
-    after = None if following is None else rows_together(following)
-    errors, shares = torch.empty_like(read), torch.empty_like(weights)
-    written = torch.empty(streams, length, dtype=torch.bool, device=read.device)
-    place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
-    tiles = ERRORS.pick(width, read.dtype)
-    launch(
-        _errors, (-(-length // tiles.rows), streams), read, value, after, bytes_of(good), bytes_of(good_next),
-        weights, slots, gate, errors, bytes_of(written), place, shares, length, streams // max(1, memories), rate,
-        *value.stride()[:2], 0 if after is None else after.stride(0), *((0, 0) if gate is None else gate.stride()),
-        tiles=tiles, D=width, H=heads, K=heads * k, KP=power_of_two(heads * k), RULE=RULES[rule],
-        AHEAD=look_ahead, R=tiles.rows, OT=tiles.keys, DT=min(512, power_of_two(width)),
-    )  # fmt: skip
-    return errors, shares, written, place

@@ -145,34 +145,33 @@ class TableValues:
         return self.mixed(torch.ones_like(each, dtype=torch.float32), each, None)[0].view(*slots.shape, self.width)
 
     @torch.compiler.disable
-    def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> TableValues:
-        """Do `SlotValues.write`; `counted` None: all tokens are."""
+    def write(
+        self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None,
+        order: tuple[Tensor, Tensor] | None = None,
+    ) -> TableValues:  # fmt: skip
+        """Do `SlotValues.write`; `counted` None: all tokens are. `order`: of `order_of`, if it is known."""
+        from .prepare import order_of
+        from .write import written
+
         self._require_device()
         shares, errors = shares.float(), errors.float()
         given = shares, errors, self.token
         recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-        new, count = self._write(slots, shares.detach(), errors.detach(), counted)
-        if not recorded:
-            return replace(self, version=new, token=None)
-        token = Write.apply(shares, errors, self.token, self.version, new, slots, count, counted)
-        return replace(self, version=new, token=token)
-
-    @torch.no_grad()
-    def _write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> tuple[Version, Tensor]:
-        """Return the version after the write, and N_i of every entry [M, P, K]."""
-        from .write import order_of, written
-
-        (ordered, entries, count), before = order_of(slots, counted, self.slots), self.version
-        table, log = before.rooted(), None
+        (ordered, entries), before = order or order_of(slots, counted, self.slots), self.version
+        table, log, count = before.rooted(), None, None
         if before.borrowed:
             table = table.clone(memory_format=torch.contiguous_format)
         else:
             log = torch.empty(len(table), ordered.shape[1], self.width, dtype=table.dtype, device=table.device)
-        written(table, ordered, entries, shares, errors, log)
-        after = Version(table)
+        if recorded:
+            count = torch.ones(slots.shape, dtype=torch.int32, device=slots.device)  # N_i, for tokens that count
+        written(table, ordered, entries, shares.detach(), errors.detach(), log, count)
+        new, token = Version(table), None
         if log is not None:
-            before.follow(after, ordered, log)
-        return after, count.view(slots.shape)
+            before.follow(new, ordered, log)
+        if count is not None:
+            token = Write.apply(shares, errors, self.token, before, new, slots, count, counted)
+        return replace(self, version=new, token=token)
 
     def clean(self, *tensors: Tensor) -> Sequence[tuple[Tensor, Tensor | None]]:
         """Do `precision.clean_each` by one kernel."""

@@ -144,8 +144,9 @@ class Read(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor | None, by_mix: Tensor | None) -> tuple[Tensor | None, ...]:
+        from .prepare import order_of
         from .read import picked_rows, pulled_rows
-        from .write import order_of, written
+        from .write import written
 
         (weights, slots, good, read, value, gate), version = ctx.saved_tensors, ctx.version
         own = token = by_value = by_gate = None
@@ -156,8 +157,8 @@ class Read(torch.autograd.Function):
             own = picked_rows(version.rooted(), slots, None, upstream, good)[1]
         if upstream is not None and ctx.needs_input_grad[1]:
             token = upstream.new_zeros(())
-            ordered, entries, _ = order_of(slots, good, version.table.shape[1])
-            written(version.gradient(), ordered, entries, weights, upstream, None, add=True)
+            order = order_of(slots, good, version.table.shape[1])
+            written(version.gradient(), *order, weights, upstream, add=True)
         return own, token, None, None, None, by_value, None if gate is None else by_gate
 
 
@@ -184,10 +185,11 @@ class Write(torch.autograd.Function):
         token = shares.new_zeros(()) if ctx.needs_input_grad[2] else None
         if found is None:
             return torch.zeros_like(shares), torch.zeros_like(errors), token, *none
-        own, dots, _ = picked_rows(found, slots, -shares / count, errors, counted)
+        count = -count
+        own, dots, _ = picked_rows(found, slots, shares / count, errors, counted)
         if token is not None:
             ctx.before.give(found)
-        return -dots / count, own, token, *none
+        return dots / count, own, token, *none
 
 
 class Dense(torch.autograd.Function):

@@ -18,45 +18,44 @@ from torch import Tensor
 from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable, power_of_two
-from .search import bytes_of
 
-ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=1024, warps=8, stages=2)})
+ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=512, warps=4, stages=1)})
 WRITE = TileTable("memory_write", {(512, 4): Tiles(4, 512, 2, 1), (1 << 20, 4): Tiles(4, 1024, 4, 1)})
 """`rows`: entries of a slot that are processed at once; `keys`: the widest part of a row."""
-COUNTED = 8192
-"""Up to so many entries of a table, a kernel ranks each entry against all others; more are sorted by torch. At most
-2^15 - 1: the kernel counts in 16 bits."""
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _order(
-    slots, counted, ordered, entries, count, total, n, K: tl.constexpr, R: tl.constexpr, OT: tl.constexpr,
+@triton.jit
+def _slots(slots, counted, at, total, rows, K: tl.constexpr):
+    """Load the slots of entries: `rows` for tokens that are not counted, 2^30 - 1 past the end."""
+    found = tl.load(slots + at, mask=at < total, other=0x3FFFFFFF).to(tl.int32)
+    if counted is not None:
+        found = tl.where(tl.load(counted + at // K, mask=at < total, other=1) != 0, found, rows)
+    return found
+
+
+@triton.jit
+def find_order(
+    program, counted, slots, ordered, entries, total, rows, K: tl.constexpr, R: tl.constexpr, OT: tl.constexpr
 ):  # fmt: skip
-    memory = tl.program_id(1).to(tl.int64)
+    """Compute `order_of` for a block of entries of one table, each ranked among all others."""
+    blocks = tl.cdiv(total, R)
+    memory, first = (program // blocks).to(tl.int64), program % blocks * R
     slots += memory * total
     if counted is not None:
         counted += memory * (total // K)
-    mine = tl.program_id(0) * R + tl.arange(0, R)
-    inside = mine < total
-    own = tl.load(slots + mine, mask=inside, other=0).to(tl.int32)
-    if counted is not None:
-        own = tl.where(tl.load(counted + mine // K, mask=inside, other=0) != 0, own, n)
-    own_place = (own.to(tl.int64) << 32) | mine
-    found = tl.zeros((R, OT), tl.int32)  # entries of the same slot in the upper half, those before in the lower
+    mine = first + tl.arange(0, R)
+    own = _slots(slots, counted, mine, total, rows, K)
+    found = tl.zeros((R, OT), tl.int32)
+    following = _slots(slots, counted, tl.arange(0, OT), total, rows, K)
     for start in range(0, total, OT):
         at = start + tl.arange(0, OT)
-        other = tl.load(slots + at, mask=at < total, other=0).to(tl.int32)
-        if counted is not None:
-            other = tl.where(tl.load(counted + at // K, mask=at < total, other=0) != 0, other, n)
-        other = tl.where(at < total, other, 0x7FFFFFFF)
-        place = (other.to(tl.int64) << 32) | at  # slot, then number: one comparison
-        found += tl.where(other[None, :] == own[:, None], 1 << 16, 0) + (place[None, :] < own_place[:, None])
-    counts = tl.sum(found, 1)
-    rank, same = counts & 0xFFFF, counts >> 16
-    to = memory * total
-    tl.store(ordered + to + rank, own, mask=inside)
-    tl.store(entries + to + rank, mine, mask=inside)
-    tl.store(count + to + mine, same, mask=inside)
+        other = 2 * following - (at < first).to(tl.int32)
+        following = _slots(slots, counted, at + OT, total, rows, K)
+        found += (other[None, :] - 2 * own[:, None]) >> 31  # -1 where the other comes before
+    before = (own[None, :] == own[:, None]) & (mine[None, :] < mine[:, None])
+    to = memory * total + tl.sum(before.to(tl.int32), 1) - tl.sum(found, 1)
+    tl.store(ordered + to, own, mask=mine < total)
+    tl.store(entries + to, mine, mask=mine < total)
 
 
 @triton.jit
@@ -70,10 +69,11 @@ def _entry(slots, total, rows):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _write(
-    table, log, slots, entries, shares, errors, total, tokens, rows,
+    table, log, count, slots, entries, shares, errors, total, tokens, rows,
     K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Write the row of one slot if this entry is its first: as above, or with ADD V_i <- V_i + sum of share e."""
+    """Write the row of one slot if this entry is its first, as above, and N_i at its entries; or with ADD V_i <- V_i +
+    sum of share e."""
     memory, first, key, leads = _entry(slots, total, rows)
     slots += memory * total
     entries += memory * total
@@ -103,6 +103,11 @@ def _write(
         if not ADD:
             moved = -moved / tl.cast(number, tl.float32)
         tl.store(to, (old.to(tl.float32) + moved).to(old.dtype), mask=inside)
+        if count is not None:
+            for start in range(0, number, R):
+                at = start + tl.arange(0, R)
+                entry = tl.load(entries + first + at, mask=at < number, other=0)
+                tl.store(count + memory * total + entry, number, mask=at < number)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -121,46 +126,19 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, D
 
 
 @torch.compiler.disable
-def order_of(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...]:
-    """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last, by one
-    launch up to `COUNTED` entries of a table, else a stable sort. Return, int32 [M, E], slots, ascending, N for tokens
-    that are not counted; which entry stands at each place; for every entry, how many counted tokens have its slot."""
-    memories, tokens, k = slots.shape
-    total = tokens * k
-    if total > COUNTED:
-        return _sorted(slots, counted, n)
-    slots = slots.contiguous()
-    found = [torch.empty(memories, total, dtype=torch.int32, device=slots.device) for _ in range(3)]
-    tiles = ORDER.pick(k, slots.dtype)
-    launch(
-        _order, (-(-total // tiles.rows), memories), slots, bytes_of(counted), *found, total, n,
-        tiles=tiles, K=k, R=tiles.rows, OT=tiles.keys,
-    )  # fmt: skip
-    return tuple(found)
-
-
-def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, ...]:
-    slots = slots.to(torch.int32)
-    keys = (slots if counted is None else torch.where(counted[..., None], slots, n)).flatten(1)
-    ordered, entries = keys.sort(dim=-1, stable=True)
-    sides = (torch.searchsorted(ordered, ordered, right=side, out_int32=True) for side in (True, False))
-    count = torch.sub(*sides)
-    return ordered, entries.int(), torch.empty_like(count).scatter_(1, entries, count)
-
-
-@torch.compiler.disable
 def written(
-    table: Tensor, slots: Tensor, entries: Tensor, shares: Tensor, errors: Tensor, log: Tensor | None, *,
-    add: bool = False,
+    table: Tensor, slots: Tensor, entries: Tensor, shares: Tensor, errors: Tensor, log: Tensor | None = None,
+    count: Tensor | None = None, *, add: bool = False,
 ) -> None:  # fmt: skip
     """Write rows of `table` [M, N, Dv], contiguous, float32 or bfloat16, in place, for slots and entries of `order_of`,
     shares float32 [M, P, K] and errors float32 [M, P, Dv]. `log` [M, E, Dv] like `table` takes the rows before the
-    write, each at its slot's first entry. With `add`, sum share e is added to the rows instead (gradients)."""
+    write, each at its slot's first entry; `count` int32 [M, P, K] N_i at counted tokens' entries. With `add`, sum share
+    e is added to the rows instead (gradients)."""
     (memories, rows, width), (_, tokens, k) = table.shape, shares.shape
     tiles = WRITE.pick(width, table.dtype)
     wide = min(tiles.keys, power_of_two(width))
     launch(
-        _write, (tokens * k, memories, -(-width // wide)), table, log, slots, entries, shares.contiguous(),
+        _write, (tokens * k, memories, -(-width // wide)), table, log, count, slots, entries, shares.contiguous(),
         errors.contiguous(), tokens * k, tokens, rows, tiles=tiles, K=k, D=width, ADD=add, R=tiles.rows, DT=wide,
     )  # fmt: skip
 
