@@ -123,3 +123,23 @@ def test_asking_for_diagnostics_changes_nothing_and_they_have_no_gradient() -> N
             assert out.requires_grad
             assert not any(x.requires_grad for x in vars(found).values() if isinstance(x, torch.Tensor))
             assert (found.weights is not None) == (impl == "reference")
+
+
+@pytest.mark.parametrize("rule", ["adaptive", "anchored(margin=0.3)", "fixed(h=0.9)"])
+@pytest.mark.parametrize("gamma", [0.05, 1.0, 10.0])
+@pytest.mark.parametrize("r", [0.5, 1, 2, 3, 7.5])
+def test_weights_on_the_unit_sphere_are_those_of_nadaraya_watson(r: float, gamma: float, rule: str) -> None:
+    """[1 - |k_i - q|^2 / H^2]_+^r, normalised, at the bandwidth H that is reported; uniform where no key is inside."""
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in np.random.default_rng(1).normal(size=(2, 40, 6)))
+    query, key = (torch.from_numpy(x)[None, None] for x in (q[:12], k))
+    scale = None if "h=" in rule else 1 / gamma
+    spec = f"polynomial(r={r})*{rule}*cosine(eps=0)"
+    found = regard.attention(query, key, key, spec, scale=scale, impl="reference", return_diagnostics=True)[1]
+    h, distance2 = found.bandwidth[0, 0, :, None].numpy(), ((k - q[:12, None]) ** 2).sum(-1)
+    w = np.maximum(1 - distance2 / h**2, 0) ** r
+    lone = w.sum(-1) == 0
+    w[lone] = 1
+    np.testing.assert_allclose(found.weights[0, 0].numpy(), w / w.sum(-1, keepdims=True), rtol=0, atol=1e-9)
+    np.testing.assert_array_equal(found.fallback[0, 0].numpy(), lone)
+    if scale is None:
+        np.testing.assert_allclose(h, 0.9, rtol=1e-14)

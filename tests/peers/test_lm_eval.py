@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from any_model import make, text
-from hand_made import bigram_model, table
+from any_model import SIZES, make, text
 from small_words import tokenizer
+from torch import Tensor
 
 from regard.cli import main
-from regard.models import language_models
+from regard.models import HybridConfig, HybridForCausalLM, language_models
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `peers` brings it")
 pytestmark = pytest.mark.peers
@@ -102,6 +102,31 @@ def test_generation_until_a_word(saved):
     for found, prompt in zip(judge.generate_until(asked, disable_tqdm=True), prompts, strict=True):
         made = model.generate(prompt[None], max_new_tokens=5, do_sample=False, eos_token_id=1, pad_token_id=0)
         assert found.strip() == tokenizer().decode(made[0, len(prompt) :]).split("</s>")[0].strip()
+
+
+WIDTH = 32
+
+
+def table() -> Tensor:
+    """Return the probability [V, V] of each token (column) after each (row)."""
+    draw = torch.randn(SIZES["vocab_size"], SIZES["vocab_size"], generator=torch.Generator().manual_seed(5))
+    return (3 * draw).softmax(-1)
+
+
+@torch.no_grad()
+def bigram_model() -> HybridForCausalLM:
+    """Return the language model that predicts each token from the one before it alone, by `table`: its layer adds zero,
+    and the norm multiplies a one-hot embedding by sqrt(WIDTH)."""
+    config = HybridConfig(
+        vocab_size=SIZES["vocab_size"], hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2,
+        feed_forward="none", tie_word_embeddings=False, pad_token_id=0, eos_token_id=1, max_position_embeddings=16,
+        rms_norm_eps=1e-12,
+    )  # fmt: skip
+    model = HybridForCausalLM(config).eval()
+    model.model.layers[0].self_attn.o_proj.weight.zero_()
+    model.model.embed_tokens.weight.copy_(torch.eye(SIZES["vocab_size"], WIDTH))
+    model.lm_head.weight[:, : SIZES["vocab_size"]] = table().log().T / WIDTH**0.5
+    return model
 
 
 @pytest.fixture(scope="module")
