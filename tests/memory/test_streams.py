@@ -200,6 +200,14 @@ def test_second_derivatives_beside_a_row_that_is_not_written(kind: str) -> None:
     near(twice(loss_of(call(kind, given, firsts, mask=mask)[0])), twice(loss_of(alone[0]) + loss_of(alone[1])), 1e-7)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "slots" not in kind])
+def test_networks_under_vmap(kind: str) -> None:
+    given, firsts = draw(kind, 2, 13), [x.detach() for x in first(kind)]
+    read = lambda value: call(kind, {**given, "value": value}, firsts)[0]  # noqa: E731
+    values = torch.stack([given["value"], given["value"] / 2])
+    near(torch.func.vmap(read)(values), torch.stack([read(value) for value in values]))
+
+
 # Rounds ---------------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..checks import ArgumentError, choice, flags, instance, number, refuse, require, shape, tensor
-from ..precision import full_precision
+from ..precision import full_precision, transformed
 from ..recurrent.states import require_state
 from .stream import ChunkMemory, Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
 from .tokens import Tensors, Waiting, finite_tokens, hidden_where, joined, marked, taken
@@ -231,7 +231,7 @@ class FastMLPMemory(NetworkMemory):
         tokens = marked(tokens)
         following = {n: torch.zeros_like(x[:, :1]) for n, x in tokens.items()} if following is None else following
         tokens = joined((tokens, following))
-        if not tokens["good"].all():  # move the good tokens of every row to its left, in their order
+        if transformed() or not tokens["good"].all():  # move the good tokens of every row to its left, in their order
             tokens = taken(tokens, torch.argsort(~tokens["good"], dim=1, stable=True))
         there = tokens["good"]
         pairs = (there[:, :-1] & there[:, 1:])[..., None]
