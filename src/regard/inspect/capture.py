@@ -1,7 +1,7 @@
 """Capture of the diagnostics of attention layers while a model runs, without changing its outputs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import ArgumentError, flag, instance, refuse
+from ..nn.hooks import temporarily
 from ..pairwise.diagnostics import Diagnostics
 
 
@@ -52,17 +53,12 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
     """
     instance("capture", "model", model, nn.Module, "a torch.nn.Module")
     flag("capture", "weights", weights)
-    layers: list[Any] = observable_layers(model)
-    before = [(layer.observer, layer.observe_weights) for layer in layers]
     seen = Capture()
-    try:
-        for position, layer in enumerate(layers):
-            layer.observer = partial(_record, seen, position)
-            layer.observe_weights = weights
+    with ExitStack() as changes:
+        for position, layer in enumerate(observable_layers(model)):
+            record = partial(_record, seen, position)
+            changes.enter_context(temporarily(layer, observer=record, observe_weights=weights))
         yield seen
-    finally:
-        for layer, (observer, observe_weights) in zip(layers, before, strict=True):
-            layer.observer, layer.observe_weights = observer, observe_weights
 
 
 def _record(seen: Capture, position: int, layer_idx: int | None, diagnostics: Diagnostics) -> None:

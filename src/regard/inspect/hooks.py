@@ -10,7 +10,7 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -137,17 +137,14 @@ def hooked(
     flag(call, "required", required)
     hooks = _pairs(call, hooks)
     called: dict[str, bool] = {}
-    handles = []
-    try:
+    with ExitStack() as active:
         for which, function in hooks:
             for name in within(call, "hooks", _names, which, points, call):
                 called.setdefault(name, callable(which))
-                handles.append(points[name].register_forward_hook(_listener(name, function, called, call)))
-        with _uncompiled(model):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+                listener = _listener(name, function, called, call)
+                active.enter_context(points[name].register_forward_hook(listener))
+        active.enter_context(_uncompiled(model))
+        yield
     unused = next((name for name, done in called.items() if not done), None)
     if required and unused is not None:
         raise ArgumentError(f"{call}: hooks: {unused} did not run, so its hook was never called.")

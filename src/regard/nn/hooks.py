@@ -1,8 +1,10 @@
-"""Named places in a model where a hook can read a tensor or replace it.
+"""Named places in a model where a hook can read a tensor or replace it, and attributes that are set for a block.
 
 Shapes: B batch, Tq queries, Tk keys, H query heads, Hkv key/value heads, Dv channels of a value.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +35,19 @@ class HookPoint(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+
+@contextmanager
+def temporarily(thing: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of `thing` inside a block, and restore them afterwards."""
+    before = {name: getattr(thing, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(thing, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
 
 
 def observed_attention(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..checks import ArgumentError, require, shape
 from ..memory.slot_memory import WriteObserver
 from .arguments import positive_int
+from .hooks import temporarily
 
 NOBODY = -1
 """The position that stands for no writer."""
@@ -306,20 +307,14 @@ def observed(model: nn.Module, make: Callable[[int], Any] = SlotStatistics) -> I
     Yields:
         The observers by the layers' names in the model. The earlier observers are restored at the end.
     """
-    layers: dict[str, Any] = {
-        name: layer
-        for name, layer in model.named_modules()
-        if hasattr(layer, "observer") and isinstance(getattr(layer, "slots", None), int)
-    }
-    before = {name: layer.observer for name, layer in layers.items()}
-    seen = {name: make(layer.slots) for name, layer in layers.items()}
-    try:
-        for name, layer in layers.items():
-            layer.observer = seen[name]
+    seen: dict[str, Any] = {}
+    with ExitStack() as changes:
+        for name, layer in model.named_modules():
+            slots = getattr(layer, "slots", None)
+            if hasattr(layer, "observer") and isinstance(slots, int):
+                seen[name] = make(slots)
+                changes.enter_context(temporarily(layer, observer=seen[name]))
         yield seen
-    finally:
-        for name, layer in layers.items():
-            layer.observer = before[name]
 
 
 def memory_means(model: nn.Module, run: Callable[[], object]) -> dict[str, float]:

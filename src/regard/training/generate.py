@@ -18,9 +18,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from ..checks import require
+from ..nn.hooks import temporarily
 from .config import check_seed
 from .errors import one_error
-from .quiet import quiet_transformers, temporarily
+from .quiet import quiet_transformers
 
 
 class SeededSampling(LogitsProcessor):
@@ -68,7 +69,7 @@ def generate_text(
     greedy: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None}
     settings = GenerationConfig(max_new_tokens=max_new_tokens, **greedy)
     # transformers warns beyond the model's context, which is allowed, and takes what is None from the model's settings
-    with quiet_transformers(), temporarily(model, "generation_config", GenerationConfig()):
+    with quiet_transformers(), temporarily(model, generation_config=GenerationConfig()):
         chosen = LogitsProcessorList([sampling])
         output = model.generate(**inputs.to(model.device), generation_config=settings, logits_processor=chosen)
     with one_error("generate: the tokenizer cannot write the text"):

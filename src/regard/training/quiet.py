@@ -1,4 +1,4 @@
-"""Silence notices and progress bars of other libraries, and change an attribute for the length of a block."""
+"""Silence notices and progress bars of other libraries."""
 
 from __future__ import annotations
 
@@ -25,17 +25,6 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def temporarily(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Set attribute `name` of `thing` to `value` inside a block, and restore it afterwards."""
-    former = getattr(thing, name)
-    setattr(thing, name, value)
-    try:
-        yield
-    finally:
-        setattr(thing, name, former)
 
 
 @contextmanager

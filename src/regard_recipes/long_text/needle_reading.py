@@ -17,7 +17,7 @@ Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an ans
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from regard.inspect.capture import eval_mode
 from regard.nn import FastWeightProductKeyMemory
+from regard.nn.hooks import temporarily
 from regard.tasks import NeedleResult, NeedleScore
 
 from .needle_text import NeedleText
@@ -105,15 +106,11 @@ def read_and_answer(
 @contextmanager
 def _chunk_of_slots(model: Any, tokens: int | None) -> Iterator[None]:
     """Give the memories with slots another chunk inside the block; None: their own."""
-    slots = [module for module in model.modules() if isinstance(module, FastWeightProductKeyMemory)]
-    before = [module.chunk_size for module in slots]
-    try:
-        for module in slots:
-            module.chunk_size = tokens or module.chunk_size
+    with ExitStack() as changes:
+        for module in model.modules():
+            if tokens and isinstance(module, FastWeightProductKeyMemory):
+                changes.enter_context(temporarily(module, chunk_size=tokens))
         yield
-    finally:
-        for module, old in zip(slots, before, strict=True):
-            module.chunk_size = old
 
 
 def asked(text: NeedleText, length: int, needles: int, indices: range, seed: int) -> tuple[Tensor, Tensor, list[Any]]:

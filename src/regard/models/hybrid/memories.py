@@ -5,7 +5,7 @@ The memories are layers (`regard.nn.memory_layers`); their states are in the mod
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from ...checks import require
+from ...nn.hooks import temporarily
 from ...nn.memories import MemoryLayer
 from ..base.base_config import RegardConfig
 from ..base.cache_layers import StateCacheLayer
@@ -30,27 +31,22 @@ def memory_modules(model: nn.Module) -> dict[int, MemoryLayer]:
 
 def frozen_memory(model: nn.Module) -> AbstractContextManager[None]:
     """Read memories and fast weights in this context without writing them; states stay the same bit for bit."""
-    return _with(model, "frozen", True)
+    return _with(model, frozen=True)
 
 
 def chunk_size(model: nn.Module, tokens: int) -> AbstractContextManager[None]:
     """Write memories and fast weights after every `tokens` tokens in this context; a size that a memory cannot have is
     an ArgumentError."""
-    return _with(model, "chunk_size", tokens)
+    return _with(model, chunk_size=tokens)
 
 
 @contextmanager
-def _with(model: nn.Module, name: str, value: Any) -> Iterator[None]:
-    # the modules that are written in chunks: memories, and token mixers with fast weights
-    modules = [m for m in model.modules() if hasattr(m, "frozen") and hasattr(m, "chunk_size")]
-    before = [getattr(module, name) for module in modules]
-    try:
-        for module in modules:
-            setattr(module, name, value)
+def _with(model: nn.Module, **values: Any) -> Iterator[None]:
+    with ExitStack() as changes:
+        for module in model.modules():  # those that are written in chunks: memories, and token mixers with fast weights
+            if hasattr(module, "frozen") and hasattr(module, "chunk_size"):
+                changes.enter_context(temporarily(module, **values))
         yield
-    finally:
-        for module, old in zip(modules, before, strict=True):
-            setattr(module, name, old)
 
 
 def flush_memory(model: nn.Module, cache: Cache) -> None:

@@ -14,7 +14,7 @@ output tokens, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,19 +199,16 @@ def _recording(model: Any) -> Iterator[dict[str, list[Any]]]:
     record: dict[str, list[Any]] = {name: [] for name in ("weights", "values", "added", "slots", "hidden")}
     keep_input: Any = lambda name, i: lambda _module, args: record[name].append(args[i])  # noqa: E731
     keep_output: Any = lambda name: lambda _module, _args, out: record[name].append(out)  # noqa: E731
-    handles = [model.ln_final.register_forward_pre_hook(keep_input("hidden", 0))]
-    for block in model.f:
-        handles.append(block.attn.register_forward_pre_hook(keep_input("values", 1)))
-        handles.append(block.attn.hook_pattern.register_forward_hook(keep_output("weights")))
-        if block.mlp is not None:
-            handles.append(block.mlp.hook_out.register_forward_hook(keep_output("added")))
-    if model.start is not None:
-        handles.append(model.start.register_forward_pre_hook(keep_input("slots", 1)))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(model.ln_final.register_forward_pre_hook(keep_input("hidden", 0)))
+        for block in model.f:
+            hooks.enter_context(block.attn.register_forward_pre_hook(keep_input("values", 1)))
+            hooks.enter_context(block.attn.hook_pattern.register_forward_hook(keep_output("weights")))
+            if block.mlp is not None:
+                hooks.enter_context(block.mlp.hook_out.register_forward_hook(keep_output("added")))
+        if model.start is not None:
+            hooks.enter_context(model.start.register_forward_pre_hook(keep_input("slots", 1)))
         yield record
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _positions(given: Sequence[int] | Tensor | None, input_ids: Tensor) -> Tensor:
