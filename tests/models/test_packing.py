@@ -77,6 +77,15 @@ def test_each_document_gives_what_it_gives_alone(case):
               alone(lambda one: model.model(one).last_hidden_state, [rows[row]])[0])  # fmt: skip
 
 
+@torch.no_grad()
+@packed_case
+def test_one_row_of_numbers_is_for_every_row(case):
+    model = model_of(case)
+    tokens, ids = packed_rows(documents())
+    one = ids[:1]
+    assert torch.equal(model(tokens, segment_ids=one).logits, model(tokens, segment_ids=one.expand_as(ids)).logits)
+
+
 @every_model
 @pytest.mark.parametrize("mixers", presets())
 def test_every_preset_keeps_documents_apart(name, mixers):

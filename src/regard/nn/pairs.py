@@ -51,5 +51,5 @@ def pair_rows(rows: Tensor, pending: Tensor | None, pairs: Pairs | None) -> tupl
     x = rows if pending is None else torch.cat((pending, rows), -2)
     if pairs is None:
         return x[..., :-1, :], x[..., -1:, :]
-    pick = lambda index: x.gather(-2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))  # noqa: E731
+    pick = lambda index: x.gather(-2, index[:, None, :, None].expand(*x.shape[:2], -1, x.shape[-1]))  # noqa: E731
     return pick(pairs.index), pick(pairs.last)
