@@ -3,8 +3,6 @@
 Legend: z scores of one row [n] or of rows [..., n]; p weights of the same shape.
 """
 
-import math
-
 import numpy as np
 
 WIDE = np.longdouble
@@ -59,18 +57,6 @@ def shares(w: np.ndarray) -> np.ndarray:
 def rectified(z: np.ndarray, theta: np.ndarray, r: float) -> np.ndarray:
     """[z - theta]_+^r, normalised."""
     return shares(np.maximum(np.asarray(z).astype(WIDE) - theta, 0) ** WIDE(r))
-
-
-def order(z: np.ndarray) -> np.ndarray:
-    """Indices from best to worst score, the lowest index first among ties, -inf left out."""
-    z = np.asarray(z)
-    ranked = sorted(range(len(z)), key=lambda j: (-z[j], j))
-    return np.array([j for j in ranked if z[j] > -np.inf], dtype=int)
-
-
-def fsum(p: np.ndarray) -> float:
-    """An exactly rounded sum."""
-    return math.fsum(float(x) for x in p)
 
 
 def entmax_derivatives(z: np.ndarray, alpha: float, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -20,8 +20,6 @@ pytest.importorskip("numba")
 
 from regard.pairwise.cpu import implementation as cpu
 
-SMOOTH = [name for name in CALLS if name != "topk_uniform"]
-
 
 def ours(name: str):
     return function(name, "cpu")
