@@ -169,6 +169,9 @@ def lines(
         if axes in grid[:, 0]:
             axes.set_ylabel(y_label)
         plain_axes(axes, log_x, log_y)
+        if log_x and len(measured := sorted(set(rows[x]))) <= 8:  # marks at few values say more than powers of ten
+            axes.set_xticks(measured, [f"{value:g}" for value in measured])
+            axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     for axes in grid[-1]:
         axes.set_xlabel(x_label or x)
     drawn = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat]
