@@ -1,6 +1,5 @@
 """`regard reproduce`: recipes at a tiny size through the command line, and the numbers they leave behind."""
 
-import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -216,12 +215,3 @@ def test_help_and_list(capsys: pytest.CaptureFixture) -> None:
 def test_recipes_are_listed_without_what_draws_them() -> None:
     code = "import sys, regard; regard.registries(); print([m for m in ('matplotlib', 'rich') if m in sys.modules])"
     assert python("-c", code).strip() == "[]"
-
-
-def test_the_page_says_what_its_example_prints() -> None:
-    """docs/associative-memory.md: its example prints what it says."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "associative-memory.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    said = re.findall(r"print\(.*\)  # (.*?)(?::.*)?$", example, flags=re.MULTILINE)
-    assert python("-c", example).splitlines() == said
-    assert len(said) == 4

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from regard.checks import ArgumentError
+from regard.cli import main
 from regard_recipes.lib.recipe import check_shared
 from regard_recipes.lib.results import Journal
 from regard_recipes.sweep.sweep import Sweep
@@ -68,6 +69,12 @@ def test_a_run_continues_only_with_the_same_file(tmp_path: Path) -> None:
     assert Journal.open(other, ["--again"]).header["command"] == "regard reproduce sweep"
     with pytest.raises(ArgumentError, match="unfinished run with other options"):
         Journal.open(sweep(tmp_path, GRID.replace("mixers", "feed_forward = 'none'\nmixers")), [])
+
+
+def test_a_file_is_named_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep(tmp_path)
+    assert main(["reproduce", "sweep", "--estimate", "--file", str(tmp_path / "grid.toml")]) == 0
+    assert "symbols 4, mosaic" in capsys.readouterr().out
 
 
 def test_the_grid_of_the_page(tmp_path: Path) -> None:

@@ -32,15 +32,11 @@ class Errata(Recipe):
 
         tables: dict[str, list[tuple[str, ...]]] = {}
         for name, rows in results.frame.groupby("erratum", sort=False):
-            known = ERRATA[str(name)]
-            found = zip(rows["quantity"], rows["number"], strict=True)
-            numbers = (
-                "; ".join(f"{what}: {number:.3g}" for what, number in found if isinstance(what, str))
-                or "read in the source"
-            )
-            file = Path(known.numbers.__code__.co_filename).name
-            script = f"`{name}` in {file}"
-            tables.setdefault(known.paper, []).append((known.place, known.printed, known.correct, numbers, script))
+            known, found = ERRATA[str(name)], rows.dropna(subset=["quantity"])
+            numbers = "; ".join(f"{row.quantity}: {row.number:.3g}" for row in found.itertuples())
+            script = f"`{name}` in {Path(known.numbers.__code__.co_filename).name}"
+            cells = (known.place, known.printed, known.correct, numbers or "read in the source", script)
+            tables.setdefault(known.paper, []).append(cells)
         header = ("place", "printed or released", "correct", "measured", "script")
         return {paper: Table(header, tuple(rows)) for paper, rows in tables.items()}
 
