@@ -96,7 +96,7 @@ def test_a_state_is_no_view_of_what_the_call_made(name: str) -> None:
     for way in case.few:
         state = case.run(case.draw(200, grad=False), **way)[1]
         parts = [t.untyped_storage() for t in state._tensors().values()]
-        assert sum({part.data_ptr(): part.nbytes() for part in parts}.values()) <= 2 * state.bytes
+        assert sum({part.data_ptr(): part.nbytes() for part in parts}.values()) <= 1.01 * state.bytes
 
 
 @pytest.mark.parametrize("name", STATES)

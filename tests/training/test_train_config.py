@@ -118,8 +118,8 @@ def test_plain_data_and_back(tiny: Callable, tmp_path: Path) -> None:
         path.write_text(json.dumps(to_mapping(config)))
         assert from_mapping(TrainConfig(), read_mapping(path, call="t"), call="t", source="f") == config
     assert set(to_mapping(config)) == {field.name for field in fields(TrainConfig)}
-    rates = make_dataclass("Recipe", ["rates"])((np.float32(0.25), torch.tensor(3)))
-    assert repr(to_mapping(rates)) == "{'rates': [0.25, 3]}"
+    rates = make_dataclass("Recipe", ["rates"])((np.float32(0.25), torch.tensor(3), np.arange(2)))
+    assert repr(to_mapping(rates)) == "{'rates': [0.25, 3, [0, 1]]}"
     path = tmp_path / "run.toml"
     path.write_text('spec = "biweight"\nsteps = 5\nlearning-rate = 1\nout = "x/y"\nresume = true\n')
     config = from_mapping(TrainConfig(width=8), read_mapping(path, call="t"), call="t", source="f")

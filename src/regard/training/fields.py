@@ -79,8 +79,8 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of numpy or torch as a plain one, and what else JSON does not have, such as a path, as text."""
-    return value.item() if hasattr(value, "item") else str(value)
+    """Return numbers of numpy or torch as plain ones, and what else JSON does not have, such as a path, as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:

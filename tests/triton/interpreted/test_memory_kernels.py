@@ -75,13 +75,14 @@ def test_rows_in_bfloat16_are_rounded_once() -> None:
 
 
 def test_both_ways_of_ordering_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of entries of several blocks, and of one more than a block."""
-    for tokens, k in ((11, 3), (260, 2), (17, 1)):
+    """Of entries of several blocks, of one more than a block, and of the last slots of a table of 2^31 - 2."""
+    for tokens, k, rows in ((11, 3, 9), (260, 2, 9), (17, 1, 9), (11, 3, 2**31 - 2)):
         slots, _, _, counted = a_write(tokens, k, 9, 1)
+        slots += rows - 9
         found = {}
         for most in (0, 1 << 20):
             monkeypatch.setattr(memory_prepare, "COUNTED", most)
-            found[most] = [x for flags in (counted, None) for x in memory_prepare.order_of(slots, flags, 9)]
+            found[most] = [x for flags in (counted, None) for x in memory_prepare.order_of(slots, flags, rows)]
         for a, b in zip(*found.values(), strict=True):
             assert a.dtype == b.dtype == torch.int32
             assert torch.equal(a, b)

@@ -25,7 +25,7 @@ from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable, power_of_two
 from .search import bytes_of, flags_set
 
-MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=2048, keys=8, warps=4, stages=1)})
+MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=2048, keys=8)})
 KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=64, keys=16, warps=4, stages=1)})
 """`rows`: entries, `keys`: sub-keys of a block."""
 _FLOOR = tl.constexpr(FLOOR)

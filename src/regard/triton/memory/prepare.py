@@ -1,5 +1,6 @@
 """What a write must know of its chunk: the use of sub-keys (`keys`), the order of entries by slot (`write`), and errors
-and shares (`targets`). The programs of one launch share these jobs out, since each alone leaves most of a device idle.
+and shares (`targets`). One launch does these three jobs, since each alone leaves most of a device idle; none reads what
+another finds.
 
 Legend: R streams of L tokens, M memories (R, or 1 for all) of P tokens, H heads, n sub-keys of a half, k slots a head,
 K of a token, E = P K.
@@ -38,8 +39,9 @@ def _prepare(
     KP: tl.constexpr = 1, RULE: tl.constexpr = 0, AHEAD: tl.constexpr = False, RE: tl.constexpr = 1,
     NT: tl.constexpr = 1, DT: tl.constexpr = 1, K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Do a program's part of the jobs whose tensors are given: `uses` programs come first, `orders` next. In a tuple
-    Triton 3.6 does not take None."""
+    """Do a part of one of the jobs whose tensors are given: the first `uses` programs find the use of sub-keys, the
+    next `orders` the order of entries, all others errors. What may be None is passed alone: Triton 3.6 takes no None in
+    a tuple."""
     program = tl.program_id(0)
     if use is not None and program < uses:
         find_use(program, good, *use, tokens, n, 2 * H, TOP, TP, RAW, RU, KT, E)
@@ -53,7 +55,7 @@ def _prepare(
 
 
 class Job(NamedTuple):
-    """A part of a launch; without tensors it does nothing."""
+    """One of the three jobs of a launch; without tensors it has no programs."""
 
     numbers: tuple[float, ...]
     programs: int
@@ -63,6 +65,9 @@ class Job(NamedTuple):
 
 
 _TWO, _EIGHT = (Job((0,) * count, 0, None, {}, None) for count in (2, 8))
+"""Jobs that are not done, with as many numbers as the use of sub-keys and the order of entries take, and errors."""
+TILES = Tiles(warps=4, stages=1)
+"""Of every launch: the tables of the three jobs only say how large their blocks are."""
 Use = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]
 """p- and the slope of the entropy's loss, float32 [M * H * 2, n], and groups: the entries of counted tokens, int32
 [M * H * 2, P k], by blocks of sub-keys, each in the order of tokens, and where each block's begin and end, int32
@@ -74,7 +79,8 @@ Errors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def sums_of(numbers: Tensor, halves: Tensor, memories: int, n: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the sums by sub-key of numbers float32 at halves int64 [B, T, H, 2, k], and the groups of `Use`."""
-    return _run(_use(numbers, halves, memories, n, True))[0][::2]
+    sums, _, groups = _run(_use(numbers, halves, memories, n, raw=True))[0]
+    return sums, groups
 
 
 def order_of(slots: Tensor, counted: Some, n: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +135,7 @@ def _use(scores: Tensor, halves: Tensor, memories: int, n: int, raw: bool = Fals
 def _order(slots: Tensor, counted: Some, n: int) -> Job:
     memories, tokens, k = slots.shape
     total = tokens * k
-    if total > COUNTED:
+    if total > COUNTED or n >= 1 << 30:  # the kernel doubles slots in 32 bits
         slots = slots.to(torch.int32)
         keys = (slots if counted is None else torch.where(counted[..., None], slots, n)).flatten(1)
         ordered, entries = keys.sort(dim=-1, stable=True)
@@ -150,6 +156,6 @@ def _run(
     launch(
         _prepare, (sum(job.programs for job in jobs),), *(job.tensors for job in jobs), bytes_of(good),
         bytes_of(good_next), following, gate, use.programs, order.programs, *(x for job in jobs for x in job.numbers),
-        tiles=Tiles(warps=4, stages=1), **{name: size for job in jobs for name, size in job.sizes.items()},
+        tiles=TILES, **{name: size for job in jobs for name, size in job.sizes.items()},
     )  # fmt: skip
     return tuple(job.found for job in jobs)

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..runtime.tiles import Tiles, TileTable
 from .search import flags_set
 
-ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=4, keys=512, warps=4, stages=1)})
+ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=4, keys=512)})
 RULES = {"normalized": 0, "paper": 1, "reference": 2}  # codes of the step rules that kernels support
 NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["reference"])
 

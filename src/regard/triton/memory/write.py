@@ -19,7 +19,7 @@ from ..runtime.blocks import LENGTHS
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable, power_of_two
 
-ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=512, warps=4, stages=1)})
+ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=16, keys=512)})
 WRITE = TileTable("memory_write", {(512, 4): Tiles(4, 512, 2, 1), (1 << 20, 4): Tiles(4, 1024, 4, 1)})
 """`rows`: entries of a slot that are processed at once; `keys`: the widest part of a row."""
 
