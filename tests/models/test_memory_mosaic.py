@@ -78,7 +78,7 @@ def test_what_a_cache_cannot_do():
         ({"persistent": "linear"}, "normalised spec"),
         ({"persistent_slots": 0}, "persistent_slots"),
         ({"wiring": "ring"}, "'sequential', 'parallel'"),
-        ({"num_attention_heads": 5}, "multiple"),
+        ({"num_attention_heads": 5}, r"multiple of 5 heads \(num_attention_heads\); change one\.$"),
         ({"learned": ["width"]}, "width"),
         ({"leaky": "mean"}, "'sum', 'average'"),
         ({"presistent": "softmax"}, "Did you mean 'persistent'"),

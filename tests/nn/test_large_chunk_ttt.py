@@ -213,7 +213,7 @@ def called(rows: int = B, **options) -> SimpleNamespace:
 MISTAKES = {
     "unknown optimizer='moun'": lambda: layer(optimizer="moun"),
     "hidden_size 12 is not a multiple of 5 fast_heads": lambda: layer(fast_heads=5),
-    "hidden_size 12 is not a multiple of 5 heads": lambda: LargeChunkTTT(12, 5, fast_heads=2),
+    "hidden_size 12 is not a multiple of 5 heads (num_heads); change one.": lambda: LargeChunkTTT(12, 5, fast_heads=2),
     "unknown preset='512C'": lambda: LargeChunkTTT.from_preset("512C", C, H),
     "give segment_ids for packed documents": lambda: layer()(tokens(), None, torch.ones(B, 1, T, T, dtype=torch.bool)),
     "a layer without layer_idx": lambda: layer(layer_idx=None)(tokens(), past_key_values=cache()),

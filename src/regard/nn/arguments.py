@@ -73,8 +73,9 @@ def check_heads(
     num_kv_heads: int,
     head_dim: int | None,
     names: tuple[str, str, str] = ("hidden_size", "num_heads", "num_kv_heads"),
+    mend: str = "change one, or give head_dim",
 ) -> int:
-    """Return the channels of a head, after checking that the sizes fit together."""
+    """Return the channels of a head, after checking that the sizes fit together; `mend` ends an error."""
     given = dict(zip(names, (hidden_size, num_heads, num_kv_heads), strict=True))
     positive_ints(call, **{**given, "head_dim": 1 if head_dim is None else head_dim})
     queries, keys = f"{num_heads} query heads ({names[1]})", f"{num_kv_heads} key/value heads ({names[2]})"
@@ -83,7 +84,7 @@ def check_heads(
     if head_dim is not None:
         return head_dim
     uneven = f"hidden_size {hidden_size} is not a multiple of {num_heads} heads ({names[1]})"
-    require(hidden_size % num_heads == 0, call, f"{uneven}; change one, or give head_dim.")
+    require(hidden_size % num_heads == 0, call, f"{uneven}; {mend}.")
     return hidden_size // num_heads
 
 

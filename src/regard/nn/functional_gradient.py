@@ -241,6 +241,9 @@ def expected_embedding(f: Tensor, table: Tensor, chunk: int = 4096) -> Tensor:
     Returns:
         [..., E], in the dtype of `f`; differentiable (once) in both.
 
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit, or a `chunk` below 1.
+
     Cost: 4 E V operations per row forward and 8 E V backward, which recomputes the probabilities; memory for `chunk`
     values per row. Logits, their normaliser and the sum are at least in float32.
     """

@@ -34,6 +34,9 @@ def optimizer_groups(
         memory_rate: learning rate of the keys and values of memory layers (not of their projections). Schedulers should
             not change it: the group has "fixed_rate" True.
         memory_keys: whether keys are in the memory group; otherwise they count as matrices.
+
+    Raises:
+        ArgumentError: a model that is no `nn.Module`, or a number below 0.
     """
     call = "optimizer_groups"
     instance(call, "model", model, nn.Module, "a torch.nn.Module")

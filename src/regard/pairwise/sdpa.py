@@ -20,7 +20,10 @@ LIMIT = 2**22
 
 @register_impl("sdpa", priority=40)
 class SDPA:
-    """Theta(n d) memory without a mask. Not twice differentiable (torch raises an error)."""
+    """Call torch's fused attention for Gaussian weights, in Theta(n d) memory without a mask.
+
+    Not twice differentiable: torch raises an error.
+    """
 
     def available(self) -> str | None:
         return None

@@ -18,7 +18,7 @@ from .packing import Documents, by_document
 
 @register_impl("linear", priority=30)
 class Linear:
-    """The chunked form of `regard.linear_attention`; a few queries of many keys compute all pairs instead."""
+    """Run the chunked form of `regard.linear_attention`; with few queries and many keys compute all pairs."""
 
     def available(self) -> str | None:
         return None

@@ -1,4 +1,4 @@
-"""Every kernel of the registry, and the weights of every kernel under every bandwidth rule over three scores.
+"""Every kernel of the registry, and the weights of every kernel under every thresholding rule over three scores.
 
 The sparse-attention paper's Figure 1, drawn from the registries: the kernels against distance, and the weights of the
 score vector [0, u1, u2]; also the weights along the line (t, 0, -t), with their slopes.
@@ -62,7 +62,7 @@ def _slope(total: Tensor, x: Tensor) -> Tensor:
 
 
 def product(kernel: Any, rule: str, config: "KernelZoo") -> dict[str, Any]:
-    """Return a kernel under a bandwidth rule, or the reason why that has no meaning: spec, reason; unit (every score is
+    """Return a kernel under a thresholding rule, or the reason why that is invalid: spec, reason; unit (every score is
     multiplied by it; 1 but for kernels with a limit); edge (how far scores are drawn, in that unit); line, slopes
     [points, 3] (weights of the scores (t, 0, -t), and their derivative by t); plane [plane, plane] (weight of the first
     of the scores [0, u1, u2], u1 along the last axis); support (how many of these three have weight)."""
@@ -102,7 +102,7 @@ def weigh(spec: Spec, scores: Tensor) -> Tensor:
 
 @recipe("kernel-zoo")
 class KernelZoo(Recipe):
-    """Every kernel, and its weights over three scores under every bandwidth rule."""
+    """Every kernel, and its weights over three scores under every thresholding rule."""
 
     workers: int = 0
     """Cells measured at the same time; they are small, so by default in this process."""
@@ -131,7 +131,7 @@ class KernelZoo(Recipe):
         rows = results.frame[results.frame["rule"] != ALONE]
         shown = pivot(rows, ["kernel"], {"": lambda cell: str(cell["spec"].iloc[0])}, columns="rule",
                       note="The reasons for 'no meaning' are in the JSON file.")  # fmt: skip
-        return {"Kernels x bandwidth rules": shown}
+        return {"Kernels x thresholding rules": shown}
 
     def figures(self, results: Results) -> dict[str, bytes]:
         from . import _kernel_zoo_figures as drawing

@@ -155,7 +155,7 @@ def usage() -> str:
     names = "\n".join(f"  {name:<{width}}{about(recipe)}" for name, recipe in sorted(recipes.items()))
     return f"""usage: regard reproduce RECIPE [options]
 
-Run an experiment; leaves a table, figures and JSON with provenance in a folder.
+Run an experiment, and write its tables, figures and results (JSON) to a folder.
 
 {names}
 

@@ -35,8 +35,8 @@ def frozen_memory(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def chunk_size(model: nn.Module, tokens: int) -> AbstractContextManager[None]:
-    """Write memories and fast weights after every `tokens` tokens in this context; a size that a memory cannot have is
-    an ArgumentError."""
+    """Write memories and fast weights after every `tokens` tokens in this context. With a size that a memory cannot
+    have, the next forward pass raises an ArgumentError."""
     return _with(model, chunk_size=tokens)
 
 

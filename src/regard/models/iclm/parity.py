@@ -51,7 +51,7 @@ def transformer_like(config: ICLMConfig, **changes: object) -> HybridConfig:
 def parity_report(*sizes: str) -> ParityReport:
     """Count the parameters of the variants and of the Transformer at the paper's sizes (default: all).
 
-    Allocates no weights; takes about a second per size.
+    Allocates no weights; takes about a second per size. Raises ArgumentError for an unknown size.
     """
     rows = [row for size in sizes or PRESETS for row in _of(ICLMConfig.preset(size), size)]
     note = (

@@ -81,7 +81,7 @@ class MemoryMosaicConfig(RegardConfig):
         super().normalise()
         heads = self.num_attention_heads
         names = ("hidden_size", "num_attention_heads", "num_attention_heads")
-        check_heads(self.call, self.hidden_size, heads, heads, None, names)
+        check_heads(self.call, self.hidden_size, heads, heads, None, names, mend="change one")
         if self.persistent_slots is None:
             self.persistent_slots = max(1, round(SLOTS * self.hidden_size))
         positive_int(self.call, "persistent_slots", self.persistent_slots)

@@ -119,6 +119,10 @@ class RidgeProjection(nn.Linear):
 
 
 def as_ridge(given: str | Ridge, call: str = "as_ridge", argument: str = "given") -> Ridge:
-    """Return a rule, given as one or as a text: `fixed`, `learned(start=0.5,link=softplus)`; errors as `as_rule`."""
+    """Return the rule `given`, or the one that its text describes: `fixed`, `learned(start=0.5,link=softplus)`.
+
+    Raises:
+        ArgumentError: as in `as_temperature`.
+    """
     rule: Ridge = as_rule(Ridge, ridges, given, call, argument, "learned(start=0.5)")
     return rule

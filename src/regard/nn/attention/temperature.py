@@ -188,6 +188,10 @@ class PowerTemperature(Temperature):
 
 
 def as_temperature(given: str | Temperature, call: str = "as_temperature", argument: str = "given") -> Temperature:
-    """Return a rule, given as one or as a text: `log`, `fixed(value=2)`, `power(exponent=0.5)`; errors as `as_rule`."""
+    """Return the rule `given`, or the one that its text describes: `log`, `fixed(value=2)`, `power(exponent=0.5)`.
+
+    Raises:
+        ArgumentError: an unknown rule or a wrong argument of one; the error names `call` and `argument`.
+    """
     rule: Temperature = as_rule(Temperature, temperatures, given, call, argument, "power(exponent=0.5)")
     return rule

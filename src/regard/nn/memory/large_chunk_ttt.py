@@ -107,7 +107,7 @@ class LargeChunkTTT(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, None)
+        head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, None, mend="change one")
         positive_ints(CALL, fast_heads=fast_heads, window=window)
         flags(CALL, bias=bias, qk_norm=qk_norm, fast_rotary=fast_rotary)
         number(CALL, "norm_eps", norm_eps, low=0.0, strict=True)

@@ -19,7 +19,7 @@ from .local_linear import SLOPE, STATISTICS
 
 @register_impl("blocked", priority=10)
 class Blocked:
-    """Theta(n d) memory for every kernel and thresholding rule."""
+    """Compute blocks of queries in Theta(n d) memory; takes every kernel, thresholding rule and local model."""
 
     name: ClassVar[str] = "blocked"
 

@@ -243,7 +243,7 @@ SOLVERS["cpu"] = NumbaRows
 
 @register_impl("cpu", priority=20)
 class Cpu(Blocked):
-    """Theta(n d) memory, numba loops over rows; sparse weights under every built-in thresholding rule."""
+    """Solve rows in numba, in Theta(n d) memory; takes kernels with zeros or a threshold, under every built-in rule."""
 
     name: ClassVar[str] = "cpu"
 
