@@ -9,7 +9,7 @@ import layers_by_hand as by
 import pytest
 import torch
 from layers_by_hand import RIDGES, TEMPERATURES, D, angles_of, by_hand, visible
-from mistakes import refuses
+from mistakes import error_of, refuses
 from transformers import DynamicCache
 
 import regard
@@ -132,7 +132,7 @@ def test_rotate_keeps_lengths_and_dtype():
     assert torch.equal(turned[:, :, 0], x[:, :, 0])
     wide = torch.zeros(1, 3, 5)
     expected = "[1 or 1, 3, R/2] for both cos and sin, with R at most 8"
-    refuses(f"cos has shape [1, 3, 5], expected {expected}", rotate, x, wide, wide)
+    assert f"cos has shape [1, 3, 5], expected {expected}" in error_of(rotate, x, wide, wide)
 
 
 def test_a_mask_per_query(x):
