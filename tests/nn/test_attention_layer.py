@@ -131,7 +131,7 @@ def test_rotate_keeps_lengths_and_dtype():
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), atol=1e-6, rtol=0)
     assert torch.equal(turned[:, :, 0], x[:, :, 0])
     wide = torch.zeros(1, 3, 5)
-    expected = "[1 or 1, 3, R/2] for both cos and sin, with R at most 8"
+    expected = "[1, 3, R/2] for both cos and sin, with R at most 8"
     assert f"cos has shape [1, 3, 5], expected {expected}" in error_of(rotate, x, wide, wide)
 
 

@@ -62,7 +62,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tensor("rotate", name, angle, "B or 1", x.shape[2], "R/2", like=x, of="x", why=", T as in x")
         fits = angle.shape[0] in (1, x.shape[0]) and 2 * angle.shape[2] <= x.shape[3]
         if not fits or angle.shape[2] != cos.shape[2]:
-            expected = f"[{x.shape[0]} or 1, {x.shape[2]}, R/2] for both cos and sin, with R at most {x.shape[3]}"
+            batch = "1" if x.shape[0] == 1 else f"{x.shape[0]} or 1"
+            expected = f"[{batch}, {x.shape[2]}, R/2] for both cos and sin, with R at most {x.shape[3]}"
             raise ArgumentError(f"rotate: {name} has shape {shape(angle)}, expected {expected}.")
     rotated = 2 * cos.shape[-1]
     rest = x[..., rotated:]
