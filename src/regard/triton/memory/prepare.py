@@ -85,8 +85,8 @@ def sums_of(numbers: Tensor, halves: Tensor, memories: int, n: int) -> tuple[Ten
 
 def order_of(slots: Tensor, counted: Some, n: int) -> tuple[Tensor, Tensor]:
     """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last, by one
-    launch up to `COUNTED` entries of a table, else a stable sort. Return, int32 [M, E], slots, ascending, N for tokens
-    that are not counted, and which entry stands at each place."""
+    launch up to `COUNTED` entries of a table of fewer than 2^30 rows, else a stable sort. Return, int32 [M, E], slots,
+    ascending, N for tokens that are not counted, and which entry stands at each place."""
     return _run(order=_order(slots, counted, n), good=counted)[1]
 
 
