@@ -105,7 +105,7 @@ def test_prompts_end_with_a_word() -> None:
     ("content", "message"),
     [
         (b"", "empty"), (b" \n\n ", "empty"), (b"caf\xe9 " * 500, "not UTF-8"), (None, "does not exist"),
-        (b"too short a text", "16 characters, .* give about 160 tokens or more"),
+        (b"too short a text", "text.txt has 16 characters, .* give about 160 tokens or more"),
     ],
 )  # fmt: skip
 def test_texts_that_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -10,14 +10,17 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from regard.models import HybridForCausalLM
+from regard.models.base.catalogue import model_of
 from regard.recipes import recipes
 from regard_recipes.fwpkm.slot_use import slots_read
 from regard_recipes.lib.claims import NOT_TESTABLE
 from regard_recipes.lib.recipe import Results, frame_of
 from regard_recipes.lib.results import load
+from regard_recipes.lib.text_recipe import TextRecipe
 from regard_recipes.local_linear.lla_pretraining import PLAIN, RIDGES, weights_seen
 from regard_recipes.sparse_attention.out_of_distribution import losses_along, other_text, windows
 
+TEXTS = [name for name, kind in recipes.items() if isinstance(kind, type) and issubclass(kind, TextRecipe)]
 FACTS = {"floor": 3.0}
 
 
@@ -45,6 +48,20 @@ def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:
     chosen = made.chosen(results(rows))
     assert dict(zip(chosen["model"], chosen["rate"], strict=True)) == {"softmax": 3e-3, "relumax": 1e-3}
     assert made.gap(results(rows), "relumax", "softmax").mean == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_every_known_model_can_be_made(name: str, size: str) -> None:
+    """Those too that are trained only where --models names them."""
+    made = make(name, size, models=())
+    cells = made.cells()
+    left_out = set(made.known) - {cell["model"] for cell in cells}
+    assert left_out <= ({"iclm-full-matched"} if size == "paper" else set())  # larger than its rival at that size
+    for cell in cells:
+        config = made.model_config(cell, 300)
+        with torch.device("meta"):
+            assert model_of(config)(config).config.hidden_size == made.width
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ ALL = "keys and values of all tokens"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax attention": (ALL, {"mixers": "softmax"}),
     "local linear attention": (ALL, {"mixers": "local-linear", "ridges": "learned", "qk_norm": "rms"}),
-    "linear attention": ("one matrix a head", {"mixers": "elu"}),
+    "linear attention": ("one matrix per head", {"mixers": "elu"}),
     "linear attention and FwPKM": (
-        "one matrix a head; a table of 256 slots, written while it reads",
+        "one matrix per head; a table of 256 slots, written while it reads",
         {"mixers": "elu", "memories": "FwPKM@1", "memory_options": {"fwpkm": {"sub_keys": 16, "chunk_size": 8}}},
     ),
 }
@@ -63,7 +63,7 @@ def recall_table(found: Sequence[Mapping[str, Any]], seed: str) -> Any:
     """Return a table with a row for each model."""
     shows: dict[str, Show] = {
         "accuracy": "{final:.3f} ± {standard_error:.3f}", "steps": "{last:.0f}", "training": "{seconds:.0f} s",
-        "keeps of earlier tokens": lambda rows: MODELS[rows["name"].iloc[0]][0], "parameters": "{parameters:,.0f}",
+        "memory of earlier tokens": lambda rows: MODELS[rows["name"].iloc[0]][0], "parameters": "{parameters:,.0f}",
     }  # fmt: skip
     note = (
         f"Accuracy on {TASK.pairs} pairs in {TASK.length} tokens, ± its standard error over test examples; one seed "

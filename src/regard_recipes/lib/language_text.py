@@ -92,10 +92,10 @@ def read_text(
     choice_tokens, held_out_tokens = unseen[:cut], unseen[cut:]
     if min(len(train_tokens), len(held_out_tokens), len(choice_tokens) if choice else context) < context:
         raise ArgumentError(
-            f"{call}: the text has {len(content):,} characters, {len(train_tokens):,} tokens to learn and "
+            f"{call}: {source} has {len(content):,} characters, {len(train_tokens):,} tokens to learn and "
             f"{len(unseen):,} held out; each part must have at least a context of {context}, so give about "
-            f"{round((3 if choice else 1) * context / HELD_OUT):,} tokens or more, or a smaller --context where there "
-            f"is this option."
+            f"{round((3 if choice else 1) * context / HELD_OUT):,} tokens or more, or a smaller --context if the "
+            f"command has this option."
         )
     chosen_on = f", {cut:,} more to choose on" if choice else ""
     described = {
