@@ -1,9 +1,7 @@
-"""What a write must know of its chunk: the use of sub-keys (`keys`), the order of entries by slot (`write`), and errors
-and shares (`targets`). One launch does these three jobs, since each alone leaves most of a device idle; none reads what
-another finds.
+"""Find what a write must know of its chunk: the use of sub-keys (`keys`), the order of entries by slot (`write`), and
+errors and shares (`targets`). One launch does these three independent jobs: each alone leaves most of a device idle.
 
-Legend: R streams of L tokens, M memories (R, or 1 for all) of P tokens, H heads, n sub-keys of a half, k slots a head,
-K of a token, E = P K.
+Legend: R streams of L tokens, M memories (R, or 1 for all) of P tokens, H heads, n sub-keys of a half, K = H k slots.
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ from .targets import ERRORS, RULES, find_errors
 from .write import ORDER, find_order
 
 COUNTED = 8192
-"""Up to so many entries of a table, a kernel ranks each entry against all others; more are sorted by torch."""
+"""Most entries of a table that a kernel sorts, by ranking each against all others. torch sorts more, and slots of
+tables of 2^30 rows and more, which the kernel would double in 32 bits."""
 Some: TypeAlias = Tensor | None
 
 
@@ -39,9 +38,8 @@ def _prepare(
     KP: tl.constexpr = 1, RULE: tl.constexpr = 0, AHEAD: tl.constexpr = False, RE: tl.constexpr = 1,
     NT: tl.constexpr = 1, DT: tl.constexpr = 1, K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Do a part of one of the jobs whose tensors are given: the first `uses` programs find the use of sub-keys, the
-    next `orders` the order of entries, all others errors. What may be None is passed alone: Triton 3.6 takes no None in
-    a tuple."""
+    """Find the use of sub-keys in the first `uses` programs, the order of entries in the next `orders`, errors in all
+    others. An argument that may be None is not in a tuple: Triton 3.6 takes no None there."""
     program = tl.program_id(0)
     if use is not None and program < uses:
         find_use(program, good, *use, tokens, n, 2 * H, TOP, TP, RAW, RU, KT, E)
@@ -64,10 +62,8 @@ class Job(NamedTuple):
     found: Any  # what it computes
 
 
-_TWO, _EIGHT = (Job((0,) * count, 0, None, {}, None) for count in (2, 8))
-"""Jobs that are not done, with as many numbers as the use of sub-keys and the order of entries take, and errors."""
-TILES = Tiles(warps=4, stages=1)
-"""Of every launch: the tables of the three jobs only say how large their blocks are."""
+_TWO, _EIGHT = (Job((0,) * count, 0, None, {}, None) for count in (2, 8))  # jobs that are not done, of so many numbers
+TILES = Tiles(warps=4, stages=1)  # tables of the three jobs only say how large their blocks are
 Use = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]
 """p- and the slope of the entropy's loss, float32 [M * H * 2, n], and groups: the entries of counted tokens, int32
 [M * H * 2, P k], by blocks of sub-keys, each in the order of tokens, and where each block's begin and end, int32
@@ -84,9 +80,8 @@ def sums_of(numbers: Tensor, halves: Tensor, memories: int, n: int) -> tuple[Ten
 
 
 def order_of(slots: Tensor, counted: Some, n: int) -> tuple[Tensor, Tensor]:
-    """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last, by one
-    launch up to `COUNTED` entries of a table of fewer than 2^30 rows, else a stable sort. Return, int32 [M, E], slots,
-    ascending, N for tokens that are not counted, and which entry stands at each place."""
+    """Sort entries of slots int64 [M, P, K], tokens that are not `counted` (bool [M, P]; None: all are) last. Return
+    the sorted slots, N for tokens that are not counted, and the entry at each place, both int32 [M, P K]."""
     return _run(order=_order(slots, counted, n), good=counted)[1]
 
 
@@ -96,9 +91,9 @@ def prepared(
     weights: Tensor, gate: Some, slots: Tensor, good: Some, good_next: Some, memories: int, rule: WriteRule,
 ) -> tuple[Use | None, tuple[Tensor, Tensor], Errors]:  # fmt: skip
     """Return the use of sub-keys, given scores float32 and halves int64 [B, T, H, 2, k], M and n; `order_of` of its
-    arguments; and errors and shares. What tokens read and their values are float32 [R, L, Dv]; `following` [R, 1, Dv]
-    is the value of the token after the chunk, None if nothing is bound to it; weights and slots are [R, L, H, k], gates
-    [R, L] (None: 1); `good` and `good_next` bool [R, L] and [R, 1] (None: all are)."""
+    arguments; and errors and shares. `read` and `value` are float32 [R, L, Dv], weights and slots [R, L, H, k], gates
+    [R, L] (None: 1), `good` and `good_next` bool [R, L] and [R, 1] (None: all are); `following` [R, 1, Dv] is the value
+    of the token after the chunk, None if nothing is bound to it."""
     (streams, length, width), (heads, k) = read.shape, weights.shape[2:]
     read, value, weights, slots = read.contiguous(), rows_together(value), weights.contiguous(), slots.contiguous()
     after = None if following is None else rows_together(following)
@@ -135,7 +130,7 @@ def _use(scores: Tensor, halves: Tensor, memories: int, n: int, raw: bool = Fals
 def _order(slots: Tensor, counted: Some, n: int) -> Job:
     memories, tokens, k = slots.shape
     total = tokens * k
-    if total > COUNTED or n >= 1 << 30:  # the kernel doubles slots in 32 bits
+    if total > COUNTED or n >= 1 << 30:
         slots = slots.to(torch.int32)
         keys = (slots if counted is None else torch.where(counted[..., None], slots, n)).flatten(1)
         ordered, entries = keys.sort(dim=-1, stable=True)

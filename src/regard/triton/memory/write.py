@@ -72,8 +72,7 @@ def _write(
     table, log, count, slots, entries, shares, errors, total, tokens, rows,
     K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Write the row of one slot if this entry is its first, as above, and N_i at its entries; or with ADD V_i <- V_i +
-    sum of share e."""
+    """Write a slot's row if this entry is its first, and N_i at its entries. With ADD, V_i <- V_i + sum share e."""
     memory, first, key, leads = _entry(slots, total, rows)
     slots += memory * total
     entries += memory * total
