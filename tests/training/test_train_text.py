@@ -63,3 +63,4 @@ def test_paths_that_hold_no_text(tmp_path: Path) -> None:
 def test_the_split_is_by_position_in_characters() -> None:
     assert split_text("éüöäßabcde", 0.1) == ("éüöäßabcd", "e")
     assert split_text("abcdefgh", 0.5) == ("abcd", "efgh")
+    refuses("validation", split_text, "abcdefgh", 2.0)

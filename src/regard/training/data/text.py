@@ -128,7 +128,13 @@ def load_text(path: Path | str, *, call: str = "load_text") -> Text:
 
 
 def split_text(content: str, validation: float) -> tuple[str, str]:
-    """Return the first `1 - validation` of the characters, to train on, and the rest, which is held out."""
+    """Return the first `1 - validation` of the characters, to train on, and the rest, which is held out.
+
+    Raises:
+        ArgumentError: `validation` is not a number from 0 to 1.
+    """
+    expected = "expected a share of the text, from 0 to 1"
+    require(0 <= validation <= 1, "split_text", f"validation is {validation}, {expected}.")
     cut = len(content) - round(len(content) * validation)
     return content[:cut], content[cut:]
 
