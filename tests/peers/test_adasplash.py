@@ -6,6 +6,7 @@ Triton reads TRITON_INTERPRET when it is imported, which other tests do before. 
 process of its own it writes what AdaSplash computes.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +42,7 @@ def _write(path: str) -> None:
 def computed(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What AdaSplash computes in each case."""
     path = tmp_path_factory.mktemp("adasplash") / "results.pt"
-    python("-W", "ignore", __file__, path, TRITON_INTERPRET="1")
+    python("-W", "ignore", __file__, path, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
     found: Results = torch.load(path)
     return found
 
