@@ -11,7 +11,7 @@ SIZES = {"dim": 3, "segments": (16,), "width": 16, "steps": 300, "batch": 32, "e
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_local_linear_attention_with_a_learned_ridge_beats_softmax(seed: int) -> None:
-    recipe, errors, ridges = InContextRegressionRecipe(InContextRegressionRecipe.configure(**SIZES)), {}, []
+    recipe, errors, ridges = InContextRegressionRecipe.configure(**SIZES), {}, []
     for model in (SOFTMAX, LLA):
         rows = list(recipe.measure({"task": "16", "model": model, "rate": 1e-2}, seed))
         errors[model] = rows[-1]["score"]
