@@ -5,7 +5,7 @@ import pytest
 
 from regard_recipes.local_linear.in_context_regression import LLA, SOFTMAX, InContextRegressionRecipe
 
-SIZES = {"dim": 3, "segments": (16,), "width": 16, "steps": 300, "batch": 32, "examples": 1000, "stop_at": 2.0}
+SIZES = {"dim": 3, "segments": (16,), "width": 16, "steps": 600, "batch": 32, "examples": 1000, "stop_at": 2.0}
 
 
 @pytest.mark.slow
