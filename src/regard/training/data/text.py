@@ -131,7 +131,7 @@ def split_text(content: str, validation: float) -> tuple[str, str]:
     """Return the first `1 - validation` of the characters, to train on, and the rest, which is held out.
 
     Raises:
-        ArgumentError: `validation` is not a number from 0 to 1.
+        ArgumentError: `validation` is below 0 or above 1.
     """
     expected = "expected a share of the text, from 0 to 1"
     require(0 <= validation <= 1, "split_text", f"validation is {validation}, {expected}.")
