@@ -14,6 +14,7 @@ from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
 from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN
 from regard_recipes.lib.recipe import frame_of
+from regard_recipes.lib.results import Journal, unfinished_units
 
 FORMULAS = {
     "exponential": lambda q, k: math.exp(q @ k / 2), "linear": lambda q, k: q @ k / 2,
@@ -105,3 +106,12 @@ def test_a_loss_that_climbs_does_not_fall_steadily() -> None:
     assert not falls([4.0, 3.0, 3.06, 2.9])
     assert not falls([4.0, 3.0], [3.0, 3.01])
     assert not falls([4.0, math.nan])
+
+
+def test_two_kernels_have_more_seeds(tmp_path: Path) -> None:
+    own = made(seed=5, seeds=2, close_seeds=4, out=tmp_path)
+    units = unfinished_units(own, Journal.open(own, ()))
+    assert [seed for each, seed in units if each == {**cell("relu"), "rate": 0.01}] == [5, 6]
+    for kernel, seeds in (("rbf", {5, 6, 7, 8}), ("exponential", {5, 6, 7, 8}), ("elu", {5, 6})):
+        assert {seed for each, seed in units if each.items() >= cell(kernel).items()} == seeds
+    assert {seed for each, seed in units if each.items() >= cell("rbf", PLAIN).items()} == {5, 6}

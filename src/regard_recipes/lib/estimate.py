@@ -36,7 +36,7 @@ def estimate(made: Recipe) -> Any:
     sizes: dict[str, tuple[int, float, float]] = {}
     for cell in made.cells():
         name = ", ".join(str(cell[column]) for column in made.per)
-        runs[name] = runs.get(name, 0) + made.seeds
+        runs[name] = runs.get(name, 0) + made.seeds_of(cell)
         if name not in sizes:
             with torch.device("meta"):
                 model, length = made.untrained(cell)

@@ -154,6 +154,10 @@ class Recipe(ABC):
     def cells(self) -> Sequence[Cell]:
         """Return the grid. It must not depend on `prepare`."""
 
+    def seeds_of(self, cell: Cell) -> int:
+        """Return the number of seeds of a cell."""
+        return self.seeds
+
     @abstractmethod
     def measure(self, cell: Cell, seed: int) -> Iterable[Row]:
         """Measure one cell with one seed. The columns of the cell and `seed` are added to each row."""

@@ -135,8 +135,10 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]
 def unfinished_units(made: Recipe, journal: Journal) -> list[Unit]:
     """Return the cells that are still to be measured, all cells of one seed before those of the next."""
     done = {_key(line["cell"], line["seed"]) for line in journal.lines}
-    seeds = range(made.seed, made.seed + made.seeds)
-    return [(cell, seed) for seed in seeds for cell in made.cells() if _key(plain(cell), seed) not in done]
+    cells = [(cell, made.seeds_of(cell)) for cell in made.cells()]
+    most = max(count for _, count in cells)
+    units = [(cell, made.seed + place) for place in range(most) for cell, count in cells if place < count]
+    return [(cell, seed) for cell, seed in units if _key(plain(cell), seed) not in done]
 
 
 def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
