@@ -14,6 +14,7 @@ pytestmark = pytest.mark.peers
 CASES = [
     *[(name, {}) for name in language_models.names()],
     ("transformer", {"mixers": ["gated-deltanet", "lact", "softmax", "local-linear[biweight]"]}),
+    ("transformer", {"mixers": ["hyena", "local-linear", "softmax", "local-linear[biweight]"], "ridges": "learned"}),
     ("transformer", {"memories": "PKM@1+FwPKM@2", "output_gate": True}),
 ]
 
@@ -49,6 +50,32 @@ def test_lora_trains_merges_and_comes_back(name, fields, tmp_path):
     for path, p in merged.named_parameters():
         if p.dim() != 2:  # norms and numbers of heads
             assert torch.equal(p, before[path]), path
+
+
+@pytest.mark.parametrize(
+    ("case", "target"), [("iclm-f-none", "all-linear"), ("iclm-steps", r".*(embed_tokens|o_proj|lm_head)")]
+)
+def test_matrices_that_iclm_reads_have_what_an_adapter_adds(case, target):
+    model, tokens = make(case, dtype=torch.float32, tie_word_embeddings=False), text(2, 9)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=target))
+    with torch.no_grad():
+        for path, p in adapted.named_parameters():
+            p += 0.2 * ("lora" in path)
+    logits = adapted.eval()(tokens).logits
+    torch.testing.assert_close(model.contributions(tokens).logits(), logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(adapted.merge_and_unload()(tokens).logits, logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", language_models.names())
+def test_virtual_tokens_stand_before_the_others(name):
+    model, (tokens, mask) = make(name), padded()
+    settings = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, settings).eval()
+    virtual = adapted.get_prompt(len(tokens)).double()
+    embedded = torch.cat([virtual, model.get_input_embeddings()(tokens)], 1)
+    whole = model(inputs_embeds=embedded, attention_mask=torch.nn.functional.pad(mask, (3, 0), value=1)).logits
+    torch.testing.assert_close(adapted(tokens, attention_mask=mask).logits, whole)
 
 
 def test_the_page_about_lora_runs(tmp_path, monkeypatch):

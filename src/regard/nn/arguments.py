@@ -19,12 +19,28 @@ def as_input(x: Tensor, layer: nn.Linear) -> Tensor:
     return x.to(layer.weight.dtype) if is_plain(layer.weight) else x
 
 
-def plain_matrix(call: str, layer: nn.Linear) -> Tensor:
-    """Return the matrix of a layer, for computing with it directly; raise `ArgumentError` if it is quantised."""
-    if not is_plain(layer.weight):
+def plain_matrix(call: str, layer: nn.Module) -> Tensor:
+    """Return the matrix of a linear layer, for computing with it directly; raise `ArgumentError` if it is quantised.
+
+    That of a layer with an adapter, such as LoRA's, is read from its outputs: `weight` lacks what the adapter adds.
+    """
+    weight: Any = layer.weight
+    if not is_plain(weight):
         mend = "leave the layer out when quantising (llm_int8_skip_modules, modules_to_not_convert)"
-        raise ArgumentError(f"{call}: a matrix is quantised ({layer.weight.dtype}), which cannot be read; {mend}.")
-    return layer.weight
+        raise ArgumentError(f"{call}: a matrix is quantised ({weight.dtype}), which cannot be read; {mend}.")
+    if isinstance(layer, nn.Linear):
+        return weight
+    inputs = weight.shape[1]
+    outputs = layer(torch.eye(inputs + 1, inputs, dtype=weight.dtype, device=weight.device))
+    return (outputs[:-1] - outputs[-1]).T  # the last row is the bias
+
+
+def plain_table(layer: nn.Module) -> Tensor:
+    """Return the table [V, C] of an embedding layer, with what an adapter adds."""
+    weight: Any = layer.weight
+    if isinstance(layer, nn.Embedding):
+        return weight
+    return layer(torch.arange(weight.shape[0], device=weight.device))
 
 
 def check_hidden(call: str, name: str, given: Any, size: int, layer: nn.Module) -> None:

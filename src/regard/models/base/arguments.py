@@ -69,13 +69,28 @@ def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int, 
     cache whose token count is on a device, N is from `tokens` to `places`; further columns are of unfilled places."""
     if attention_mask is None:
         return None
-    if not is_integer(attention_mask) and getattr(attention_mask, "dtype", None) != torch.bool:
+    numbers = isinstance(attention_mask, Tensor) and attention_mask.is_floating_point()  # as PEFT's virtual tokens give
+    if not numbers and not is_integer(attention_mask) and getattr(attention_mask, "dtype", None) != torch.bool:
         raise refuse(call, "attention_mask", attention_mask, "booleans or integers, nonzero where a token is real")
     fits = attention_mask.dim() == 2 and tokens <= attention_mask.shape[1] <= places
     if tuple(attention_mask.shape) != (batch, tokens) and not (fits and attention_mask.shape[0] == batch):
         expected = f"expected [{batch}, {tokens}]: one entry per token so far, cached ones included"
         raise ArgumentError(f"{call}: attention_mask has shape {shape(attention_mask)}, {expected}.")
+    if numbers:
+        _refuse_additive(call, attention_mask)
     return attention_mask != 0
+
+
+def _refuse_additive(call: str, mask: Tensor) -> None:
+    """Refuse a floating-point mask [B, N] that may be one to add to scores, which is 0 where a token is real."""
+    real = mask == 1
+    fits = (real | (mask == 0)).all() & real.any(-1).all()
+    expected = "expected 0 and 1, with a 1 in every row; write mask == 0 for a mask that is added to scores"
+    wrong = f"attention_mask is a floating-point tensor of other numbers, {expected}."
+    if torch.compiler.is_compiling():
+        torch._assert_async(fits, f"{call}: {wrong}")
+    elif not mask.is_meta:
+        require(bool(fits), call, wrong)
 
 
 def columns(mask: Tensor, past: int | Tensor, tokens: int) -> Tensor:

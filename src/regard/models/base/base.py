@@ -191,8 +191,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
     `unembed.hook_out`. Arguments of a call:
 
     - input_ids: tokens [B, T]; or inputs_embeds [B, T, C].
-    - attention_mask: [B, N] over all tokens so far, boolean or integer, nonzero where a token is real. Masked tokens
-      affect no other token, in values and in gradients.
+    - attention_mask: [B, N] over all tokens so far, boolean, integer or 0.0 and 1.0, nonzero where a token is real.
+      Masked tokens affect no other token, in values and in gradients.
     - position_ids: [B, T]; default: the number of real tokens before each.
     - cache: a cache from an earlier call, which is extended. Models with attention in every layer also take one of
       fixed length, such as transformers' `StaticCache`. `past_key_values`, its name before transformers 5.24, means

@@ -189,7 +189,7 @@ def trace(
         scale=scale,
         gain=plain(inner.ln_final.weight),
         offset=plain(inner.ln_final.bias),
-        table=plain(model.lm_head.weight),
+        table=plain(plain_matrix("contributions", model.lm_head)),
     )
 
 

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ... import Spec
 from ...checks import ArgumentError, require
 from ...nn import Attention, FunctionalGradient, HookPoint, expected_embedding, feed_forwards, rotary_angles
+from ...nn.arguments import plain_table
 from ...nn.functional_gradient import mean_embedding
 from ...nn.pairs import Pairs, pair_rows
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel
@@ -269,7 +270,8 @@ class _Steps:
     """The values of each gradient step: embeddings minus their expectation (equation 7)."""
 
     def __init__(self, model: ICLMModel, words: Tensor, slots: Slots, cache: ICLMCache | None, past: int) -> None:
-        self.config, self.table, self.pairs = model.config, model.embed_tokens.weight, slots.pairs
+        self.config, self.pairs = model.config, slots.pairs
+        self.table: Any = None if self.config.expectation == "none" else plain_table(model.embed_tokens)
         self.cache = None if cache is None else cache.shared
         # the value of the first slot's pair is the token of the second slot
         values = slots.completing(words) if model.start is not None or past else words[:, 1:]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import linear, softplus
 
 from ...checks import ArgumentError, one_of, require
 from ...grammar import Spec
@@ -101,12 +101,19 @@ class LearnedRidgePerDimension(LearnedRidge):
         return dim
 
 
-class RidgeProjection(nn.Linear):
-    """The projection W x + b of equation 27, initially with W = 0, for a rule with learned values."""
+class RidgeProjection(nn.Module):
+    """The projection W x + b of equation 27, initially with W = 0, for a rule with learned values.
+
+    It is no `nn.Linear`, which LoRA or a quantised layer would replace, and with it the rule.
+    """
 
     def __init__(self, hidden_size: int, heads: int, dim: int, rule: Ridge) -> None:
+        super().__init__()
         self.heads, self.rule = heads, rule
-        super().__init__(hidden_size, heads * rule.numbers(dim))
+        outputs = heads * rule.numbers(dim)
+        self.weight = nn.Parameter(torch.empty(outputs, hidden_size))
+        self.bias = nn.Parameter(torch.empty(outputs))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set W to 0 and b to the initial value of the rule."""
@@ -115,7 +122,8 @@ class RidgeProjection(nn.Linear):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return ridges [B, H, T, 1 or D] of hidden states [B, T, C]."""
-        return self.rule.values(super().forward(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2))
+        projected = linear(hidden_states, self.weight, self.bias)
+        return self.rule.values(projected.unflatten(-1, (self.heads, -1)).transpose(1, 2))
 
 
 def as_ridge(given: str | Ridge, call: str = "as_ridge", argument: str = "given") -> Ridge:
