@@ -70,6 +70,9 @@ def test_stores_of_linear_kernels(spec: str, store: str) -> None:
     left = [0, 1, 5, 6, 7]
     assert len(memory) == 5
     near(memory.read(q), linear_read(q.numpy(), k[:, :, left].numpy(), v[:, :, left].numpy(), spec), 1e-10)
+    gone = {"pairs": (k[:, :, left], v[:, :, left])} if store == "sums" else {"oldest": 5}
+    assert memory.forget(**gone) == 5
+    assert not memory.read(q).any()  # no quotient of rounding errors
 
 
 def test_sums_do_not_grow_and_pairs_do() -> None:
@@ -387,16 +390,29 @@ def test_it_reads_the_model(store: str) -> None:
     memory = AssociativeMemory("linear", store=store)
     spoilt, mask = keys.clone(), (torch.arange(6) != 2).expand(2, 6)
     spoilt[:, :, 2] = torch.nan
+    spoilt.requires_grad_()
     memory.write(spoilt[:, :, :4], values[:, :, :4], mask=mask[:, :4])
     size = memory.bytes
     memory.write(keys[:, :, 4:], values[:, :, 4:])
     torch.testing.assert_close(memory.read(queries), queries @ w, rtol=1e-10, atol=1e-10)
     assert (len(memory), memory.bytes) == (6, size)
+    memory.read(queries).sum().backward()
+    assert spoilt.grad.isfinite().all()
+    assert not spoilt.grad[:, :, 2].any()
     memory.transform(lambda t: 0 * t)
     assert not memory.read(queries).any()
     memory.write(keys, values)
     assert memory.forget(everything=True) == 12
     assert not memory.read(queries).any()
+
+
+@pytest.mark.parametrize("store", ["mesa(ridge=0.3)", "delta"])
+def test_slots_alone_are_read_by_the_model(store: str) -> None:
+    memory = AssociativeMemory("linear", store=store, slots=4, heads=3, dim=5, value_dim=4).double()
+    own = (memory.slot_keys[None], memory.slot_values[None])
+    queries = three()[2]
+    expected = queries @ (corrected if store == "delta" else best)(*own)
+    torch.testing.assert_close(memory.read(queries), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_noisy_cue_settles_on_the_pattern() -> None:

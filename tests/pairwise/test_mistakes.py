@@ -143,6 +143,7 @@ def test_attention(words: str, given: dict[str, Any]) -> None:
         ("epanechnikov*fixed(h=1)*cosine", "h", -0.5, "is -0.5, expected params['h'] > 0"),
         ("gaussian*fixed(h=1)*euclidean", "h", 0.0, "is 0, expected params['h'] > 0"),
         ("local-linear", "ridge", -0.1, "is -0.1, expected params['ridge'] >= 0"),
+        ("local-linear[shift-cosine]", "bias", 0.5, "is 0.5, expected params['bias'] >= 1"),
     ],
 )
 def test_params_out_of_range(spec: str, name: str, value: float, words: str) -> None:

@@ -148,6 +148,19 @@ def test_what_is_hidden_never_matters(trend: str) -> None:
     assert torch.equal(out, clean)
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-20, 1e-30])
+def test_a_tiny_key_spoils_no_row(size: float) -> None:
+    """In float32 one over the square of 1e-20 is infinite."""
+    q, k, v = (x.detach().float() for x in draw())
+    k[:, :, 2] *= size
+    k.requires_grad_()
+    mask = torch.arange(7) != 2
+    for shown in (None, mask[None]):
+        out = regard.interpolated_attention(q, k, v, "delta", attn_mask=shown, enable_gqa=True)
+        assert out.isfinite().all()
+    assert torch.autograd.grad(out.sum(), k)[0].isfinite().all()  # the key is masked
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trend", ["mesa", "delta", "linear-attention", "gated-delta"])
 def test_one_whole_graph(trend: str) -> None:

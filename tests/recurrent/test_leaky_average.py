@@ -56,6 +56,12 @@ def test_bad_arguments(change, words):
     refuses(words, leaky_average, arguments.pop("x"), arguments.pop("rate"), **arguments)
 
 
+def test_no_token_leaves_the_state():
+    for device in ("cpu", "meta"):
+        out, state = leaky_average(torch.zeros(2, 4, 0, 3, device=device), 0.1)
+        assert (out.shape, state.sums.shape, state.non_finite.shape) == ((2, 4, 0, 3), (2, 4, 3), (2, 4))
+
+
 def test_compiles_without_a_break():
     packed = torch.compile(lambda x, r, s: leaky_average(x, r, segment_ids=s)[0], fullgraph=True, backend="aot_eager")
     x, rates = sample(40).float(), RATES.float()

@@ -150,6 +150,8 @@ class Spec:
             own["ridge"] = ParamInfo(self.ridge or 0.0, low=0.0, strict=self.solver.needs_ridge)
             if self.solver.name == "learned":
                 own["probe"] = ParamInfo(0.0)
+            if "bias" in own and not self.kernel.nonnegative:  # a smaller one makes weights negative
+                own["bias"] = ParamInfo(own["bias"].default, low=0.0 - self.similarity.lower)
         return own
 
     def resolve(self, dim: int, scale: Number | None, params: Params) -> tuple[Number, dict[str, Number]]:

@@ -110,7 +110,7 @@ def leaky_average(
             sums = _chunks(wide, rates, mask, begins, state.sums, chunk_size or CHUNK)
         else:
             sums = _step(wide, rates, mask, state.sums)
-        lost = _non_finite(bad, state.non_finite, begins)
+        lost = _non_finite(bad if tokens else None, state.non_finite, begins)
         after = sums[:, :, -1].clone() if tokens else state.sums  # a view would keep all of them alive
         non_finite = lost.expand(batch, heads, max(tokens, 1))[..., -1]
         if average:

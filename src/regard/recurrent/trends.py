@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, number
+from ..grammar.kernels import least_reach
 from ..grammar.reader import Reader, kept
 from ..grammar.spec import instance_of
 from ..registry import Registry
@@ -146,9 +147,12 @@ _parsed = kept(_parse)
 
 
 def unit_steps(key: Tensor, beta: float) -> Tensor:
-    """Return beta / |k|^2 for every key, 0 for keys of zero: [B, Hkv, Tk]."""
-    square = key.to(torch.promote_types(key.dtype, torch.float32)).square().sum(-1)
-    return torch.where(square == 0, 0, beta / torch.where(square == 0, 1, square))
+    """Return beta / |k|^2 for every key, 0 for keys of zero, too small to divide by, or not finite: [B, Hkv, Tk]."""
+    key = key.to(torch.promote_types(key.dtype, torch.float32))
+    square = key.detach().square().sum(-1)
+    usable = (square >= least_reach(key.dtype)) & square.isfinite()
+    size = torch.linalg.vector_norm(torch.where(usable[..., None], key, 1), dim=-1)
+    return torch.where(usable, beta * size.reciprocal().square(), 0)
 
 
 def predict_from(

@@ -285,7 +285,8 @@ class AssociativeMemory(nn.Module):
             within(call, "pairs", self._check_fit, gone.keys, gone.values, call)
             if not isinstance(self._short, Sums) or len(gone) > before:
                 raise ArgumentError(f"{call}: pairs: {len(gone)} pairs were given and {before} are held.")
-            self._short = self._short.minus(gone)
+            # of no pair only rounding errors are left, and a quotient of two is no zero
+            self._short = self._short.minus(gone) if len(gone) < before else None
         elif oldest is not None:
             count = whole(call, "oldest", oldest, 0)
             if isinstance(self._short, Pairs):
@@ -404,10 +405,14 @@ class AssociativeMemory(nn.Module):
         if self.slot_keys is None:
             return [] if held is None else [held]
         long, shared = learned(self.slot_keys, self.slot_values, batch), self.combine == "shared"
-        if isinstance(held, Sums):
-            return [held.plus(long)] if shared else [held, Sums.of(self.spec, long, self.trend)]
+        if self.store == "sums":
+            if isinstance(held, Sums) and shared:
+                return [held.plus(long)]
+            slots = Sums.of(self.spec, long, self.trend)
+            return [slots] if held is None else [held, slots]
         if held is None:
             return [long]
+        assert isinstance(held, Pairs)
         return [long.append(held)] if shared else [long, held]
 
     def _step(
