@@ -7,7 +7,7 @@ from functools import partial
 import any_model
 import pytest
 import torch
-from any_model import SIZES, T, every_case, every_model, plain_case, text
+from any_model import SIZES, T, every_case, every_model, parts_first, plain_case, text
 from mistakes import refuses
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
@@ -219,6 +219,20 @@ def test_a_cache_that_another_model_filled(name):
     deep, tokens = make(name, num_hidden_layers=6), torch.arange(5)[None]
     cache = deep(tokens).past_key_values
     refuses("cache", make(name), tokens, past_key_values=cache)
+
+
+@parts_first
+def test_a_cache_of_another_batch(case):
+    model, tokens = make(case), text(3, 6)
+    cache = model(tokens[:2, :5]).past_key_values
+    refuses(r"2 (sequences|rows)|holds .*\[2, ", model, tokens[:, 5:], past_key_values=cache)
+
+
+@every_model
+def test_leaving_layers_out_is_refused_and_changes_no_configuration(name):
+    model = make(name)
+    refuses("assistant_early_exit would leave layers out", model.generate, text(), assistant_early_exit=1)
+    assert model.config.num_hidden_layers == SIZES["num_hidden_layers"]
 
 
 @every_model

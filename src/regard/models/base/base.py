@@ -251,6 +251,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         elif special("bos_token_id") is None:
             missing = "there is nothing to continue; give input_ids, or a bos_token_id"
             raise ArgumentError(f"{type(self).__name__}.generate: {missing}.")
+        early = "assistant_early_exit would leave layers out, which these models cannot; give an assistant_model"
+        require(special("assistant_early_exit") is None, f"{type(self).__name__}.generate", f"{early}.")
         return super().generate(inputs, *args, **kwargs)
 
     def _check_prompt(self, tokens: Tensor | None, prompt: Tensor, mask: Tensor | None) -> None:
@@ -383,8 +385,12 @@ def tell_step(model: nn.Module, step: int) -> None:
             module.training_step = step
 
 
-def check_depth(call: str, cache: Cache, layers: int) -> None:
-    """Check that a cache that holds tokens has as many layers as the model."""
+def check_cache(call: str, cache: Cache, layers: int, rows: int) -> None:
+    """Check that a cache that holds tokens has as many layers as the model, and keys of as many rows as the tokens."""
     if len(cache.layers) != layers and cache.get_seq_length() > 0:
         other = f"cache holds {len(cache.layers)} layers of another model, expected {layers}"
         raise ArgumentError(f"{call}: {other}; leave it out or give model.model.new_cache().")
+    held = next((keys.shape[0] for each in cache.layers if (keys := getattr(each, "keys", None)) is not None), rows)
+    if held != rows:
+        mend = "use one cache per batch, or repeat its rows with batch_repeat_interleave"
+        raise ArgumentError(f"{call}: cache is of {held} sequences and the tokens of {rows}; {mend}.")

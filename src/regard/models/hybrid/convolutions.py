@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...checks import ArgumentError
+
 
 def convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Tensor:
     """Convolve [B, G, W - 1 + T] with [G, W], channel by channel, to [B, G, T]; no document sees the one before."""
@@ -31,6 +33,9 @@ def short_convolution(
     """
     reach = 0 if weight is None else weight.shape[1] - 1
     past = mixed.new_zeros(*mixed.shape[:2], reach) if before is None else before.to(mixed.dtype)
+    if past.shape[0] != mixed.shape[0]:
+        rows = f"the state is of {past.shape[0]} sequences and the tokens of {mixed.shape[0]}"
+        raise ArgumentError(f"short_convolution: {rows}; use one cache per batch, or repeat its rows.")
     inputs = torch.cat((past, mixed), dim=-1)
     if weight is not None:
         mixed = F.silu(convolved(inputs, weight, segment_ids))

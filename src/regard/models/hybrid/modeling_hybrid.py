@@ -21,7 +21,7 @@ from ...nn.attention.norm import make_norm
 from ...nn.attention.ridge import RidgeProjection
 from ...nn.memories import MemoryLayer, memory_layers
 from ..base.arguments import all_real
-from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, check_depth
+from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, check_cache
 from ..base.cache_layers import own_layer
 from ..base.catalogue import LanguageModel, language_models
 from ..base.loading import RegardPreTrainedModel
@@ -162,7 +162,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
         assert self.config.head_dim is not None  # filled in by config.normalise
         if context.cache is not None:
-            check_depth(self.call, context.cache, self.cached_layers)
+            check_cache(self.call, context.cache, self.cached_layers, len(embedded))
         if context.segments is not None:
             parts = ((i, p) for i, x in enumerate(self.layers) for p in (x.self_attn, x.memory, x.mlp))
             for depth, part in parts:

@@ -22,7 +22,7 @@ from ...nn.mosaic.features import KeyFeatures, OutputProjection, Sharpness, Valu
 from ...nn.mosaic.persistent_memory import PersistentMemory
 from ...recurrent.leaky import LeakyState
 from ..base.arguments import all_real
-from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, check_depth
+from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, check_cache
 from ..base.cache_layers import StateCacheLayer, own_layer
 from ..base.catalogue import LanguageModel, language_models
 from ..base.loading import RegardPreTrainedModel
@@ -148,7 +148,7 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
         The factor comes before the output matrix because fused losses apply that matrix themselves.
         """
         if context.cache is not None:
-            check_depth(self.call, context.cache, len(self.layers))
+            check_cache(self.call, context.cache, len(self.layers), len(embedded))
         mask = None if all_real(context.mask) else context.mask
         decoded = self.run_layers(embedded, context, [mask] * len(self.layers))
         if not self.config.scale_logits:
