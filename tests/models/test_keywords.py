@@ -9,13 +9,15 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from any_model import SIZES, every_model, make, text
+from any_model import PARTS, SIZES, every_model, make, text
 from mistakes import refuses
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 from transformers import PreTrainedModel as Model
 from transformers.models.auto.auto_factory import _BaseAutoModelClass as AutoModel
 
 from regard.models import language_models
+
+MIXERS = [case for case in PARTS if case.startswith("mixer-")]
 
 # Loading --------------------------------------------------------------------------------------------------------------
 
@@ -98,6 +100,19 @@ def test_a_model_takes_what_a_llama_takes(name, saved):
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(saved[name], **taken)(text()).logits
         torch.testing.assert_close(found, plain(text()).logits, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [*language_models.names(), "memory-pkm-before-mixer", *MIXERS, "iclm-steps"])
+def test_weights_on_a_disk_give_the_same_logits(case, tmp_path):
+    model, tokens = make(case, dtype=torch.float32), text(2, 9)
+    model.save_pretrained(tmp_path / "saved")
+    places = {f"model.{name}": "disk" for name, _ in model.model.named_children()}
+    places |= dict.fromkeys(("model.embed_tokens", "lm_head", "unembed"), "cpu")
+    files = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
+    again = type(model).from_pretrained(tmp_path / "saved", **files)
+    assert any(weight.is_meta for weight in again.parameters())
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
 
 
 @every_model

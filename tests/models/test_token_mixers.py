@@ -200,6 +200,18 @@ def test_fast_weights_of_mixers_are_flushed_too():
     assert not torch.equal(flushed.up, before.up)
 
 
+@torch.no_grad()
+@mixers
+def test_the_default_dtype_of_torch_changes_no_bit(name):
+    model, tokens = make(f"mixer-{name}", dtype=torch.float32), text(2, 9)
+    before = model(tokens).logits
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(model(tokens).logits, before)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @mixers
 def test_options_are_checked(name):
     refuses(f"{name} has no option 'nothing'", HybridConfig, mixers=name, mixer_options={name: {"nothing": 1}})

@@ -88,7 +88,7 @@ def test_weights_add_up_to_the_output(spec):
     assert torch.equal(weights.triu(), torch.zeros_like(weights))
     torch.testing.assert_close(weights.sum(-1)[:, :, 1:], torch.ones(2, H, T - 1).double())
     now = layer.values(x)
-    values = layer.values.combine(now, torch.cat([now[:, :, 1:], torch.zeros_like(now[:, :, :1])], 2))
+    values = layer.values(now, torch.cat([now[:, :, 1:], torch.zeros_like(now[:, :, :1])], 2))
     again = (weights @ values).transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
     torch.testing.assert_close(out, again, rtol=0, atol=1e-7)
     torch.testing.assert_close(layer(x)[0], out, rtol=0, atol=1e-7)

@@ -19,28 +19,49 @@ def as_input(x: Tensor, layer: nn.Linear) -> Tensor:
     return x.to(layer.weight.dtype) if is_plain(layer.weight) else x
 
 
-def plain_matrix(call: str, layer: nn.Module) -> Tensor:
-    """Return the matrix of a linear layer, for computing with it directly; raise `ArgumentError` if it is quantised.
+def plain_linear(call: str, layer: nn.Module, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return matrix and bias of a linear layer, for computing with them directly on `device`; raise `ArgumentError` if
+    the matrix is quantised.
 
-    That of a layer with an adapter, such as LoRA's, is read from its outputs: `weight` lacks what the adapter adds.
+    Those of a layer with an adapter, such as LoRA's, or with offloaded weights are read from its outputs, since
+    `weight` lacks what the adapter adds, or is empty.
     """
     weight: Any = layer.weight
     if not is_plain(weight):
         mend = "leave the layer out when quantising (llm_int8_skip_modules, modules_to_not_convert)"
         raise ArgumentError(f"{call}: a matrix is quantised ({weight.dtype}), which cannot be read; {mend}.")
-    if isinstance(layer, nn.Linear):
-        return weight
+    if isinstance(layer, nn.Linear) and not _elsewhere(weight, device):
+        return weight, layer.bias
     inputs = weight.shape[1]
-    outputs = layer(torch.eye(inputs + 1, inputs, dtype=weight.dtype, device=weight.device))
-    return (outputs[:-1] - outputs[-1]).T  # the last row is the bias
+    outputs = layer(torch.eye(inputs + 1, inputs, dtype=weight.dtype, device=device))
+    return (outputs[:-1] - outputs[-1]).T, outputs[-1]
 
 
-def plain_table(layer: nn.Module) -> Tensor:
-    """Return the table [V, C] of an embedding layer, with what an adapter adds."""
+def plain_table(layer: nn.Module, device: torch.device) -> Tensor:
+    """Return the table [V, C] of an embedding layer; with an adapter or offloaded, as `plain_linear` does."""
     weight: Any = layer.weight
-    if isinstance(layer, nn.Embedding):
+    if isinstance(layer, nn.Embedding) and not _elsewhere(weight, device):
         return weight
-    return layer(torch.arange(weight.shape[0], device=weight.device))
+    return layer(torch.arange(weight.shape[0], device=device))
+
+
+def plain_filters(layer: nn.Module, device: torch.device) -> Tensor:
+    """Return the filters [G, W] of a convolution of each channel by itself, without bias; with an adapter or offloaded,
+    as `plain_linear` does."""
+    weight: Any = layer.weight
+    if isinstance(layer, nn.Conv1d) and not _elsewhere(weight, device):
+        return weight[:, 0]
+    channels, _, width = weight.shape
+    impulse = torch.zeros(1, channels, 2 * width - 1, dtype=weight.dtype, device=device)
+    impulse[..., width - 1] = 1
+    response = layer(impulse)[0]
+    padding = (response.shape[-1] - width) // 2
+    return response[:, padding : padding + width].flip(-1)
+
+
+def _elsewhere(weight: Tensor, device: torch.device) -> bool:
+    """Return whether a weight is offloaded: on meta until its layer is called."""
+    return weight.is_meta and device.type != "meta"
 
 
 def check_hidden(call: str, name: str, given: Any, size: int, layer: nn.Module) -> None:

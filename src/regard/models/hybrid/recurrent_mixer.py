@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ...checks import optional_whole, whole
-from ...nn.arguments import positive_ints
+from ...nn.arguments import plain_filters, positive_ints
 from ...recurrent.packing import by_document, documents
 from ...recurrent.states import State
 from ..base.cache_layers import StateCacheLayer
@@ -107,7 +107,7 @@ class RecurrentMixer(StateMixer):
         self, hidden: Tensor, real: Tensor | None, states: States, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
         memory, convolution = states
-        weight = None if self.conv is None else self.conv.weight[:, 0]
+        weight = None if self.conv is None else plain_filters(self.conv, hidden.device)
         before = None if convolution is None else convolution.inputs
         mixed, last = short_convolution(self.project(hidden).transpose(1, 2), weight, before, real, segment_ids)
         parts = mixed.transpose(1, 2).unflatten(-1, (3, self.num_heads, self.head_dim))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...checks import ArgumentError, is_integer, refuse
-from ...nn.arguments import plain_matrix
+from ...nn.arguments import plain_linear
 from ..base.base import RegardForCausalLM
 from .slots import of_tokens
 
@@ -175,6 +175,7 @@ def trace(
     averaged = [F.pad(a._values(v, v.shape[1]), (0, 0, 1, 0)) for a, v in zip(attns, record["values"], strict=True)]
     values = [of_tokens(v, slots, tokens, 2) for v in averaged]
     _, scale = inner.ln_final.split(record["hidden"][0][:, chosen])
+    matrix: Any = lambda layer: plain_linear("contributions", layer, input_ids.device)[0]  # noqa: E731
     plain: Any = lambda x: x.detach().to(scale.dtype)  # noqa: E731
     wide: Any = lambda parts: tuple(map(plain, parts))  # noqa: E731
     return Contributions(
@@ -182,14 +183,12 @@ def trace(
         positions=chosen,
         weights=wide(weights),
         values=wide(values),
-        outputs=wide(
-            plain_matrix("contributions", a.o_proj).unflatten(1, (a.num_heads, -1)).transpose(0, 1) for a in attns
-        ),
+        outputs=wide(matrix(a.o_proj).unflatten(1, (a.num_heads, -1)).transpose(0, 1) for a in attns),
         added=wide(of_tokens(x, slots, tokens, 1)[:, chosen] for x in record["added"]),
         scale=scale,
         gain=plain(inner.ln_final.weight),
         offset=plain(inner.ln_final.bias),
-        table=plain(plain_matrix("contributions", model.lm_head)),
+        table=plain(matrix(model.lm_head)),
     )
 
 

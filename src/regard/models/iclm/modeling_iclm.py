@@ -271,7 +271,7 @@ class _Steps:
 
     def __init__(self, model: ICLMModel, words: Tensor, slots: Slots, cache: ICLMCache | None, past: int) -> None:
         self.config, self.pairs = model.config, slots.pairs
-        self.table: Any = None if self.config.expectation == "none" else plain_table(model.embed_tokens)
+        self.table: Any = None if self.config.expectation == "none" else plain_table(model.embed_tokens, words.device)
         self.cache = None if cache is None else cache.shared
         # the value of the first slot's pair is the token of the second slot
         values = slots.completing(words) if model.start is not None or past else words[:, 1:]

@@ -270,7 +270,7 @@ class ContextualMemory(nn.Module):
             assert pairs is not None
             across = ~pairs.visible[:, None, :, None]
             pair_keys, before, following = (part.masked_fill(across, 0) for part in (pair_keys, before, following))
-        values = self.hook_v(self.values.combine(before, following))
+        values = self.hook_v(self.values(before, following))
         if state is not None:
             pair_keys = torch.cat([state.keys, pair_keys], 2)
             values = torch.cat([state.values, values], 2)

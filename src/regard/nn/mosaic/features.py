@@ -133,12 +133,11 @@ class ValueFeatures(nn.Module):
         """Return the initial parameters; c is drawn from torch's generator."""
         return {"mix": torch.rand(self.num_heads), "scale": torch.full((self.num_heads,), VALUE_START / GAIN)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return projections vt [B, H, T, D] of x [B, T, C], for `combine`."""
-        return split_heads(self.proj(x), self.num_heads)
-
-    def combine(self, now: Tensor, following: Tensor) -> Tensor:
-        """Return values [B, H, T, D], given the projections of tokens and of the tokens after them."""
-        mix = self.mix.to(now.dtype)[:, None, None]
-        mixed = now + mix * following if self.look_ahead == "sum" else mix * now + (1 - mix) * following
-        return unit(mixed) * (GAIN * self.scale).exp().to(now.dtype)[:, None, None]
+    def forward(self, x: Tensor, following: Tensor | None = None) -> Tensor:
+        """Return projections [B, H, T, D] of x [B, T, C]; or values [B, H, T, D], if x are the projections of tokens
+        and `following` those of the tokens after them."""
+        if following is None:
+            return split_heads(self.proj(x), self.num_heads)
+        mix = self.mix.to(x.dtype)[:, None, None]
+        mixed = x + mix * following if self.look_ahead == "sum" else mix * x + (1 - mix) * following
+        return unit(mixed) * (GAIN * self.scale).exp().to(x.dtype)[:, None, None]

@@ -23,7 +23,7 @@ from transformers import initialization as init
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from ....checks import number, optional_whole
-from ....nn.arguments import positive_ints
+from ....nn.arguments import plain_filters, positive_ints
 from ....one_node import one_node
 from ....recurrent.delta import delta_rule
 from ....recurrent.states import State
@@ -54,6 +54,34 @@ class GatedDeltaNetwork(qwen.Qwen3NextGatedDeltaNet):
         """Set the decay of the heads as Qwen3-Next does."""
         init.ones_(self.dt_bias)
         init.copy_(self.A_log, torch.empty_like(self.A_log, device="cpu").uniform_(0.01, 16).log_())
+
+    def forward(
+        self, hidden: Tensor, real: Tensor | None, state: GatedDeltaState | None, segment_ids: Tensor | None
+    ) -> tuple[Tensor, GatedDeltaState | None]:
+        """Do what `GatedDeltaNet.advance` does."""
+        tokens = hidden.shape[1]
+        query, key, value, z, b, a = self.fix_query_key_value_ordering(
+            self.in_proj_qkvz(hidden), self.in_proj_ba(hidden)
+        )
+        mixed = torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1).transpose(1, 2)
+        before = None if state is None else state.conv
+        mixed, last = short_convolution(mixed, plain_filters(self.conv1d, hidden.device), before, real, segment_ids)
+        sizes = [self.key_dim, self.key_dim, self.value_dim]
+        query, key, value = (
+            x.unflatten(-1, (self.num_v_heads, -1)) for x in mixed.transpose(1, 2).split(sizes, dim=-1)
+        )
+        beta, decay = b.sigmoid(), -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        if real is not None:  # padding neither decays nor writes the memory
+            beta, decay = beta * real[..., None], decay * real[..., None]
+        memory = None
+        if segment_ids is not None:
+            out = _by_document(query, key, value, beta, decay, real, segment_ids)
+        else:
+            out, memory = _rule(query, key, value, decay, beta, None if state is None else state.memory)
+        heads = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim)).view_as(z)
+        past = 0 if state is None else state.tokens
+        after = None if memory is None else GatedDeltaState(last, memory, tokens=past + tokens)
+        return self.out_proj(heads.flatten(2)), after
 
 
 @token_mixers.register("gated-deltanet", "gdn")
@@ -102,26 +130,8 @@ class GatedDeltaNet(StateMixer):
     def advance(
         self, hidden: Tensor, real: Tensor | None, states: States, segment_ids: Tensor | None
     ) -> tuple[Tensor, States]:
-        (state,) = states
-        net, tokens = self.net, hidden.shape[1]
-        query, key, value, z, b, a = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden), net.in_proj_ba(hidden))
-        mixed = torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1).transpose(1, 2)
-        before = None if state is None else state.conv
-        mixed, last = short_convolution(mixed, net.conv1d.weight[:, 0], before, real, segment_ids)
-        sizes = [net.key_dim, net.key_dim, net.value_dim]
-        query, key, value = (x.unflatten(-1, (net.num_v_heads, -1)) for x in mixed.transpose(1, 2).split(sizes, dim=-1))
-        beta, decay = b.sigmoid(), -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
-        if real is not None:  # padding neither decays nor writes the memory
-            beta, decay = beta * real[..., None], decay * real[..., None]
-        memory = None
-        if segment_ids is not None:
-            out = _by_document(query, key, value, beta, decay, real, segment_ids)
-        else:
-            out, memory = _rule(query, key, value, decay, beta, None if state is None else state.memory)
-        heads = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)).view_as(z)
-        past = 0 if state is None else state.tokens
-        after = None if memory is None else GatedDeltaState(last, memory, tokens=past + tokens)
-        return net.out_proj(heads.flatten(2)), (after,)
+        out, after = self.net(hidden, real, states[0], segment_ids)
+        return out, (after,)
 
 
 _RULES = (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule)

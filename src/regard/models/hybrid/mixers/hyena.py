@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ....nn.arguments import plain_matrix
+from ....nn.arguments import plain_linear
 from ....recurrent.states import State
 from ..convolutions import long_convolution
 from ..recurrent_mixer import LongConvolution
@@ -55,8 +55,10 @@ class Hyena(LongConvolution):
         lag = torch.arange(length, device=self.log_rate.device, dtype=wide)
         turns = lag[:, None] * 2.0 ** torch.arange(WAVES, device=lag.device) * (2 * pi / LONGEST)
         features = torch.cat([lag[:, None] / LONGEST, turns.sin(), turns.cos()], -1)
-        first, last = (plain_matrix(f"Hyena: {n}", getattr(self, n)) for n in ("filter_in", "filter_out"))
-        hidden = nn.functional.linear(features, first.to(wide), self.filter_in.bias.to(wide)).sin()
+        first, shift = plain_linear("Hyena: filter_in", self.filter_in, lag.device)
+        last, _ = plain_linear("Hyena: filter_out", self.filter_out, lag.device)
+        assert shift is not None
+        hidden = nn.functional.linear(features, first.to(wide), shift.to(wide)).sin()
         made = nn.functional.linear(hidden, last.to(wide)).T.unflatten(0, self.log_rate.shape)
         return made * torch.exp(-self.log_rate.to(wide).exp()[..., None] * lag)
 

@@ -22,7 +22,8 @@ class Retention(RecurrentMixer):
     defaults: ClassVar[Mapping[str, Any]] = {"conv_size": 1}
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        h = torch.arange(self.num_heads, device=heads.query.device)
+        wide = torch.promote_types(heads.query.dtype, torch.float32)
+        h = torch.arange(self.num_heads, device=heads.query.device, dtype=wide)
         decay = torch.log1p(-(2.0 ** (-5.0 - h)))
         scale = self.head_dim**-0.5
         return linear_attention(*heads[:3], "linear*unnormalised", log_decay=decay, scale=scale, **heads.how)
