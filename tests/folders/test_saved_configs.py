@@ -24,7 +24,6 @@ pytestmark = pytest.mark.timeout(60)
         ("config.json", {"learning_rate": 10**400}, "learning_rate in "),
         ("config.json", {"spec": ["biwait"]}, "unknown spec 'biwait'"),
         ("config.json", {"model": "wild"}, "wild"),
-        ("config.json", {"tokenizer": "wild"}, "wild"),
         ("config.json", {"kv-heads": 1}, "duplicate key"),
         ("run.json", {"format": 2}, "has run format 2"),
         ("run.json", {"format": True}, "has run format True"),

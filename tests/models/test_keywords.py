@@ -174,7 +174,8 @@ def test_which_labels_count(name, given):
 def test_nothing_to_predict_is_a_loss_of_zero(name):
     model, tokens = model_of(name), text(2, 12)
     nothing = torch.full_like(tokens, -100)
-    for said in ({"labels": nothing, "num_items_in_batch": None}, {"labels": tokens, "shift_labels": nothing}):
+    none = ({"labels": nothing, "num_items_in_batch": count} for count in (None, 0, torch.tensor(0)))
+    for said in (*none, {"labels": tokens, "shift_labels": nothing}):
         loss = model(tokens, **said).loss
         loss.backward()
         assert loss.item() == 0

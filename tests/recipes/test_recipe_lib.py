@@ -204,7 +204,9 @@ def test_sizes_give_way_to_flags(squares: type[Squares], tmp_path: Path) -> None
         squares.configure("paper")
 
 
-def test_a_killed_run_goes_on(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:
+def test_a_killed_run_goes_on(
+    squares: type[Squares], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     assert reproduce("--out", out, "--workers", 0, "--values", 1, 2, "--fault", 2) == 2
     assert "this cell fails" in capsys.readouterr().err
@@ -217,7 +219,12 @@ def test_a_killed_run_goes_on(squares: type[Squares], tmp_path: Path, capsys: An
     kept = json.loads(journal.read_text().splitlines()[0])
     kept["config"]["fault"] = -1
     lines_before = [json.dumps(kept), *journal.read_text().splitlines()[1:3]]  # killed within a cell
-    journal.write_text("\n".join(lines_before) + '\n{"cell": {"val')
+    journal.write_text("\n".join(lines_before) + '\n5\n{"cell": {}}\n{"cell": {"val')
+    with monkeypatch.context() as full:
+        full.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert reproduce("--out", out, "--workers", 0, "--values", 1, 2) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert journal.read_text().startswith("\n".join(lines_before))  # nothing was lost
     assert reproduce("--out", out, "--workers", 0, "--values", 1, 2) == 0
     assert read_journal(journal)[2]
     first_run = record(out)
@@ -291,6 +298,9 @@ def test_a_page_is_rebuilt_from_rows(squares: type[Squares], tmp_path: Path, mon
     page.write_text("no marks")
     assert reproduce("--rebuild", out, "--page", page) == 2
     assert reproduce("--rebuild", tmp_path) == 2
+    for damaged in ("{", "[]", '{"rows": [], "columns": []}'):
+        (out / f"{NAME}.json").write_text(damaged)
+        assert reproduce("--rebuild", out) == 2
 
 
 def test_every_size_of_every_recipe_is_in_range() -> None:

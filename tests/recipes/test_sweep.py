@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from mistakes import refuses
 
 from regard.checks import ArgumentError
 from regard.cli import main
@@ -77,6 +78,17 @@ def test_a_file_is_named_on_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert "symbols 4, mosaic" in capsys.readouterr().out
 
 
+def test_a_setting_is_an_axis_and_an_error_chooses_no_rate(tmp_path: Path) -> None:
+    grid = GRID.replace('"sort"', '"regbench"').replace('"quick"', '["quick", "paper-1k"]')
+    grid = re.sub("(symbols|least|most) = .*\n", "", grid)
+    made = sweep(tmp_path, grid.replace("[train]", "[train]\nmetric = 'valid'"))
+    check_shared(made)
+    assert {task: made.training_tasks()[task].automata for task in made.training_tasks()} == {
+        "setting quick": 0, "setting paper-1k": 1000
+    }  # fmt: skip
+    refuses("metric 'L1' is smaller", check_shared, sweep(tmp_path, grid.replace("[train]", "[train]\nmetric = 'L1'")))
+
+
 def test_the_grid_of_the_page(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "tasks.md"
     (grid,) = re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M)
@@ -94,6 +106,10 @@ def test_the_grid_of_the_page(tmp_path: Path) -> None:
         ('setting = "quick"', 'setting = "quik"', "Did you mean 'quick'"),
         ("symbols = [3, 4]", "symbol = 3", "unknown key 'symbol'. Did you mean 'symbols'"),
         ("symbols = [3, 4]", "symbols = [3, 1]", "symbols"),
+        ("symbols = [3, 4]", "symbols = []", "symbols is an empty list"),
+        ('name = "sort"', 'name = "cone-regression"', "no task of tokens"),
+        ("steps = 4", "metric = 'loss'", "unknown metric 'loss'"),
+        ("hidden_size = 16", "vocab_size = 9", "[models.softmax]: vocab_size is set by the task"),
         ("steps = 4", "step = 4", "unknown key 'step'. Did you mean 'steps'"),
         ("steps = 4", 'steps = "many"', "steps"),
         ("steps = 4", 'metric = "acuracy"', "unknown metric 'acuracy'. Did you mean 'accuracy'"),

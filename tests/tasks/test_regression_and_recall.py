@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from mistakes import error_of, refuses
 from regard.tasks import (
     ConeRegression,
     CrossDocumentRecall,
+    InContextRegression,
     NeedleInHaystack,
     NeedleResult,
     NeedleScore,
     RecallExamples,
+    RegBench,
     Share,
     Task,
     tasks,
@@ -43,6 +46,20 @@ def test_an_example_is_a_function_of_seed_and_index() -> None:
     assert torch.equal(still.maps, alone.maps)
     assert torch.equal(still.queries, still.keys)
     assert torch.equal(still.targets, still.values)
+
+
+@pytest.mark.parametrize("kind", [ConeRegression, InContextRegression, RegBench])
+def test_examples_do_not_depend_on_the_default_dtype(kind: Any) -> None:
+    made = kind().example(3, 7)
+    try:
+        torch.set_default_dtype(torch.float64)
+        again = kind().example(3, 7)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in vars(made).items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype in (torch.float32, torch.int64)
+            torch.testing.assert_close(getattr(again, name), value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("length", "segment", "dim"), [(64, 8, 3), (64, 8, 5), (32, 32, 2), (256, 2, 7)])

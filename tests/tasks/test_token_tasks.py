@@ -94,6 +94,8 @@ def test_bad_places_and_settings_are_refused(name: str) -> None:
         refuses("example", task.example, **bad)
     refuses("quick", kind.named, "quik")
     for field in dataclasses.fields(kind):
-        if field.type == "int":
-            for bad in (-1, 1.5, True, "3"):
-                refuses(field.name, kind.named, "quick", **{field.name: bad})
+        bad: list[Any] = [-1, 1.5, True, "3"] if field.type == "int" else []
+        bad += [0, "x", None] if field.type == "float" else []
+        bad += [3, (1,), (2, 1), ("a", "b")] if "tuple[int, int]" in field.type else []
+        for value in bad:
+            refuses(field.name, kind.named, "quick", **{field.name: value})

@@ -1,6 +1,7 @@
 """`regard train --task`: the folder, the scores, and mistakes that are found before anything is written."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,11 @@ def test_a_run_on_a_task_is_trained_scored_and_read_again(tmp_path: Path, capsys
     again = capsys.readouterr().out
     assert f"{summary['scores']['accuracy'][0]:.4f} ± " in again
     refuses("is on a task, which has no text", load_model, out, call="generate")
-    assert main(["eval", str(out), "--context", "9"]) == 2
-    assert "omit --data, --context and --stride" in capsys.readouterr().err
+    for words in (["--context", "9"], ["--lm-eval", "piqa"]):
+        assert main(["eval", str(out), *words]) == 2
+        assert "omit --data, --context, --stride and --lm-eval" in capsys.readouterr().err
+    assert main(["eval", str(out), "--limit", "9"]) == 2
+    assert "--limit and --tasks are for the tasks of --lm-eval" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,12 @@ def test_a_run_on_a_task_is_trained_scored_and_read_again(tmp_path: Path, capsys
         (["--task", "mqar", "--task-option", "pairs=x"], "pairs"),
         (["--task", "mqar", "--task-option", "pairs=2", "--task-option", "pairs=3"], "given twice"),
         (["--task", "mqar", "--metric", "acuracy"], "the task has no metric 'acuracy'; it has accuracy, exact, loss."),
+        (["--task", "mqar", "--metric", "loss", "--stop-at", "0.5"], "metric 'loss' is smaller for better answers"),
+        (["--task", "regbench", "--metric", "L1", "--stop-at", "0.5"], "metric 'L1' is smaller"),
+        (["--task", "mqar", "--stop-at", "nan"], "--stop-at is nan, expected a finite number"),
+        (["--task", "mqar", "--tokenizer", "byte"], "--tokenizer is for runs on a text"),
+        (["--data", "x", "--stop-at", "1"], "--stop-at is for runs on a task"),
+        (["--task", "tiny-math", "--task-option", "distractors=1"], "--task-option: TinyMath: distractors is (1,)"),
         (["--task", "needle"], "no task of tokens"),
         (["--task", "mqar", "--data", "x"], "give one of them"),
         (["--task", "mqar", "--accumulate", "2"], "none of --accumulate, --dtype, --report-to and --shard"),
@@ -58,6 +68,23 @@ def test_mistakes_are_found_before_anything_is_written(
     assert run(*words, out=tmp_path / "run") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_a_file_knows_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = tmp_path / "text", tmp_path / "run"
+    text.write_text("abcd " * 100)
+    option = ["--task-option", "source=file", f"path={text}", "length=8"]
+    assert run("--task", "text", *option, out=out) == 0
+    text.write_text("dcba " * 100)
+    for again in (["eval", str(out)], ["train", "--resume", "--steps", "3", "--out", str(out)]):
+        assert main(again) == 2
+        assert "has other settings in this version" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--task", "sort", "--steps", "5", "--learning-rate", "1e30", "--warmup", "0"]
+    assert main(["train", *SMALL, *words, "--eval-examples", "3", "--out", str(tmp_path)]) == 1
+    assert re.search("at step .*; give a smaller learning_rate; there is no checkpoint yet", capsys.readouterr().err)
 
 
 def test_a_folder_with_a_run_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """`score_task`: what a model that knows the answer, and one that does not, score."""
 
+import math
+
 import pytest
 import torch
 from mistakes import refuses
@@ -76,6 +78,7 @@ def test_a_mean_has_its_standard_error() -> None:
     assert score.mean == 0.5
     assert score.standard_error == pytest.approx((1 / 3) ** 0.5 / 2)
     assert str(TaskScore((1.0,))) == "1.0000 ± nan (n = 1)"
+    assert str(TaskScore((1.0, math.nan))) == "nan ± nan (n = 2)"
 
 
 def test_what_cannot_be_scored_is_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mistakes import error_of, refuses
+from mistakes import error_of, refuses, says
 
 import regard
 from regard.checks import ArgumentError
@@ -28,7 +28,7 @@ from regard.training.validation import validate
         ({"save_every": 0}, "--save-every is 0"),
         ({"keep": 0}, "--keep is 0"),
         ({"window": 0}, "--window is 0"),
-        ({"learning_rate": 0.0}, "--learning-rate is 0.0, expected a number above 0"),
+        ({"learning_rate": 0.0}, "--learning-rate is 0.0, expected a finite number above 0"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
         ({"clip": float("inf")}, "--clip is inf"),
         ({"weight_decay": -0.1}, "--weight-decay is -0.1"),
@@ -151,6 +151,15 @@ def test_files_that_are_no_config(name: str, content: str | None, message: str, 
         (tmp_path / name).write_bytes(content.encode("latin-1"))
     read = lambda: read_mapping(tmp_path / name, call="train")  # noqa: E731
     assert message in error_of(lambda: from_mapping(TrainConfig(), read(), call="train", source="bad"))
+
+
+def test_values_of_other_types_are_taken_as_the_field_has_them_or_named() -> None:
+    config = TrainConfig(data="a", out="b", spec="biweight", report_to="wandb", clip=1)  # type: ignore[arg-type]
+    assert (config.data, config.out, config.spec, config.report_to) == (Path("a"), Path("b"), ("biweight",), ("wandb",))
+    assert type(config.clip) is float
+    says("TrainConfig: steps is '3' ... expected an integer", TrainConfig, steps="3")
+    says("TrainConfig: dtype is 'float16'. Did you mean 'bfloat16' or 'float32'", TrainConfig, dtype="float16")
+    says("TrainConfig: optimizer is 'sgd'", TrainConfig, optimizer="sgd")
 
 
 def test_class_variables_have_a_type() -> None:

@@ -266,12 +266,12 @@ def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:
 
 
 def test_a_run_with_the_tokenizer_of_a_folder_resumes_without_the_folder(
-    run: Callable, text_file: Path, tmp_path: Path, out: Path
+    run: Callable, text_file: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = tmp_path / "words"
-    bpe_tokenizer(text_file.read_text()).save_pretrained(words)
-    run(tokenizer=str(words), context=8, steps=2)
-    model, tokenizer = load_model(out, call="test")
+    monkeypatch.chdir(tmp_path)
+    bpe_tokenizer(text_file.read_text()).save_pretrained("words")
+    run(tokenizer="words", context=8, steps=2)
+    shutil.rmtree("words")
+    model, tokenizer = load_model(str(out))
     assert len(tokenizer) == model.config.vocab_size > 258
-    shutil.rmtree(words)
-    assert run(tokenizer=str(words), context=8, steps=4, resume=True).step == 4
+    assert run(tokenizer="words", context=8, steps=4, resume=True).step == 4

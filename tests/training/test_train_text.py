@@ -18,6 +18,8 @@ def test_a_folder_is_read_in_sorted_order_with_newlines_between(tmp_path: Path) 
         "picture.png": b"\xff\xd8",
         ".hidden.txt": b"hidden",
         ".git/d.txt": b"hidden too",
+        "run/run.lock": b"",
+        "run/config.json": b"what a run wrote",
         "empty.txt": b"",
         "Z.TXT": b"zed",
     }.items():

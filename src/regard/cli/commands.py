@@ -94,7 +94,7 @@ class EvalOptions:
     stride: int | None = None
     """Tokens by which windows advance; a smaller stride gives more context. By default half the context."""
     batch: int = 16
-    """Windows, or examples of tasks, per forward pass."""
+    """Windows, or examples of a task, per forward pass."""
     lm_eval: tuple[str, ...] = ()
     """Score on these tasks of the package lm-eval instead, such as hellaswag piqa. Most of them download their data."""
     limit: int | None = None
@@ -111,6 +111,8 @@ def evaluate(argv: list[str]) -> int:
     for name, least in (("context", 2), ("stride", 1), ("batch", 1), ("limit", 1)):
         value = getattr(options, name)
         require(value is None or value >= least, "eval", f"--{name} is {value}, expected at least {least}.")
+    alone = "--limit and --tasks are for the tasks of --lm-eval; give it, or omit them."
+    require(bool(options.lm_eval) or options.limit is options.tasks is None, "eval", alone)
     from ..checks import within
     from ..training.data.corpus import encode_part
     from ..training.device import resolve_device
@@ -171,13 +173,19 @@ def _of_a_text(options: EvalOptions) -> bool:
 
 
 def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
-    from ..training.storage.folder import load_task_model
+    from ..checks import within
+    from ..training.storage.folder import check_source, load_task_model, task_source
     from ..training.task.run import scored
     from ..training.validation import check_task
 
-    if _of_a_text(options):
-        raise ArgumentError(f"eval: the run in {options.run} is on a task; omit --data, --context and --stride.")
-    found = scored(config, check_task(config, "eval"), load_task_model(options.run, call="eval").to(device))
+    if _of_a_text(options) or options.lm_eval:
+        mend = "omit --data, --context, --stride and --lm-eval"
+        raise ArgumentError(f"eval: the run in {options.run} is on a task; {mend}.")
+    task = check_task(config, "eval")
+    check_source(options.run, task_source(config.task or "", repr(task)), call="eval")
+    model = load_task_model(options.run, call="eval").to(device)
+    sizes = f"with --batch {options.batch}"
+    found = within("eval", sizes, scored, config, task, model, batch=options.batch)
     print_pairs([(name, str(score)) for name, score in found.items()])
     return 0
 

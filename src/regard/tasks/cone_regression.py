@@ -88,7 +88,7 @@ class ConeRegression(Stackable[ConeExamples]):
         """Return the cone of every segment, [n, m] of +1 and -1: the sign of coordinate j is bit j of c = 1, ..., n."""
         bits = self.segments.bit_length() - 1
         number = torch.arange(1, self.segments + 1)[:, None]
-        return ((number >> torch.arange(bits)) & 1) * 2.0 - 1.0
+        return (((number >> torch.arange(bits)) & 1) * 2 - 1).float()
 
     def example(self, seed: int, index: int) -> ConeExamples:
         """Return example `index` of the stream `seed`, float32, without a batch axis.
@@ -96,7 +96,7 @@ class ConeRegression(Stackable[ConeExamples]):
         Tasks that differ only in their noise have the same keys and maps.
         """
         draw = generator(f"{CALL}.example", "cone-regression", seed, index)
-        normal = lambda *sizes: torch.randn(*sizes, generator=draw)  # noqa: E731
+        normal = lambda *sizes: torch.randn(*sizes, generator=draw, dtype=torch.float32)  # noqa: E731
         keys = normal(self.segments, self.segment, self.dim)
         maps = normal(self.segments, self.dim, self.dim)
         off = normal(self.segments, self.segment, self.dim) * self.noise

@@ -85,7 +85,7 @@ class InContextRegression(Named, Stackable[RegressionPrompts]):
         which = torch.arange(self.length) // self.segment
         asked = torch.randint(self.cones.segments, (self.queries,), generator=draw)
         signs = self.cones.signs()[asked]
-        x = torch.randn(self.queries, d, generator=draw)
+        x = torch.randn(self.queries, d, generator=draw, dtype=torch.float32)
         x = torch.cat([x[:, : signs.shape[1]].abs() * signs, x[:, signs.shape[1] :]], -1)
         pairs = torch.cat([made.keys, clean + noise], -1)[order]
         inputs = torch.cat([pairs, torch.cat([x, torch.zeros_like(x)], -1)])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import require
 from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, continued
+from .tokens import TokenExample, TokenTask, check_share, check_sizes, continued
 
 BLANK, PAIR, QUERY, FIRST = 0, 1, 2, 3
 """Tokens: a blank, between key and value, before a query, and the first letter."""
@@ -54,8 +54,8 @@ class MQMTAR(TokenTask):
 
     def __post_init__(self) -> None:
         check_sizes(self, letters=2, least=1, most=1, queries=1)
+        check_share(self)
         call = type(self).__name__
-        require(0.0 < self.share <= 1.0, call, f"share is {self.share}, expected a number above 0, at most 1.")
         longer = f"least is {self.least}, longer than most, {self.most}; give least <= most."
         require(self.least <= self.most, call, longer)
         fewest, many, keys = self.pairs(self.least), self.pairs(self.most), self.letters**2

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import require
 from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, example_of
+from .tokens import TokenExample, TokenTask, check_sizes, check_span, example_of
 
 
 @tasks.register("permutation-tracking")
@@ -53,10 +53,7 @@ class PermutationTracking(TokenTask):
         few = f"expected at most the {self.places} places, since no place is asked for twice"
         require(self.questions <= self.places, call, f"questions is {self.questions}, {few}.")
         if self.swaps is not None:
-            pair = len(self.swaps) == 2 and all(type(n) is int for n in self.swaps)
-            expected = "expected (least, most), whole numbers with 0 <= least <= most"
-            fits = pair and 0 <= self.swaps[0] <= self.swaps[1]
-            require(fits, call, f"swaps is {self.swaps!r}, {expected}.")
+            check_span(self, "swaps", 0)
 
     @property
     def between(self) -> tuple[int, int]:

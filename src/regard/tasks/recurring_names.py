@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checks import flag, require
 from .base import Settings, tasks
 from .tiny_math import NAMES, OBJECTS
-from .tokens import TokenExample, Words, WordTask, check_sizes, example_of
+from .tokens import TokenExample, Words, WordTask, check_share, check_sizes, example_of
 
 _FILLER = (
     "the rain fell on the roof, the wind came from the sea, the road was long and empty, a dog ran by, "
@@ -60,11 +60,11 @@ class RecurringNames(WordTask):
 
     def __post_init__(self) -> None:
         check_sizes(self, sentences=2, people=1, verbs=0, window=1)
+        check_share(self)
         flag(type(self).__name__, "everything", self.everything)
         call = type(self).__name__
         require(self.people <= len(NAMES), call, f"people is {self.people}, expected at most {len(NAMES)}.")
         require(self.verbs <= len(VERBS), call, f"verbs is {self.verbs}, expected at most {len(VERBS)}.")
-        require(0.0 < self.share <= 1.0, call, f"share is {self.share}, expected a number above 0, at most 1.")
 
     @cached_property
     def words(self) -> Words:

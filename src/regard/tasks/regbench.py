@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checks import require
 from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, drawn, example_of, split_of
+from .tokens import TokenExample, TokenTask, check_sizes, check_span, drawn, example_of, split_of
 
 Edges = tuple[dict[int, int], ...]
 """For every state: symbol to next state. The first state is the start."""
@@ -82,6 +82,7 @@ class RegBench(TokenTask):
         automata: how many different automata the training split uses; 0 for a new one in every example.
     """
 
+    errors: ClassVar = ("L1", "total variation")
     settings: ClassVar[Settings] = {
         "quick": {
             "symbols": 8, "states": (3, 6), "alphabet": (4, 8), "strings": (6, 10), "string": (2, 11)
@@ -103,10 +104,7 @@ class RegBench(TokenTask):
         check_sizes(self, symbols=2, edges=1, automata=0)
         call = type(self).__name__
         for name, low in (("states", 2), ("alphabet", 1), ("strings", 1), ("string", 1)):
-            pair = getattr(self, name)
-            two = isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int for n in pair)
-            require(two, call, f"{name} is {pair!r}, expected (least, most), two whole numbers.")
-            require(low <= pair[0] <= pair[1], call, f"{name} is {pair!r}, expected {low} <= least <= most.")
+            check_span(self, name, low)
         alphabet = f"alphabet is {self.alphabet}, but there are {self.symbols} symbols."
         require(self.alphabet[1] <= self.symbols, call, alphabet)
         most = min(self.alphabet[1], self.states[1] - 1)
@@ -148,7 +146,7 @@ class RegBench(TokenTask):
             states.append(-1)
         tokens, states = tokens[:-1], states[:-1]
         labels = {at: x for at, x in enumerate(tokens) if x != self.symbols and at}
-        table = torch.zeros(len(edges) + 1, self.vocabulary)
+        table = torch.zeros(len(edges) + 1, self.vocabulary, dtype=torch.float32)
         for state, out in enumerate(edges):
             table[state, list(out)] = 1 / len(out)
         found = example_of(tokens, labels)
@@ -160,9 +158,12 @@ class RegBench(TokenTask):
         Returns:
             "valid", the share of labels where the token of the largest logit is valid; and for logits "L1", the mean
             sum of absolute differences of the predicted and the true distribution, and "total variation", half of it.
+            None where there is no label.
         """
         assert example.probabilities is not None
         asked, truth = example.asked, example.probabilities
+        if not asked.any():
+            return {}
         likely = predicted.argmax(-1) if predicted.is_floating_point() else predicted
         valid = truth.gather(-1, likely[:, None])[:, 0] > 0
         found = {"valid": float(valid[asked].float().mean())}

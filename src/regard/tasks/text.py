@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+from types import NoneType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, refuse
+from ..checks import ArgumentError, instance, refuse
 from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, example_of
 
@@ -48,6 +49,7 @@ def shakespeare(archive: Path) -> str:
     return "\n".join(parts)
 
 
+@lru_cache(maxsize=1)
 def python_manual() -> str:
     """Return the manual inside the Python interpreter, every paragraph once; it differs from version to version.
 
@@ -62,6 +64,7 @@ def python_manual() -> str:
     return "\n\n".join({" ".join(paragraph.split()): paragraph for paragraph in paragraphs}.values())
 
 
+@lru_cache(maxsize=4)
 def dataset(name: str, most: int) -> str:
     """Return at most so many characters of the column "text" of the training split of a dataset on the Hub."""
     try:
@@ -79,8 +82,7 @@ def dataset(name: str, most: int) -> str:
     return "\n".join(parts)[:most]
 
 
-@lru_cache(maxsize=4)
-def read(source: str, path: str | None, most: int) -> str:
+def read(source: str, path: str | Path | None, most: int) -> str:
     """Return a text by its source."""
     if source == "python":
         return python_manual()[:most]
@@ -110,6 +112,9 @@ class Text(TokenTask):
         length: characters of a window.
         most: characters of the text that are used.
 
+    Attributes:
+        sha256: digest of these characters.
+
     Raises:
         ArgumentError: an unknown source, or a text that cannot be read or is too short.
     """
@@ -117,13 +122,17 @@ class Text(TokenTask):
     settings: ClassVar[Settings] = {"quick": {"length": 64}, "nano": {"length": 256, "most": 1_115_394}}
 
     source: str = "python"
-    path: str | None = None
+    path: str | Path | None = None
     length: int = 256
     most: int = 4_000_000
+    sha256: str = field(init=False)
 
     def __post_init__(self) -> None:
         check_sizes(self, length=2, most=20)
+        instance("Text", "source", self.source, str, "text")
+        instance("Text", "path", self.path, (str, Path, NoneType), "a path, or None")
         text = read(self.source, self.path, self.most)
+        object.__setattr__(self, "sha256", hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest())
         signs = sorted(set(text))
         numbers = {sign: number for number, sign in enumerate(signs)}
         tokens = torch.tensor([numbers[sign] for sign in text], dtype=torch.int32)

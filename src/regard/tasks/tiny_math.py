@@ -27,9 +27,21 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flag, refuse, require
+from ..checks import ArgumentError, flag, refuse
 from .base import Settings, tasks
-from .tokens import IGNORED, WORD, TokenExample, Words, WordTask, check_sizes, continued, drawn, pattern_of, split_of
+from .tokens import (
+    IGNORED,
+    WORD,
+    TokenExample,
+    Words,
+    WordTask,
+    check_sizes,
+    check_span,
+    continued,
+    drawn,
+    pattern_of,
+    split_of,
+)
 
 NAMES, OBJECTS = (
     tuple(words.split())
@@ -170,16 +182,15 @@ class TinyMath(WordTask):
     def __post_init__(self) -> None:
         check_sizes(self, largest=6, factor=2)
         call = type(self).__name__
-        if not self.operations or any(op not in OPERATIONS for op in self.operations):
+        known = isinstance(self.operations, (tuple, list, str)) and all(op in OPERATIONS for op in self.operations)
+        if not (known and self.operations):
             raise refuse(call, "operations", self.operations, f"some of {', '.join(OPERATIONS)}")
         if self.phrasings not in ("all", "held-out"):
             raise refuse(call, "phrasings", self.phrasings, "'all' or 'held-out'")
         if self.operands not in ("held-out", "seen"):
             raise refuse(call, "operands", self.operands, "'held-out' or 'seen'")
         flag(call, "explanation", self.explanation)
-        least, most = self.distractors
-        wrong = f"distractors is {self.distractors}, expected 0 <= least <= most <= {len(DISTRACTORS)}."
-        require(0 <= least <= most <= len(DISTRACTORS), call, wrong)
+        check_span(self, "distractors", 0, len(DISTRACTORS))
 
     @cached_property
     def words(self) -> Words:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from random import Random
 from statistics import mean
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..checks import ArgumentError, refuse, whole
-from .base import Named, check_place, hashed
+from ..checks import ArgumentError, in_range, refuse, whole
+from .base import Named, check_place, hashed, tasks
 
 IGNORED = -100
 """The label where nothing is asked."""
@@ -110,6 +110,8 @@ class TokenTask(Named, ABC):
 
     name: ClassVar[str]
     """Under which the task is registered."""
+    errors: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are smaller for better answers."""
 
     @property
     @abstractmethod
@@ -157,10 +159,12 @@ class TokenTask(Named, ABC):
 
         Returns:
             "accuracy", the share of labels that are right; "exact", 1 where all are; "accuracy on PART" for each of the
-            example's parts that holds a label.
+            example's parts that holds a label. None where there is no label.
         """
         predicted = predicted.argmax(-1) if predicted.is_floating_point() else predicted
         asked = example.asked
+        if not asked.any():
+            return {}
         right = (predicted == example.labels) & asked
         found = {"accuracy": float(right.sum() / asked.sum()), "exact": float(right.sum() == asked.sum())}
         for part, where in example.parts.items():
@@ -185,10 +189,40 @@ def collate(examples: list[TokenExample]) -> dict[str, Tensor]:
     return batch
 
 
+def token_task(call: str, argument: str, name: Any) -> type[TokenTask]:
+    """Return the class of a task of tokens by its name; errors name the call and its argument."""
+    kind = tasks.given(call, argument, name)
+    known = {name: each for name, each in tasks.items() if isinstance(each, type) and issubclass(each, TokenTask)}
+    if kind not in known.values():
+        raise ArgumentError(f"{call}: {argument}: {name} is no task of tokens; choose from {', '.join(known)}.")
+    return kind
+
+
+def settable(kind: Any) -> list[str]:
+    """Return the names of the fields of a class of tasks that a caller sets."""
+    return [each.name for each in fields(kind) if each.init]
+
+
 def check_sizes(task: TokenTask, **least: int) -> None:
     """Check that fields of a task are whole numbers, at least as large as given."""
     for name, low in least.items():
         whole(type(task).__name__, name, getattr(task, name), low, MOST)
+
+
+def check_span(task: TokenTask, name: str, low: int, high: int = MOST) -> None:
+    """Check that a field of a task is (least, most), whole numbers from `low` to `high`."""
+    span = getattr(task, name)
+    two = isinstance(span, (tuple, list)) and len(span) == 2 and all(type(n) is int for n in span)
+    if not (two and low <= span[0] <= span[1] <= high):
+        bounds = f"{low} <= least <= most" + ("" if high == MOST else f" <= {high}")
+        raise refuse(type(task).__name__, name, span, f"(least, most), whole numbers with {bounds}")
+
+
+def check_share(task: TokenTask) -> None:
+    """Check that the field `share` of a task is a number above 0, at most 1."""
+    call, share = type(task).__name__, task.share  # type: ignore[attr-defined]
+    in_range(call, "share", share, low=0.0, strict=True)
+    in_range(call, "share", share, high=1.0, strict=False)
 
 
 SLOT = re.compile(r"{(\w+)}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_type_hints
 
 from ..errors import require
-from .fields import split_specs
+from .fields import coerce, split_specs
 
 LARGEST = 2**31 - 1
 """The largest count that an option takes."""
@@ -159,9 +159,10 @@ class TrainConfig(OutputOptions, OptimiserOptions, ModelOptions, DataOptions):
     """The groups in which `regard train --help` shows the options."""
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for name, value in list(vars(self).items()):
-            if getattr(value, "ndim", None) == 0:  # a number of numpy or torch, which JSON does not take
-                object.__setattr__(self, name, value.item())
+            plain = value.item() if getattr(value, "ndim", None) == 0 else value  # a number of numpy or torch
+            object.__setattr__(self, name, coerce(plain, hints[name], f"TrainConfig: {name}"))
         # a comma may end every word but the last: --spec softmax, biweight
         words = (*(word.removesuffix(",") for word in self.spec[:-1]), *self.spec[-1:])
         object.__setattr__(self, "spec", tuple(spec for word in words for spec in split_specs(word)))

@@ -68,7 +68,11 @@ def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -
         if name not in names:
             raise ArgumentError(f"{call}: unknown key {key!r} in {source}.{suggestion(name, names)}")
         require(name not in values, call, f"duplicate key {key!r} in {source}.")
-        values[name] = _coerce(value, hints[name], f"{call}: {key} in {source}")
+        where = f"{call}: {key} in {source}"
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) >= 2**63:
+                raise ArgumentError(f"{where} is a number of {number.bit_length()} bits; give a smaller one.")
+        values[name] = coerce(value, hints[name], where)
     return dataclasses.replace(base, **values)  # type: ignore[type-var]
 
 
@@ -83,26 +87,25 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _coerce(value: Any, hint: Any, where: str) -> Any:
-    """Return `value` as the type `hint` (a plain type, a union with None, a Literal or `tuple[X, ...]`)."""
+def coerce(value: Any, hint: Any, where: str) -> Any:
+    """Return `value` as the type `hint` (a plain type, a union with None, a Literal or `tuple[X, ...]`); the
+    `ArgumentError` of a value of another type begins with `where`."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         if value is None:
             return None
         (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
-        return _coerce(value, inner, where)
+        return coerce(value, inner, where)
     if origin is Literal:
         choices = get_args(hint)
         if value not in choices:
             raise ArgumentError(f"{where} is {value!r}.{suggestion(str(value), map(str, choices))}")
         return value
     if origin is tuple:
-        items = value if isinstance(value, list) else [value]
-        return tuple(_coerce(item, get_args(hint)[0], where) for item in items)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(coerce(item, get_args(hint)[0], where) for item in items)
     if hint is Path and isinstance(value, str):
         return Path(value)
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise ArgumentError(f"{where} is a number of {value.bit_length()} bits; give a smaller one.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
@@ -146,7 +149,7 @@ def from_text(text: str, hint: Any, where: str) -> Any:
                 return from_text(text, kind, where)
         return from_text(text, last, where)
     if origin is Literal:
-        return _coerce(text, hint, where)
+        return coerce(text, hint, where)
     if hint is Any or origin in (list, tuple, Sequence):
         parts = split_specs(text)
         if hint is Any:

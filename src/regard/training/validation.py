@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -24,6 +24,11 @@ _LEAST = {
 """The smallest value of each option that has one."""
 
 
+_OF_TASKS = ("setting", "task_option", "metric", "stop_at", "eval_examples")
+_OF_TEXTS = ("tokenizer", "validation", "log_every", "eval_tokens")
+"""Options that only a run on a task, or on a text, takes."""
+
+
 def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> None:
     """Check all that can be checked without reading the text: numbers, heads, names of specs and tokenizer.
 
@@ -33,6 +38,8 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     if new and config.data is None and config.task is None:
         mend = "give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME"
         raise ArgumentError(f"{call}: no training text; {mend}.")
+    if new:
+        _check_kind(config, call)
     if config.task is not None:
         check_task(config, call)
     check_data(config, call)
@@ -40,11 +47,11 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
         raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
     require(bool(config.spec), call, "--spec is empty; give a spec such as softmax.")
     specs = _specs(config, call)
-    from .data.tokenizers import TOKENIZERS, is_elsewhere
-
-    if not is_elsewhere(config.tokenizer):
-        TOKENIZERS.get(config.tokenizer)
     if new:
+        from .data.tokenizers import TOKENIZERS, is_elsewhere
+
+        if not (config.resume or is_elsewhere(config.tokenizer)):  # a run has a copy of its tokenizer
+            TOKENIZERS.get(config.tokenizer)
         for tracker in config.report_to:
             missing = f"--report-to {tracker} needs the package {tracker}, which is not installed"
             require(find_spec(tracker) is not None, call, f"{missing}; pip install {tracker}.")
@@ -57,6 +64,14 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     _check_heads(config, call, rotary=has_field(config.model, "rope_theta"))
     if new:
         _check_sizes(config, specs, check_model(config, call), call)
+
+
+def _check_kind(config: TrainConfig, call: str) -> None:
+    """Check that a run on a text has no option of a task, and the other way round."""
+    others, mend = (_OF_TEXTS, "a text; omit it") if config.task else (_OF_TASKS, "a task; give --task NAME or omit it")
+    for name in others:
+        same = getattr(config, name) == getattr(TrainConfig, name)
+        require(same, call, f"{flag(name)} is for runs on {mend}.")
 
 
 def check_data(config: TrainConfig, call: str) -> None:
@@ -78,17 +93,14 @@ def check_task(config: TrainConfig, call: str) -> TokenTask:
     """Return the task of a run; raise `ArgumentError` for a wrong task, setting, field or value, for a text beside it,
     or for an option that a run on a task does not take."""
     from ..checks import within
-    from ..tasks import TokenTask, tasks
+    from ..tasks.tokens import settable, token_task
 
     require(config.data is None, call, "--task and --data were both given; give one of them.")
     if config.accumulate != 1 or config.dtype != "float32" or config.report_to or config.shard:
         refused = "--accumulate, --dtype, --report-to and --shard"
         raise ArgumentError(f"{call}: a run on a task takes none of {refused}; omit them.")
-    kind: Any = tasks.given(call, "--task", config.task)
-    if not (isinstance(kind, type) and issubclass(kind, TokenTask)):
-        known = [name for name, each in tasks.items() if isinstance(each, type) and issubclass(each, TokenTask)]
-        raise ArgumentError(f"{call}: --task: {kind.__name__} is no task of tokens; choose from {', '.join(known)}.")
-    hints, names = get_type_hints(kind), [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    kind: Any = token_task(call, "--task", config.task)
+    hints, names = get_type_hints(kind), settable(kind)
     changes: dict[str, Any] = {}
     for word in config.task_option:
         key, equals, text = word.partition("=")
@@ -97,7 +109,8 @@ def check_task(config: TrainConfig, call: str) -> TokenTask:
         require(bool(equals) and name in names, call, f"--task-option is {word!r}, {expected}")
         require(name not in changes, call, f"--task-option {name} is given twice; give it once.")
         changes[name] = from_text(text.strip(), hints[name], f"{call}: --task-option {name}")
-    return within(call, "--setting", lambda: kind.named(config.setting, **changes))
+    fault = "--task-option" if config.setting in kind.settings else "--setting"
+    return within(call, fault, lambda: kind.named(config.setting, **changes))
 
 
 def _check_numbers(config: TrainConfig, call: str) -> None:
@@ -111,12 +124,13 @@ def _check_numbers(config: TrainConfig, call: str) -> None:
             raise ArgumentError(f"{call}: {flag(name)} is {value:.3g}, expected at most {LARGEST}.")
     check("layers", config.layers <= MOST_LAYERS, f"at most {MOST_LAYERS}")
     for name in ("learning_rate", "clip"):
-        check(name, 0 < getattr(config, name) < float("inf"), "a number above 0")
+        check(name, 0 < getattr(config, name) < math.inf, "a finite number above 0")
     count = config.steps * config.per_step
     if count >= 2**63:
         sizes = f"--steps {config.steps}, --batch {config.batch} and --accumulate {config.accumulate}"
         raise ArgumentError(f"{call}: {sizes} make {count:.1e} sequences; give smaller ones.")
     check_seed(config.seed, call)
+    check("stop_at", config.stop_at is None or math.isfinite(config.stop_at), "a finite number")
     for name in ("warmup", "final_learning_rate"):
         check(name, 0 <= getattr(config, name) <= 1, "a fraction from 0 to 1")
     check("validation", 0 < config.validation < 1, "a fraction between 0 and 1, both excluded")

@@ -20,7 +20,9 @@ from typing import Any
 
 from regard.checks import ArgumentError
 from regard.doctor import report as installation
+from regard.training.errors import expect, one_error
 from regard.training.fields import from_mapping, to_mapping
+from regard.training.storage.checkpoints import write_atomically
 from regard.training.storage.lock import LOCK
 
 from .recipe import Cell, Recipe, Results, Row, frame_of
@@ -80,7 +82,7 @@ class Journal:
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Write the first line of a new journal; drop the half-written last line of an old one."""
         self.header["facts"] = plain(facts)
-        self._write((self.header, *self.lines), "w")
+        self._write((self.header, *self.lines), append=False)
 
     def append(self, unit: Unit, rows: Sequence[Row], seconds: float) -> None:
         """Write the rows of a cell and a seed."""
@@ -88,11 +90,11 @@ class Journal:
         common = {"cell": plain(cell), "seed": seed, "of": len(rows), "seconds": round(seconds, 3)}
         lines = [{**common, "row": place, "measured": plain(row)} for place, row in enumerate(rows)]
         self.lines += lines
-        self._write(lines, "a")
+        self._write(lines)
 
     def finish(self, made: Recipe) -> Results:
         """Write the last line and return all rows in the order of seeds and cells, whichever was measured first."""
-        self._write([{"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}], "a")
+        self._write([{"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}])
         places = {_key(plain(cell), 0): place for place, cell in enumerate(made.cells())}
         self.lines.sort(key=lambda line: (line["seed"], places[_key(line["cell"], 0)], line["row"]))
         return self.results()
@@ -103,11 +105,14 @@ class Journal:
         seconds = sum(line["seconds"] for line in self.lines if line["row"] == 0)
         return Results(frame_of(rows), self.header["facts"], {**self.header, "seconds": round(seconds, 1)})
 
-    def _write(self, lines: Iterable[Mapping[str, Any]], mode: str) -> None:
+    def _write(self, lines: Iterable[Mapping[str, Any]], *, append: bool = True) -> None:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open(mode, encoding="utf-8") as file:
+            if not append:  # the rows of an earlier run are in the old file
+                write_atomically(self.path, text)
+                return
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise ArgumentError(f"reproduce: cannot write {self.path}: {error.strerror or error}.") from None
@@ -121,11 +126,13 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]
             line = json.loads(text)
         except ValueError:
             continue  # the run was killed while it wrote this line
+        if not isinstance(line, dict):
+            continue
         if "made_by" in line:
             header = line
         elif "finished" in line:
             finished = True
-        else:
+        elif line.keys() >= {"cell", "seed", "row", "of", "seconds", "measured"}:
             lines.append(line)
     counts = Counter(_key(line["cell"], line["seed"]) for line in lines)
     whole = [line for line in lines if counts[_key(line["cell"], line["seed"])] == line["of"]]
@@ -145,20 +152,20 @@ def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
     """Return a recipe and its rows from the record or else the journal in a folder."""
     record, journal = folder / f"{kind.name}.json", folder / f"{kind.name}.jsonl"
     if record.exists():
-        found = json.loads(record.read_text(encoding="utf-8"))
-        if "rows" not in found:
-            raise ArgumentError(f"{kind.call()}: {record} has no rows; it was written by an older version.")
-        rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
-        meta = {name: found[name] for name in found if name not in ("rows", "columns", "claims")}
-        results = Results(frame_of(rows), found["facts"], meta)
+        with one_error(f"{kind.call()}: cannot read {record}"):
+            found = json.loads(record.read_text(encoding="utf-8"))
+            expect("rows" in found, "it has no rows; it was written by an older version")
+            rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+            meta = {name: found[name] for name in found if name not in ("rows", "columns", "claims")}
+            results, config = Results(frame_of(rows), found["facts"], meta), found["config"]
     elif journal.exists():
         header, lines, _ = read_journal(journal)
         if header is None:
             raise ArgumentError(f"{kind.call()}: {journal} has no first line.")
-        results = Journal(journal, header, lines).results()
+        results, config = Journal(journal, header, lines).results(), header["config"]
     else:
         raise ArgumentError(f"{kind.call()}: {folder} holds neither {record.name} nor {journal.name}.")
-    return from_mapping(kind(), results.record["config"], call=kind.call(), source=str(record)), results
+    return from_mapping(kind(), config, call=kind.call(), source=str(record)), results
 
 
 def plain(value: Any) -> Any:

@@ -28,9 +28,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from regard.checks import ArgumentError, suggestion, within
-from regard.tasks import TokenTask, tasks
+from regard.checks import ArgumentError, require, suggestion, within
+from regard.tasks import TokenTask
+from regard.tasks.tokens import settable, token_task
 from regard.training.fields import from_mapping, read_mapping
+from regard.training.task.scores import check_stop
 
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
@@ -106,6 +108,7 @@ class Sweep(TaskRecipe):
             if self.metric not in metrics:
                 close = suggestion(str(self.metric), metrics)
                 raise ArgumentError(f"{self.call()}: [train] metric: unknown metric {self.metric!r}.{close}")
+            check_stop(self.call(), task, self.metric, self.stop_at)
             for name in self.known:
                 within(self.call(), f"[models.{name}]", self._config, name, task)
 
@@ -114,18 +117,18 @@ class Sweep(TaskRecipe):
 
     @cached_property
     def _tasks(self) -> dict[str, TokenTask]:
-        fields = {**self.table.get("task", {})}
-        kind = tasks.given(self.call(), "[task] name", fields.pop("name", "mqar"))
-        setting = fields.pop("setting", "quick")
+        fields = {"name": "mqar", "setting": "quick", **self.table.get("task", {})}
+        kind = token_task(self.call(), "[task] name", fields.pop("name"))
+        self._known("task", fields, ("setting", *settable(kind)))
         axes = {name: values for name, values in fields.items() if isinstance(values, list)}
         fixed = {name: value for name, value in fields.items() if name not in axes}
-        names = [field for field in getattr(kind, "__dataclass_fields__", ()) if not field.startswith("_")]
-        self._known("task", fields, tuple(names))
+        for name, given in axes.items():
+            require(bool(given), self.call(), f"[task] {name} is an empty list; give at least one value.")
         found = {}
         for values in product(*axes.values()):
             chosen = dict(zip(axes, values, strict=True))
             label = ", ".join(f"{name} {value}" for name, value in chosen.items()) or kind.name
-            found[label] = within(self.call(), "[task]", lambda chosen=chosen: kind.named(setting, **fixed, **chosen))
+            found[label] = within(self.call(), "[task]", lambda chosen=chosen: kind.named(**fixed, **chosen))
         return found
 
     def _config(self, name: str, task: TokenTask) -> Any:
@@ -133,6 +136,8 @@ class Sweep(TaskRecipe):
 
         fields = {**self.known[name]}
         kind = language_models.get(fields.pop("kind", "transformer"))
+        if "vocab_size" in fields:
+            raise ArgumentError("vocab_size is set by the task; omit it.")
         return kind, kind.config(vocab_size=task.vocabulary, **fields)
 
     def make_model(self, name: str, task: TokenTask) -> Any:

@@ -373,8 +373,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             if excluded is not None:
                 shifted = shifted.masked_fill(F.pad(excluded[:, 1:], (0, 1), value=False), ignored)
             predicted = extra["shift_labels"] = shifted.contiguous()
-        if extra.get("num_items_in_batch") is None:  # the mean of no tokens is NaN; a sum over none is 0
-            extra["num_items_in_batch"] = (predicted != ignored).sum().clamp_min(1)
+        count = extra.get("num_items_in_batch")
+        count = (predicted != ignored).sum() if count is None else count
+        extra["num_items_in_batch"] = count + (count == 0)  # the mean of no tokens is NaN; a sum over none is 0
         return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **extra)
 
 

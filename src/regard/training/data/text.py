@@ -2,8 +2,8 @@
 
 Of a folder, every file whose suffix is in `TEXT_SUFFIXES` is read, in the order of its path relative to the folder
 (compared part by part, as Unicode), with a newline between two files if the first lacks one. Hidden files and folders
-are skipped, links to folders are not followed. A single file is read whatever its suffix. A byte-order mark is removed;
-nothing else is changed, line ends included.
+are skipped, and so are run folders; links to folders are not followed. A single file is read whatever its suffix. A
+byte-order mark is removed; nothing else is changed, line ends included.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from ...errors import ArgumentError, require
 from ..storage.files import regular_size
+from ..storage.lock import LOCK
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".csv", ".tsv", ".html", ".xml"),
@@ -141,7 +142,8 @@ def split_text(content: str, validation: float) -> tuple[str, str]:
 
 def _text_files(folder: Path) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        # a run in the folder would change the text that it is trained on
+        folders[:] = [name for name in folders if not (name.startswith(".") or (Path(root) / name / LOCK).exists())]
         for name in files:
             if not name.startswith(".") and Path(name).suffix.lower() in TEXT_SUFFIXES:
                 yield Path(root) / name

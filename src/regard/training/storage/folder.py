@@ -239,8 +239,8 @@ def load_task_model(path: Path, *, call: str) -> PreTrainedModel:
         return read_model(folder, call=call)
 
 
-def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and tokenizer of a run folder or of a folder written by `save_pretrained`.
+def load_model(path: Path | str, *, call: str = "load_model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and tokenizer of a run folder or of a folder written by `save_pretrained`; errors name `call`.
 
     Of a run folder, `model/` is read, or else its last complete checkpoint. Only safetensors and JSON are read, and no
     code in the folder is executed.
@@ -252,6 +252,7 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
     from ..quiet import quiet_transformers
     from .saved_model import read_model
 
+    path = Path(path)
     if path.is_dir() and task_run(path, call=call) is not None:
         raise ArgumentError(f"{call}: the run in {path} is on a task, which has no text; `regard eval` scores it.")
     folder = _model_folder(path, call)

@@ -19,15 +19,15 @@ from ...tasks import TokenTask
 from ..callbacks import MetricsFile, StopGently
 from ..config import TrainConfig
 from ..device import resolve_device
-from ..errors import TrainingInterrupted
+from ..errors import TrainingInterrupted, TrainingStopped
 from ..models import model_config
 from ..quiet import quiet_transformers
 from ..storage import folder
 from ..storage.checkpoints import last_good, step_of, write_summary
 from ..storage.lock import only_run
 from ..validation import check_task, validate
-from .scores import TaskScore, check_metric, score_task
-from .training import Checkpoints, TaskBudget, TaskProgress, train_on_task
+from .scores import TaskScore, check_metric, check_stop, score_task
+from .training import Checkpoints, LossNotFinite, TaskBudget, TaskProgress, train_on_task
 
 CALL = "train"
 
@@ -65,7 +65,7 @@ def train_task(
     Raises:
         ArgumentError: a mistake in the config, another process trains in the folder, or a run that cannot be continued;
             nothing has been written.
-        TrainingStopped: the disk is full.
+        TrainingStopped: the disk is full, or a loss is not finite.
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     validate(config)
@@ -74,6 +74,7 @@ def train_task(
     require(several == "1", CALL, alone)
     task = check_task(config, CALL)
     check_metric(CALL, task, config.metric, "validation", config.eval_examples)
+    check_stop(CALL, task, config.metric, config.stop_at)
     source = folder.task_source(config.task or "", repr(task))
     folder.check_out(config, call=CALL)
     console = console or Console(stderr=True)
@@ -117,12 +118,18 @@ def _train(
     def report(step: int, scores: dict[str, TaskScore]) -> None:
         metrics.append({"step": step, **{name: score.mean for name, score in scores.items()}})
         shown = "  ".join(f"{name} {score.mean:.4f}" for name, score in scores.items())
-        console.print(f"step {step}/{config.steps}  validation: {shown}", highlight=False, markup=False)
+        line = f"step {step}/{config.steps}  validation: {shown}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     same = {f.name: getattr(config, f.name) for f in fields(TaskBudget) if f.name != "final_share"}
     budget = TaskBudget(final_share=config.final_learning_rate, **same)
     with StopGently() as stop:
-        progress = train_on_task(model, task, budget, report=report, checkpoints=saved, callbacks=[*callbacks, stop])
+        try:
+            progress = train_on_task(
+                model, task, budget, report=report, checkpoints=saved, callbacks=[*callbacks, stop]
+            )
+        except LossNotFinite as error:
+            raise TrainingStopped(f"{str(error).rstrip('.')}; {last_good(config.out)}") from None
     if stop.requested and not progress.finished:
         where = f"interrupted after step {progress.step} of {config.steps}"
         raise TrainingInterrupted(f"{where}; {last_good(config.out)}")
@@ -143,7 +150,7 @@ def _finish(config: TrainConfig, task: TokenTask, model: Any, step: int) -> Task
     return summary
 
 
-def scored(config: TrainConfig, task: TokenTask, model: Any) -> dict[str, TaskScore]:
+def scored(config: TrainConfig, task: TokenTask, model: Any, batch: int = 32) -> dict[str, TaskScore]:
     """Return the scores of a model on the test split, free-running where answers continue their prompts."""
     continues = task.example(0, 0, "test").prompt is not None
-    return score_task(model, task, split="test", examples=config.eval_examples, generate=continues)
+    return score_task(model, task, split="test", examples=config.eval_examples, batch=batch, generate=continues)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from math import nan, sqrt
+from math import isfinite, nan, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
@@ -38,8 +38,9 @@ class TaskScore:
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of the mean; NaN for a single example."""
-        return stdev(self.values) / sqrt(len(self.values)) if len(self.values) > 1 else nan
+        """Return the standard error of the mean; NaN for a single example, or where a value is not finite."""
+        count = len(self.values)
+        return stdev(self.values) / sqrt(count) if count > 1 and isfinite(self.mean) else nan
 
     def __str__(self) -> str:
         return f"{self.mean:.4f} ± {self.standard_error:.4f} (n = {len(self.values)})"
@@ -117,6 +118,13 @@ def check_metric(call: str, task: TokenTask, metric: str, split: str, examples: 
         if metric in known:
             return
     raise ArgumentError(f"{call}: the task has no metric {metric!r}; it has {', '.join(sorted(known))}.")
+
+
+def check_stop(call: str, task: TokenTask, metric: str, stop_at: float | None) -> None:
+    """Check that a metric is larger for better answers if training ends once it is at least `stop_at`."""
+    error = metric in task.errors or metric.split(" on ")[0] == "loss"
+    wrong = f"stop_at is {stop_at}, but metric {metric!r} is smaller for better answers"
+    require(stop_at is None or not error, call, f"{wrong}; choose another metric, or omit stop_at.")
 
 
 def _forward(model: PreTrainedModel, examples: list[TokenExample]) -> Iterator[tuple[TokenExample, Tensor]]:

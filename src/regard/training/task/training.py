@@ -25,7 +25,7 @@ from ..errors import one_error
 from ..storage.checkpoints import go_back
 from ..storage.resuming import check_checkpoint, put_weights
 from ..trainer import SealedTrainer
-from .scores import TaskScore, check_metric, check_vocabulary, embedded, score_task
+from .scores import TaskScore, check_metric, check_stop, check_vocabulary, embedded, score_task
 
 CALL = "train_on_task"
 OPTIMIZERS = ("adamw", "muon")
@@ -70,6 +70,9 @@ class TaskBudget:
             in_range("TaskBudget", name, getattr(self, name), low=0.0, strict=True)
         for name in ("warmup", "final_share"):
             in_range("TaskBudget", name, getattr(self, name), low=0.0, high=1.0, strict=False)
+        in_range("TaskBudget", "weight_decay", self.weight_decay, low=0.0, strict=False)
+        if self.stop_at is not None:
+            in_range("TaskBudget", "stop_at", self.stop_at, strict=False)
         if self.optimizer not in OPTIMIZERS:
             raise refuse("TaskBudget", "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
 
@@ -249,6 +252,7 @@ def train_on_task(
     instance(CALL, "task", task, TokenTask, "a task of tokens")
     check_vocabulary(CALL, model, task)
     check_metric(CALL, task, budget.metric, "validation", budget.eval_examples)
+    check_stop(CALL, task, budget.metric, budget.stop_at)
     with TemporaryDirectory() as folder:
         trainer = _trainer(model, task, budget, checkpoints, Path(folder))
         scoring = TaskScoring(trainer, report)
