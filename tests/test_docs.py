@@ -1,7 +1,5 @@
 """What the README and the docs show is what comes out."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """Commands of `regard` in the README and on the pages run, one after the other, on a small text with small sizes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

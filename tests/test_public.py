@@ -1,7 +1,5 @@
 """The public face: names, what importing costs, signatures."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

@@ -1,7 +1,5 @@
 """The count of instructions: loops weigh as often as they run, programs that share a multiprocessor take turns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

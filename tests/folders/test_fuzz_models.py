@@ -2,8 +2,6 @@
 model, or one error that names the folder or the field of its configuration. These folders have no seal, so that changed
 weights are another model, and changed values of a configuration the model that they describe."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

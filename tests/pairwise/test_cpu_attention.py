@@ -2,8 +2,6 @@
 that keep only the keys in marks with weight; with masks, windows, offsets, grouped heads, rows without support and
 thresholds that hang on a key without weight. Expected values are dense float64 formulas, gradients by autograd."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`regard train --report-to` with wandb (offline) and trackio (local): both keep the losses of metrics.jsonl."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Callable

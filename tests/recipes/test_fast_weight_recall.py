@@ -1,7 +1,5 @@
 """`regard reproduce fast-weight-recall`: what is trained, measured and claimed."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

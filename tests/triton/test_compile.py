@@ -5,8 +5,6 @@ REGARD_TRITON=FOLDER compiles with the Triton in a folder (`pip install --target
 version has a file of its own, since another compiler spills elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Compiling for a GPU that is not there: what is reported of kernels written here for it, spilling ones among them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

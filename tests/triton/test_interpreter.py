@@ -1,8 +1,6 @@
 """The files of `interpreted/` in processes of their own, with Triton's interpreter on: the kernels run on the CPU,
 statement by statement, and are compared with dense float64 formulas there."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

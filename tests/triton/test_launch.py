@@ -1,8 +1,6 @@
 """Launches call what Triton compiled directly: always what Triton itself would take, for tensors and numbers of every
 kind, on a device that is not there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """What Triton compiles a kernel for: not for a length, or each new one would stall a training step or a decoded token
 for seconds. The backward kernels of compact attention may know whether a length is a multiple of 16."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which Triton will do."""
 
-from __future__ import annotations
-
 import ast
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path

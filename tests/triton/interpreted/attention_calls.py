@@ -1,7 +1,5 @@
 """Calls with `impl="triton"` of attention at degree 0 and 1, and helpers that their tests share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Illegal accesses, which neither the interpreter nor a GPU need tell of: every address that a kernel reads or writes
 where its mask says so must lie in one of the tensors of the launch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

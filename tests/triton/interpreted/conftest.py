@@ -1,8 +1,6 @@
 """Tests of kernels in Triton's interpreter. Triton reads TRITON_INTERPRET when it is imported, so that they run in
 processes of their own: `tests/triton/test_interpreter.py` starts one for every file here."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: B batch, H query heads (Hkv key heads), Tq queries, Tk keys; z scores, `seen` boolean, both [B, H, Tq, Tk].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of `regard.fast_weight_memory(..., impl="triton")` for tests, and what tests of its kernels have in common."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

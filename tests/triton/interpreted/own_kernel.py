@@ -1,7 +1,5 @@
 """A compact kernel with a device function of its own, as somebody else would write it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar

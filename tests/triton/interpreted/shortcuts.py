@@ -1,8 +1,6 @@
 """What Triton's interpreter does over and over, done once: numbers and checks are the same, and tests of many small
 kernels take half the time or less."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What `regard.attention` and `regard.local_linear_attention` with `impl="triton"` promise for every weighting: hidden
 and non-finite numbers, bit equality, memory layouts, compilation, errors and diagnostics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """`regard.attention(..., impl="triton")` with compact kernels and softmax: outputs and gradients against dense float64
 formulas, and the thresholds and marks that the search for a row's threshold finds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """A kernel that brings one device function, its value and derivative, in every kernel of compact attention: forward,
 backward and decoding, against its definition in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Decoding with split keys, against dense formulas in float64: every rule, and local linear attention. Tiles of 16
 keys, so that short caches have many, and several splits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """What `regard.attention` promises of numbers that are not finite, where one query decodes: rows that see one are NaN,
 the others never know of it; and that keys and values are neither copied nor read for it alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

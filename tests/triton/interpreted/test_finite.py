@@ -1,7 +1,5 @@
 """The kernel that puts vectors which are not finite to zero."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

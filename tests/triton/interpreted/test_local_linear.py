@@ -1,8 +1,6 @@
 """`regard.local_linear_attention(..., impl="triton")`: outputs and gradients against dense solves in float64, the
 residuals and steps that are reported, and what bfloat16 may cost."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

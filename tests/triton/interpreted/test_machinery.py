@@ -1,7 +1,5 @@
 """What the tests of kernels stand on: that an unwritten element is seen, and what the interpreter computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

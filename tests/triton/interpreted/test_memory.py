@@ -1,8 +1,6 @@
 """`regard.fast_weight_memory(..., impl="triton")` from outside: streams against a memory of plain sums over every slot
 in float64; and what a call promises whatever it computes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """Kernels of fast-weight product-key memory: writing rows in place, the exact search for the best sub-keys, and every
 rule against the reference implementation in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What `regard.fast_weight_memory(..., impl="triton")` promises whatever it computes, the layer that calls it, and
 where it does not run."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

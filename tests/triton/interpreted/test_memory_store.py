@@ -1,8 +1,6 @@
 """Tables of values that kernels write in place, in Triton's interpreter: every version stays what it was, and gradients
 go through all of them, against float64 sums over entries."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

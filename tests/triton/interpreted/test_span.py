@@ -1,7 +1,5 @@
 """Ranges of visible keys and rows that see bad keys, as kernels compute them, against `Visibility`."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 """Which tiles a kernel takes: what tuning does, that every alternative of every table gives the right numbers, and that
 tiles which do not fit one another cannot make wrong ones."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
