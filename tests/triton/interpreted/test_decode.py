@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_calls import draw
 from dense_oracles import RULES, attend, local_linear, near, ratio, scores, seen_pairs, with_probe
 from torch import Tensor
 
@@ -23,19 +24,19 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
 """Of relative root mean squares; in bfloat16 the output is rounded to 2^-9."""
 LOOSE = {torch.float32: 1e-4, torch.bfloat16: 8e-3}
 """Of local linear attention, whose systems multiply rounding by their condition."""
-
-
-SLOW_100 = pytest.param(100, marks=pytest.mark.slow)
+LINEAR = {"linear": "local-linear", "learned": "gaussian*fixed*linear(solver=learned)"}
+LENGTHS = [1, 2, 17, pytest.param(100, marks=pytest.mark.slow), 257]
 
 
 def tensors(
-    keys: int, dtype: torch.dtype = torch.float32, batch: int = 1, heads: int = 2, kv_heads: int = 1, queries: int = 1,
-    dim: int = 8, value_dim: int = 5, seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    g = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, heads, queries, dim, generator=g)
-    k = torch.randn(batch, kv_heads, keys, dim, generator=g)
-    return q.to(dtype), k.to(dtype), torch.randn(batch, kv_heads, keys, value_dim, generator=g).to(dtype)
+    keys: int, dtype: torch.dtype = torch.float32, queries: int = 1, dim: int = 8, value_dim: int = 5, **more: int
+) -> list[Tensor]:
+    """Draw queries of two heads, and keys and values that they share."""
+    return draw(queries, keys, dim, value_dim, dtype=dtype, grad=False, spread=1.0, **{"batch": 1, **more})
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    return [x.double() for x in tensors]
 
 
 def seen_by(q: Tensor, k: Tensor, **options: Any) -> Tensor:
@@ -64,7 +65,7 @@ def decode(
 def check(rule: str, q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, hidden: float = 0.0, **options: Any) -> None:
     """`decode` against the dense formula; what nobody sees is `hidden` for the kernels."""
     seen = seen_by(q, k, **options)
-    expected = attend(q.double(), k.double(), v.double(), seen, rule, scale)
+    expected = attend(*wide(q, k, v), seen, rule, scale)
     lost = ~seen.unflatten(1, (k.shape[1], -1)).any((2, 3))[..., None]
     k, v = torch.where(lost, hidden, k), torch.where(lost, hidden, v)
     found = decode(q, k, v, rule, scale=scale, **options)
@@ -83,7 +84,7 @@ def test_rules_with_a_mask_and_offsets_of_their_own(name: str) -> None:
     check(RULES[name], q, k, v, hidden=torch.nan, **options)
 
 
-@pytest.mark.parametrize("keys", [1, 2, 17, SLOW_100, 257])
+@pytest.mark.parametrize("keys", LENGTHS)
 @pytest.mark.parametrize("name", ["softmax", "adaptive 1"])
 def test_lengths(name: str, keys: int) -> None:
     check(RULES[name], *tensors(keys, torch.bfloat16), is_causal=True)
@@ -97,22 +98,26 @@ def test_several_splits_in_float32(name: str) -> None:
 @pytest.mark.parametrize("name", ["softmax", "adaptive 2", "anchored 1", "fixed 3"])
 def test_rows_of_a_tile_in_bfloat16(name: str) -> None:
     """Three queries of each of two query heads meet the keys together, each within a window of its own."""
-    q, k, v = tensors(60, torch.bfloat16, heads=4, kv_heads=2, queries=3)
+    q, k, v = tensors(60, torch.bfloat16, heads=4, kv=2, queries=3)
     check(RULES[name], q, k, v, hidden=torch.nan, window=37, is_causal=True)
 
 
 @pytest.mark.parametrize("name", ["softmax", "adaptive 3", "fixed 1"])
 def test_one_head_a_key_head_in_bfloat16_and_a_wide_value(name: str) -> None:
-    check(RULES[name], *tensors(50, torch.bfloat16, kv_heads=2, dim=5, value_dim=20), exclude_self=True)
+    check(RULES[name], *tensors(50, torch.bfloat16, kv=2, dim=5, value_dim=20), exclude_self=True)
 
 
-@pytest.mark.parametrize("name", ["softmax", "adaptive 2", "fixed 2"])
+@pytest.mark.parametrize("name", ["softmax", "adaptive 2", "fixed 2", "linear", "learned"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rows_that_see_nothing_are_zero(name: str, dtype: torch.dtype) -> None:
-    q, k, v = tensors(20, dtype, batch=2, queries=2)
+    q, k, v = tensors(20, dtype, batch=2, queries=1 if name in LINEAR else 2)
     k[0], v[0] = torch.nan, torch.nan
-    offset = torch.tensor([-7, 19])
-    found = decode(q, k, v, RULES[name], is_causal=True, query_offset=offset, scale=1.0)
+    how = {"is_causal": True, "query_offset": torch.tensor([-7, 19]), "scale": 1.0}
+    params = {"probe": q.float()} if name == "learned" else None
+    if name in LINEAR:
+        found = regard.attention(q, k, v, LINEAR[name], impl="triton", enable_gqa=True, params=params, **how)
+    else:
+        found = decode(q, k, v, RULES[name], **how)
     assert torch.equal(found[0], torch.zeros_like(found[0]))
     assert found[1].abs().amin() > 0
 
@@ -138,16 +143,14 @@ def test_the_first_of_keys_that_tie() -> None:
     assert torch.equal(found, v[:, :, [7]])
 
 
-def test_numbers_of_rows() -> None:
+@pytest.mark.parametrize(("name", "label"), [("anchored 2", "margin"), ("fixed 2", "bias")])
+def test_numbers_of_rows(name: str, label: str) -> None:
     """Scales, margins and biases that differ from row to row."""
     q, k, v = tensors(30)
     g = torch.Generator().manual_seed(4)
     scale, number = torch.rand(1, 2, 1, generator=g) + 0.5, torch.rand(1, 2, 1, generator=g) + 0.2
-    for name, label in (("anchored 2", "margin"), ("fixed 2", "bias")):
-        found = decode(q, k, v, RULES[name], scale=scale, params={label: number})
-        wide = (x.double() for x in (q, k, v))
-        expected = attend(*wide, seen_by(q, k), RULES[name], scale.double(), number.double())
-        near([found], [expected], 2e-5, name)
+    found = decode(q, k, v, RULES[name], scale=scale, params={label: number})
+    near([found], [attend(*wide(q, k, v), seen_by(q, k), RULES[name], *wide(scale, number))], 2e-5, name)
 
 
 @pytest.mark.parametrize("power", [1, 2, 3])
@@ -158,44 +161,36 @@ def test_flat_rows_of_many_keys_are_shared_out_equally(power: int) -> None:
     assert ratio(found, v.double().mean(2, keepdim=True)) < 1e-5
 
 
-def test_scores_far_from_zero_lose_nothing() -> None:
+@pytest.mark.parametrize("name", ["adaptive 2", "anchored 1"])
+def test_scores_far_from_zero_lose_nothing(name: str) -> None:
     """Every score is raised by 4096 exactly, and the steps between float32 numbers are then 2^-11."""
     q, k, v = tensors(60, heads=1, dim=2)
     q[...] = torch.tensor([1.0, 4096.0])
     k[..., 0], k[..., 1] = (k[..., 0] * 64).round() / 64, 1.0
-    for name in ("adaptive 2", "anchored 1"):
-        expected = attend(*(x.double() for x in (q, k, v)), seen_by(q, k), RULES[name], 1.0)
-        assert ratio(decode(q, k, v, RULES[name], scale=1.0), expected) < 1e-5
-
-
-def test_strides_of_a_cache_laid_out_by_tokens() -> None:
-    q, k, v = tensors(40, torch.bfloat16, heads=4, kv_heads=2)
-    moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    assert not moved[1].is_contiguous()
-    same = [decode(*x, "biweight") for x in ((q, k, v), moved)]
-    assert torch.equal(*same)
+    expected = attend(*wide(q, k, v), seen_by(q, k), RULES[name], 1.0)
+    assert ratio(decode(q, k, v, RULES[name], scale=1.0), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["softmax", "adaptive 2", "linear"])
 def test_keys_of_a_tile_may_lie_more_than_2_31_numbers_apart(name: str) -> None:
     """As those of a very wide cache laid out by tokens do. Of the memory only the pages that are met are there."""
-    q, k, v = tensors(35, torch.bfloat16)
+    q, k, v = tensors(35, torch.bfloat16, heads=4, kv=2)
     step = 2**26 + 16
     room = torch.from_numpy(np.empty(35 * step, np.int16)).view(torch.bfloat16)
-    far = [room.as_strided((1, 1, 35, x.shape[-1]), (1, 1, step, 1), at).copy_(x) for x, at in ((k, 0), (v, 8))]
-    wide, seen = [x.double() for x in (q, k, v)], seen_by(q, k)
+    far = [room.as_strided((1, 2, 35, x.shape[-1]), (1, 13, step, 1), at).copy_(x) for x, at in ((k, 0), (v, 8))]
+    seen = seen_by(q, k)
     with forced(keys=64):
         if name == "linear":
-            near([linear_decode(q, *far)], [local_linear(*wide, seen, 0.1, 1.0)], LOOSE[torch.bfloat16])
+            near([decode_linear(q, *far)], [local_linear(*wide(q, k, v), seen, 0.1, 1.0)], LOOSE[torch.bfloat16])
         else:
             found = decode(q, *far, RULES[name], scale=1.0)
-            near([found], [attend(*wide, seen, RULES[name], 1.0)], TOLERANCE[torch.bfloat16])
+            near([found], [attend(*wide(q, k, v), seen, RULES[name], 1.0)], TOLERANCE[torch.bfloat16])
 
 
-def linear_decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def decode_linear(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, ridge: float = 0.1, **how: Any) -> Tensor:
     """Local linear attention with the tensors as they lie."""
     visible = Visibility(queries=1, keys=k.shape[2], causal=True, offset=k.shape[2] - 1)
-    return local_linear_decode.decode(q, k, v, 1.0, 0.1, None, visible)
+    return local_linear_decode.decode(q, k, v, scale, ridge, None, visible, **how)
 
 
 def test_no_token_changes_an_earlier_row() -> None:
@@ -213,51 +208,46 @@ def test_no_token_changes_an_earlier_row() -> None:
 # Local linear attention -----------------------------------------------------------------------------------------
 
 
-def linear(q: Tensor, k: Tensor, v: Tensor, spec: str, **options: Any) -> Tensor:
-    found: Tensor = regard.attention(q, k, v, spec, impl="triton", enable_gqa=True, **options)
+def check_linear(
+    q: Tensor, k: Tensor, v: Tensor, ridge: float | Tensor = 0.1, scale: float | None = None, solver: str = "auto",
+    **options: Any,
+) -> None:  # fmt: skip
+    """Local linear attention, its ridge given as a parameter, against the dense fit."""
+    exact = ridge.double() if isinstance(ridge, Tensor) else ridge
+    how = {"params": {"ridge": ridge}, "impl": "triton", "enable_gqa": True, "scale": scale, **options}
+    found = regard.attention(q, k, v, f"gaussian*fixed*linear(ridge=0.1,solver={solver})", **how)
     assert found.dtype == q.dtype
-    return found
+    near([found], [local_linear(*wide(q, k, v), seen_by(q, k, **options), exact, scale)], LOOSE[q.dtype])
 
 
-@pytest.mark.parametrize("keys", [1, 2, 17, SLOW_100, 257])
+@pytest.mark.parametrize("keys", LENGTHS)
 def test_local_linear_lengths(keys: int) -> None:
-    q, k, v = tensors(keys)
-    found = linear(q, k, v, "local-linear")
-    near([found], [local_linear(*(x.double() for x in (q, k, v)), seen_by(q, k), 0.1)], LOOSE[torch.float32])
+    check_linear(*tensors(keys))
 
 
 @pytest.mark.parametrize(("how", "limit"), [(2, 0), (3, 1)])
 def test_local_linear_by_elimination(how: int, limit: int) -> None:
     """From the start, or after a step of conjugate gradients that did not get there."""
     q, k, v = tensors(40)
-    visible = Visibility(queries=1, keys=40, causal=True, offset=39)
-    found = local_linear_decode.decode(q, k, v, 0.5, 0.01, None, visible, how=how, limit=limit)
-    expected = local_linear(*(x.double() for x in (q, k, v)), seen_by(q, k), 0.01, 0.5)
-    near([found], [expected], LOOSE[torch.float32])
+    found = decode_linear(q, k, v, 0.5, 0.01, how=how, limit=limit)
+    near([found], [local_linear(*wide(q, k, v), seen_by(q, k), 0.01, 0.5)], LOOSE[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", LOOSE)
 def test_local_linear_far_keys_window_mask_and_ridges(dtype: torch.dtype) -> None:
     """Keys twelve standard deviations from 0, whose mean must cost nothing; a ridge for every coordinate."""
     q, k, v = tensors(100, dtype, batch=2)
-    q, k = q + 12, k + 12
     g = torch.Generator().manual_seed(3)
-    mask = torch.rand(2, 1, 1, 100, generator=g) < 0.7
-    ridge = torch.rand(2, 2, 1, 8, generator=g) + 0.05
-    options = {"is_causal": True, "window": 70, "attn_mask": mask, "query_offset": torch.tensor([99, 60])}
-    found = linear(q, k, v, "gaussian*fixed*linear(ridge=0.1,solver=cg)", params={"ridge": ridge}, scale=0.3, **options)
-    wide = (x.double() for x in (q, k, v))
-    expected = local_linear(*wide, seen_by(q, k, **options), ridge.double(), 0.3)
-    near([found], [expected], LOOSE[dtype])
+    options = {"is_causal": True, "window": 70, "query_offset": torch.tensor([99, 60])}
+    options["attn_mask"] = torch.rand(2, 1, 1, 100, generator=g) < 0.7
+    check_linear(q + 12, k + 12, v, torch.rand(2, 2, 1, 8, generator=g) + 0.05, 0.3, "cg", **options)
 
 
 def test_local_linear_a_wide_coordinate_and_a_small_ridge() -> None:
     q, k, v = tensors(60, heads=1)
     k[..., 0] *= 30
     q[..., 0] *= 30
-    found = linear(q, k, v, "gaussian*fixed*linear(ridge=1e-3)", scale=1e-3)
-    expected = local_linear(*(x.double() for x in (q, k, v)), seen_by(q, k), 1e-3, 1e-3)
-    near([found], [expected], LOOSE[torch.float32])
+    check_linear(q, k, v, 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize("dtype", LOOSE)
@@ -267,17 +257,7 @@ def test_parallax(dtype: torch.dtype, keys: int) -> None:
     k = k + 12
     probe = torch.randn(2, 2, 1, 8, generator=torch.Generator().manual_seed(5))
     options = {"is_causal": True, "query_offset": torch.tensor([keys - 1, keys // 2])}
-    found = linear(q, k, v, "gaussian*fixed*linear(solver=learned)", params={"probe": probe}, scale=0.3, **options)
-    wide = (x.double() for x in (q, k, v))
-    expected = with_probe(*wide, seen_by(q, k, **options), probe.double(), 0.3)
-    near([found], [expected], LOOSE[dtype])
-
-
-@pytest.mark.parametrize("spec", ["local-linear", "gaussian*fixed*linear(solver=learned)"])
-def test_local_linear_rows_that_see_nothing_are_zero(spec: str) -> None:
-    q, k, v = tensors(20, torch.bfloat16, batch=2)
-    k[0], v[0] = torch.nan, torch.nan
-    params = {"probe": q.float()} if "learned" in spec else None
-    found = linear(q, k, v, spec, is_causal=True, query_offset=torch.tensor([-7, 19]), params=params)
-    assert torch.equal(found[0], torch.zeros_like(found[0]))
-    assert found[1].abs().amin() > 0
+    how = {"params": {"probe": probe}, "scale": 0.3, "impl": "triton", "enable_gqa": True}
+    found = regard.attention(q, k, v, LINEAR["learned"], **how, **options)
+    assert found.dtype == dtype
+    near([found], [with_probe(*wide(q, k, v), seen_by(q, k, **options), probe.double(), 0.3)], LOOSE[dtype])
