@@ -1,34 +1,13 @@
 """The sparse store of memories' values: every number against dense float64 torch that is written here."""
 
-from typing import Any
-
 import pytest
 import torch
 from dense_fast_weights import numbers as drawn
 from operators import Allocations
+from store_programs import agree, dense_read, dense_write, picks
 from torch import Tensor
 
 from regard.memory.stores.overlay import OverlayValues
-
-
-def picks(memories: int, tokens: int, selected: int, slots: int, seed: int) -> Tensor:
-    """Slots of tokens: those of one token differ, those of several meet."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(memories, tokens, slots, generator=generator).argsort(-1)
-    return order[..., :selected].contiguous()
-
-
-def dense_read(table: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-    """Sums over one-hot selections of tables [M, N, D]."""
-    hot = torch.nn.functional.one_hot(slots, table.shape[1]).to(table.dtype)
-    return torch.einsum("mpk,mpkn,mnd->mpd", weights, hot, table)
-
-
-def dense_write(table: Tensor, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> Tensor:
-    hot = torch.nn.functional.one_hot(slots, table.shape[1]).to(table.dtype)
-    number = torch.einsum("mpkn,mp->mn", hot, counted.to(table.dtype)).clamp(min=1)
-    moved = torch.einsum("mpkn,mpk,mpd->mnd", hot, shares, errors)
-    return table - moved / number[..., None]
 
 
 class Chunks:
@@ -69,10 +48,6 @@ class Chunks:
             reads.append(store.read(self.weights[c], slots))
             store = store.write(slots, self.share(c), reads[-1] - self.values[c], self.counted[c])
         return torch.stack(reads), store
-
-
-def agree(given: Any, wanted: Any, atol: float = 1e-11) -> None:
-    torch.testing.assert_close(given, wanted, atol=atol, rtol=0)
 
 
 def test_gradients_do_not_depend_on_earlier_or_partial_backward_passes() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from dense_fast_weights import numbers as drawn
 from mistakes import refuses
-from test_overlay import Chunks, agree, dense_read, dense_write, picks
+from store_programs import agree, dense_read, dense_write, picks
+from test_overlay import Chunks
 
 from regard.checks import ArgumentError
 from regard.memory.fast_weights import WriteRule, fast_weight_memory
