@@ -202,8 +202,14 @@ def of_scores(z: Tensor, rule: str, kernel: str = "polynomial", **numbers: Any) 
     return weights(s, z, z > -torch.inf, s.bias)
 
 
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {}
+"""K(a) of kernels that tests register."""
+
+
 def _kernel(s: Choices, a: Tensor, params: Mapping[str, Number]) -> Tensor:
     """K(a)."""
+    if s.kernel in OTHERS:
+        return OTHERS[s.kernel](a)
     if s.kernel == "gaussian":
         return a.exp()
     if s.kernel == "uniform":

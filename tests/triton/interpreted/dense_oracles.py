@@ -14,8 +14,6 @@ from torch import Tensor
 
 import regard
 
-__all__ = ["RULES", "attend", "choices", "local_linear", "near", "ratio", "scores", "seen_pairs", "with_probe"]
-
 RULES = {
     "softmax": "softmax",
     "adaptive 1": "sparsemax",
@@ -36,6 +34,11 @@ NUMBERS = {"anchored": "margin", "fixed": "bias"}
 @cache
 def choices(text: str) -> Choices:
     return oracle.read(regard.Spec.parse(text))
+
+
+def seen_by(q: Tensor, k: Tensor, **call: Any) -> Tensor:
+    """Return which pairs a call with these tensors and arguments sees."""
+    return seen_pairs(*q.shape[:3], k.shape[2], **call)
 
 
 def scores(q: Tensor, k: Tensor, scale: float | Tensor | None = None) -> Tensor:

@@ -1,10 +1,11 @@
-"""A compact kernel with a device function of its own, as somebody else would write it."""
+"""A compact kernel with a device function of its own, as somebody else would write it, and its formula for oracles."""
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from contracts import oracle
 from torch import Tensor
 
 from regard.grammar.kernels.base import RankedKernel, kernels
@@ -47,3 +48,11 @@ class Bump(RankedKernel):
 
     def slope(self, a: Tensor, params: Any) -> Tensor:
         return a.clamp(0, math.pi).sin()
+
+
+oracle.OTHERS["test-bump"] = lambda a: 1 - a.clamp(0, math.pi).cos()
+OWN = {
+    "own anchored": "test-bump*anchored(margin=2)",
+    **{f"own fixed, {empty}": f"test-bump*fixed(bias=0.5,empty={empty})" for empty in ("uniform", "zero", "nearest")},
+}
+"""Short name to spec."""

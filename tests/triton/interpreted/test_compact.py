@@ -22,7 +22,9 @@ from attention_calls import (
     weight_of,
     wide,
 )
-from dense_oracles import NUMBERS, RULES, attend, choices, near, seen_pairs
+from contracts import oracle
+from dense_oracles import NUMBERS, RULES, attend, choices, near, seen_by, seen_pairs
+from own_kernel import OWN
 from torch import Tensor
 
 import regard
@@ -32,24 +34,26 @@ from regard.triton.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
-ORDERS = [(rule, call) for rule in RULES for call in CALLS]
+EVERY = {**RULES, **OWN}
+ORDERS = [(rule, call) for rule in EVERY for call in CALLS]
 QUICK = [ORDERS[call + len(CALLS) * (3 * call % len(RULES))] for call in range(len(CALLS))]
 """Every call, each with another rule."""
+QUICK += [(rule, call) for rule in OWN for call in ("strict window", "mask of heads")]
 WIDE = [(rule, *w) for rule in RULES for w in (WIDTHS if rule in ("softmax", "adaptive 2") else WIDTHS[::3])]
-LENGTHS = [(rule, length) for rule in RULES for length in (1, 5, 63, 100, 129)]
+LENGTHS = [(rule, length) for rule in EVERY for length in (1, 5, 63, 100, 129)]
 TEXTS = ("biweight*adaptive*cosine", "epanechnikov*anchored*euclidean", "rbf")
 WAYS: dict[str, dict[str, Any]] = {
     "all": {},
     "window": {"window": 30, "is_causal": True},
     "offsets": {"query_offset": torch.tensor([50, -1]), "is_causal": True},
 }
-ONE = [(rule, way) for rule in RULES for way in WAYS]
+ONE = [(rule, way) for rule in EVERY for way in WAYS]
 
 
-def checked(leaves: list[Tensor], rule: str, seen: Tensor, most: tuple[float, float], **call: Any) -> None:
+def checked(leaves: list[Tensor], rule: str, most: tuple[float, float], **call: Any) -> None:
     """Compare output and gradients with the dense form of the same numbers."""
     out, exact = triton(leaves, rule, **call), wide(leaves)
-    compared(out, attend(*exact, seen, rule), leaves, exact, most, (rule, call.keys()))
+    compared(out, attend(*exact, seen_by(*exact[:2], **call), rule), leaves, exact, most, (rule, call.keys()))
 
 
 @pytest.mark.slow
@@ -60,22 +64,19 @@ def test_marks_that_take_several_turns_to_read(
     """As beyond 16,384 keys, where the blocks of a row are more than are read at once."""
     monkeypatch.setattr(search, "CHUNK", tl.constexpr(4))
     monkeypatch.setattr(lists, "CHUNK", 4)
-    how = {"is_causal": True}
-    checked(draw(160, 160), RULES[rule], seen_pairs(BATCH, HEADS, 160, 160, **how), (2e-6, 2e-5), **how)
+    checked(draw(160, 160), RULES[rule], (2e-6, 2e-5), is_causal=True)
 
 
 @pytest.mark.parametrize(("rule", "call"), pairs(ORDERS, QUICK))
 def test_every_rule_in_every_order(rule: str, call: str, small: None, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
-    seen = seen_pairs(BATCH, HEADS, queries, keys, **how)
-    checked(draw(queries, keys, 5, 3), RULES[rule], seen, (2e-6, 2e-5), **how)
+    checked(draw(queries, keys, 5, 3), EVERY[rule], (2e-6, 2e-5), **how)
 
 
 @pytest.mark.parametrize(("rule", "call"), pairs(ORDERS[::4], ORDERS[4::60]))
 def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, small: None, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
-    seen = seen_pairs(BATCH, HEADS, queries, keys, **how)
-    checked(draw(queries, keys, 24, 20, dtype=torch.bfloat16), RULES[rule], seen, (6e-3, 1.5e-2), **how)
+    checked(draw(queries, keys, 24, 20, dtype=torch.bfloat16), EVERY[rule], (6e-3, 1.5e-2), **how)
 
 
 @pytest.mark.parametrize(("rule", "dim", "value_dim"), pairs(WIDE, [("adaptive 2", 100, 3)]))
@@ -84,14 +85,12 @@ def test_every_width(rule: str, dim: int, value_dim: int, poisoned: None) -> Non
     cancel = 4 if dim == 1 else 1
     for dtype, (out, grad) in ((torch.bfloat16, (6e-3, 1.5e-2)), (torch.float32, (4e-6, 4e-5))):
         leaves = draw(20, 33, dim, value_dim, batch=1, dtype=dtype, seed=dim)
-        most = (out, cancel * grad)
-        checked(leaves, RULES[rule], seen_pairs(1, HEADS, 20, 33, is_causal=True), most, is_causal=True)
+        checked(leaves, RULES[rule], (out, cancel * grad), is_causal=True)
 
 
-@pytest.mark.parametrize(("rule", "length"), pairs(LENGTHS, [("anchored 1", 129)]))
+@pytest.mark.parametrize(("rule", "length"), pairs(LENGTHS, [("anchored 1", 129), ("own anchored", 63)]))
 def test_every_length_with_the_tiles_that_are_shipped(rule: str, length: int, poisoned: None) -> None:
-    leaves = draw(length, length, 16, batch=1)
-    checked(leaves, RULES[rule], seen_pairs(1, HEADS, length, length, is_causal=True), (3e-6, 3e-5), is_causal=True)
+    checked(draw(length, length, 16, batch=1), EVERY[rule], (3e-6, 3e-5), is_causal=True)
 
 
 @pytest.mark.parametrize("text", ["polynomial(r=4)", "polynomial(r=4)*anchored(margin=2)"])
@@ -99,27 +98,29 @@ def test_another_power_is_one_number(text: str, monkeypatch: pytest.MonkeyPatch,
     """Also in decoding: the kernels depend on the power by `power`, `lower_power` and `root` alone."""
     monkeypatch.setattr(rules, "POWERS", (*rules.POWERS, 4.0))
     leaves = draw(21, 21, 5, 3)
-    checked(leaves, text, seen_pairs(BATCH, HEADS, 21, 21, is_causal=True), (2e-5, 1e-4), is_causal=True)
+    checked(leaves, text, (2e-5, 1e-4), is_causal=True)
     one = [leaves[0].detach()[:, :, -1:], *(x.detach() for x in leaves[1:])]
-    expected = attend(*(x.double() for x in one), seen_pairs(BATCH, HEADS, 1, 21), text)
-    near([triton(one, text)], [expected], 1e-4)
+    near([triton(one, text)], [attend(*(x.double() for x in one), seen_by(*one[:2]), text)], 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", some([(4, 4), (4, 2), (6, 1), (8, 1)], [(4, 2)]))
 def test_heads_share_keys(heads: tuple[int, int], small: None) -> None:
     leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
-    checked(leaves, RULES["anchored 2"], seen_pairs(1, heads[0], 19, 19, window=7), (2e-6, 2e-5), window=7)
+    checked(leaves, RULES["anchored 2"], (2e-6, 2e-5), window=7)
 
 
-@pytest.mark.parametrize("name", some(RULES, ["anchored 1"]))
+@pytest.mark.parametrize("name", some(EVERY, ["anchored 1", *list(OWN)[:2]]))
 def test_numbers_of_rows(name: str, small: None, poisoned: None) -> None:
     """Scales, margins and biases as tensors, with their gradients."""
-    rule = RULES[name]
+    rule = EVERY[name]
     leaves, make = draw(), torch.Generator().manual_seed(3)
     scale = (torch.rand(BATCH, HEADS, T, generator=make) + 0.2).requires_grad_()
-    number = (torch.rand(BATCH, HEADS, T, generator=make) + 0.3).requires_grad_()
+    number = torch.rand(BATCH, HEADS, T, generator=make) + 0.3
     named = None if name == "softmax" else NUMBERS.get(choices(rule).rule)
+    if named == "bias":
+        number[..., ::2] = 0  # where the factor of scores cancels for powers, and for no other function
+    number.requires_grad_()
     numbers = [scale] if named is None else [scale, number]
     exact = wide([*leaves, *numbers])
     seen = seen_pairs(BATCH, HEADS, T, T, is_causal=True)
@@ -153,11 +154,7 @@ def test_one_number_for_all_rows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", some(TEXTS, TEXTS[:1]))
 def test_similarities(text: str) -> None:
-    leaves = draw(23, 23, 6, batch=1)
-    out = triton(leaves, text, is_causal=True)
-    exact = wide(leaves)
-    expected = attend(*exact, seen_pairs(1, HEADS, 23, 23, is_causal=True), text)
-    compared(out, expected, leaves, exact, (1e-5, 1e-4), text)
+    checked(draw(23, 23, 6, batch=1), text, (1e-5, 1e-4), is_causal=True)
 
 
 @pytest.mark.slow
@@ -190,14 +187,16 @@ def test_hard_scores(rule: str, small: None) -> None:
     assert all(bool(x.isfinite().all()) for x in found)
 
 
-@pytest.mark.parametrize("rule", some(["anchored 1", "anchored 2", "anchored 3"], ["anchored 1", "anchored 2"]))
+@pytest.mark.parametrize(
+    "rule", some([x for x in EVERY if "anchored" in x], ["anchored 1", "anchored 2", "own anchored"])
+)
 def test_keys_that_tie_for_the_maximum_share_its_gradient(rule: str, small: None) -> None:
     """One row has two such keys, another three, which lie in different blocks."""
     q, k, v = (x.detach() for x in draw(37, 37, 8, batch=1))
     k[:, :, 3] = k[:, :, 9] = k[:, :, 17] = 3 * q[:, :1, 4] / q[:, :1, 4].norm()
     k[:, :, 2] = k[:, :, 30] = 3 * q[:, 1:, 6] / q[:, 1:, 6].norm()
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    checked(leaves, RULES[rule], seen_pairs(1, HEADS, 37, 37), (3e-6, 3e-5))
+    checked(leaves, EVERY[rule], (3e-6, 3e-5))
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-5])
@@ -220,19 +219,19 @@ def test_the_backward_pass_visits_marked_blocks_only(monkeypatch: pytest.MonkeyP
     assert not any(bool(g.any()) for g in grads)
 
 
-@pytest.mark.parametrize(("rule", "way"), pairs(ONE, [("adaptive 2", "offsets")]))
+@pytest.mark.parametrize(("rule", "way"), pairs(ONE, [("adaptive 2", "offsets"), *((rule, "all") for rule in OWN)]))
 def test_one_query(rule: str, way: str, poisoned: None) -> None:
     """Of which no gradient is asked, and of which one is."""
     how = WAYS[way]
     for dtype, most in ((torch.float32, 4e-6), (torch.bfloat16, 6e-3)):
         leaves = draw(1, 70, 16, 24, heads=4, kv=2, dtype=dtype)
         mask = torch.rand(BATCH, 1, 1, 70, generator=torch.Generator().manual_seed(1)) > 0.2
-        seen = seen_pairs(BATCH, 4, 1, 70, attn_mask=mask, **how)
-        expected = attend(*(x.detach().double() for x in leaves), seen, RULES[rule])
+        seen = seen_by(*leaves[:2], attn_mask=mask, **how)
+        expected = attend(*(x.detach().double() for x in leaves), seen, EVERY[rule])
         with torch.no_grad(), tiles.forced(rows=16, keys=32):
-            near([triton(leaves, RULES[rule], attn_mask=mask, **how)], [expected], most, dtype)
+            near([triton(leaves, EVERY[rule], attn_mask=mask, **how)], [expected], most, dtype)
         if dtype == torch.float32:
-            checked(leaves, RULES[rule], seen, (most, 3e-5), attn_mask=mask, **how)
+            checked(leaves, EVERY[rule], (most, 3e-5), attn_mask=mask, **how)
 
 
 # Thresholds and marks -------------------------------------------------------------------------------------------
@@ -258,14 +257,9 @@ def kept(q: Tensor, k: Tensor, v: Tensor, spec: str, sizes: Any = None, **call: 
 
 
 def entmax(z: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """Return weights [z / r - tau]_+^r of sum one and r max(z / r - tau), by bisection."""
-    top = z.amax(-1, keepdim=True)
-    low, high = torch.zeros_like(top), torch.ones_like(top)
-    for _ in range(80):
-        peak = (low + high) / 2
-        total = (peak - (top - z) / r).clamp(min=0).pow(r).sum(-1, keepdim=True)
-        low, high = torch.where(total < 1, peak, low), torch.where(total < 1, high, peak)
-    return (high - (top - z) / r).clamp(min=0) ** r, r * high
+    """Return weights [z / r - tau]_+^r of sum one and r max(z / r - tau)."""
+    p = oracle.of_scores(z, "adaptive", r=float(r))
+    return p, r * p.amax(-1, keepdim=True) ** (1 / r)
 
 
 def one_row(z: Tensor, r: int, sizes: Any = None) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attention_calls import draw
-from dense_oracles import RULES, attend, local_linear, near, ratio, scores, seen_pairs, with_probe
+from dense_oracles import RULES, attend, local_linear, near, ratio, scores, seen_by, with_probe
 from torch import Tensor
 
 import regard
@@ -37,10 +37,6 @@ def tensors(
 
 def wide(*tensors: Tensor) -> list[Tensor]:
     return [x.double() for x in tensors]
-
-
-def seen_by(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    return seen_pairs(q.shape[0], q.shape[1], q.shape[2], k.shape[2], **options)
 
 
 def decode(

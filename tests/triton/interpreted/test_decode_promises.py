@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import draw
 from dense_oracles import RULES, attend, local_linear, near, seen_pairs, with_probe
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -32,13 +33,9 @@ LARGEST = 2.0**56
 """Of the numbers that count as finite."""
 
 
-def tensors(
-    keys: int, dtype: torch.dtype, batch: int = 1, heads: int = 4, kv_heads: int = 2, dim: int = 8, value_dim: int = 5
-) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(0)
-    sizes = ((batch, heads, 1, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, value_dim))
-    q, k, v = (torch.randn(size, generator=g).to(dtype) for size in sizes)
-    return q, k, v
+def tensors(keys: int, dtype: torch.dtype, dim: int = 8, value_dim: int = 5, **more: int) -> list[Tensor]:
+    sizes = {"batch": 1, "heads": 4, "kv": 2, **more}
+    return draw(1, keys, dim, value_dim, dtype=dtype, grad=False, spread=1.0, **sizes)
 
 
 def call(name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -96,7 +93,7 @@ def test_rows_that_see_what_is_not_finite(name: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("name", ["softmax", "adaptive 2", pytest.param("linear", marks=pytest.mark.slow), "learned"])
 def test_rows_of_a_tile_that_see_the_same_keys(name: str) -> None:
     """Shared out among programs, of which one meets what is not finite."""
-    q, k, v = tensors(130, torch.bfloat16, batch=3, heads=3, kv_heads=1)
+    q, k, v = tensors(130, torch.bfloat16, batch=3, heads=3, kv=1)
     mask = torch.ones(3, 1, 1, 130, dtype=torch.bool)
     mask[..., 70] = False
     k[:, :, 70], v[:, :, 70] = torch.nan, torch.inf
@@ -107,7 +104,7 @@ def test_rows_of_a_tile_that_see_the_same_keys(name: str) -> None:
 @pytest.mark.parametrize("dtype", QUICK)
 @pytest.mark.parametrize("name", ["softmax", "adaptive 2", "linear"])
 def test_the_largest_number_that_counts_as_finite(name: str, dtype: torch.dtype) -> None:
-    q, k, v = tensors(20, dtype, kv_heads=4)
+    q, k, v = tensors(20, dtype, kv=4)
     v[:, :, 7] = LARGEST
     v[0, 0, 7, 3], v[0, 1, 7, 0] = LARGEST * (1 + torch.finfo(dtype).eps), -LARGEST * (1 + torch.finfo(dtype).eps)
     assert check(name, q, k, v).tolist() == [[True, True, False, False]]
@@ -159,7 +156,7 @@ def traffic(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[str]]
 def test_the_cache_is_not_copied(name: str, dtype: torch.dtype) -> None:
     """Nor read more often than the numbers are needed: by compact rules, values once to look at them and those with
     weight again."""
-    q, k, v = tensors(4096, dtype, heads=2, kv_heads=2, dim=64, value_dim=64)
+    q, k, v = tensors(4096, dtype, heads=2, kv=2, dim=64, value_dim=64)
     with forced(keys=64):
         largest, given = traffic(name, q, k, v)
         assert 0 < largest < k.nbytes / 4

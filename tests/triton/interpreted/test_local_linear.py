@@ -9,7 +9,7 @@ import torch
 from attention_calls import BATCH, CALLS, HEADS, WIDTHS, T, compared, some, weight_of, wide
 from attention_calls import draw as draw_any
 from attention_calls import triton as call_any
-from dense_oracles import attend, local_linear, near, ratio, scores, seen_pairs, with_probe
+from dense_oracles import attend, local_linear, near, ratio, scores, seen_by, seen_pairs, with_probe
 from regression import FLOOR, family, fit, softmax, systems
 from torch import Tensor
 
@@ -38,10 +38,11 @@ def batch_of(how: dict[str, Any]) -> int:
     return BATCH if any(isinstance(x, Tensor) for x in how.values()) else 1
 
 
-def checked(leaves: list[Tensor], seen: Tensor, most: tuple[float, float], ridge: float = 0.1, **call: Any) -> None:
+def checked(leaves: list[Tensor], most: tuple[float, float], ridge: float = 0.1, **call: Any) -> None:
     """Compare output and gradients with the dense form of the same numbers."""
     out, exact = triton(leaves, ridge=ridge, **call), wide(leaves)
-    compared(out, local_linear(*exact, seen, ridge), leaves, exact, most, (ridge, call.keys()))
+    expected = local_linear(*exact, seen_by(*exact[:2], **call), ridge)
+    compared(out, expected, leaves, exact, most, (ridge, call.keys()))
 
 
 def told_of(told: Any, leaves: list[Tensor], seen: Tensor, ridge: float, most: float) -> None:
@@ -75,9 +76,7 @@ def steps_of(leaves: list[Tensor], seen: Tensor, ridge: float, count: int) -> tu
 @pytest.mark.parametrize("call", some(CALLS, QUICK))
 def test_every_order(call: str, small: None, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
-    batch = batch_of(how)
-    leaves, seen = draw(queries, keys, 5, 3, batch=batch), seen_pairs(batch, HEADS, queries, keys, **how)
-    checked(leaves, seen, (1e-5, 1e-4), **how)
+    checked(draw(queries, keys, 5, 3, batch=batch_of(how)), (1e-5, 1e-4), **how)
 
 
 @pytest.mark.slow
@@ -97,16 +96,13 @@ def test_every_order_of_wide_heads(call: str, small: None, poisoned: None) -> No
 )
 def test_every_order_in_bfloat16(call: str, small: None, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
-    batch = batch_of(how)
-    leaves = draw(queries, keys, 4, 6, batch=batch, dtype=torch.bfloat16)
-    checked(leaves, seen_pairs(batch, HEADS, queries, keys, **how), (4e-3, 6e-3), **how)
+    checked(draw(queries, keys, 4, 6, batch=batch_of(how), dtype=torch.bfloat16), (4e-3, 6e-3), **how)
 
 
 @pytest.mark.slow
 def test_gradients_of_a_close_fit_in_bfloat16(poisoned: None) -> None:
     """With fewer keys than coordinates little is left of gamma: of it dk is made, beside which u is large."""
-    leaves = draw(12, 16, 40, 3, batch=1, dtype=torch.bfloat16)
-    checked(leaves, seen_pairs(1, HEADS, 12, 16), (4e-3, 4e-3), 0.2)
+    checked(draw(12, 16, 40, 3, batch=1, dtype=torch.bfloat16), (4e-3, 4e-3), 0.2)
 
 
 @pytest.mark.slow
@@ -119,35 +115,31 @@ def test_every_width(dim: int, value_dim: int, dtype: torch.dtype, poisoned: Non
     out, gradients = MOST[dtype]
     if dim > 128:  # the covariance form in float32 is off by 1.2e-5 here, computed with torch too
         out = max(out, 2e-5)
-    checked(leaves, seen_pairs(1, HEADS, 20, 33, is_causal=True), (out, gradients), 0.2, is_causal=True)
+    checked(leaves, (out, gradients), 0.2, is_causal=True)
 
 
 @pytest.mark.parametrize("length", some((1, 5, 63, 100, 129), (1, 5)))
 def test_every_length_with_the_tiles_that_are_shipped(length: int, poisoned: None) -> None:
-    leaves = draw(length, length, 16, batch=1)
-    checked(leaves, seen_pairs(1, HEADS, length, length, is_causal=True), (1e-5, 3e-4), is_causal=True)
+    checked(draw(length, length, 16, batch=1), (1e-5, 3e-4), is_causal=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [3, 20, 90])
 def test_windows_with_the_tiles_that_are_shipped(window: int, poisoned: None) -> None:
-    how = {"is_causal": True, "window": window}
-    checked(draw(100, 100, 8, batch=1), seen_pairs(1, HEADS, 100, 100, **how), (1e-5, 1e-4), **how)
+    checked(draw(100, 100, 8, batch=1), (1e-5, 1e-4), is_causal=True, window=window)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 def test_heads_share_keys(heads: tuple[int, int], small: None) -> None:
-    leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
-    checked(leaves, seen_pairs(1, heads[0], 19, 19), (1e-5, 1e-4))
+    checked(draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1]), (1e-5, 1e-4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ridge", [1.0, 0.01, 1e-3])
 def test_ridges(ridge: float, small: None) -> None:
     """More keys than coordinates, so that a small ridge leaves a regular system."""
-    leaves, how = draw(21, 60, 6, batch=1), {"is_causal": True}
-    checked(leaves, seen_pairs(1, HEADS, 21, 60, **how), (1e-5, 2e-4), ridge, **how)
+    checked(draw(21, 60, 6, batch=1), (1e-5, 2e-4), ridge, is_causal=True)
 
 
 @pytest.mark.slow
