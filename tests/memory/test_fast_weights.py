@@ -236,17 +236,3 @@ def test_bfloat16_storage_rounds_what_is_written(impl: str) -> None:
     assert read.dtype == state.keys.dtype == torch.float32
     error = float((read - exact).norm() / exact.norm())
     assert 1e-5 < error < 0.02
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("n", "rows", "heads"), [(4, 1, 1), (4, 2, 2), (8, 2, 2), (32, 1, 1)])
-def test_gradients_through_three_writes(n: int, rows: int, heads: int, impl: str) -> None:
-    """Of reads and of the memory that is left, by query, value, gate, first keys and first values."""
-    given = leaves(n, tokens=10, rows=rows, heads=heads)
-
-    def out(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        read, state = read_of(list(inputs), impl=impl)
-        after = flush(state, rule=regard.WriteRule(address_weight=0.3))
-        return read, after.keys, after.values.dense()
-
-    assert gradcheck(out, given, fast_mode=n > 4 or rows > 1)
