@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from contracts import oracle
 from torch import Tensor
 
 
@@ -52,15 +53,10 @@ def mesa(
 
 def parallax(q: Tensor, r: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """Softmax means plus the covariance of k and v under the same weights, applied to -r; H heads of keys serve all."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).transpose(1, 2) for x in (k, v))
-    q, r = q.transpose(1, 2), r.transpose(1, 2)
-    at = torch.arange(q.shape[2])
-    gap = at[:, None] - at
-    seen = (gap >= 0) & (gap < (len(at) if window is None else window))
-    p = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-    mean_v, mean_k = p @ v, p @ k
-    cross = torch.einsum("bhij,bhjk,bhjv->bhikv", p, k, v) - mean_k[..., :, None] * mean_v[..., None, :]
-    return (mean_v - torch.einsum("bhik,bhikv->bhiv", r, cross)).transpose(1, 2)
+    q, r, k, v = (x.transpose(1, 2) for x in (q, r, k, v))
+    seen = oracle.visible(*q.shape[:3], k.shape[2], is_causal=True, window=window)
+    choices = oracle.Choices("gaussian", "fixed", degree=1, solver="learned")
+    return oracle.attention(choices, q, k, v, seen, None, {"probe": r})[0].transpose(1, 2)
 
 
 def apart(run: Callable[..., Any], ends: list[int], states: list[Tensor], tokens: dict[str, Tensor]) -> list[Tensor]:

@@ -21,25 +21,8 @@ class Strange:
 
 
 HUGE = 10**5000  # its repr is an error of its own
-NUMBERS: tuple[Any, ...] = (
-    0,
-    1,
-    -1,
-    2,
-    7,
-    0.5,
-    1.5,
-    -0.5,
-    1e300,
-    -1e300,
-    math.nan,
-    math.inf,
-    -math.inf,
-    10**30,
-    HUGE,
-    True,
-    False,
-)
+FLOATS = (0.5, 1.5, -0.5, 1e300, -1e300, math.nan, math.inf, -math.inf)
+NUMBERS: tuple[Any, ...] = (0, 1, -1, 2, 7, *FLOATS, 10**30, HUGE, True, False)
 OBJECTS: tuple[Any, ...] = ("nonsense", "", b"bytes", None, (), [], {}, [1], {"a": 1}, object, Strange(), len, 2j)
 TENSORS: tuple[Tensor, ...] = (
     torch.tensor(1.0),

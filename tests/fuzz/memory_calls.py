@@ -321,9 +321,7 @@ def _states(given: dict[str, Any]) -> tuple[Any, ...]:
 def write_rule(draw: Draw) -> Arguments:
     name = (draw.one("normalized", "paper", "reference"), Word(words=tuple(step_rules.names(aliases=True))))
     return arguments(
-        name=name,
-        key_update=draw.word("entropy", "mse", "none"),
-        **alike(RATE, learning_rate=0.5, address_weight=2.0),
+        name=name, key_update=draw.word("entropy", "mse", "none"), **alike(RATE, learning_rate=0.5, address_weight=2.0)
     )
 
 

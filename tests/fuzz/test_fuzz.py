@@ -61,8 +61,7 @@ def test_a_few_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["linear_attention", "delta_rule", "mesa_attention", "interpolated_attention", "local_linear_attention"],
+    "name", ["linear_attention", "delta_rule", "mesa_attention", "interpolated_attention", "local_linear_attention"]
 )
 def test_every_bad_value_is_named(name: str) -> None:
     call = CALLS[name](Draw(random.Random(name)))

@@ -9,6 +9,7 @@ from typing import Any
 import any_model
 import pytest
 import torch
+from contracts import oracle
 from mistakes import refuses
 from programs import python
 from tiny_models import left_padding, right_padding, tiny, tokens
@@ -26,13 +27,7 @@ from transformers import (
     MambaForCausalLM,
     T5Config,
     T5Model,
-)
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sdpa_mask,
-    sliding_window_causal_mask_function,
+    masking_utils,
 )
 
 import regard
@@ -156,10 +151,10 @@ MASKS = [None, left_padding().bool(), right_padding().bool(), torch.ones(2, 12, 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "sliding", "chunked"])
 def test_masks_mean_what_those_of_transformers_mean(queries: int, past: int, slots: int, kind: str) -> None:
     function = {
-        "causal": causal_mask_function,
-        "bidirectional": bidirectional_mask_function,
-        "sliding": sliding_window_causal_mask_function(5),
-        "chunked": chunked_causal_mask_function(5, torch.tensor([4, 0])),
+        "causal": masking_utils.causal_mask_function,
+        "bidirectional": masking_utils.bidirectional_mask_function,
+        "sliding": masking_utils.sliding_window_causal_mask_function(5),
+        "chunked": masking_utils.chunked_causal_mask_function(5, torch.tensor([4, 0])),
     }[kind]
     for padding, tensor in itertools.product(MASKS, (False, True)):
         keys = queries + past + slots
@@ -168,7 +163,7 @@ def test_masks_mean_what_those_of_transformers_mean(queries: int, past: int, slo
             "mask_function": function, "attention_mask": padding,
             "local_size": 5 if kind in ("sliding", "chunked") else None,
         }  # fmt: skip
-        want = sdpa_mask(**call, allow_is_causal_skip=False)[:, 0]
+        want = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False)[:, 0]
         for skip in (False, True):
             both = {"allow_is_causal_skip": skip, "allow_is_bidirectional_skip": skip and kind == "bidirectional"}
             found = visible_keys(**call, **both)
@@ -180,7 +175,7 @@ def test_masks_mean_what_those_of_transformers_mean(queries: int, past: int, slo
 
 def test_masks_take_the_smallest_form() -> None:
     call: dict[str, Any] = {"batch_size": 2, "q_length": 12, "kv_length": 12}
-    both = {"mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+    both = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
     full = torch.ones(2, 12, dtype=torch.bool)
     assert visible_keys(**call) is None
     assert visible_keys(**call, attention_mask=full) is None
@@ -189,7 +184,7 @@ def test_masks_take_the_smallest_form() -> None:
     assert visible_keys(**call, **both, attention_mask=full) is None
     assert visible_keys(**call, **both, attention_mask=left_padding().bool()).shape == (2, 1, 1, 12)
     # a window narrower than the keys, and an empty cache of fixed length, need the pairs
-    window = {"mask_function": sliding_window_causal_mask_function(5), "local_size": 5}
+    window = {"mask_function": masking_utils.sliding_window_causal_mask_function(5), "local_size": 5}
     assert visible_keys(**call, **window).shape == (2, 1, 12, 12)
     assert visible_keys(**{**call, "kv_length": 20}).shape == (2, 1, 12, 20)
     padding = left_padding().bool()  # a window's cache has dropped the oldest keys; the mask covers all positions
@@ -210,10 +205,9 @@ def inputs(queries: int = 5, keys: int = 7, heads: int = 4, kv_heads: int = 2) -
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Dense softmax attention: output [B, Tq, H, Dv] and weights; `seen` broadcasts to [B, H, Tq, Tk]."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = torch.where(seen, scale * q @ k.transpose(-1, -2), -torch.inf)
-    weights = scores.softmax(-1).nan_to_num()
-    return (weights @ v).transpose(1, 2), weights
+    seen = seen.expand(*q.shape[:3], k.shape[2])
+    out, weights = oracle.attention(oracle.PRESETS["softmax"], q, k, v, seen, scale)
+    return out.transpose(1, 2), weights
 
 
 def test_causal_order_stands_at_the_end_of_the_keys() -> None:

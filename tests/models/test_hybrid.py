@@ -13,13 +13,7 @@ import torch
 from any_model import make, text
 from mistakes import refuses
 from programs import python
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from regard import Spec
 from regard.checks import ArgumentError

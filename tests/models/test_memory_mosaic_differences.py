@@ -143,10 +143,7 @@ def test_biases():
 
 def test_initial_weights():
     wide = {"hidden_size": 192, "num_attention_heads": 4, "num_hidden_layers": 4}
-    for kind, inner, outer in (
-        ("fan-in", 192**-0.5, 192**-0.5 / 4**0.5),
-        ("gpt2", 0.02, 0.02 / 8**0.5),
-    ):
+    for kind, inner, outer in (("fan-in", 192**-0.5, 192**-0.5 / 4**0.5), ("gpt2", 0.02, 0.02 / 8**0.5)):
         layer = model(initializer=kind, **wide).model.layers[0]
         assert abs(layer.contextual.keys.proj.weight.std().item() / inner - 1) < 0.03
         assert abs(layer.contextual.out_proj.weight.std().item() / outer - 1) < 0.03

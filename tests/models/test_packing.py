@@ -5,6 +5,7 @@ The registries are walked through: a model, mixer or memory that is registered l
 
 from itertools import pairwise
 
+import any_model
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,16 +44,11 @@ def gradients(model, logits):
     model.zero_grad()
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5), dtype=logits.dtype)
     (logits * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return any_model.gradients(model)
 
 
 def same_gradients(found, expected):
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        size = float(gradient.abs().amax().clamp_min(1))
-        torch.testing.assert_close(
-            found[name], gradient, atol=1e-5 * size, rtol=1e-5, msg=lambda words, name=name: f"{name}: {words}"
-        )
+    any_model.same_by_path(found, expected, 1e-5)
 
 
 # ------------------------------------------------------------- document by document

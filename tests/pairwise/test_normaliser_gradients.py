@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import numpy as np
-import oracles
 import pytest
 import torch
 from normalisers import CALLS, IMPLS, LEARNED, REFERENCE, column
@@ -56,20 +54,6 @@ def test_first_and_second_derivatives(name: str, impl: str) -> None:
     call, leaves = call_and_leaves(name, impl, SCORES)
     assert gradcheck(call, leaves, atol=1e-7)
     assert gradgradcheck(call, leaves, atol=1e-7)
-
-
-@pytest.mark.parametrize(("name", "impl"), pairs(PARAMETERS))
-def test_values_at_a_tensor_parameter(name: str, impl: str) -> None:
-    call, value = PARAMETERS[name]
-    p = call(SCORES, value, impl=impl)
-    for z, seen, row, number in zip(SCORES, MASK, p, value.expand(2, 1).flatten(), strict=True):
-        z = (torch.where(seen, z, -torch.inf) if "masked" in name else z).numpy()
-        x = float(number)
-        if name.startswith("alpha"):
-            expected = oracles.entmax_row(z, x)[0]
-        else:
-            expected = oracles.rectified(z, z.max() - x if name == "margin" else -x, 1)
-        np.testing.assert_allclose(row.numpy(), expected.astype(float), rtol=0, atol=2e-15)
 
 
 @pytest.mark.parametrize(("name", "impl"), pairs([*NUMBERS, *PARAMETERS]))

@@ -1,6 +1,5 @@
-"""The calls with a state where there is nothing, and where tensors hold no numbers (the meta device)."""
+"""Trends and memories where there is nothing, and where tensors hold no numbers (the meta device)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,20 +23,6 @@ SIZES = {
 """B, Tq, Tk and the device."""
 
 Inputs = dict[str, Tensor]
-CALLS: dict[str, Callable[..., Any]] = {
-    **{
-        spec: lambda x, spec=spec, **how: regard.linear_attention(x["q"], x["k"], x["v"], spec, **how)
-        for spec in ("linear", "elu", "linear*fixed*normalised")
-    },
-    "mamba2": lambda x, **how: regard.linear_attention(x["q"], x["k"], x["v"], "linear", log_decay=x["token"], **how),
-    "gla": lambda x, **how: regard.linear_attention(x["q"], x["k"], x["v"], "linear", log_decay=x["channel"], **how),
-    "delta": lambda x, **how: regard.delta_rule(x["q"], x["k"], x["v"], x["beta"], **how),
-    "kda": lambda x, **how: regard.delta_rule(x["q"], x["k"], x["v"], x["beta"], log_decay=x["channel"], **how),
-    "mesa": lambda x, **how: regard.mesa_attention(x["q"], x["k"], x["v"], ridge=1.0, **how),
-    "mesa-decay": lambda x, **how: regard.mesa_attention(
-        x["q"], x["k"], x["v"], ridge=1.0, log_decay=x["token"], return_diagnostics=True, **how
-    ),
-}
 MEMORIES = {
     "fast_weight_memory": lambda x, **how: regard.fast_weight_memory(
         x[..., None, :2], x, None, torch.ones(1, 2, 3, 1), torch.ones(9, 4), top_k=2, chunk_size=2, **how
@@ -58,10 +43,8 @@ ORDERS: list[dict[str, bool]] = [{}, {"exclude_self": True}, {"is_causal": False
 
 
 def draw(batch: int, queries: int, keys: int, device: str) -> Inputs:
-    sizes = {"q": (batch, 4, queries, 3), "k": (batch, 2, keys, 3), "v": (batch, 2, keys, 2), "beta": (batch, 2, keys)}
-    sizes |= {"token": (batch, 2, keys), "channel": (batch, 2, keys, 3)}
-    found = {name: torch.rand(size, device=device) for name, size in sizes.items()}
-    return {n: (-x if n in ("token", "channel") else x).requires_grad_() for n, x in found.items()}
+    sizes = {"q": (batch, 4, queries, 3), "k": (batch, 2, keys, 3), "v": (batch, 2, keys, 2)}
+    return {name: torch.rand(size, device=device, requires_grad=True) for name, size in sizes.items()}
 
 
 def check(out: Tensor, x: Inputs, device: str) -> None:
@@ -76,27 +59,6 @@ def check(out: Tensor, x: Inputs, device: str) -> None:
         return
     for leaf, grad in zip(x.values(), torch.autograd.grad(out.sum(), list(x.values()), allow_unused=True), strict=True):
         assert grad is None or (grad.shape == leaf.shape and (device == "meta" or bool(grad.isfinite().all())))
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_with_a_state(name: str, sizes: str) -> None:
-    """Every form and order, with a mask, a state and packed documents."""
-    batch, queries, keys, device = SIZES[sizes]
-    x, call = draw(batch, queries, keys, device), CALLS[name]
-    mask = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    ids = torch.zeros(batch, keys, dtype=torch.int64, device=device)
-    forms: list[dict[str, Any]] = [{"form": form} for form in ("chunked", "parallel", "recurrent")]
-    forms[0]["chunk_size"] = 4
-    forms += [{"solver": "cg"}] if "mesa" in name else []
-    for how in ({**form, **order} for form in forms for order in ORDERS):
-        if queries != keys and how.get("is_causal", True):
-            continue
-        out, state, *_ = call(x, **how)
-        check(out, x, device)
-        check(call(x, attn_mask=mask, state=state.detach(), **how)[0], x, device)
-        if queries == keys and device == "cpu":
-            check(call(x, segment_ids=ids, **how)[0], x, device)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -11,21 +11,7 @@ import torch
 from hostile import some
 from mistakes import refuses
 from operators import Recorder
-from recurrences import (
-    CASES,
-    FADING,
-    FEW,
-    GUARDED,
-    ORDERS,
-    Case,
-    Inputs,
-    close,
-    cut,
-    fields,
-    grads,
-    key_mask,
-    loss,
-)
+from recurrences import CASES, FADING, FEW, GUARDED, ORDERS, Case, Inputs, close, cut, fields, grads, key_mask, loss
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -217,6 +203,22 @@ def test_nothing_to_do_and_nothing_seen(name: str) -> None:
         assert all(t.isfinite().all() for t in found.values())
         assert not any(t[1].any() for t in found.values() if t.dim() > 2)
         assert not found.get("q", out)[:, :, 0].any()
+        if "all" in case.orders:
+            none = {n: t[:, :, :0] if n in "kvgbeta" and t.dim() > 2 else t for n, t in x.items()}
+            assert not case.run(none, is_causal=False, **way)[0].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_without_numbers(name: str) -> None:
+    """On the meta device: shapes of outputs and gradients, with a mask and a state."""
+    case, mask = CASES[name], torch.ones(2, 9, dtype=torch.bool, device="meta")
+    x = {n: t.detach().to("meta").requires_grad_() for n, t in case.draw().items()}
+    for way, order in itertools.product(case.few, case.orders):
+        _, state = case.run(x, **way, **ORDERS[order])
+        out, after = case.run(x, attn_mask=mask, state=state.detach(), **way, **ORDERS[order])
+        assert (out.shape, out.device.type, fields(after)[0].device.type) == ((2, 4, 9, 3), "meta", "meta")
+        found = torch.autograd.grad(out.sum(), list(x.values()), allow_unused=True)
+        assert all(g is None or g.shape == t.shape for g, t in zip(found, x.values(), strict=True))
 
 
 def small(case: Case, length: int, seed: int = 0) -> Inputs:

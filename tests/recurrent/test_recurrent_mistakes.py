@@ -42,11 +42,7 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
         {"spec": "linear*fixed(bias=0.4)", "log_decay": torch.zeros(2, 2, 9, 4)},
         "has a bias, which belongs to no feature",
     ),
-    (
-        "linear",
-        {"log_decay": torch.zeros(2, 9)},
-        "[2, 2, 9] (per token) or [2, 2, 9, 4] (per feature)",
-    ),
+    ("linear", {"log_decay": torch.zeros(2, 9)}, "[2, 2, 9] (per token) or [2, 2, 9, 4] (per feature)"),
     ("linear", {"state": LinearState.empty("linear*fixed*normalised", 2, 2, 4, 3, dtype=F64)}, "its own state"),
     ("linear", {"state": LinearState.empty("elu", 2, 1, 4, 3, dtype=F64)}, "give each layer its own state"),
     ("delta", {"beta": -0.5}, "beta is -0.5, expected beta >= 0"),
