@@ -1,8 +1,8 @@
 """Registries: names of objects, with suggestions for misspelt ones.
 
-Everything that can be chosen by name (kernels, bandwidth rules, implementations, tasks, ...) is in a registry. Tests,
-the command line and the docs iterate the registries, so a new file with one registration is selectable and tested.
-Other packages add names by an entry point of the registry's group; they cannot replace built-in ones.
+Everything that can be chosen by name (kernels, thresholding rules, implementations, tasks, ...) is in a registry.
+Tests, the command line and the docs iterate the registries, so a new file with one registration is selectable and
+tested. Other packages add names by an entry point of the registry's group; they cannot replace built-in ones.
 """
 
 from __future__ import annotations

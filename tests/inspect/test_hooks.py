@@ -80,6 +80,8 @@ def test_names_are_labels_or_paths(model):
     wrapped = nn.Module()
     wrapped.module = model  # as DistributedDataParallel holds it
     assert list(named_hook_points(wrapped)) == NAMES
+    wrapped.module, model.model.layers[0] = torch.compile(model), torch.compile(model.model.layers[0])
+    assert list(named_hook_points(wrapped)) == NAMES
     model.model.layers[0].hook_out.label = "last.hook_out"
     refuses(r"two hook points of Model are named 'last.hook_out'", named_hook_points, model)
     for run in (run_with_cache, run_with_hooks):

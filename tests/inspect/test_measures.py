@@ -12,7 +12,7 @@ import regard
 from regard.inspect.measures import AttentionMaps, attention_maps
 from regard.inspect.report import Page, Section, render
 from regard.inspect.summary import layer_table
-from regard.models import HybridConfig, HybridForCausalLM
+from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
 
 ALL_BACK = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [1.0, 0, 0]])
 ONE_BACK = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [0, 1.0, 0]])
@@ -59,6 +59,9 @@ def test_what_has_no_maps() -> None:
     plain = nn.Module()
     plain.forward = lambda input_ids, use_cache: input_ids
     refuses("no layer", attention_maps, plain, torch.tensor([1]), ["a"])
+    streams = ICLMForCausalLM(ICLMConfig(vocab_size=4, hidden_size=8, num_hidden_layers=2, num_attention_heads=2))
+    shapes = r"weights of different shapes, \[2, 2, 2\], \[2, 1, 1\], expected one; .*run_with_cache"
+    refuses(shapes, attention_maps, streams, torch.tensor([1]), ["a"])
 
 
 def test_maps_of_a_model() -> None:

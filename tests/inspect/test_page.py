@@ -99,12 +99,12 @@ def test_the_viewer_has_the_weights() -> None:
 # One table in its prints ----------------------------------------------------------------------------------------------
 
 
-TABLE = Table(header=("model", "bits"), rows=(("a|b", "1.5"), ("[red]c", "2")), note="A note.")
+TABLE = Table(header=("model", "bits"), rows=(("a|b", "1.5"), ("[red]c", "2")), note="A [b] note.")
 
 
 def test_markdown() -> None:
     assert TABLE.markdown() == "\n".join(
-        ["| model | bits |", "|---|---:|", "| a\\|b | 1.5 |", "| [red]c | 2 |", "", "A note.", ""]
+        ["| model | bits |", "|---|---:|", "| a\\|b | 1.5 |", "| [red]c | 2 |", "", "A [b] note.", ""]
     )
 
 
@@ -114,9 +114,9 @@ def test_markdown_without_a_note_keeps_rows_to_one_line() -> None:
 
 def test_rich_prints_every_cell_as_it_is() -> None:
     console = Console(file=io.StringIO(), width=80)
-    console.print(TABLE.rich("Title"))
+    console.print(TABLE.rich("Title [a]"))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    for text in ("Title", "model", "bits", "a|b", "1.5", "[red]c", "A note."):
+    for text in ("Title [a]", "model", "bits", "a|b", "1.5", "[red]c", "A [b] note."):
         assert text in printed
 
 

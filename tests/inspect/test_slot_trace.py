@@ -140,6 +140,7 @@ def test_figures_are_drawn_from_anything() -> None:
     }
     for png in (
         gate_histograms(histograms, title="t"),
+        gate_histograms({}, title="none"),
         slot_figure(SlotReadings(("$a", "b")[:0], (), ()), title="none"),
     ):
         assert pixels(png).std() > 0

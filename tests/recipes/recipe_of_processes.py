@@ -19,4 +19,6 @@ class Cubes(Recipe):
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         if cell["value"] == -100:
             os._exit(3)
+        if cell["value"] == -200:
+            raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
         yield {"cube": cell["value"] ** 3 + 1 // cell["value"] + seed}

@@ -56,6 +56,7 @@ def test_options_and_recipes_that_train_nothing(capsys: pytest.CaptureFixture) -
     out = capsys.readouterr().out
     assert "Transformer" in out
     assert "all runs; the largest model     20" in out.replace("model          ", "model     ")
+    assert estimate(made("mosaic-kernels")).header[0] == "layers, model, k, form"
     assert main(["reproduce", "dispersion", "--estimate"]) == 2
     assert "dispersion: --estimate: the recipe does not train models by steps, so run it." in capsys.readouterr().err
     assert main(["reproduce", "stories", "--estimate", "--steps", "0"]) == 2

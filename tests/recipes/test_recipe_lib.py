@@ -13,6 +13,7 @@ import pytest
 
 from regard.checks import ArgumentError
 from regard.cli import main
+from regard.errors import missing
 from regard.recipes import recipes
 from regard_recipes.lib import running
 from regard_recipes.lib.claims import Claim, Estimate, claims_of, exact, mean_interval, one, paired
@@ -273,6 +274,9 @@ def test_processes_measure_the_same_and_their_end_is_reported(squares: type[Squa
         list(running.measure_units(dying, [({"value": -100}, 0)], lambda text: None))
     with pytest.raises(RuntimeError, match=r"value 0, seed 0 failed: .*by zero"):
         list(running.measure_units(dying, [({"value": 0}, 0), ({"value": 1}, 0)], lambda text: None))
+    with pytest.raises(ModuleNotFoundError) as caught:  # the command names the extra
+        list(running.measure_units(dying, [({"value": -200}, 0)], lambda text: None))
+    assert missing(caught.value) == "jinja2 is not installed; pip install 'regard[lm]'"
 
 
 def test_a_page_is_rebuilt_from_rows(squares: type[Squares], tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,7 +1,7 @@
 """`Spec`: kernel, thresholding rule, similarity and local model as one immutable object with a text form.
 
     biweight                                    a kernel under its default rule (here: adaptive, 1.5-entmax)
-    triweight*anchored(margin=0.5)              kernel * bandwidth rule
+    triweight*anchored(margin=0.5)              kernel * thresholding rule
     gaussian*fixed*euclidean                    ... * similarity
     biweight*adaptive*linear(ridge=0.1)         ... * local linear model
     linear*fixed*cosine*normalised              ... * normalised | unnormalised, where it is not the default

@@ -22,7 +22,7 @@ from ..nn.hooks import HookPoint
 
 HookFunction = Callable[[Tensor, HookPoint], Tensor | None]
 Filter = Callable[[str], bool]
-_WRAPPERS = ("_orig_mod.", "module.", "model.")
+_WRAPPERS = ("module.", "model.")
 
 
 class Activations(dict[str, Tensor]):
@@ -50,6 +50,7 @@ def named_hook_points(model: nn.Module) -> dict[str, HookPoint]:
     for path, module in model.named_modules():
         if not isinstance(module, HookPoint):
             continue
+        path = path.replace("_orig_mod.", "")
         name = module.label if module.label is not None else reduce(str.removeprefix, _WRAPPERS, path)
         if name in points:
             raise ArgumentError(f"named_hook_points: two hook points of {_kind(model)} are named {name!r}.")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import instance, integers, require, within
+from ..checks import instance, integers, require, shape, within
 from .capture import capture, check_labels, eval_mode
 
 
@@ -73,8 +73,8 @@ def attention_maps(model: nn.Module, input_ids: Tensor, labels: Sequence[str]) -
         labels: the T tokens as text.
 
     Raises:
-        ArgumentError: the model has no layer that reports its weights, labels do not match the tokens, or
-            the layers differ in their number of heads.
+        ArgumentError: the model has no layer that reports its weights, labels do not match the tokens, or the layers'
+            weights differ in shape (other numbers of heads, or the two streams of an ICLM).
     """
     call = "attention_maps"
     instance(call, "model", model, nn.Module, "a torch.nn.Module")
@@ -83,7 +83,9 @@ def attention_maps(model: nn.Module, input_ids: Tensor, labels: Sequence[str]) -
         within(call, None, model, input_ids=input_ids.long()[None], use_cache=False)
     layers: list[Any] = [layer for _, layer in sorted(seen.layers.items()) if layer.weights is not None]
     require(bool(layers), call, "no layer of the model reports its weights.")
-    require(len({layer.weights.shape for layer in layers}) == 1, call, "the layers have different numbers of heads.")
+    shapes = [shape(layer.weights[0]) for layer in layers]
+    differ = f"the layers have weights of different shapes, {', '.join(dict.fromkeys(shapes))}, expected one"
+    require(len(set(shapes)) == 1, call, f"{differ}; regard.inspect.run_with_cache returns those of each layer.")
     signed = [layer.weights if layer.effective_weights is None else layer.effective_weights for layer in layers]
     weights = torch.stack([each[0] for each in signed])
     support = torch.stack([layer.support[0] for layer in layers]).float().cpu()

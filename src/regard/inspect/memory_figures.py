@@ -77,8 +77,8 @@ def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) ->
         gates: by model and layer, gates of any shape [...], or their shares [10] in the bins.
     """
     depth = max(map(len, gates.values()), default=1)
-    across = min(len(gates), ACROSS)
-    rows = depth * -(-len(gates) // max(1, across))
+    across = max(1, min(len(gates), ACROSS))
+    rows = max(1, depth * -(-len(gates) // across))
     figure = Figure(figsize=(1.9 * across + 0.8, 1.5 * rows + 0.9), dpi=120, layout="constrained")
     grid: Any = figure.subplots(rows, across, squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat:

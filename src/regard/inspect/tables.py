@@ -6,6 +6,7 @@ from ..errors import extra_imports
 
 with extra_imports():
     from rich import box
+    from rich.markup import escape
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -34,8 +35,8 @@ class Table:
         return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
 
     def rich(self, title: str = "") -> RichTable:
-        """Return the table for `rich.console.Console.print`, with brackets in cells as text, not markup."""
-        table = RichTable(title=title or None, box=box.SIMPLE_HEAD, caption=self.note or None)
+        """Return the table for `rich.console.Console.print`, with brackets as text, not markup."""
+        table = RichTable(title=escape(title) or None, box=box.SIMPLE_HEAD, caption=escape(self.note) or None)
         for i, name in enumerate(self.header):
             table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
         for row in self.rows:

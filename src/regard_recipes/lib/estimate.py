@@ -35,7 +35,7 @@ def estimate(made: Recipe) -> Any:
     runs: dict[str, int] = {}
     sizes: dict[str, tuple[int, float, float]] = {}
     for cell in made.cells():
-        name = ", ".join(str(cell[column]) for column in made.per)
+        name = ", ".join("-" if cell[column] is None else str(cell[column]) for column in made.per)
         runs[name] = runs.get(name, 0) + made.seeds_of(cell)
         if name not in sizes:
             with torch.device("meta"):
@@ -46,8 +46,8 @@ def estimate(made: Recipe) -> Any:
     tokens, operations = (sum(runs[name] * size[i] for name, size in sizes.items()) for i in (1, 2))
     largest = max(size[0] for size in sizes.values())
     rows.append(row("all runs; the largest model", sum(runs.values()), largest, tokens, operations, operations))
-    header = ("model", "runs", "parameters", "tokens of a run", "operations of a run", "hours of all runs", "memory")
-    return Table(header, tuple(rows), NOTE)
+    numbers = ("runs", "parameters", "tokens of a run", "operations of a run", "hours of all runs", "memory")
+    return Table((", ".join(made.per), *numbers), tuple(rows), NOTE)
 
 
 def row(name: str, runs: int, parameters: int, tokens: float, operations: float, of_all: float) -> tuple[str, ...]:

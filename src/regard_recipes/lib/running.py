@@ -51,7 +51,7 @@ def run_calls(calls: Mapping[str, Callable[[], T]], workers: int) -> Iterator[tu
         workers: processes at the same time; 0: the calls run in this process, in turn.
 
     Raises:
-        ArgumentError: raised by a call.
+        ArgumentError, ModuleNotFoundError: raised by a call.
         RuntimeError: a call failed, or its process ended; the other processes are ended.
     """
     if workers:
@@ -88,7 +88,7 @@ def _side_by_side(calls: Mapping[str, Callable[[], T]], workers: int) -> Iterato
 def _result(future: Future[T], name: str) -> T:
     try:
         return future.result()
-    except ArgumentError:
+    except (ArgumentError, ModuleNotFoundError):
         raise
     except BrokenProcessPool:
         raise RuntimeError(f"the process of {name} ended before it was done (memory may have run out).") from None

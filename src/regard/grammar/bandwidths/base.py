@@ -14,7 +14,7 @@ from ...registry import Registry
 from ..kernels import Number, ParamInfo, Params
 from ..weighting import RowStats, Weighting, distance
 
-bandwidths: Registry[Any] = Registry("bandwidth rule", "regard.bandwidths")
+bandwidths: Registry[Any] = Registry("thresholding rule", "regard.bandwidths")
 
 
 class RuleBase(ABC):

@@ -59,7 +59,7 @@ def unsupported(spec: Spec) -> str | None:
     without a look at whether numba can be imported."""
     weighting, rule = spec.weighting, spec.bandwidth
     if type(weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed, Nearest):
-        return "solves the built-in bandwidth rules for normalised kernels with a hard gradient"
+        return "solves the built-in thresholding rules for normalised kernels with a hard gradient"
     own = getattr(spec.kernel, "numba_relative", None)
     if type(spec.kernel) not in (Polynomial, Uniform, Gaussian) and own is None:
         return f"has no loop for the {spec.kernel.name} kernel"
