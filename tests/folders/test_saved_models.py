@@ -8,8 +8,17 @@ from any_model import make
 from hostile import change_json
 from mistakes import refuses
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
+from regard.cli import main
 from regard.models import language_models
 from regard.training import char_tokenizer, load_model
 
@@ -45,6 +54,15 @@ def test_models_of_transformers(name: str, options: dict, tmp_path: Path) -> Non
     assert all(torch.equal(tensor, expected[key]) for key, tensor in ours.state_dict().items())
     tokens = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits)
+
+
+def test_a_model_without_a_longest_context_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(MambaConfig(vocab_size=12, hidden_size=16, num_hidden_layers=1, state_size=4), tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("abc " * 20)
+    assert main(["eval", str(tmp_path), "--data", str(text)]) == 2
+    assert "give one with --context" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path), "--data", str(text), "--context", "8"]) == 0
 
 
 ANY = [

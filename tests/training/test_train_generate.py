@@ -38,6 +38,7 @@ def test_draws_follow_the_softmax() -> None:
 def test_temperature_zero_top_k_and_forbidden_tokens() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 3.0]])
     assert sampling(temperature=0.0)(torch.empty(1, 0), logits).argmax(-1).item() == 4
+    assert sampling(temperature=1e-310)(torch.empty(1, 0), logits).argmax(-1).item() == 4
     assert sampling(temperature=0.0, forbidden=[4])(torch.empty(1, 0), logits).argmax(-1).item() == 2
     processor = sampling(top_k=2)
     assert {processor(torch.empty(1, 0), logits).argmax(-1).item() for _ in range(200)} == {2, 4}
@@ -92,6 +93,7 @@ def test_words_to_begin_with(text: str, words: str) -> None:
     ("changes", "message"),
     [
         ({"prompt": ""}, "^generate: the prompt is empty"),
+        ({"prompt": ["a", "b"]}, r"^generate: prompt is \['a', 'b'\] \(list\), expected text"),
         ({"prompt": "a" * 17}, "^generate: the prompt has 17 tokens, more than the model's context of 16"),
         ({"max_new_tokens": 0}, "--max-new-tokens is 0"),
         ({"temperature": -1.0}, "--temperature is -1.0"),

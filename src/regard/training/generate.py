@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-from ..checks import require
+from ..checks import instance, require
 from ..nn.hooks import temporarily
 from .config import check_seed
 from .errors import one_error
@@ -43,7 +43,8 @@ class SeededSampling(LogitsProcessor):
         # drawn on the CPU in float64, so that a seed gives the same text on every device
         uniform = torch.rand(scores.shape, generator=self.generator, dtype=torch.float64)
         gumbel = -torch.log(-torch.log(uniform.clamp_min(torch.finfo(torch.float64).tiny)))
-        return scores / self.temperature + gumbel.to(scores.device)
+        above = scores - scores.max(dim=-1, keepdim=True).values  # at most 0: no tiny temperature makes it infinite
+        return above / self.temperature + gumbel.to(scores.device)
 
 
 def generate_text(
@@ -58,6 +59,7 @@ def generate_text(
         ArgumentError: a prompt that is empty or longer than the model's context, or a number out of range.
     """
     check_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    instance("generate", "prompt", prompt, str, "text")
     with one_error("generate: the tokenizer cannot read the prompt"):
         inputs = tokenizer(prompt, return_tensors="pt")
     tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
