@@ -201,6 +201,7 @@ def test_sizes_give_way_to_flags(squares: type[Squares], tmp_path: Path) -> None
     config = record(tmp_path / "b")["config"]
     assert (config["size"], config["seeds"], config["values"]) == ("quick", 3, [1, 2])
     assert reproduce("--size", "paper") == 2
+    assert reproduce("--size", "paper", "--quick") == 2
     with pytest.raises(ArgumentError, match="expected small or quick"):
         squares.configure("paper")
 

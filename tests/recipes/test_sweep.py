@@ -67,7 +67,10 @@ def test_a_run_continues_only_with_the_same_file(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(other)).trained == other.trained
     assert made.content == other.content == json.dumps(made.table, sort_keys=True)  # as in journals of earlier versions
     Journal.open(made, []).begin({})
+    before = Journal.open(made, []).header["config"]
     assert Journal.open(other, ["--again"]).header["command"] == "regard reproduce sweep"
+    moved = (tmp_path / "grid.toml").rename(tmp_path / "moved.toml")
+    assert Journal.open(Sweep.configure(file=moved, out=tmp_path / "out"), []).header["config"] == before
     with pytest.raises(ArgumentError, match="unfinished run with other options"):
         Journal.open(sweep(tmp_path, GRID.replace("mixers", "feed_forward = 'none'\nmixers")), [])
 

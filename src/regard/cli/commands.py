@@ -128,7 +128,7 @@ def evaluate(argv: list[str]) -> int:
     text, chunks, saved = _eval_text(options)
     usual = saved.context if saved else getattr(model.config, "max_position_embeddings", None)
     require(bool(options.context or usual), "eval", "the model has no longest context; give one with --context.")
-    context: int = options.context or usual
+    context: Any = options.context or usual
     if options.stride is not None and options.stride >= context:
         raise ArgumentError(f"eval: --stride is {options.stride}, expected 1 to {context - 1} (context - 1).")
     part = encode_part(tokenizer, chunks, text, Path(gettempdir()))

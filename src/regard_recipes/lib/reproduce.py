@@ -90,6 +90,8 @@ def options(kind: type[Recipe], argv: list[str]) -> Any:
     """Return the recipe from flags, over the values of the chosen size."""
     command, about = f"{CALL} {kind.name}", sizes_text(kind)
     given: Any = parse(kind, argv, command=command, about=kind.__doc__, epilogue=about)
+    if given.quick and given.size == "paper":
+        raise ArgumentError(f"{command}: --quick and --size paper were both given; give one of them.")
     size = "quick" if given.quick else given.size
     if size != "small":
         given = parse(kind, argv, command=command, base=kind.configure(size))

@@ -30,8 +30,8 @@ from .recipe import Cell, Recipe, Results, Row, frame_of
 MADE_BY = "regard reproduce"
 Unit = tuple[Cell, int]
 """A cell and a seed."""
-FREE = ("out", "workers", "quick")
-"""Options in which a continued run may differ."""
+FREE = ("out", "workers", "quick", "file")
+"""Options in which a continued run may differ; of a file, what it says is compared."""
 GROWING = ("seeds", "models", "rates", "tasks")
 """Options that a continued run may have more of: what is measured for one of them does not depend on the others."""
 
