@@ -134,11 +134,15 @@ def test_diagnostics_of_degree_zero(impl: str) -> None:
         assert bool((found.negative_mass == 0).all())
     given = {"is_causal": True, "return_diagnostics": True}
     _, found = regard.attention(q, k, v, "linear", impl=impl, **given)
-    z = (q @ k.mT / math.sqrt(D)).tril()
+    _, moved = regard.attention(q, k, v, "relu", impl=impl, params={"bias": -1.0}, **given)
+    z, s = (q @ k.mT / math.sqrt(D)).tril(), q.relu() @ k.relu().mT - 1
     if impl == "reference":
         torch.testing.assert_close(found.negative_mass, -z.clamp(max=0).sum(-1), atol=1e-12, rtol=0)
+        w = s.tril() / s.tril().sum(-1, keepdim=True)
+        torch.testing.assert_close(moved.negative_mass, -w.clamp(max=0).sum(-1), atol=1e-12, rtol=1e-9)
     else:
         assert found.negative_mass is None  # signed, and not looked at
+        assert moved.negative_mass is None  # the bias of the call makes weights negative
 
 
 def test_a_system_that_is_not_solved_is_seen() -> None:

@@ -90,7 +90,7 @@ def diagnose(
     signed = weights if effective is None else effective
     if negative is None and signed is not None:
         negative = negative_part(signed)
-    elif negative is None and spec.weighting.nonnegative:
+    elif negative is None and spec.weighting.nonnegative and (spec.kernel.nonnegative or "bias" not in params):
         negative = torch.zeros_like(theta[..., 0])
     seen = visible.counts(theta.device)[..., None].clamp(min=1)
     tau, edge, support, ess, density = map(blank, (tau, edge, support, ess, support / seen))
