@@ -169,13 +169,13 @@ def test_later_tokens_leave_earlier_rows_alone(name: str) -> None:
     x = case.draw(dtype=torch.float32, grad=False)
     for way in ({"chunk_size": 4}, *(way for way in case.ways if "solver" in way)):
         out, _ = case.run(x, **way)
-        for fill in (1e4, 2.0**55, torch.nan, torch.finfo(torch.float32).max):
+        for fill, begin in itertools.product((1e4, 2.0**55, torch.nan, torch.finfo(torch.float32).max), (2, 6)):
             later = {n: t.clone() for n, t in x.items()}
             for n in {*"qkv"} & {*later}:
-                later[n][:, :, 6:] = fill
+                later[n][:, :, begin:] = fill
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)
-                assert torch.equal(case.run(later, **way)[0][:, :, :6], out[:, :, :6])
+                assert torch.equal(case.run(later, **way)[0][:, :, :begin], out[:, :, :begin])
 
 
 @pytest.mark.parametrize("name", CASES)

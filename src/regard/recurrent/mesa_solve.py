@@ -278,15 +278,13 @@ class _Span:
         self.key, self.written = repeat_heads(k, heads), repeat_heads(written, heads)
         ridge = systems.ridge
         self.ridge = ridge[:, :, None] if ridge.shape[2] == 1 else self.chunks.cut(ridge)
-        self.inverse = self._middle()
+        self.inverse = self._first()
 
-    def _middle(self) -> Tensor:
-        """Return the inverse of the middle query's matrix of each chunk, the preconditioner: the other matrices differ
-        from it by a few ranks and a decay."""
-        at = self.chunks.size // 2
-        weighted = self.written * self.seen[..., at, :, None]
-        matrix = weighted.transpose(-1, -2) @ self.key
-        matrix += self.start if self.upto is None else self.start * self.upto[..., at, :, None]
+    def _first(self) -> Tensor:
+        """Return the inverse of the first query's matrix of each chunk, the preconditioner: the other matrices differ
+        from it by a few ranks and a decay. That of a later query would let later tokens change earlier rows."""
+        matrix = self.written[..., :1, :].transpose(-1, -2) @ self.key[..., :1, :]
+        matrix += self.start if self.upto is None else self.start * self.upto[..., :1, :]
         matrix.diagonal(dim1=-2, dim2=-1).add_(self.ridge[..., 0, :])  # the first is no padding
         return torch.cholesky_inverse(_cholesky(matrix))
 
