@@ -42,11 +42,11 @@ class Program:
     needs their rows.
     """
 
-    def __init__(self, name: str, seed: int, recorded: bool) -> None:
+    def __init__(self, name: str, seed: int, recorded: bool, slots: int = SLOTS) -> None:
         self.draw, self.make = random.Random(seed), torch.Generator().manual_seed(seed)
         self.recorded, self.dense, self.tables = recorded, name == "reference", name != "sparse"
         self.dtype, self.atol = (torch.float32, 2e-5) if name == "triton" else (torch.float64, 1e-11)
-        self.base = self.leaf(SLOTS, WIDTH).detach().to(self.dtype).requires_grad_(recorded)
+        self.base = self.leaf(slots, WIDTH).detach().to(self.dtype).requires_grad_(recorded)
         self.leaves = [self.base]
         memories = self.draw.choice([1, 2, 3])
         self.live: list[tuple[Any, Tensor]] = [
@@ -65,7 +65,7 @@ class Program:
         store, table = self.draw.choice(self.live)
         memories = len(table)
         what = self.draw.choice(["write"] * 4 + ["read", "rows", "select", "repeat", "reset", "detach", "cut", "clone"])
-        slots = picks(memories, TOKENS, SELECTED, SLOTS, seed=self.draw.randrange(50))
+        slots = picks(memories, TOKENS, SELECTED, len(self.base), seed=self.draw.randrange(50))
         if what in ("read", "rows"):
             weights = self.leaf(memories, TOKENS, SELECTED)
             self.leaves.append(weights)

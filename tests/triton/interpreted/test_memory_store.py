@@ -39,8 +39,9 @@ class Chunks:
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "without-gradients"])
 @pytest.mark.parametrize("seed", some(range(8), range(3)))
 def test_a_random_program_gives_what_plain_tables_give(seed: int, recorded: bool) -> None:
-    """Stores stay what they were, whatever is written from them or made of them."""
-    program = Program("triton", seed, recorded)
+    """Stores stay what they were, whatever is written from them or made of them. Logs of up to two writes are shorter
+    than the table."""
+    program = Program("triton", seed, recorded, slots=40)
     for _ in range(30):
         program.step()
     if recorded:
@@ -63,6 +64,19 @@ def test_versions_share_a_table_and_a_backward_pass_leaves_them_as_they_were() -
         assert gap(found.dense(), chunks.after(*writes)) < 1e-6
     assert len({x.version.table.data_ptr() for x in (store, later, fork)}) == 1
     assert torch.equal(chunks.base, drawn(40, 3))
+
+
+def test_gradients_end_where_memories_are_detached() -> None:
+    """Those that are reset after that have gradients of the first values."""
+    chunks, first = Chunks(2), torch.tensor([True, False])
+    base, shares = chunks.base.clone().requires_grad_(), chunks.shares[0].clone().requires_grad_()
+    store = TableValues.start(base, 2).write(chunks.slots[0], shares, *chunks.of(0)[2:])
+    slope = torch.autograd.grad(store.detach(first).dense().sum(), shares)[0]
+    assert not slope[0].any()
+    assert slope[1].any()
+    assert not store.detach().dense().requires_grad
+    fresh = store.detach().reset(first).dense()
+    assert torch.equal(torch.autograd.grad(fresh.sum(), base)[0], torch.ones_like(base))
 
 
 def test_old_versions_do_not_outgrow_the_table() -> None:
