@@ -72,6 +72,8 @@ class RegardConfig(PreTrainedConfig):
         "per_layer_config": "mixers sets the type of each layer",
     }
     """Fields of transformers that the model does not use, with the reason; they are refused instead of ignored."""
+    auto_map = dict[str, str]()  # noqa: RUF012  (an annotation would make it a field)
+    """Classes in a folder's code, none of which is taken; TRL reads it, `save_pretrained` sets it for a moment."""
     auto_classes: ClassVar[dict[str, type]] = {}
     """Configuration and models by the name of transformers' Auto class, set when the model is registered."""
     size_field: ClassVar[str]
