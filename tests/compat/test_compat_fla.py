@@ -1,5 +1,6 @@
 """`regard.compat.fla` against loops over the tokens in float64."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -239,6 +240,11 @@ def test_mistakes() -> None:
     assert "k has shape" in message("chunk_retention", x={"k": draw()["k"].transpose(1, 2)})
     assert "v has 3 heads, expected a multiple of the 2" in message("chunk_kda", x={"v": torch.zeros(B, T, 3, V)})
     assert "needs A_log" in message("chunk_gated_delta_rule", use_gate_in_kernel=True)
+    gated = partial(message, "chunk_kda", use_gate_in_kernel=True)
+    assert "A_log has shape [1], expected 2 numbers for g [2, 11, 2, 3]." in gated(A_log=zero)
+    assert "dt_bias has shape [1], expected 6 numbers" in gated(A_log=torch.zeros(2), dt_bias=zero)
+    assert "lower_bound is 1, expected lower_bound <= 0" in gated(lower_bound=1.0)
+    assert "A_log is a list" in gated(A_log=[0.0, 0.0])
     assert "use_beta_sigmoid_in_kernel" in message("chunk_kda", allow_neg_eigval=True)
     assert "normalize=True" in message("chunk_linear_attn", initial_state=(zero, zero))
     with pytest.raises(TypeError, match="head_first"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ...checks import require, within
+from ...checks import number, require, shape, tensor, within
 from ...public import DeltaState, delta_rule
 from .calls import Sequences, check_shapes, form_of, fresh, refuse, unit
 
@@ -132,6 +132,12 @@ def _gate(call: str, g: Any, A_log: Tensor | None, dt_bias: Tensor | None, lower
     require(g is not None, call, "use_gate_in_kernel=True needs g, the gate before its activation.")
     given = A_log is not None or lower_bound is not None
     require(given, call, "use_gate_in_kernel=True needs A_log [HV].")
+    for name, x, wanted in (("A_log", A_log, g.shape[2]), ("dt_bias", dt_bias, g.shape[2:].numel())):
+        if x is not None:
+            count = tensor(call, name, x, like=g, of="g").numel()
+            require(count == wanted, call, f"{name} has shape {shape(x)}, expected {wanted} numbers for g {shape(g)}.")
+    if lower_bound is not None:
+        number(call, "lower_bound", lower_bound, high=0.0)
     g = g.to(torch.promote_types(g.dtype, torch.float32))
     g = g if dt_bias is None else g + dt_bias.reshape(g.shape[2:])
     speed: Any = 1 if A_log is None else A_log.reshape(g.shape[2], *[1] * (g.dim() - 3)).exp()
