@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
 from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN
 from regard_recipes.lib.recipe import frame_of
-from regard_recipes.lib.results import Journal, unfinished_units
+from regard_recipes.lib.results import Journal, load, unfinished_units
 
 FORMULAS = {
     "exponential": lambda q, k: math.exp(q @ k / 2), "linear": lambda q, k: q @ k / 2,
@@ -115,3 +116,15 @@ def test_two_kernels_have_more_seeds(tmp_path: Path) -> None:
     for kernel, seeds in (("rbf", {5, 6, 7, 8}), ("exponential", {5, 6, 7, 8}), ("elu", {5, 6})):
         assert {seed for each, seed in units if each.items() >= cell(kernel).items()} == seeds
     assert {seed for each, seed in units if each.items() >= cell("rbf", PLAIN).items()} == {5, 6}
+    earlier = Journal.open(own, ())
+    del earlier.header["config"]["close_seeds"]  # as in journals of earlier versions
+    earlier.begin({})
+    earlier.append(units[0], [{}], 1.0)
+    assert unfinished_units(own, Journal.open(own, ())) == units[1:]
+
+
+def test_the_note_tells_the_seeds_that_were_measured() -> None:
+    own, results = load(recipe.KernelSelection, Path(__file__).parents[2] / "docs" / "results")
+    assert own.tables(results)["Kernels"].note.startswith("3 seeds, 8 of normalised exponential and rbf: mean")
+    early = replace(results, frame=results.frame[results.frame["seed"] < 3])
+    assert own.tables(early)["Kernels"].note.startswith("3 seeds: mean")

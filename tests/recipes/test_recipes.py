@@ -165,13 +165,15 @@ def test_all_recipes_run_and_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, 
         ran.append((kind.name, argv))
         if kind.name == "kernel-zoo":
             raise ArgumentError("no paper")
+        if kind.name == "needle":
+            raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
         return 0
 
     monkeypatch.setattr("regard_recipes.lib.reproduce._run", run)
     assert reproduce("--all", "--quick") == 1
     assert [name for name, _ in ran] == sorted(recipes.names())
     assert all(argv == ["--quick"] for _, argv in ran)
-    assert "failed: kernel-zoo" in capsys.readouterr().err
+    assert "failed: kernel-zoo, needle" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

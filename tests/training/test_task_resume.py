@@ -56,7 +56,17 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     record = json.loads((out / "run.json").read_text())
     record["text"]["sha256"] = "0" * 64
     (out / "run.json").write_text(json.dumps(record))
-    refuses("has other settings in this version", run, out, resume=True, steps=12)
+    refuses("has other settings than when the run", run, out, resume=True, steps=12)
+
+
+def test_a_run_that_an_earlier_version_began_with_an_option_of_texts_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr("regard.training.validation._OF_TEXTS", ())
+        run(tmp_path, log_every=7)
+    refuses("--log-every is for runs on a text", run, tmp_path, log_every=7, overwrite=True)
+    run(tmp_path, log_every=7, resume=True, steps=12)
 
 
 def test_an_interrupted_run_has_a_checkpoint(tmp_path: Path) -> None:

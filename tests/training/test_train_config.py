@@ -12,6 +12,7 @@ from mistakes import error_of, refuses, says
 
 import regard
 from regard.checks import ArgumentError
+from regard.tasks import tasks
 from regard.training import TrainConfig
 from regard.training.fields import from_mapping, read_mapping, to_mapping
 from regard.training.validation import validate
@@ -163,6 +164,7 @@ def test_values_of_other_types_are_taken_as_the_field_has_them_or_named() -> Non
 
 
 def test_class_variables_have_a_type() -> None:
-    """Python 3.10 reads no hints of a class with a plain `ClassVar`, and no run folder could be loaded."""
-    for kind in TrainConfig.__mro__:
+    """Python 3.10 reads no hints of a class with a plain `ClassVar`, so that no run folder or task could be read."""
+    kinds = [each for _, each in tasks.items() if isinstance(each, type)]
+    for kind in (base for each in (TrainConfig, *kinds) for base in each.__mro__):
         assert "ClassVar" not in vars(kind).get("__annotations__", {}).values()

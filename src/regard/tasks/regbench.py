@@ -82,7 +82,7 @@ class RegBench(TokenTask):
         automata: how many different automata the training split uses; 0 for a new one in every example.
     """
 
-    errors: ClassVar = ("L1", "total variation")
+    errors: ClassVar[tuple[str, ...]] = ("L1", "total variation")
     settings: ClassVar[Settings] = {
         "quick": {
             "symbols": 8, "states": (3, 6), "alphabet": (4, 8), "strings": (6, 10), "string": (2, 11)

@@ -38,7 +38,7 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     if new and config.data is None and config.task is None:
         mend = "give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME"
         raise ArgumentError(f"{call}: no training text; {mend}.")
-    if new:
+    if new and not config.resume:  # earlier versions began runs with such options, without a use
         _check_kind(config, call)
     if config.task is not None:
         check_task(config, call)

@@ -154,7 +154,7 @@ class KernelSelection(TextRecipe):
         sharing = {"costs, nats/char": costs, **memory_columns("{:,.0f} KiB")}
         shared = select(runs, query_key=[SHARED, EARLIER])
         shared = shared.sort_values("model", kind="stable", key=lambda column: column.map(KERNELS.index))
-        close = max(self.seeds, self.close_seeds)
+        close = select(runs, model=list(CLOSE), weights=NORMALISED, query_key=APART)["seed"].nunique()
         more = f", {close} of normalised {' and '.join(CLOSE)}" if close > self.seeds else ""
         both = f"{self.seeds} seeds{more}: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
         against = f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence."

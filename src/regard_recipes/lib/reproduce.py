@@ -67,7 +67,7 @@ def _run_all(argv: list[str]) -> int:
     for name, kind in known.items():
         try:
             _run(kind, argv)
-        except (ArgumentError, RuntimeError) as error:
+        except (ArgumentError, ModuleNotFoundError, RuntimeError) as error:
             failed.append(name)
             consoles()[0].print(f"{name}: {error}", highlight=False, markup=False)
     if failed:

@@ -32,7 +32,7 @@ Unit = tuple[Cell, int]
 """A cell and a seed."""
 FREE = ("out", "workers", "quick", "file")
 """Options in which a continued run may differ; of a file, what it says is compared."""
-GROWING = ("seeds", "models", "rates", "tasks")
+GROWING = ("seeds", "close_seeds", "models", "rates", "tasks")
 """Options that a continued run may have more of: what is measured for one of them does not depend on the others."""
 
 
@@ -184,9 +184,10 @@ def plain(value: Any) -> Any:
 
 
 def _grows(old: Any, new: Any) -> bool:
-    """Return whether an option is a larger number, or has all former names and more."""
+    """Return whether an option is a larger number (any, if an earlier version had no such option), or has all former
+    names and more."""
     if isinstance(new, int):
-        return bool(new > old)
+        return old is None or bool(new > old)
     return bool(old) and set(old) < set(new)
 
 
