@@ -10,6 +10,7 @@ import torch
 from any_model import SIZES, T, every_case, every_model, parts_first, plain_case, text
 from mistakes import refuses
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import Cache, QuantizedLayer
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, count_parameters, language_models, match_parameters
@@ -226,6 +227,20 @@ def test_a_cache_of_another_batch(case):
     model, tokens = make(case), text(3, 6)
     cache = model(tokens[:2, :5]).past_key_values
     refuses(r"2 (sequences|rows)|holds .*\[2, ", model, tokens[:, 5:], past_key_values=cache)
+
+
+def test_a_quantised_cache_may_hold_no_keys_as_they_are():
+    class Layer(QuantizedLayer):
+        def _quantize(self, tensor, axis):
+            return tensor.clone()
+
+        def _dequantize(self, q_tensor):
+            return q_tensor
+
+    model, tokens = make("transformer"), text(2, 6)
+    cache = Cache(layers=[Layer(residual_length=2) for _ in model.model.layers])
+    found = [model(part, past_key_values=cache).logits for part in tokens.split([2, 1, 1, 1, 1], 1)]
+    torch.testing.assert_close(torch.cat(found, 1), model(tokens).logits)
 
 
 @every_model

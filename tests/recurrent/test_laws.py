@@ -133,6 +133,16 @@ def test_hard_keys_are_answered_or_reported() -> None:
     assert ((found["residual"] > 3.5e-4) == (found["status"] == 3)).all()
 
 
+def test_conjugate_gradients_take_the_steps_that_a_small_ridge_needs() -> None:
+    """The matrices of a chunk differ much from the first one, since every token fades by 0.3."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 64, 32, generator=make) for _ in range(3))
+    how = {"ridge": 1e-3, "log_decay": -0.3, "solver": "cg", "return_diagnostics": True}
+    found = mesa_attention(normalize(q, dim=-1), normalize(k, dim=-1), v, **how)[2]
+    assert not found["status"].any()
+    assert found["residual"].max() < 3e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("decay", "factor"), [(None, 2.0), (-0.05, 1.1)])
 def test_chunks_are_faster_than_steps(decay: float | None, factor: float) -> None:

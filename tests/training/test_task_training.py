@@ -75,6 +75,9 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     named = {name for name, p in net.named_parameters() if id(p) in matrices}
     assert named
     assert all("proj" in name or "mlp" in name for name in named)
+    learned = model(mixers="local-linear", ridges="learned")
+    assert {id(p) for name, p in learned.named_parameters() if "ridge_proj.weight" in name} <= hidden_matrices(learned)
+    assert "ridge_proj.weight" in str([*learned.state_dict()])
     assert not any("embed" in name or "lm_head" in name or "norm" in name for name in named)
     same = model(tie_word_embeddings=False)
     both = MuonAdamW.of([{"params": list(net.parameters()), "weight_decay": 0.0}], 0.01, net)

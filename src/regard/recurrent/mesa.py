@@ -101,7 +101,7 @@ def mesa_attention(
             and the ridge is the same for all tokens, else by one matrix per query. "cg" is conjugate gradients, which
             are faster for many well-conditioned systems. The other forms solve directly.
         tol: |b - A t| / |b| at which conjugate gradients stop; default 1e-6 in float32 and 1e-13 in float64.
-        max_iter: their largest number of steps; default 2 D + 16.
+        max_iter: their largest number of steps; default 8 D + 16.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; default 1.
         layout: "bthd" for tensors with tokens before heads, as in `regard.attention`; also in `ridge`, `log_decay` and
             `beta`.
@@ -251,7 +251,7 @@ def _how(query: Tensor, call: Call, solver: Any, tol: float | None, max_iter: in
     checks.optional_whole(CALL, "max_iter", max_iter, 1)
     finest = 1e-13 if call.dtype == torch.float64 else 1e-6
     tol = finest if tol is None else checks.number(CALL, "tol", tol, low=0.0, strict=True)
-    return How(solver, min(call.chunk or CHUNK, FAR), tol, min(max_iter or 2 * query.shape[3] + 16, FAR))
+    return How(solver, min(call.chunk or CHUNK, FAR), tol, min(max_iter or 8 * query.shape[3] + 16, FAR))
 
 
 def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:

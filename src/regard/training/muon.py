@@ -10,6 +10,8 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..nn.attention.ridge import RidgeProjection
+
 
 class MuonAdamW(Optimizer):
     """Two optimisers with one set of parameter groups, of which each has its own; one may have none.
@@ -74,5 +76,5 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     named = ("get_output_embeddings", "get_input_embeddings")
     heads = [module for name in named if (module := getattr(model, name, lambda: None)()) is not None]
     outer = {id(parameter) for head in heads for parameter in head.parameters()}
-    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear | RidgeProjection)]
     return {id(weight) for weight in weights if id(weight) not in outer and min(weight.shape) > 1}

@@ -391,7 +391,8 @@ def check_cache(call: str, cache: Cache, layers: int, rows: int) -> None:
     if len(cache.layers) != layers and cache.get_seq_length() > 0:
         other = f"cache holds {len(cache.layers)} layers of another model, expected {layers}"
         raise ArgumentError(f"{call}: {other}; leave it out or give model.model.new_cache().")
-    held = next((keys.shape[0] for each in cache.layers if (keys := getattr(each, "keys", None)) is not None), rows)
+    every = (getattr(layer, "keys", None) for layer in cache.layers)  # of a quantised cache maybe empty
+    held = next((keys.shape[0] for keys in every if keys is not None and keys.dim() == 4), rows)
     if held != rows:
         mend = "use one cache per batch, or repeat its rows with batch_repeat_interleave"
         raise ArgumentError(f"{call}: cache is of {held} sequences and the tokens of {rows}; {mend}.")
