@@ -93,7 +93,7 @@ class SharedQueryKey(Recipe):
         return [
             Claim(PAPER, "section 7", "q = k halves the memory of queries and keys", ratio, "at most", 0.5,
                   note="Bytes of queries and keys in a training step, shared over apart."),
-            Claim(PAPER, "section 7", "Models still converge with q = k", cost, "at most", LITTLE, LITTLE,
+            Claim(PAPER, "section 7, check", "q = k costs little loss", cost, "at most", LITTLE, LITTLE,
                   note=f"Held-out bits per character, shared less apart; more than {LITTLE:g} is taken as a cost."),
         ]  # fmt: skip
 

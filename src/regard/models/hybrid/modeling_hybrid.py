@@ -128,6 +128,7 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
             for name, value in module.temperature.start().items():
                 init.constant_(getattr(module, name), value)
         if isinstance(module, RidgeProjection):
+            init.normal_(module.weight)  # draws as for an nn.Linear, so that later layers keep their weights for a seed
             init.zeros_(module.weight)
             init.constant_(module.bias, module.rule.bias())
         if hasattr(module, "init_weights") and not isinstance(module, RegardPreTrainedModel):
