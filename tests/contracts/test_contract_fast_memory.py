@@ -159,16 +159,16 @@ def test_a_token_that_is_not_finite(name: str, options: dict[str, Any], at: int,
     hidden[1, at, 3] = content
     hidden.requires_grad_()
     out, state = layer(hidden)
-    spoilt = torch.zeros(B, T, dtype=torch.bool)
-    spoilt[1, at] = True
+    corrupted = torch.zeros(B, T, dtype=torch.bool)
+    corrupted[1, at] = True
     assert out[1, at].isnan().all()
-    assert out[~spoilt].isfinite().all()
+    assert out[~corrupted].isfinite().all()
     assert gap(out[[0, 2]], clean[[0, 2]]) < 1e-10
     assert gap(out[1, :at], clean[1, :at]) < 1e-10 if at else True
     assert layer(draw(seed=4), state=state)[0].isfinite().all()
     layer.zero_grad()
-    out[~spoilt].square().sum().backward()
-    assert hidden.grad[~spoilt].isfinite().all()
+    out[~corrupted].square().sum().backward()
+    assert hidden.grad[~corrupted].isfinite().all()
     assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
     with debug(), pytest.raises(ArgumentError, match="hidden"):
         layer(hidden)

@@ -172,11 +172,11 @@ def test_what_is_not_finite_shows_in_exactly_the_rows_that_see_it(label: str, im
 
 
 def _spoil(clean: Data, which: str, bad: float, how: str) -> tuple[Data, Tensor]:
-    """One spoilt number at position 3 of head group 1 of batch 0, and the rows [B, H, Tq] that see it."""
+    """One corrupted number at position 3 of head group 1 of batch 0, and the rows [B, H, Tq] that see it."""
     name = {"query": "q", "key": "k", "value": "v"}[which]
-    spoilt = getattr(clean, name).clone()
+    corrupted = getattr(clean, name).clone()
     head = 1
-    spoilt[0, head, 3, 1] = bad
+    corrupted[0, head, 3, 1] = bad
     call = masks(*clean.sizes)[how]
     seen = oracle.visible(*clean.sizes, **call)
     hit = torch.zeros(clean.sizes[:3], dtype=torch.bool)
@@ -184,4 +184,4 @@ def _spoil(clean: Data, which: str, bad: float, how: str) -> tuple[Data, Tensor]
         hit[0, head, 3] = seen[0, head, 3].any()
     else:
         hit[0, 2 * head : 2 * head + 2] = seen[0, 2 * head : 2 * head + 2, :, 3]
-    return clean.with_(**{name: spoilt}).leaves(), hit
+    return clean.with_(**{name: corrupted}).leaves(), hit

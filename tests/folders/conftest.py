@@ -1,4 +1,4 @@
-"""Copies of a small run, to be spoilt."""
+"""Copies of a small run, to be corrupted."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ __all__ = ["regard", "text_file", "trained"]
 
 @pytest.fixture
 def run_folder(trained: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the run, to be spoilt."""
+    """A copy of the run, to be corrupted."""
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
     yield copy

@@ -105,10 +105,10 @@ def written(change: Callable[[bytes, random.Random], bytes]) -> Callable:
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
-    spoilt = bytearray(content)
+    corrupted = bytearray(content)
     for _ in range(draw.choice((1, 1, 3, 20))):
-        spoilt[draw.randrange(len(spoilt))] ^= 1 << draw.randrange(8)
-    return bytes(spoilt)
+        corrupted[draw.randrange(len(corrupted))] ^= 1 << draw.randrange(8)
+    return bytes(corrupted)
 
 
 def swapped(content: bytes, draw: random.Random) -> bytes:

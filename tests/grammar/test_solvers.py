@@ -172,13 +172,13 @@ def test_what_is_not_finite_stays_in_its_row(solver) -> None:
     b = np.random.default_rng(24).normal(size=(3, 5))
     clean = solve(solver, a, b)
     a[1, 2, 2] = np.nan
-    spoilt = solve(solver, a, b)
-    assert torch.equal(clean.value[::2], spoilt.value[::2])
-    assert spoilt.status[::2].tolist() == [OK, OK]
-    assert spoilt.status[1] != OK
+    corrupted = solve(solver, a, b)
+    assert torch.equal(clean.value[::2], corrupted.value[::2])
+    assert corrupted.status[::2].tolist() == [OK, OK]
+    assert corrupted.status[1] != OK
     if solver != BlockDiagonal():
-        assert bool(spoilt.value[1].isnan().any())
-        assert spoilt.status[1] == NOT_FINITE
+        assert bool(corrupted.value[1].isnan().any())
+        assert corrupted.status[1] == NOT_FINITE
 
 
 def test_no_matrix_fails_the_call() -> None:

@@ -388,17 +388,17 @@ def test_it_reads_the_model(store: str) -> None:
     kept = [0, 1, 3, 4, 5]
     w = (corrected if store == "delta" else best)(keys[:, :, kept], values[:, :, kept])
     memory = AssociativeMemory("linear", store=store)
-    spoilt, mask = keys.clone(), (torch.arange(6) != 2).expand(2, 6)
-    spoilt[:, :, 2] = torch.nan
-    spoilt.requires_grad_()
-    memory.write(spoilt[:, :, :4], values[:, :, :4], mask=mask[:, :4])
+    corrupted, mask = keys.clone(), (torch.arange(6) != 2).expand(2, 6)
+    corrupted[:, :, 2] = torch.nan
+    corrupted.requires_grad_()
+    memory.write(corrupted[:, :, :4], values[:, :, :4], mask=mask[:, :4])
     size = memory.bytes
     memory.write(keys[:, :, 4:], values[:, :, 4:])
     torch.testing.assert_close(memory.read(queries), queries @ w, rtol=1e-10, atol=1e-10)
     assert (len(memory), memory.bytes) == (6, size)
     memory.read(queries).sum().backward()
-    assert spoilt.grad.isfinite().all()
-    assert not spoilt.grad[:, :, 2].any()
+    assert corrupted.grad.isfinite().all()
+    assert not corrupted.grad[:, :, 2].any()
     memory.transform(lambda t: 0 * t)
     assert not memory.read(queries).any()
     memory.write(keys, values)

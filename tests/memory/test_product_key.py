@@ -190,13 +190,13 @@ def test_a_query_that_is_not_finite_stays_alone() -> None:
     clean = query.nan_to_num(0, 0, 0)
     q, own = query.clone().requires_grad_(), keys.clone().requires_grad_()
     found = product_key_search(q, own, 4)
-    spoilt = torch.zeros(2, 5, 2, dtype=torch.bool)
-    spoilt[0, 2, 1] = spoilt[1, 3, 0] = True
-    assert torch.equal(found.scores.isnan(), spoilt[..., None].expand(2, 5, 2, 4))
+    corrupted = torch.zeros(2, 5, 2, dtype=torch.bool)
+    corrupted[0, 2, 1] = corrupted[1, 3, 0] = True
+    assert torch.equal(found.scores.isnan(), corrupted[..., None].expand(2, 5, 2, 4))
     expected = dense(clean, keys, 4)[1]
-    assert (found.scores - expected)[~spoilt].abs().max() < 1e-12
+    assert (found.scores - expected)[~corrupted].abs().max() < 1e-12
     found.scores.nansum().backward()
-    assert q.grad[spoilt].abs().max() == 0
+    assert q.grad[corrupted].abs().max() == 0
     assert own.grad.isfinite().all()
     assert own.grad.abs().max() > 0
 

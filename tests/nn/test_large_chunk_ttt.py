@@ -160,9 +160,9 @@ def test_weights_of_the_attention():
 
 def test_a_token_that_is_not_finite_is_neither_seen_nor_learned():
     made, hidden = layer(), tokens()
-    spoilt = hidden.clone()
-    spoilt[1, 6, 3] = torch.nan
-    leaf = spoilt.requires_grad_()
+    corrupted = hidden.clone()
+    corrupted[1, 6, 3] = torch.nan
+    leaf = corrupted.requires_grad_()
     kept = cache()
     out, _ = made(leaf, angles(), past_key_values=kept)
     assert out[1, 6].isnan().all()

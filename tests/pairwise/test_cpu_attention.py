@@ -358,13 +358,13 @@ def test_what_lies_far_or_hidden_never_matters(label: str, narrowing: Narrowing)
     call = arguments("padding", 1, 1)
     data = clustered(label, QUERIES, KEYS)
     hidden = ~call["attn_mask"][0, 0, 0]
-    spoilt = leaves(data, torch.float64)
+    corrupted = leaves(data, torch.float64)
     with torch.no_grad():
-        spoilt["key"][:, :, hidden] = float("nan")
-        spoilt["value"][:, :, hidden] = float("inf")
-    one, other = attend(label, data, call), attend(label, spoilt, call)
+        corrupted["key"][:, :, hidden] = float("nan")
+        corrupted["value"][:, :, hidden] = float("inf")
+    one, other = attend(label, data, call), attend(label, corrupted, call)
     assert torch.equal(one, other)
-    for (name, a), b in zip(gradients(one, data).items(), gradients(other, spoilt).values(), strict=True):
+    for (name, a), b in zip(gradients(one, data).items(), gradients(other, corrupted).values(), strict=True):
         if name in ("key", "value"):
             assert not bool(b[:, :, hidden].any())
         assert torch.equal(a, b), name

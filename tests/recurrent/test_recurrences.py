@@ -147,10 +147,10 @@ def test_what_is_not_finite_shows_in_exactly_the_rows_that_see_it(name: str) -> 
     case = CASES[name]
     clean = case.draw(grad=False)
     for which, way in itertools.product([n for n, t in clean.items() if n in "qkvgbeta" and t.dim() > 2], case.few):
-        spoilt = {n: t.clone() for n, t in clean.items()}
-        spoilt[which].view(2, spoilt[which].shape[1], 9, -1)[0, 0, 5, 0] = torch.nan
+        corrupted = {n: t.clone() for n, t in clean.items()}
+        corrupted[which].view(2, corrupted[which].shape[1], 9, -1)[0, 0, 5, 0] = torch.nan
         outs = []
-        for x in (clean, spoilt):
+        for x in (clean, corrupted):
             first, state = case.run(cut(x, 0, 7), **way)
             second, state = case.run(cut(x, 7, 9), state=state, **way)
             outs.append(torch.cat([first, second], 2))

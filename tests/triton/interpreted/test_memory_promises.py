@@ -274,11 +274,11 @@ def test_the_layer_with_either_store(options: dict[str, Any]) -> None:
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         layer, hidden = a_layer(impl, **options).to(dtype), x.to(dtype).requires_grad_()
         out, state = layer(hidden, mask)
-        spoilt = out.isnan()
-        assert spoilt[1, 5].all()
-        assert spoilt.sum() == 12
+        corrupted = out.isnan()
+        assert corrupted[1, 5].all()
+        assert corrupted.sum() == 12
         state = layer.flush(state)
-        outs = [torch.where(spoilt, 0, out), state.keys, state.values.dense()]
+        outs = [torch.where(corrupted, 0, out), state.keys, state.values.dense()]
         own = torch.autograd.grad(sum((x * weight_of(x)).sum() for x in outs), [hidden, *layer.parameters()])
         assert all(bool(g.any()) for g in own)
         found.append([*outs, *own])
