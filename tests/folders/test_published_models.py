@@ -45,7 +45,7 @@ def test_regard_does_not_run_the_module(run_folder: Path) -> None:
     (run_folder / "model" / "COMPLETE.json").unlink()  # the seal would refuse the change
     (run_folder / "model" / "regard_auto.py").write_text("raise SystemExit('ran')")
     model, _ = load_model(run_folder, call="test")
-    model.generate(text(1, 4), max_new_tokens=2)
+    assert model.generate(text(1, 4), max_new_tokens=2).shape == (1, 6)  # SystemExit would fail the test
 
 
 def test_a_configuration_that_is_not_registered_is_saved_without_a_module(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 from tiny_runs import without_drawing
 
 from regard.recipes import recipes
+from regard_recipes.lib.claims import paired
 from regard_recipes.lib.pages import markdown, marks
+from regard_recipes.lib.recipe import Frame, select
 from regard_recipes.lib.results import load, plain
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -45,3 +47,37 @@ def test_every_cell_has_stored_rows_and_no_other(name: str) -> None:
     stored = results.frame[list(cells)].drop_duplicates().astype(cells.dtypes)
     both = cells.merge(stored, how="outer", indicator=True)
     assert both[both["_merge"] != "both"].empty
+
+
+def runs(name: str, folder: str = "") -> Frame:
+    """Return the rows at the end of training, of each model with the rate that it takes."""
+    made, results = load(recipes.get(name), DOCS / "results" / folder)
+    return made.chosen(results)
+
+
+def test_numbers_in_prose_are_those_of_the_rows() -> None:
+    """Numbers from stored rows that stand outside the generated blocks."""
+
+    def loss(rows: Frame, model: str) -> str:
+        return f"{select(rows, model=model)['test'].mean():.3f}"
+
+    def above_softmax(rows: Frame, model: str, signed: bool = False) -> str:
+        return paired(select(rows, model=model), select(rows, model="softmax"), "test").text(3, signed=signed)
+
+    one, four, kernels = runs("mosaic-kernels"), runs("mosaic-kernels", "four-blocks"), runs("kernel-selection")
+    one, kernels = select(one, form="defined"), select(kernels, weights="normalised", query_key="apart")
+    told = [f"{loss(one, 'softmax')} softmax"]
+    told += [f"{loss(one, name)} `{name}` (" for name in ("biweight", "sparsemax", "relumax")]
+    told += [f"{above_softmax(one, name)})" for name in ("biweight", "sparsemax", "relumax")]
+    told += [f"{loss(kernels, 'elu')} nats per character with `elu`", f"{loss(kernels, 'exponential')} with softmax"]
+    scores = sorted(select(runs("state-tracking"), model="local linear, learned ridge")["validation"])
+    pages = {
+        "choose-a-spec": told,
+        "language-model-results": [
+            f"{above_softmax(four, name, signed=True)} " for name in ("biweight", "sparsemax", "topk-softmax")
+        ],
+        "local-linear-results": ["{:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f}".format(*scores)],
+    }
+    for page, numbers in pages.items():
+        prose = " ".join((DOCS / f"{page}.md").read_text().split())
+        assert [each for each in numbers if each not in prose] == [], page

@@ -135,7 +135,7 @@ class ValueFeatures(nn.Module):
 
     def forward(self, x: Tensor, following: Tensor | None = None) -> Tensor:
         """Return projections [B, H, T, D] of x [B, T, C]; or values [B, H, T, D], if x are the projections of tokens
-        and `following` those of the tokens after them."""
+        and `following` those of the tokens after them. Both are in forward, whose hooks load weights from a disk."""
         if following is None:
             return split_heads(self.proj(x), self.num_heads)
         mix = self.mix.to(x.dtype)[:, None, None]

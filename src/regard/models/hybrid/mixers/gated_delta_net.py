@@ -58,7 +58,7 @@ class GatedDeltaNetwork(qwen.Qwen3NextGatedDeltaNet):
     def forward(
         self, hidden: Tensor, real: Tensor | None, state: GatedDeltaState | None, segment_ids: Tensor | None
     ) -> tuple[Tensor, GatedDeltaState | None]:
-        """Do what `GatedDeltaNet.advance` does."""
+        """Compute `GatedDeltaNet.advance`: in a module's forward, whose hooks load weights that are on a disk."""
         tokens = hidden.shape[1]
         query, key, value, z, b, a = self.fix_query_key_value_ordering(
             self.in_proj_qkvz(hidden), self.in_proj_ba(hidden)
