@@ -6,8 +6,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 from mistakes import refuses
-from steps import logged
+from steps import logged, weights
 
 from regard.cli import main
 from regard.training.storage.folder import load_model
@@ -40,6 +41,15 @@ def test_a_run_on_a_task_is_trained_scored_and_read_again(tmp_path: Path, capsys
         assert "omit --data, --context, --stride and --lm-eval" in capsys.readouterr().err
     assert main(["eval", str(out), "--limit", "9"]) == 2
     assert "--limit and --tasks are for the tasks of --lm-eval" in capsys.readouterr().err
+
+
+def test_a_run_is_in_float32_whatever_torchs_default(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run("--task", "sort", out=tmp_path / "run") == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {weight.dtype for weight in weights(tmp_path / "run/model").values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

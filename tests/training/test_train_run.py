@@ -71,7 +71,12 @@ def test_empty_rows_are_logged_where_there_can_be_any(run: Callable, tmp_path: P
 
 def test_two_runs_are_bit_equal(run: Callable, straight: Path, out: Path) -> None:
     torch.manual_seed(99)  # whatever the program drew before
-    run(**SIZES)
+    torch.set_default_dtype(torch.float64)
+    try:
+        run(**SIZES)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert metrics(out) == metrics(straight)
     same_model(straight, out)
 

@@ -1,8 +1,10 @@
-"""The device of a run, by name, and the processes of one that torchrun started."""
+"""The device of a run, by name, its default dtype, and the processes of one that torchrun started."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,17 @@ from ..checks import ArgumentError, require
 
 if TYPE_CHECKING:
     from .config import TrainConfig
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Make float32 torch's default dtype inside a block or a decorated function."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def resolve_device(name: str, *, call: str) -> str:

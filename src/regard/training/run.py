@@ -22,7 +22,7 @@ from .data.documents import StreamedWindows
 from .data.text import Source
 from .data.tokenizers import build_tokenizer
 from .data.windows import SampledWindows
-from .device import check_agreement, check_sharding, main_process, resolve_device
+from .device import check_agreement, check_sharding, float32_by_default, main_process, resolve_device
 from .errors import TrainingInterrupted, TrainingStopped, one_line
 from .generate import opening
 from .models import language_model
@@ -64,6 +64,7 @@ class RunSummary:
 
 
 @quiet_transformers()
+@float32_by_default()
 def train(
     config: TrainConfig,
     *,

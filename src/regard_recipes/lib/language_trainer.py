@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from regard.training.data.windows import SampledWindows
+from regard.training.device import float32_by_default
 from regard.training.errors import TrainingStopped
 from regard.training.evaluation import Units, evaluate
 from regard.training.quiet import quiet_transformers
@@ -103,10 +104,12 @@ class Looks(TrainerCallback):
 
 @contextlib.contextmanager
 def global_generators(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the generators of torch, numpy and Python inside the block, and leave them as they were."""
+    """Seed the generators of torch, numpy and Python inside the block, with float32 as torch's default dtype, and leave
+    them as they were."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     with (
         quiet_transformers(),
+        float32_by_default(),
         torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []),
     ):
         torch.manual_seed(seed)

@@ -18,7 +18,7 @@ from ...models.base.catalogue import language_models
 from ...tasks import TokenTask
 from ..callbacks import MetricsFile, StopGently
 from ..config import TrainConfig
-from ..device import resolve_device
+from ..device import float32_by_default, resolve_device
 from ..errors import TrainingInterrupted, TrainingStopped
 from ..models import model_config
 from ..quiet import quiet_transformers
@@ -52,6 +52,7 @@ class TaskSummary:
 
 
 @quiet_transformers()
+@float32_by_default()
 def train_task(
     config: TrainConfig, *, console: Console | None = None, callbacks: Sequence[TrainerCallback] = ()
 ) -> TaskSummary:
