@@ -247,5 +247,11 @@ def test_mistakes() -> None:
     assert "A_log is a list" in gated(A_log=[0.0, 0.0])
     assert "use_beta_sigmoid_in_kernel" in message("chunk_kda", allow_neg_eigval=True)
     assert "normalize=True" in message("chunk_linear_attn", initial_state=(zero, zero))
+    for name in ("chunk_linear_attn", "chunk_delta_rule", "parallel_attn"):
+        assert "scale has shape [2, 5]" in message(name, scale=torch.ones(2, 5))
+        assert "layout" not in message(name, scale=torch.ones(2, 5))
+    mesa = [draw()[n] for n in ("q", "k", "v", "g", "beta")]
+    refuses("^chunk_mesa_net: max_CG_iteration is 0", fla.chunk_mesa_net, *mesa, torch.ones(H, K), max_CG_iteration=0)
+    assert "window_size is 0" in message("parallel_attn", window_size=0)
     with pytest.raises(TypeError, match="head_first"):
         fla.chunk_gla(zero, zero, zero, zero, head_first=True)  # type: ignore[call-arg]

@@ -6,6 +6,7 @@ Legend: B batch, H heads, T positions, D channels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -40,7 +41,9 @@ def any_layout(function: F) -> F:
             text = str(error)
         else:
             return (_turned(found[0]), *found[1:]) if isinstance(found, tuple) else _turned(found)
-        raise ArgumentError(f"{text} Shapes are shown for layout='bhtd', heads before tokens.")
+        # regard.compat's functions call this one and have no argument of that name, so the note does not name it
+        note = " Shapes are shown with heads before tokens." if re.search(r"\[[^\]]*, ", text) else ""
+        raise ArgumentError(f"{text}{note}")
 
     return cast(F, call)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...checks import tensor, within
+from ...checks import optional_whole, tensor, within
 from ...public import MesaState, attention, local_linear_attention, mesa_attention
 from .calls import Sequences, check_shapes, fresh, refuse, unit
 
@@ -33,6 +33,7 @@ def chunk_mesa_net(
     check_shapes(call, q, k, v, g=g, beta=beta)
     dim = q.shape[3]
     tensor(call, "lamb", lamb, q.shape[2], dim)
+    optional_whole(call, "max_CG_iteration", max_CG_iteration, 1)
     own = Sequences(call, q, q.shape[2], cu_seqlens)
     gram = own.start("h_kk_init", h_kk_init, dim, dim)
     values = own.start("h_kv_init", h_kv_init, dim, v.shape[3])
@@ -112,5 +113,6 @@ def _check_queries(call: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _causal(own: Sequences, scale: float | None, window: int | None) -> dict[str, object]:
     """Return the arguments of `regard.attention` for causal order in the layout of fla."""
+    optional_whole(own.call, "window_size", window, 1)
     shared = {"is_causal": True, "enable_gqa": True, "layout": "bthd"}
     return {"scale": scale, "window": window, "segment_ids": own.ids, **shared}
