@@ -86,3 +86,9 @@ def test_labels_that_a_font_cannot_show() -> None:
     assert visible("ab") == "ab"
     names = AttentionMaps(("$", "\n", "\\", "^"), torch.eye(4)[None, None], torch.ones(1, 1, 4))
     assert attention_map(names, 0, 0, title="$x$ and _ and %").startswith(SIGNATURE)
+
+
+def test_dollars_are_no_formulas() -> None:
+    """As one, this raises an error."""
+    names = AttentionMaps((r"$\frac$",), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))
+    assert attention_map(names, 0, 0, title=r"$\frac$").startswith(SIGNATURE)

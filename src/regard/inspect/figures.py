@@ -19,7 +19,8 @@ with extra_imports():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.text import Text
+    from matplotlib.ticker import FixedFormatter, FuncFormatter, MaxNLocator
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -179,18 +180,20 @@ def _draw_support(axes: Axes, support: np.ndarray) -> None:
 
 
 def visible(token: str) -> str:
-    """Return a token with signs for spaces and line ends, dots for other unprintable characters, and escaped "$"."""
-    signs = {" ": "␣", "\n": "↵", "\t": "→", "\r": "↵", "$": r"\$"}
+    """Return a token with signs for spaces and line ends, and dots for other unprintable characters."""
+    signs = {" ": "␣", "\n": "↵", "\t": "→", "\r": "↵"}
     return "".join(signs.get(c, c if c.isprintable() else "·") for c in token)
 
 
-def unescaped(text: str) -> str:
-    """Return `visible(text)` without the escapes that figures need."""
-    return visible(text).replace(r"\$", "$")
-
-
 def png(figure: Figure) -> bytes:
-    """Return the figure as a PNG without a date, so that equal data give equal bytes."""
+    """Return the figure as a PNG without a date, so that equal data give equal bytes. Only the numbers that matplotlib
+    writes at an axis, such as powers of ten, are read as formulas."""
+    texts, named = set(figure.findobj(Text)), (FixedFormatter, FuncFormatter)
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if not isinstance(axis.get_major_formatter(), named):
+            texts -= set(axis.get_ticklabels(which="both"))
+    for text in texts:
+        text.set_parse_math(False)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()

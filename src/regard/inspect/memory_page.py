@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from .figures import unescaped, visible
+from .figures import visible
 from .gates import GateTrace
 from .report import template
 from .slot_trace import HIT, SlotReadings, slot_rows
@@ -41,11 +41,11 @@ def _steps(trace: SlotReadings, reach: int) -> list[dict[str, Any]]:
     for _, group in groupby(rows, key=lambda row: row["position"]):
         slots = list(group)
         for row in slots:
-            row.update({name: unescaped(row[name]) for name in ("before", "query", "target", "after")})
+            row.update({name: visible(row[name]) for name in ("before", "query", "target", "after")})
         answer = slots[0]["answer"]
         label = "?" if answer is None else visible(names.get(answer, str(answer)))
         hits = sum(row["hit"] for row in slots)
-        steps.append({"token": unescaped(slots[0]["token"]), "answer": label, "hits": hits, "rows": slots})
+        steps.append({"token": visible(slots[0]["token"]), "answer": label, "hits": hits, "rows": slots})
     return steps
 
 

@@ -174,13 +174,13 @@ def slot_rows(trace: SlotReadings, *, reach: int = 10) -> Iterator[dict[str, Any
 
 def slot_table(trace: SlotReadings, *, reach: int = 10) -> Any:
     """Return a `tables.Table` of the retrieved slots with what their latest writes stored."""
-    from .figures import unescaped, visible
+    from .figures import visible
     from .tables import Table
 
     header = ("token read", "layer", "slot", "weight", "written by", "target", "around it", "")
     rows = []
     for row in slot_rows(trace, reach=reach):
-        before, query, after = (unescaped(row[name]) for name in ("before", "query", "after"))
+        before, query, after = (visible(row[name]) for name in ("before", "query", "after"))
         written = visible(row["query"]) or "never written", visible(row["target"]) or "-"
         around = f"{before}[{query}]{after}" if row["query"] else "-"
         read = visible(row["token"]), row["layer"], str(row["slot"]), f"{row['weight']:.3f}"
