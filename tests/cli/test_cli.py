@@ -283,7 +283,9 @@ def test_list_shows_models_and_mixers_with_their_options(regard: Callable) -> No
     assert "\n  dot  q . K (equation 6)." in regard("list", "slot-scores").out
 
 
-@pytest.mark.parametrize("words", ["--option a=1 b=2 --spec c d", "--option a=1 --seed 0 --spec c,d --option=b=2"])
+@pytest.mark.parametrize("words", [
+    "--option a=1 b=2 --spec c d", "--option a=1 --seed 0 --spec c,d --option=b=2", "--mixers=c,d --option a=1 b=2",
+])  # fmt: skip
 def test_options_may_stand_together_or_apart(words: str) -> None:
     config = parse(TrainConfig, words.split(), command="train")
     assert (config.option, config.spec) == (("a=1", "b=2"), ("c", "d"))

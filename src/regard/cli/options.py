@@ -31,8 +31,8 @@ _PLAIN = tuple(
         (r"Missing from regard [\w ]+: (\S+) .*", r"\1 is missing. See --help."),
     )
 )
-_OUTPUT = re.compile(r"^--output(?=$|=)")
-"""The former name of --out, which appears in stored results."""
+_OTHER_NAMES = {"output": "out", "mixers": "spec"}
+"""The former name of --out, which appears in stored results, and what models call --spec."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -52,7 +52,7 @@ def parse(
     """
     import tyro
 
-    file, argv = _prepare([_OUTPUT.sub("--out", word) for word in argv], cls, command)
+    file, argv = _prepare([_renamed(word, cls) for word in argv], cls, command)
     default = cls() if base is None else base
     if file is not None:
         default = from_mapping(default, read_mapping(file, call=command), call=command, source=str(file))
@@ -78,6 +78,13 @@ def parse(
     if shown is not default:
         value = cls(**{name: x for part in _values(value).values() for name, x in _values(part).items()})
     return value
+
+
+def _renamed(word: str, cls: type[Any]) -> str:
+    """Return a flag with another name of an option by the option's own."""
+    name, equals, value = word.removeprefix("--").partition("=")
+    own = _OTHER_NAMES.get(name) if word.startswith("--") else None
+    return f"--{own}{equals}{value}" if own in {field.name for field in dataclasses.fields(cls)} else word
 
 
 def _grouped(options: Any) -> Any:
