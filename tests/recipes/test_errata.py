@@ -37,4 +37,6 @@ def test_the_other_numbers() -> None:
     assert value["parameters-of-whole-embeddings"][1] > 1.1 * value["parameters-of-whole-embeddings"][0]
     assert value["normalised-relu-without-bandwidth"][0] < 1e-15
     assert value["uniform-nearest-keys"] == [0]
+    assert 1 <= value["relumax-with-temperature-twice"][0] < value["relumax-with-temperature-twice"][1] < 64
+    assert value["exact-match-of-letters"] == [1, 0]
     assert 0.4 < value["sums-of-signed-kernels"][0] < 0.6

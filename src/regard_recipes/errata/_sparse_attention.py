@@ -96,6 +96,28 @@ def uniform_nearest_keys() -> Numbers:
     return {"operations through which gradients reach the scores": float((chosen @ value).requires_grad)}
 
 
+@here(
+    "published program of the synthetic tasks, ReLUmax",
+    "weights relu(β² (s − m) + b), m the largest cosine (equation 21)",
+    "β is in the keys already and is multiplied again: relu(β⁴ (s − m) + 1)",
+)
+def relumax_with_temperature_twice() -> Numbers:
+    s = scores(64, rows=1).tanh()
+    near = lambda power: float(((2.0**power * (s - s.max()) + 1) > 0).sum())  # noqa: E731
+    return {"of 64 keys, with weight at β = 2": near(4), "as defined, b = 1": near(2)}
+
+
+@here(
+    "tables 2 and 7, exact match",
+    "an answer counts where all of it is right",
+    "each token is predicted after the right ones, and of MQMTAR only the letters of the values are compared",
+)
+def exact_match_of_letters() -> Numbers:
+    answer, letters = torch.tensor([2, 5, 6] * 4 + [261]), torch.tensor([False, True, True] * 4 + [False])
+    right = torch.where(letters, answer, 0) == answer  # no separator and no end
+    return {"as released": float(right[letters].all()), "of all tokens": float(right.all())}
+
+
 @here("appendix B, RegBench", "total variation distance", "the program sums |p − q| without the factor ½")
 def total_variation() -> Numbers:
     p, q = scores(18).softmax(-1), scores(18).flip(0).softmax(-1)
