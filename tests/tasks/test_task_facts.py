@@ -16,6 +16,8 @@ from regard.tasks import (
     PermutationTracking,
     RecurringNames,
     RegBench,
+    Reverse,
+    Sort,
     Stories,
     TinyMath,
     judge,
@@ -139,6 +141,15 @@ def test_mqmtar_sources_have_the_published_lengths(length: int, tokens: int) -> 
     assert task.pairs(length) == int(0.8 * length) // 6
     assert prompt == pytest.approx(length + 3 * 4 + 2, abs=8)
     assert prompt == pytest.approx(tokens, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", [MQMTAR, Reverse, Sort])
+def test_the_solver_is_exact_at_every_test_length(kind: Any) -> None:
+    for factor in (1, 2, 4, 8, 16, 32, 64):
+        task = kind.named("paper", least=64 * factor, most=64 * factor)
+        example = task.example(0, 0, "test")
+        assert len(example.tokens) > 64 * factor
+        assert task.scores(task.oracle(example), example) == {"accuracy": 1.0, "exact": 1.0}
 
 
 def test_the_floor_of_permutations_is_the_share_of_untouched_places() -> None:

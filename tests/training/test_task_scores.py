@@ -51,6 +51,16 @@ def test_a_model_that_knows_the_answer_scores_one(task: TokenTask, generate: boo
     assert all(score.values == (1.0,) * 12 for score in found.values())
 
 
+def test_exact_answers_are_exact_free_running_too() -> None:
+    """One wrong token in five of twelve answers; what is written after it is wrong as well."""
+    model = knowing(Reverse.named("quick"), 12)
+    for answer in [*model.answers.values()][:5]:
+        answer[-3] = (answer[-3] + 1) % 16
+    found = score_task(model, Reverse.named("quick"), examples=12, generate=True)
+    assert found["exact"].mean == found["free-running exact"].mean == pytest.approx(7 / 12)
+    assert found["free-running accuracy"].mean < found["accuracy"].mean
+
+
 def test_an_untrained_model_is_near_the_floor() -> None:
     task = Reverse.named("quick")
     torch.manual_seed(0)

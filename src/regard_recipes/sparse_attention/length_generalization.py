@@ -88,9 +88,10 @@ class LengthGeneralization(TaskRecipe, Sizes):
     def tables(self, results: Results) -> dict[str, Any]:
         made = {}
         for metric, title in METRICS.items():
+            how = "teacher-forced" if metric == "accuracy" else "teacher-forced or free-running, which is the same"
             note = (
-                f"Share of {title}, teacher-forced, ± half the 95 % interval over seeds. Columns: test length over the "
-                "longest in training."
+                f"Share of {title}, {how}, ± half the 95 % interval over seeds. Columns: test length over the longest "
+                "in training."
             )
             for task, group in self.scores(results, metric).groupby("task", sort=False):
                 made[f"{task}, {title}"] = pivot(group, ["model"], {"": interval("score")}, "test", note=note)
