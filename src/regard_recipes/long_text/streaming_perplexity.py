@@ -17,7 +17,7 @@ from regard.inspect.gates import BINS
 from ..fwpkm.memory_layouts import FULL, LACT, LAYOUTS, MEMORIES, PAPER, RESTRICTED, Row
 from ..fwpkm.memory_recipe import NAMES, PAPER_SIZE, QUICK, NamesRecipe
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval
-from ..lib.display import Show, dots, heat, interval, lines, panels, pivot, spread
+from ..lib.display import MISSING, Show, dots, heat, interval, lines, panels, pivot, spread
 from ..lib.recipe import Frame, Results, recipe, select
 from .names_reading import RULES, read_names, reading_rules
 
@@ -151,9 +151,12 @@ class StreamingPerplexity(NamesRecipe):
                 long, ["model"], {"": interval("within")}, "rule", note="The same for what attention can see."),
         }  # fmt: skip
         gates = self.chosen(results, "layer")
+        across = spread("across", 2)
         if len(gates):
             made["Gates and slots"] = pivot(gates, ["model", "text", "layer"], {
-                "mean gate": spread("mean", 2), "on names from earlier segments": spread("across", 2),
+                "mean gate": spread("mean", 2),
+                "on names from earlier segments":
+                    lambda rows: MISSING if (rows["text"] == "short").all() else across(rows),  # of one segment
                 "on other tokens": spread("other", 2),
                 "slots read": "{coverage:.2f}", "reads of shared slots": "{collisions:.2f}",
                 "KL to uniform, nats": "{kl_uniform:.2f}",
