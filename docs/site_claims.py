@@ -23,9 +23,9 @@ def rows() -> Iterator[tuple[str, str, str, str, str]]:
         paper = f"[{title.removeprefix('# ')}](../results/{page.name})"
         for line in lines:
             cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            recipe = re.match(r"`regard reproduce ([\w-]+)", cells[-1]) if cells else None
+            recipe = re.match(r"`regard reproduce ([\w-]+)", cells[4]) if cells else None
             if recipe:
-                place, claim, verdict, measured, _ = cells
+                place, claim, verdict, measured, *_ = cells
                 if measured:
                     measured = f"[{measured}](../results/{recipe[1]}.md)"
                 yield recipe[1], f"{paper}, {place}", claim, verdict.removesuffix(" at this size"), measured

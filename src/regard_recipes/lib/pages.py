@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from regard.checks import ArgumentError
 
@@ -47,9 +49,7 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
         level: of the headings.
     """
     record, head = results.record, "#" * level
-    seconds = record["seconds"]
-    time = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    parts = [f"Made by `{record['command']}`, {record['date'][:10]}, {time} in all cells."]
+    parts = [f"Made by `{record['command']}`, {record['date'][:10]}, {time_of(record)} in all cells."]
     claims = made.claims(results)
     if claims:
         parts += [f"{head} Claims", claims_table(claims).markdown().strip()]
@@ -63,6 +63,12 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
     parts += [f"![{file}]({folder}{file})" for file in figures]
     parts += ["\n".join(f"- {note}" for note in made.notes(results))]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def time_of(record: Mapping[str, Any]) -> str:
+    """Return the time of all cells of a run as text."""
+    seconds = record["seconds"]
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def write_block(page: Path, made: Recipe, results: Results, folder: str) -> None:

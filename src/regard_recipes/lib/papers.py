@@ -13,11 +13,13 @@ from regard.checks import ArgumentError
 from regard.recipes import recipes
 
 from .claims import NOT_TESTABLE, Claim
+from .pages import time_of
 from .recipe import Recipe
-from .results import load
+from .results import load, showing
 
 NOTE = (
-    "Verdicts are computed from 95 % intervals. Rows that are not run have no stored result. What the full sizes need: "
+    "Verdicts are computed from 95 % intervals. Rows that are not run have no stored result. Time is that of all cells "
+    "of a run. What the full sizes need: "
     "[run a recipe at full size on a GPU](../cookbook/full-size-on-a-gpu.md#what-the-full-sizes-need)."
 )
 NAMES = {"FwPKM": "Fast-weight Product Key Memory"}
@@ -33,6 +35,7 @@ class Item:
         what: what it shows or claims.
         recipe: that measures it; empty if there is none.
         gpu: command that measures it where there is a GPU, if there is no recipe.
+        verdict: what is shown where there is neither.
         where: parts of `Claim.where` that belong to it; empty for the place itself.
     """
 
@@ -41,12 +44,13 @@ class Item:
     recipe: str = ""
     where: tuple[str, ...] = ()
     gpu: str = ""
+    verdict: str = "nothing to measure"
 
     def unmeasured(self) -> tuple[str, str]:
         """Return the verdict and the command where no claim is stored."""
         if self.gpu:
             return NOT_TESTABLE, f"on a GPU: `{self.gpu}`"
-        return "not run", f"`regard reproduce {self.recipe}`"
+        return ("not run", f"`regard reproduce {self.recipe}`") if self.recipe else (self.verdict, "")
 
     def holds(self, name: str, claim: Claim) -> bool:
         """Return whether a claim of a recipe belongs here."""
@@ -56,14 +60,17 @@ class Item:
 PAPERS: dict[str, tuple[Item, ...]] = {
     "Sparse attention": (
         Item("section 2.1", "softmax disperses over long contexts", "dispersion", ("section",)),
-        Item("table 1, figure 5", "RegBench: accuracy and total variation", "in-context-language", ("table 1",)),
+        Item("table 1", "RegBench: accuracy and total variation", "in-context-language"),
         Item("figures 2 and 3", "loss of Memory Mosaics by kernel and depth", "mosaic-kernels",
              ("figure 3", "released")),
-        Item("tables 2 and 7, figure 4", "exact answers at up to 64 times the training length", "length-generalization",
+        Item("figures 2 and 3 at 8 and 12 blocks", "loss of Memory Mosaics by kernel",
+             gpu="regard reproduce mosaic-kernels --size paper --device cuda --workers 1"),
+        Item("tables 2 and 7", "exact answers at up to 64 times the training length", "length-generalization",
              ("table 2",)),
         Item("table 4, stories", "stories by kernel", "stories", ("stories",)),
         Item("figure 5, Wikipedia", "loss along another text than the one trained on", "out-of-distribution",
              ("figure 5",)),
+        Item("figures 1 and 4, tables 3 to 6", "kernels, examples of tasks, settings, size of the data"),
     ),
     "Local Linear Attention": (
         Item("propositions 2.1, 2.2", "rates of the integrated error", "boundary-bias", ("proposition", "section 2")),
@@ -79,22 +86,27 @@ PAPERS: dict[str, tuple[Item, ...]] = {
     ),
     "Fast-weight Product Key Memory": (
         Item("section 3", "one-step rewriting, addressing", "fast-weight-recall", ("section 3", "protocol")),
-        Item("section 4.2, findings 1 to 3, figures 3 and 8", "streaming perplexity and gates", "streaming-perplexity",
+        Item("section 4.2, findings 1 to 3, figures 2 and 3", "streaming perplexity and gates", "streaming-perplexity",
              ("finding", "check")),
         Item("sections 4.2 and 5.2, on names", "a written memory against a frozen one", "recurring-names",
              ("section 4.2", "section 5.2")),
-        Item("section 4.3, findings 3 to 6, figures 4 and 9", "needles in repeated readings", "needle",
+        Item("section 4.3, findings 3 to 6, figure 4", "needles in repeated readings", "needle",
              ("finding", "check")),
         Item("section 5, figures 5, 6 and 10", "two case studies: slots, gates", "fwpkm-case-studies", ("section 5",)),
         Item("table 2", "parameters, FLOPs and speed", "fwpkm-cost"),
         Item("appendix B, figures 7 to 9", "ablations", "fwpkm-ablation", ("appendix B", "section 4")),
         Item("section 3.3.1", "use of slots: 64.4 to 97.9 % with batch norm of the queries", "slot-use"),
+        Item("figure 1, tables 1 and 3", "architecture, kinds of memories, settings"),
     ),
     "ICLM": (
         Item("tables 1 and 2", "perplexity beside a Transformer of equal size", "iclm-parity", ("section 7",)),
         Item("figure 2, section 7", "attention maps: sinks, copying, induction", "iclm-mechanisms", ("section 7",)),
-        Item("table 3, figure 3", "TinyMath with and without feed-forward layers", "tinymath", ("table 3",)),
+        Item("table 3", "TinyMath with and without feed-forward layers", "tinymath"),
+        Item("figure 3", "attention of f to the token it predicts, on TinyMath", verdict="not measured"),
         Item("table 1, stories", "stories graded by a judge", "stories", ("table 1",)),
+        Item("table 2, zero-shot tasks", "accuracy of the models of 353 million parameters",
+             gpu="regard eval FOLDER --lm-eval hellaswag winogrande piqa arc_challenge arc_easy --limit 500"),
+        Item("figure 1", "architecture"),
     ),
     "Kernel selection": (
         Item("section 7, kernels", "losses of ten kernels on Shakespeare", "kernel-selection", ("section 7",)),
@@ -104,8 +116,8 @@ PAPERS: dict[str, tuple[Item, ...]] = {
 """Papers by the name that claims give them, with the errata in docs/errata.md."""
 
 
-Stored = tuple[str, str, Claim]
-"""The name of a recipe, the command of its stored run, and one of its claims."""
+Stored = tuple[str, str, str, Claim]
+"""The name of a recipe, the command and the time of its stored run, and one of its claims."""
 
 
 def stored(folder: Path) -> Iterator[Stored]:
@@ -113,8 +125,10 @@ def stored(folder: Path) -> Iterator[Stored]:
     for name, kind in sorted(recipes.items()):
         if isinstance(kind, type) and issubclass(kind, Recipe) and (folder / f"{name}.json").exists():
             made, results = load(kind, folder)
-            for claim in made.claims(results):
-                yield name, str(results.record["command"]), claim
+            with showing(name, folder):
+                command, time = str(results.record["command"]), time_of(results.record)
+                claims = made.claims(results)
+            yield from ((name, command, time, claim) for claim in claims)
 
 
 def paper_of(claim: Claim) -> str:
@@ -126,22 +140,22 @@ def page(paper: str, claims: Sequence[Stored]) -> str:
     """Return the page of a paper as Markdown."""
     from regard.inspect.tables import Table
 
-    def row(place: str, command: str, claim: Claim) -> tuple[str, ...]:
-        return place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`"
+    def row(place: str, _: str, command: str, time: str, claim: Claim) -> tuple[str, ...]:
+        return place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`", time
 
     known, rows, shown = (paper, "regard's targets"), [], []
     for item in PAPERS[paper]:
-        ours = [each for each in claims if paper_of(each[2]) in known and item.holds(each[0], each[2])]
+        ours = [each for each in claims if paper_of(each[-1]) in known and item.holds(each[0], each[-1])]
         shown += ours
-        rows += [row(item.place, command, claim) for _, command, claim in ours]
+        rows += [row(item.place, *each) for each in ours]
         if not ours:
             verdict, command = item.unmeasured()
-            rows.append((item.place, item.what, verdict, "", command))
-    others = (each for each in claims if paper_of(each[2]) == paper and each not in shown)
-    rows += [row(claim.where, command, claim) for _, command, claim in others]
+            rows.append((item.place, item.what, verdict, "", command, ""))
+    others = (each for each in claims if paper_of(each[-1]) == paper and each not in shown)
+    rows += [row(each[-1].where, *each) for each in others]
     counts = Counter(each[2] for each in rows)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    table = Table(("place", "claim", "verdict", "measured", "command"), tuple(rows), NOTE)
+    table = Table(("place", "claim", "verdict", "measured", "command", "time"), tuple(rows), NOTE)
     intro = "What we measured of the paper's tables and figures. Written by `regard reproduce --papers docs/results`."
     return f"# {paper}\n\n{intro}\n\n{len(rows)} rows: {summary}.\n\n{table.markdown()}"
 

@@ -113,14 +113,15 @@ def sizes_text(kind: type[Recipe]) -> str:
 def _rebuild(kind: type[Recipe], argv: list[str]) -> int:
     """Write a folder's page and figures, and the block on a page, from stored rows."""
     from .pages import write, write_block
-    from .results import load
+    from .results import load, showing
 
     usage = f"{CALL} {kind.name}: expected --rebuild FOLDER, or --rebuild FOLDER --page PAGE.md."
     if len(argv) not in (1, 3) or (len(argv) == 3 and argv[1] != "--page"):
         raise ArgumentError(usage)
     folder = Path(argv[0])
     made, results = load(kind, folder)
-    write(made, results, folder)
+    with showing(kind.name, folder):
+        write(made, results, folder)
     if len(argv) == 3:
         page = Path(argv[2])
         write_block(page, made, results, folder.resolve().relative_to(page.resolve().parent).as_posix() + "/")

@@ -12,7 +12,8 @@ import os
 import platform
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from regard.checks import ArgumentError
 from regard.doctor import report as installation
-from regard.training.errors import expect, one_error
+from regard.training.errors import expect, one_error, one_line
 from regard.training.fields import from_mapping, to_mapping
 from regard.training.storage.checkpoints import write_atomically
 from regard.training.storage.lock import LOCK
@@ -166,6 +167,18 @@ def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
     else:
         raise ArgumentError(f"{kind.call()}: {folder} holds neither {record.name} nor {journal.name}.")
     return from_mapping(kind(), config, call=kind.call(), source=str(record)), results
+
+
+@contextmanager
+def showing(name: str, folder: Path) -> Iterator[None]:
+    """Turn the errors that unknown columns and values lead to into one that names the folder."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        where = f"reproduce: {name}: cannot show the rows in {folder}, which may be of another version"
+        raise ArgumentError(f"{where}: {one_line(error)}.") from None
 
 
 def plain(value: Any) -> Any:
