@@ -1,11 +1,10 @@
-"""Sampling is a pure function of (seed, step); strided windows score each token once."""
+"""Sampling is a pure function of (seed, step)."""
 
 import random
 
-import pytest
 import torch
 
-from regard.training import SampledWindows, strided_windows, window_starts
+from regard.training import SampledWindows, window_starts
 
 
 def test_starts_depend_on_seed_and_step_alone() -> None:
@@ -48,22 +47,3 @@ def test_examples_do_not_depend_on_the_order_of_reading() -> None:
 def test_a_text_of_one_context_has_one_window() -> None:
     data = SampledWindows(torch.arange(8), context=8, steps=1, per_step=3, seed=0)
     assert [data[i]["input_ids"].tolist() for i in range(3)] == [list(range(8))] * 3
-
-
-def test_strided_windows_of_a_small_text() -> None:
-    assert strided_windows(10, 4, 2) == [(0, 1), (2, 2), (4, 2), (6, 2)]
-    assert strided_windows(11, 4, 2) == [(0, 1), (2, 2), (4, 2), (6, 2), (7, 3)]
-    assert strided_windows(4, 4, 2) == [(0, 1)]
-    assert strided_windows(3, 4, 2) == [(0, 1)]
-
-
-@pytest.mark.parametrize("n", [2, 15, 16, 17, 63, 64, 65, 200])
-@pytest.mark.parametrize(("context", "stride"), [(16, 8), (16, 1), (16, 15), (7, 3), (2, 1)])
-def test_strided_windows_score_every_token_once_with_enough_context(n: int, context: int, stride: int) -> None:
-    scored = []
-    for number, (start, skip) in enumerate(strided_windows(n, context, stride)):
-        end = min(start + context, n)
-        assert 0 <= start < n
-        scored += range(start + skip, end)
-        assert number == 0 or skip >= context - stride
-    assert scored == list(range(1, n))

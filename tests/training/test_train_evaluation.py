@@ -40,15 +40,19 @@ def expected_loss(model: Echo, tokens: list[int], context: int, stride: int) -> 
     return total / (len(tokens) - 1)
 
 
-@pytest.mark.parametrize(("n", "context", "stride"), [(50, 8, 4), (53, 8, 3), (8, 8, 4), (5, 8, 4), (40, 8, 1)])
-def test_loss_equals_a_sum_by_hand(n: int, context: int, stride: int) -> None:
+LENGTHS = (2, 3, 4, 5, 8, 10, 11, 15, 16, 17, 40, 50, 53, 63, 64, 65, 200)
+WINDOWS = [(16, 8), (16, 1), (16, 15), (8, 4), (8, 3), (8, 1), (7, 3), (4, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(("context", "stride"), WINDOWS)
+def test_loss_equals_a_sum_by_hand(context: int, stride: int) -> None:
     model = Echo(5)
-    tokens = [(i * i + i // 3) % 5 for i in range(n)]
-    result = evaluate(model, torch.tensor(tokens), Units(n, n, n), context=context, stride=stride, batch=3)
-    want = expected_loss(model, tokens, context, stride)
-    assert result.loss == pytest.approx(want, rel=1e-6)
-    assert result.tokens == n - 1
-    assert result.support is None
+    for n in LENGTHS:
+        tokens = [(i * i + i // 3) % 5 for i in range(n)]
+        result = evaluate(model, torch.tensor(tokens), Units(n, n, n), context=context, stride=stride, batch=3)
+        assert result.loss == pytest.approx(expected_loss(model, tokens, context, stride), rel=1e-6)
+        assert result.tokens == n - 1
+        assert result.support is None
 
 
 def test_bits_are_per_character_and_per_byte() -> None:
