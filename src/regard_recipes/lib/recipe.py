@@ -199,14 +199,15 @@ def check_shared(made: Recipe) -> None:
     resolve_device(made.device, call=call)
     for name, (low, high) in made.declared("limits").items():
         check_number(f"{call}: --{name.replace('_', '-')}", getattr(made, name), low, high)
-    if not 0 <= made.seed <= SEEDS - made.seeds:
-        raise ArgumentError(f"{call}: --seed is {made.seed}, expected 0 to {SEEDS - made.seeds}.")
     for name, known in made.declared("choices").items():
         check_names(call, f"--{name.replace('_', '-')}", getattr(made, name), list(known))
     try:
         made.check()
     except ArgumentError as error:  # what a recipe makes, such as a task, does not know who makes it
         raise ArgumentError(str(error) if str(error).startswith(call) else f"{call}: {error}") from None
+    last = SEEDS - max([made.seeds, *map(made.seeds_of, made.cells())])
+    if not 0 <= made.seed <= last:
+        raise ArgumentError(f"{call}: --seed is {made.seed}, expected 0 to {last}.")
 
 
 def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]) -> None:
