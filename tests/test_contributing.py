@@ -45,4 +45,5 @@ def test_every_kind_of_part_has_an_example() -> None:
 def test_an_added_file_is_all_that_it_takes(copy: Path, part: str) -> None:
     path = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
     interpreted = {"TRITON_INTERPRET": "1"} if find_spec("triton") else {}  # the kernel's device function runs, too
-    python("-c", f"import torch\ntorch.manual_seed(0)\n{blocks(part)[1]}", PYTHONPATH=path, **interpreted)
+    begin = "import sys, torch\nsys.stderr = sys.stdout\ntorch.manual_seed(0)\n"
+    assert "deprecated" not in python("-c", begin + blocks(part)[1], PYTHONPATH=path, **interpreted)

@@ -186,7 +186,7 @@ def test_all_recipes_run_and_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, 
         (("--all", "--seed", "-1"), "--seed is -1, expected 0 to"),
         (("kernel-zoo", "--point", "3"), "unknown option --point. Did you mean '--points'"),
         (("recall-capacity", "--seed", "-1"), "--seed is -1, expected 0 to 4294967291."),
-        (("kernel-selection", "--seed", "4294967290"), "--seed is 4294967290, expected 0 to 4294967288."),  # close_seeds
+        (("kernel-selection", "--seed", "4294967290"), "--seed is 4294967290, expected 0 to 4294967288."),
     ],
 )
 def test_mistakes(
