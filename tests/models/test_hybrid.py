@@ -193,6 +193,7 @@ def test_ridges_and_gains_start_where_they_should(temperatures):
         ({"hidden_size": 0}, "hidden_size is 0, expected a positive integer"),
         ({"vocab_size": "64"}, "vocab_size is '64', expected a positive integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True, expected a positive integer"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 10{12}, expected a whole number from 1 to 16384"),
         ({"intermediate_size": -8}, "intermediate_size is -8, expected a positive integer"),
         ({"window": 0}, "window is 0, expected a positive integer"),
         ({"rope_theta": -1.0}, "rope_theta is -1, expected rope_theta > 0"),

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ... import Spec, __version__
-from ...checks import ArgumentError, closest, flags, number, refuse, require, suggestion
+from ...checks import ArgumentError, closest, flags, number, refuse, require, suggestion, whole
 from ...grammar import as_spec
 from ...nn.arguments import positive_int
 
@@ -37,6 +37,8 @@ LOADING_KEYS = HUB_KEYS | {
 keywords to the configuration and to the model."""
 
 
+MOST_LAYERS = 2**14
+"""Most layers of a model, whose configuration has lists with an entry for each: they take seconds."""
 AUTO_MODULE = "regard_auto"
 _OF_THE_FILE = ("auto_map", "regard_version")
 """Keys of a saved configuration that are no fields of the model."""
@@ -164,6 +166,7 @@ class RegardConfig(PreTrainedConfig):
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
         for name in sizes:
             positive_int(self.call, name, getattr(self, name))
+        whole(self.call, "num_hidden_layers", self.num_hidden_layers, 1, MOST_LAYERS)
         number(self.call, "initializer_range", self.initializer_range, low=0.0, strict=True)
         self.check_flags("tie_word_embeddings", "use_cache")
         self._check_token_ids()
