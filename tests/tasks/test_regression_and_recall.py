@@ -62,6 +62,16 @@ def test_examples_do_not_depend_on_the_default_dtype(kind: Any) -> None:
             torch.testing.assert_close(getattr(again, name), value, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", [name for name in tasks.names() if name != "needle"])  # whose examples are texts
+def test_examples_are_on_the_cpu_whatever_torchs_default_device(name: str) -> None:
+    with torch.device("meta"):
+        task = tasks.get(name)()
+        example = task.example(1, 2)
+        answers = [task.oracle(example)] + ([task.trivial(example)] if hasattr(task, "trivial") else [])
+    for value in (*vars(example).values(), *answers):
+        assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+
+
 @pytest.mark.parametrize(("length", "segment", "dim"), [(64, 8, 3), (64, 8, 5), (32, 32, 2), (256, 2, 7)])
 def test_segments_live_on_disjoint_cones(length: int, segment: int, dim: int) -> None:
     (keys,) = arrays(ConeRegression(dim, length, segment).example(0, 0), "keys")

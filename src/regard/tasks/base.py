@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from functools import wraps
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..checks import require, shown, suggestion, whole
 from ..registry import Registry
 
 E = TypeVar("E")
+F = TypeVar("F", bound=Callable[..., Any])
 Settings = Mapping[str, Mapping[str, Any]]
 """Name to values of the fields that differ from the defaults."""
 
@@ -35,6 +37,17 @@ def generator(call: str, name: str, seed: Any, index: Any) -> torch.Generator:
     """Return the source of random numbers of one example, the same on every machine; errors name `call`."""
     check_place(call, seed, index)
     return torch.Generator().manual_seed(hashed(f"{name}:{seed}:{index}") >> 1)
+
+
+def on_cpu(function: F) -> F:
+    """Let a function make its tensors on the CPU, whatever torch's default device is."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return cast(F, call)
 
 
 class Stackable(ABC, Generic[E]):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, number, whole
-from .base import Stackable, generator, tasks
+from .base import Stackable, generator, on_cpu, tasks
 
 CALL = "ConeRegression"
 MOST = 2**40
@@ -90,6 +90,7 @@ class ConeRegression(Stackable[ConeExamples]):
         number = torch.arange(1, self.segments + 1)[:, None]
         return (((number >> torch.arange(bits)) & 1) * 2 - 1).float()
 
+    @on_cpu
     def example(self, seed: int, index: int) -> ConeExamples:
         """Return example `index` of the stream `seed`, float32, without a batch axis.
 

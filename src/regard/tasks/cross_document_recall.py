@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checks import flag, require, whole
-from .base import Stackable, generator, tasks
+from .base import Stackable, generator, on_cpu, tasks
 
 CALL = "CrossDocumentRecall"
 
@@ -91,6 +91,7 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
         """Return the accuracy of guessing among the values."""
         return 1 / self.values
 
+    @on_cpu
     def example(self, seed: int, index: int) -> RecallExamples:
         """Return example `index` of the stream `seed`, without a batch axis.
 
@@ -123,8 +124,8 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
         Cost: O(D R P) time.
         """
         keys, answers = (x.reshape(-1, x.shape[-3:].numel()) for x in (example.keys, example.answers))
-        known = torch.full((len(keys), self.keys), self.keys, dtype=torch.long)
-        rows, found = torch.arange(len(keys)), []
+        known = keys.new_full((len(keys), self.keys), self.keys)
+        rows, found = torch.arange(len(keys), device=keys.device), []
         for at in range(keys.shape[1]):
             found.append(known[rows, keys[:, at]])
             known[rows, keys[:, at]] = answers[:, at]

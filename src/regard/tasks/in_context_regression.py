@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checks import whole
-from .base import Named, Settings, Stackable, tasks
+from .base import Named, Settings, Stackable, on_cpu, tasks
 from .cone_regression import ConeRegression
 
 CALL = "InContextRegression"
@@ -74,6 +74,7 @@ class InContextRegression(Named, Stackable[RegressionPrompts]):
         """Return the task that draws the pairs."""
         return ConeRegression(self.dim, self.length, self.segment, self.noise)
 
+    @on_cpu
     def example(self, seed: int, index: int) -> RegressionPrompts:
         """Return example `index` of the stream `seed`, without a batch axis."""
         made = self.cones.example(seed, index)

@@ -135,7 +135,7 @@ class Text(TokenTask):
         object.__setattr__(self, "sha256", hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest())
         signs = sorted(set(text))
         numbers = {sign: number for number, sign in enumerate(signs)}
-        tokens = torch.tensor([numbers[sign] for sign in text], dtype=torch.int32)
+        tokens = torch.tensor([numbers[sign] for sign in text], dtype=torch.int32, device="cpu")
         cut = max(int(HELD_OUT * len(text)), 1)
         parts = {"train": tokens[: -2 * cut], "validation": tokens[-2 * cut : -cut], "test": tokens[-cut:]}
         if min(map(len, parts.values())) < self.length:

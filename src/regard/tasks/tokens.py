@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..checks import ArgumentError, in_range, refuse, whole
-from .base import Named, check_place, hashed, tasks
+from .base import Named, check_place, hashed, on_cpu, tasks
 
 IGNORED = -100
 """The label where nothing is asked."""
@@ -113,6 +113,11 @@ class TokenTask(Named, ABC):
     errors: ClassVar[tuple[str, ...]] = ()
     """Metrics that are smaller for better answers."""
 
+    def __init_subclass__(cls) -> None:
+        for name in ("oracle", "trivial"):
+            if name in vars(cls):
+                setattr(cls, name, on_cpu(vars(cls)[name]))
+
     @property
     @abstractmethod
     def vocabulary(self) -> int:
@@ -130,6 +135,7 @@ class TokenTask(Named, ABC):
     def trivial(self, example: TokenExample) -> Tensor:
         """Return an answer that needs no solution, in the form of `oracle`."""
 
+    @on_cpu
     def example(self, seed: int, index: int, split: str = "train") -> TokenExample:
         """Return example `index` of the stream `seed` of a split; it depends on nothing else.
 
