@@ -114,4 +114,5 @@ def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[T
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
-    raise ArgumentError("attention: fast forms are differentiable once; for second derivatives use impl='reference'.")
+    mend = "call regard.attention or regard.local_linear_attention with impl='reference'"  # the caller may have no impl
+    raise ArgumentError(f"attention: fast forms are differentiable once; for second derivatives {mend}.")

@@ -239,6 +239,13 @@ def test_packing_needs_a_query_at_every_key() -> None:
     refuses("takes segments only with a query at every key", regard.interpolated_attention, q[:, :, 5:], k, v, **how)
 
 
+def test_the_error_of_second_derivatives_names_no_argument_of_another_function() -> None:
+    q, k, v = draw()
+    out = regard.interpolated_attention(q, k, v, "mesa", "biweight", enable_gqa=True)
+    (slope,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+    refuses("call regard.attention .* with impl='reference'", torch.autograd.grad, slope.sum(), k)
+
+
 def test_a_layer_tells_observers_of_the_weights() -> None:
     pytest.importorskip("transformers")
     from regard.models.hybrid.mixers.interpolated import InterpolatedMixer

@@ -144,8 +144,8 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _refuse(ctx: Any, *_: Any) -> None:
     raise ArgumentError(
-        "the chunked form of Mesa attention is differentiable once; for second derivatives use form='parallel' or "
-        "'recurrent'."
+        "the chunked form of Mesa attention is differentiable once; for second derivatives use mesa_attention(..., "
+        "form='parallel'), or form='recurrent'."
     )
 
 
