@@ -4,8 +4,6 @@ Shapes, dtypes and Python numbers are always checked. The contents of tensors ar
 them synchronises the device and breaks compiled graphs.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping

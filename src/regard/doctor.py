@@ -1,7 +1,5 @@
 """A report on this installation: versions, devices, available implementations."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -4,8 +4,6 @@ without torch for the command line.
 Elsewhere `ArgumentError`, `require` and `suggestion` come from `regard.checks`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

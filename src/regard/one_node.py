@@ -4,8 +4,6 @@ A function that works in chunks has axes and loops of ceil(T / c) chunks, which 
 cannot hold. One node from T positions to T positions can; it runs the function itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar

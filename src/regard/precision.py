@@ -1,7 +1,5 @@
 """Preparation of arguments: full precision, numbers per row, and the handling of non-finite entries."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The public names of `import regard`, all loaded when the first of them is used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .grammar import Spec, bandwidths, kernels, presets, presets_registry, similarities, solvers

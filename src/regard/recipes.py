@@ -1,7 +1,5 @@
 """The registry of recipes: experiments that `regard reproduce NAME` runs. `regard_recipes` has their base class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

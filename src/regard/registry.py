@@ -5,8 +5,6 @@ Tests, the command line and the docs iterate the registries, so a new file with 
 tested. Other packages add names by an entry point of the registry's group; they cannot replace built-in ones.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module

@@ -5,8 +5,6 @@ A command is a function `(arguments) -> exit code`, named here as "module:functi
 code 2, a run that cannot continue gives one line and 1, an interrupted run 130.
 """
 
-from __future__ import annotations
-
 import difflib
 import gc
 import sys

@@ -4,8 +4,6 @@ tyro makes the flags from the fields of a dataclass. Its boxed messages are redu
 answered with the closest known ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """The commands `regard list` and `regard doctor`: what can be selected, and what runs on this machine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

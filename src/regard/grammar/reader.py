@@ -1,7 +1,5 @@
 """Read the terms of a spec from text: name(key=value, ...)*name*..."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import count

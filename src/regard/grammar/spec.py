@@ -10,8 +10,6 @@ The first part is always the kernel; the others may come in any order. The name 
 `local-linear[NAME]` for the local linear model with the weights of NAME.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -173,7 +171,7 @@ class Spec:
     # Text and JSON ------------------------------------------------------------------------------------------
 
     @classmethod
-    def parse(cls, text: str) -> Spec:
+    def parse(cls, text: str) -> "Spec":
         """Return the Spec that `text` describes: a preset, or parts joined by `*` (see the module docstring).
 
         Raises:
@@ -209,7 +207,7 @@ class Spec:
         return self._json  # type: ignore[attr-defined]
 
     @classmethod
-    def from_json(cls, text: str) -> Spec:
+    def from_json(cls, text: str) -> "Spec":
         """Return the Spec of a JSON object as `to_json` writes it; `kernel` alone is enough.
 
         Raises:
@@ -218,7 +216,7 @@ class Spec:
         return within("Spec.from_json", "text", cls._read_json, text)
 
     @classmethod
-    def _read_json(cls, text: str) -> Spec:
+    def _read_json(cls, text: str) -> "Spec":
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:

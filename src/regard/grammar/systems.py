@@ -3,8 +3,6 @@
 Legend: [...] rows; D coordinates; g diagonal blocks of D / g coordinates.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum

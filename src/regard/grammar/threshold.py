@@ -15,8 +15,6 @@ sum_j ((z_j - pivot)/r + t^(1/r))^r = 1, to which Newton's method descends from 
 Legend: z scores [..., n], -inf at hidden keys; d [..., n], +inf at hidden keys; b, r [..., 1] or r a number.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

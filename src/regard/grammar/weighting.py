@@ -16,8 +16,6 @@ Legend: z scores [..., Tq, Tk], -inf at masked keys; p weights [..., Tq, Tk]; ro
 [..., Tq, 1]. All in float32 or float64.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -65,7 +63,7 @@ class RowStats:
     status: Tensor
     index: Tensor | None = None
 
-    def map(self, fn: Any) -> RowStats:
+    def map(self, fn: Any) -> "RowStats":
         """Apply `fn` to every tensor."""
         return RowStats(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
 

@@ -7,8 +7,6 @@ returns a replacement or None.
 Shapes: B batch, T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
@@ -28,7 +26,7 @@ _WRAPPERS = ("module.", "model.")
 class Activations(dict[str, Tensor]):
     """Activations by hook point, in the order in which the points ran, detached from the graph."""
 
-    def to(self, *args: Any, **kwargs: Any) -> Activations:
+    def to(self, *args: Any, **kwargs: Any) -> "Activations":
         """Apply `Tensor.to` to all tensors, in a new cache."""
         return Activations({name: value.to(*args, **kwargs) for name, value in self.items()})
 

@@ -14,8 +14,6 @@ Legend: M memories, P tokens of one write, H heads, n sub-keys of a half, k slot
 sets of sub-keys, M * H * 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -52,7 +50,7 @@ class Written:
     half_scores: Tensor | None = None  # [M, P, H, 2, k]
     scores: Tensor | None = None  # [M, P, H, k]
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Written:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Written":
         return Written(**{f.name: None if (x := getattr(self, f.name)) is None else fn(x) for f in fields(self)})
 
 
@@ -142,7 +140,7 @@ class WriteRule:
         return ("slots", "weights", "read", "value", "position", "gate", "good", *by_keys, *by_scores)
 
     @classmethod
-    def of(cls, rule: str | WriteRule) -> WriteRule:
+    def of(cls, rule: "str | WriteRule") -> "WriteRule":
         if isinstance(rule, WriteRule):
             return rule
         return cls(instance(CALL, "rule", rule, str, "a WriteRule or its name"))

@@ -5,8 +5,6 @@ tokens of a read, P tokens of a write in one memory, H heads, k slots a head, K 
 a query, Dv of a value.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 

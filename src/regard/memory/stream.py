@@ -13,8 +13,6 @@ Shapes: B batch, T tokens of a call, R streams, W tokens of the longest, w token
 memories (R, or 1 if the batch shares one).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -179,7 +177,7 @@ class Streams:
     fresh: tuple[bool, ...] = ()  # for each stream, whether it begins a new document
 
     @classmethod
-    def of(cls, like: Tensor, mask: Tensor | None, segment_ids: Tensor | None, shared: bool) -> Streams:
+    def of(cls, like: Tensor, mask: Tensor | None, segment_ids: Tensor | None, shared: bool) -> "Streams":
         """Return the streams of tokens `like` [B, T, ...], with `mask` boolean [B, T] (None: no padding) and
         `segment_ids` integers [B or 1, T]. No device is waited for if both are None."""
         batch, tokens = like.shape[:2]

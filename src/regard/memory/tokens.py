@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, R streams, w tokens of a piece, M memories.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,7 +37,7 @@ class Waiting:
         """Return all waiting tokens, fields [R, max counts, ...]; {} if none waits."""
         return joined(self.pieces) if self.pieces else {}
 
-    def append(self, new: Tensors, counts: Sequence[int]) -> Waiting:
+    def append(self, new: Tensors, counts: Sequence[int]) -> "Waiting":
         """Append the first counts[r] tokens of each row r of `new`."""
         total = tuple(a + b for a, b in zip(self.counts, counts, strict=True))
         if self.even and len(set(counts)) <= 1:
@@ -57,12 +55,12 @@ class Waiting:
         tokens = taken(both, index.to(device))
         return Waiting(({**tokens, "good": tokens["good"] & (place < all_).to(device)},), total)
 
-    def written(self, rows: Sequence[bool]) -> Waiting:
+    def written(self, rows: Sequence[bool]) -> "Waiting":
         """Drop the tokens of these rows."""
         counts = tuple(0 if gone else n for gone, n in zip(rows, self.counts, strict=True))
         return Waiting((limited(self.tokens(), [not gone for gone in rows]),) if any(counts) else (), counts)
 
-    def select(self, index: Tensor) -> Waiting:
+    def select(self, index: Tensor) -> "Waiting":
         """Return the rows `index`, integers [N]."""
         counts = picked(self.counts, index)
         if not any(counts):
@@ -71,7 +69,7 @@ class Waiting:
             return replace(self.map(lambda x: x[index]), counts=counts)
         return Waiting(({name: x[index, : max(counts)] for name, x in self.tokens().items()},), counts)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Waiting:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Waiting":
         return replace(self, pieces=tuple({name: fn(x) for name, x in piece.items()} for piece in self.pieces))
 
     @property

@@ -14,8 +14,6 @@ Legend: B batch, R covariates in this call, n pairs so far, H heads, D channels 
 width of f and of embeddings, Dv channels of a head's value, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ Shapes: M memories, N = n^2 slots, P tokens of one chunk, K slots of a token, W 
 Positions count the real tokens of a row, from the start of its stream; rows are those of the batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -137,7 +135,7 @@ class Writers(NamedTuple):
     share: Tensor
 
     @classmethod
-    def none(cls, *sizes: int) -> Writers:
+    def none(cls, *sizes: int) -> "Writers":
         """Return no writers, [*sizes]."""
         where = torch.full(sizes, NOBODY, dtype=torch.int32)
         return cls(where, where.clone(), where.clone(), torch.zeros(sizes))
@@ -158,7 +156,7 @@ class Retrieved(NamedTuple):
     weights: Tensor
     writers: Writers
 
-    def hits(self, tokens: Tensor) -> Hits:
+    def hits(self, tokens: Tensor) -> "Hits":
         """Return which writers wrote the token that really comes next, given `tokens`, integers [rows, T]: the stream
         of every row without padding; negative: unknown. It is an ArgumentError if they are fewer rows or tokens than
         were traced."""

@@ -5,8 +5,6 @@ A pair is complete one token after its key. The key of a value is that of the la
 Shapes: B batch, R rows in this call, S rows so far, n pairs so far (S - 1), H heads, D channels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +25,7 @@ class Pairs:
     segments: Tensor | None = None  # integers [B or 1, R], the documents, without earlier rows; None: one per row
 
     @classmethod
-    def of(cls, real: Tensor, rows: int, segments: Tensor | None = None) -> Pairs:
+    def of(cls, real: Tensor, rows: int, segments: Tensor | None = None) -> "Pairs":
         """Return the pairs of a text, of whose rows so far `real` [B, S] are real and the last `rows` are in this call;
         `segments` [B or 1, S] are their documents, and then all rows must be in this call."""
         size = real.shape[1]

@@ -1,7 +1,5 @@
 """`regard.attention`: checks, features and the choice of an implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeAlias

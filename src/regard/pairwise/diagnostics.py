@@ -1,7 +1,5 @@
 """Diagnostics of rows of weights, from the row statistics of the weighting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +48,7 @@ class Diagnostics:
     effective_weights: Tensor | None = None
     negative_mass: Tensor | None = None
 
-    def detached(self) -> Diagnostics:
+    def detached(self) -> "Diagnostics":
         """Return the same without the gradients that an implementation leaves on the weights."""
         named = {"weights": self.weights, "effective_weights": self.effective_weights}
         return replace(self, **{name: None if x is None else x.detach() for name, x in named.items()})

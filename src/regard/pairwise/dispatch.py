@@ -5,8 +5,6 @@ the highest priority that supports the problem; any other `impl` runs that imple
 `explain` prints all of this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter

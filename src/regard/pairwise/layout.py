@@ -4,8 +4,6 @@ shared heads.
 Legend: B batch, H heads, T positions, D channels.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from functools import wraps

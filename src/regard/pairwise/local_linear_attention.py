@@ -1,7 +1,5 @@
 """`regard.local_linear_attention`: `regard.attention` of degree 1 with its options as arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -12,8 +12,6 @@ the function has a numba loop (straight-through and soft top-k have none), else 
 always those of "reference".
 """
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import torch

@@ -17,8 +17,6 @@ and y [B, H, Tk, D] the coordinates in which degree 1 is linear; p [B, H, Tq, Tk
 for every coordinate, [B, H, Tq, D].
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

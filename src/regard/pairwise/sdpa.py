@@ -4,8 +4,6 @@ torch aligns is_causal to the first key, and masked NaN reaches its output. So t
 and `is_causal` is used only if both alignments agree.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention

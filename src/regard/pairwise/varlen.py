@@ -3,8 +3,6 @@
 Legend: N sequences; `cu_seqlens` [N + 1] holds 0 and the end of each; T positions of all, H heads, D channels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

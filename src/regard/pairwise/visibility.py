@@ -10,8 +10,6 @@ Query i has the key position i + offset. A key j is visible to it if all of thes
 Legend: B batch, H heads, Tq queries, Tk keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

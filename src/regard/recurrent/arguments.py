@@ -3,8 +3,6 @@
 Legend: B batch, H query heads, Hkv key heads, T positions, D channels of a key, Dv of a value, F features.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -47,7 +45,7 @@ class Call(NamedTuple):
             wanted = {name: None if size is None else (*heads, *size) for name, size in sizes.items()}
             require_state(self.name, state, kind, wanted, key.new_empty(0, dtype=self.dtype))
 
-    def visible(self, own: Tokens, mask: Tensor | None) -> Visibility:
+    def visible(self, own: "Tokens", mask: Tensor | None) -> Visibility:
         """Return which keys the queries see; mask [B, 1, Tk]."""
         mask = None if mask is None else mask[:, :, None]
         return Visibility(own.query.shape[2], own.key.shape[2], self.causal, self.strict, mask=mask)
@@ -133,7 +131,7 @@ class PerKey(NamedTuple):
     value: Tensor
     bad: Tensor
 
-    def kept(self, mask: Tensor | None) -> PerKey:
+    def kept(self, mask: Tensor | None) -> "PerKey":
         """Return the same with 0 where `mask` [B, 1, T] is False."""
         if mask is None:
             return self
@@ -207,7 +205,7 @@ class Tokens(NamedTuple):
     bad_query: Tensor | None
     bad_key: Tensor
 
-    def masked(self, mask: Tensor | None) -> Tokens:
+    def masked(self, mask: Tensor | None) -> "Tokens":
         """Return the same with zeros for keys and values where `mask` [B, 1, Tk] is False."""
         if mask is None:
             return self

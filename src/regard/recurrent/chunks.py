@@ -9,8 +9,6 @@ Legend: as in `feature_sums`; G = B x Hkv groups, R = H / Hkv query heads in eac
 There phi is P [G, n, R c, F], psi is K [G, n, c, F], val is V [G, n, c, E].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

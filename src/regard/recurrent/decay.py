@@ -14,8 +14,6 @@ phi [B, H, T, F], psi [B, Hkv, T, F], val [B, Hkv, T, E], g [B, Hkv, T, 1 or F] 
 or None, A [B, Hkv, F, E].
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -16,8 +16,6 @@ Legend: B batch, H query heads, Hkv key heads, T positions, D channels of a key,
 positions of a chunk. State W^T [B, Hkv, D, Dv].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -17,8 +17,6 @@ phi [B, H, Tq, F], psi [B, Hkv, Tk, F], val [B, Hkv, Tk, E], sums A [B, Hkv, F, 
 if Q is not wanted. Causal: query i sees the keys j <= i + offset, and the state before.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """impl="linear": specs with finite features, in time and memory linear in the length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

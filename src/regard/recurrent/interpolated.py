@@ -6,8 +6,6 @@ obar and kbar are one attention over values and keys side by side. W_i, the mode
 at q_i - kbar_i. Softmax with W = 0 is attention, and with the best W near the query local linear attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

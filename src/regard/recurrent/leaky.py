@@ -11,8 +11,6 @@ next. Every exponent is -rate times a count >= 0.
 Legend: B batch, H heads, T positions, D channels; n chunks of c positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +46,7 @@ class LeakyState(State):
     @classmethod
     def empty(
         cls, batch: int, heads: int, dim: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> LeakyState:
+    ) -> "LeakyState":
         """Return the state before the first token."""
         return cls(**zeros(batch, heads, torch.promote_types(dtype, torch.float32), device, sums=(dim,)))
 

@@ -12,8 +12,6 @@ A signed Z_i near zero is kept at least GUARD sqrt(n_i Q_i) away from it, n_i th
 Legend: as in `feature_sums`. F counts the features of the similarity and one for the bias.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -73,7 +71,7 @@ class LinearState(State):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-    ) -> LinearState:
+    ) -> "LinearState":
         """Return the state before the first token, for keys of `dim` and values of `value_dim` (default `dim`); raise
         ArgumentError for a spec without finite features."""
         spec = _require_features(as_spec(spec))

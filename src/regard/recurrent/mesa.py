@@ -10,8 +10,6 @@ The systems are solved in `mesa_solve`.
 Legend: B batch, H query heads, Hkv key heads, T positions, D channels of a key, Dv of a value.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -16,8 +16,6 @@ Legend: B batch, H query heads, Hkv key heads, T positions, D channels; b and t 
 [B, Hkv, T] or None, g [B, Hkv, T, 1] or None, H_0 [B, Hkv, D, D], lambda [B, H, 1 or T, D]; c positions of a chunk.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +45,7 @@ class Systems(NamedTuple):
     gram: Tensor
     ridge: Tensor
 
-    def detach(self) -> Systems:
+    def detach(self) -> "Systems":
         return Systems(*(None if x is None else x.detach() for x in self))
 
     @property

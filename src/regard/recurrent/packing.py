@@ -7,8 +7,6 @@ documents.
 Legend: B rows, T positions, N documents of all rows, ordered row by row; H heads, query or key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,7 +70,7 @@ class Documents:
             start, used = stop, used + longest * (stop - start)
         self._place = base[own] + torch.arange(own.shape[0], device=own.device) - first[own]
 
-    def run(self, call: Call, inputs: Any, mask: Tensor | None, state: State | None) -> tuple[Any, Any]:
+    def run(self, call: "Call", inputs: Any, mask: Tensor | None, state: State | None) -> tuple[Any, Any]:
         """Compute `by_document`, one batch after the other."""
         rows, states = [], []
         for bucket in self._buckets:
@@ -95,7 +93,7 @@ class Documents:
         return flat.index_select(0, self._place).unflatten(0, (self.batch, self.length)).transpose(1, 2)
 
 
-Call = Callable[[Any, "Tensor | None", Any], tuple[Any, Any]]
+Call = Callable[[Any, Tensor | None, Any], tuple[Any, Any]]
 
 
 def by_document(

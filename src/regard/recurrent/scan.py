@@ -8,8 +8,6 @@ derivative is the same recurrence run backwards, so it can be differentiated to 
 Legend: G groups, n chunks, F rows and E columns of a state; a is [G, n, F], [G, n, 1] or [G, n, F, F].
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

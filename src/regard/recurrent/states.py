@@ -1,7 +1,5 @@
 """The base class of states of fixed size: what caches, beam search and checkpoints need of a state."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,8 +11,8 @@ from torch import Tensor
 from ..checks import ArgumentError, require, shape, whole
 
 S = TypeVar("S", bound="State")
-Size: TypeAlias = "tuple[int, ...] | None"
-Sizes: TypeAlias = "dict[str, Size]"
+Size: TypeAlias = tuple[int, ...] | None
+Sizes: TypeAlias = dict[str, Size]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ one, write a class with a name, numbers and `predict`:
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D channels of a key, Dv of a value.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar

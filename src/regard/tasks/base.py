@@ -1,7 +1,5 @@
 """The protocol of tasks, and their registry."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping

@@ -15,8 +15,6 @@ Queries are the keys plus `query_noise` times a normal vector; targets change wi
 Legend: B examples, L positions, S positions of a segment, n = L / S segments, d channels of keys and of values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ paper repeats (appendix B.3): `begin x_1 ... x_L separator y_1 ... y_L end`, sym
 trained at lengths from `least` to `most` and tested at longer ones.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from random import Random

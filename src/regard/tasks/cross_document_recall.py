@@ -10,8 +10,6 @@ Tokens 0, ..., keys - 1 are keys, and the next `values` tokens are values. Value
 Legend: D documents, R readings of each, P pairs of a document, L = 2 P tokens of a reading.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -8,8 +8,6 @@ queries. Models are trained with noise 0.1 and tested without.
 The paper does not say whether a query sees earlier queries; `query_mask` keeps them apart.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar

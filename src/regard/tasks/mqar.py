@@ -8,8 +8,6 @@ The reference program may draw a filler that is one of the sequence's keys, afte
 value should. Here fillers are never keys of the sequence.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from random import Random

@@ -8,8 +8,6 @@ The reference program draws its 10,000 keys and values once per file, so that ke
 training did not have. Here keys and values are drawn for each example, from all pairs of letters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar

@@ -8,8 +8,6 @@ its length, and (seed, index).
 A text is a sequence of pieces: words (strings, as the paper's program counts) or tokens (integers).
 """
 
-from __future__ import annotations
-
 import random
 import re
 import string
@@ -250,7 +248,7 @@ class NeedleResult:
     candidate: Share
 
     @classmethod
-    def of(cls, scores: Sequence[NeedleScore]) -> NeedleResult:
+    def of(cls, scores: Sequence[NeedleScore]) -> "NeedleResult":
         """Count the scores."""
         many = len(scores)
         return cls(

@@ -10,8 +10,6 @@ no swap touched, a share of about (1 - 2/N)^S, which is near 0.6 for every N of 
 places is what counts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar

@@ -6,8 +6,6 @@ word of a statement can be predicted only from an earlier statement of the same 
 separately: "new", the first of their kind; "near", the last one lies inside the window; and "far", it does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -11,8 +11,6 @@ depend on the order of a set. Here an automaton has a canonical form, and the ha
 belongs to: no automaton is in two splits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar

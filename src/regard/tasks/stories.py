@@ -9,8 +9,6 @@ by pronoun.
 0 to 10. `judge` puts the same questions to any language model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ A character is a token. The last tenth of the text is the split "test", the tent
 different splits share no character.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tarfile
 from dataclasses import dataclass, field

@@ -16,8 +16,6 @@ splits have those of the split "train", in new stories. The phrasings in `HELD_O
 where `phrasings` is "held-out".
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ nothing is asked. Where the answer continues the sequence, `labels[t]` is `token
 the input (MQAR), it is not.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ evaluation and saving), and the entries of `evaluation.row_means` on the first h
 text have the same names with the prefix `eval_`.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -161,7 +159,7 @@ class StopGently(TrainerCallback):
         self.requested = False
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopGently:
+    def __enter__(self) -> "StopGently":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._on_signal)

@@ -1,7 +1,5 @@
 """The options of a training run: each field is a flag of `regard train` and a key of its TOML file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, get_type_hints

@@ -1,7 +1,5 @@
 """What can stop a run, apart from mistakes in the arguments (those are `regard.checks.ArgumentError`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

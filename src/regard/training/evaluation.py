@@ -7,8 +7,6 @@ A smaller stride gives more context, a lower loss and takes longer. Nothing is r
 Shapes: B windows at once, C the context, V the vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class Units:
     bytes: int
 
     @classmethod
-    def of(cls, text: str, tokens: int) -> Units:
+    def of(cls, text: str, tokens: int) -> "Units":
         return cls(tokens, len(text), len(text.encode()))
 
     def bits_per_char(self, loss: float) -> float:

@@ -7,8 +7,6 @@ text.
 Shapes: B prompts, V the vocabulary.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Muon for the matrices of hidden layers, AdamW for everything else, as one optimiser."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,7 +29,7 @@ class MuonAdamW(Optimizer):
         self.param_groups = [group for part in parts for group in part.param_groups]
 
     @classmethod
-    def of(cls, groups: Iterable[dict[str, Any]], lr: float, model: nn.Module) -> MuonAdamW:
+    def of(cls, groups: Iterable[dict[str, Any]], lr: float, model: nn.Module) -> "MuonAdamW":
         """Return the optimiser of a model's groups of parameters, which are split by `hidden_matrices`."""
         muon, adamw, matrices = [], [], hidden_matrices(model)
         for group in groups:

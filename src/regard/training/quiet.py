@@ -1,7 +1,5 @@
 """Silence notices and progress bars of other libraries."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

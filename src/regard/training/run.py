@@ -1,7 +1,5 @@
 """A training run, from the text to the run folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace

@@ -4,8 +4,6 @@ A process gathers the weights of a block while it computes with them. What is sa
 the same files as that of one process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

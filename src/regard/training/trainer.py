@@ -1,7 +1,5 @@
 """Trainers on `transformers.Trainer` with sealed checkpoints: `SealedTrainer` for data, `RegardTrainer` for text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

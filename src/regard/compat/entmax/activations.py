@@ -3,8 +3,6 @@
 Sources: sparsemax, arXiv 1602.02068; entmax, arXiv 1905.05702.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from ...checks import floating, optional_whole, within

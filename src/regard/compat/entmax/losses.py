@@ -6,8 +6,6 @@ Omega(p) is (1 - sum p^alpha) / (alpha (alpha - 1)) for alpha-entmax and 1 - (su
 Source: arXiv 1905.05702, section 3. Legend: n rows, C classes.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Sources: entmax and its derivative by alpha, arXiv 1905.05702 and 1909.00015; the others, the package entmax.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

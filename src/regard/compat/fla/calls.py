@@ -6,8 +6,6 @@ that computes all of them.
 Legend: as in `regard.compat.fla`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Legend: as in `regard.compat.fla`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Legend: as in `regard.compat.fla`.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ...checks import optional_whole, tensor, within

@@ -1,7 +1,5 @@
 """Adaptive: the threshold at which the weights of a row sum to one (entmax)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Anchored: a threshold at a fixed margin below the largest score of each row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

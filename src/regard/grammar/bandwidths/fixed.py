@@ -1,7 +1,5 @@
 """Fixed: the same threshold for every row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args

@@ -1,7 +1,5 @@
 """Nearest: the k keys with the largest scores (top-k)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 

@@ -12,8 +12,6 @@ Legend: d, a, z [..., Tq, Tk]; reach and row parameters [..., Tq, 1] or numbers.
 and weight 0.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from ...registry import Registry
 
 kernels: Registry[Any] = Registry("kernel", "regard.kernels")
 
-Number: TypeAlias = "float | Tensor"
+Number: TypeAlias = float | Tensor
 
 Params: TypeAlias = Mapping[str, Number]
 

@@ -1,7 +1,5 @@
 """The Gaussian kernel: softmax."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

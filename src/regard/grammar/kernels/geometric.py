@@ -1,7 +1,5 @@
 """The geometric kernel, plain and clipped."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

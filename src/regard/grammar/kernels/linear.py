@@ -1,7 +1,5 @@
 """The linear kernel: the weight is the score."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

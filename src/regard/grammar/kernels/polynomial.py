@@ -1,7 +1,5 @@
 """The rectified polynomial kernels: Epanechnikov, biweight, triweight and any other power."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -6,8 +6,6 @@ Scores are z = scale * s.
 Legend: B batch, H heads, T positions, D head dimension, F features.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The cosine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

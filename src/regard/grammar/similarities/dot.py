@@ -1,7 +1,5 @@
 """The dot product."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Dot products of non-negative feature maps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The default solver, which chooses among the others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

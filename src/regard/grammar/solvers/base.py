@@ -5,8 +5,6 @@ A solver gets a `System`, which can form its matrices or apply them, and returns
 Legend: as in `regard.grammar.systems`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Solver that keeps only the diagonal blocks of the covariance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Direct solution by a Cholesky factor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

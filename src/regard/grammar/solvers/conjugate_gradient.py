@@ -3,8 +3,6 @@
 Legend: [..., q] rows; D coordinates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

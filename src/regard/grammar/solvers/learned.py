@@ -1,7 +1,5 @@
 """Solver for solutions that the caller gives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

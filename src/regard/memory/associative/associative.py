@@ -9,8 +9,6 @@ Shapes: B batch, H heads, n pairs, Tq queries, D channels of a key, Dv of a valu
 and H: [n, D] and [H, n, D] are read as [1, 1, n, D] and [1, H, n, D].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -181,19 +179,19 @@ class AssociativeMemory(nn.Module):
         slots = "" if self.slot_keys is None else f", slots={self.slot_keys.shape[1]}, combine={self.combine!r}"
         return f"{str(self.spec)!r}, store={self.trend or self.store!r}, pairs={len(self)}{bound}{slots}"
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AssociativeMemory:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AssociativeMemory":
         super()._apply(fn, recurse)
         if self._short is not None:
             self._short = self._short.map(fn)
         return self
 
-    def detach(self) -> AssociativeMemory:
+    def detach(self) -> "AssociativeMemory":
         """Cut off the gradients of what was written so far, and return the memory itself."""
         if self._short is not None:
             self._short = self._short.map(Tensor.detach)
         return self
 
-    def transform(self, fn: Callable[[Tensor], Tensor]) -> AssociativeMemory:
+    def transform(self, fn: Callable[[Tensor], Tensor]) -> "AssociativeMemory":
         """Replace every short-term tensor of numbers (keys and values, or sums) by `fn` of it, of the same shape and
         dtype, and return the memory: `memory.transform(lambda t: 0.9 * t)` lets it fade; adding noise damages it."""
         changed = transforming(f"{CALL}.transform", fn)

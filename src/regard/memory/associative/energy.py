@@ -24,8 +24,6 @@ Constants that depend only on the keys are left out, so energies may be negative
 Shapes: z [B, H, Tq, n], -inf at masked pairs; q [B, H, Tq, D]; k [B, H, n, D]; energies [B, H, Tq].
 """
 
-from __future__ import annotations
-
 from functools import singledispatch
 from typing import Any, ClassVar, Protocol
 
@@ -40,7 +38,7 @@ from ...registry import Registry
 
 CALL = "AssociativeMemory.energy"
 
-energies: Registry[type[Energy]] = Registry("energy", "regard.energies")
+energies: "Registry[type[Energy]]" = Registry("energy", "regard.energies")
 
 
 class Energy(Protocol):

@@ -11,8 +11,6 @@ Shapes as in `slot_values`; E entries (p, j), U rows that a write changes. Row n
 those from N on are rows of the pool.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +30,7 @@ class Hold:
 
     __slots__ = ("__weakref__", "spans", "start", "stop", "total")
 
-    def __init__(self, start: int, stop: int, before: Hold | None) -> None:
+    def __init__(self, start: int, stop: int, before: "Hold | None") -> None:
         self.start, self.stop = start, stop
         spans: list[tuple[int, int]] = []
         for low, high in sorted((*(before.spans if before else ()), (start, stop))):
@@ -119,7 +117,7 @@ class Plan:
     changed: Tensor | None  # bool [U], whether any share of a row is not 0; None: always
 
     @classmethod
-    def of(cls, slots: Tensor, shares: Tensor, counted: Tensor, size: int, *, everything: bool) -> Plan:
+    def of(cls, slots: Tensor, shares: Tensor, counted: Tensor, size: int, *, everything: bool) -> "Plan":
         """Return the plan for slots and shares [M, P, K] and counted [M, P], in memories of `size` slots. With
         `everything`, rows of counted tokens with share 0 are included, since these shares have a gradient."""
         first = torch.arange(slots.shape[0], device=slots.device)[:, None, None] * size
@@ -266,7 +264,7 @@ class Write(torch.autograd.Function):
     """Make the token of a write. Its backward passes the gradients of the rows on to shares, errors and old rows."""
 
     @staticmethod
-    def forward(ctx: Any, shares: Tensor, errors: Tensor, token: Tensor | None, how: WriteHow) -> Tensor:
+    def forward(ctx: Any, shares: Tensor, errors: Tensor, token: Tensor | None, how: "WriteHow") -> Tensor:
         ctx.save_for_backward(shares, errors)
         ctx.how = how
         return shares.new_zeros(())

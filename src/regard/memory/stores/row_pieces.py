@@ -6,8 +6,6 @@ were read.
 Shapes: D width of a row; E entries, pairs of a row and the output that it is added to; U distinct rows among them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -45,7 +43,7 @@ class Groups(NamedTuple):
     counts: Tensor  # int64 [U], the number of entries of each row
 
     @classmethod
-    def of(cls, rows: Tensor) -> Groups:
+    def of(cls, rows: Tensor) -> "Groups":
         """Group the rows of entries, int64 [E]."""
         found, order = rows.sort(stable=True)
         unique, counts = torch.unique_consecutive(found, return_counts=True)

@@ -6,8 +6,6 @@ document number per token (`segment_ids`, `seq_idx`). All are converted to one t
 Shapes: B batch, T tokens in this call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +41,7 @@ class Documents:
     def of(
         cls, call: str, tokens: tuple[int, int], real: Tensor | None, position_ids: Tensor | None,
         packing: Mapping[str, Any],
-    ) -> Documents | None:  # fmt: skip
+    ) -> "Documents | None":  # fmt: skip
         """Read the arguments without waiting for the device; return None if none mentions documents, or if T = 1, where
         no document can begin. `real` [B, T] is False at padding, and `packing` has keywords of `ARGUMENTS`."""
         faults: dict[str, Tensor] = {}

@@ -10,8 +10,6 @@ and `HybridConfig.mixers` may then name it for any layer.
 Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -48,7 +46,7 @@ class TokenMixer(nn.Module, ABC):
 
     @staticmethod
     @abstractmethod
-    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
+    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> "TokenMixer":
         """Build the module of layer `layer_idx` of a model with this `HybridConfig` and these options."""
 
     def write_waiting(self, layer: Any) -> None:

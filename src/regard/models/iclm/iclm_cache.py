@@ -8,8 +8,6 @@ and later step. All layers can be cropped, so that assisted decoding works.
 Shapes: B batch, H heads, n pairs so far, D channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +28,11 @@ class ICLMCache(Cache):
         super().__init__(layers=slots + [PairLayer(start) for _ in range(function_layers + 1)])
         self.covariate_layers, self.function_layers = covariate_layers, function_layers
 
-    def function_layer(self, layer: int) -> PairLayer:
+    def function_layer(self, layer: int) -> "PairLayer":
         return self.layers[self.covariate_layers + layer]
 
     @property
-    def shared(self) -> PairLayer:
+    def shared(self) -> "PairLayer":
         """Return the layer that all f blocks share."""
         return self.layers[-1]
 

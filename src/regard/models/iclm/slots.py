@@ -9,8 +9,6 @@ of a packed row has its own start slot, so that the slots of a row are
 Shapes: B batch, T tokens in this call, S slots so far, R slots in this call.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +31,7 @@ class Slots:
     token_slots: Tensor | None = None  # integers [B or 1, T], if rows have several start slots; None: the last slots
 
     @classmethod
-    def of(cls, context: Context, start: bool) -> Slots:
+    def of(cls, context: Context, start: bool) -> "Slots":
         """Return the slots of the tokens; with `start`, one more before the first token of every document."""
         positions, mask, segments = context.positions, context.mask, context.segments
         if segments is not None:

@@ -1,7 +1,5 @@
 """The settings of `nn.FastWeightProductKeyMemory`, in groups; many are those of `memory.slot_memory.SlotMemory`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -127,7 +125,7 @@ class FastWeightConfig:
         require(fits, call, f"{short}; look_ahead=False makes it its own.")
         check_meta_grad(call, self.meta_grad)
 
-    def with_options(self, **options: Any) -> FastWeightConfig:
+    def with_options(self, **options: Any) -> "FastWeightConfig":
         """Return the settings with these options changed; one that is unknown or does not fit is an ArgumentError."""
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():

@@ -5,8 +5,6 @@ Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2
 of a query (two halves), Dv of a value.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -110,7 +108,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         self.reset_parameters()
 
     @classmethod
-    def from_preset(cls, preset: str, hidden_size: int, **options: Any) -> FastWeightProductKeyMemory:
+    def from_preset(cls, preset: str, hidden_size: int, **options: Any) -> "FastWeightProductKeyMemory":
         """Return the layer with the options of a preset, "paper" or "program", changed by those given."""
         choice(f"{CALL}.from_preset", "preset", preset, PRESETS)
         return cls(hidden_size, **{**PRESETS[preset], **options})
@@ -247,7 +245,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
                 raise ArgumentError(f"{CALL}.restore: the snapshot has {name} {shape(tensor)}, but {why}.")
         self.keys, self.values, self._held = keys, values, held
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastWeightProductKeyMemory:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FastWeightProductKeyMemory":
         self._settle()  # so that the current memory is moved or converted
         return super()._apply(fn, recurse)
 

@@ -5,8 +5,6 @@ Shapes: B batch, T new tokens, Tk new and cached tokens, C model width, H attent
 fast weights, D = C / Hf channels of one, F width of its inner layer, W window.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +144,7 @@ class LargeChunkTTT(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     @classmethod
-    def from_preset(cls, preset: str, hidden_size: int, num_heads: int, **options: Any) -> LargeChunkTTT:
+    def from_preset(cls, preset: str, hidden_size: int, num_heads: int, **options: Any) -> "LargeChunkTTT":
         """Return the layer with the chunk and window of a preset, a name in `PRESETS`, changed by the options given."""
         choice(f"{CALL}.from_preset", "preset", preset, PRESETS)
         return cls(hidden_size, num_heads, **{**PRESETS[preset], **options})

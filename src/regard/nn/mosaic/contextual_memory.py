@@ -9,8 +9,6 @@ attention over completed pairs. The state holds completed pairs and the last tok
 Shapes: B batch, T tokens in this call, N tokens so far, C model width, H heads, D channels of a head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +64,7 @@ class ContextualState(State):
     def leaky(self) -> LeakyState:
         return LeakyState(self.sums, self.non_finite, tokens=self.tokens)
 
-    def reset(self) -> ContextualState:
+    def reset(self) -> "ContextualState":
         empty = replace(self, keys=self.keys[:, :, :0], values=self.values[:, :, :0])
         return super(ContextualState, empty).reset()
 

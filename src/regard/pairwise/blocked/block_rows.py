@@ -6,8 +6,6 @@ loops over rows. Those also mark the keys with weight, so that later products le
 Legend: N = B x H heads, flattened; Tq, Tk queries and keys; n heads, q queries, w keys of a block; P row parameters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias

@@ -3,8 +3,6 @@
 Legend: N = B x H heads, flattened; Tq, Tk queries and keys; n heads, q queries and w columns (keys) of one block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +47,7 @@ class Work:
             self._ends = self.visible.bounds(0, self.visible.queries, device)
         return self._ends
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> "Iterator[Block]":
         """Yield the blocks, of `rows.elements` pairs each if possible. For a local linear model they have two heads at
         2048 keys, since threads split heads better than products of 128 rows."""
         elements = self.rows.elements
@@ -221,7 +219,7 @@ class Block:
         """Return the block's part of `active` [N, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]: [n, ceil(Tk / COLUMNS)]."""
         return active[self.at, self.first // ROWS]
 
-    def narrowed(self, marks: Tensor) -> Block:
+    def narrowed(self, marks: Tensor) -> "Block":
         """Return the block without keys that no head has marked, if that pays: marks bool [n, ceil(Tk / COLUMNS)]."""
         if not marks.shape[1]:
             return self

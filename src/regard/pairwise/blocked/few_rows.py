@@ -4,8 +4,6 @@ fit a core's cache gives means and second moments, a second pass the slopes.
 Legend: as in `weighted_rows`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

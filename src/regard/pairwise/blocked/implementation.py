@@ -3,8 +3,6 @@
 Scores, weights and their derivatives exist for one block of queries at a time.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

@@ -8,8 +8,6 @@ which gives slopes without the part of t outside the span of the keys, which can
 Legend: R rows of at most s keys; otherwise as in `weighted_rows`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 

@@ -18,8 +18,6 @@ dL/dlog M_i = ridge_i t_i . u_i. If t is given (the solver `Learned`), u is 0.
 Legend: as in `block_rows`; x, y [.., D] coordinates of queries and keys.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ second search for thresholds.
 Legend: as in `block_rows`; x, y coordinates of a local linear model, None at degree 0.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import torch

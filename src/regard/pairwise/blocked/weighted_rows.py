@@ -6,8 +6,6 @@ over all rows at once:
 Legend: n heads, q queries, w keys of a block; D coordinates; g diagonal blocks of s = D / g coordinates.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

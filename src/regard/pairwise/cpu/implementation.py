@@ -8,8 +8,6 @@ compiled code on disk.
 Legend: n heads, q queries, w keys of a block; R = n x q rows.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

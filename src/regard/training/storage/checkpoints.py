@@ -8,8 +8,6 @@ The seal detects damage, not malice: anyone who changes files on purpose can sea
 therefore checked again when they are read (`saved_model`, `saved_tokenizer`, `resuming`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Reading files from untrusted folders: the type of a file is checked before it is opened."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

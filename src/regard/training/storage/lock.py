@@ -1,7 +1,5 @@
 """A lock that allows one run at a time in a folder; the system releases it when the process ends."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """A step with numbers that are not finite: what is kept of it, and how to run it again."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A training run on a task: its folder holds config.json, run.json, metrics.jsonl, the model and summary.json."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack

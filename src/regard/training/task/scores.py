@@ -4,8 +4,6 @@ Teacher-forced, the model sees the right tokens before each label. Free-running,
 it wrote itself; an answer of several tokens is right where all of them are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby

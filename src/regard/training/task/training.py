@@ -4,8 +4,6 @@ Example i of step s is example `s * batch + i` of the training split: the same o
 interruption. Examples are drawn while training goes on and never stored.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Shapes: B batch, T tokens in this call, N tokens so far, C model width, H heads,
 convolution, G its channels (3 H D).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import unwrap
@@ -124,7 +122,7 @@ class GatedDeltaNet(StateMixer):
         self.net._is_hf_initialized = not self.net.A_log.is_meta  # transformers: it has drawn its values
 
     @staticmethod
-    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> GatedDeltaNet:
+    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> "GatedDeltaNet":
         return GatedDeltaNet(config.hidden_size, **options, norm_eps=config.rms_norm_eps, layer_idx=layer_idx)
 
     def advance(

@@ -1,7 +1,5 @@
 """Codes, sizes and compilers of the numba loops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from numba import njit

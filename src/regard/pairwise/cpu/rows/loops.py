@@ -6,8 +6,6 @@ the threshold reach - (top - z) must be 0 and not a rounding error. Functions th
 Legend: x scores, w weights, s derivatives, g = dL/dp of a span; `share` multiplies all that is written.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The function of a kernel that has `numba_relative`. `with_kernel` replaces this module by one with that function."""
 
-from __future__ import annotations
-
 from .base import jit
 
 SOURCE = b""

@@ -4,8 +4,6 @@ numba's cache key covers only the function's own file. These functions inline al
 digest of all sources, which makes it part of the key. (A closed-over function would give a new key in every process.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path

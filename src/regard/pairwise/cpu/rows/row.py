@@ -3,8 +3,6 @@
 Legend: x, g, p, dz scores, dL/dp, weights and dL/dz of the row; `tops`, `kept`, `local`, `w`, `s` work space.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ Legend: x scores of a row, `bits` the same read as integers, `tops` the largest 
 distances below it; b the peak.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
