@@ -1,7 +1,5 @@
 """Worst errors against independent answers: `python benchmarks/accuracy.py`. Needs the `dev` extra."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from statsmodels.nonparametric.kernel_regression import KernelReg

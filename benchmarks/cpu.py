@@ -14,8 +14,6 @@ Within a configuration the contestants take turns, and ratios are those of media
 `lm`, `dev` and `cpu`. All parts take about half an hour on two quiet cores and at most 8 GiB of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

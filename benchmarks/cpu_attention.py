@@ -1,7 +1,5 @@
 """Part 2 of `cpu.py`: attention, against torch's scaled_dot_product_attention and dense entmax15 attention."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

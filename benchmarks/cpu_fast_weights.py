@@ -5,8 +5,6 @@ Chunks are measured on one thread. The package is a contestant where it is insta
 `pip install fast-weight-product-key-memory==0.2.2`.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable

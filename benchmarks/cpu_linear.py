@@ -1,7 +1,5 @@
 """Part 3 of `cpu.py`: linear-time forms, and what a decoded token costs, beside scaled_dot_product_attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Part 4 of `cpu.py`: local linear attention, against scaled_dot_product_attention and the plain dense form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """How `cpu.py` measures: times in turns, memory in fresh processes, and where and with what it was done."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gc

@@ -1,7 +1,5 @@
 """Part 5 of `cpu.py`: what a training step of the language models costs, and what their caches save in decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Part 1 of `cpu.py`: weightings of plain scores, against torch.softmax and the entmax package."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import entmax

@@ -1,7 +1,5 @@
 """The tables of `cpu.py` in docs/results.md, made from the stored JSON alone; torch is not needed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Part 7 of `cpu.py`: one decoded token against few keys, where a call costs more than its arithmetic."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@ Only wheels without needs of their own beside torch, triton and transformers are
 replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

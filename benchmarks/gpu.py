@@ -19,8 +19,6 @@ installed: `pip install adasplash flash-linear-attention`.
 `--dry` runs every row at toy size on the CPU, in Triton's interpreter: it shows that the script runs, no more.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

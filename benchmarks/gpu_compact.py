@@ -1,7 +1,5 @@
 """Part `compact` of `gpu.py`: compact attention against flash and cuDNN attention, AdaSplash and the plain forms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import lru_cache, partial

@@ -6,8 +6,6 @@ The tensors lie on the CPU. The call prepares its launches as on a device, and e
 instead of being started. Allocated tensors hold zeros, since no kernel fills them.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile
@@ -44,7 +42,7 @@ class Resources:
     warps: int  # warps of a program
     launches: int = 1  # how often the call would start it, with any constants
 
-    def worst(self, other: Resources) -> Resources:
+    def worst(self, other: "Resources") -> "Resources":
         """Return the largest of each number of two variants of a kernel."""
         names = ("registers", "local", "shared", "warps")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in names}

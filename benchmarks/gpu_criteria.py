@@ -1,7 +1,5 @@
 """What regard's kernels must reach on a GPU, judged from the JSON of `gpu.py` alone; torch is not needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Part `decoding` of `gpu.py`: one query against a cache, as CUDA graphs, beside the bytes that must be read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any

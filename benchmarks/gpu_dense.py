@@ -3,8 +3,6 @@
 Legend: B batch, H query heads (Hkv key heads), Tq queries, Tk keys; z scores [B, H, Tq, Tk], `seen` boolean like them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -13,8 +13,6 @@ before it. A review counted the first version of four kernels by hand (`BEFORE`)
 28, 21 and 21 us. A measurement may differ by 30 percent.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

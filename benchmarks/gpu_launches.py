@@ -5,8 +5,6 @@ profiler. Views and allocations start nothing and are left out; every other oper
 or a scan may take several.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import importlib.util

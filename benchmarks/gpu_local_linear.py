@@ -1,8 +1,6 @@
 """Part `local_linear` of `gpu.py`: local linear attention and Parallax against flash attention, the naive form (all
 D x D systems at once) and flash-linear-attention's kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any

@@ -1,8 +1,6 @@
 """How `gpu.py` measures: medians by triton's do_bench, peaks of the allocator, the ceilings of the device, and with
 what it was done."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gc

@@ -1,7 +1,5 @@
 """Part `memory` of `gpu.py`: a memory of fast weights, read and written chunk by chunk (FwPKM)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any

@@ -1,8 +1,6 @@
 """Part `models` of `gpu.py`: training steps of small language models, one for every preset, and of the hybrid model
 with memories beside the one without."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

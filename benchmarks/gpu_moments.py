@@ -5,8 +5,6 @@ Fewer bfloat16 terms take less time. This script says what they cost in accuracy
 of keys are summed in float64 and rounded to float32.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """What `gpu.py` compares with: torch's own attention kernels, and the packages adasplash and flash-linear-attention
 where they are installed. All take and give [B, H, T, D]."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

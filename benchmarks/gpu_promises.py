@@ -5,8 +5,6 @@ tokens, masked places that hold NaN, rows without keys, a stream of one's own, C
 nothing. Bars of 0 ask for equal bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -10,8 +10,6 @@ Ceilings may only fall: where a kernel would take more local memory than the fil
 says why it must be so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The tables and figures of `gpu.py` in docs/results.md, made from the stored JSON alone; torch is not needed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ after every target: its tables, tiles and milliseconds, registers, spilled bytes
 `--list` prints the targets; `--compile-only` needs no GPU and shows registers and spilled bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -6,8 +6,6 @@ A row of compute-sanitizer or ncu runs this file in a process of its own under t
     python benchmarks/gpu_tools.py biweight --small
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import glob

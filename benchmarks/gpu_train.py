@@ -7,8 +7,6 @@ does not count as training time. The JSON is written after every model; `--resum
 `--dry` trains toy models for a few steps on the CPU, in Triton's interpreter: it shows that the script runs, no more.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -5,8 +5,6 @@ through all rows with nothing launched, and compiles the kernels that no other p
 themselves every configuration. `gpu.py` waits for what it needs first; the rest is compiled while it measures.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import hashlib

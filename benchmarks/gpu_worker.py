@@ -1,8 +1,6 @@
 """The process in which `gpu.py` runs its rows. Its parent stops it when a row takes too long, which a signal inside the
 process could not do: a blocked synchronisation with the device cannot be interrupted."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import time

@@ -7,8 +7,6 @@ Each statement runs in fresh processes, in turns; the table gives the median and
 (`python -X importtime`, cumulative, in seconds), and how many modules of regard were loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Draw docs/figures, the weight curves and a fit by averages and by lines: `python docs/make_figures.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

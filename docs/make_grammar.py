@@ -1,7 +1,5 @@
 """Writes docs/grammar.md from the registries: `python docs/make_grammar.py`. A test checks that it was run."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Draw the figures of docs/tutorial.md: `python docs/make_tutorial_figures.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A page holds a line such as `<!-- claims: dispersion, needle/second read -->`. I
 the rows of docs/results/paper-*.md that come from these recipes, of `needle` only those whose claim has these words.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

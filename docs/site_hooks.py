@@ -8,8 +8,6 @@
 - The search runs from disk: browsers start no worker from a file there, so its code is kept in a script of the site.
 """
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """What the contracts run over, drawn from the registries at collection, and the inputs they run on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -129,17 +127,17 @@ class Data:
         """(B, H, Tq, Tk)."""
         return (*self.q.shape[:3], self.k.shape[2])
 
-    def map(self, fn: Any) -> Data:
+    def map(self, fn: Any) -> "Data":
         return Data(fn(self.q), fn(self.k), fn(self.v))
 
-    def leaves(self) -> Data:
+    def leaves(self) -> "Data":
         """Fresh tensors that collect gradients."""
         return self.map(lambda x: x.detach().clone().requires_grad_())
 
     def grads(self) -> tuple[Tensor | None, ...]:
         return tuple(x.grad for x in self.tensors)
 
-    def with_(self, **changes: Tensor) -> Data:
+    def with_(self, **changes: Tensor) -> "Data":
         return replace(self, **changes)
 
 

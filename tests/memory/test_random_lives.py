@@ -5,8 +5,6 @@ and go on apart, memories that all rows share; what is read, what is held, and e
 The loop reads and writes by `dense_fast_weights`, `fwmlp_oracle` and `lact_oracle`, in float64 and with gradients.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from dataclasses import dataclass, field
@@ -69,7 +67,7 @@ class Slots:
     def now(self) -> Tensor:
         return self.memory.values
 
-    def fork(self) -> Slots:
+    def fork(self) -> "Slots":
         twin = copy.copy(self)
         twin.memory = copy.copy(self.memory)
         return twin
@@ -118,7 +116,7 @@ class Network:
     def now(self) -> Tensor:
         return self.weights[2]
 
-    def fork(self) -> Network:
+    def fork(self) -> "Network":
         return copy.copy(self)
 
     def read(self, token: Fields) -> Tensor:
@@ -154,7 +152,7 @@ class Heads(Network):
     def now(self) -> Tensor:
         return torch.stack([learner.w[2] for learner in self.learners])
 
-    def fork(self) -> Heads:
+    def fork(self) -> "Heads":
         twin = copy.copy(self)
         twin.learners = [copy.copy(learner) for learner in self.learners]
         return twin
@@ -187,7 +185,7 @@ class Clock:
     now: Any
     waiting: list[Column] = field(default_factory=list)
 
-    def fork(self) -> Clock:
+    def fork(self) -> "Clock":
         return Clock(self.first, self.now.fork(), list(self.waiting))
 
     def restart(self) -> None:

@@ -1,7 +1,5 @@
 """Errata of the sparse-attention paper and of its published programs."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

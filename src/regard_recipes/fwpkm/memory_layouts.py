@@ -1,7 +1,5 @@
 """The models of the fast-weight paper at any size: its layouts, each with its memories, by a name for each pair."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

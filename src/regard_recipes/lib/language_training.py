@@ -3,8 +3,6 @@
 With equal budgets all models see the same windows: those of a step are a function of seed and step alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable
@@ -95,7 +93,7 @@ class Budget:
     compile: bool = False
 
     @classmethod
-    def of(cls, recipe: Recipe, **changes: Any) -> Budget:
+    def of(cls, recipe: Recipe, **changes: Any) -> "Budget":
         """Return the budget that the options of a recipe give, with some fields changed."""
         given = {f.name: getattr(recipe, f.name) for f in fields(cls) if hasattr(recipe, f.name)}
         return cls(**{**given, **changes})

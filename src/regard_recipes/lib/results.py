@@ -4,8 +4,6 @@ NAME.jsonl   first line: what was run; then one line for each row; last line: th
 NAME.json    the record: what was run, claims with verdicts, and all rows
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -52,7 +50,7 @@ class Journal:
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def open(cls, made: Recipe, argv: Sequence[str]) -> Journal:
+    def open(cls, made: Recipe, argv: Sequence[str]) -> "Journal":
         """Return the journal of a new run, or of the one in the folder if it has the same options and is not finished,
         or has fewer seeds, models, rates or tasks."""
         out = made.out or Path(f"{made.name}-out")

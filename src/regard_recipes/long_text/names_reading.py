@@ -6,8 +6,6 @@ only from an earlier mention. Attention sees those of its own segment.
 Shapes: L tokens of a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -40,7 +38,7 @@ class NamesText(RecurringNames):
     length: int = 96
 
     @classmethod
-    def of(cls, length: int, people: int, near: int) -> NamesText:
+    def of(cls, length: int, people: int, near: int) -> "NamesText":
         """Return documents of so many tokens; a name recurs far where attention to `near` tokens does not see it."""
         return cls(-(-length // SHORTEST), people, 0.8, verbs=0, window=near, everything=True, length=length)
 

@@ -15,8 +15,6 @@ With cosines s, the largest of a row m, and the learned sharpness beta^2:
 two faults. `use_released` puts a form into a Memory Mosaic, for comparison only: dense and without diagnostics.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
