@@ -1,13 +1,17 @@
 """Preparation of arguments: full precision, numbers per row, and the handling of non-finite entries."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .checks import broadcastable, floating, in_range, on_device
+
+R = TypeVar("R")
 
 
 def full_precision(device: str) -> Any:
@@ -25,6 +29,17 @@ def transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def outside_graphs(run: Callable[..., R]) -> Callable[..., R]:
+    """Decorator: keep a function out of compiled graphs. `torch.compiler.disable` imports the compiler, which takes
+    seconds, so it is called only where a graph is being compiled."""
+
+    @wraps(run)
+    def call(*args: Any, **options: Any) -> R:
+        return (torch.compiler.disable(run) if torch.compiler.is_compiling() else run)(*args, **options)
+
+    return call
 
 
 def clean(x: Tensor) -> tuple[Tensor, Tensor | None]:

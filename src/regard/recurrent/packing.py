@@ -8,7 +8,7 @@ Legend: B rows, T positions, N documents of all rows, ordered row by row; H head
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from ..checks import ArgumentError, require, segments
+from ..precision import outside_graphs
 from .states import State, joined
-
-R = TypeVar("R")
 
 
 class _Bucket(NamedTuple):
@@ -70,6 +69,7 @@ class Documents:
             start, used = stop, used + longest * (stop - start)
         self._place = base[own] + torch.arange(own.shape[0], device=own.device) - first[own]
 
+    @outside_graphs  # every packing would be another graph
     def run(self, call: "Call", inputs: Any, mask: Tensor | None, state: State | None) -> tuple[Any, Any]:
         """Compute `by_document`, one batch after the other."""
         rows, states = [], []
@@ -106,20 +106,16 @@ def by_document(
     """
     if packed is None or packed.whole:
         return call(inputs, mask, state)
-    found: tuple[Any, Any] = _outside(packed.run)(call, inputs, mask, state)
+    found: tuple[Any, Any] = packed.run(call, inputs, mask, state)
     return found
 
 
 def documents(call: str, segment_ids: Any, query: Tensor, key: Tensor) -> Documents | None:
     """Return the documents of a call after checking the ids, or None without ids."""
-    return None if segment_ids is None else _outside(_documents)(call, segment_ids, query, key)
+    return None if segment_ids is None else _documents(call, segment_ids, query, key)
 
 
-def _outside(run: Callable[..., R]) -> Callable[..., R]:
-    """Return `run`, kept out of compiled graphs: every packing would be another graph."""
-    return torch.compiler.disable(run) if torch.compiler.is_compiling() else run
-
-
+@outside_graphs
 def _documents(call: str, ids: Any, query: Tensor, key: Tensor) -> Documents:
     (batch, _, queries, _), keys = query.shape, key.shape[2]
     segments(call, ids, batch, keys, query.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import require
 from ...memory.product_key import Dot, InverseDistance, SlotScore
 from ...memory.stores.slot_values import slot_values, whole_tables
-from ...precision import clean_each
+from ...precision import clean_each, outside_graphs
 from ..runtime.finite import clean
 from ..runtime.operators import applied
 from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
@@ -128,7 +128,7 @@ class TableValues:
             return (weights[..., None] * self.version.rows(slots)).sum(-2)
         return self.mixed(weights.float(), slots, None)[0]
 
-    @torch.compiler.disable
+    @outside_graphs
     def mixed(
         self, weights: Tensor, slots: Tensor, good: Tensor | None, value: Tensor | None = None,
         gate: Tensor | None = None,
@@ -144,7 +144,7 @@ class TableValues:
         each = slots.flatten(1)[..., None]  # every entry is a token of its own
         return self.mixed(torch.ones_like(each, dtype=torch.float32), each, None)[0].view(*slots.shape, self.width)
 
-    @torch.compiler.disable
+    @outside_graphs
     def write(
         self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None,
         order: tuple[Tensor, Tensor] | None = None,
@@ -185,7 +185,7 @@ class TableValues:
 
         return looked(self, *given)
 
-    @torch.compiler.disable
+    @outside_graphs
     def rewritten(self, *given: Any) -> tuple[Tensor, TableValues] | None:
         from .rounds import rewritten
 
