@@ -6,8 +6,9 @@ from tiny_runs import tiny
 def test_what_is_counted() -> None:
     """Two layers of width 64, four heads of 16 channels, 8 windows of 64 characters, float32."""
     results = tiny("shared-query-key")[1]
-    assert len(results.frame) == 8
-    rows = results.select(seed=0).set_index(["spec", "q and k"])
+    runs = results.select(kind="run")
+    assert len(runs) == 8
+    rows = runs[runs["seed"] == 0].set_index(["model", "q and k"])
     for spec, cache in (("softmax", 2 * 2 * 512 * 64 * 4), ("elu", 2 * (4 * (17 * 16 + 17) * 4 + 4))):
         apart, shared = rows.loc[(spec, "apart")], rows.loc[(spec, "shared")]
         assert apart["parameters"] - shared["parameters"] == 2 * 64 * 64

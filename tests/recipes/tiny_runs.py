@@ -65,7 +65,7 @@ TINY: dict[str, dict[str, Any]] = {
         "zeroed": (0.1, 0.5, 0.9), "jitter": (0.5, 4.0), "cues": 32, "seeds": 3, "scales": (1.0, 30.0),
     },
     "recurring-names": {**TASK, "sentences": 12, "people": 2, "sub_keys": 8},
-    "shared-query-key": {"steps": 2, "seeds": 2, "specs": "softmax,elu"},
+    "shared-query-key": {"steps": 2, "seeds": 2, "models": ("softmax", "elu"), "rates": (3e-3,), "measured": 600},
     "slot-use": {**TEXT, "models": ("no norm, many slots", "batch norm, many slots"), "sub_keys": 8, "memory_dim": 8},
     "state-tracking": {**TASK, "models": ("softmax", "Mamba")},
     "stories": {**TASK, "graded": 2, "models": ("Transformer", "ICLM")},
@@ -81,7 +81,6 @@ TINY: dict[str, dict[str, Any]] = {
 SHORTER = {
     "fast-weight-recall": ("regard_recipes.fwpkm.fast_weight_recall.coverage",
                            partial(coverage, sub_keys=8, chunks=4, looked_at=2)),
-    "shared-query-key": ("regard_recipes.kernels.shared_query_key.MEASURED", 600),
 }  # fmt: skip
 """Constants and functions to replace in a tiny run."""
 

@@ -18,7 +18,7 @@ from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
 from ..lib.display import Show, dots, gap, lines, median, pivot, spread
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe
-from .shared_query_key import CACHED, PAPER, memory_bytes, memory_columns
+from .shared_query_key import CACHED, PAPER, PAPER_SIZE, memory_bytes, memory_columns
 
 # The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.
 KERNELS = ("exponential", "linear", "geometric", "cosine", "shift-cosine", "rbf", "clipped-geometric", "relu",
@@ -63,11 +63,7 @@ class KernelSelection(TextRecipe):
     looks: int = 6
     by_size: ClassVar = {
         "quick": {"seeds": 1, "close_seeds": 1, "steps": 150, "rates": (3e-3,), "measured": 4096, "looks": 5},
-        # The paper's model and text; steps, batch and learning rate are those of nanoGPT's characters.
-        "paper": {
-            "layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 64, "dtype": "bfloat16", "device": "auto",
-            "steps": 5000, "rates": (1e-3,), "measured": 100_000, "looks": 20,
-        },
+        "paper": {**PAPER_SIZE, "looks": 20},
     }  # fmt: skip
     limits: ClassVar = {"close_seeds": (1, math.inf)}
     known: ClassVar = {kernel: {} for kernel in KERNELS}

@@ -7,86 +7,72 @@ this halves the memory for the two. Here models with and without sharing are tra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..demo.demo import parse_specs
+from regard.training.fields import read_spec
+
 from ..lib.claims import Claim, exact, paired
 from ..lib.display import Show, dots, gap, pivot, spread, stat
-from ..lib.language_text import read_text
-from ..lib.language_training import Budget, train_language_model
-from ..lib.recipe import Cell, Recipe, Results, recipe, select
+from ..lib.recipe import Cell, Results, check_names, recipe, select
+from ..lib.text_recipe import TextRecipe
 
 if TYPE_CHECKING:
     from regard.models import HybridForCausalLM
 
-CONTEXT, BATCH = 64, 8
-MEASURED = 16_384  # held-out characters that the loss is measured on
 CACHED = 512  # tokens in the cache whose bytes are counted
 APART, SHARED = "apart", "shared"
 PAPER = "Kernel selection"
+PAPER_SIZE = {
+    "layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 64, "dtype": "bfloat16", "device": "auto",
+    "steps": 5000, "rates": (1e-3,), "measured": 100_000,
+}  # fmt: skip
+"""The paper's model and text; steps, batch and learning rate are those of nanoGPT's characters."""
 LITTLE = 0.05  # bits per character that a difference in loss must reach to matter
 
 
 @recipe("shared-query-key")
-class SharedQueryKey(Recipe):
+class SharedQueryKey(TextRecipe):
     """Loss, parameters and memory of models whose queries are their keys, beside those that keep the two apart."""
 
-    seeds: int = 3
-    """Models of each kind; they differ in first weights and windows."""
-    specs: str = "softmax,shift-cosine,elu,relumax"  # Attention specs with commas between them.
-    steps: int = 250  # Optimiser steps of each model.
+    models: tuple[str, ...] = ()
+    """Attention specs; by default those of `known`."""
+    rates: tuple[float, ...] = (3e-3, 1e-2)
+    batch: int = 8
+    steps: int = 250
+    measured: int = 16_384
     exclude_self: bool = False
     """Let attention see earlier characters only, in all models: with q = k a character is most similar to itself."""
-    data: Path | None = None
-    """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    by_size: ClassVar = {"quick": {"seeds": 1, "steps": 60}}
+    known: ClassVar = {name: {} for name in ("softmax", "shift-cosine", "elu", "relumax")}
+    by_size: ClassVar = {"quick": {"seeds": 1, "steps": 60, "rates": (3e-3,)}, "paper": PAPER_SIZE}
+    per: ClassVar = ("model", "q and k")
 
     @property
     def spec_names(self) -> list[str]:
         """Return the specs in full."""
-        return [str(spec) for spec in parse_specs(self.specs, self.call())]
+        return [str(read_spec(name, "--models", self.call())) for name in self.trained]
 
-    def check(self) -> None:
-        parse_specs(self.specs, self.call())
-        self.budget().check(self.call())
-
-    def prepare(self) -> Mapping[str, Any]:
-        text = read_text(self.data, "char", context=CONTEXT + 1, call=self.call())
-        self.corpus, self.vocabulary = text.corpus, len(text.tokenizer)
-        return {"text": text.described}
+    def check_models(self) -> None:
+        check_names(self.call(), "--models", self.spec_names, self.spec_names)
 
     def cells(self) -> list[Cell]:
-        return [{"spec": spec, "q and k": kind} for spec in self.spec_names for kind in (APART, SHARED)]
+        return [{"model": spec, "q and k": kind, "rate": rate}
+                for spec in self.spec_names for kind in (APART, SHARED) for rate in self.rates]  # fmt: skip
 
-    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        config = self.model_config(cell["spec"], cell["q and k"] == SHARED)
-        memory = partial(memory_bytes, batch=BATCH, context=CONTEXT)
-        run, *_ = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=memory)
-        yield {**run, "bits_per_char": run["held_out"] / math.log(2)}
+    def fields(self, cell: Cell) -> dict[str, Any]:
+        shared = cell["q and k"] == SHARED
+        return {"mixers": cell["model"], "share_query_key": shared, "exclude_self": self.exclude_self}
 
-    def budget(self) -> Budget:
-        """Return what every model is given."""
-        return Budget(context=CONTEXT, batch=BATCH, steps=self.steps, learning_rate=3e-3, final_share=0.02,
-                      measured=MEASURED, looks=1, device=self.device)  # fmt: skip
-
-    def model_config(self, spec: str, shared: bool) -> Any:
-        """Return two layers of width 64 with this attention."""
-        from regard.models import HybridConfig
-
-        return HybridConfig(
-            vocab_size=self.vocabulary, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, mixers=spec,
-            share_query_key=shared, exclude_self=self.exclude_self, initializer_range=0.05,
-        )  # fmt: skip
+    def measure_model(self, model: Any) -> dict[str, Any]:
+        found = super().measure_model(model)
+        return {**found, "bits_per_char": found["test"] / math.log(2), **memory_bytes(model, self.batch, self.context)}
 
     def claims(self, results: Results) -> list[Claim]:
-        kinds = {spec: [select(results.frame, spec=spec, **{"q and k": kind}) for kind in (APART, SHARED)]
-                 for spec in dict.fromkeys(results.frame["spec"])}  # fmt: skip
+        runs = self.chosen(results)
+        kinds = {spec: [select(runs, model=spec, **{"q and k": kind}) for kind in (APART, SHARED)]
+                 for spec in dict.fromkeys(runs["model"])}  # fmt: skip
         ratio = {spec: exact(float(shared["query_key_bytes"].iloc[0] / apart["query_key_bytes"].iloc[0]))
                  for spec, (apart, shared) in kinds.items()}  # fmt: skip
         cost = {spec: paired(shared, apart, "bits_per_char") for spec, (apart, shared) in kinds.items()}
@@ -94,25 +80,26 @@ class SharedQueryKey(Recipe):
             Claim(PAPER, "section 7", "q = k halves the memory of queries and keys", ratio, "at most", 0.5,
                   note="Bytes of queries and keys in a training step, shared over apart."),
             Claim(PAPER, "section 7, check", "q = k costs little loss", cost, "at most", LITTLE, LITTLE,
-                  note=f"Held-out bits per character, shared less apart; more than {LITTLE:g} is taken as a cost."),
+                  note=f"Bits per character of the test text, shared less apart; above {LITTLE:g} is taken as a cost."),
         ]  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        frame = results.frame
-        apart = {spec: select(frame, spec=spec, **{"q and k": APART}) for spec in dict.fromkeys(frame["spec"])}
+        runs = self.chosen(results)
+        apart = {spec: select(runs, model=spec, **{"q and k": APART}) for spec in dict.fromkeys(runs["model"])}
         values: dict[str, Show] = {
-            "held-out bits/char": spread("bits_per_char", 4),
-            "sharing costs": gap("bits_per_char", lambda rows: apart[rows["spec"].iloc[0]], 4),
+            "rate": "{rate:g}", "test bits/char": spread("bits_per_char", 4),
+            "sharing costs": gap("bits_per_char", lambda rows: apart[rows["model"].iloc[0]], 4),
             "parameters": "{parameters:,.0f}", **memory_columns("{:.1f} KiB"),
         }  # fmt: skip
         note = (
             f"{self.seeds} seeds: mean ± standard deviation; costs are paired by seed, ± half the 95 % "
             f"interval. Cache: what decoding holds after {CACHED} tokens of one sequence; it never held queries."
         )
-        return {"Shared queries and keys": pivot(frame, ["spec", "q and k"], values, note=note)}
+        return {"Shared queries and keys": pivot(runs, ["model", "q and k"], values, note=note)}
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        return {"loss": dots(results.frame, "bits_per_char", "spec", "q and k", x_label="held-out bits per character")}
+        label = "bits per character of the test text"
+        return {"loss": dots(self.chosen(results), "bits_per_char", "model", "q and k", x_label=label)}
 
 
 def memory_bytes(model: HybridForCausalLM, batch: int, context: int, cached: int = CACHED) -> dict[str, int]:

@@ -66,8 +66,12 @@ class TrainedRecipe(Recipe):
         """Return the names of the models to train."""
         return self.models or tuple(name for name in self.known if name not in self.slow)
 
-    def check(self) -> None:
+    def check_models(self) -> None:
+        """Raise an ArgumentError where `models` names an unknown model, or one twice."""
         check_names(self.call(), "--models", self.trained, list(self.known))
+
+    def check(self) -> None:
+        self.check_models()
         if self.base and self.base not in self.trained:
             raise ArgumentError(f"--models lacks {self.base}, to which all others are compared; add it.")
 
