@@ -109,7 +109,8 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item("figure 1", "architecture"),
     ),
     "Kernel selection": (
-        Item("section 7, kernels", "losses of ten kernels on Shakespeare (here the Python manual)", "kernel-selection", ("section 7",)),
+        Item("section 7, kernels", "losses of ten kernels on Shakespeare (here the Python manual)", "kernel-selection",
+             ("section 7",)),
         Item("section 7, q = k", "memory and loss with shared queries and keys", "shared-query-key", ("section 7",)),
     ),
 }  # fmt: skip
