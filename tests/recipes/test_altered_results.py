@@ -42,8 +42,7 @@ CASES: list[Any] = [
     ("iclm-mechanisms", [(PHI, {"first": 0.35, "strongest": 0.6})], {START: "holds"}),  # another may be stronger
     ("iclm-mechanisms", [({"when": "after"}, {"score": 0.7})], {f"{FORMED}after": "fails"}),
     ("iclm-mechanisms", [(RUNS, {"held_out": math.nan})], {
-        "Heads of f copy": f"{NEVER}: the training of iclm-no-f-mlp on text, ",
-        "Without f's feed-forward layers": "undecided"}),
+        "Heads of f copy": f"{NEVER}: the training of iclm-no-f-mlp on text, "}),
     ("iclm-parity", [({"model": "iclm-wv"}, {"test": math.nan})], {"Perplexity close": "undecided"}),
     ("iclm-parity", [({"model": "iclm-wv"}, {"step_cpu_seconds": 9.0})], {"Size, memory": "fails"}),
     ("kernel-selection", [({**LAST, "model": "relu", "query_key": "q = k"}, {"train": 9.0})],

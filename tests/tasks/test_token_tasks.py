@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import os
 import sys
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -93,9 +93,11 @@ def test_bad_places_and_settings_are_refused(name: str) -> None:
     for bad in ({"seed": 0.5, "index": 0}, {"seed": 0, "index": -1}, {"seed": 0, "index": 0, "split": "tset"}):
         refuses("example", task.example, **bad)
     refuses("quick", kind.named, "quik")
+    hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        bad: list[Any] = [-1, 1.5, True, "3"] if field.type == "int" else []
-        bad += [0, "x", None] if field.type == "float" else []
-        bad += [3, (1,), (2, 1), ("a", "b")] if "tuple[int, int]" in field.type else []
+        hint = hints[field.name]
+        bad: list[Any] = [-1, 1.5, True, "3"] if hint is int else []
+        bad += [0, "x", None] if hint is float else []
+        bad += [3, (1,), (2, 1), ("a", "b")] if "tuple[int, int]" in str(hint) else []
         for value in bad:
             refuses(field.name, kind.named, "quick", **{field.name: value})
