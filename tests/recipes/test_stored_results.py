@@ -7,6 +7,7 @@ single recipes check only what is measured.
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from tiny_runs import without_drawing
@@ -64,6 +65,13 @@ def test_numbers_in_prose_are_those_of_the_rows() -> None:
     def above_softmax(rows: Frame, model: str, signed: bool = False) -> str:
         return paired(select(rows, model=model), select(rows, model="softmax"), "test").text(3, signed=signed)
 
+    def above_transformer(model: str) -> str:
+        """The share of test perplexity."""
+        rows = runs("iclm-parity")
+        rows = rows.assign(perplexity=np.exp(rows["test"]))
+        share = paired(select(rows, model=model), select(rows, model="transformer"), "perplexity", ratio=True).plus(-1)
+        return f"{share.mean:.1%} ± {share.high - share.mean:.1%}".replace("%", " %")
+
     one, four, kernels = runs("mosaic-kernels"), runs("mosaic-kernels", "four-blocks"), runs("kernel-selection")
     one, kernels = select(one, form="defined"), select(kernels, weights="normalised", query_key="apart")
     told = [f"{loss(one, 'softmax')} softmax"]
@@ -75,7 +83,9 @@ def test_numbers_in_prose_are_those_of_the_rows() -> None:
     scores = sorted(select(runs("state-tracking"), model="local linear, learned ridge")["validation"])
     pages = {
         "choose-a-spec": told,
-        "papers": [each.removeprefix("-") for each in (*found, paired(rbf, exponential, "test").text(3))],
+        "papers": [each.removeprefix("-") for each in (*found, paired(rbf, exponential, "test").text(3))]
+        + [above_transformer(name) for name in ("iclm-wv", "iclm-full-matched")],
+        "iclm": [above_transformer("iclm-wv")],
         "language-model-results": [
             f"{above_softmax(four, name, signed=True)} " for name in ("biweight", "sparsemax", "topk-softmax")
         ],
