@@ -38,7 +38,7 @@ class SharedQueryKey(TextRecipe):
     """Loss, parameters and memory of models whose queries are their keys, beside those that keep the two apart."""
 
     models: tuple[str, ...] = ()
-    """Attention specs; by default those of `known`."""
+    """Attention specs; by default softmax, shift-cosine, elu and relumax."""
     rates: tuple[float, ...] = (3e-3, 1e-2)
     batch: int = 8
     steps: int = 250
