@@ -8,8 +8,10 @@ import pytest
 import tiny_runs
 import torch
 
+from regard.inspect.hooks import run_with_cache
 from regard.recipes import recipes
 from regard.tasks import MQAR, TokenTask
+from regard_recipes.iclm.tinymath import ICLM, SEEN, TRANSFORMER, operand_rows
 from regard_recipes.lib.recipe import Results
 from regard_recipes.lib.task_recipe import TaskRecipe
 from regard_recipes.local_linear.associative_recall import state_numbers
@@ -117,3 +119,34 @@ def test_the_gated_delta_rule_keeps_most_of_its_state_at_first() -> None:
         net = layer.self_attn.net
         kept = (-net.A_log.exp() * torch.nn.functional.softplus(net.dt_bias)).exp()
         assert 0.9 - 1e-4 <= kept.item() <= 0.9991
+
+
+@pytest.mark.parametrize(
+    ("name", "stream", "point", "shift"),
+    [(ICLM, "f", "f.0.attn.hook_pattern", 1), (ICLM, "phi", "phi.0.attn.hook_pattern", 0),
+     (TRANSFORMER, "transformer", "layers.0.self_attn.hook_pattern", 1)],
+)  # fmt: skip
+def test_weight_on_the_operand_that_is_written(name: str, stream: str, point: str, shift: int) -> None:
+    """The stored weight of the first head is the one that a loop over operands and earlier tokens finds, for a model
+    that predicts ":" everywhere."""
+    torch.manual_seed(0)
+    made = tiny_runs.make("tinymath")
+    task = made.training_tasks()[SEEN]
+    model = made.make_model(name, task).eval()
+    colon = 1e4 * torch.nn.functional.one_hot(torch.tensor(task.words.numbers[":"]), task.vocabulary)
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits + colon)
+    rows = list(operand_rows(model, task, 12))
+    found = []
+    for example in task.examples(0, range(12), "test"):
+        output, cache = run_with_cache(model, example.tokens[None], lambda hook: hook == point)
+        for place in example.parts["equation"].nonzero()[:, 0].tolist():
+            predicted = output.logits[0, place - 1].argmax()
+            # column c of f and of a Transformer has token c; of phi the one before, after a start token
+            same = [c + 1 - shift for c in range(place) if example.tokens[c] == predicted]
+            if same:
+                found.append(sum(cache[point][0, 0, place - shift, c].item() for c in same))
+    assert len(found) == 36
+    row = next(row for row in rows if row["kind"] == "head" and row["stream"] == stream)
+    assert (row["layer"], row["head"]) == (1, 1)
+    assert row["predicted"] == pytest.approx(sum(found) / len(found), abs=1e-6)
+    assert rows[-1]["words"][:2] == ["Story", ":"]

@@ -1,24 +1,31 @@
 """Answer word problems: ICLM and Transformer, with and without feed-forward layers.
 
-ICLM paper, section 7, table 3 and figure 3: at equal perplexity, models without feed-forward layers copy the operands
-but compute the answer less often.
+ICLM paper, section 7. Table 3: at equal perplexity, models without feed-forward layers copy the operands but compute
+the answer less often. Figure 3: while the question is written, the f blocks of an ICLM give most weight to the token
+that the model predicts, where the story has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from regard.inspect.mechanisms import Copying, copying, patterns
 from regard.tasks import TokenTask
 from regard.tasks.tiny_math import TinyMath
 
-from ..lib.claims import Claim, claims_of
-from ..lib.display import interval, pivot
-from ..lib.recipe import Results, recipe
+from ..lib.claims import Claim, claims_of, mean_interval
+from ..lib.display import Show, dots, interval, pivot, stat
+from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
+from ._mechanisms_figures import prompt_figure
+from ._mechanisms_measures import measure_prompt
+from .iclm_mechanisms import COPIES, DOMINATES, by_stream
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 CLOSE = 0.05  # nats per word; the paper's gaps in perplexity are 0.6 % (ICLM) and 4.0 % (Transformer)
 SEEN, HELD_OUT = "new stories", "new operands"
+STORIES = 64  # on which the weights of heads are measured
+STORIES = 64  # on which the weights of heads are measured
 TRANSFORMER, BARE, ICLM, ICLM_BARE = "Transformer", "Transformer, no MLP", "ICLM", "ICLM, no MLP on f"
 MODELS: dict[str, dict[str, Any]] = {
     TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
@@ -55,8 +62,17 @@ class TinyMathRecipe(TaskRecipe, Sizes):
     def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
         return {**self.training_tasks(), HELD_OUT: TinyMath(**TinyMath.settings[self.setting])}
 
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        drawn = seed == self.seed and cell["model"] in (TRANSFORMER, ICLM)
+        yield from (row for row in super().measure(cell, seed) if drawn or row["kind"] != "prompt")
+
+    def scored(self, model: Any, name: str, test: TokenTask) -> Iterator[dict[str, Any]]:
+        yield from super().scored(model, name, test)
+        if name == SEEN:
+            yield from operand_rows(model, test, min(STORIES, self.examples))
+
     def claims(self, results: Results) -> list[Claim]:
-        told: list[Any] = []
+        told: list[Any] = [("figure 3", *each) for each in attention_claims(self.heads_of(results))]
         for whole, bare in ((TRANSFORMER, BARE), (ICLM, ICLM_BARE)):
             drop, copy, loss = (self.gap(results, bare, whole, metric=metric, test=SEEN)
                                 for metric in (ANSWER, EQUATION, "loss"))  # fmt: skip
@@ -77,4 +93,73 @@ class TinyMathRecipe(TaskRecipe, Sizes):
             f"over seeds. Operations with their operands are those of training ({SEEN}) or others ({HELD_OUT})."
         )
         scores = pivot(self.chosen(results), ["test", "model"], {"": interval("score")}, "metric", note=note)
-        return {"Accuracy": scores, "Training": self.training_table(results)}
+        weights: dict[str, Show] = {
+            "on the operand": "{predicted:.3f}", "equal weights": "{uniform:.3f}", "lift": "{lift:.2f}",
+            "best head": stat("predicted", "max", "{:.3f}"),
+        }  # fmt: skip
+        note = (
+            "While a model writes the operands of the question: mean weight on earlier occurrences of the operand that "
+            "it predicts, where there are any, over heads and seeds, and the lift: that weight over the one that equal "
+            "weights give."
+        )
+        attention = pivot(self.heads_of(results), ["model", "stream", "layer"], weights, note=note)
+        return {"Accuracy": scores, "Weight on the operand that is written": attention,
+                "Training": self.training_table(results)}  # fmt: skip
+
+    def heads_of(self, results: Results) -> Frame:
+        """Return the rows of the heads of both whole models, at the chosen rates."""
+        return select(self.chosen(results, "head"), model=[TRANSFORMER, ICLM])
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        heads = self.heads_of(results).rename(columns={"predicted": "trained model", "uniform": "equal weights"})
+        heads = heads.assign(layer=heads["stream"] + ", layer " + heads["layer"].astype(int).astype(str))
+        heads = heads.melt("layer", ["trained model", "equal weights"], "weights", "weight")
+        label = "mean weight of a head on the operand that is written"
+        made = {**super().figures(results), "heads": dots(heads, "weight", "layer", "weights", x_label=label)}
+        stories = select(self.chosen(results, "prompt"), seed=self.seed).to_dict("records")
+        rows = {row["model"]: row for row in stories}
+        if {ICLM, TRANSFORMER} <= rows.keys():
+            made["story"] = prompt_figure({ICLM: rows[ICLM], "transformer": rows[TRANSFORMER]}, [ICLM])
+        return made
+
+
+def operand_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each head with its mean weight on earlier occurrences of the operands that the model predicts in
+    so many stories, and a row with the maps of the first story, up to the first operand."""
+    device = next(model.parameters()).device
+    examples = task.examples(0, range(count), "test")
+    layers: dict[tuple[str, int], list[Copying]] = {}
+    for example in examples:
+        tokens, operands = example.tokens[None].to(device), example.parts["equation"][None].long().to(device)
+        logits, found = patterns(model, tokens)
+        for each in found:
+            written = each.roles.rows(operands, each.weights.shape[2]) == 1
+            wanted = each.wanted(logits).masked_fill(~written, -1)
+            own = copying(each.weights, each.roles, tokens, wanted)
+            layers.setdefault((each.stream, each.layer + 1), []).append(own)
+    for (stream, layer), many in layers.items():
+        rows = max(sum(own.rows for own in many), 1)
+        uniform = sum(own.uniform * own.rows for own in many) / rows
+        for head, predicted in enumerate((sum(own.weight * own.rows for own in many) / rows).tolist(), 1):
+            yield {"kind": "head", "stream": stream, "layer": layer, "head": head, "predicted": predicted,
+                   "uniform": uniform, "lift": predicted / uniform if uniform else 0.0}  # fmt: skip
+    first: Any = examples[0]
+    story = first.tokens[: int(first.parts["equation"].nonzero()[0])].tolist()
+    words: Any = task
+    yield measure_prompt(model, story, words.words.words)
+
+
+def attention_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
+    """Yield what `claims_of` needs of the claims about the weight on the operand that is written."""
+    streams = ["f", "phi", "transformer"]
+    weight, lift = (by_stream(heads, column).reindex(columns=streams) for column in ("predicted", "lift"))
+    by_layer = select(heads, stream="f").groupby("layer")["predicted"].mean()
+    layers = ", ".join(f"{x:.2f}" for x in by_layer)
+    yield ("f's weight on the operand that is written dominates", mean_interval(weight["f"].dropna()), "above",
+           DOMINATES, f"Mean weight over heads and layers; by layer: {layers}.")  # fmt: skip
+    more = {f"than {name}": mean_interval((weight["f"] - weight[stream]).dropna())
+            for name, stream in (("phi", "phi"), ("the Transformer", "transformer"))}  # fmt: skip
+    yield "f gives it more weight than others", more, "above", 0, "Mean weight of f's heads, less that of others."
+    for name, stream in (("phi", "phi"), ("the Transformer", "transformer")):
+        yield (f"{name} shows no such pattern", mean_interval(lift[stream].dropna()), "at most", COPIES,
+               "Weight on the operand, times that of equal weights.")  # fmt: skip

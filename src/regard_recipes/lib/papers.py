@@ -102,7 +102,7 @@ PAPERS: dict[str, tuple[Item, ...]] = {
         Item("tables 1 and 2", "perplexity beside a Transformer of equal size", "iclm-parity", ("section 7",)),
         Item("figure 2, section 7", "attention maps: sinks, copying, induction", "iclm-mechanisms", ("section 7",)),
         Item("table 3", "TinyMath with and without feed-forward layers", "tinymath"),
-        Item("figure 3", "attention of f to the token it predicts, on TinyMath", verdict="not measured"),
+        Item("figure 3", "attention of f to the token that it predicts", "tinymath"),
         Item("table 1, stories", "stories graded by a judge", "stories", ("table 1",)),
         Item("table 2, zero-shot tasks", "accuracy of the models of 353 million parameters",
              gpu="regard eval FOLDER --lm-eval hellaswag winogrande piqa arc_challenge arc_easy --limit 500"),
