@@ -203,6 +203,8 @@ def test_mistakes(
 def test_help_and_list(capsys: pytest.CaptureFixture) -> None:
     assert reproduce("--help") == 0
     top = capsys.readouterr().out
+    assert reproduce("--all", "--help") == 0
+    assert capsys.readouterr().out == top
     assert main(["list", "recipes"]) == 0
     listed = capsys.readouterr().out
     for name, recipe in package.registries()["recipe"].items():

@@ -16,7 +16,7 @@ CALL = "reproduce"
 
 def reproduce(argv: list[str]) -> int:
     """Run `regard reproduce NAME [options]`."""
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or {"-h", "--help"} & set(argv if argv[0] == "--all" else argv[:1]):
         print(usage())
         if argv:
             return 0
