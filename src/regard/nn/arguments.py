@@ -96,10 +96,12 @@ def check_positions(call: str, given: Any, like: Tensor, head_dim: int) -> None:
             raise ArgumentError(f"{call}: {name}: {part} has shape {shape(x)}, expected {expected}.")
 
 
-def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads: int) -> None:
-    """Check that shared queries and keys have equally many heads."""
+def check_shared(
+    call: str, share_query_key: bool, num_heads: int, num_kv_heads: int, name: str = "num_kv_heads"
+) -> None:
+    """Check that shared queries and keys have equally many heads; `name` is that of the number of the latter."""
     need = f"{num_heads} query heads need {num_heads} key/value heads, not {num_kv_heads}"
-    wrong = f"share_query_key uses the keys as queries, so {need}; leave num_kv_heads or share_query_key out."
+    wrong = f"share_query_key uses the keys as queries, so {need}; leave {name} or share_query_key out."
     require(not share_query_key or num_heads == num_kv_heads, call, wrong)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+
+import torch
 
 from ... import Spec
 from ...checks import ArgumentError, choice, number, refuse, require, whole, within
@@ -14,7 +16,7 @@ from ...nn.feed_forward import feed_forwards
 from ...nn.memories import memory_layers
 from ..base.base_config import RegardConfig
 from .memory_places import Places, places_text, read_options, read_places
-from .token_mixers import token_mixers
+from .token_mixers import TokenMixer, token_mixers
 
 MEMORY_PLACES = ("before-mixer", "after-mixer")
 
@@ -204,7 +206,7 @@ class HybridConfig(RegardConfig):
         number(self.call, "rotary_share", self.rotary_share, high=1.0)
         self.check_flags("share_query_key", "exclude_self", "output_gate", "output_norm")
         choice(self.call, "qk_norm", self.qk_norm, QK_NORMS)
-        check_shared(self.call, self.share_query_key, self.num_attention_heads, self.num_key_value_heads)
+        check_shared(self.call, self.share_query_key, self.num_attention_heads, self.num_key_value_heads, HEADS[2])
         mixers, temperatures, ridges = self.layer_mixers(), self.layer_temperatures(), self.layer_ridges()
         for mixer, temperature, ridge in zip(mixers, temperatures, ridges, strict=True):
             if isinstance(mixer, Spec):
@@ -220,6 +222,17 @@ class HybridConfig(RegardConfig):
         self.memories = places_text(places) or None
         self.memory_options = read_options(self.call, "memory_options", self.memory_options, memory_layers)
         self.mixer_options = read_options(self.call, "mixer_options", self.mixer_options, token_mixers)
+        with torch.device("meta"):  # options that do not fit are refused here; nothing is allocated
+            for name in {name for found in places.values() for name in found}:
+                own = self.memory_options.get(name, {})
+                within(self.call, "memory_options", memory_layers.get(name), self.hidden_size, **own)
+            for name in {mixer for mixer in mixers if isinstance(mixer, str)}:
+                within(self.call, "mixer_options", self.build_mixer, name, mixers.index(name))
+
+    def build_mixer(self, name: str, layer_idx: int) -> TokenMixer:
+        """Return the token mixer of this name for a layer, with the options of `mixer_options`."""
+        kind, options = token_mixers.get(name), cast(dict[str, Any], self.mixer_options)  # read by normalise
+        return kind.build(self, layer_idx, {**kind.defaults, **options.get(name, {})})
 
     @property
     def rotary_dim(self) -> int:

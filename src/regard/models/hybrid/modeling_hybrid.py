@@ -7,7 +7,7 @@ layers also have a memory.
 Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width, V vocabulary.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from ..base.catalogue import LanguageModel, language_models
 from ..base.loading import RegardPreTrainedModel
 from .cache import MemoryCacheLayer, hybrid_cache, remembering
 from .configuration_hybrid import HybridConfig
-from .token_mixers import TokenMixer, token_mixers
+from .token_mixers import TokenMixer
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):
@@ -108,8 +108,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
 def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
     mixer = config.layer_mixers()[layer_idx]
     if isinstance(mixer, str):
-        kind, options = token_mixers.get(mixer), cast(dict[str, Any], config.mixer_options)  # read by config.normalise
-        return kind.build(config, layer_idx, {**kind.defaults, **options.get(mixer, {})})
+        return config.build_mixer(mixer, layer_idx)
     rules = {"temperature": config.layer_temperatures()[layer_idx], "ridge": config.layer_ridges()[layer_idx]}
     own: dict[str, Any] = {"window": config.layer_windows()[layer_idx], **rules, **config.attention_options(layer_idx)}
     return Attention(config.hidden_size, config.num_attention_heads, spec=mixer, **own)
