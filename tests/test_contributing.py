@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from programs import python
 
-pytest.importorskip("transformers")
+for package in ("transformers", "pandas", "scipy", "matplotlib"):
+    pytest.importorskip(package)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -19,9 +20,9 @@ KINDS = [part.strip("# ").split("\n")[0] for part in PARTS]
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package with the file of every example."""
+    """The packages with the file of every example."""
     source = tmp_path_factory.mktemp("copy") / "src"
-    shutil.copytree(ROOT / "src" / "regard", source / "regard", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
     for part in PARTS:
         code = blocks(part)[0]
         path = source.parent / code.split("\n")[0].removeprefix("# ")
@@ -36,7 +37,7 @@ def blocks(part: str) -> list[str]:
 
 
 def test_every_kind_of_part_has_an_example() -> None:
-    expected = ["kernel", "thresholding rule", "similarity", "token mixer", "memory", "model", "task"]
+    expected = ["kernel", "thresholding rule", "similarity", "token mixer", "memory", "model", "task", "recipe"]
     assert [kind.removeprefix("A ") for kind in KINDS] == expected
     assert all(len(blocks(part)) == 2 for part in PARTS)
 
