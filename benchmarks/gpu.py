@@ -13,8 +13,9 @@ tools: the kernels of a call by their time, and what compute-sanitizer and ncu s
 
 Rows run in a process of their own, which is killed when one takes too long and started again when the device is lost.
 The JSON is written before every row, which is then "running", and after it; what it fails with is stored in its place.
-`--resume` measures what an earlier run had no time for, and leaves out what hung. Peers are measured where they are
-installed: `pip install adasplash flash-linear-attention`.
+`--resume` measures what an earlier run had no time for, and leaves out what hung; without it a file that holds rows is
+not overwritten. `--resume --again .` measures all rows anew; the same command goes on if it is repeated within an hour
+on the same card. Peers are measured where they are installed: `pip install adasplash flash-linear-attention`.
 
 `--dry` runs every row at toy size on the CPU, in Triton's interpreter: it shows that the script runs, no more.
 """
@@ -31,7 +32,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,10 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--part", nargs="*", choices=PARTS, default=PARTS, help="parts to run; with none, only --write")
     parser.add_argument("--match", default="", help="only rows whose name holds this")
-    parser.add_argument("--list", action="store_true", help="print the rows in their order, and stop")
+    parser.add_argument(
+        "--list", action="store_true", help="print the rows in their order, and stop; with --resume those alone that "
+        "were not measured, or with other sources of the kernels",
+    )  # fmt: skip
     parser.add_argument("--dry", action="store_true", help="toy sizes in Triton's interpreter, stored elsewhere")
     parser.add_argument("--resume", action="store_true", help="keep what --out holds and measure what is not in it")
     parser.add_argument("--again", default="", help="with --resume: measure rows anew whose name matches this pattern")
@@ -81,12 +85,27 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def rows_of(bench: Any, parts: tuple[str, ...], match: str) -> list[Any]:
-    """The rows of these parts in the order in which they run."""
+def rows_of(bench: Any, parts: tuple[str, ...], match: str, known: Container[str] = ()) -> list[Any]:
+    """The rows of these parts in the order in which they run: correctness; the rows that a criterion looks at, those of
+    one configuration together, since a ratio takes both from one run; tools that are not `known` yet; the rest."""
+    import gpu_criteria
+
     found = [row for part in parts for row in importlib.import_module(f"gpu_{part}").rows(bench)]
     names = [row.name for row in found]
     assert len(set(names)) == len(names), "two rows of one name"
-    return sorted((row for row in found if match in row.name), key=lambda row: row.priority)
+    used, places = gpu_criteria.used(), {}
+    for at, row in enumerate(found):
+        if row.name in used:
+            place = row.name.rpartition(", ")[0]
+            places[place] = min(places.get(place, (99, at)), (row.priority, places.get(place, (99, at))[1]))
+
+    def order(row: Any) -> tuple[Any, ...]:
+        if row.name in used:
+            return 1, *places[row.name.rpartition(", ")[0]], row.priority
+        early = row.priority <= 1 and row.part in ("correctness", "tools")
+        return 0 if early else 2 if row.part == "tools" and row.name not in known else 3, row.priority
+
+    return sorted((row for row in found if match in row.name), key=order)
 
 
 def main() -> int:
@@ -102,14 +121,16 @@ def main() -> int:
     bench = gpu_measure.Bench(args.dry, args.tune_peers)
     out = args.out or (Path(tempfile.gettempdir()) / "regard-gpu-dry.json" if args.dry else STORED)
     stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() and (args.resume or not args.part) else {}
-    rows = rows_of(bench, tuple(args.part), args.match) if args.part else []
+    rows = rows_of(bench, tuple(args.part), args.match, stored.get("rows", {})) if args.part else []
     if args.compile:
         compile_some(args, stored, gpu_measure.Bench)
         return 0
     if args.list:
-        for row in rows:
-            print(f"{row.priority:3} {row.seconds:5.0f} s  {row.name}")
+        show(rows, stored if args.resume else None, gpu_measure.kernels(ROOT))
         return 0
+    if rows and not args.resume and holds_rows(out):
+        print(f"{out} holds rows of an earlier run, which would be lost: add --resume, or --out FILE.", file=sys.stderr)
+        return 1
     if rows and not args.dry and not torch.cuda.is_available():
         print("no GPU here; --dry shows that the script runs, --list what it would measure.", file=sys.stderr)
         return 1
@@ -124,6 +145,25 @@ def main() -> int:
     if args.write:
         write(args, gpu_table, stored)
     return 0
+
+
+def holds_rows(out: Path) -> bool:
+    """Whether a file holds rows that were measured on a GPU."""
+    stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    return bool(stored.get("rows")) and not all(run["dry"] for run in stored["runs"])
+
+
+def show(rows: list[Any], stored: dict[str, Any] | None, kernels: str) -> None:
+    """Print the rows in their order; with what is stored, those alone that were not measured with these kernels."""
+    import gpu_criteria
+
+    found = [(row, "" if stored is None else gpu_criteria.open_row(stored, row.name, kernels)) for row in rows]
+    left = [(row, why) for row, why in found if why or stored is None]
+    for row, why in left:
+        print(f"{row.priority:3} {row.seconds:5.0f} s  {row.name}{': ' if why else ''}{why}")
+    if stored is not None:
+        counts = [f"{sum(why == one for _, why in left)} {one}" for one in dict.fromkeys(why for _, why in left)]
+        print(f"{len(left)} of {len(rows)} rows are open: {', '.join(counts) or 'none'}.")
 
 
 def run(args: argparse.Namespace, worker: Worker, rows: list[Any], stored: dict[str, Any], out: Path) -> None:
@@ -159,23 +199,27 @@ def measure(
     stored["ceilings"] = worker.ask("ceilings")
     done, number = stored.setdefault("rows", {}), len(stored["runs"]) - 1
     for row in in_turn(rows, ready):
-        if settled(args, done, row, number):
+        if settled(args, stored, row):
             continue
-        before = done.get(row.name, {}).get("status")
-        if before == "running":  # an earlier run was stopped with it
+        before = done.get(row.name, {"part": row.part, "status": "no time"})
+        if before["status"] == "running":  # an earlier run was stopped with it
             error = "the run ended during this row"
             done[row.name] = {"run": number, "part": row.part, "status": "hung", "error": error}
             leave_out(row, rows, done)
             continue
         left = 60 * args.minutes - (time.perf_counter() - begun)
         if left < row.seconds and not args.dry:
-            done.setdefault(row.name, {"part": row.part, "status": "no time"})
+            done.setdefault(row.name, before)
             save(out, stored)
             continue
         done[row.name] = {"part": row.part, "status": "running"}
         save(out, stored)
         limit = max(args.row_s, TUNING) if row.tunes and not args.dry else args.row_s
         entry = measured(row, worker, 3600 if args.dry else min(limit, max(left, 1)))
+        if entry["status"] in ("hung", "no time") and not args.dry and left < limit:  # the time was up
+            done[row.name] = before
+            save(out, stored)
+            continue
         done[row.name] = {"run": number, **entry}
         say(row.name, entry, time.perf_counter() - begun)
         if entry.pop("lost", False):
@@ -185,11 +229,16 @@ def measure(
     save(out, stored)
 
 
-def settled(args: argparse.Namespace, done: dict[str, Any], row: Any, number: int) -> bool:
-    """Whether a row need not be measured in the run of that number."""
-    entry = done.get(row.name, {})
-    if args.again and re.search(args.again, row.name) and entry.get("run") != number:
-        return False
+def settled(args: argparse.Namespace, stored: dict[str, Any], row: Any) -> bool:
+    """Whether a row need not be measured in the last run. What `--again` names is kept if a run of the same session
+    measured it with the same kernels, so that a command that is repeated goes on."""
+    import gpu_criteria
+
+    entry, runs = stored.get("rows", {}).get(row.name, {}), stored.get("runs", [])
+    if args.again and re.search(args.again, row.name) and runs:
+        own = "run" in entry and gpu_criteria.session(runs, entry["run"]) == gpu_criteria.session(runs, len(runs) - 1)
+        if not own or gpu_criteria.outdated(stored, entry):
+            return False
     given_up = args.keep_errors and entry.get("status") in ("failed", "not available")
     return given_up or entry.get("status") in ("measured", "hung") or entry.get("error", "").startswith("left out")
 
@@ -225,7 +274,7 @@ def warm_up(
     with tempfile.TemporaryDirectory() as claims:
         warming = gpu_warm.Warming("gpu.py", chosen, capability, Path(claims))
         number = len(stored["runs"]) - 1
-        left = [row for row in rows if not settled(args, stored.get("rows", {}), row, number)]
+        left = [row for row in rows if not settled(args, stored, row)]
         tools = gpu_tools.Beside(left, partial(warming.reached, "small"))
         try:
             done = warming.wait("early", 15 * args.minutes, tools.done)
@@ -250,8 +299,12 @@ def compile_some(args: argparse.Namespace, stored: dict[str, Any], bench: Any) -
     number, arch, claims = args.compile.split("/", 2)
     benches = (bench(False, compiling=True, at=at) for at in ("cpu", "cuda" if torch.cuda.is_available() else "cpu"))
     cpu, device = (
-        [row for row in found if not settled(args, stored.get("rows", {}), row, len(stored.get("runs", [])) - 1)]
-        for found in (rows_of(bench, tuple(args.part), args.match) for bench in benches)
+        [
+            row
+            for row in rows_of(bench, tuple(args.part), args.match, stored.get("rows", {}))
+            if not settled(args, stored, row)
+        ]
+        for bench in benches
     )
     gpu_warm.compile_share(cpu, device, int(arch), Path(claims), int(number))
 

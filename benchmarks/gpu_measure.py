@@ -214,6 +214,7 @@ def hardware(bench: Bench) -> dict[str, Any]:
     if bench.dry:
         return {"name": f"Triton's interpreter on {platform.machine()}"}
     own = torch.cuda.get_device_properties(0)
+    card = _said("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
     return {
         "name": own.name,
         "capability": f"{own.major}.{own.minor}",
@@ -221,6 +222,7 @@ def hardware(bench: Bench) -> dict[str, Any]:
         "gib": round(own.total_memory / 2**30, 1),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "card": hashlib.sha256(card.encode()).hexdigest()[:8] if card else None,
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
 

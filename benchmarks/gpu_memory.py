@@ -92,6 +92,11 @@ def sizes_of(bench: Bench) -> tuple[int, int, int, int]:
     return (32, 8, 8, 16) if bench.dry else (TOKENS, CHUNK, SUB_KEYS, WIDTH)
 
 
+def moved(tokens: int, top_k: int, width: int) -> int:
+    """Bytes of the rows of a float32 table: read once, and read and written again, each row at most once a token."""
+    return 3 * tokens * top_k * width * 4
+
+
 def forward(impl: str, bench: Bench) -> dict[str, Any]:
     """Reading 4096 tokens, mixed with their values, and writing them, eight chunks in turn, along a stream: every call
     goes on where the last one ended. The device's own time as a CUDA graph, where one can be captured (whose replays go
@@ -114,8 +119,7 @@ def forward(impl: str, bench: Bench) -> dict[str, Any]:
             found |= {"ms": digits(ms)}
         except RuntimeError as error:  # something in it waits for the device
             found |= {"ms": None, "graph": f"{type(error).__name__}: {str(error)[:300]}"}
-    rows_moved = tokens * how["top_k"] * width * 4
-    found["bytes"] = 3 * rows_moved  # read once, and read and written again, each row at most once a token
+    found["bytes"] = moved(tokens, how["top_k"], width)
     if found["ms"]:
         found["gbps"] = digits(found["bytes"] / found["ms"] / 1e6)
         found["of_ceiling"] = digits(found["gbps"] / ceilings(bench)["gbps"], 3)

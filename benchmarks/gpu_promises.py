@@ -2,7 +2,7 @@
 
 Repeated calls are equal bit by bit, which a race between warps would break. Offsets beyond 2^31, one token and 131,072
 tokens, masked places that hold NaN, rows without keys, a stream of one's own, CUDA graphs and `torch.compile` change
-nothing. Bars of 0 ask for equal bits.
+nothing. A NaN that a row sees makes that row NaN, and no other. Bars of 0 ask for equal bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import gpu_dense
+import gpu_memory
 import torch
 from gpu_compact import BARS, KINDS
 from gpu_local_linear import RIDGE
@@ -25,12 +26,14 @@ ROWS = 128
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    checks = (repeated, one_token, masked, without_keys, far, own_stream, graphed, long, compiled)
+    checks = (repeated, one_token, masked, visible_nan, without_keys, far, own_stream, graphed, long, compiled)
     for check in checks:
         for spec in SPECS[:1] if bench.dry else SPECS:
             words = check.__name__.replace("_", " ")
             seconds = 30 if check is compiled else 10
             yield Row(f"correctness, {words}, {spec}", "correctness", 1, partial(judged, check, spec, bench), seconds)
+        if check in MEMORY:
+            yield Row(f"correctness, {words}, memory", "correctness", 1, partial(judged, MEMORY[check], "", bench), 15)
 
 
 def judged(check: Callable[..., tuple[list[float], list[float]]], spec: str, bench: Bench) -> dict[str, Any]:
@@ -112,6 +115,22 @@ def masked(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
     return [apart([x], [y]) for x, y in zip(with_nan, with_zeros, strict=True)], 4 * [0.0]
 
 
+def visible_nan(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
+    """A NaN in a key, then in a value, of one head: the rows that see it are NaN, all others as without it."""
+    tokens = 20 if bench.dry else 1000
+    q, *pair = draw(bench, tokens, tokens)[:3]
+    worst = 0.0
+    for last in (q, q[:, :, -1:]):
+        clean = attend(spec, last, *pair, is_causal=True)
+        wanted = clean.clone()
+        wanted[1, 2, tokens // 2 if last is q else 0 :] = torch.nan
+        for which in range(2):
+            broken = [x.clone() for x in pair]
+            broken[which][1, 2, tokens // 2, 3] = torch.nan
+            worst = max(worst, apart([attend(spec, last, *broken, is_causal=True)], [wanted]))
+    return [worst], [0.0]
+
+
 def without_keys(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
     """The first 17 rows see no key: their output and gradient are 0, and they change no other row."""
     tokens = 20 if bench.dry else 1000
@@ -160,16 +179,19 @@ def own_stream(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
 
 
 def graphed(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
-    """A CUDA graph of forward and backward, replayed with other inputs than it was captured with."""
+    """CUDA graphs of forward and backward, and of one query, replayed with other inputs than it was captured with."""
     tokens = 20 if bench.dry else 2000
     given, other = draw(bench, tokens, tokens), draw(bench, tokens, tokens, batch=2)[::-1]
     wanted = both(spec, other)
     if bench.dry or bench.compiling:
         return [0.0], [0.0]
+    wanted.append(attend(spec, other[0][:, :, -1:], *other[1:3], is_causal=True))
     replay = bench.graphed(lambda: both(spec, given))
+    one = bench.graphed(lambda: attend(spec, given[0][:, :, -1:], *given[1:3], is_causal=True))
     for x, y in zip(given, other, strict=True):
         x.copy_(y)
-    return [apart([x], [y]) for x, y in zip(replay(), wanted, strict=True)], 4 * [0.0]
+    errors = [apart([x], [y]) for x, y in zip([*replay(), one()], wanted, strict=True)]
+    return [max(errors[0], errors.pop()), *errors[1:]], 4 * [0.0]
 
 
 def compiled(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
@@ -209,3 +231,118 @@ def long(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
     own = [x[:, :, some] if i < 2 else x for i, x in enumerate(found)]
     bar, steep = BARS["bfloat16"]
     return [rms_ratio(x, y) for x, y in zip(own, wanted, strict=True)], [bar, steep, steep, steep]
+
+
+# The memory ------------------------------------------------------------------------------------------------------
+
+
+def tokens_of(bench: Bench, tokens: int, batch: int = 1, sub_keys: int = 64, width: int = 64) -> list[Any]:
+    """Query, value, gate, a cotangent of what is read, and the tables of a memory: float32."""
+    size = (8, 16) if bench.dry else (sub_keys, width)
+    given = gpu_memory.inputs(bench, batch * tokens, *size)
+    split = [given[name].clone().unflatten(1, (batch, tokens))[0] for name in ("query", "value", "gate")]
+    return [*split, torch.ones_like(split[1]), {name: given[name] for name in ("keys", "values")}]
+
+
+def remember(given: list[Any], chunk: int, **more: Any) -> tuple[Tensor, Any]:
+    """What chunks of tokens read, mixed with their values, and the written memory."""
+    how: dict[str, Any] = {"chunk_size": chunk, "top_k": 4, "mix": True, **more}
+    out, state = regard.fast_weight_memory(*given[:3], **given[4], **how, **({} if more else {"impl": "triton"}))
+    return out, state
+
+
+def both_of_memory(given: list[Any], chunk: int) -> list[Tensor]:
+    """What is read, and the gradients of query, value and gate."""
+    leaves = [x.detach().requires_grad_() for x in given[:3]]
+    out = remember([*leaves, *given[3:]], chunk)[0]
+    return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
+
+
+def size_of(bench: Bench) -> tuple[int, int]:
+    """Tokens and tokens of a chunk."""
+    return (8, 4) if bench.dry else (512, 128)
+
+
+def memory_repeated(_: str, bench: Bench) -> tuple[list[float], list[float]]:
+    """Ten calls of forward and backward."""
+    tokens, chunk = size_of(bench)
+    given = tokens_of(bench, tokens)
+    first = both_of_memory(given, chunk)
+    times = range(1 if bench.dry or bench.compiling else 10)
+    found = [[apart([x], [y]) for x, y in zip(both_of_memory(given, chunk), first, strict=True)] for _ in times]
+    return [max(errors) for errors in zip(*found, strict=True)], 4 * [0.0]
+
+
+def memory_one_token(_: str, bench: Bench) -> tuple[list[float], list[float]]:
+    """A token reads the memory as it was given."""
+    query, value, gate, _g, tables = given = tokens_of(bench, 1)
+    found = remember(given, 8)[0]
+    wide = {name: x.double() for name, x in tables.items()}
+    read = gpu_memory.dense_read(query[0, :, 0].double(), wide["keys"][0], wide["values"], 4)[0]
+    mixed = gate[..., None] * read + (1 - gate[..., None]) * value
+    return [rms_ratio(found, mixed)], [gpu_memory.BARS["read"]]
+
+
+def memory_far(_: str, bench: Bench) -> tuple[list[float], list[float]]:
+    """The tables of six sequences hold more than 2^31 numbers: each as if it were alone."""
+    tokens, chunk = size_of(bench)
+    if bench.compiling:  # tables are too large for many processes
+        return [0.0], [0.0]
+    batch = 2 if bench.dry else 6
+    given = tokens_of(bench, tokens, batch, 1024, 512)
+    with torch.no_grad():
+        whole = remember(given, chunk)[0]
+        alone = [remember([*(x[i : i + 1] for x in given[:4]), given[4]], chunk)[0] for i in range(batch)]
+    gpu_memory.inputs.cache_clear()
+    return [max(rms_ratio(whole[i], x[0]) for i, x in enumerate(alone))], [1e-5]
+
+
+def memory_own_stream(_: str, bench: Bench) -> tuple[list[float], list[float]]:
+    """A call in a stream of one's own, behind the work that makes its inputs there."""
+    tokens, chunk = size_of(bench)
+    given = tokens_of(bench, tokens)
+    wanted = both_of_memory(given, chunk)
+    if bench.dry or bench.compiling:
+        return [0.0], [0.0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = torch.randn(4096, 4096, device=bench.device)
+        for _i in range(20):
+            late = late @ late * 1e-2
+        found = both_of_memory([*(x + 0 * late[0, 0].nan_to_num(0, 0, 0) for x in given[:4]), given[4]], chunk)
+    torch.cuda.current_stream().wait_stream(stream)
+    return [apart([x], [y]) for x, y in zip(found, wanted, strict=True)], 4 * [0.0]
+
+
+def memory_graphed(_: str, bench: Bench) -> tuple[list[float], list[float]]:
+    """A CUDA graph of forward and backward, replayed with other inputs than it was captured with."""
+    tokens, chunk = size_of(bench)
+    given = tokens_of(bench, tokens)
+    other = [*(x.flip(1) for x in given[:4]), given[4]]
+    wanted = both_of_memory(other, chunk)
+    if bench.dry or bench.compiling:
+        return [0.0], [0.0]
+    replay = bench.graphed(lambda: both_of_memory(given, chunk))
+    for x, y in zip(given[:4], other[:4], strict=True):
+        x.copy_(y)
+    return [apart([x], [y]) for x, y in zip(replay(), wanted, strict=True)], 4 * [0.0]
+
+
+def memory_long(_: str, bench: Bench) -> tuple[list[float], list[float]]:
+    """131,072 tokens in one call, against eight calls that go on with the memory."""
+    tokens, chunk = (16, 4) if bench.dry else (4096 if bench.compiling else 131072, 512)
+    given = tokens_of(bench, tokens)
+    with torch.no_grad():
+        whole, parts, state = remember(given, chunk)[0], [], None
+        for part in zip(*(x.chunk(2 if bench.dry else 8, 1) for x in given[:4]), strict=True):
+            out, state = remember([*part, given[4]], chunk, **({} if state is None else {"state": state}))
+            parts.append(out)
+    return [rms_ratio(torch.cat(parts, 1), whole)], [1e-5]
+
+
+MEMORY = {
+    repeated: memory_repeated, one_token: memory_one_token, far: memory_far, own_stream: memory_own_stream,
+    graphed: memory_graphed, long: memory_long,
+}  # fmt: skip
+"""The same checks of a memory of fast weights."""

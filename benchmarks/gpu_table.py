@@ -251,9 +251,12 @@ def tools(stored: Entry) -> Iterator[str]:
     hosts = {name.partition(", ")[2]: row for name, row in rows.items() if "host_ms" in row}
     if hosts:
         yield "A call from Python: milliseconds of the device's kernels, of the host's part, and of the whole."
+        rates = {key: words for key, words in {"tflops": "TFLOP/s", "gbps": "GB/s"}.items()
+                 if any(key in row for row in hosts.values())}  # fmt: skip
         table = [[name, sized(row["config"]), row["launches"], number(row["us"] / 1e3), number(row["host_ms"]),
-                  number(row["wall_ms"])] for name, row in hosts.items()]  # fmt: skip
-        yield markdown(["", "of", "launches", "kernels", "host", "whole"], table)
+                  number(row["wall_ms"]), *(number_or_text(row.get(key)) for key in rates)]
+                 for name, row in hosts.items()]  # fmt: skip
+        yield markdown(["", "of", "launches", "kernels", "host", "whole", *rates.values()], table)
     judged_ = [[name, "none" if row["right"] else "**see the JSON**"] for name, row in rows.items() if "right" in row]
     if judged_:
         yield "Faults that compute-sanitizer finds."

@@ -36,10 +36,10 @@ from gpu_measure import Bench, Row, small_tiles
 
 import regard
 
-SPECS = ("biweight", "relumax", "local-linear")
-MECHANISMS = (*SPECS, *(f"decoding, {spec}" for spec in SPECS), "memory")
+SPECS = ("biweight", "relumax", "local-linear", "softmax")
+MECHANISMS = (*SPECS, "normrelu", *(f"decoding, {spec}" for spec in SPECS), "memory", "memory, backward")
 """Forward and backward passes of attention, one query against a cache, a memory read and written."""
-MORE = ("memory, backward", "training step, GDN", "training step, GDN + FwPKM")
+MORE = ("training step, GDN", "training step, GDN + FwPKM")
 """Of which there are profiles only."""
 LENGTH, SMALL = 8192, 208
 """Tokens; the smaller is no multiple of a block."""
@@ -145,9 +145,33 @@ def training_call(name: str, bench: Bench) -> tuple[Callable[[], Any], dict[str,
     return gpu_models.stepper(config, batch, tokens, bench), {"batch": batch, "tokens": tokens, **sizes}
 
 
+def work_of(name: str, bench: Bench, config: dict[str, Any]) -> dict[str, float]:
+    """Bytes that must move, each number once, and operations, where other rows count them, too: of attention over all
+    visible pairs, of local linear attention with the steps that it takes; of one query, but for local linear models."""
+    import gpu_compact
+    import gpu_local_linear
+    import gpu_memory
+
+    if name == "memory":
+        return {"bytes": gpu_memory.moved(config["tokens"], config["top_k"], config["width"])}
+    if name.startswith(("memory", "training step")):
+        return {}
+    heads, length, dim = config["batch"] * config["heads"], config["length"], config["dim"]
+    if name.startswith("decoding"):
+        operations = {} if name.endswith("local-linear") else {"operations": 4.0 * heads * length * dim}
+        return {"bytes": 4.0 * config["batch"] * config["kv_heads"] * length * dim, **operations}
+    if name == "local-linear":
+        work = gpu_local_linear.flops(f"regard {name}", bench, length, dim, heads)
+    else:
+        work = gpu_compact.flops(length, dim, config["batch"], config["heads"])
+    assert work is not None
+    size = 2 if config["dtype"] == "bfloat16" else 4
+    return {"bytes": 8.0 * size * heads * length * dim, "operations": work["both"]}  # q, k, v, out and their gradients
+
+
 def profiled(name: str, bench: Bench) -> dict[str, Any]:
     """Every kernel of a call: how often it starts, its microseconds, and its share; the time of the call and of its
-    part on the host, and there the longest operations."""
+    part on the host, and there the longest operations; bytes, operations and the rates that they amount to."""
     if bench.dry:
         raise gpu_peers.Missing("a profile needs a GPU")
     from torch.profiler import ProfilerActivity, profile
@@ -172,12 +196,16 @@ def profiled(name: str, bench: Bench) -> dict[str, Any]:
         {"kernel": kernel, "launches": len(times), "us": digits(sum(times)), "share": digits(sum(times) / total, 3)}
         for kernel, times in sorted(found.items(), key=lambda item: -sum(item[1]))
     ]
+    work = work_of(name, bench, config)
+    rates = {rate: digits(work[key] / total / scale)
+             for key, (rate, scale) in {"bytes": ("gbps", 1e3), "operations": ("tflops", 1e6)}.items()
+             if key in work}  # fmt: skip
     told = sorted(profiler.key_averages(), key=lambda own: -own.self_cpu_time_total)
     host_ops = [{"op": own.key, "calls": own.count, "us": digits(own.self_cpu_time_total)} for own in told[:12]]
     return {
         "config": config, "us": digits(total), "launches": sum(map(len, found.values())), "wall_ms": digits(1e3 * wall),
         "host_ms": digits(1e3 * host), "cpu_us": digits(sum(own.self_cpu_time_total for own in told)),
-        "kernels": kernels[:60], "host": host_ops,
+        "kernels": kernels[:60], "host": host_ops, **work, **rates,
     }  # fmt: skip
 
 
@@ -267,7 +295,7 @@ def kill(group: int) -> None:
 
 
 class Beside:
-    """Rows of compute-sanitizer, several at once, and of ncu, one after another, while kernels are compiled.
+    """Rows of compute-sanitizer, several at once, while kernels are compiled.
 
     Args:
         rows: all that may be run.

@@ -97,7 +97,6 @@ def test_what_would_be_measured(module: Any) -> None:
     assert module("gpu").PARTS == PARTS
     rows = module("gpu").rows_of(bench(module, dry=False), PARTS, "")
     names = [row.name for row in rows]
-    assert [row.priority for row in rows] == sorted(row.priority for row in rows)
     for length in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
         for dim in (64, 128):
             for peer in ("flash", "cudnn", "adasplash 2", "regard biweight", "regard relumax"):
@@ -107,10 +106,33 @@ def test_what_would_be_measured(module: Any) -> None:
         assert f"attention, T {length}, D 64, live 1, adasplash 1" in names
         assert (f"local linear, T {length}, D 128, naive" in names) == (length <= 8192)
     assert {f"training step, {name}" for name in regard.presets()} <= set(names)
-    first = names[: [row.priority for row in rows].index(2)]
-    assert all("correctness" in name or "row sums" in name for name in first)
-    main = [name for name in first if name.startswith("correctness")]
+    main = names[: next(i for i, row in enumerate(rows) if row.part != "correctness")]
     assert {name.split(", ")[1] for name in main} >= {"biweight", "relumax", "local-linear", "one query", "memory"}
+
+
+def test_rows_of_the_criteria_come_first(module: Any) -> None:
+    """Then the tools that were never measured; rows of one configuration stand together."""
+    used, known = module("gpu_criteria").used(), {"ncu, biweight", "profile, biweight"}
+    rows = [r for r in module("gpu").rows_of(bench(module, dry=False), PARTS, "", known) if r.part != "correctness"]
+    assert {row.name for row in rows[: len(used)]} == used
+    tools = {row.name for row in rows if row.part == "tools"} - known
+    assert {row.name for row in rows[len(used) : len(used) + len(tools)]} == tools
+    places = [row.name.rpartition(", ")[0] for row in rows[: len(used)] if row.part in ("compact", "decoding")]
+    assert len([x for x, y in zip(places, [None, *places], strict=False) if x != y]) == len(set(places))
+    for name in ("attention, T 65536, D 128, live 1, adasplash 2", "floor, recall, ridge 0.01", "training step, GDN"):
+        assert name in used
+
+
+def test_only_rows_that_a_criterion_uses_change_it(module: Any) -> None:
+    """Of each kind one row is left out."""
+    criteria, stored = module("gpu_criteria"), stored_for(module, faster=1.25)
+    whole, kinds = criteria.criteria(stored), set()
+    for name, row in stored["rows"].items():
+        kind = row["part"], row.get("contestant", name), name in criteria.used()
+        if row["part"] != "correctness" and kind not in kinds:
+            kinds.add(kind)
+            less = {**stored, "rows": {key: value for key, value in stored["rows"].items() if key != name}}
+            assert (criteria.criteria(less) != whole) == (name in criteria.used()), name
 
 
 def stored_for(module: Any, faster: float) -> dict[str, Any]:
@@ -225,6 +247,55 @@ def test_numbers_of_other_kernels_are_marked_and_judged_no_more(module: Any) -> 
     ]
     lines = module("gpu_table").tables(stored).splitlines()
     assert [line.split(" | ")[0] for line in lines if "†" in line and "|" in line] == ["| forward, impl=triton †"]
+
+
+def test_runs_of_an_hour_on_one_card_are_a_session(module: Any) -> None:
+    """Ratios take rows of both, and `--again` keeps what the first measured with the same kernels."""
+    criteria, settled = module("gpu_criteria"), module("gpu").settled
+    runs = [
+        {"date": f"2026-01-01T{time}:00+00:00", "kernels": "a", "hardware": {"card": card}}
+        for time, card in (("10:00", "x"), ("10:50", "x"), ("11:10", "x"), ("11:20", "y"), ("11:30", None))
+    ]
+    assert [criteria.session(runs, at) for at in range(5)] == [0, 0, 1, 3, 4]
+    again = argparse.Namespace(again=".", keep_errors=False)
+    (row,) = [
+        r for r in module("gpu_memory").rows(bench(module, dry=False)) if r.name == "memory, forward, impl=triton"
+    ]
+    measured = {"rows": {row.name: {"part": "memory", "status": "measured", "run": 0, "ms": 1.0}}}
+    assert settled(again, {**measured, "runs": runs[:2]}, row)
+    assert not settled(again, {**measured, "runs": runs[:3]}, row)
+    assert not settled(again, {**measured, "runs": [runs[0], {**runs[1], "kernels": "b"}]}, row)
+    assert settled(argparse.Namespace(again="", keep_errors=False), {**measured, "runs": runs[:3]}, row)
+    names = [f"decoding, 16384 keys, B 1, D 64, regard {name}" for name in ("local-linear", "softmax")]
+    for second, verdict in ((1, "met (1 of 6 configurations measured)"), (2, "not measured")):
+        rows = {n: {"part": "decoding", "status": "measured", "run": r, "ms": 1.0, "contestant": "regard"}
+                for n, r in zip(names, (0, second), strict=True)}  # fmt: skip
+        found = {c.what: c.verdict for c in criteria.criteria({"rows": rows, "runs": runs[: second + 1]})}
+        assert (
+            found["local linear attention, one decoded token, kernels alone: time over softmax attention's"] == verdict
+        )
+
+
+def test_rows_of_an_earlier_run_are_not_lost(tmp_path: Path, module: Any) -> None:
+    out = tmp_path / "gpu.json"
+    names = ["training step, elu", "training step, relu"]
+    rows = {name: {"part": "models", "status": "measured", "run": 0} for name in names}
+    text = json.dumps({"runs": [{"dry": False, "kernels": "old"}], "rows": {names[0]: rows[names[0]]}})
+    out.write_text(text, encoding="utf-8")
+    said = run("--part", "models", "--match", "elu", "--out", out, code=1)
+    assert "holds rows of an earlier run, which would be lost: add --resume, or --out FILE." in said
+    assert out.read_text(encoding="utf-8") == text
+    said = run("--part", "models", "--match", "step, ", "--out", out, "--resume", "--list")
+    assert f"{names[0]}: measured with other kernels" in said
+    assert f"{names[1]}: not measured" in said
+    assert f"of {said.count('training step')} rows are open: " in said
+    assert "1 measured with other kernels" in said
+    now = module("gpu_measure").kernels(ROOT)
+    kept = {"runs": [{"dry": False, "kernels": now}], "rows": rows}
+    assert [module("gpu_criteria").open_row(kept, name, now) for name in (*names, "x")] == ["", "", "not measured"]
+    assert not module("gpu").holds_rows(tmp_path / "none.json")
+    out.write_text(json.dumps({"runs": [{"dry": True}], "rows": rows}), encoding="utf-8")
+    assert not module("gpu").holds_rows(out)
 
 
 def test_kernels_are_known_by_their_sources(module: Any, tmp_path: Path) -> None:
@@ -354,6 +425,25 @@ def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, m
     assert {name: stored["rows"][name]["run"] for name in ("a, x", "e, dies", "h, long")} == {
         "a, x": 2, "e, dies": 2, "h, long": 1,
     }  # fmt: skip
+
+
+def test_a_row_that_the_end_of_the_time_stops_keeps_its_number(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpu_fake.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("REGARD_TOLD", str(tmp_path / "told"))
+    script = module("gpu")
+    rows = [row for row in script.rows_of(bench(module), ("fake",), "") if row.name == "d, hangs"]
+    made = module("gpu_worker").Worker(dry=True, tune_peers=False, parts=("fake",), match="")
+    made.ask("provenance")  # its start is not part of the time
+    before = {"part": "fake", "status": "measured", "ms": 1.0, "run": 0}
+    stored = {"runs": [{**made.ask("provenance")}], "rows": {"d, hangs": before}}
+    args = {"minutes": 0.05, "row_s": 60.0, "keep_errors": False, "cold": True, "dry": False, "again": "."}
+    script.run(argparse.Namespace(**args), made, rows, stored, tmp_path / "gpu.json")
+    made.stop()
+    assert stored["rows"]["d, hangs"] == before
+    assert (tmp_path / "told").read_text().startswith("d, hangs ")
 
 
 def test_compiled_kernels_travel_as_a_tarball(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
