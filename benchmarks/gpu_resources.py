@@ -242,10 +242,13 @@ def load(path: Path = STORED) -> dict[str, Any]:
 HEAD = """# What the kernels take of a GPU
 
 Written by `python benchmarks/gpu_resources.py --write`: registers of a thread, bytes of local memory (stack and spills)
-of a thread, and shared memory of a program, as shipped, for both compute capabilities. Programs of a kernel with
-several variants in one call (boundary blocks, say) are one line with the largest numbers.
+of a thread, shared memory of a program, as shipped, and how many programs run at once on a multiprocessor, for both
+compute capabilities. Programs of a kernel with several variants in one call (boundary blocks, say) are one line with
+the largest numbers.
 
 """
+MOST = 65536, 64, 32
+"""Registers, warps and programs of a multiprocessor."""
 
 
 def table(stored: dict[str, Any]) -> str:
@@ -253,10 +256,10 @@ def table(stored: dict[str, Any]) -> str:
     lines: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in stored["kernels"]:
         lines.setdefault((row["case"], row["pass"], row["kernel"]), {})[row["arch"]] = row
-    head = [f"sm_{arch}: registers, local, shared" for arch in ARCHS]
-    text = ["| call | pass | kernel | " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * len(ARCHS)]
+    head = [words for arch in ARCHS for words in (f"sm_{arch}: registers, local, shared", "programs")]
+    text = ["| call | pass | kernel | " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * len(head)]
     for (case, which, kernel), by_arch in lines.items():
-        cells = [numbers(by_arch.get(arch)) for arch in ARCHS]
+        cells = [text for arch in ARCHS for text in (numbers(by_arch.get(arch)), programs(by_arch.get(arch)))]
         text.append(f"| {case} | {which} | `{kernel}` | " + " | ".join(cells) + " |")
     used = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
     reasons = sorted({row["reason"] for row in stored["kernels"] if row.get("reason")})
@@ -265,6 +268,18 @@ def table(stored: dict[str, Any]) -> str:
     open_ = [case.name for case in cases() if case.name not in there]
     left = f"\n\nNot in the file yet: {'; '.join(open_)}." if open_ else ""
     return f"{HEAD}Compiled with {used}.\n\n" + "\n".join(text) + left + f"\n\nWhere local memory is not 0:{said}\n"
+
+
+def programs(row: Row | None) -> str:
+    """How many programs a multiprocessor has room for, as CUDA's occupancy calculator counts: registers go to a warp by
+    256 and to four warps at a time, shared memory by 128 bytes, with 1 KiB a program more than it asks for."""
+    if row is None:
+        return "–"
+    registers, warps, most = MOST
+    taken = -(-max(row["registers"], 1) * 32 // 256) * 256
+    shared = -(-(row["shared"] + 1024) // 128) * 128
+    room = registers // taken // 4 * 4 // row["warps"]
+    return str(min(room, warps // row["warps"], most, (SHARED[row["arch"]] + 1024) // shared))
 
 
 def numbers(row: Row | None) -> str:

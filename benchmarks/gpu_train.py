@@ -40,6 +40,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "normrelu": {"mixers": "normrelu"},
     "relu": {"mixers": "relu"},
     "elu": {"mixers": "elu"},
+    **{
+        name: {"mixers": name}
+        for name in (
+            *("topk-softmax", "topk-uniform", "exponential", "linear", "cosine", "shift-cosine", "geometric"),
+            *("clipped-geometric", "rbf", "relu2"),
+        )
+    },
 }
 """Fields of `HybridConfig`, the most important first."""
 BATCH, TOKENS, RATE, WARM = 16, 2048, 6e-4, 5

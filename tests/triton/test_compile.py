@@ -152,6 +152,16 @@ def test_the_table_shows_the_file(script: Any, stored: dict[str, Any]) -> None:
     assert cell in line
 
 
+def test_programs_of_a_multiprocessor(script: Any) -> None:
+    """By CUDA's occupancy calculator: registers, warps, blocks and shared memory set the limit in turn."""
+    limits = {(168, 4, 0): "3", (255, 8, 0): "1", (16, 8, 0): "8", (16, 1, 0): "32", (32, 4, 66 * 1024): "3"}
+    for (registers, warps, shared), wanted in limits.items():
+        row = {"registers": registers, "warps": warps, "shared": shared, "arch": 90}
+        assert script.programs(row) == wanted
+    assert script.programs({"registers": 32, "warps": 4, "shared": 66 * 1024, "arch": 80}) == "2"
+    assert script.programs(None) == "–"
+
+
 def test_spills_are_forbidden_where_the_cases_are_narrow(script: Any) -> None:
     by_dim = {case.dim: case for case in script.cases(["compact"])}
     assert {dim: (by_dim[dim].strict("forward"), by_dim[dim].strict("backward")) for dim in (64, 128, 256)} == {
