@@ -25,7 +25,6 @@ from .recurrent.linear import LinearState, linear_attention
 from .recurrent.mesa import MesaState, mesa_attention
 from .recurrent.trends import trends
 from .registry import Registry
-from .tasks import tasks
 
 __all__ = [
     "AssociativeMemory", "DeltaState", "Diagnostics", "FastWeightState", "LinearState", "MesaState", "Spec",
@@ -35,29 +34,29 @@ __all__ = [
 ]  # fmt: skip
 
 
+_LOADED: dict[str, Registry[Any]] = {
+    "preset": presets_registry,
+    "kernel": kernels,
+    "bandwidth": bandwidths,
+    "similarity": similarities,
+    "solver": solvers,
+    "trend": trends,
+    "temperature": temperatures,
+    "ridge": ridges,
+    "feed-forward": feed_forwards,
+    "memory": memory_layers,
+    "slot-score": slot_scores,
+    "step-rule": step_rules,
+    "slot-values": slot_values,
+    "impl": implementations_registry,
+    "energy": energies,
+}
+for _registry in _LOADED.values():  # now: entry points cannot be searched while a graph is compiled
+    _registry.names()
+
+
 def registries() -> dict[str, Registry[Any]]:
     """Return every registry by the kind of its objects."""
-    return {
-        "preset": presets_registry,
-        "kernel": kernels,
-        "bandwidth": bandwidths,
-        "similarity": similarities,
-        "solver": solvers,
-        "trend": trends,
-        "temperature": temperatures,
-        "ridge": ridges,
-        "feed-forward": feed_forwards,
-        "memory": memory_layers,
-        "slot-score": slot_scores,
-        "step-rule": step_rules,
-        "slot-values": slot_values,
-        "impl": implementations_registry,
-        "energy": energies,
-        "recipe": recipes,
-        "task": tasks,
-    }
+    from .tasks import tasks  # like recipes, not needed by a call
 
-
-for _registry in registries().values():  # now: entry points cannot be searched while a graph is compiled
-    if _registry is not recipes:  # recipes are loaded on first use
-        _registry.names()
+    return {**_LOADED, "recipe": recipes, "task": tasks}
