@@ -48,6 +48,12 @@ def _devices() -> dict[str, str]:
 
 
 def _implementations() -> dict[str, str]:
-    from .pairwise.dispatch import implementations
+    import torch
 
-    return {name: "can run" if reason is None else f"cannot run: {reason}" for name, reason in implementations()}
+    from .pairwise.dispatch import implementations
+    from .triton.runtime.support import interpreted
+
+    entries = {name: "can run" if reason is None else f"cannot run: {reason}" for name, reason in implementations()}
+    if entries.get("triton") == "can run" and not (torch.cuda.is_available() or interpreted()):
+        entries["triton"] = "installed, but no CUDA device"
+    return entries

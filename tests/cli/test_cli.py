@@ -302,6 +302,22 @@ def test_doctor_tells_what_can_run_and_why_not(regard: Callable, monkeypatch: py
     assert "warp  cannot run: no warp drive on this machine" in regard("doctor").out
 
 
+@pytest.mark.parametrize(
+    ("interpreted", "cuda", "says"),
+    [("0", False, "installed, but no CUDA device"), ("1", False, "can run"), ("0", True, "can run")],
+)
+def test_doctor_asks_for_a_device_for_triton(
+    interpreted: str, cuda: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regard import doctor
+    from regard.pairwise import dispatch
+
+    monkeypatch.setattr(dispatch, "implementations", lambda: [("triton", None)])
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert doctor._implementations() == {"triton": says}
+
+
 def test_a_missing_extra_is_named(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("regard.cli.")]:
         monkeypatch.delitem(sys.modules, name)
