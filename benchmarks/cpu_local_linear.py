@@ -144,7 +144,7 @@ def decoders(one: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def memory(quick: bool, threads: int) -> list[dict[str, Any]]:
-    """Peaks in MiB at the longest length, eight heads, beside the size of the queries and the bar."""
+    """Peaks in MiB at the longest length, eight heads, beside the size of the queries and the target."""
     config = {"length": 256, "heads": 2, "dim": 16} if quick else {"length": 8192, "heads": 8, "dim": DIM}
     queries = 4 * config["length"] * config["heads"] * config["dim"] / 2**20
     bar = BAR_TENSORS * queries + BAR_MB * 1e6 / 2**20

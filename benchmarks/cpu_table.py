@@ -18,7 +18,7 @@ DENSE = "dense entmax15"
 DENSE_LOCAL = "dense local-linear"
 BARS = {
     "forward": "",
-    "both": " Bars: alpha 2 and 1.5, relumax and normrelu 1.5, alpha 4/3 2.5; at standard deviation 0.05, all 4.",
+    "both": " Targets: alpha 2 and 1.5, relumax and normrelu 1.5, alpha 4/3 2.5; at standard deviation 0.05, all 4.",
 }
 Entry = dict[str, Any]
 
@@ -127,8 +127,8 @@ def normalisers(part: Entry) -> Iterable[str]:
         )
         yield ratios(part, which, configs)
     yield (
-        "The same function, ours and the entmax package's, forward + backward: how many times faster ours is. Bars: 25 "
-        "against entmax15, 60 against entmax_bisect."
+        "The same function, ours and the entmax package's, forward + backward: how many times faster ours is. Targets: "
+        "25 against entmax15, 60 against entmax_bisect."
     )
     cells = [select(part["times"], "both", **c) for c in configs]
     rows = []
@@ -157,9 +157,9 @@ def exactness(part: Entry) -> Iterable[str]:
     mib = {m["name"]: m["tensors"] for m in part["memory"]}
     yield (
         f"Worst errors over the three standard deviations at row length {length}, of a row's sum from 1 and of a "
-        f"weight from float64 (for alpha-entmax 100 bisections); bars of the sums: 2e-6 and 4e-3. Peak memory beside "
-        f"scores and cotangent, in score tensors, output and gradient counted; bar: 2.6 (a fresh process each, "
-        f"{settings(part)})."
+        f"weight from float64 (for alpha-entmax 100 bisections); targets of the sums: 2e-6 and 4e-3. Peak memory "
+        f"beside scores and cotangent, in score tensors, output and gradient counted; target: 2.6 (a fresh process "
+        f"each, {settings(part)})."
     )
     head = ["", "sum, float32", "sum, bfloat16", "weight, float32", "weight, bfloat16", *PASSES.values()]
     rows = []
@@ -187,7 +187,7 @@ def attention(part: Entry) -> Iterable[str]:
         yield (
             f"{'Causal' if causal else 'Full'} attention, 64 features, float32: time as a ratio to "
             f"scaled_dot_product_attention (sdpa), and in brackets how many times faster than dense entmax15 attention."
-            + ("" if causal else " Bars for biweight at T 2048, H 8, forward + backward: 1.8 (10x).")
+            + ("" if causal else " Targets for biweight at T 2048, H 8, forward + backward: 1.8 (10x).")
         )
         yield against_sdpa(part, sizes, causal)
     yield "Exponent of T in the time (one head, fitted over all lengths), and peak memory of full attention in MiB " + (
@@ -301,8 +301,8 @@ def local_linear(part: Entry) -> Iterable[str]:
     yield (
         f"Causal, ridge {part['ridge']:g}, float32, {usual} features: time as a ratio to scaled_dot_product_attention "
         f"(sdpa), and in brackets how many times faster than the plain dense form, which runs where its tensors are "
-        f"below 1 GiB. Without a tolerance systems are solved to a residual of 1e-6. Bars at T 2048, H 8: 12 forward, "
-        f"8 forward + backward."
+        f"below 1 GiB. Without a tolerance systems are solved to a residual of 1e-6. Targets at T 2048, H 8: 12 "
+        f"forward, 8 forward + backward."
     )
     yield against_dense(part, [c for c in configs if c["dim"] == usual])
     others = sorted((c for c in configs if c["dim"] != usual), key=lambda c: int(c["dim"]))
@@ -350,12 +350,12 @@ def steps(part: Entry, configs: list[Entry]) -> str:
 
 
 def growth_and_bar(part: Entry) -> Iterable[str]:
-    """Exponents of T, and peak memory beside its bar."""
+    """Exponents of T, and peak memory beside its target."""
     memory = part["memory"]
     config, queries, bar = (memory[0][name] for name in ("config", "queries_mib", "bar_mib"))
     yield (
         f"Exponent of T in the time of a head, fitted over all lengths, and peak memory at {size(config)} in MiB, "
-        f"counted as above. Bar of the latter: 12 times the queries ({number(queries)} MiB) and 64 MB, so "
+        f"counted as above. Target of the latter: 12 times the queries ({number(queries)} MiB) and 64 MB, so "
         f"{number(bar)} MiB."
     )
     mib = {m["name"]: m["mib"] for m in memory}
@@ -371,7 +371,7 @@ def against_softmax(found: list[Entry]) -> Iterable[str]:
     base, config = found[0]["baseline"], found[0]["config"]
     yield (
         f"One decoded token against a cache, {config['heads']} heads of {config['dim']} features: microseconds, and as "
-        f"a ratio to {base}. Bar at 8192 keys: 2.5."
+        f"a ratio to {base}. Target at 8192 keys: 2.5."
     )
     rows = []
     for name in found[0]["contestants"]:
@@ -391,7 +391,7 @@ def models(part: Entry) -> Iterable[str]:
         f"A training step (forward, backward, clipping, AdamW), float32: milliseconds, and in brackets as a ratio to "
         f"the first row of its kind; ICLM has the inner width at which it learns as many numbers as the Transformer "
         f"(GPT-2's blocks with rotary positions). Peak memory in MiB of forward + backward beside the parameters, "
-        f"gradients counted, at the first size. Bar of {biweight} against softmax: {number(bars[biweight])}."
+        f"gradients counted, at the first size. Target of {biweight} against softmax: {number(bars[biweight])}."
     )
     sizes = list(dict.fromkeys(shape_of(t["config"]) for t in part["times"]))
     cells = {(shape_of(t["config"]), name): c for t in part["times"] for name, c in t["contestants"].items()}
@@ -414,7 +414,7 @@ def cached(found: list[Entry], bar: float) -> Iterable[str]:
     config = found[0]["config"]
     yield (
         f"{config['new_tokens']} greedy tokens after a prompt, batch 1, C {config['width']}, L "
-        f"{config['layers']}, softmax: seconds. Bar: a cache makes decoding {number(bar)} times as fast."
+        f"{config['layers']}, softmax: seconds. Target: a cache makes decoding {number(bar)} times as fast."
     )
     rows = []
     for entry in found:
@@ -442,7 +442,7 @@ def fast_weights(part: Entry) -> Iterable[str]:
         f"Reading and writing {config['sub_keys']}^2 slots of {config['width']} numbers, top {config['top_k']}, chunks "
         f"of {config['chunk']} tokens, search included, float32, one thread: milliseconds, and how many times as fast "
         f"as the dense form, which gives the same numbers (the released program's rule). {package} Peak memory in MiB, "
-        f"as above, of two chunks. Bars: {number(bars['ms'])} ms forward, {number(bars['dense'])} times."
+        f"as above, of two chunks. Targets: {number(bars['ms'])} ms forward, {number(bars['dense'])} times."
     )
     mib = {m["name"]: m["mib"] for m in part["memory"] if m["config"]["chunks"] == two["config"]["chunks"]}
     rows = []
@@ -468,7 +468,7 @@ def memory_steps(found: list[Entry], bar: float) -> Iterable[str]:
     for entry in found:
         yield (
             f"A training step (forward, backward, clipping, AdamW) at the paper's size, {entry['config']['tokens']} "
-            f"tokens, batch {entry['config']['batch']}: seconds. Bar of three memories: {number(bar)} times."
+            f"tokens, batch {entry['config']['batch']}: seconds. Target of three memories: {number(bar)} times."
         )
         rows = [
             [name, f"{number(c['median_ms'] / 1e3)} ({number(c['ratio'])}x)", f"{entry['parameters'][name]:,}"]

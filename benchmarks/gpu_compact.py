@@ -202,7 +202,7 @@ def correctness(spec: str, dim: int, dtype: str, bench: Bench, odd: bool = False
 
 
 def judged(out: Tensor, wanted: Tensor, grads: dict[str, tuple[Tensor, Tensor]], dtype: str) -> dict[str, Any]:
-    """Errors beside their bars, and whether they are all below them."""
+    """Errors beside their targets, and whether they are all below them."""
     errors = {"out": rms_ratio(out, wanted), **{name: rms_ratio(*pair) for name, pair in grads.items()}}
     bars = BARS[dtype]
     right = all(error <= bars[name != "out"] for name, error in errors.items())

@@ -15,18 +15,18 @@ CACHES = ("16384 keys, B 1", "32768 keys, B 8", "131072 keys, B 1")
 
 @dataclass(frozen=True)
 class Criterion:
-    """A bar.
+    """A target.
 
     Attributes:
         what: is compared, in words.
-        bar: in words.
+        target: in words.
         found: the worst that was measured, None where nothing was.
-        met: whether that reaches the bar.
+        met: whether that reaches the target.
         configurations: how many were measured, and of how many.
     """
 
     what: str
-    bar: str
+    target: str
     found: float | None
     met: bool
     configurations: tuple[int, int]
@@ -82,19 +82,19 @@ def select(rows: Iterable[Entry], contestant: str, **config: Any) -> Entry | Non
     return None
 
 
-def at_most(what: str, bar: float, found: list[float | None]) -> Criterion:
-    """The largest of what was found may be `bar`."""
+def at_most(what: str, target: float, found: list[float | None]) -> Criterion:
+    """The largest of what was found may be `target`."""
     known = [x for x in found if x is not None]
     worst = max(known, default=None)
-    met = worst is not None and worst <= bar
-    return Criterion(what, f"at most {bar:g}", worst, met, (len(known), len(found)))
+    met = worst is not None and worst <= target
+    return Criterion(what, f"at most {target:g}", worst, met, (len(known), len(found)))
 
 
-def at_least(what: str, bar: float, found: list[float | None]) -> Criterion:
+def at_least(what: str, target: float, found: list[float | None]) -> Criterion:
     known = [x for x in found if x is not None]
     worst = min(known, default=None)
-    met = worst is not None and worst >= bar
-    return Criterion(what, f"at least {bar:g}", worst, met, (len(known), len(found)))
+    met = worst is not None and worst >= target
+    return Criterion(what, f"at least {target:g}", worst, met, (len(known), len(found)))
 
 
 def criteria(stored: Entry) -> list[Criterion]:

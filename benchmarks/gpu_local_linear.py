@@ -125,7 +125,7 @@ def length_rows(bench: Bench, length: int, dim: int) -> Iterator[Row]:
 
 def correctness(model: str, dim: int, dtype: str, bench: Bench) -> dict[str, Any]:
     """Outputs and gradients against the dense form in float64. The ridge is 1, so that systems are conditioned as well
-    as the bars of plain attention suppose; `floor` looks at smaller ones."""
+    as the targets of plain attention suppose; `floor` looks at smaller ones."""
     length = 36 if bench.dry else 496
     make = bench.generator(dim)
     heads, kv_heads = (2, 1) if bench.dry else (4, 2)

@@ -2,7 +2,7 @@
 
 Repeated calls are equal bit by bit, which a race between warps would break. Offsets beyond 2^31, one token and 131,072
 tokens, masked places that hold NaN, rows without keys, a stream of one's own, CUDA graphs and `torch.compile` change
-nothing. A NaN that a row sees makes that row NaN, and no other. Bars of 0 ask for equal bits.
+nothing. A NaN that a row sees makes that row NaN, and no other. Targets of 0 ask for equal bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def judged(check: Callable[..., tuple[list[float], list[float]]], spec: str, bench: Bench) -> dict[str, Any]:
-    """Errors of one check and whether all are at most their bars."""
+    """Errors of one check and whether all are at most their targets."""
     with small_tiles(bench):
         errors, bars = check(spec, bench)
     if bench.compiling:

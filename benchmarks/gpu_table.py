@@ -75,8 +75,8 @@ def judged(stored: Entry) -> Iterator[str]:
     rows = []
     for c in criteria(stored):
         found = "–" if c.found is None else f"{c.found:.3g}"
-        rows.append([c.what, c.bar, found, c.verdict])
-    yield markdown(["", "bar", "worst", ""], rows)
+        rows.append([c.what, c.target, found, c.verdict])
+    yield markdown(["", "target", "worst", ""], rows)
 
 
 # Parts ---------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def correctness(stored: Entry) -> Iterator[str]:
             table.append(
                 [name.removeprefix("correctness, ") + marked(row), *errors, "yes" if row["right"] else "**no**"]
             )
-    yield markdown(["", *names, "below the bars"], table)
+    yield markdown(["", *names, "within the targets"], table)
 
 
 def compact(stored: Entry) -> Iterator[str]:

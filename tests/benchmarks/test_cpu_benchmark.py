@@ -390,7 +390,7 @@ def test_the_contestants_of_local_linear_attention_compute_the_same(module: Any)
 
 @pytest.mark.slow
 def test_the_table_of_local_linear_attention(found: dict[str, Any], folder: Path) -> None:
-    """Ratios and bars are shown, and a dash where the dense form did not run."""
+    """Ratios and targets are shown, and a dash where the dense form did not run."""
     heading = "### Local linear attention"
     first = next(t for t in found["local_linear"]["times"] if t["pass"] == "forward")["contestants"]
     own, dense = first["regard local-linear"], first["dense local-linear"]["median_ms"]
@@ -398,7 +398,7 @@ def test_the_table_of_local_linear_attention(found: dict[str, Any], folder: Path
     assert float(ratio) == pytest.approx(own["ratio"], rel=6e-3)
     assert float(faster) == pytest.approx(dense / own["median_ms"], rel=1e-2)
     page = (folder / "page.md").read_text(encoding="utf-8").split(heading)[1]
-    assert all(bar in page for bar in ("12 forward, 8", "61.4 MiB", "Bar at 8192 keys: 2.5"))
+    assert all(text in page for text in ("12 forward, 8", "61.4 MiB", "Target at 8192 keys: 2.5"))
 
 
 def test_the_contestants_of_the_normalisers_compute_the_same(module: Any) -> None:
