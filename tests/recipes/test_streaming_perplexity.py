@@ -99,7 +99,7 @@ def test_the_size_of_the_paper() -> None:
 
 @pytest.mark.parametrize("layout", ["GDN", "GDN+SWA", "GDN+FA", "FA"])
 def test_models_of_the_papers_size_have_the_papers_parameters(layout: str) -> None:
-    """The fast-weight paper's table 2, slow and fast parameters together, of the models that `--size paper` trains."""
+    """The fast-weight paper's table 2, trained and test-time-updated parameters, of the models of `--size paper`."""
     paper = made("paper", device="cpu")
     for memory in MEMORIES[:4]:
         config = paper.model_config(Row(layout, memory).name, PAPER_VOCABULARY)

@@ -78,7 +78,8 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         }  # fmt: skip
         parts = [name for name in PARTS if name != LOOK_AHEAD]
         harm = "Removing look-ahead values yields the most significant harm"
-        nats, share = "Nats of what names from earlier segments have", "Share of needles answered after all readings"
+        nats = "Loss (nats) on the items of names from earlier segments"
+        share = "Share of needles answered after all readings"
         dot, whole = (of(name).set_index("seed") for name in (DOT, WHOLE))
         poor = dot["diverged"] | (dot["coverage"] < COLLAPSED * whole["coverage"].reindex(dot.index))
         written = mean_interval(whole["across"] - whole["frozen"])
@@ -86,17 +87,17 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         return [
             *claims_of(PAPER, [
                 ("section 4", "Writing lowers the loss on text", written, "below", 0.0,
-                 f"{nats}, less the same memory never written."),
+                 f"{nats}: written memory minus the same memory without writes."),
                 ("section 4", "A memory lowers the loss on text", gaps("across", WHOLE, [NONE]), "below", 0.0,
-                 f"{nats}, less no memory."),
+                 f"{nats}: with minus without a memory."),
                 ("appendix B", f"{harm}, to perplexity", gaps("across", LOOK_AHEAD, parts), "above", 0.0,
-                 f"{nats}, less without another part."),
+                 f"{nats}: without look-ahead minus without another part."),
             ], effect=CLEAR, untestable=on_names),
             *claims_of(PAPER, [
                 ("section 4.3", "The memory answers needles", gaps("share", WHOLE, [NONE]), "above", 0.0,
-                 f"{share}, less no memory."),
+                 f"{share}: with minus without a memory."),
                 ("appendix B", f"{harm}, to needles", gaps("share", LOOK_AHEAD, parts), "below", 0.0,
-                 f"{share}, less without another part."),
+                 f"{share}: without look-ahead minus without another part."),
             ], effect=CLEAR, untestable=on_needles),
             *claims_of(PAPER, [
                 ("appendix B", "Dot-product scores often result in memory collapsing and loss divergence",

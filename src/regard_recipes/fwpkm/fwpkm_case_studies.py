@@ -135,7 +135,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
             ], untestable=unread),
             *claims_of(PAPER, [
                 ("section 5.2", "Writing lowers the loss on names that come back", gain, "below", 0.0,
-                 "Nats of what repeated names have, less the same memory never written."),
+                 "Loss (nats) on the items of repeated names: written memory minus the same memory without writes."),
             ], untestable=self.unlearned(results, NAMES)),
             *claims_of(PAPER, [
                 ("section 5.2", "The lower memory keeps its gate open on all tokens, the higher one is selective",

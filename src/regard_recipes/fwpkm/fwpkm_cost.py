@@ -110,7 +110,7 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         counts = beside_paper(results, "count").groupby("model").first()
         told = []
         for what, own, paper, near, note in (
-            ("parameters", "millions", "paper_millions", 0.005, "Millions, slow and fast numbers together"),
+            ("parameters", "millions", "paper_millions", 0.005, "Millions, trained and test-time-updated together"),
             ("FLOPs", "tera", "paper_tera", 0.02, "T, six for each token and learned number that is not looked up"),
         ):
             gaps = (counts[own] - counts[paper]).dropna()

@@ -92,7 +92,8 @@ class RecurringNamesRecipe(TaskRecipe):
         gate = lambda place: select(gates, place=place)  # noqa: E731
         return claims_of(PAPER, [
             ("section 4.2", "A written memory lowers the loss on what recurs beyond the window", lower, "below", 0.0,
-             "Nats of a far name's thing: written less frozen, and less a model of the window alone."),
+             "Loss (nats) on the item of a name beyond the window: written memory minus frozen memory, and minus the "
+             "model without a memory."),
             ("section 5.2", "Gates spike on names", paired(gate("far"), gate(FILLER), "gate"), "above", 0.0,
              "Gate on far names, which only the memory can complete, less the gate on tokens that are no names."),
         ], effect=HELPS, untestable=self.unlearned(results, TASK, [FWPKM]))  # fmt: skip

@@ -251,7 +251,8 @@ def claims_table(claims: Sequence[Claim]) -> Any:
     papers = list(dict.fromkeys(claim.paper for claim in claims))
     source = f"Claims of {'; '.join(papers)}. " if papers else ""
     note = (
-        f"{source}A claim holds if the whole 95 % interval (±) is as expected, and fails if none of it is. It is not "
-        f"testable at this size if a single seed gives no interval, or if the interval is wider than the effect."
+        f"{source}A claim holds if its 95 % interval (±) lies entirely within the expected range, and fails if it "
+        f"lies entirely outside. It is not testable at this size if a single seed gives no interval, or if the "
+        f"interval is wider than the effect."
     )
     return Table(("claim", "verdict", "expected", "measured", "what is compared"), tuple(rows), note)

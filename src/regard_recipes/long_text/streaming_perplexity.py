@@ -109,7 +109,7 @@ class StreamingPerplexity(NamesRecipe):
             ("finding 3", "Windows in training open the gates", between(opened, windows), "above", 0,
              "Mean gate on long documents."),
             ("check", "Writing lowers the loss on names that recur beyond a segment", lower, "below", 0,
-             "Nats of what recurs in a later segment: the same model with writing less without."),
+             "Loss (nats) on facts that recur in a later segment, with writes minus without."),
         ], effect=CLEAR, untestable=nothing)  # fmt: skip
 
     def notes(self, results: Results) -> list[str]:
@@ -146,7 +146,8 @@ class StreamingPerplexity(NamesRecipe):
                 "all documents, all else is new at every segment. fair: memory and recurrent states are carried "
                 "through a document and no further; attention sees its segment.")),
             "Names that recur in a later segment": pivot(
-                long, ["model"], nats, "rule", note=f"Nats of what they have, on long documents. {told_of}."),
+                long, ["model"], nats, "rule",
+                note=f"Loss (nats) on the items of these names, long documents. {told_of}."),
             "Names that recur within a segment": pivot(
                 long, ["model"], {"": interval("within")}, "rule", note="The same for what attention can see."),
         }  # fmt: skip
