@@ -85,7 +85,8 @@ Keep = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[tuple[Tensor | None
 
 
 def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[Tensor, ...]], keep: Keep) -> None:
-    """Give `forward`, whose first output alone is differentiable, the derivative `backward`, which has none.
+    """Register `backward` as the derivative of `forward`. Only the first output is differentiable; second derivatives
+    raise an error.
 
     Args:
         gradients: calls `backward` with the gradient and what is kept; returns gradients of the first arguments, which

@@ -205,7 +205,7 @@ def test_states_of_another_memory() -> None:
     for words, wrong in (
         ("shared=True", lambda: call("slots", given, state=state, shared=True)),
         ("give each memory its own state", lambda: call("slots", narrow, [keys, values[:, :3]], state=state)),
-        ("2 sequences, but 3", lambda: call("slots", more, state=state)),
+        ("2 sequences, but the input has 3", lambda: call("slots", more, state=state)),
         ("flush", lambda: call("slots", more, state=shared, shared=True)),
         ("top_k is 3", lambda: call("slots", given, state=state, top_k=3)),
         ("another top_k, key_update or gate", lambda: call("slots", {**given, "gate": None}, state=state)),

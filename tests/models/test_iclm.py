@@ -219,7 +219,7 @@ def test_caches_that_do_not_fit():
         model(tokens, past_key_values=make("iclm", num_hidden_layers=2).model.new_cache())
     with pytest.raises(ArgumentError, match="keys wait for their values here; use extend"):
         model.model.new_cache().update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 2)
-    with pytest.raises(ArgumentError, match="cache is of 3 sequences and the tokens of 1"):
+    with pytest.raises(ArgumentError, match="cache has 3 sequences, but the input has 1"):
         model(tokens[:1], past_key_values=model(tokens).past_key_values)
 
 

@@ -81,7 +81,7 @@ MISTAKES = {
     "segment_ids need a memory per document": lambda: layer(shared=True)(
         tokens(), segment_ids=torch.zeros(B, T).long()
     ),
-    "state is of 2 rows": lambda: layer()(tokens(), state=layer()(tokens(rows=2))[1]),
+    "state has 2 rows": lambda: layer()(tokens(), state=layer()(tokens(rows=2))[1]),
     "state holds gate [3, 5, 5]": lambda: layer()(tokens(), state=layer(hidden_dim=5)(tokens())[1]),
     "state has shared=True": lambda: layer()(tokens(), state=layer(shared=True)(tokens())[1]),
     "state is torch.float32": lambda: layer()(tokens(), state=layer().float()(tokens().float())[1]),

@@ -221,7 +221,7 @@ MISTAKES = {
         tokens(), past_key_values=SimpleNamespace(layers=[SimpleNamespace()])
     ),
     "past_key_values holds a NoneType": lambda: layer()(tokens(), past_key_values=SimpleNamespace(layers=[])),
-    "state is of 2 rows": lambda: layer()(tokens(), past_key_values=called(2)),
+    "state has 2 rows": lambda: layer()(tokens(), past_key_values=called(2)),
     "state holds gate [3, 2, 12, 6]": lambda: layer()(tokens(), past_key_values=called(inner=2.0)),
     "state holds gate_step [3, 2, 0, 0]": lambda: layer()(tokens(), past_key_values=called(optimizer="sgd")),
     "momentum, which needs share": lambda: large_chunk_ttt(**{**inputs(), "share": None}, weights=weights()),

@@ -245,7 +245,7 @@ def test_what_an_observer_cannot_follow():
     made, x = layer(), tokens()
     made.observer = WriterTrace(made.slots)
     refuses("give each document a row of its own", made, x, segment_ids=torch.zeros(2, 15, dtype=torch.long))
-    refuses("nothing was read", WriterTrace(4).retrieved)
+    refuses("recorded no read", WriterTrace(4).retrieved)
     refuses("a square", SlotStatistics, 15)
     made.observer = SlotStatistics(made.slots)
     made(x, segment_ids=torch.zeros(2, 15, dtype=torch.long))

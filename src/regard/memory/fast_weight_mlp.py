@@ -143,7 +143,7 @@ def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, 
     waiting = state.waiting.tokens()
     held = next((len(x) for x in waiting.values()), rows if state.shared else len(state.writes))
     fits = held == rows and len(state.waits) == len(state.writes) == len(empty.writes)
-    wrong = f"state is of {held} rows{' that share a memory' * state.shared}, but {rows} are given now"
+    wrong = f"state has {held} rows{' that share a memory' * state.shared}, but the input has {rows}"
     require(fits, call, f"{wrong}; select or repeat its rows, or begin with state=None.")
     require_state(call, state, kind, {name: tuple(x.shape) for name, x in empty.memory.items()}, empty.gate)
     for name, size in sizes.items() if waiting else ():
@@ -296,7 +296,7 @@ def fast_weight_mlp(
 
 
 def flush(state: FastMLPState, memory: FastMLPMemory | None = None, **options: Any) -> FastMLPState:
-    """Return the state after all waiting tokens were learned from whose targets have arrived; then none waits.
+    """Write all waiting tokens whose targets have arrived, and return the new state, which has no waiting tokens.
 
     `memory` and `options` are those of `fast_weight_mlp`; learning_rate and target are used.
     """

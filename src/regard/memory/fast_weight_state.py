@@ -198,14 +198,14 @@ def check_state(
         why = f"this memory has {list(wanted[0])} and {list(wanted[1])}; give each memory its own state"
         raise ArgumentError(f"{call}: state holds keys {list(sizes[0])} and values {list(sizes[1])}, but {why}.")
     if state.shared != shared:
-        held = "one memory for the batch" if state.shared else "a memory for each sequence"
-        raise ArgumentError(f"{call}: state is of {held}, but shared={shared}; begin a new stream with state=None.")
+        held = "one memory for the whole batch" if state.shared else "one memory for each sequence"
+        raise ArgumentError(f"{call}: state has {held}, but shared={shared}; begin a new stream with state=None.")
     if state.keys.device != keys.device:
         mend = "move it: state.map(lambda x: x.to(...))"
         raise ArgumentError(f"{call}: state is on {state.keys.device}, but the rest is on {keys.device}; {mend}.")
     if state.batch != batch:
         mend = "select() or repeat() them" + ", or flush(state) before the batch changes its size" * shared
-        wrong = f"state is of {state.batch} sequences, but {batch} came; {mend}."
+        wrong = f"state has {state.batch} sequences, but the input has {batch}; {mend}."
         require(shared and state.waiting.empty, call, wrong)
         state = replace(state, seen=(max(state.seen, default=0),) * batch)
     if not state.waiting.empty and state.waiting.pieces[0]["slots"].shape[-1] != top_k:

@@ -219,7 +219,7 @@ def large_chunk_ttt(
 
 
 def flush(state: LargeChunkState, memory: LargeChunkMemory | None = None, **options: Any) -> LargeChunkState:
-    """Return the state after all waiting tokens were learned from; then none waits.
+    """Write all waiting tokens, and return the new state, which has no waiting tokens.
 
     `memory` and `options` are those of `large_chunk_ttt`; the optimizer is used.
     """

@@ -179,7 +179,7 @@ class Streams:
     @classmethod
     def of(cls, like: Tensor, mask: Tensor | None, segment_ids: Tensor | None, shared: bool) -> "Streams":
         """Return the streams of tokens `like` [B, T, ...], with `mask` boolean [B, T] (None: no padding) and
-        `segment_ids` integers [B or 1, T]. No device is waited for if both are None."""
+        `segment_ids` integers [B or 1, T]. Does not synchronise with the device if both are None."""
         batch, tokens = like.shape[:2]
         mask = None if mask is None or mask.all() else mask
         if mask is None and segment_ids is None:

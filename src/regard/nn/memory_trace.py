@@ -263,7 +263,8 @@ class WriterTrace(MemoryObserver):
 
     def retrieved(self) -> Retrieved:
         """Return all reads so far. It is an ArgumentError if there is none."""
-        require(bool(self._reads), "WriterTrace.retrieved", "nothing was read while the trace was there.")
+        mend = "the trace recorded no read; call the model inside `observed(...)`."
+        require(bool(self._reads), "WriterTrace.retrieved", mend)
         row, position, slots, weights, writers = zip(*self._reads, strict=True)
         wrote = Writers(*(torch.cat(parts) for parts in zip(*writers, strict=True)))
         return Retrieved(torch.cat(row), torch.cat(position), torch.cat(slots), torch.cat(weights), wrote)

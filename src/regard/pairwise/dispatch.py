@@ -22,7 +22,7 @@ from .visibility import Visibility
 
 @dataclass(unsafe_hash=True)  # not frozen, which would take longer to make
 class Problem:
-    """Describe a call without its tensors, so that an implementation can tell whether it supports it."""
+    """Shapes, dtypes and options of a call; implementations use it to decide whether they support the call."""
 
     spec: Spec
     batch: int

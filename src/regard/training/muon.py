@@ -12,7 +12,7 @@ from ..nn.attention.ridge import RidgeProjection
 
 
 class MuonAdamW(Optimizer):
-    """Two optimisers with one set of parameter groups, of which each has its own; one may have none.
+    """Muon and AdamW as one optimiser. Each parameter group belongs to one of them; either may have no group.
 
     Muon (Jordan et al., 2024) makes the update of a matrix orthogonal. It is for matrices between hidden states;
     embeddings, heads, norms and tables are AdamW's. Updates of Muon are scaled so that AdamW's learning rates fit.

@@ -59,11 +59,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def value(self, a: Tensor, params: Params) -> Tensor:
-        """K(a)."""
+        """Return K(a)."""
 
     @abstractmethod
     def slope(self, a: Tensor, params: Params) -> Tensor:
-        """dK/da."""
+        """Return dK/da."""
 
 
 def least_reach(dtype: torch.dtype) -> float:

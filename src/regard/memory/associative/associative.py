@@ -34,7 +34,7 @@ Overflow = Literal["oldest", "error"]
 
 @dataclass(frozen=True)
 class Retrieval:
-    """The result of a read, with what was asked for beside the values (otherwise None).
+    """The result of a read. Fields other than `values` are None unless they were requested.
 
     Attributes:
         values: [..., Tq, Dv].

@@ -191,14 +191,14 @@ class _MeanShift(_Sum):
 
 @singledispatch
 def integral(kernel: Any, a: Tensor, params: Params) -> Tensor:
-    """Phi(a) with Phi' = K, for kernels that do not fall as the score rises. Register one with a kernel's class; a
-    kernel without one (`has_integral`) is an ArgumentError."""
+    """Return Phi(a), the integral of K, for kernels that do not fall as the score rises. Register one with a kernel's
+    class; a kernel without one (`has_integral`) is an ArgumentError."""
     mend = f"@regard.memory.associative.energy.integral.register for {type(kernel).__name__}"
     raise ArgumentError(f"energy: no integral of {kernel!r} is known; give one with {mend}.")
 
 
 def has_integral(kernel: Any) -> bool:
-    """Whether `integral` knows the kernel."""
+    """Return whether `integral` supports the kernel."""
     return integral.dispatch(type(kernel)) is not integral.dispatch(object)
 
 

@@ -395,4 +395,4 @@ def check_cache(call: str, cache: Cache, layers: int, rows: int) -> None:
     held = next((keys.shape[0] for keys in every if keys is not None and keys.dim() == 4), rows)
     if held != rows:
         mend = "use one cache per batch, or repeat its rows with batch_repeat_interleave"
-        raise ArgumentError(f"{call}: cache is of {held} sequences and the tokens of {rows}; {mend}.")
+        raise ArgumentError(f"{call}: cache has {held} sequences, but the input has {rows}; {mend}.")

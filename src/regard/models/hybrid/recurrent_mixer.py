@@ -41,7 +41,7 @@ class RecurrentCacheLayer(StateCacheLayer):
 
 
 class Heads(NamedTuple):
-    """What a memory is given: query, key and value are [B, H, T, D]."""
+    """Inputs of a memory: query, key and value are [B, H, T, D]."""
 
     query: Tensor
     key: Tensor

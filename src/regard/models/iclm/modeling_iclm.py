@@ -257,7 +257,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         blocks = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*made, *own)
         require(made == own, self.call, f"{blocks}; use model.model.new_cache().")
         cached = next((x.shape[0] for x in cache.shared.grown.values()), batch)
-        other = f"cache is of {cached} sequences and the tokens of {batch}; use one cache per batch."
+        other = f"cache has {cached} sequences, but the input has {batch}; use one cache per batch."
         require(cached == batch, self.call, other)
         return cache
 

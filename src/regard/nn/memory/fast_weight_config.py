@@ -18,8 +18,8 @@ from ..arguments import positive_int
 
 @dataclass(frozen=True)
 class SlotTable:
-    """The table of slots, and how a token finds its own; top_k, score, spec and idw_eps are as top_k, score, spec and
-    eps of `SlotMemory`."""
+    """Size of the slot table, and how a query selects slots; top_k, score, spec and idw_eps are as top_k, score, spec
+    and eps of `SlotMemory`."""
 
     sub_keys: int = 512  # n; the table has n^2 slots
     key_dim: int = 512  # Dk, the width of a query and a key; even
@@ -52,7 +52,7 @@ class ValueMix:
 
 @dataclass(frozen=True)
 class MemoryStore:
-    """Whose memory it is and how it is stored.
+    """Whether the memory is shared by the batch, and how it is stored.
 
     Args:
         shared: one memory for the whole batch, whose tokens form one chunk; otherwise one for each row.
@@ -97,10 +97,10 @@ class FastWeightConfig:
     `FastWeightConfig().with_options(sub_keys=64, shared=True)`. `HybridConfig.memory_options` takes these options.
 
     Args:
-        table: the slots, and how a token finds its own.
+        table: size of the slot table, and how a query selects slots.
         rule: how a chunk is written.
         mix: what is done with values and with what was read.
-        store: whose memory it is and how it is stored.
+        store: whether the memory is shared by the batch, and how it is stored.
         chunk_size, meta_grad: as in `SlotMemory`.
 
     Raises:
@@ -122,7 +122,7 @@ class FastWeightConfig:
         positive_int(call, "chunk_size", self.chunk_size)
         short = "chunk_size is 1, expected at least 2: a token's target is the value of the next one"
         fits = self.chunk_size >= 2 or not self.rule.look_ahead
-        require(fits, call, f"{short}; look_ahead=False makes it its own.")
+        require(fits, call, f"{short}; with look_ahead=False the target is the token's own value.")
         check_meta_grad(call, self.meta_grad)
 
     def with_options(self, **options: Any) -> "FastWeightConfig":

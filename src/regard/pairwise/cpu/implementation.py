@@ -57,12 +57,13 @@ def unsupported(spec: Spec) -> str | None:
     without a look at whether numba can be imported."""
     weighting, rule = spec.weighting, spec.bandwidth
     if type(weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed, Nearest):
-        return "solves the built-in thresholding rules for normalised kernels with a hard gradient"
+        return 'supports only normalised kernels with a built-in thresholding rule and gradient="hard"'
     own = getattr(spec.kernel, "numba_relative", None)
     if type(spec.kernel) not in (Polynomial, Uniform, Gaussian) and own is None:
         return f"has no loop for the {spec.kernel.name} kernel"
     if own is not None and (spec.kernel.params or not (spec.kernel.compact and spec.kernel.vanishes)):
-        return "takes a kernel's own function only where weight vanishes at the threshold and nothing is learned"
+        only = "compact kernels that are continuous at the threshold and have no parameters"
+        return f"supports numba_relative only for {only}"
     if type(spec.kernel) is Gaussian and type(rule) is Fixed:
         return "is for compact kernels; for softmax over whole rows use torch"
     return None if torch.compiler.is_compiling() else _broken()

@@ -8,7 +8,6 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...grammar import Spec
 from ...grammar.bandwidths.adaptive import Adaptive
@@ -62,25 +61,26 @@ class Rule(NamedTuple):
 
 
 def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
-    """Return the rule of a spec, or why the kernels do not know it; names in `tensors` are tensors."""
+    """Return the rule of a spec, or why the kernels do not support it; names in `tensors` are tensors."""
     kernel, rule, numbers = spec.kernel, spec.bandwidth, numbers or {}
     if type(spec.weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed):
-        return f"knows normalised kernels under the rules adaptive, anchored and fixed; this is {spec}"
+        return f"supports normalised kernels with the rules adaptive, anchored and fixed, not {spec}"
     if type(kernel) is Gaussian and type(rule) is Fixed:
         return Rule(SOFTMAX, 1)
     if hasattr(kernel, "triton_relative"):
         if kernel.params or not (kernel.compact and kernel.vanishes) or type(rule) is Adaptive:
-            return "takes a kernel's own function only where weight vanishes at the threshold and nothing is learned"
+            only = "compact kernels that are continuous at the threshold and have no parameters"
+            return f"supports triton_relative only for {only}, and not with the rule adaptive"
         return _rule(rule, 1, numbers, spec.to_json())
     if type(kernel) is not Polynomial:
-        return f"knows polynomial kernels, those with triton_relative, and gaussian*fixed; this is {spec}"
+        return f"supports polynomial kernels, those with triton_relative, and gaussian*fixed, not {spec}"
     for name in ("r", "alpha"):
-        if name in tensors or isinstance(numbers.get(name), Tensor):
+        if name in tensors or isinstance(numbers.get(name), torch.Tensor):
             return f"takes {name} as a number, not as a tensor"
     power = rule.kernel_params(numbers).get("r", kernel.r)
     r = min(POWERS, key=lambda whole: abs(whole - power))
     if abs(r - power) > 1e-9 * r:  # alpha = 4/3 is rounded, and so is its power
-        return f"knows the powers r = 1, 2 and 3; this is r = {power:g}"
+        return f"supports the powers r = 1, 2 and 3, not r = {power:g}"
     return _rule(rule, int(r), numbers)
 
 

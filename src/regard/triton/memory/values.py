@@ -72,7 +72,7 @@ class TableValues:
             if x is not None and x.dtype == torch.float64:
                 return f"computes in float32; {name} is {x.dtype}"
         if kind is not None and type(kind) not in (InverseDistance, Dot):
-            return f"knows the scores 'idw' and 'dot', not {type(kind).__name__}"
+            return f"supports the scores 'idw' and 'dot', not {type(kind).__name__}"
         if keys is not None and keys.shape[-2] > MOST_KEYS:
             return f"looks through at most {MOST_KEYS} sub-keys of a half; these are {keys.shape[-2]}"
         heads = 1 if keys is None else keys.shape[-4]

@@ -26,7 +26,7 @@ class MesaNet(RecurrentMixer):
         self.ridge = nn.Parameter(torch.zeros(self.num_heads, self.head_dim))
 
     def init_weights(self) -> None:
-        """Set the forgetting gates so that a head keeps most of what it knows, and the ridges."""
+        """Initialise the ridges, and the forget gates near 1."""
         init.constant_(self.keep.bias, 4.0)
         init.zeros_(self.ridge)
 

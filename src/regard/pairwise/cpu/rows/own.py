@@ -8,5 +8,5 @@ SOURCE = b""
 
 @jit
 def relative(d, reach):
-    """(K(reach - d) / K(reach), K'(reach - d) / K(reach)); here a placeholder that is never called."""
+    """Return (K(reach - d) / K(reach), K'(reach - d) / K(reach)); here a placeholder that is never called."""
     return d - d, d - d

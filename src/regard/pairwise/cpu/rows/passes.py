@@ -35,7 +35,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
         first, last, z, bits, p, lo, hi, start, kernel, rule, power, number, k, fallback, place, counted, floats, flags,
         index, active, group,
     ):  # fmt: skip
-        """`forward` for rows [first, last)."""
+        """Run `forward` on rows [first, last)."""
         sources  # noqa: B018
         n = z.shape[1]
         top_bits = np.empty((n + TILE - 1) // TILE + 1, bits.dtype)
@@ -64,7 +64,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
         first, last, z, bits, g, p, dz, lo, hi, kernel, rule, power, fallback, learned, place, floats, flags, index,
         grads,
     ):  # fmt: skip
-        """`backward` for rows [first, last)."""
+        """Run `backward` on rows [first, last)."""
         sources  # noqa: B018
         n = z.shape[1]
         top_bits = np.empty((n + TILE - 1) // TILE + 1, bits.dtype)
