@@ -149,6 +149,10 @@ class TokenTask(Named, ABC):
         """Return several examples of a split, in the order of `indices`."""
         return [self.example(seed, index, split) for index in indices]
 
+    def is_error(self, metric: str) -> bool:
+        """Return whether a metric is smaller for better answers."""
+        return metric in self.errors or metric.split(" on ")[0] == "loss"
+
     def floor(self, seed: int = 0, count: int = 256, split: str = "test") -> dict[str, float]:
         """Return the mean metrics of the trivial answer over some examples."""
         found = [self.scores(self.trivial(e), e) for e in self.examples(seed, range(count), split)]

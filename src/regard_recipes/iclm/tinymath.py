@@ -17,7 +17,6 @@ from ..lib.display import Show, dots, interval, pivot, stat
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
-from ._mechanisms_figures import prompt_figure
 from ._mechanisms_measures import measure_prompt
 from .iclm_mechanisms import COPIES, DOMINATES, by_stream
 
@@ -111,6 +110,8 @@ class TinyMathRecipe(TaskRecipe, Sizes):
         return select(self.chosen(results, "head"), model=[TRANSFORMER, ICLM])
 
     def figures(self, results: Results) -> dict[str, bytes]:
+        from ._mechanisms_figures import prompt_figure
+
         heads = self.heads_of(results).rename(columns={"predicted": "trained model", "uniform": "equal weights"})
         heads = heads.assign(layer=heads["stream"] + ", layer " + heads["layer"].astype(int).astype(str))
         heads = heads.melt("layer", ["trained model", "equal weights"], "weights", "weight")

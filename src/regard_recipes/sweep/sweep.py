@@ -32,7 +32,6 @@ from regard.checks import ArgumentError, require, suggestion, within
 from regard.tasks import TokenTask
 from regard.tasks.tokens import settable, token_task
 from regard.training.fields import from_mapping, read_mapping
-from regard.training.task.scores import is_error
 
 from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
@@ -110,7 +109,7 @@ class Sweep(TaskRecipe):
                 raise ArgumentError(f"{self.call()}: [train] metric: unknown metric {self.metric!r}.{close}")
             wrong = f"[train] metric {self.metric!r} is smaller for better answers"
             mend = "the learning rate with the largest is taken, so choose another metric."
-            require(not is_error(task, self.metric), self.call(), f"{wrong}; {mend}")
+            require(not task.is_error(self.metric), self.call(), f"{wrong}; {mend}")
             for name in self.known:
                 within(self.call(), f"[models.{name}]", self._config, name, task)
 

@@ -118,15 +118,10 @@ def check_metric(call: str, task: TokenTask, metric: str, split: str, examples: 
     raise ArgumentError(f"{call}: the task has no metric {metric!r}; it has {', '.join(sorted(known))}.")
 
 
-def is_error(task: TokenTask, metric: str) -> bool:
-    """Return whether a metric is smaller for better answers."""
-    return metric in task.errors or metric.split(" on ")[0] == "loss"
-
-
 def check_stop(call: str, task: TokenTask, metric: str, stop_at: float | None) -> None:
     """Check that a metric is larger for better answers if training ends once it is at least `stop_at`."""
     wrong = f"stop_at is {stop_at}, but metric {metric!r} is smaller for better answers"
-    require(stop_at is None or not is_error(task, metric), call, f"{wrong}; choose another metric, or omit stop_at.")
+    require(stop_at is None or not task.is_error(metric), call, f"{wrong}; choose another metric, or omit stop_at.")
 
 
 def _forward(model: PreTrainedModel, examples: list[TokenExample]) -> Iterator[tuple[TokenExample, Tensor]]:
