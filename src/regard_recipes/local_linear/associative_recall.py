@@ -31,11 +31,14 @@ DECAYS = (0.001, 0.1)
 
 
 def models(head: int) -> dict[str, dict[str, Any]]:
-    """Return names of models to fields of their configuration; `head` is the width of their single head. Attention has
+    """Return names of models to fields of their configuration; `head` is the width of their single head. States have
+    about `head`^2 numbers each: Mesa's two matrices are narrower, and slots are as many as channels. Attention has
     rotary positions that suit short sequences. Mamba is that of transformers, which is slow without a GPU."""
     bare = {"feed_forward": "none", "head_dim": head, "rope_theta": 100.0}
+    narrow = {**bare, "head_dim": max(2, 2 * round(head / 8**0.5))}
     gated = {"mixer_options": {"gated-deltanet": {"num_heads": 1, "head_dim": head}}}
-    slots = {"sub_keys": 8, "key_dim": head, "value_dim": head, "top_k": 4, "chunk_size": 8}
+    sub_keys = max(2, round(head**0.5))
+    slots = {"sub_keys": sub_keys, "key_dim": head, "value_dim": head, "top_k": min(4, sub_keys), "chunk_size": 8}
     return {
         SOFTMAX: {"mixers": "softmax", **bare},
         "biweight": {"mixers": "biweight", **bare},
@@ -43,7 +46,7 @@ def models(head: int) -> dict[str, dict[str, Any]]:
         "linear": {"mixers": "elu", **bare},
         "delta rule": {"mixers": "deltanet", **bare},
         GATED: {"mixers": "gated-deltanet", **gated, **bare},
-        "Mesa": {"mixers": "mesa", **bare},
+        "Mesa": {"mixers": "mesa", **narrow},
         "linear, FwPKM at layer 1": {
             "mixers": "elu", "memories": "FwPKM@1", "memory_options": {"fwpkm": slots}, **bare,
         },
@@ -80,13 +83,13 @@ class AssociativeRecall(TaskRecipe):
     length: int = 4  # Tokens of a sequence for each of its pairs, at least 4.
     vocabulary: int = 64  # Tokens; the paper has 8192.
     width: int = 64  # Channels.
-    head: int = 32  # Channels of the one head; states are matrices of head x head.
+    head: int = 16  # Channels of the one head; states have about head^2 numbers.
     steps: int = 1000
     rates: tuple[float, ...] = (3e-3, 6e-3)
     examples: int = 256
     limits: ClassVar = {"pairs": (1, 2**16), "vocabulary": (4, 2**24), "width": (8, 8192),
                         "length": (4, 2**16), "head": (2, 8192)}  # fmt: skip
-    known = models(32)
+    known = models(16)
     slow = (MAMBA,)
     by_size: ClassVar = {
         "quick": {"seeds": 2, "pairs": (2, 4), "steps": 60, "rates": (3e-3,), "examples": 64,
