@@ -30,25 +30,25 @@ DECAYS = (0.001, 0.1)
 """Least and largest share that the gated delta rule first forgets with each token."""
 
 
-def models(head: int) -> dict[str, dict[str, Any]]:
-    """Return names of models to fields of their configuration; `head` is the width of their single head. States have
-    about `head`^2 numbers each: Mesa's two matrices are narrower, and slots are as many as channels. Attention has
-    rotary positions that suit short sequences. Mamba is that of transformers, which is slow without a GPU."""
+def models(head: int, state: int) -> dict[str, dict[str, Any]]:
+    """Return names of models to fields of their configuration. Their single head has `head` channels; of models with a
+    state so many that it has about `state`^2 numbers, so that the two matrices of Mesa have fewer. Attention has rotary
+    positions that suit short sequences. Mamba is that of transformers, which is slow without a GPU."""
     bare = {"feed_forward": "none", "head_dim": head, "rope_theta": 100.0}
-    narrow = {**bare, "head_dim": max(2, 2 * round(head / 8**0.5))}
-    gated = {"mixer_options": {"gated-deltanet": {"num_heads": 1, "head_dim": head}}}
-    sub_keys = max(2, round(head**0.5))
-    slots = {"sub_keys": sub_keys, "key_dim": head, "value_dim": head, "top_k": min(4, sub_keys), "chunk_size": 8}
+    fixed, half = {**bare, "head_dim": state}, {**bare, "head_dim": max(2, 2 * round(state / 8**0.5))}
+    gated = {"mixer_options": {"gated-deltanet": {"num_heads": 1, "head_dim": state}}}
+    keys = max(2, round(state**0.5))
+    slots = {"sub_keys": keys, "key_dim": state, "value_dim": state, "top_k": min(4, keys), "chunk_size": 8}
     return {
         SOFTMAX: {"mixers": "softmax", **bare},
         "biweight": {"mixers": "biweight", **bare},
         LLA: {"mixers": "local-linear", "ridges": "learned", "qk_norm": "rms", **bare},
-        "linear": {"mixers": "elu", **bare},
-        "delta rule": {"mixers": "deltanet", **bare},
-        GATED: {"mixers": "gated-deltanet", **gated, **bare},
-        "Mesa": {"mixers": "mesa", **narrow},
+        "linear": {"mixers": "elu", **fixed},
+        "delta rule": {"mixers": "deltanet", **fixed},
+        GATED: {"mixers": "gated-deltanet", **gated, **fixed},
+        "Mesa": {"mixers": "mesa", **half},
         "linear, FwPKM at layer 1": {
-            "mixers": "elu", "memories": "FwPKM@1", "memory_options": {"fwpkm": slots}, **bare,
+            "mixers": "elu", "memories": "FwPKM@1", "memory_options": {"fwpkm": slots}, **fixed,
         },
         ICLM: {"model": "iclm", "variant": "full"},
         MAMBA: {},
@@ -83,23 +83,25 @@ class AssociativeRecall(TaskRecipe):
     length: int = 4  # Tokens of a sequence for each of its pairs, at least 4.
     vocabulary: int = 64  # Tokens; the paper has 8192.
     width: int = 64  # Channels.
-    head: int = 16  # Channels of the one head; states have about head^2 numbers.
+    head: int = 32  # Channels of the one head of attention.
+    state: int = 8
+    """Channels of the head of models with a state of fixed size, which has about state^2 numbers."""
     steps: int = 1000
     rates: tuple[float, ...] = (3e-3, 6e-3)
     examples: int = 256
     limits: ClassVar = {"pairs": (1, 2**16), "vocabulary": (4, 2**24), "width": (8, 8192),
-                        "length": (4, 2**16), "head": (2, 8192)}  # fmt: skip
-    known = models(16)
+                        "length": (4, 2**16), "head": (2, 8192), "state": (2, 8192)}  # fmt: skip
+    known = models(32, 8)
     slow = (MAMBA,)
     by_size: ClassVar = {
         "quick": {"seeds": 2, "pairs": (2, 4), "steps": 60, "rates": (3e-3,), "examples": 64,
                   "models": (SOFTMAX, "linear", LLA), "width": 32},
-        "paper": {"pairs": (4, 8, 16, 32, 64), "length": 8, "vocabulary": 8192, "width": 128, "head": 128,
+        "paper": {"pairs": (4, 8, 16, 32, 64), "length": 8, "vocabulary": 8192, "width": 128, "head": 128, "state": 128,
                   "batch": 256, "steps": 20_000, "rates": (1e-4, 5e-4, 1e-3), "models": tuple(known)},
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        self.known = models(self.head)  # type: ignore[misc]
+        self.known = models(self.head, self.state)  # type: ignore[misc]
 
     def training_tasks(self) -> Mapping[str, MixedRecall]:
         most = max(self.pairs)
@@ -115,7 +117,7 @@ class AssociativeRecall(TaskRecipe):
 
     def make_model(self, name: str, task: TokenTask) -> Any:
         if name == MAMBA:
-            return mamba(task.vocabulary, self.width, 2, self.head**2)
+            return mamba(task.vocabulary, self.width, 2, self.state**2)
         model = super().make_model(name, task)
         return begin_slowly(model) if name == GATED else model
 
