@@ -85,7 +85,7 @@ def test_slow_models_are_trained_where_they_are_named() -> None:
     assert "Mamba" not in kind.configure().trained
     assert kind.configure(models=("softmax", "Mamba")).trained == ("softmax", "Mamba")
     assert "Mamba" in kind.configure("paper").trained
-    made = kind.configure(models=("Mamba",), width=16, head=16)
+    made = kind.configure(models=("Mamba",), width=16, state=16)
     net = made.make_model("Mamba", MQAR(tokens=64, length=32, pairs=4))
     assert type(net).__module__.startswith("transformers.")
     assert net.config.state_size * 2 * 16 == 16**2  # a state as large as those of the other models
@@ -103,11 +103,11 @@ def test_few_and_many_pairs_are_one_task_of_one_length() -> None:
 
 def test_states_have_the_size_that_the_table_says() -> None:
     """Keys and values of all tokens; a matrix, the sum of the keys for linear attention, the last three inputs of a
-    convolution of queries, keys and values, and Mesa's second matrix."""
-    made = recall(head=8, width=16)
+    convolution of queries, keys and values; Mesa has two matrices, of fewer channels."""
+    made = recall(head=4, state=8, width=16)
     task, inputs = made.test_tasks("4")["4"], 3 * 3 * 8
-    sizes = {"softmax": 2 * 16 * 8, "linear": 8 * 8 + 2 * 8 + 1, "delta rule": 64 + inputs, "Mesa": 128 + inputs,
-             "gated delta rule": 64 + inputs}  # fmt: skip
+    sizes = {"softmax": 2 * 16 * 4, "linear": 8 * 8 + 2 * 8 + 1, "delta rule": 64 + inputs,
+             "gated delta rule": 64 + inputs, "Mesa": 2 * 6 * 6 + 3 * 3 * 6}  # fmt: skip
     for name, size in sizes.items():
         assert state_numbers(made.make_model(name, task), task) == pytest.approx(size, abs=1), name
 
