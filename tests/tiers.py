@@ -29,6 +29,9 @@ ALWAYS = (
     "test_half_and_half_equals_straight",
     "test_the_core_of_the_kernels_compiles_within_its_ceilings",
     "test_a_few_cases_of_every_file_in_the_interpreter",
+    "test_no_import_circles",
+    "test_the_pages_are_those_of_the_stored_rows",
+    "test_an_added_file_is_all_that_it_takes",
 )
 LONGEST = ("tests/triton/test_interpreter", "tests/triton/test_compile.py", "tests/recipes/test_every_recipe")
 """Files with the longest single tests."""
