@@ -33,7 +33,7 @@ test: setup ## lint, types and the tests (minutes)
 	@$(MAKE) --no-print-directory -j 2 lint typecheck loops
 	$(TEST) $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal -q $(ARGS)
 
-test-all: setup ## every test (about an hour)
+test-all: setup ## every test (one to two hours)
 	@$(MAKE) --no-print-directory -j 2 lint typecheck loops
 	$(TEST) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q $(ARGS)
 
