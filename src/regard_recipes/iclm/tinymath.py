@@ -24,7 +24,6 @@ PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 CLOSE = 0.05  # nats per word; the paper's gaps in perplexity are 0.6 % (ICLM) and 4.0 % (Transformer)
 SEEN, HELD_OUT = "new stories", "new operands"
 STORIES = 64  # on which the weights of heads are measured
-STORIES = 64  # on which the weights of heads are measured
 TRANSFORMER, BARE, ICLM, ICLM_BARE = "Transformer", "Transformer, no MLP", "ICLM", "ICLM, no MLP on f"
 MODELS: dict[str, dict[str, Any]] = {
     TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
