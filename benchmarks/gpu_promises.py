@@ -160,6 +160,19 @@ def far(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
     return errors, 4 * [0.0]
 
 
+def in_own_stream(bench: Bench, call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+    """What a call of a zero gives in a stream of its own; the zero is the result of long work there."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = torch.randn(4096, 4096, device=bench.device)
+        for _ in range(20):
+            late = late @ late * 1e-2
+        found = call(0 * late[0, 0].nan_to_num(0, 0, 0))
+    torch.cuda.current_stream().wait_stream(stream)
+    return found
+
+
 def own_stream(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
     """A call in a stream of one's own, behind the work that makes its inputs there."""
     tokens = 20 if bench.dry else 2000
@@ -167,14 +180,7 @@ def own_stream(spec: str, bench: Bench) -> tuple[list[float], list[float]]:
     wanted = both(spec, given)
     if bench.dry or bench.compiling:
         return [0.0], [0.0]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        late = torch.randn(4096, 4096, device=bench.device)
-        for _ in range(20):
-            late = late @ late * 1e-2
-        found = both(spec, [x + 0 * late[0, 0].nan_to_num(0, 0, 0).to(x.dtype) for x in given])
-    torch.cuda.current_stream().wait_stream(stream)
+    found = in_own_stream(bench, lambda zero: both(spec, [x + zero.to(x.dtype) for x in given]))
     return [apart([x], [y]) for x, y in zip(found, wanted, strict=True)], 4 * [0.0]
 
 
@@ -304,14 +310,7 @@ def memory_own_stream(_: str, bench: Bench) -> tuple[list[float], list[float]]:
     tokens, chunk = size_of(bench)
     given = tokens_of(bench, tokens)
     wanted = both_of_memory(given, chunk)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        late = torch.randn(4096, 4096, device=bench.device)
-        for _i in range(20):
-            late = late @ late * 1e-2
-        found = both_of_memory([*(x + 0 * late[0, 0].nan_to_num(0, 0, 0) for x in given[:4]), given[4]], chunk)
-    torch.cuda.current_stream().wait_stream(stream)
+    found = in_own_stream(bench, lambda zero: both_of_memory([*(x + zero for x in given[:4]), given[4]], chunk))
     return [apart([x], [y]) for x, y in zip(found, wanted, strict=True)], 4 * [0.0]
 
 
