@@ -1,6 +1,7 @@
 """The layout of the source: no import circles, no import upward, small folders."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,13 @@ def test_no_import_upward(graph: dict[str, set[str]]) -> None:
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda p: p.name)
 def test_folders_are_small(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= MOST_FILES
+
+
+def test_a_file_name_that_repeats_has_its_reason_in_the_design() -> None:
+    design = (SRC.parent / "docs" / "design.md").read_text()
+    reasons = design.partition("**Names that repeat.**")[2].partition("\n## ")[0]
+    names = Counter(path.name for name, path in MODULES.items() if name.split(".")[0] == "regard")
+    assert [x for x in names if names[x] > 1 and x != "__init__.py" and f"`{x}`" not in reasons] == []
 
 
 def test_no_source_file_looks_like_a_test() -> None:

@@ -29,7 +29,7 @@ from ..checks import ArgumentError, choice, flags, instance, number, refuse, req
 from ..precision import full_precision, transformed
 from ..recurrent.states import require_state
 from .stream import ChunkMemory, Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
-from .tokens import Tensors, Waiting, finite_tokens, hidden_where, joined, marked, taken
+from .token_fields import Tensors, Waiting, finite_tokens, hidden_where, joined, marked, taken
 
 CALL = "fast_weight_mlp"
 NAMES = ("gate", "up", "down")

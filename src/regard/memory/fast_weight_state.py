@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checks import ArgumentError, require, shape
 from .stores.slot_values import SlotValues, preferred, slot_values
 from .stream import StreamState
-from .tokens import Waiting, picked, repeated
+from .token_fields import Waiting, picked, repeated
 
 CALL = "FastWeightState"
 NEEDED = {"slots", "weights", "read", "value", "position"}

@@ -22,7 +22,7 @@ from .fast_weight_state import FastWeightState, check_state
 from .product_key import require_top_k
 from .slot_memory import SlotMemory, WriteObserver, rounds_of
 from .stream import Streams, check_tokens, flushed, follow
-from .tokens import finite_tokens
+from .token_fields import finite_tokens
 
 __all__ = ["FastWeightState", "SlotMemory", "WriteObserver", "WriteRule", "fast_weight_memory", "flush"]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checks import ArgumentError, choice, flag, instance, require, shape, tensor
 from .fast_weight_mlp import NAMES, NetworkMemory, NetworkState, SwiGLU, first_fields, first_network
 from .stream import check_chunk, check_meta_grad, check_tokens, flushed
-from .tokens import Tensors, Waiting, blend, hidden_where, marked
+from .token_fields import Tensors, Waiting, blend, hidden_where, marked
 
 CALL = "large_chunk_ttt"
 STEPS = (

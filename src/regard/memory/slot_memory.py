@@ -18,7 +18,7 @@ from .fast_weight_state import FastWeightState
 from .product_key import SOFTMAX, SlotScore, check_eps, search, slot_scores, weigh, weights_spec
 from .stores.slot_values import SlotValues, preferred, slot_values
 from .stream import ChunkMemory, check_chunk, check_meta_grad
-from .tokens import Tensors, hidden_where, joined, marked
+from .token_fields import Tensors, hidden_where, joined, marked
 
 BLOCK = 8192
 """Tokens of the batch that are read at once, however large the chunk."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, instance, refuse, require, segments, suggestion, token_mask, whole, within
 from ..recurrent.states import State
-from .tokens import Tensors, Waiting, blend, device_of, hidden_where, limited, picked, repeated, width
+from .token_fields import Tensors, Waiting, blend, device_of, hidden_where, limited, picked, repeated, width
 
 S = TypeVar("S", bound="StreamState")
 M = TypeVar("M", bound="ChunkMemory")

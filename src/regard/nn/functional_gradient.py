@@ -29,7 +29,7 @@ from .arguments import check_hidden, check_positions, positive_int, positive_int
 from .attention.layer import Observer, Rotary
 from .attention.rotary import rotate
 from .hooks import HookPoint, observed_attention
-from .pairs import Pairs, pair_rows
+from .shifted_pairs import Pairs, pair_rows
 
 CALL = "nn.FunctionalGradient"
 VARIANTS = ("full", "wv", "slice")

@@ -17,7 +17,7 @@ from .permutation_tracking import PermutationTracking
 from .recurring_names import RecurringNames
 from .regbench import AutomatonExample, RegBench
 from .stories import Stories, judge
-from .text import Text
+from .text_windows import Text
 from .tiny_math import TinyMath
 from .tokens import IGNORED, SPLITS, TokenExample, TokenTask, Words, collate
 

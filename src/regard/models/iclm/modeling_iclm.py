@@ -26,7 +26,7 @@ from ...checks import ArgumentError, require
 from ...nn import Attention, FunctionalGradient, HookPoint, expected_embedding, feed_forwards, rotary_angles
 from ...nn.arguments import plain_table
 from ...nn.functional_gradient import mean_embedding
-from ...nn.pairs import Pairs, pair_rows
+from ...nn.shifted_pairs import Pairs, pair_rows
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel
 from ..base.catalogue import LanguageModel, language_models
 from ..base.loading import RegardPreTrainedModel

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...nn.pairs import Pairs
+from ...nn.shifted_pairs import Pairs
 from ...pairwise.visibility import runs_of
 from ..base.base import Context
 

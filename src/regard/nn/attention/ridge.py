@@ -21,7 +21,7 @@ from torch.nn.functional import linear, softplus
 from ...checks import ArgumentError, one_of, require
 from ...grammar import Spec
 from ...registry import Registry
-from .rules import Rule, as_rule
+from .layer_rules import Rule, as_rule
 
 ridges: Registry[Any] = Registry("ridge", "regard.ridges")
 

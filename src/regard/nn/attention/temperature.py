@@ -21,7 +21,7 @@ from torch import Tensor
 from ...checks import ArgumentError, in_range, shape
 from ...grammar import Spec, presets
 from ...registry import Registry
-from .rules import Rule, as_rule
+from .layer_rules import Rule, as_rule
 
 temperatures: Registry[Any] = Registry("temperature", "regard.temperatures")
 

@@ -26,7 +26,7 @@ from ...recurrent.states import State
 from ..arguments import check_heads, check_hidden
 from ..attention.layer import Observer
 from ..hooks import HookPoint, observed_attention
-from ..pairs import Pairs, pair_rows
+from ..shifted_pairs import Pairs, pair_rows
 from .features import (
     LOOK_AHEAD,
     SCALE_LIMIT,

@@ -82,8 +82,8 @@ def _forward(
     index int32 [B, H, Tq, n]; slope_mean float32 [B, H, Tq, Dv]; live uint8 [B, H, query blocks, key blocks].
     `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
     for a backward pass, and only with `counted` are support and effective sample size computed."""
+    from .one_pass import compact_stand_in_kernel, compact_stream_kernel
     from .search import compact_search_kernel, compact_weigh_kernel
-    from .stream import compact_stand_in_kernel, compact_stream_kernel
 
     span, (scale, number, rule, r, stand, own, rows, keys, keep, counted) = Span(*rest[:5]), rest[5:]
     *found, live = outs = _outputs(q, k, v, rule, stand, rows, keys, keep)
