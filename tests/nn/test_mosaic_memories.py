@@ -94,6 +94,39 @@ def test_weights_add_up_to_the_output(spec):
     torch.testing.assert_close(layer(x)[0], out, rtol=0, atol=1e-7)
 
 
+def test_a_temperature_multiplies_the_scale():
+    """Token t sees t pairs. Padding, packed documents and steps count the pairs that are visible."""
+    layer, x = memory(temperature="log"), tokens()
+    keys = layer.keys(x)[0]
+    n = torch.arange(T).clamp_min(2).double()
+    scale = layer.sharpness()[:, None] * layer.log_slope.exp()[:, None] * n.log()
+    scores = (scale[..., None] * (keys @ keys.mT)).masked_fill(torch.ones(T, T).triu().bool(), -torch.inf)
+    weights = layer(x, output_attentions=True)[2]
+    torch.testing.assert_close(weights[:, :, 1:], scores.softmax(-1)[:, :, 1:], rtol=0, atol=1e-12)
+    out = layer(x)[0]
+    out.square().sum().backward()
+    assert all(layer.log_slope.grad != 0)
+    padded = torch.cat([torch.full((2, 3, C), torch.nan).double(), x], 1)
+    real = (torch.arange(T + 3) >= 3).expand(2, -1)
+    torch.testing.assert_close(layer(padded, real)[0][:, 3:], out, rtol=0, atol=1e-12)
+    packed = layer(x.reshape(1, 2 * T, C), segment_ids=torch.arange(2).repeat_interleave(T)[None])[0]
+    torch.testing.assert_close(packed.view(2, T, C), out, rtol=0, atol=1e-12)
+    state, steps = None, []
+    for part in x.split([4, 1, 1, T - 6], 1):
+        step, state, _ = layer(part, state=state, remember=True)
+        steps.append(step)
+    torch.testing.assert_close(torch.cat(steps, 1), out, rtol=0, atol=1e-12)
+
+
+def test_a_temperature_divides_the_square_of_a_bandwidth():
+    spec, x = "epanechnikov*fixed(h=0.8)*cosine", tokens()
+    for learned in ("h",), ():
+        sharp = memory(spec, start="spec", learned=learned, temperature="fixed(value=0.25)")
+        narrow = memory("epanechnikov*fixed(h=0.4)*cosine", start="spec", learned=learned)
+        torch.testing.assert_close(sharp(x)[0], narrow(x)[0], rtol=1e-6, atol=1e-9)
+    refuses("needs scores that have a scale", memory, "relu", temperature="log")
+
+
 def test_zero_vectors_have_no_direction():
     x = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
     got = unit(x)

@@ -18,13 +18,15 @@ from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
 
 PAPER, SOFTMAX = "Sparse attention", "softmax"
-LOG = "Transformer, softmax with learned scale × log n"
+LOG = "softmax with learned scale × log n"
+TRANSFORMER_LOG = f"Transformer, {LOG}"
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"model": "memory-mosaic", "mixers": name}
        for name in (SOFTMAX, "sparsemax", "biweight", "triweight", "relumax")},
-    LOG: {"mixers": "softmax", "temperatures": "log", "feed_forward": "gelu"},
+    LOG: {"model": "memory-mosaic", "mixers": SOFTMAX, "temperatures": "log"},
+    TRANSFORMER_LOG: {"mixers": SOFTMAX, "temperatures": "log", "feed_forward": "gelu"},
 }  # fmt: skip
-"""Memory Mosaics by kernel, and a Transformer whose scale grows with the length."""
+"""Memory Mosaics by kernel or with a scale that grows with the length, and a Transformer with such a scale."""
 COMPACT = {"Adaptive kernels generalise": ("sparsemax", "biweight", "triweight"), "ReLUmax generalises": ("relumax",)}
 METRICS = {"exact": "exact answers", "accuracy": "right tokens"}
 SOME = 0.1  # share of exact answers from which on a length can show a difference

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from ... import Spec
 from ...checks import ArgumentError, number, within
 from ...nn.arguments import check_heads, positive_int
+from ...nn.attention.temperature import Temperature, as_temperature
 from ...nn.mosaic.contextual_memory import LEARNED, check_learned, contextual_spec
 from ...nn.mosaic.features import LOOK_AHEAD, SCALE_LIMIT
 from ...nn.mosaic.persistent_memory import persistent_spec
@@ -25,6 +26,9 @@ class MemoryMosaicConfig(RegardConfig):
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads: sizes; heads divide the width.
         mixers: specs of the contextual memories, one for all layers or one per layer; degree 0 or 1.
+        temperatures: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log", "power(exponent=0.5)", ...)
+            for all layers, or one per layer: factors of beta^2 of the contextual memories, as in
+            `regard.nn.ContextualMemory`.
         persistent: spec of the persistent memories; must be normalised.
         persistent_slots: learned pairs per head; default 3.5 `hidden_size`.
         persistent_copies: sets of slots whose outputs are averaged.
@@ -56,9 +60,11 @@ class MemoryMosaicConfig(RegardConfig):
         "attention_dropout": _NO_DROPOUT,
         "dropout": _NO_DROPOUT,
         "num_key_value_heads": "keys serve as queries, so there are equally many",
+        "temperature": "temperatures says how sharp the memory of a layer is, generate(temperature=) the sampling",
         "intermediate_size": "persistent_slots sets the size of the persistent memories",
     }
 
+    temperatures: Any = "fixed"
     persistent: Any = "softmax"
     persistent_slots: int | None = None
     persistent_copies: int = 1
@@ -103,7 +109,16 @@ class MemoryMosaicConfig(RegardConfig):
         self.learned = list(self.learned)
         for spec in self.layer_specs():
             within(self.call, "mixers", contextual_spec, self.call, spec, self.uniform_gradient)
+        temperatures = self.layer_temperatures()
+        for spec, temperature in zip(self.layer_specs(), temperatures, strict=True):
+            within(self.call, "temperatures", temperature.require, self.call, spec)
+        self.temperatures = [str(rule) for rule in temperatures]
         self.persistent = str(self.persistent_spec())
+
+    def layer_temperatures(self) -> list[Temperature]:
+        """Return the temperature of each layer, first layer first."""
+        rules = self.one_per_layer("temperatures", Temperature, "log")
+        return [as_temperature(rule, self.call, "temperatures") for rule in rules]
 
     def persistent_spec(self) -> Spec:
         return within(self.call, "persistent", persistent_spec, self.call, self.persistent)

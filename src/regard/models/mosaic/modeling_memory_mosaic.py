@@ -28,6 +28,9 @@ from ..base.catalogue import LanguageModel, language_models
 from ..base.loading import RegardPreTrainedModel
 from .configuration_memory_mosaic import MemoryMosaicConfig
 
+FEATURES = (ContextualMemory, KeyFeatures, Sharpness, ValueFeatures, LearnedNumbers, PersistentMemory)
+"""Modules with parameters per head."""
+
 
 class MemoryMosaicCacheLayer(StateCacheLayer):
     """The states of a block's memories, None before the first token; the persistent one also if keys are shared. The
@@ -50,8 +53,9 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
         features: Any = {"bias": config.bias, "average": config.leaky == "average", "key_eps": config.key_eps}
         self.contextual_norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
         self.contextual = ContextualMemory(
-            width, heads, spec=spec, layer_idx=layer_idx, scale_limit=config.scale_limit, look_ahead=config.look_ahead,
-            learned=config.learned, start=config.bandwidth_start, uniform_gradient=config.uniform_gradient, **features,
+            width, heads, spec=spec, temperature=config.layer_temperatures()[layer_idx], layer_idx=layer_idx,
+            scale_limit=config.scale_limit, look_ahead=config.look_ahead, learned=config.learned,
+            start=config.bandwidth_start, uniform_gradient=config.uniform_gradient, **features,
         )  # fmt: skip
         if not self.shared:
             self.persistent_norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
@@ -117,7 +121,7 @@ class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):
             init.normal_(module.weight, std=std if fan_in else config.initializer_range)
         else:
             super()._init_weights(module)
-        if isinstance(module, (KeyFeatures, Sharpness, ValueFeatures, LearnedNumbers, PersistentMemory)):
+        if isinstance(module, FEATURES):
             for name, start in module.number_starts().items():
                 init.copy_(getattr(module, name), start)
         if isinstance(module, PersistentMemory):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ...checks import ArgumentError, broadcastable, choice, flags, number, optional_whole, refuse, segments, shape
 from ...grammar import Spec, as_spec
-from ...pairwise.visibility import Visibility, runs_of
 from ...recurrent.linear import LinearState, finite_features, linear_attention
 from ..arguments import check_heads, check_hidden, check_positions, check_shared, check_window, columns_of, layer_of
 from ..hooks import HookPoint, observed_attention
@@ -20,7 +19,7 @@ from .fixed_cache import Seen, fixed_layer, visible_places
 from .norm import QK_NORMS, HeadRMSNorm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
-from .temperature import Temperature, as_temperature
+from .temperature import Temperature, as_temperature, visible_counts
 
 CALL = "nn.Attention"
 
@@ -331,11 +330,7 @@ class Attention(nn.Module):
         """Return the temperature as arguments of `regard.attention`."""
         n = None
         if self.temperature.counted:
-            tokens, keys = query.shape[2], key.shape[2]
-            causal, strict, window, mask, segment_ids = seen
-            runs = None if segment_ids is None else runs_of(segment_ids)
-            visible = Visibility(tokens, keys, causal, strict, window, keys - tokens, mask=mask, runs=runs)
-            n = visible.counts(query.device)
+            n = visible_counts(query, key, **seen._asdict())
             if state is not None:  # the last feature of every key is one, so that its sum counts the keys
                 n = n + state.keys[:, :1, -1:].long()
         learned = {name: getattr(self, name) for name in self.temperature.start()}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...checks import ArgumentError, in_range, shape
 from ...grammar import Spec, presets
+from ...pairwise.visibility import Visibility, runs_of
 from ...registry import Registry
 from .layer_rules import Rule, as_rule
 
@@ -185,6 +186,23 @@ class PowerTemperature(Temperature):
     def multiplier(self, n: Tensor, learned: Learned) -> Tensor:
         growth = n ** learned["logit_exponent"].sigmoid()
         return learned["log_base"].exp() + learned["log_gain"].exp() * growth
+
+
+def visible_counts(
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool = False,
+    exclude_self: bool = False,
+    window: int | None = None,
+    attn_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> Tensor:
+    """Return how many keys each query sees, int64 [B or 1, H or 1, Tq]; arguments as of `regard.attention`."""
+    tokens, keys = query.shape[2], key.shape[2]
+    runs = None if segment_ids is None else runs_of(segment_ids)
+    visible = Visibility(tokens, keys, is_causal, exclude_self, window, keys - tokens, mask=attn_mask, runs=runs)
+    return visible.counts(query.device)
 
 
 def as_temperature(given: str | Temperature, call: str = "as_temperature", argument: str = "given") -> Temperature:

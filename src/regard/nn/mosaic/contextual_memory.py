@@ -25,6 +25,7 @@ from ...recurrent.leaky import LeakyState
 from ...recurrent.states import State
 from ..arguments import check_heads, check_hidden
 from ..attention.layer import Observer
+from ..attention.temperature import Temperature, as_temperature, visible_counts
 from ..hooks import HookPoint, observed_attention
 from ..shifted_pairs import Pairs, pair_rows
 from .features import (
@@ -144,6 +145,9 @@ class ContextualMemory(nn.Module):
             `fixed(h=...)` unit keys, since h is a distance between keys.
         layer_idx: passed to observers.
         bias: biases in the three projections.
+        temperature: a rule of `regard.nn.temperatures` or its text, which multiplies beta^2, or divides the square of
+            `fixed(h=...)`, by a factor that may depend on the number of pairs that a token sees: "fixed", "learned",
+            "log", "power", with options such as "fixed(value=2)".
         average, key_eps: of `KeyFeatures`. scale_limit: of `Sharpness`. look_ahead: of `ValueFeatures`.
         learned: parameters learned per head: those of h, bias, margin, alpha, r, ridge that the spec has.
         start: initial value of a learned h, and of a bias that the spec does not give: "wide", which excludes 7.5 % of
@@ -159,7 +163,8 @@ class ContextualMemory(nn.Module):
         hook_out: sees the output [B, T, C].
 
     Raises:
-        ArgumentError: sizes that do not fit, an unknown spec or name, or the solver `learned`, which needs a probe.
+        ArgumentError: sizes that do not fit, an unknown spec or name, a temperature for a spec without a scale, or the
+            solver `learned`, which needs a probe.
     """
 
     def __init__(
@@ -169,6 +174,7 @@ class ContextualMemory(nn.Module):
         *,
         head_dim: int | None = None,
         spec: str | Spec = "softmax",
+        temperature: str | Temperature = "fixed",
         layer_idx: int | None = None,
         bias: bool = False,
         average: bool = False,
@@ -187,6 +193,10 @@ class ContextualMemory(nn.Module):
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
         self.spec = contextual_spec(CALL, spec, uniform_gradient)
         check_learned(CALL, learned, start)
+        self.temperature = as_temperature(temperature, CALL, "temperature")
+        self.temperature.require(CALL, self.spec)
+        for name in self.temperature.start():
+            self.register_parameter(name, nn.Parameter(torch.empty(num_heads)))
         self.layer_idx: int | None = optional_whole(CALL, "layer_idx", layer_idx, 0)
         self.observer: Observer | None = None
         self.observe_weights = False
@@ -197,6 +207,10 @@ class ContextualMemory(nn.Module):
         self.out_proj = OutputProjection(num_heads * self.head_dim, hidden_size, bias=bias)
         self.hook_k, self.hook_v = HookPoint(), HookPoint()
         self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
+        initialise(self)
+
+    def number_starts(self) -> dict[str, Tensor]:
+        return {name: torch.full((self.num_heads,), value) for name, value in self.temperature.start().items()}
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, spec={str(self.spec)!r}"
@@ -296,19 +310,37 @@ class ContextualMemory(nn.Module):
             mask = None if mask is None else pad(mask, (0, 1))
             arguments.update(exclude_self=True, segment_ids=segment_ids)
         arguments["attn_mask"] = None if mask is None else mask[:, None, None]
-        sharpness = None if self.sharpness is None else self.sharpness()
-        if self.spec.takes_scale:
-            assert sharpness is not None
-            arguments["scale"] = sharpness[:, None]
-        elif sharpness is not None:
-            beta = sharpness.sqrt().to(key.dtype)[:, None, None]
-            query, key = query * beta, key * beta
         seen = output_attentions or self.hook_pattern.active or self.observer is not None
-        if not seen and query.shape[2] == key.shape[2] + 1 > 1:  # without the first query there are as many as pairs
-            return pad(attention(query[:, :, 1:], key, value, self.spec, **arguments), (0, 0, 1, 0)), None
+        first = not seen and query.shape[2] == key.shape[2] + 1 > 1
+        if first:  # without the first query, whose output is zero, there are as many queries as pairs
+            query = query[:, :, 1:]
+        query, key = self._sharpen(query, key, arguments)
+        if first:
+            return pad(attention(query, key, value, self.spec, **arguments), (0, 0, 1, 0)), None
         # with the pair of the last token, which no query sees yet, weights have a column for every token
         columns = key.shape[2] + (segment_ids is None)
         return observed_attention(self, query, key, value, output_attentions, columns=columns, **arguments)
+
+    def _sharpen(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Add beta^2 and the temperature to the arguments of `regard.attention`; return queries and keys, of length
+        beta if the scores have no scale."""
+        factor: float | Tensor = 1.0
+        if not self.temperature.neutral:
+            order = {name: each for name, each in arguments.items() if name != "params"}
+            learned = {name: getattr(self, name) for name in self.temperature.start()}
+            factor = self.temperature.scale(visible_counts(query, key, **order), learned=learned)
+        if self.sharpness is None:
+            if not self.temperature.neutral:
+                params = arguments["params"] or {}
+                width = params.get("h", self.spec.params["h"].default)
+                arguments["params"] = {**params, "h": width * factor**-0.5}
+            return query, key
+        sharpness = self.sharpness()
+        if self.spec.takes_scale:
+            arguments["scale"] = sharpness[:, None] * factor
+            return query, key
+        beta = sharpness.sqrt().to(key.dtype)[:, None, None]
+        return query * beta, key * beta
 
 
 def check_features(call: str, key_eps: Any, scale_limit: Any) -> None:
