@@ -232,9 +232,6 @@ def test_a_compiled_model_runs_uncompiled_under_hooks(model, ids, in_place):
     assert compiled(ids, use_cache=False).logits.tolist() == [[33.0, 66.0, 99.0]]
 
 
-# Models ----------------------------------------------------------------------------------------------------------
-
-
 def test_every_documented_name_of_an_iclm_is_there_with_its_shape():
     """B = 2 texts of T = 5 tokens in S = 6 slots, C = E = 16, V = 29, H = 2 heads of D = 8 on phi and 4 heads on f."""
     tokens = text(2, 5)
@@ -265,9 +262,6 @@ def test_every_documented_name_of_a_transformer_is_there_with_its_shape():
     wanted = ["layers.0.self_attn.hook_pattern", "layers.1.self_attn.hook_out", "layers.1.hook_mlp_out"]
     _, cache = run_with_cache(model, torch.tensor([[1, 2, 3, 4]]), wanted)
     assert [tuple(cache[name].shape) for name in wanted] == [(1, 2, 4, 4), (1, 4, 16), (1, 4, 16)]
-
-
-# capture(): what is seen, what is put back, and that looking changes nothing ------------------------------------------
 
 
 SPECS = ["softmax", "biweight", "relumax", "shift-cosine", "topk-uniform"]

@@ -79,9 +79,6 @@ def test_maps_of_a_model() -> None:
     assert torch.equal(found.weights[2], (torch.ones(7, 7).tril() / visible[:, None]).expand(2, 7, 7))
 
 
-# Local linear layers: signed weights, density and solver statistics, against dense formulas ---------------------------
-
-
 B, H, T, D = 2, 3, 12, 4
 
 

@@ -36,9 +36,6 @@ def on(column_of_row: list[int], columns: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(column_of_row), columns).double()[None, None]
 
 
-# Sinks -----------------------------------------------------------------------------------------------------------
-
-
 def test_sinks_of_hand_made_heads():
     first = on([0, 0, 0, 0], 4)
     second = on([0, 1, 1, 1], 4)
@@ -74,9 +71,6 @@ def test_evenness_of_hand_made_heads():
     ones = (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
     assert found.tolist() == pytest.approx([1, ones, (1 + 1 + 2 / 3 + 2 / 4) / 4, 0])
     assert evenness(halves, from_row=3).tolist() == pytest.approx([0.5])
-
-
-# Roles and copying -----------------------------------------------------------------------------------------------
 
 
 def test_what_rows_and_columns_stand_for():
@@ -130,9 +124,6 @@ def test_copying_counts_rows_that_see_the_token():
     assert found.rows == 1
 
 
-# Induction -------------------------------------------------------------------------------------------------------
-
-
 def test_induction_of_an_exact_head():
     """In slots: f looks P back, phi and a Transformer P - 1; that is where x_{i - P} is held."""
     period, tokens = 3, 9
@@ -167,9 +158,6 @@ def test_blocks_repeat_and_hold_no_token_twice():
     assert counts.max().item() < 12  # all tokens are drawn, none much more than others
 
 
-# Eigenvalues -----------------------------------------------------------------------------------------------------
-
-
 def test_eigenvalues_of_known_maps():
     embedding = torch.eye(4).repeat(2, 1)  # W_e W_e^T = 2 I
     turn = torch.zeros(4, 4)
@@ -198,9 +186,6 @@ def test_eigenvalues_are_those_of_the_map_between_tokens():
     assert found.share.item() == pytest.approx(np.mean(large.real > 0))
 
 
-# Ablations -------------------------------------------------------------------------------------------------------
-
-
 def test_ablations_touch_the_named_heads_only():
     pattern = torch.rand(2, 3, 4, 5).tril(1)
     out = knock_out(1)(pattern, None)
@@ -227,8 +212,6 @@ def test_ablations_of_non_finite_weights_and_of_outputs():
     assert left.shape == x.shape
     assert left[1, 2].tolist() == [5.0, 6.0]
 
-
-# Models ----------------------------------------------------------------------------------------------------------
 
 iclm = functools.partial(make, "iclm")
 

@@ -97,9 +97,6 @@ def test_the_viewer_has_the_weights() -> None:
     assert (base64.b64decode(data["codes"]), data["largest"]) == (b"\0", [[0.0]])
 
 
-# One table in its prints ----------------------------------------------------------------------------------------------
-
-
 TABLE = Table(header=("model", "bits"), rows=(("a|b", "1.5"), ("[red]c", "2")), note="A [b] note.")
 
 

@@ -107,9 +107,6 @@ def test_a_trace_is_made_ready() -> None:
     refuses("5 labels for 6 tokens", slot_readings, {"a": seen}, TOKENS, LABELS[:-1], [3])
 
 
-# Pictures --------------------------------------------------------------------------------------------------------
-
-
 def test_hits_are_green() -> None:
     image = pixels(slot_figure(readings(), title="one"))
     green, grey = count(image, "#a6dbc9"), count(image, "#f4f1ea")
@@ -146,9 +143,6 @@ def test_figures_are_drawn_from_anything() -> None:
         assert pixels(png).std() > 0
 
 
-# Page ------------------------------------------------------------------------------------------------------------
-
-
 def page(text: str) -> str:
     trace = GateTrace((text, "b"), ("layer 1",), torch.tensor([[1.0, 0.25]]))
     return render_memory(
@@ -177,9 +171,6 @@ def test_text_stays_text() -> None:
     plain, hostile = Elements(page("words")), Elements(page(HOSTILE))
     assert plain.tags == hostile.tags
     assert HOSTILE in hostile.text
-
-
-# Gates: what is heard, how rare words are, and rank correlations; against scipy and counting --------------------------
 
 
 class Memory(nn.Module):

@@ -111,9 +111,6 @@ def test_one_compiled_graph_serves_every_length():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-# Configurations -------------------------------------------------------------------------------------------------------
-
-
 def test_mixers_become_one_normal_text_per_layer():
     assert HybridConfig(mixers="biweight", num_hidden_layers=2).mixers == ["biweight", "biweight"]
     mixed = HybridConfig(mixers=[Spec.parse("relumax"), " softmax "], num_hidden_layers=2)

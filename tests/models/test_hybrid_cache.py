@@ -159,9 +159,6 @@ def test_forward_mode_sees_through_the_sums():
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-# Fixed length --------------------------------------------------------------------------------------------------------
-
-
 CASES = [
     (["softmax", "biweight"], {}),
     (["softmax", "biweight"], {"window": 4}),
@@ -256,8 +253,7 @@ def test_fewer_places_than_the_window(window):
     layer, x = Attention(32, 4, layer_idx=0, window=window), torch.randn(1, 6, 32)
     cache = Cache(layers=[StaticSlidingWindowLayer(max_cache_len=16, sliding_window=4)])
     layer(x[:, :4], past_key_values=cache)
-    with pytest.raises(ArgumentError, match="the cache has places for 4 tokens, and this call makes it 5"):
-        layer(x[:, 4:5], past_key_values=cache)
+    refuses("the cache has places for 4 tokens, and this call makes it 5", layer, x[:, 4:5], past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["memory-mosaic", "iclm"])

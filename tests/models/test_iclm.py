@@ -22,9 +22,6 @@ from regard.nn.functional_gradient import Pairs
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "iclm.md").read_text(encoding="utf-8")
 
 
-# Configurations ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "millions"),
     [
@@ -140,9 +137,6 @@ def test_initial_weights():
     assert fresh(ids, labels=ids).loss.item() == pytest.approx(math.log(400), rel=0.02)
 
 
-# What is seen ---------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_what_hooks_return_is_used():
     model, ids = make("iclm", f_mlp="none"), text(2, 9)
@@ -170,9 +164,6 @@ def test_a_cache_holds_one_document():
     covariates, values = torch.randn(1, 12, 16), torch.randn(1, 11, 8)
     refuses("a cache was given", layer, covariates, values, pairs=pairs, cache=cache)
     refuses("a cache holds one document", Pairs.of, torch.ones(1, 14, dtype=torch.bool), 12, ids)
-
-
-# The cache -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -244,9 +244,6 @@ def test_contributions_of_one_token_at_a_time(options):
         assert (parts[:token, token] == 0).all()
 
 
-# The parts of the logits: their sum, each part by loops, and packed rows ----------------------------------------------
-
-
 IDS = text(2, 9, seed=4)
 BOUND = {"atol": 1e-8, "rtol": 1e-8}
 

@@ -19,9 +19,6 @@ from regard.models import language_models
 
 MIXERS = [case for case in PARTS if case.startswith("mixer-")]
 
-# Loading --------------------------------------------------------------------------------------------------------------
-
-
 VALUES = {
     "device_map": "cpu", "dtype": "auto", "torch_dtype": torch.float32, "subfolder": "", "num_labels": 3,
     "trust_remote_code": False, "use_safetensors": True, "low_cpu_mem_usage": True, "attn_implementation": "eager",
@@ -123,9 +120,6 @@ def test_misspelt_fields_are_refused_wherever_they_stand(name, saved):
         refuses(r"unknown field 'mixer'\. Did you mean 'mixers'", load, saved[name], gguf_file=None, mixer="biweight")
     refuses("unknown field 'flavour'", own.from_pretrained, saved[name], flavour="sweet")
     assert own.from_pretrained(saved[name], flavour="sweet", return_unused_kwargs=True)[1] == {"flavour": "sweet"}
-
-
-# The loss -------------------------------------------------------------------------------------------------------------
 
 
 IDS = torch.tensor([[0] * 5 + [1] * 7, [0] * 3 + [1] * 9])

@@ -90,9 +90,6 @@ def test_bad_configurations(fields, words):
         MemoryMosaicConfig(**{"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, **fields})
 
 
-# State dicts of released programs -------------------------------------------------------------------------------------
-
-
 V, C, H, S, BLOCKS = 19, 12, 3, 10, 2
 D = C // H
 MATRICES = {

@@ -46,9 +46,6 @@ ABSOLUTE = {"transformer-elu", "transformer-window", *PARTS}
 """Features of rotated queries and keys, such as elu's, depend on more than the distance; so may token mixers."""
 
 
-# ---------------------------------------------------------------- causality
-
-
 @torch.no_grad()
 @every_case
 def test_later_tokens_change_no_bit_and_the_present_one_does(case):
@@ -75,9 +72,6 @@ def test_later_embeddings_that_are_not_numbers_change_no_bit(case):
         rounding = 1e-12 if case == "mixer-mesa" else 0.0  # which solves the systems of a chunk together
         found = model(inputs_embeds=embedded).logits[:, :6]
         torch.testing.assert_close(found, before[:, :6], rtol=0.0, atol=rounding)
-
-
-# ------------------------------------------------------------------- caches
 
 
 @torch.no_grad()
@@ -200,9 +194,6 @@ def test_a_cache_has_the_names_of_all_versions_of_transformers(name):
         model(tokens[:, :1], cache=cache, past_key_values=model.model.new_cache())
 
 
-# ------------------------------------------------------------------ padding
-
-
 @torch.no_grad()
 @every_case
 def test_hiding_tokens_equals_leaving_them_out(case):
@@ -282,9 +273,6 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(case):
         count -= 1
     (total / count).backward()
     same_by_path(gradients(model), together, 1e-9)
-
-
-# --------------------------------------------------------- what is given back
 
 
 @torch.no_grad()

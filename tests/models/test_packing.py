@@ -51,9 +51,6 @@ def same_gradients(found, expected):
     any_model.same_by_path(found, expected, 1e-5)
 
 
-# ------------------------------------------------------------- document by document
-
-
 @packed_case
 def test_each_document_gives_what_it_gives_alone(case):
     model, rows = model_of(case), documents()
@@ -180,9 +177,6 @@ def test_a_window_of_training_stays_inside_documents():
     close(model(tokens, segment_ids=ids).logits, alone(lambda text: model(text).logits, rows))
 
 
-# --------------------------------------------------------------------------- the loss
-
-
 def mean_loss(model, texts):
     """Over all tokens of the documents but their first ones, which are not predicted."""
     terms = [F.cross_entropy(model(text[None]).logits[0, :-1], text[1:], reduction="sum") for text in texts]
@@ -206,9 +200,6 @@ def test_the_collator_that_flattens_gives_the_loss_of_the_documents(name, flash)
     tokens, ids = packed_rows(rows)
     kept = model(tokens[:1], labels=tokens[:1, -8:], logits_to_keep=8, segment_ids=ids[:1]).loss
     close(kept.double(), mean_loss(model, [rows[0][2]]))
-
-
-# ------------------------------------------------------------------ what is refused
 
 
 @torch.no_grad()

@@ -22,8 +22,6 @@ from regard.models.hybrid.mixers.mesa import MesaNet
 from regard.models.hybrid.mixers.retention import Retention
 from regard.models.hybrid.recurrent_mixer import Heads
 
-# The recurrences ------------------------------------------------------------------------------------------------------
-
 HEADS, DIM, TOKENS, WIDTH = 2, 4, 7, 6
 
 
@@ -154,8 +152,6 @@ def test_padding_in_more_tokens_than_a_chunk_of_the_delta_rule(split: int) -> No
         assert not found[row, ~mask[row]].any()
         torch.testing.assert_close(states[0].memory[row], end[0].memory[0], rtol=1e-5, atol=1e-6)
 
-
-# In a model -----------------------------------------------------------------------------------------------------------
 
 mixers = pytest.mark.parametrize("name", token_mixers.names())
 RECURRENT = [name for name, mixer in token_mixers.items() if issubclass(mixer.cache_layer, StateCacheLayer)]
