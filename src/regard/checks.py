@@ -166,6 +166,13 @@ def integers(call: str, name: str, value: Any, *axes: int | str) -> Tensor:
     return value
 
 
+def token_numbers(call: str, name: str, value: Any, batch: int, tokens: int) -> None:
+    """Check that `value` is an integer tensor [B or 1, T]."""
+    integers(call, name, value, "B or 1", tokens)
+    if value.shape[0] != 1 and value.shape[0] != batch:  # dynamo gets `in` wrong for symbols
+        raise ArgumentError(f"{call}: {name} has shape {shape(value)}, expected [{batch} or 1, {tokens}].")
+
+
 def token_mask(call: str, name: str, value: Any, *axes: int | str, like: Tensor, of: str = "query") -> None:
     """Check that `value` is None or a boolean tensor with these axes, on the device of `like`."""
     if value is not None:
@@ -177,10 +184,8 @@ def token_mask(call: str, name: str, value: Any, *axes: int | str, like: Tensor,
 def segments(call: str, ids: Any, batch: int, tokens: int, device: torch.device) -> None:
     """Check that `segment_ids` is None or an integer tensor [B or 1, T]."""
     if ids is not None:
-        integers(call, "segment_ids", ids, "B or 1", tokens)
+        token_numbers(call, "segment_ids", ids, batch, tokens)
         on_device(call, "segment_ids", ids, device)
-        if ids.shape[0] != 1 and ids.shape[0] != batch:
-            raise ArgumentError(f"{call}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {tokens}].")
 
 
 def _has_axes(call: str, name: str, x: Tensor, axes: tuple[int | str, ...], why: str) -> None:

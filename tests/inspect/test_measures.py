@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.inspect.measures import AttentionMaps, attention_maps
-from regard.inspect.report import Page, Section, render
-from regard.inspect.summary import layer_table
+from regard.inspect.report import Page, Section, layer_table, render
 from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
 
 ALL_BACK = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [1.0, 0, 0]])

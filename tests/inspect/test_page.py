@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from seen import HOSTILE, Elements, count, pixels
 
-from regard.inspect.figures import Curve, attention_map, line_style, loss_curves, visible
+from regard.inspect.figures import Curve, attention_map, line_style, loss_curves
 from regard.inspect.measures import AttentionMaps
 from regard.inspect.report import Page, Part, Sample, Section, render, viewer_data
-from regard.inspect.tables import Table
+from regard.inspect.tables import Table, visible
 
 PNG = b"\x89PNG\r\n\x1a\nnot really"
 

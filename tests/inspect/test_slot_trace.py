@@ -11,6 +11,7 @@ from mistakes import refuses
 from seen import HOSTILE, Elements, count, pixels
 from torch import Tensor, nn
 
+from regard.inspect.figures import gate_histograms, gate_text, slot_figure, wrap
 from regard.inspect.gates import (
     GateTrace,
     bin_counts,
@@ -22,8 +23,7 @@ from regard.inspect.gates import (
     word_counts,
     word_surprisal,
 )
-from regard.inspect.memory_figures import gate_histograms, gate_text, slot_figure, wrap
-from regard.inspect.memory_page import MemoryPage, render_memory
+from regard.inspect.report import MemoryPage, render_memory
 from regard.inspect.slot_trace import (
     RetrievedSlot,
     SlotReading,

@@ -174,8 +174,7 @@ def slot_rows(trace: SlotReadings, *, reach: int = 10) -> Iterator[dict[str, Any
 
 def slot_table(trace: SlotReadings, *, reach: int = 10) -> Any:
     """Return a `tables.Table` of the retrieved slots with what their latest writes stored."""
-    from .figures import visible
-    from .tables import Table
+    from .tables import Table, visible
 
     header = ("token read", "layer", "slot", "weight", "written by", "target", "around it", "")
     rows = []

@@ -42,3 +42,9 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return table
+
+
+def visible(token: str) -> str:
+    """Return a token with signs for spaces and line ends, and dots for other unprintable characters."""
+    signs = {" ": "␣", "\n": "↵", "\t": "→", "\r": "↵"}
+    return "".join(signs.get(c, c if c.isprintable() else "·") for c in token)

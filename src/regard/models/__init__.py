@@ -9,8 +9,7 @@ from ..errors import extra_imports
 with extra_imports():
     from .base.base_config import RegardConfig
 
-from .base.catalogue import LanguageModel, language_models
-from .base.matching import Matched, count_parameters, match_parameters
+from .base.catalogue import LanguageModel, Matched, count_parameters, language_models, match_parameters
 from .hybrid.cache import RegardCacheLayer, hybrid_cache
 from .hybrid.configuration_hybrid import HybridConfig
 from .hybrid.memories import (

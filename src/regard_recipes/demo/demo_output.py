@@ -17,8 +17,7 @@ from typing import Any
 from regard.checks import ArgumentError
 from regard.inspect import figures
 from regard.inspect.figures import Curve
-from regard.inspect.report import Page, Part, Sample, Section, render
-from regard.inspect.summary import layer_table
+from regard.inspect.report import Page, Part, Sample, Section, layer_table, render
 from regard.inspect.tables import Table
 from regard.training import TrainingStopped
 

@@ -144,7 +144,7 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        from regard.inspect.memory_figures import gate_histograms
+        from regard.inspect.figures import gate_histograms
 
         y = {"share": "share of right answers"}
         made = {"curves": self.curves(results),

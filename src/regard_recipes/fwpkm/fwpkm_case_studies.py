@@ -174,7 +174,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        from regard.inspect.memory_figures import gate_text, slot_figure
+        from regard.inspect.figures import gate_text, slot_figure
 
         case, title = self.case(results)
         gates = self.layers_of(results, NAMES).melt(["layer", "seed"], list(PLACES), "place", "mean gate")
@@ -186,7 +186,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         }  # fmt: skip
 
     def pages(self, results: Results) -> dict[str, str]:
-        from regard.inspect.memory_page import MemoryPage, render_memory
+        from regard.inspect.report import MemoryPage, render_memory
 
         case, title = self.case(results)
         page = MemoryPage(

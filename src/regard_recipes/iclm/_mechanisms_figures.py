@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from regard.inspect.figures import COLOURS, png, visible
+from regard.inspect.figures import COLOURS, png
 from regard.inspect.mechanisms import ROLES
+from regard.inspect.tables import visible
 
 START = "start"
 

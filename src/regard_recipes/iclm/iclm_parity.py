@@ -221,7 +221,7 @@ def build(options: Mapping[str, Any], shape: Shape, vocabulary: int, context: in
 
 def entry(kind: str, shape: Shape, vocabulary: int, context: int) -> Any:
     """Return the configuration of a model; None where it cannot be brought to the size of its rival."""
-    from regard.models.base.matching import match_parameters
+    from regard.models.base.catalogue import match_parameters
 
     made, rival = (build(KINDS[name].options, shape, vocabulary, context) for name in (kind, KINDS[kind].rival))
     if not KINDS[kind].matched:
@@ -235,7 +235,7 @@ def entry(kind: str, shape: Shape, vocabulary: int, context: int) -> Any:
 def paper_sizes() -> dict[str, dict[str, int | None]]:
     """Return the parameters at the paper's sizes with GPT-2's vocabulary: shape to model to their number, None where a
     full model cannot be brought to the Transformer's."""
-    from regard.models.base.matching import count_parameters
+    from regard.models.base.catalogue import count_parameters
 
     found: dict[str, dict[str, int | None]] = {}
     for shape in PAPER_SHAPES:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ...checks import ArgumentError, closest, integers, is_integer, refuse, require, shape
+from ...checks import ArgumentError, closest, is_integer, refuse, require, shape, token_numbers
 from . import packing
 from .packing import Documents
 
@@ -27,8 +27,8 @@ _ARGUMENTS = (
 def one_cache(call: str, cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     """Return the cache that was given under either of its names; None if there is none."""
     both = cache is not None and past_key_values is not None and cache is not past_key_values
-    mend = "leave one out"
-    require(not both, call, f"cache and past_key_values are two names of one argument, and both were given; {mend}.")
+    names = "cache and past_key_values are two names of one argument"
+    require(not both, call, f"{names}, and both were given; leave one out.")
     return past_key_values if cache is None else cache
 
 
@@ -106,10 +106,7 @@ def token_positions(
     """Return positions [B or 1, T]: those given, or the number of real tokens before each."""
     batch, tokens = hidden.shape[:2]
     if position_ids is not None:
-        integers(call, "position_ids", position_ids, "B or 1", tokens)
-        if position_ids.shape[0] != 1 and position_ids.shape[0] != batch:  # dynamo gets `in` wrong for symbols
-            expected = f"[{batch} or 1, {tokens}]"
-            raise ArgumentError(f"{call}: position_ids has shape {shape(position_ids)}, expected {expected}.")
+        token_numbers(call, "position_ids", position_ids, batch, tokens)
         return position_ids
     if mask is None:
         return (torch.arange(tokens, device=hidden.device) + past)[None]

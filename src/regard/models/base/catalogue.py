@@ -1,23 +1,21 @@
-"""Registry of the language models, for the trainer, the command line and transformers' Auto classes.
+"""Registry of the language models, their parameter counts, and configurations matched to a parameter count.
 
 A new model is one file in this folder's parent, `regard/models`, that ends with
 
     language_models.register("my-model")(LanguageModel(MyConfig, MyForCausalLM, "One sentence about it."))
 """
 
-from __future__ import annotations
-
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from ...checks import ArgumentError
+from ...checks import ArgumentError, require, shown, suggestion, within
+from ...nn.arguments import positive_int
 from ...registry import Registry
-from .base_config import RegardConfig
-
-if TYPE_CHECKING:
-    from .base import RegardForCausalLM
+from .base import RegardForCausalLM
+from .base_config import RegardConfig, own_fields
 
 
 @dataclass(frozen=True)
@@ -46,3 +44,80 @@ def model_of(config: RegardConfig) -> type[RegardForCausalLM]:
             return entry.model
     known = ", ".join(entry.config.__name__ for _, entry in language_models.items())
     raise ArgumentError(f"model_of: got {type(config).__name__}, expected the configuration of a model: {known}.")
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A configuration matched to a number of parameters.
+
+    Attributes:
+        config: the matched configuration.
+        parameters: its number of parameters, tied matrices counted once.
+        target: the number asked for.
+        field: the field that was changed.
+    """
+
+    config: RegardConfig
+    parameters: int
+    target: int
+    field: str
+
+    @property
+    def gap(self) -> float:
+        """Return (parameters - target) / target."""
+        return (self.parameters - self.target) / self.target
+
+    def __str__(self) -> str:
+        kind = f"{type(self.config).__name__} with {self.field}={getattr(self.config, self.field)}"
+        return f"{kind}: {self.parameters:,} parameters, {self.gap:+.2%} of {self.target:,}"
+
+
+def count_parameters(config: RegardConfig) -> int:
+    """Return the number of parameters of the model of `config`, tied matrices counted once; allocates no memory."""
+    make = within("count_parameters", "config", model_of, config)
+    with torch.device("meta"):
+        model = make(copy.deepcopy(config))
+        model.tie_weights()
+    return sum(p.numel() for p in model.parameters())
+
+
+def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field: str | None = None) -> Matched:
+    """Return `config` with the width whose parameter count is closest to `target`.
+
+    Args:
+        config: is not changed.
+        target: a number of parameters, or another model's configuration.
+        field: the width to change, on which the size depends linearly; default: the configuration's `size_field`.
+
+    Raises:
+        ArgumentError: the target is neither a positive number nor a configuration, the field is unknown, the model is
+            larger than the target at width 1, or its size does not depend linearly on the field (because the
+            feed-forward layer is off, or other widths follow the field).
+    """
+    call = "match_parameters"
+    within(call, "config", model_of, config)
+    name = config.size_field if field is None else field
+    if isinstance(target, RegardConfig):
+        target = count_parameters(target)
+    if not isinstance(target, int):
+        raise ArgumentError(f"{call}: target is a {type(target).__name__}, expected a number or a RegardConfig.")
+    positive_int(call, "target", target)
+    if not isinstance(name, str) or name not in own_fields(type(config)):
+        hint = suggestion(shown(name), own_fields(type(config)))
+        raise ArgumentError(f"{call}: unknown field {shown(name)}.{hint}")
+
+    def at(width: int) -> tuple[RegardConfig, int]:
+        changed = copy.deepcopy(config)
+        setattr(changed, name, width)
+        changed.normalise()
+        return changed, count_parameters(changed)
+
+    least, two, this = at(1)[1], at(2)[1], f"this {type(config).__name__}"
+    require(two != least, call, f"the size of {this} does not depend on {name}; give another field.")
+    large = f"{this} has {least:,} parameters at {name}=1 already, more than the target of {target:,}"
+    require(least <= target, call, f"{large}; make it narrower, or give another field.")
+    width = 1 + round((target - least) / (two - least))
+    changed, parameters = at(width)
+    linear = parameters == least + (width - 1) * (two - least)
+    require(linear, call, f"the size of {this} is not linear in {name}.")
+    return Matched(changed, parameters, target, name)

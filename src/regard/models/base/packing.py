@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError, integers, require, shape
+from ...checks import ArgumentError, integers, require, shape, token_numbers
 
 ARGUMENTS = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Keywords that say where documents begin, besides `position_ids`; max_length_* are accepted and ignored."""
@@ -115,12 +115,9 @@ def _documents_by_argument(
     for name in packing:
         require(name in ARGUMENTS, call, f"unknown argument {name!r}.")
     given: dict[str, Any] = {name: value for name, value in packing.items() if value is not None}
-    batch, length = tokens
     numbers: dict[str, Any] = {name: given[name] for name in ("segment_ids", "seq_idx") if name in given}
     for name, ids in numbers.items():
-        integers(call, name, ids, "B or 1", length)
-        if ids.shape[0] != 1 and ids.shape[0] != batch:  # dynamo gets `in` wrong for symbols
-            raise ArgumentError(f"{call}: {name} has shape {shape(ids)}, expected [{batch} or 1, {length}].")
+        token_numbers(call, name, ids, *tokens)
     ends: dict[str, Any] = {name: given[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in given}
     return {**numbers, "cu_seq_lens_q": _from_lengths(call, ends, tokens, faults)} if ends else numbers
 

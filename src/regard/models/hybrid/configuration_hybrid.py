@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 
 from ... import Spec
-from ...checks import ArgumentError, choice, number, refuse, require, whole, within
+from ...checks import ArgumentError, choice, number, refuse, require, shown, suggestion, whole, within
 from ...nn import Ridge, Temperature, as_ridge, as_temperature
 from ...nn.arguments import check_heads, check_shared, check_window, positive_int
 from ...nn.attention.norm import NORMS, QK_NORMS
 from ...nn.feed_forward import feed_forwards
 from ...nn.memories import memory_layers
+from ...registry import Registry
 from ..base.base_config import RegardConfig
-from .memory_places import Places, places_text, read_options, read_places
 from .token_mixers import TokenMixer, token_mixers
 
-MEMORY_PLACES = ("before-mixer", "after-mixer")
+Places = dict[int, list[str]]
+"""Layer -> names of its memories: one beside the feed-forward layer, one instead of it, or both."""
+_PART = re.compile(r"\s*([A-Za-z][\w-]*)\s*@\s*(\d+(?:\s*,\s*\d+)*)\s*")
 
 
 class HybridConfig(RegardConfig):
@@ -135,7 +140,7 @@ class HybridConfig(RegardConfig):
             options = read_options(cls.__name__, "mixer_options", fields.get("mixer_options"), token_mixers)
             fields["mixer_options"] = {**options, "lact": {"window": window, **options.get("lact", {})}}
         window = 512 if window is None else window
-        own: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             **PAPER_SIZE,
             "num_hidden_layers": layers,
             "mixers": ["softmax" if mixer == "swa" else mixer for mixer in pattern],
@@ -144,8 +149,8 @@ class HybridConfig(RegardConfig):
             "memories": memories,
         }
         if "num_attention_heads" in fields or "hidden_size" in fields:  # the paper's values belong to its width
-            own = {key: value for key, value in own.items() if key not in ("head_dim", "num_key_value_heads")}
-        return cls(**{**own, **fields})
+            defaults = {name: x for name, x in defaults.items() if name not in ("head_dim", "num_key_value_heads")}
+        return cls(**{**defaults, **fields})
 
     @property
     def sliding_window(self) -> int | None:
@@ -171,15 +176,51 @@ class HybridConfig(RegardConfig):
         return super().read_mixer(mixer)
 
     def layer_memories(self) -> Places:
-        return read_places(self.call, self.memories, self.num_hidden_layers)
+        """Return the memories of each layer that has any; raise `ArgumentError` for an unreadable field, an unknown
+        memory or layer, or two memories in the same place."""
+        places: Places = {}
+        for name, depth in self._memory_depths():
+            name = within(self.call, "memories", memory_layers.canonical, name.lower())
+            last = self.num_hidden_layers - 1
+            there = f"there are layers 0 to {last} (num_hidden_layers={last + 1})"
+            require(0 <= depth <= last, self.call, f"memories puts {name} at layer {depth}, but {there}.")
+            replaces = memory_layers.get(name).replaces_feed_forward
+            for other in places.get(depth, []):
+                if memory_layers.get(other).replaces_feed_forward == replaces:
+                    where = f"{'in place of' if replaces else 'beside'} the feed-forward layer of layer {depth}"
+                    raise ArgumentError(f"{self.call}: memories puts {other} and {name} {where}; choose one.")
+            places.setdefault(depth, []).append(name)
+        return dict(sorted(places.items()))
+
+    def _memory_depths(self) -> list[tuple[str, int]]:
+        """Return the names in the field `memories` with their layers, in the given order."""
+        given, expected = self.memories, "expected a text such as 'FwPKM@2,6,10' or 'PKM@6+FwPKM@2,10'"
+        if given is None:
+            return []
+        if isinstance(given, Mapping):
+            try:
+                named = [(int(depth), [each] if isinstance(each, str) else [*each]) for depth, each in given.items()]
+            except (TypeError, ValueError):
+                expected += ", or depths mapped to names"
+                raise ArgumentError(f"{self.call}: memories is {shown(given)}, {expected}.") from None
+            return [(name, depth) for depth, names in named for name in names]
+        if not isinstance(given, str):
+            raise ArgumentError(f"{self.call}: memories is {shown(given)}, {expected}.")
+        pairs: list[tuple[str, int]] = []
+        for part in given.split("+") if given.strip() else []:
+            match = _PART.fullmatch(part)
+            if match is None:
+                unread = f"{expected}; cannot read {part.strip()!r}"
+                raise ArgumentError(f"{self.call}: memories is {shown(given)}, {unread}.")
+            pairs += [(match[1], int(depth)) for depth in match[2].split(",")]
+        return pairs
 
     def attention_options(self, layer_idx: int) -> dict[str, Any]:
         """Return the arguments of `regard.nn.Attention` that do not depend on the kind of the layer."""
         return {
             "num_kv_heads": self.num_key_value_heads, "head_dim": self.head_dim, "layer_idx": layer_idx,
             "share_query_key": self.share_query_key, "exclude_self": self.exclude_self, "qk_norm": self.qk_norm,
-            "norm_eps": self.rms_norm_eps, "output_gate": self.output_gate,
-            "output_norm": self.output_norm,
+            "norm_eps": self.rms_norm_eps, "output_gate": self.output_gate, "output_norm": self.output_norm,
         }  # fmt: skip
 
     def normalise(self) -> None:
@@ -217,15 +258,17 @@ class HybridConfig(RegardConfig):
                 raise ArgumentError(f"{self.call}: {wrong}.")
         self.temperatures = [str(rule) for rule in temperatures]
         self.ridges = [str(rule) for rule in ridges]
-        self.check_choice("memory_place", MEMORY_PLACES)
+        self.check_choice("memory_place", ("before-mixer", "after-mixer"))
         places = self.layer_memories()
-        self.memories = places_text(places) or None
+        names = sorted({name for memories in places.values() for name in memories})
+        depths = {name: ",".join(str(depth) for depth in places if name in places[depth]) for name in names}
+        self.memories = "+".join(f"{name}@{depths[name]}" for name in names) or None
         self.memory_options = read_options(self.call, "memory_options", self.memory_options, memory_layers)
         self.mixer_options = read_options(self.call, "mixer_options", self.mixer_options, token_mixers)
         with torch.device("meta"):  # options that do not fit are refused here; nothing is allocated
-            for name in {name for found in places.values() for name in found}:
-                own = self.memory_options.get(name, {})
-                within(self.call, "memory_options", memory_layers.get(name), self.hidden_size, **own)
+            for name in names:
+                options = self.memory_options.get(name, {})
+                within(self.call, "memory_options", memory_layers.get(name), self.hidden_size, **options)
             for name in {mixer for mixer in mixers if isinstance(mixer, str)}:
                 within(self.call, "mixer_options", self.build_mixer, name, mixers.index(name))
 
@@ -254,6 +297,33 @@ class HybridConfig(RegardConfig):
         if not isinstance(getattr(self, name), (str, kind)) or not any(fits):
             return rules
         return [rule if fit else read("fixed") for rule, fit in zip(rules, fits, strict=True)]
+
+
+def read_options(
+    call: str, field: str, given: str | Mapping[str, Any] | None, registry: Registry[Any]
+) -> dict[str, dict[str, Any]]:
+    """Return options by name, from a mapping or its JSON text; raise `ArgumentError` for anything else, or an unknown
+    name or option. An entry of the registry with `defaults` has those options, another the keywords of its class."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"{call}: {field} is {shown(given)}, which is no JSON: {error}.") from None
+    given = {} if given is None else given
+    example = next(iter(registry.names()), "name")
+    items = given.items() if isinstance(given, Mapping) else [(None, given)]
+    if not all(isinstance(name, str) and isinstance(each, Mapping) for name, each in items):
+        raise refuse(call, field, given, f"a mapping such as {{{example!r}: {{...}}}}")
+    by_name: dict[str, dict[str, Any]] = {}
+    for name, options in given.items():
+        name = within(call, field, registry.canonical, name.lower())
+        entry = registry.get(name)
+        known = [*entry.defaults] if hasattr(entry, "defaults") else [*inspect.signature(entry).parameters][1:]
+        for option in options:
+            if option not in known:
+                raise ArgumentError(f"{call}: {field}: {name} has no option {option!r}.{suggestion(option, known)}")
+        by_name[name] = dict(options)
+    return by_name
 
 
 HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...checks import ArgumentError
 from ...nn.functional_gradient import VARIANTS
-from ..base.matching import count_parameters, match_parameters
+from ..base.catalogue import count_parameters, match_parameters
 from ..hybrid.configuration_hybrid import HybridConfig
 from .configuration_iclm import PRESETS, ICLMConfig
 

@@ -8,6 +8,7 @@ Shapes: V vocabulary, C model width, H heads, D = C / H, S slots.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,14 +27,13 @@ slots have none."""
 
 @dataclass(frozen=True)
 class _Names:
-    """Parameter names of a program; {i} is the block, {c} the copy of slots."""
+    """Parameter names of a program, where {i} stands for the block and {c} for the copy of slots."""
 
     embedding: str  # identifies the program
     norm: str
     head: str
     block: str  # prefix of a block
-    tensors: Mapping[str, str]  # our names in a block to the program's, without biases
-    slots: Mapping[str, str]  # the same: one tensor with all copies, or one per copy if the name contains {c}
+    tensors: Mapping[str, str]  # our names in a block to the program's, without biases; {c} is in names of one copy
     buffers: tuple[str, ...] = ()  # suffixes of names that are not weights
     options: Mapping[str, Any] = field(default_factory=dict)  # fields of the configuration that the program implies
 
@@ -53,6 +53,8 @@ _TENSORS = (
     ("persistent.sharpness.scale", "mlp.k_featurizer.key_scale", "pmem.kernel_beta"),
     ("persistent.scale", "mlp.out_scale", "pmem.value_beta"),
     ("persistent.out_proj.weight", "mlp.c_proj.weight", "pmem.c_proj.weight"),
+    ("persistent.slot_keys", "mlp.P_k", "pmem.pmem.M_k{c}"),
+    ("persistent.slot_values", "mlp.P_v", "pmem.pmem.M_v{c}"),
 )
 """Names of the tensors of a block here, in nanoMosaics and in the Library; biases follow their `.weight`."""
 NANO = _Names(
@@ -61,7 +63,6 @@ NANO = _Names(
     head="lm_head.weight",
     block="mosaic.h.{i}.",
     tensors={ours: nano for ours, nano, _ in _TENSORS},
-    slots={"persistent.slot_keys": "mlp.P_k", "persistent.slot_values": "mlp.P_v"},
     buffers=("attn.bias", "leaky_avg.coef"),
     options={
         "look_ahead": "convex",
@@ -78,7 +79,6 @@ LIBRARY = _Names(
     head="head.weight",
     block="blocks.{i}.",
     tensors={ours: library for ours, _, library in _TENSORS},
-    slots={"persistent.slot_keys": "pmem.pmem.M_k{c}", "persistent.slot_values": "pmem.pmem.M_v{c}"},
     options={"look_ahead": "convex", "leaky": "average"},
 )
 
@@ -114,23 +114,19 @@ def _config(names: _Names, weights: Mapping[str, Tensor], changes: Mapping[str, 
     first = names.block.format(i=0)
     vocab, width = _need(weights, names.embedding).shape
     heads = _need(weights, first + names.tensors["contextual.keys.rate"]).numel()
-    slots = _need(weights, first + names.slots["persistent.slot_keys"].format(c=0))
-    label = first + names.slots["persistent.slot_keys"]
+    label, last = first + names.tensors["persistent.slot_keys"], names.tensors["contextual.out_proj.weight"]
+    slots = _need(weights, label.format(c=0))
     copies = sum(label.format(c=c) in weights for c in range(len(weights))) if "{c}" in label else slots.shape[0]
-    blocks = 0
-    while names.block.format(i=blocks) + names.tensors["contextual.out_proj.weight"] in weights:
-        blocks += 1
     fields = {
         "vocab_size": vocab,
         "hidden_size": width,
-        "num_hidden_layers": blocks,
+        "num_hidden_layers": next(i for i in count() if names.block.format(i=i) + last not in weights),
         "num_attention_heads": heads,
         "persistent_slots": slots.shape[-2],
         "persistent_copies": copies,
         "bias": names.norm + ".bias" in weights,
-        **names.options,
     }
-    return MemoryMosaicConfig(**{**fields, **changes})
+    return MemoryMosaicConfig(**{**fields, **names.options, **changes})
 
 
 def _name_pairs(names: _Names, model: MemoryMosaicForCausalLM) -> list[tuple[str, list[str]]]:
@@ -138,11 +134,10 @@ def _name_pairs(names: _Names, model: MemoryMosaicForCausalLM) -> list[tuple[str
     config = model.config
     pairs = [("model.embed_tokens.weight", [names.embedding]), ("model.norm.weight", [names.norm + ".weight"])]
     for i in range(config.num_hidden_layers):
-        ours, theirs = f"model.layers.{i}.", names.block.format(i=i)
-        pairs += [(ours + name, [theirs + other]) for name, other in names.tensors.items()]
-        for name, other in names.slots.items():
-            copies = range(config.persistent_copies) if "{c}" in other else [0]
-            pairs.append((ours + name, [theirs + other.format(c=c) for c in copies]))
+        for ours, theirs in names.tensors.items():
+            copies = range(config.persistent_copies if "{c}" in theirs else 1)
+            copied = [names.block.format(i=i) + theirs.format(c=c) for c in copies]
+            pairs.append((f"model.layers.{i}.{ours}", copied))
     if config.bias:
         biased = [(ours, theirs) for ours, (theirs, *_) in pairs if theirs.endswith(".weight")]
         to_bias = lambda name: name.removesuffix("weight") + "bias"  # noqa: E731

@@ -26,7 +26,7 @@ from ....one_node import one_node
 from ....recurrent.delta import delta_rule
 from ....recurrent.states import State
 from ...base.cache_layers import StateCacheLayer
-from ..convolutions import short_convolution
+from ..recurrent_mixer import short_convolution
 from ..token_mixers import StateMixer, States, token_mixers
 
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ....recurrent.states import State
-from ..convolutions import long_convolution
-from ..recurrent_mixer import LongConvolution
+from ..recurrent_mixer import LongConvolution, long_convolution
 from ..token_mixers import token_mixers
 
 MODES = 16

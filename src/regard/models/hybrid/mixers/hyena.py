@@ -10,8 +10,7 @@ from transformers import initialization as init
 
 from ....nn.arguments import plain_linear
 from ....recurrent.states import State
-from ..convolutions import long_convolution
-from ..recurrent_mixer import LongConvolution
+from ..recurrent_mixer import LongConvolution, long_convolution
 from ..token_mixers import token_mixers
 
 WAVES, WIDTH = 8, 32
