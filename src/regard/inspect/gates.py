@@ -12,9 +12,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,20 +63,19 @@ def gate_trace(
     call = "gate_trace"
     check_labels(call, labels, integers(call, "input_ids", input_ids, "T"))
     names = [name for name in named_hook_points(model) if name.rpartition(".")[2] == GATE]
-    mend = 'give a model with memories such as HybridConfig(memories="FwPKM@2") and gating=True'
-    missing = f"no memory layer of {type(model).__name__} has a gate; {mend}."
+    gated = 'give a model with memories such as HybridConfig(memories="FwPKM@2") and gating=True'
+    missing = f"no memory layer of {type(model).__name__} has a gate; {gated}."
     require(bool(names), call, missing)
     tokens = input_ids.long()[None].to(next(model.parameters()).device)
-    chunked: Any = nullcontext()
-    if chunk_size is not None:
-        from ..models.hybrid import memories
+    with eval_mode(model), ExitStack() as changes:
+        if chunk_size is not None:
+            from ..models.hybrid import memories
 
-        chunked = memories.chunk_size(model, chunk_size)
-    with eval_mode(model), chunked:
-        _, found = within(call, None, run_with_cache, model, tokens, names.__contains__)
-    require(bool(found), call, missing)
-    gates = torch.stack([gate.reshape(-1).float().cpu() for gate in found.values()])
-    return GateTrace(tuple(labels), tuple(map(layer_name, found)), gates)
+            changes.enter_context(memories.chunk_size(model, chunk_size))
+        _, cache = within(call, None, run_with_cache, model, tokens, names.__contains__)
+    require(bool(cache), call, missing)
+    gates = torch.stack([gate.reshape(-1).float().cpu() for gate in cache.values()])
+    return GateTrace(tuple(labels), tuple(map(layer_name, cache)), gates)
 
 
 def layer_name(hook: str) -> str:

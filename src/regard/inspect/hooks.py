@@ -98,22 +98,19 @@ def run_with_cache(
     Raises:
         ArgumentError: as `run_with_hooks`.
     """
-    kept = Activations()
-    call = "run_with_cache"
+    call, kept = "run_with_cache", Activations()
 
     def keep(name: str) -> HookFunction:
         return lambda tensor, hook: kept.__setitem__(name, tensor.detach())
 
-    points, required = _points(model, call), True
-    if names is None or callable(names):
-        wanted, required = [name for name in points if names is None or names(name)], False
-    else:
-        chosen = [names] if isinstance(names, str) else names
-        if not isinstance(chosen, (list, tuple, set, frozenset)):
-            raise refuse(call, "names", names, "a name, several, a filter of names, or None")
-        wanted = [within(call, "names", _names, name, points, call)[0] for name in chosen]
+    points = _points(model, call)
+    by_filter = names is None or callable(names)
+    chosen = [*points] if names is None else [names] if callable(names) or isinstance(names, str) else names
+    if not isinstance(chosen, (list, tuple, set, frozenset)):
+        raise refuse(call, "names", names, "a name, several, a filter of names, or None")
+    wanted = [name for which in chosen for name in within(call, "names", _names, which, points, call)]
     listeners = [(name, keep(name)) for name in wanted]
-    with hooked(model, hooks, call=call), hooked(model, listeners, call=call, required=required):
+    with hooked(model, hooks, call=call), hooked(model, listeners, call=call, required=not by_filter):
         output = within(call, None, model, input_ids=input_ids, **{"use_cache": False, **kwargs})
     return output, kept
 
@@ -132,12 +129,10 @@ def hooked(
     Raises:
         ArgumentError: as `run_with_hooks`.
     """
-    points = _points(model, call)
+    points, called = _points(model, call), dict[str, bool]()
     flag(call, "required", required)
-    hooks = _pairs(call, hooks)
-    called: dict[str, bool] = {}
     with ExitStack() as active:
-        for which, function in hooks:
+        for which, function in _pairs(call, hooks):
             for name in within(call, "hooks", _names, which, points, call):
                 called.setdefault(name, callable(which))
                 listener = _listener(name, function, called, call)
@@ -177,8 +172,6 @@ def _names(which: str | Filter, points: dict[str, HookPoint], call: str) -> list
 
 
 def _listener(name: str, function: HookFunction, called: dict[str, bool], call: str) -> Callable[..., Tensor | None]:
-    """Return `function` as a forward hook of torch that records its calls."""
-
     def listen(point: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         called[name] = True
         assert isinstance(point, HookPoint)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..checks import ArgumentError, floating, instance, integers, on_device, require, shape, shown, tensor, whole
 from ..nn.hooks import HookPoint
-from .hooks import HookFunction, run_with_cache
+from .hooks import HookFunction, named_hook_points, run_with_cache
 
 EPSILON = 0.3
 """Mean weight above which the first token is a sink (Gu et al., arXiv 2410.10781, section 3)."""
@@ -56,7 +56,6 @@ BEGUN = {"phi": Roles(1, 0), "f": Roles(2, 1), "transformer": Roles(1, 0)}
 
 
 def _placed(tokens: Tensor, first: int, count: int) -> Tensor:
-    """Return the tokens from position `first` on, -1 outside the text."""
     positions = torch.arange(first, first + count, device=tokens.device)
     inside = (positions >= 0) & (positions < tokens.shape[1])
     return tokens[:, positions.clamp(0, tokens.shape[1] - 1)].masked_fill(~inside, -1)
@@ -68,17 +67,14 @@ def _visible(pattern: Tensor) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool, device=pattern.device).tril(columns - rows)
 
 
-def _check(call: str, pattern: Tensor) -> None:
+def _check(call: str, pattern: Tensor, from_row: int | None = None) -> None:
     floating(call, "pattern", pattern)
     if pattern.dim() != 4 or pattern.is_meta or pattern.shape[2] > pattern.shape[3]:
         expected = "floating weights [B, H, R, K] of a causal layer, with no more rows than columns"
         got = f"shape {shape(pattern)} and dtype {pattern.dtype}"
         raise ArgumentError(f"{call}: pattern has {got}, expected {expected}.")
-
-
-def _check_rows(call: str, pattern: Tensor, from_row: int) -> None:
-    _check(call, pattern)
-    whole(call, "from_row", from_row, 0, pattern.shape[2] - 1)
+    if from_row is not None:
+        whole(call, "from_row", from_row, 0, pattern.shape[2] - 1)
 
 
 @dataclass(frozen=True)
@@ -110,13 +106,10 @@ def sinks(pattern: Tensor, from_row: int = 0) -> Sinks:
     """Return the mean weight of the columns over the texts and the rows from `from_row` on, 0 for unseen columns.
 
     With `from_row` = 0, that of column 0 is alpha of Gu et al. (arXiv 2410.10781, section 3.1). The first rows see few
-    columns and increase it: compare with `uniform`, or exclude them.
-
-    Args:
-        pattern: [B, H, R, K], without padding.
-        from_row: the first row that counts, 0 to R - 1.
+    columns and increase it: compare with `uniform`, or exclude them. `pattern` is without padding, and `from_row` is 0
+    to R - 1.
     """
-    _check_rows("sinks", pattern, from_row)
+    _check("sinks", pattern, from_row)
     mean = pattern[:, :, from_row:].double().mean((0, 2))
     strongest, place = mean.max(-1)
     uniform = (1 / _visible(pattern)[from_row:].sum(-1).double()).mean().item()
@@ -129,7 +122,7 @@ def evenness(pattern: Tensor, from_row: int = 0) -> Tensor:
     This is the mean over texts and rows of (sum p)^2 / (n sum p^2) for a row that sees n columns: 1 for equal weights,
     1/n for all weight on one column.
     """
-    _check_rows("evenness", pattern, from_row)
+    _check("evenness", pattern, from_row)
     weights = pattern[:, :, from_row:].double()
     squares = weights.square().sum(-1)
     share = weights.sum(-1).square() / squares.where(squares > 0, torch.ones_like(squares))
@@ -229,9 +222,8 @@ def repeated_blocks(
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    """Whether heads increase the logit of the token that they read, from the eigenvalues of P_h W_e W_e^T.
-
-    Up to zeros, these are the eigenvalues of the V x V maps from a token read to the logits written.
+    """Whether heads increase the logit of the token that they read, from the eigenvalues of P_h W_e W_e^T. Up to zeros,
+    these are the eigenvalues of the V x V maps from a token read to the logits written.
 
     Attributes:
         share: [H], share of the nonzero eigenvalues whose real part is positive.
@@ -354,17 +346,14 @@ def patterns(
         ArgumentError: the model has no such layers.
     """
 
-    def stream_of(name: str) -> tuple[str, int] | None:
-        match = _POINT.fullmatch(name)
-        return match and (match[1] or "transformer", int(match[2]))
-
-    kept = lambda name: (found := stream_of(name)) is not None and found[0] in (streams or ROLES)  # noqa: E731
-    output, cache = run_with_cache(model, input_ids, kept)
+    matches = [_POINT.fullmatch(name) for name in named_hook_points(model)]
+    streams_of = {match[0]: (match[1] or "transformer", int(match[2])) for match in matches if match is not None}
+    kept = [name for name, (stream, _) in streams_of.items() if stream in (streams or ROLES)]
+    output, cache = run_with_cache(model, input_ids, kept.__contains__)
     unknown = f"{type(model).__name__} has no attention with known rows; give an ICLM or Transformer."
     require(bool(cache), "patterns", unknown)
-    config: Any = getattr(model, "config", None)
-    roles = BEGUN if getattr(config, "start", "param") == "bos" else ROLES
-    layers = ((name, *(stream_of(name) or ("", 0)), weights) for name, weights in cache.items())
+    roles = BEGUN if getattr(getattr(model, "config", None), "start", "param") == "bos" else ROLES
+    layers = ((name, *streams_of[name], weights) for name, weights in cache.items())
     return output.logits, [LayerPattern(name, stream, i, roles[stream], weights) for name, stream, i, weights in layers]
 
 

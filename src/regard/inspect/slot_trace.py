@@ -80,7 +80,7 @@ class SlotReadings:
     def hits(self, last: int = 1, layer: str | None = None) -> float:
         """Return the share of retrieved slots that are hits, 0 without retrieved slots."""
         hits = [self.hit(reading, slot, last) for reading, slot in self._slots(layer)]
-        return sum(hits) / len(hits) if hits else 0.0
+        return sum(hits) / max(1, len(hits))
 
     def hit_weight(self, layer: str | None = None) -> float:
         """Return the share of the readings' weight on hits of the latest write, 0 without readings."""
@@ -90,10 +90,8 @@ class SlotReadings:
             right += slot.weight * self.hit(reading, slot)
         return right / total if total else 0.0
 
-    def _slots(self, layer: str | None) -> Iterator[tuple[SlotReading, RetrievedSlot]]:
-        """Yield every retrieved slot of a layer (None: of all) with its reading."""
-        readings = (reading for reading in self.readings if layer in (None, reading.layer))
-        return ((reading, slot) for reading in readings for slot in reading.slots)
+    def _slots(self, layer: str | None) -> list[tuple[SlotReading, RetrievedSlot]]:
+        return [(each, slot) for each in self.readings if layer in (None, each.layer) for slot in each.slots]
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -129,16 +127,14 @@ def slot_readings(
     """
     if any(not 0 <= position < len(tokens) for position in positions):
         raise ArgumentError(f"slot_readings: positions {sorted(positions)} are out of range for {len(tokens)} tokens.")
-    wanted = set(positions)
-    readings = []
+    wanted, readings = set(positions), []
     for layer, seen in retrieved.items():
-        for at in ((seen.row == row).nonzero()[:, 0]).tolist():
+        for at in (seen.row == row).nonzero()[:, 0].tolist():
             position = int(seen.position[at])
             if position in wanted:
                 slots = (_retrieved_slot(seen, at, index) for index in range(seen.slots.shape[1]))
                 readings.append(SlotReading(layer, position, tuple(sorted(slots, key=lambda slot: -slot.weight))))
-    order = {layer: index for index, layer in enumerate(retrieved)}
-    readings.sort(key=lambda reading: (reading.position, order[reading.layer]))
+    readings.sort(key=lambda reading: reading.position)  # stable: layers stay in order
     return SlotReadings(tuple(tokens), tuple(labels), tuple(readings), dict(answers) if answers else None)
 
 
