@@ -356,10 +356,7 @@ def test_nothing_listens_afterwards():
     ("call", "message"),
     [
         ({"tokens": torch.tensor([29])}, "tokens holds 29 to 29, expected tokens from 0 to 28"),
-        (
-            {"tokens": torch.tensor([0.5])},
-            r"tokens is a torch.float32 tensor \[1\], expected integers \[M\] or \[2, 9, M\]",
-        ),
+        ({"tokens": torch.tensor([0.5])}, r"tokens is a torch.float32 .*\[1\], expected integers \[M\] or \[2, 9, M\]"),
         ({"tokens": torch.zeros(1, 9, 2, dtype=torch.long)}, r"tokens is .*\[1, 9, 2\], expected integers \[M\] or"),
         *(
             ({"positions": p}, r"positions is .*, expected integers \[Q\] from -9 to 8")

@@ -32,6 +32,7 @@ from any_model import (
     text,
     tolerance,
 )
+from mistakes import refuses
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -190,8 +191,8 @@ def test_a_cache_has_the_names_of_all_versions_of_transformers(name):
         found = model(tokens[:, 6:], **{given: cache}).logits
         torch.testing.assert_close(found, expected, atol=tolerance(name), rtol=0)
         assert torch.equal(model.generate(tokens, **{given: twin}, max_new_tokens=4, do_sample=False), whole)
-    with pytest.raises(ArgumentError, match="cache and past_key_values are two names of one argument"):
-        model(tokens[:, :1], cache=cache, past_key_values=model.model.new_cache())
+    both = {"cache": cache, "past_key_values": model.model.new_cache()}
+    refuses("cache and past_key_values are two names of one argument", model, tokens[:, :1], **both)
 
 
 @torch.no_grad()
@@ -317,8 +318,8 @@ def test_logits_to_keep_and_loss(name):
     expected = F.cross_entropy(whole[:, -6:-1][kept], tokens[:, -5:][kept])
     found = model(tokens, attention_mask=mask, labels=labels[:, -6:], logits_to_keep=6).loss
     rounded(found, expected)
-    with pytest.raises(ArgumentError, match="logits_to_keep is a tensor of positions and labels are given"):
-        model(tokens, attention_mask=mask, labels=labels[:, :3], logits_to_keep=places)
+    given = {"labels": labels[:, :3], "logits_to_keep": places}
+    refuses("logits_to_keep is a tensor of positions and labels are given", model, tokens, **given)
 
 
 @torch.no_grad()

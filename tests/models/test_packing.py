@@ -14,7 +14,6 @@ from mistakes import refuses
 from packed import alone, documents, packed_rows, positions
 
 from regard import presets
-from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM, TokenMixer, token_mixers
 from regard.nn.memories import MemoryLayer, memory_layers
 
@@ -235,10 +234,7 @@ def test_rows_of_one_document_are_ordinary_rows():
     [
         ({"segment_ids": torch.zeros(1, 4)}, r"segment_ids is a torch.float32 tensor \[1, 4\], expected integers"),
         ({"segment_ids": [0, 0, 1]}, r"segment_ids is \[0, 0, 1\], expected integers"),
-        (
-            {"segment_ids": torch.zeros(1, 5, dtype=torch.long)},
-            r"segment_ids has shape \[1, 5\], expected \[B or 1, 4\]",
-        ),
+        ({"segment_ids": torch.zeros(1, 5).long()}, r"segment_ids has shape \[1, 5\], expected \[B or 1, 4\]"),
         ({"seq_idx": torch.zeros(2, 4, dtype=torch.long)}, r"seq_idx has shape \[2, 4\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q must begin with 0, end with the number of tokens"),
         ({"cu_seq_lens_q": torch.tensor([1, 4])}, "cu_seq_lens_q must begin with 0"),
@@ -261,8 +257,8 @@ def test_one_clear_line_for_bad_documents(said, message):
 
 def test_lengths_speak_of_one_row():
     tokens, _ = packed_rows(documents())
-    with pytest.raises(ArgumentError, match="how one row is packed, but 2 rows are given; give segment_ids"):
-        hybrid()(tokens, cu_seq_lens_q=torch.tensor([0, 5, 13]))
+    message = "how one row is packed, but 2 rows are given; give segment_ids"
+    refuses(message, hybrid(), tokens, cu_seq_lens_q=torch.tensor([0, 5, 13]))
 
 
 def test_one_memory_for_the_batch_is_refused():
