@@ -9,7 +9,7 @@ import any_model
 import pytest
 import torch
 import torch.nn.functional as F
-from any_model import CASES, SIZES, SMALL, cases, counts_padding, every_model, make, takes_embeddings
+from any_model import CASES, SIZES, SMALL, cases, counts_padding, every_model, make, same_by_path, takes_embeddings
 from mistakes import refuses
 from packed import alone, documents, packed_rows, positions
 
@@ -30,10 +30,6 @@ def model_of(case, dtype=torch.float64, **fields):
     return model
 
 
-def hybrid(**fields):
-    return make("transformer", **fields)
-
-
 def close(found, expected, tolerance=1e-5):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
@@ -46,10 +42,6 @@ def gradients(model, logits):
     return any_model.gradients(model)
 
 
-def same_gradients(found, expected):
-    any_model.same_by_path(found, expected, 1e-5)
-
-
 @packed_case
 def test_each_document_gives_what_it_gives_alone(case):
     model, rows = model_of(case), documents()
@@ -60,7 +52,7 @@ def test_each_document_gives_what_it_gives_alone(case):
         found = model(tokens, **said)
         assert found.past_key_values is None
         close(found.logits, expected)
-        same_gradients(gradients(model, found.logits), wanted)
+        same_by_path(gradients(model, found.logits), wanted, 1e-5)
     for row, text in enumerate(tokens):
         ends = torch.tensor([0, *torch.tensor([len(one) for one in rows[row]]).cumsum(0)], dtype=torch.int32)
         said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
@@ -85,7 +77,7 @@ def test_every_preset_keeps_documents_apart(name, mixers):
     tokens, ids = packed_rows(rows)
     found, expected = model(tokens, segment_ids=ids).logits, alone(lambda text: model(text).logits, rows)
     close(found, expected)
-    same_gradients(gradients(model, found), gradients(model, expected))
+    same_by_path(gradients(model, found), gradients(model, expected), 1e-5)
 
 
 @torch.no_grad()
@@ -140,13 +132,13 @@ def compiled_is_eager(model, said, tokens, **how):
     assert found.past_key_values is None
     close(found.logits, expected.logits)
     close(found.loss, expected.loss)
-    same_gradients(gradients(model, found.logits), wanted)
+    same_by_path(gradients(model, found.logits), wanted, 1e-5)
     torch._dynamo.reset()
 
 
 def test_a_compiled_model_keeps_documents_apart():
     """In training in one graph; elsewhere it looks whether there are several documents, since it may keep a cache."""
-    model, rows = hybrid(mixers=["biweight"], num_hidden_layers=1), documents()
+    model, rows = make("transformer", mixers=["biweight"], num_hidden_layers=1), documents()
     tokens = packed_rows(rows)[0]
     compiled_is_eager(model, {"position_ids": positions(rows)}, tokens, backend="eager")
     compiled_is_eager(model.train(), {"position_ids": positions(rows)}, tokens, backend="eager", fullgraph=True)
@@ -167,11 +159,11 @@ def test_recomputation_keeps_documents_apart(case):
     tokens, ids = packed_rows(rows)
     wanted = gradients(model, model(tokens, segment_ids=ids).logits)
     model.gradient_checkpointing_enable()
-    same_gradients(gradients(model, model(tokens, segment_ids=ids).logits), wanted)
+    same_by_path(gradients(model, model(tokens, segment_ids=ids).logits), wanted, 1e-5)
 
 
 def test_a_window_of_training_stays_inside_documents():
-    model, rows = hybrid(training_window=3, training_window_share=1.0).train(), documents()
+    model, rows = make("transformer", training_window=3, training_window_share=1.0).train(), documents()
     tokens, ids = packed_rows(rows)
     close(model(tokens, segment_ids=ids).logits, alone(lambda text: model(text).logits, rows))
 
@@ -203,7 +195,7 @@ def test_the_collator_that_flattens_gives_the_loss_of_the_documents(name, flash)
 
 @torch.no_grad()
 def test_a_cache_that_is_asked_for_is_refused():
-    model, (tokens, ids) = hybrid(num_hidden_layers=1), packed_rows(documents())
+    model, (tokens, ids) = make("transformer", num_hidden_layers=1), packed_rows(documents())
     for asked in ({"use_cache": True}, {"past_key_values": model.model.new_cache()}):
         for said in ({"segment_ids": ids}, {"position_ids": positions(documents())}):
             refuses(r"a cache was asked for; .* call with use_cache=False", model, tokens, **asked, **said)
@@ -216,7 +208,7 @@ def test_a_cache_that_is_asked_for_is_refused():
 
 @torch.no_grad()
 def test_rows_of_one_document_are_ordinary_rows():
-    model, tokens = hybrid(mixers=["softmax", "elu", "biweight", "linear"]), packed_rows(documents())[0]
+    model, tokens = make("transformer", mixers=["softmax", "elu", "biweight", "linear"]), packed_rows(documents())[0]
     before = model(tokens)
     assert before.past_key_values is not None
     for said in (
@@ -251,21 +243,24 @@ def test_rows_of_one_document_are_ordinary_rows():
     ],
 )
 def test_one_clear_line_for_bad_documents(said, message):
-    model, tokens = hybrid(num_hidden_layers=1), torch.tensor([[1, 2, 3, 4]])
+    model, tokens = make("transformer", num_hidden_layers=1), torch.tensor([[1, 2, 3, 4]])
     assert "HybridForCausalLM" in refuses(message, model, tokens, **said)
 
 
 def test_lengths_speak_of_one_row():
     tokens, _ = packed_rows(documents())
     message = "how one row is packed, but 2 rows are given; give segment_ids"
-    refuses(message, hybrid(), tokens, cu_seq_lens_q=torch.tensor([0, 5, 13]))
+    refuses(message, make("transformer"), tokens, cu_seq_lens_q=torch.tensor([0, 5, 13]))
 
 
 def test_one_memory_for_the_batch_is_refused():
     tokens, ids = packed_rows(documents())
     for name in ("fwpkm", "fwmlp"):
-        model = hybrid(
-            num_hidden_layers=1, memories=f"{name}@0", memory_options={name: {**SMALL[name], "shared": True}}
+        model = make(
+            "transformer",
+            num_hidden_layers=1,
+            memories=f"{name}@0",
+            memory_options={name: {**SMALL[name], "shared": True}},
         )
         refuses("segment_ids need a memory per document, but shared=True", model, tokens, segment_ids=ids)
 

@@ -120,12 +120,9 @@ def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> 
 
 
 def weights_on_text(weights: Mapping[str, Tensor], labels: Sequence[str], *, title: str) -> bytes:
-    """Return a PNG of the weights of one query under several specs: a row of bars over the tokens for each spec.
+    """Return a PNG of the weights [T] of one query, the last token, under several specs: a row of bars for each spec.
 
-    Args:
-        weights: name of a spec to weights [T]; a weight of exactly zero has no bar and a grey token.
-        labels: T tokens, the last of which is the query.
-        title: of the figure.
+    A weight of exactly zero has no bar and a grey token.
     """
     figure = Figure(figsize=(11.0, 1.2 * len(weights) + 0.8), dpi=140, layout="constrained")
     rows = figure.subplots(len(weights), 1, squeeze=False)[:, 0]
@@ -189,11 +186,8 @@ def _draw_support(axes: Axes, support: np.ndarray) -> None:
 
 
 def gate_text(trace: GateTrace, *, title: str, columns: int = 100) -> bytes:
-    """Return a PNG of the text, once for every memory layer, with the background of each token coloured by its gate.
-
-    Args:
-        columns: characters per line.
-    """
+    """Return a PNG of the text, once for every memory layer, in lines of `columns` characters, with the background of
+    each token coloured by its gate."""
     lines = wrap(trace.labels, columns)
     height = 0.19 * len(lines) + 0.5
     figure = Figure(figsize=(0.105 * columns + 1.4, height * len(trace.layers) + 0.5), dpi=110, layout="constrained")
@@ -233,11 +227,8 @@ def _draw_text(axes: Axes, lines: Sequence[Sequence[tuple[str, int]]], gates: np
 
 
 def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) -> bytes:
-    """Return a PNG of a histogram of every memory layer's gates, with a row per layer and a column per model.
-
-    Args:
-        gates: by model and layer, gates of any shape [...], or their shares [10] in the bins.
-    """
+    """Return a PNG of a histogram of every memory layer's gates, with a row per layer and a column per model. `gates`
+    has, by model and layer, gates of any shape [...], or their shares [10] in the bins."""
     depth = max(map(len, gates.values()), default=1)
     across = max(1, min(len(gates), ACROSS))
     rows = max(1, depth * -(-len(gates) // across))

@@ -178,14 +178,9 @@ def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Co
 
 
 def induction(pattern: Tensor, roles: Roles, period: int) -> Tensor:
-    """Return the induction score on a repeated block, [H].
+    """Return the induction score on a text that repeats a block of P = `period` tokens, [H].
 
     This is the mean weight of the rows that predict token i on the column that holds token i - P, over all i > P.
-
-    Args:
-        pattern: [B, H, R, K] on a text that repeats with this period.
-        roles: what rows and columns stand for.
-        period: P >= 1.
     """
     _check("induction", pattern)
     instance("induction", "roles", roles, Roles, "Roles")
@@ -203,10 +198,8 @@ def repeated_blocks(
 ) -> Tensor:
     """Return texts that repeat one random block of `period` different tokens, int64 [count, length].
 
-    The next token is thus found only after the earlier occurrence of the current one.
-
-    Args:
-        vocabulary: number of tokens to draw from, at least `period`: first .. first + vocabulary - 1.
+    The next token is thus found only after the earlier occurrence of the current one. Tokens are drawn from first ..
+    first + vocabulary - 1, at least `period` of them.
     """
     call = "repeated_blocks"
     for name, size in {"vocabulary": vocabulary, "length": length, "count": count}.items():
@@ -239,11 +232,8 @@ class Eigenvalues:
 def copying_eigenvalues(projections: Tensor, embedding: Tensor) -> Eigenvalues:
     """Return statistics of the eigenvalues of the heads' maps from the embedding of a token read to the logits written.
 
-    Cost: O(V C^2 + H C^3), in float64.
-
-    Args:
-        projections: P_h, [H, C, C]: a head adds P_h e(x) to the stream, with e(x) as a column.
-        embedding: W_e^T, [V, C], tied: its rows are e(x), and the logits are e(v) . f.
+    A head adds P_h e(x) to the stream. `projections` [H, C, C] has the P_h, and the tied `embedding` [V, C] the e(x);
+    the logits are e(v) . f. Cost: O(V C^2 + H C^3), in float64.
     """
     floating("copying_eigenvalues", "embedding", embedding)
     tensor("copying_eigenvalues", "projections", projections, like=embedding, of="embedding")
@@ -361,11 +351,8 @@ def patterns(
 def logit_lens(model: Any, input_ids: Tensor) -> Tensor:
     """Return the logits [L/2, B, T, V] that an ICLM would give if it ended after each f block.
 
-    The final norm and the output matrix are applied to f, which is in the space of the embeddings from the start.
-
-    Args:
-        model: `ICLMForCausalLM`. With `f_mlp="side"` the sum of the feed-forward outputs at the side is excluded.
-        input_ids: int [B, T], without padding.
+    The final norm and the output matrix are applied to f, which is in the space of the embeddings from the start. With
+    `f_mlp="side"` the sum of the feed-forward outputs at the side is excluded. `input_ids` [B, T] are without padding.
     """
     _, cache = run_with_cache(model, input_ids, lambda name: re.fullmatch(r"f\.\d+\.hook_out", name) is not None)
     require(bool(cache), "logit_lens", f"{type(model).__name__} has no f blocks; ICLMForCausalLM has.")

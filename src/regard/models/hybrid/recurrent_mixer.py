@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from ...checks import ArgumentError, optional_whole, whole
 from ...nn.arguments import plain_filters, positive_ints
+from ...recurrent.linear import linear_attention
 from ...recurrent.packing import by_document, documents
 from ...recurrent.states import State
 from ..base.cache_layers import StateCacheLayer
@@ -151,6 +152,12 @@ class LongConvolution(RecurrentMixer):
         out, state = self.convolve(inputs, real, state)
         out = out + self.skip.to(inputs.dtype)[..., None] * inputs
         return query * out.transpose(2, 3).to(query.dtype), state
+
+
+def decaying_attention(heads: Heads, log_decay: Tensor) -> tuple[Tensor, State]:
+    """Return linear attention with decay factors exp(log_decay), and its state."""
+    scale = heads.query.shape[-1] ** -0.5
+    return linear_attention(*heads[:3], "linear*unnormalised", log_decay=log_decay, scale=scale, **heads.how)
 
 
 def gates(projected: Tensor) -> Tensor:

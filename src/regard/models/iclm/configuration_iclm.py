@@ -91,13 +91,8 @@ class ICLMConfig(RegardConfig):
 
     @classmethod
     def preset(cls, name: str, *, variant: str | None = None, **changes: Any) -> ICLMConfig:
-        """Return a size of the paper, with the GPT-2 vocabulary.
-
-        Args:
-            name: "small" (8 layers, width 512), "medium" (12, 512) or "large" (24, 1024).
-            variant: default: the paper's, "full" for small and medium, "wv" for large.
-            changes: further fields.
-        """
+        """Return a size of the paper, with the GPT-2 vocabulary: "small" (8 layers, width 512), "medium" (12, 512) or
+        "large" (24, 1024). The variant is the paper's by default: "full" for small and medium, "wv" for large."""
         known = ", ".join(map(repr, PRESETS))
         require(name in PRESETS, "ICLMConfig.preset", f"unknown size {name!r}, expected one of {known}.")
         fields = {"vocab_size": 50257, **PRESETS[name], **({} if variant is None else {"variant": variant}), **changes}

@@ -33,11 +33,8 @@ class ParityReport:
 def transformer_like(config: ICLMConfig, **changes: object) -> HybridConfig:
     """Return the Transformer to compare an ICLM with (ICLM paper, section 7).
 
-    It has the same layers, heads and width, GPT-2's blocks, rotary positions and tied embeddings.
-
-    Args:
-        config: is not changed.
-        changes: further fields of `HybridConfig`, such as `feed_forward="none"`.
+    It has the same layers, heads and width, GPT-2's blocks, rotary positions and tied embeddings. `changes` are further
+    fields of `HybridConfig`, such as `feed_forward="none"`.
     """
     shared = (
         *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),

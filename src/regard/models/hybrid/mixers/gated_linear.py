@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....recurrent.linear import linear_attention
 from ....recurrent.states import State
-from ..recurrent_mixer import Heads, RecurrentMixer
+from ..recurrent_mixer import Heads, RecurrentMixer, decaying_attention
 from ..token_mixers import token_mixers
 
 RANK = 16
@@ -32,5 +31,4 @@ class GatedLinearAttention(RecurrentMixer):
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
         decay = self.decay(heads.hidden).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2).contiguous()
         decay = F.logsigmoid(decay.to(torch.promote_types(decay.dtype, torch.float32))) / SHARE
-        scale = self.head_dim**-0.5
-        return linear_attention(*heads[:3], "linear*unnormalised", log_decay=decay, scale=scale, **heads.how)
+        return decaying_attention(heads, decay)

@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ....recurrent.linear import linear_attention
 from ....recurrent.states import State
-from ..recurrent_mixer import Heads, RecurrentMixer, gates
+from ..recurrent_mixer import Heads, RecurrentMixer, decaying_attention, gates
 from ..token_mixers import token_mixers
 
 STEPS = (1e-3, 1e-1)
@@ -38,6 +37,4 @@ class Mamba2(RecurrentMixer):
         step = F.softplus(gates(self.step(heads.hidden)) + self.step_bias[:, None])
         decay = -self.log_rate.to(step.dtype).exp()[:, None] * step
         value = heads.value * step[..., None].to(heads.value.dtype)
-        scale = self.head_dim**-0.5
-        query, key = heads.query, heads.key
-        return linear_attention(query, key, value, "linear*unnormalised", log_decay=decay, scale=scale, **heads.how)
+        return decaying_attention(heads._replace(value=value), decay)

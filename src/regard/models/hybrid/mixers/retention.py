@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ....recurrent.linear import linear_attention
 from ....recurrent.states import State
-from ..recurrent_mixer import Heads, RecurrentMixer
+from ..recurrent_mixer import Heads, RecurrentMixer, decaying_attention
 from ..token_mixers import token_mixers
 
 
@@ -24,6 +23,4 @@ class Retention(RecurrentMixer):
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
         wide = torch.promote_types(heads.query.dtype, torch.float32)
         h = torch.arange(self.num_heads, device=heads.query.device, dtype=wide)
-        decay = torch.log1p(-(2.0 ** (-5.0 - h)))
-        scale = self.head_dim**-0.5
-        return linear_attention(*heads[:3], "linear*unnormalised", log_decay=decay, scale=scale, **heads.how)
+        return decaying_attention(heads, torch.log1p(-(2.0 ** (-5.0 - h))))
