@@ -36,7 +36,6 @@ class Elements(HTMLParser):
             self.words.append(data)
 
     def every(self, name: str) -> list[str]:
-        """The values of an attribute."""
         return [str(attrs[name]) for _, attrs in self.elements if attrs.get(name)]
 
 

@@ -264,8 +264,6 @@ SPECS = ["softmax", "biweight", "relumax", "shift-cosine", "topk-uniform"]
 
 
 class Two(nn.Module):
-    """Two attention layers in a row."""
-
     def __init__(self, spec: str, layer_idx: tuple[int | None, int | None] = (0, 1)) -> None:
         super().__init__()
         torch.manual_seed(0)

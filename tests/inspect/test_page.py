@@ -159,7 +159,6 @@ def test_a_curve_far_above_the_baseline_is_not_cut_off() -> None:
 
 
 def test_a_curve_that_begins_above_the_axes_is_cut_there() -> None:
-    """Nothing is drawn beside the legend, which stands above the axes."""
     colour = np.array([0x00, 0x72, 0xB2])
     begun = Curve(name="m", steps=(1, 3), bits=(50.0, 4.0), held_out_steps=(1, 3), held_out_bits=(50.0, 4.0))
     image = pixels(loss_curves([begun], baseline=2.0, baseline_name="b"))

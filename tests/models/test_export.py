@@ -103,7 +103,6 @@ TRAINED = [("memory-mosaic", {}), ("transformer", {"mixers": "gated-deltanet"}),
 
 @pytest.mark.parametrize(("name", "fields"), TRAINED, ids=str)
 def test_an_exported_program_can_be_trained(name, fields):
-    """The gradients of nodes that run a whole function are those of the function."""
     model, tokens = make(name, dtype=torch.float32, **{"num_hidden_layers": 1, **fields}).train(), text(2, 21)
     program = torch.export.export(model, (tokens,)).module()
     program(tokens).logits.square().sum().backward()

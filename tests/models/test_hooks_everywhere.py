@@ -98,7 +98,6 @@ def test_hooks_reveal_no_later_token_and_no_hidden_one(name, mixers):
 @every_model
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_flow_through_what_is_put_in_place(name, checkpointing):
-    """Against a central difference of a factor that every point is multiplied by."""
     model, tokens = make(name, num_hidden_layers=2).train(), words()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

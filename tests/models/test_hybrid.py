@@ -25,7 +25,6 @@ def made(mixers="softmax", **fields):
 
 
 def twin(model, window=None):
-    """A transformers model with the same weights."""
     config = model.config
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings")

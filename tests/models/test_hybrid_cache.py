@@ -83,7 +83,6 @@ def test_an_empty_layer_can_be_asked_everything():
 
 
 def test_generation_uses_the_sums():
-    """No pair is kept: what `generate` hands back holds no keys."""
     model = made("elu")
     tokens = text(1, 36)
     out = model.generate(tokens, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
@@ -94,7 +93,6 @@ def test_generation_uses_the_sums():
 
 
 def test_sums_do_not_take_tokens_back():
-    """They are refused before anything is lost. `test_generation_contracts.py` has a cache that the model makes."""
     model, tokens = made("elu"), text(1, 48)
     given = {"past_key_values": hybrid_cache(model.config), "prompt_lookup_num_tokens": 3}
     refuses(r"cannot be removed from sums, .* give a transformers.DynamicCache", model.generate, tokens, **given)
@@ -144,7 +142,6 @@ def test_what_sums_cannot_do():
 
 
 def test_forward_mode_sees_through_the_sums():
-    """The directional derivative of the logits, by forward mode with and without a cache, and by differences."""
     model = made("elu").double()
     embeds = model.model.embed_tokens(text(1, 4)).detach()
     along = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -7,20 +7,8 @@ from mistakes import refuses
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
-from regard.models import (
-    HybridConfig,
-    HybridForCausalLM,
-    chunk_size,
-    count_fast_weights,
-    count_parameters,
-    flush_memory,
-    frozen_memory,
-    keep_memory,
-    memory_modules,
-    memory_states,
-    reset_memory,
-    with_memory,
-)
+from regard import models
+from regard.models import HybridConfig, HybridForCausalLM
 from regard.models.base.base import tell_step
 from regard.nn import Attention, rotary_angles
 
@@ -183,7 +171,7 @@ TABLE_2 = {  # the paper's, in millions
 def test_sizes_are_those_of_the_papers_table_2(layout):
     for memories, wanted in zip((None, "PKM@2,6,10", "FwPKM@2,6,10", "PKM@6+FwPKM@2,10"), TABLE_2[layout], strict=True):
         config = HybridConfig.layout(layout, memories)
-        counted = count_parameters(config) + count_fast_weights(config)
+        counted = models.count_parameters(config) + models.count_fast_weights(config)
         assert round(counted / 1e6, 2) == wanted, (memories, counted)
 
 
@@ -191,7 +179,7 @@ def test_what_was_written_matters():
     """Of memories and of mixers: what is frozen reads on as the first chunk does, to which nothing was written."""
     for net, chunk in ((model(), 5), (make("mixer-lact"), 3)):
         tokens = text(2, 23)
-        with frozen_memory(net):
+        with models.frozen_memory(net):
             frozen = net(tokens).logits
         whole = net(tokens).logits
         torch.testing.assert_close(frozen[:, :chunk], whole[:, :chunk])
@@ -202,38 +190,39 @@ def test_what_was_written_matters():
 def test_memory_is_carried_without_the_rest(memories):
     net, tokens = model(memories), text(2, 23)
     out = net(tokens, use_cache=True)
-    carried = keep_memory(net, out.past_key_values)
+    carried = models.keep_memory(net, out.past_key_values)
     assert carried.get_seq_length() == 0
-    assert all(state is not None for state in memory_states(carried).values())
+    assert all(state is not None for state in models.memory_states(carried).values())
     again = net(tokens, past_key_values=carried).logits
     fresh = net(tokens).logits
     assert (again - fresh).abs().amax(-1).min() > 1e-6  # the memory knows more, from the first token on
-    reset = keep_memory(net, out.past_key_values)
-    reset_memory(reset)
+    reset = models.keep_memory(net, out.past_key_values)
+    models.reset_memory(reset)
     torch.testing.assert_close(net(tokens, past_key_values=reset).logits, fresh)
 
 
 def test_a_snapshot_is_put_back():
     net, tokens, more = model(), text(2, 23), text(2, 23, seed=3)
     _, cache = in_chunks(net, tokens, [23])
-    shot = memory_states(cache)
-    first = net(more, past_key_values=with_memory(net, None, shot)).logits
-    net(text(2, 23, seed=4), past_key_values=with_memory(net, None, shot))  # reading on leaves the snapshot as it was
-    second = net(more, past_key_values=with_memory(net, None, shot)).logits
-    torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
-    refuses(r"memories at layers \[0, 2\], this model has them at \[1\]", with_memory, model("fwpkm@1"), None, shot)
+    shot = models.memory_states(cache)
+    read = lambda tokens: net(tokens, past_key_values=models.with_memory(net, None, shot)).logits  # noqa: E731
+    first = read(more)
+    read(text(2, 23, seed=4))  # which leaves the snapshot as it was
+    torch.testing.assert_close(read(more), first, rtol=1e-5, atol=1e-6)
+    message = r"memories at layers \[0, 2\], this model has them at \[1\]"
+    refuses(message, models.with_memory, model("fwpkm@1"), None, shot)
 
 
 def test_flushing_writes_the_pairs_whose_target_is_there():
     """Nine tokens and a flush leave what ten do in a memory that is written every nine and binds no pair across."""
     net, tokens = model(options={"fwpkm": {"chunk_size": 16}}), text(2, 10)
     _, cache = in_chunks(net, tokens[:, :9], [9])
-    assert all((state.values.written() == 0).all() for state in memory_states(cache).values())
-    flush_memory(net, cache)
+    assert all((state.values.written() == 0).all() for state in models.memory_states(cache).values())
+    models.flush_memory(net, cache)
     lost = model(options={"fwpkm": {"chunk_size": 9, "border": False}})
     _, other = in_chunks(lost, tokens, [10])
-    for depth, state in memory_states(cache).items():
-        wanted = memory_states(other)[depth]
+    for depth, state in models.memory_states(cache).items():
+        wanted = models.memory_states(other)[depth]
         torch.testing.assert_close(state.values.dense(), wanted.values.dense(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(state.keys, wanted.keys, rtol=1e-5, atol=1e-6)
         assert (state.values.written() > 0).all()
@@ -241,12 +230,12 @@ def test_flushing_writes_the_pairs_whose_target_is_there():
 
 def test_chunks_are_as_long_as_is_said_inside():
     net, tokens = model(), text(2, 9)
-    with chunk_size(net, 8):
+    with models.chunk_size(net, 8):
         _, cache = in_chunks(net, tokens, [9])
     _, wanted = in_chunks(model(options={"fwpkm": {"chunk_size": 8}}), tokens, [9])
-    assert memory_modules(net)[0].chunk_size == 5
-    for depth, state in memory_states(cache).items():
-        torch.testing.assert_close(state.values.dense(), memory_states(wanted)[depth].values.dense())
+    assert models.memory_modules(net)[0].chunk_size == 5
+    for depth, state in models.memory_states(cache).items():
+        torch.testing.assert_close(state.values.dense(), models.memory_states(wanted)[depth].values.dense())
 
 
 def test_beams_cannot_share_a_memory():

@@ -117,7 +117,6 @@ def test_the_variant_is_changed_in_the_configuration(tmp_path):
 
 
 def test_two_tables():
-    """Embeddings cannot stand for both, and the second cannot be resized with the first."""
     model = make("iclm", tie_phi=False)
     refuses("give input_ids; with tie_phi=False .* own table", model, inputs_embeds=torch.zeros(1, 3, 16).double())
     refuses("with tie_phi=False there is a second table", model.resize_token_embeddings, 40)

@@ -267,7 +267,6 @@ def test_the_parts_of_packed_rows_add_up_to_their_logits(fields):
 
 @pytest.mark.parametrize("name", ICLM)
 def test_contributions_of_packed_rows_are_those_of_their_documents(name):
-    """Tokens of other documents add nothing, and padding changes nothing."""
     model, rows = any_make(f"iclm-{name}"), documents()
     tokens, ids = packed_rows(rows)
     some = torch.tensor([3, 11, 20])

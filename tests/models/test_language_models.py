@@ -122,38 +122,32 @@ def test_a_row_of_padding_in_a_batch_changes_nothing(case):
         torch.testing.assert_close(p.grad, q.grad, **how, msg=lambda text, path=path: f"{path}: {text}")
 
 
-def resave(folder, change):
-    """Write the weights in `folder` again after `change(tensors)`."""
+def damage_file(folder, kind):
     from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    change(tensors)
+    damage(tensors, kind)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def damage(kind: str):
-    """A function that spoils a state dict in one way, and what the message must say."""
-
-    def change(tensors):
-        name = next(key for key in tensors if key.endswith("weight") and tensors[key].dim() == 2)
-        if kind == "missing":
-            del tensors[name]
-        elif kind == "unexpected":
-            tensors["more.weight"] = torch.zeros(2)
-        elif kind == "mismatched":
-            tensors[name] = torch.zeros(3, 5)
-        else:
-            tensors[name][0, 0] = float("nan")
-
-    return change
+def damage(tensors, kind):
+    name = next(key for key in tensors if key.endswith("weight") and tensors[key].dim() == 2)
+    if kind == "missing":
+        del tensors[name]
+    elif kind == "unexpected":
+        tensors["more.weight"] = torch.zeros(2)
+    elif kind == "mismatched":
+        tensors[name] = torch.zeros(3, 5)
+    else:
+        tensors[name][0, 0] = float("nan")
 
 
 @every_model
 @pytest.mark.parametrize("kind", ["missing", "unexpected", "mismatched", "not finite"])
 def test_damaged_checkpoints_are_one_clear_error(name, kind, tmp_path):
     make(name).save_pretrained(tmp_path)
-    resave(tmp_path, damage(kind))
+    damage_file(tmp_path, kind)
     for load in (language_models.get(name).model, AutoModelForCausalLM):
         refuses(rf"do not fit their config \({kind}", load.from_pretrained, tmp_path)
     if kind != "not finite":
@@ -178,7 +172,7 @@ def test_a_model_from_a_configuration_and_tensors(name, tied):
         tensors = {path: tensor.clone() for path, tensor in model.state_dict().items()}
         if tied:
             del tensors["lm_head.weight"]
-        damage(kind)(tensors)
+        damage(tensors, kind)
         wrong, load = {**given, "state_dict": tensors}, type(model).from_pretrained
         refuses(rf"the tensors of state_dict do not fit their config \({kind}", load, None, **wrong)
     for name, value in given.items():
@@ -252,7 +246,7 @@ def test_a_changed_field_excuses_no_tensor_that_the_file_should_hold(name, tmp_p
     model = language_models.get(name).model
     assert model.from_pretrained(tmp_path, max_position_embeddings=77).config.max_position_embeddings == 77
     refuses(r"missing keys: lm_head\.weight", model.from_pretrained, tmp_path, tie_word_embeddings=False)
-    resave(tmp_path, damage("missing"))
+    damage_file(tmp_path, "missing")
     for change in ({"use_cache": False}, {"max_position_embeddings": 77}):
         refuses(r"do not fit their config \(missing keys", model.from_pretrained, tmp_path, **change)
 

@@ -104,7 +104,6 @@ NUMBERS = {
 
 
 def released(program, copies=1, bias=False, seed=0):
-    """A state dict as the program would save it."""
     draws = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=draws, dtype=torch.float64)  # noqa: E731
     nano = program == "nano"
@@ -137,7 +136,6 @@ def released(program, copies=1, bias=False, seed=0):
 
 
 def computed(w, program, ids):
-    """Logits [T, V] of tokens [T] by that program."""
     nano, tokens = program == "nano", len(ids)
     strict = torch.ones(tokens, tokens, dtype=torch.bool).tril(-1)
     heads = lambda x: x.view(tokens, H, D).transpose(0, 1)  # noqa: E731

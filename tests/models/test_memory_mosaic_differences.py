@@ -37,7 +37,6 @@ def tokens(length=T):
 
 
 def shown(layer, x):
-    """The weights [H, T, T]."""
     return layer(x, output_attentions=True)[2][0]
 
 
@@ -86,7 +85,6 @@ def test_zero_keys(eps):
 
 
 def test_rows_without_support():
-    """Weighed uniformly, and counted."""
     layer = memory(spec="epanechnikov*fixed(h=1e-3)*cosine", start="spec")
     torch.testing.assert_close(shown(layer, tokens()), normal(torch.ones(H, T, T, dtype=torch.float64)))
     with capture(layer) as seen:

@@ -177,7 +177,6 @@ def test_every_option_by_loops(options, spec):
     ],
 )
 def test_every_gradient_by_loops(mixers, options):
-    """Rates, look-ahead, lengths, temperature, bandwidth and margin with the rest."""
     model, tokens = make(mixers=mixers, **options), text(2, 8, seed=1)
     w = dict(model.named_parameters())
     same_gradients(model, tokens, torch.stack([logits(w, ids, model.config) for ids in tokens]))

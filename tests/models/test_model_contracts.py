@@ -279,7 +279,6 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(case):
 @torch.no_grad()
 @plain_case
 def test_weights_and_hidden_states_are_shown(case):
-    """A map for each layer and a state before it."""
     model, (tokens, mask) = make(case), padded()
     plain = model(tokens, attention_mask=mask, use_cache=False)
     shown = model(tokens, attention_mask=mask, use_cache=False, output_attentions=True, output_hidden_states=True)

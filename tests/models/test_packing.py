@@ -279,8 +279,6 @@ class Careless(TokenMixer):
 
 
 class CarelessMemory(MemoryLayer):
-    """One that carries nothing, and mixes tokens."""
-
     remembers = False
 
     def __init__(self, hidden_size):

@@ -25,7 +25,6 @@ def shown(model, tokens, **kwargs):
 
 @pytest.mark.parametrize(("name", "mixers"), WEIGHED, ids=str)
 def test_attentions_carry_the_gradient_of_the_weights(name, mixers):
-    """Along a random direction of all parameters, against a central difference."""
     model, tokens = make(name, mixers), text(2, 7)
     draw = torch.Generator().manual_seed(5)
     parameters = list(model.parameters())

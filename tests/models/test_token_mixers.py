@@ -13,13 +13,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from regard.models import GatedDeltaNet, HybridConfig, flush_memory, keep_memory, token_mixers
 from regard.models.base.cache_layers import StateCacheLayer
-from regard.models.hybrid.mixers.delta import DeltaNet
-from regard.models.hybrid.mixers.gated_linear import GatedLinearAttention
-from regard.models.hybrid.mixers.h3 import H3
-from regard.models.hybrid.mixers.hyena import Hyena
-from regard.models.hybrid.mixers.mamba2 import Mamba2
-from regard.models.hybrid.mixers.mesa import MesaNet
-from regard.models.hybrid.mixers.retention import Retention
 from regard.models.hybrid.recurrent_mixer import Heads
 
 HEADS, DIM, TOKENS, WIDTH = 2, 4, 7, 6
@@ -44,11 +37,12 @@ def delta(layer: Any, memory: Tensor, k: Tensor, v: Tensor, x: Tensor, h: int) -
     return memory + layer.write(x)[h].sigmoid() * torch.outer(k, v - memory.T @ k)
 
 
-STEPS = {Retention: retention, GatedLinearAttention: gla, Mamba2: mamba2, DeltaNet: delta}
+STEPS = {"retention": retention, "gla": gla, "mamba2": mamba2, "deltanet": delta}
 
 
-def drawn(kind: Any) -> tuple[Any, Heads]:
+def drawn(name: str) -> tuple[Any, Heads]:
     torch.manual_seed(0)
+    kind: Any = token_mixers.get(name)
     layer = kind(WIDTH, HEADS, DIM)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
@@ -57,21 +51,21 @@ def drawn(kind: Any) -> tuple[Any, Heads]:
     return layer, Heads(query, key, value, torch.randn(1, TOKENS, WIDTH), how)
 
 
-@pytest.mark.parametrize("kind", STEPS, ids=lambda k: k.__name__)
-def test_a_mixer_reads_its_recurrence(kind: Any) -> None:
-    layer, heads = drawn(kind)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_mixer_reads_its_recurrence(name: str) -> None:
+    layer, heads = drawn(name)
     found, _ = layer.recall(heads)
     for h in range(HEADS):
         memory = torch.zeros(DIM, DIM)
         for t in range(TOKENS):
-            memory = STEPS[kind](layer, memory, heads.key[0, h, t], heads.value[0, h, t], heads.hidden[0, t], h)
+            memory = STEPS[name](layer, memory, heads.key[0, h, t], heads.value[0, h, t], heads.hidden[0, t], h)
             q = heads.query[0, h, t]
-            q = q / q.norm() if kind is DeltaNet else q / DIM**0.5
+            q = q / q.norm() if name == "deltanet" else q / DIM**0.5
             torch.testing.assert_close(found[0, h, t], memory.T @ q, rtol=1e-4, atol=1e-5)
 
 
 def test_mesa_net_solves_the_ridge_regression_of_the_past() -> None:
-    layer, heads = drawn(MesaNet)
+    layer, heads = drawn("mesa")
     found, _ = layer.recall(heads)
     hidden = heads.hidden[0]
     for h in range(HEADS):
@@ -87,7 +81,7 @@ def test_mesa_net_solves_the_ridge_regression_of_the_past() -> None:
 
 
 def test_mamba2_starts_with_its_steps_and_rates() -> None:
-    layer = Mamba2(WIDTH, 64, DIM)
+    layer: Any = token_mixers.get("mamba2")(WIDTH, 64, DIM)
     layer.init_weights()
     steps, rates = F.softplus(layer.step_bias.detach()), layer.log_rate.detach().exp()
     assert 1e-3 <= float(steps.min()) < 5e-3
@@ -97,8 +91,7 @@ def test_mamba2_starts_with_its_steps_and_rates() -> None:
 
 
 def test_h3_reads_its_diagonal_state_space_model() -> None:
-    """Sums of keys times values that fade, token by token, weighed and multiplied by the query."""
-    layer, heads = drawn(H3)
+    layer, heads = drawn("h3")
     found, _ = layer.recall(heads)
     sums = torch.zeros(HEADS, DIM, layer.log_rate.shape[-1])
     for t in range(TOKENS):
@@ -109,7 +102,7 @@ def test_h3_reads_its_diagonal_state_space_model() -> None:
 
 
 def test_hyena_convolves_with_its_filter() -> None:
-    layer, heads = drawn(Hyena)
+    layer, heads = drawn("hyena")
     found, _ = layer.recall(heads)
     u, filters = (heads.key * heads.value)[0], layer.filters(TOKENS)
     for t in range(TOKENS):
