@@ -1,6 +1,7 @@
 """Attention maps of a model, what is measured on them, and what is seen of local linear layers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,12 +176,8 @@ def test_strong_weights_are_counted_by_size() -> None:
 
 def by_layer() -> AttentionMaps:
     first = torch.tensor([[1.0, 0], [1.2, -0.2]])
-    solver = {
-        "status": torch.tensor([[0.0, 3.0]]),
-        "iterations": torch.tensor([[0.0, 5.0]]),
-        "residual": torch.tensor([[0.0, 0.25]]),
-        "jitter": torch.zeros(1, 2),
-    }
+    second = {"status": 3.0, "iterations": 5.0, "residual": 0.25, "jitter": 0.0}  # those of the first query are 0
+    solver = {name: torch.tensor([[0.0, value]]) for name, value in second.items()}
     weights = torch.stack([first, torch.eye(2)])[:, None]
     support, density = torch.tensor([[[1.0, 2]], [[1, 1]]]), torch.tensor([[[1.0, 1]], [[1, 0.5]]])
     return AttentionMaps(("a", "b"), weights, support, density, (solver, {}))
@@ -195,8 +192,7 @@ def test_the_table_of_layers() -> None:
         ("2", "1.0", "75%", "1.0", "0.000", "-", "-", "-"),
     )
     assert "Residual" in table.note
-    plain = by_layer()
-    plain = AttentionMaps(plain.labels, plain.weights, plain.support)
+    plain = replace(by_layer(), density=None, solver=())
     assert layer_table(plain).rows == (("1", "1.5", "-", "1.5", "0.100"), ("2", "1.0", "-", "1.0", "0.000"))
 
 

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,39 +29,21 @@ def maps(labels: str = "abc") -> AttentionMaps:
 
 
 def page(text: str = "text", **changes: object) -> Page:
-    section = Section(
-        title=text,
-        facts={text: text},
-        sample=Sample(prompt=text, continuation=text, how=text),
-        picture=PNG,
-        caption=text,
-        maps=maps(text),
-    )
-    values: dict[str, object] = {
-        "title": text,
-        "introduction": text,
-        "parts": [
-            Part(title=text, text=text),
-            Part(
-                title=text,
-                table=Table(header=(text, "bits"), rows=((text, "1.25"),), note=text),
-                picture=PNG,
-                caption=text,
-            ),
-        ],
-        "sections": [section, Section(title="broken", failure=text)],
-        "settings": {text: {text: text}},
-    }
-    return Page(**{**values, **changes})  # type: ignore[arg-type]
+    sample = Sample(prompt=text, continuation=text, how=text)
+    section = Section(title=text, facts={text: text}, sample=sample, picture=PNG, caption=text, maps=maps(text))
+    table = Table(header=(text, "bits"), rows=((text, "1.25"),), note=text)
+    parts = [Part(title=text, text=text), Part(title=text, table=table, picture=PNG, caption=text)]
+    sections = [section, Section(title="broken", failure=text)]
+    given: dict[str, Any] = {"parts": parts, "sections": sections, **changes}
+    return Page(title=text, introduction=text, settings={text: {text: text}}, **given)
 
 
 def test_everything_that_was_given_is_there_and_nothing_is_loaded_from_elsewhere() -> None:
     html = render(page("some words"))
     found = Elements(html)
-    text = found.text
-    assert text.count("some words") >= 12
-    assert "1.25" in text
-    assert "broken" in text
+    assert found.text.count("some words") >= 12
+    assert "1.25" in found.text
+    assert "broken" in found.text
     assert found.every("src") == ["data:image/png;base64," + base64.b64encode(PNG).decode()] * 2
     assert not re.search(r"https?://|@import|url\(", html)
     assert not {"link", "iframe", "object", "embed", "base"} & set(found.tags)
@@ -101,12 +84,8 @@ TABLE = Table(header=("model", "bits"), rows=(("a|b", "1.5"), ("[red]c", "2")), 
 
 
 def test_markdown() -> None:
-    assert TABLE.markdown() == "\n".join(
-        ["| model | bits |", "|---|---:|", "| a\\|b | 1.5 |", "| [red]c | 2 |", "", "A [b] note.", ""]
-    )
-
-
-def test_markdown_without_a_note_keeps_rows_to_one_line() -> None:
+    lines = ["| model | bits |", "|---|---:|", "| a\\|b | 1.5 |", "| [red]c | 2 |", "", "A [b] note.", ""]
+    assert TABLE.markdown() == "\n".join(lines)
     assert Table(header=("m",), rows=(("a\nb",),)).markdown() == "| m |\n|---|\n| a b |\n"
 
 
@@ -194,15 +173,8 @@ def test_sizes_and_rows_without_weight(n: int) -> None:
 
 
 def test_labels_that_a_font_cannot_show() -> None:
-    assert visible(" ") == "␣"
-    assert visible("\n") == "↵"
-    assert visible("\x07") == "·"
-    assert visible("ab") == "ab"
+    assert visible("a \n\x07b") == "a␣↵·b"
     names = AttentionMaps(("$", "\n", "\\", "^"), torch.eye(4)[None, None], torch.ones(1, 1, 4))
     assert attention_map(names, 0, 0, title="$x$ and _ and %").startswith(SIGNATURE)
-
-
-def test_dollars_are_no_formulas() -> None:
-    """As one, this raises an error."""
-    names = AttentionMaps((r"$\frac$",), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))
+    names = AttentionMaps((r"$\frac$",), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))  # as a formula, an error
     assert attention_map(names, 0, 0, title=r"$\frac$").startswith(SIGNATURE)
