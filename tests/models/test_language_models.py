@@ -7,7 +7,7 @@ from functools import partial
 import any_model
 import pytest
 import torch
-from any_model import SIZES, T, every_case, every_model, parts_first, plain_case, text
+from any_model import CASES, SIZES, T, every_case, every_model, parts_first, plain_case, text
 from mistakes import refuses
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, QuantizedLayer
@@ -358,3 +358,28 @@ def test_saved_and_loaded_with_no_field_at_its_default(name, tmp_path):
     again = type(model).from_pretrained(tmp_path, dtype=torch.float64)
     assert all(getattr(again.config, each) == getattr(model.config, each) for each in fields)
     torch.testing.assert_close(again(text(2, 7)).logits, model(text(2, 7)).logits, atol=1e-6, rtol=0)
+
+
+@pytest.fixture
+def empty_memory_is_nan():
+    torch.use_deterministic_algorithms(True)  # torch then fills new tensors with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@every_case
+@pytest.mark.usefixtures("empty_memory_is_nan")
+def test_missing_tensors_get_initial_values(case):
+    kind, fields = CASES[case]
+    entry = language_models.get(kind)
+    new = entry.model(entry.config(**{**SIZES, **fields})).state_dict()
+    loaded, report = entry.model.from_pretrained(
+        None, config=entry.config(**{**SIZES, **fields}), state_dict={}, output_loading_info=True
+    )
+    assert len(report["missing_keys"]) >= len(new) - 1  # the output matrix is the embedding
+    for name, value in loaded.state_dict().items():
+        assert value.isfinite().all(), name
+        if new[name].unique().numel() == 1:
+            assert torch.equal(value, new[name]), name
+        elif value.numel() >= 64:
+            assert 0.5 < value.double().square().mean() / new[name].double().square().mean() < 2, name

@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from regard.models import GatedDeltaNet, HybridConfig, flush_memory, keep_memory, token_mixers
 from regard.models.base.cache_layers import StateCacheLayer
-from regard.models.hybrid.recurrent_mixer import Heads
+from regard.models.hybrid.token_mixers import Heads
 
 HEADS, DIM, TOKENS, WIDTH = 2, 4, 7, 6
 

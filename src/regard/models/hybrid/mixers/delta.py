@@ -4,8 +4,7 @@ from torch import Tensor, nn
 
 from ....recurrent.delta import delta_rule
 from ....recurrent.states import State
-from ..recurrent_mixer import Heads, RecurrentMixer, gates, unit
-from ..token_mixers import token_mixers
+from ..token_mixers import Heads, RecurrentMixer, gates, token_mixers, unit
 
 
 @token_mixers.register("deltanet")

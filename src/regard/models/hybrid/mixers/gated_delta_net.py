@@ -26,8 +26,7 @@ from ....one_node import one_node
 from ....recurrent.delta import delta_rule
 from ....recurrent.states import State
 from ...base.cache_layers import StateCacheLayer
-from ..recurrent_mixer import short_convolution
-from ..token_mixers import StateMixer, States, token_mixers
+from ..token_mixers import StateMixer, States, short_convolution, token_mixers
 
 
 @dataclass(frozen=True)

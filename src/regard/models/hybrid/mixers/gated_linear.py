@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....recurrent.states import State
-from ..recurrent_mixer import Heads, RecurrentMixer, decaying_attention
-from ..token_mixers import token_mixers
+from ..token_mixers import Heads, RecurrentMixer, decaying_attention, token_mixers
 
 RANK = 16
 """Of the projection that gives the rates."""

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ....recurrent.states import State
-from ..recurrent_mixer import LongConvolution, long_convolution
-from ..token_mixers import token_mixers
+from ..token_mixers import LongConvolution, long_convolution, token_mixers
 
 MODES = 16
 """Decaying sums of each channel."""

@@ -10,8 +10,7 @@ from transformers import initialization as init
 
 from ....nn.arguments import plain_linear
 from ....recurrent.states import State
-from ..recurrent_mixer import LongConvolution, long_convolution
-from ..token_mixers import token_mixers
+from ..token_mixers import LongConvolution, long_convolution, token_mixers
 
 WAVES, WIDTH = 8, 32
 """Frequencies of a position, and hidden units of the network that makes filters of them."""

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ....recurrent.states import State
-from ..recurrent_mixer import Heads, RecurrentMixer, decaying_attention, gates
-from ..token_mixers import token_mixers
+from ..token_mixers import Heads, RecurrentMixer, decaying_attention, gates, token_mixers
 
 STEPS = (1e-3, 1e-1)
 """The least and the largest step at the beginning."""

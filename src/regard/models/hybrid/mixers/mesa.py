@@ -9,8 +9,7 @@ from transformers import initialization as init
 
 from ....recurrent.mesa import mesa_attention
 from ....recurrent.states import State
-from ..recurrent_mixer import Heads, RecurrentMixer, gates, unit
-from ..token_mixers import token_mixers
+from ..token_mixers import Heads, RecurrentMixer, gates, token_mixers, unit
 
 LEAST_RIDGE = 1e-2
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ....recurrent.states import State
-from ..recurrent_mixer import Heads, RecurrentMixer, decaying_attention
-from ..token_mixers import token_mixers
+from ..token_mixers import Heads, RecurrentMixer, decaying_attention, token_mixers
 
 
 @token_mixers.register("retention")
