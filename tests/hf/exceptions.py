@@ -43,7 +43,7 @@ OF_MODELS: dict[tuple[str, str], str] = {
     ("hybrid|memory-mosaic", "test_assisted_decoding_*"): "a state cannot be cropped, so assisted decoding is an error",
     ("hybrid", "test_attention_outputs"): "layers without weights are left out, as in transformers' hybrid models",
     ("hybrid", "test_can_init_all_missing_weights"):
-        "Gated DeltaNet draws its decays when it is made: tests/models/test_initial_values.py",
+        "Gated DeltaNet draws its decays when it is made: tests/models/test_language_models.py",
     ("iclm|memory-mosaic", "test_retain_grad_hidden_states_attentions"):
         "what is computed lacks the first row or has one more; states and weights that are shown are slices of it",
 }  # fmt: skip
