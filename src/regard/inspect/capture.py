@@ -54,15 +54,14 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
     instance("capture", "model", model, nn.Module, "a torch.nn.Module")
     flag("capture", "weights", weights)
     seen = Capture()
+
+    def record(position: int, layer_idx: int | None, diagnostics: Diagnostics) -> None:
+        seen.layers[position if layer_idx is None else layer_idx] = diagnostics.detached()
+
     with ExitStack() as changes:
         for position, layer in enumerate(observable_layers(model)):
-            record = partial(_record, seen, position)
-            changes.enter_context(temporarily(layer, observer=record, observe_weights=weights))
+            changes.enter_context(temporarily(layer, observer=partial(record, position), observe_weights=weights))
         yield seen
-
-
-def _record(seen: Capture, position: int, layer_idx: int | None, diagnostics: Diagnostics) -> None:
-    seen.layers[position if layer_idx is None else layer_idx] = diagnostics.detached()
 
 
 def check_labels(call: str, labels: Any, input_ids: Tensor) -> None:

@@ -270,7 +270,7 @@ def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
                 written = [position for writer in slot.writers[:1] for position in (writer.query, writer.target)]
                 text = " > ".join(visible(trace.labels[position]) for position in written) or "never written"
                 colour = _HIT if hit else _MISS if slot.writers else _EMPTY
-                _cell(axes, columns.index(reading.position), top + index, text, slot.weight, colour)
+                _draw_slot(axes, columns.index(reading.position), top + index, text, slot.weight, colour)
         axes.text(-0.6, top + height / 2 - 0.5, layer, rotation=90, ha="center", va="center", fontsize=8)
         axes.axhline(top - 0.5, color="#333333", linewidth=0.8)
         top += height
@@ -282,7 +282,7 @@ def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
     return png(figure)
 
 
-def _cell(axes: Axes, column: int, row: int, text: str, weight: float, colour: str) -> None:
+def _draw_slot(axes: Axes, column: int, row: int, text: str, weight: float, colour: str) -> None:
     axes.add_patch(Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, facecolor=colour, edgecolor="#cccccc", lw=0.5))
     axes.text(column - 0.44, row, text, ha="left", va="center", fontsize=6.5, family="monospace", clip_on=True)
     axes.text(column + 0.45, row, f"{weight:.2f}", ha="right", va="center", fontsize=6, color="#555555")

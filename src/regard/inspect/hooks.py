@@ -8,7 +8,7 @@ Shapes: B batch, T tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any
 
@@ -137,7 +137,9 @@ def hooked(
                 called.setdefault(name, callable(which))
                 listener = _listener(name, function, called, call)
                 active.enter_context(points[name].register_forward_hook(listener))
-        active.enter_context(_uncompiled(model))
+        compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
+        if compiled:  # a compiled graph would not call hooks that were added later
+            active.enter_context(torch.compiler.set_stance("force_eager"))
         yield
     unused = next((name for name, done in called.items() if not done), None)
     if required and unused is not None:
@@ -188,9 +190,3 @@ def _listener(name: str, function: HookFunction, called: dict[str, bool], call: 
 
 def _kind(model: nn.Module) -> str:
     return type(getattr(model, "_orig_mod", model)).__name__
-
-
-def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Disable compiled graphs, which would not call hooks that were added later."""
-    compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -146,26 +146,19 @@ def layer_table(maps: AttentionMaps) -> Table:
     """
     header: tuple[str, ...]
     header = ("layer", "keys with weight", "of the visible", f"with weight above {STRONG:g}", "negative weight")
-    rows = [_weights_of(maps, layer) for layer in range(len(maps.weights))]
-    note = "Means over heads and queries of one text."
+    note, rows = "Means over heads and queries of one text.", list[tuple[str, ...]]()
+    for layer, support in enumerate(maps.support):
+        density = "-" if maps.density is None else f"{100 * _mean(maps.density[layer]):.0f}%"
+        strong, negative = _mean(maps.strong(STRONG)[layer]), _mean(maps.negative_mass()[layer])
+        rows.append((str(layer + 1), f"{_mean(support):.1f}", density, f"{strong:.1f}", f"{negative:.3f}"))
     if any(maps.solver):
         header += ("solver steps", "residual", "not converged")
-        rows = [(*row, *_solver_of(statistics)) for row, statistics in zip(rows, maps.solver, strict=True)]
+        rows = [(*row, *_solver_cells(statistics)) for row, statistics in zip(rows, maps.solver, strict=True)]
         note += " Residual: the largest |b - A t| / |b| of the local linear systems; not converged: how many of them."
     return Table(header, tuple(rows), note)
 
 
-def _weights_of(maps: AttentionMaps, layer: int) -> tuple[str, ...]:
-    return (
-        str(layer + 1),
-        f"{_mean(maps.support[layer]):.1f}",
-        "-" if maps.density is None else f"{100 * _mean(maps.density[layer]):.0f}%",
-        f"{_mean(maps.strong(STRONG)[layer]):.1f}",
-        f"{_mean(maps.negative_mass()[layer]):.3f}",
-    )
-
-
-def _solver_of(statistics: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _solver_cells(statistics: Mapping[str, Tensor]) -> tuple[str, ...]:
     if not statistics:
         return "-", "-", "-"
     failed = statistics["status"] == SolveStatus.UNCONVERGED

@@ -279,16 +279,16 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         """Use the model's own cache unless one is given or named; one with keys and values where they are needed."""
         pairs = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         pairs = pairs or generation_config.output_attentions or self.config.output_attentions
-        named, own = generation_config.cache_implementation, None
+        named, cache = generation_config.cache_implementation, None
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             if named in (None, "dynamic"):
-                own = self.model.new_cache(pairs=bool(pairs))
+                cache = self.model.new_cache(pairs=bool(pairs))
             elif named == "static" and self.model.fixed_caches:
-                own = self.model.new_cache(pairs=bool(pairs), length=sizes[1])
-        if own is None or type(own) is StaticCache:  # transformers keeps a StaticCache from call to call
+                cache = self.model.new_cache(pairs=bool(pairs), length=sizes[1])
+        if cache is None or type(cache) is StaticCache:  # transformers keeps a StaticCache from call to call
             super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         else:
-            model_kwargs[CACHE] = own
+            model_kwargs[CACHE] = cache
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         """Return the model's own positions: transformers' are 0 at padding, which would begin a document after it."""

@@ -42,7 +42,6 @@ MOST_LAYERS = 2**14
 AUTO_MODULE = "regard_auto"
 _OF_THE_FILE = ("auto_map", "regard_version")
 """Keys of a saved configuration that are no fields of the model."""
-_AUTO_TEXT = '"""Classes of regard, for transformers: pip install "regard[lm]"."""\n\n'
 
 
 class RegardConfig(PreTrainedConfig):
@@ -142,8 +141,9 @@ class RegardConfig(PreTrainedConfig):
         self.auto_map = {auto: f"{AUTO_MODULE}.{each.__name__}" for auto, each in self.auto_classes.items()}
         if self.auto_map:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
-            text = _AUTO_TEXT + "".join(map(_import_of, self.auto_classes.values()))
-            Path(save_directory, f"{AUTO_MODULE}.py").write_text(text, encoding="utf-8")
+            lines = ['"""Classes of regard, for transformers: pip install "regard[lm]"."""', ""]
+            lines += [f"from {_home(kind)} import {kind.__name__}" for kind in self.auto_classes.values()]
+            Path(save_directory, f"{AUTO_MODULE}.py").write_text("\n".join([*lines, ""]), encoding="utf-8")
         try:
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         finally:
@@ -230,10 +230,9 @@ class RegardConfig(PreTrainedConfig):
                     raise refuse(self.call, name, given, expected)
 
 
-def _import_of(kind: type) -> str:
+def _home(kind: type) -> str:
     public = sys.modules["regard.models"]  # inner modules may move from one release to the next
-    home = "regard.models" if getattr(public, kind.__name__, None) is kind else kind.__module__
-    return f"from {home} import {kind.__name__}\n"
+    return "regard.models" if getattr(public, kind.__name__, None) is kind else kind.__module__
 
 
 def own_fields(config: type[RegardConfig]) -> list[str]:

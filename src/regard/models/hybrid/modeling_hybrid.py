@@ -49,8 +49,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         options: Any = config.memory_options or {}  # read by config.normalise
         for name in config.layer_memories().get(layer_idx, []):
             memory = memory_layers.get(name)(config.hidden_size, **options.get(name, {}))
-            own = (*memory.parameters(recurse=False), *memory.buffers(recurse=False))
-            memory._is_hf_initialized = not any(x.is_meta for x in own)  # transformers: it has drawn its values
+            tensors = (*memory.parameters(recurse=False), *memory.buffers(recurse=False))
+            memory._is_hf_initialized = not any(x.is_meta for x in tensors)  # transformers: it has drawn its values
             if memory.replaces_feed_forward:
                 self.mlp = memory
             else:
@@ -109,9 +109,9 @@ def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
     mixer = config.layer_mixers()[layer_idx]
     if isinstance(mixer, str):
         return config.build_mixer(mixer, layer_idx)
-    rules = {"temperature": config.layer_temperatures()[layer_idx], "ridge": config.layer_ridges()[layer_idx]}
-    own: dict[str, Any] = {"window": config.layer_windows()[layer_idx], **rules, **config.attention_options(layer_idx)}
-    return Attention(config.hidden_size, config.num_attention_heads, spec=mixer, **own)
+    options = config.attention_options(layer_idx) | {"window": config.layer_windows()[layer_idx]}
+    rules: Any = {"temperature": config.layer_temperatures()[layer_idx], "ridge": config.layer_ridges()[layer_idx]}
+    return Attention(config.hidden_size, config.num_attention_heads, spec=mixer, **rules, **options)
 
 
 class HybridPreTrainedModel(RegardPreTrainedModel):

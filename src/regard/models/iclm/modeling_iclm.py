@@ -253,12 +253,12 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
             kind = f"a {type(cache).__name__}, which cannot hold keys that wait for their values"
             mend = "leave it out or give model.model.new_cache()"
             raise ArgumentError(f"{self.call}: cache is {kind}; {mend}.")
-        made, own = (cache.covariate_layers, cache.function_layers), (len(self.phi), len(self.f))
-        blocks = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*made, *own)
-        require(made == own, self.call, f"{blocks}; use model.model.new_cache().")
-        cached = next((x.shape[0] for x in cache.shared.grown.values()), batch)
-        other = f"cache has {cached} sequences, but the input has {batch}; use one cache per batch."
-        require(cached == batch, self.call, other)
+        cached, blocks = (cache.covariate_layers, cache.function_layers), (len(self.phi), len(self.f))
+        differ = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*cached, *blocks)
+        require(cached == blocks, self.call, f"{differ}; use model.model.new_cache().")
+        rows = next((x.shape[0] for x in cache.shared.grown.values()), batch)
+        differ = f"cache has {rows} sequences, but the input has {batch}; use one cache per batch."
+        require(rows == batch, self.call, differ)
         return cache
 
     def _angles(self, positions: Tensor, heads: Any, dtype: torch.dtype) -> Angles:
