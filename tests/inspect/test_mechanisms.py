@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from any_model import SIZES, make, text
 from mistakes import refuses
 
@@ -21,7 +22,7 @@ def even(rows: int, columns: int | None = None) -> torch.Tensor:
 
 def on(column_of_row: list[int], columns: int) -> torch.Tensor:
     """All weight of each row on one column, [1, 1, R, K]."""
-    return torch.nn.functional.one_hot(torch.tensor(column_of_row), columns).double()[None, None]
+    return F.one_hot(torch.tensor(column_of_row), columns).double()[None, None]
 
 
 def test_sinks_of_hand_made_heads():
@@ -135,13 +136,11 @@ def test_induction_counts_the_rows_that_can_know():
 
 def test_blocks_repeat_and_hold_no_token_twice():
     made = mechanisms.repeated_blocks(20, 6, 15, 40, torch.Generator().manual_seed(1), first=3)
-    assert made.shape == (40, 15)
-    assert made.dtype == torch.int64
-    assert bool((made[:, 6:] == made[:, :-6]).all())
+    assert (made.shape, made.dtype) == ((40, 15), torch.int64)
+    assert torch.equal(made[:, 6:], made[:, :-6])
     assert all(len(set(row)) == 6 for row in made[:, :6].tolist())
     assert (made.min().item(), made.max().item()) == (3, 22)
-    again = mechanisms.repeated_blocks(20, 6, 15, 40, torch.Generator().manual_seed(1), first=3)
-    assert bool((made == again).all())
+    assert torch.equal(made, mechanisms.repeated_blocks(20, 6, 15, 40, torch.Generator().manual_seed(1), first=3))
     counts = torch.bincount(made[:, 0] - 3, minlength=20)
     assert counts.max().item() < 12  # all tokens are drawn, none much more than others
 
@@ -177,12 +176,10 @@ def test_eigenvalues_are_those_of_the_map_between_tokens():
 
 def test_ablations_touch_the_named_heads_only():
     pattern = torch.rand(2, 3, 4, 5).tril(1)
-    out = mechanisms.knock_out(1)(pattern, None)
-    assert bool((out[:, 1] == 0).all())
-    assert bool((out[:, [0, 2]] == pattern[:, [0, 2]]).all())
-    assert bool((mechanisms.knock_out()(pattern, None) == 0).all())
+    assert torch.equal(mechanisms.knock_out(1)(pattern, None), pattern * torch.tensor([1, 0, 1])[:, None, None])
+    assert not mechanisms.knock_out()(pattern, None).any()
     level = mechanisms.uniform_attention(0, 2)(pattern, None)
-    assert bool((level[:, 1] == pattern[:, 1]).all())
+    assert torch.equal(level[:, 1], pattern[:, 1])
     for row in range(4):
         expected = [1 / (row + 2)] * (row + 2) + [0.0] * (3 - row)
         for head in (0, 2):
@@ -193,8 +190,8 @@ def test_ablations_touch_the_named_heads_only():
 def test_ablations_of_non_finite_weights_and_of_outputs():
     pattern = torch.full((1, 2, 3, 3), math.nan)
     pattern[:, 0] = even(3)[0, 0]
-    assert bool((mechanisms.knock_out(1)(pattern, None)[:, 1] == 0).all())
-    assert bool(torch.isfinite(mechanisms.uniform_attention(1)(pattern, None)).all())
+    assert not mechanisms.knock_out(1)(pattern, None)[:, 1].any()
+    assert mechanisms.uniform_attention(1)(pattern, None).isfinite().all()
     x = torch.arange(12.0).reshape(2, 3, 2)
     assert not mechanisms.zero(x, None).any()
     left = mechanisms.mean(x, None)
@@ -213,14 +210,11 @@ def test_the_patterns_of_an_iclm():
     ]
     assert torch.equal(logits.argmax(-1), model(ids).logits.argmax(-1))
     for p in found:
-        side = 8 if p.stream == "phi" else 7
-        assert p.weights.shape == (2, 2, side, side)
-        assert torch.allclose(p.weights.sum(-1), torch.ones(()), atol=1e-5)
-        assert bool((p.weights.triu(1) == 0).all())
-        shown = p.wanted(logits)
         start = p.stream == "phi"
-        assert torch.equal(shown[:, start:], logits.argmax(-1))
-        assert bool((shown[:, :start] == -1).all())
+        assert p.weights.shape == (2, 2, 7 + start, 7 + start)
+        assert torch.allclose(p.weights.sum(-1), torch.ones(()), atol=1e-5)
+        assert not p.weights.triu(1).any()
+        assert torch.equal(p.wanted(logits), F.pad(logits.argmax(-1), (int(start), 0), value=-1))
     only = mechanisms.patterns(model, ids, ["f"])[1]
     assert [p.stream for p in only] == ["f", "f"]
 
