@@ -177,10 +177,6 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-def ids_of(options: dict[str, object]) -> str:
-    return ",".join(f"{k}={v}" for k, v in options.items()) or "default"
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("start", ["param", "bos"])
 @pytest.mark.parametrize("spec", SPECS)
@@ -192,7 +188,7 @@ def test_every_kernel_by_loops(spec, start):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", OPTIONS, ids=ids_of)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_by_loops_with_and_without_a_cache(options):
     model, tokens = make(**options), text(2, 9)
     expected = rows_of(model, tokens)
@@ -216,7 +212,7 @@ def test_every_option_by_loops_with_and_without_a_cache(options):
         {"expectation": "mean", "tie_phi": False, "tie_word_embeddings": False, "f_reads": "pre"},
         {"mixers": "local-linear[biweight]", "f_mlp": "none"},
     ],
-    ids=ids_of,
+    ids=str,
 )
 def test_every_gradient_by_loops(options):
     model, tokens = make(**options), text(2, 7, seed=1)
@@ -224,7 +220,7 @@ def test_every_gradient_by_loops(options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [o for o in OPTIONS if "gd_steps" not in o], ids=ids_of)
+@pytest.mark.parametrize("options", [o for o in OPTIONS if "gd_steps" not in o], ids=str)
 def test_contributions_of_one_token_at_a_time(options):
     model, ids = make(**options), text(1, 6, seed=4)[0]
     found, w = model.contributions(ids[None]), dict(model.named_parameters())

@@ -140,10 +140,6 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-def ids_of(options: dict[str, object]) -> str:
-    return ",".join(f"{k}={v}" for k, v in options.items()) or "default"
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_kernel_by_loops(spec):
@@ -157,7 +153,7 @@ def test_every_kernel_by_loops(spec):
 
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["softmax", "relumax"])
-@pytest.mark.parametrize("options", OPTIONS, ids=ids_of)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_by_loops(options, spec):
     model, tokens = make(mixers=spec, **options), text(2, 9)
     expected = torch.stack([logits(dict(model.named_parameters()), ids, model.config) for ids in tokens])
