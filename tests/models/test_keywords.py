@@ -25,7 +25,7 @@ VALUES = {
     "output_attentions": True, "revision": "main", "name_or_path": "elsewhere", "local_files_only": True,
     "_configuration_file": "config.json", "adapter_kwargs": {}, "adapter_name": "default", "key_mapping": {},
 }  # fmt: skip
-"""What a keyword is given in these tests; None where nothing is said."""
+"""Values of keywords in these tests; the others are None."""
 NOT_KEYWORDS = {"pretrained_model_name_or_path", "args", "kwargs", "model_args", "config_dict", "return_unused_kwargs"}
 
 
@@ -56,13 +56,13 @@ def saved(tmp_path_factory):
 
 
 @cache
-def told_of_nothing(load, folder):
+def loaded(load, folder):
     return load(folder)
 
 
-def told(load, folder, **given):
-    """What a configuration says that was loaded with a keyword, beside what it says without it, and what was unused."""
-    plain, (config, unused) = told_of_nothing(load, folder), load(folder, return_unused_kwargs=True, **given)
+def effects(load, folder, **given):
+    """What a keyword changes in a configuration that is loaded with it, and which keywords were unused."""
+    plain, (config, unused) = loaded(load, folder), load(folder, return_unused_kwargs=True, **given)
     before, after = plain.to_dict(), config.to_dict()
     changed = {key for key in before | after if before.get(key) != after.get(key)}
     assert load(folder, **given).to_dict() == after
@@ -77,14 +77,14 @@ def test_the_keywords_are_found():
 @pytest.mark.parametrize("keyword", keywords())
 def test_every_keyword_does_what_it_does_to_a_llama(keyword, saved):
     given, llama = {keyword: VALUES.get(keyword)}, saved["llama"]
-    by_auto = told(AutoConfig.from_pretrained, llama, **given)
-    by_own = told(LlamaConfig.from_pretrained, llama, **given)
+    by_auto = effects(AutoConfig.from_pretrained, llama, **given)
+    by_own = effects(LlamaConfig.from_pretrained, llama, **given)
     for name in language_models.names():
         own = language_models.get(name).config
         if keyword in own().to_dict() and keyword not in LlamaConfig().to_dict():
             continue  # a field of ours, such as ICLM's variant
-        assert told(AutoConfig.from_pretrained, saved[name], **given) == by_auto, name
-        assert told(own.from_pretrained, saved[name], **given) == by_own, name
+        assert effects(AutoConfig.from_pretrained, saved[name], **given) == by_auto, name
+        assert effects(own.from_pretrained, saved[name], **given) == by_own, name
 
 
 @every_model
@@ -169,21 +169,21 @@ def test_nothing_to_predict_is_a_loss_of_zero(name):
     model, tokens = model_of(name), text(2, 12)
     nothing = torch.full_like(tokens, -100)
     none = ({"labels": nothing, "num_items_in_batch": count} for count in (None, 0, torch.tensor(0)))
-    for said in (*none, {"labels": tokens, "shift_labels": nothing}):
-        loss = model(tokens, **said).loss
+    for given in (*none, {"labels": tokens, "shift_labels": nothing}):
+        loss = model(tokens, **given).loss
         loss.backward()
         assert loss.item() == 0
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("given", "message"),
     [
         ({"ignore_index": None}, "ignore_index is None, expected an integer"),
         ({"shift_labels": [1, 2]}, r"shift_labels is \[1, 2\], expected integers"),
         ({"shift_labels": IDS[:, 1:]}, r"shift_labels has shape \[2, 11\], expected \[2, 12\]"),
     ],
 )
-def test_one_clear_line_for_keywords_of_the_loss(said, message):
+def test_one_clear_line_for_keywords_of_the_loss(given, message):
     tokens = text(2, 12)
-    refuses(message, model_of("transformer"), tokens, labels=tokens, **said)
+    refuses(message, model_of("transformer"), tokens, labels=tokens, **given)

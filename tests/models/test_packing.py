@@ -48,16 +48,16 @@ def test_each_document_gives_what_it_gives_alone(case):
     tokens, ids = packed_rows(rows)
     expected = alone(lambda text: model(text).logits, rows)
     wanted = gradients(model, expected)
-    for said in ({"segment_ids": ids}, {"position_ids": positions(rows)}, {"seq_idx": ids.int()}):
-        found = model(tokens, **said)
+    for marks in ({"segment_ids": ids}, {"position_ids": positions(rows)}, {"seq_idx": ids.int()}):
+        found = model(tokens, **marks)
         assert found.past_key_values is None
         close(found.logits, expected)
         same_by_path(gradients(model, found.logits), wanted, 1e-5)
     for row, text in enumerate(tokens):
         ends = torch.tensor([0, *torch.tensor([len(one) for one in rows[row]]).cumsum(0)], dtype=torch.int32)
-        said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
-        close(model(text[None], **said).logits[0], expected[row])
-        close(model.model(text[None], **said, use_cache=False).last_hidden_state[0],
+        marks = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+        close(model(text[None], **marks).logits[0], expected[row])
+        close(model.model(text[None], **marks, use_cache=False).last_hidden_state[0],
               alone(lambda one: model.model(one).last_hidden_state, [rows[row]])[0])  # fmt: skip
 
 
@@ -115,20 +115,20 @@ def test_padding_before_between_inside_and_after_documents(case):
     real, wide = padded(torch.ones_like(tokens), 0), padded(tokens, 7)
     numbers, ones, zeros = padded(ids, 9), padded(positions(rows), 1), padded(positions(rows), 0)
     expected = alone(lambda text: model(text).logits, rows).flatten(0, 1)
-    for said in (
+    for marks in (
         {"segment_ids": numbers},
         {"position_ids": ones},
         {"position_ids": zeros},
         {"segment_ids": numbers, "position_ids": ones},
     ):
-        close(model(wide, attention_mask=real, **said).logits[real.bool()], expected)
+        close(model(wide, attention_mask=real, **marks).logits[real.bool()], expected)
 
 
-def compiled_is_eager(model, said, tokens, **how):
+def compiled_is_eager(model, marks, tokens, **how):
     torch._dynamo.reset()
-    expected = model(tokens, **said, labels=tokens)
+    expected = model(tokens, **marks, labels=tokens)
     wanted = gradients(model, expected.logits)
-    found = torch.compile(model, **how)(tokens, **said, labels=tokens)
+    found = torch.compile(model, **how)(tokens, **marks, labels=tokens)
     assert found.past_key_values is None
     close(found.logits, expected.logits)
     close(found.loss, expected.loss)
@@ -197,8 +197,8 @@ def test_the_collator_that_flattens_gives_the_loss_of_the_documents(name, flash)
 def test_a_cache_that_is_asked_for_is_refused():
     model, (tokens, ids) = make("transformer", num_hidden_layers=1), packed_rows(documents())
     for asked in ({"use_cache": True}, {"past_key_values": model.model.new_cache()}):
-        for said in ({"segment_ids": ids}, {"position_ids": positions(documents())}):
-            refuses(r"a cache was asked for; .* call with use_cache=False", model, tokens, **asked, **said)
+        for marks in ({"segment_ids": ids}, {"position_ids": positions(documents())}):
+            refuses(r"a cache was asked for; .* call with use_cache=False", model, tokens, **asked, **marks)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(RuntimeError, match="a cache was asked for"):
             compiled(tokens, **asked, position_ids=positions(documents()))
@@ -211,18 +211,18 @@ def test_rows_of_one_document_are_ordinary_rows():
     model, tokens = make("transformer", mixers=["softmax", "elu", "biweight", "linear"]), packed_rows(documents())[0]
     before = model(tokens)
     assert before.past_key_values is not None
-    for said in (
+    for marks in (
         {"segment_ids": torch.full_like(tokens, 4)},
         {"position_ids": torch.arange(tokens.shape[1])[None]},
         {"seq_idx": torch.zeros(1, tokens.shape[1], dtype=torch.int32)},
     ):
-        found = model(tokens, **said)
+        found = model(tokens, **marks)
         assert torch.equal(found.logits, before.logits)
         assert found.past_key_values is not None
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("marks", "message"),
     [
         ({"segment_ids": torch.zeros(1, 4)}, r"segment_ids is a torch.float32 tensor \[1, 4\], expected integers"),
         ({"segment_ids": [0, 0, 1]}, r"segment_ids is \[0, 0, 1\], expected integers"),
@@ -242,9 +242,9 @@ def test_rows_of_one_document_are_ordinary_rows():
         ({"segment_id": torch.tensor([[1, 1, 2, 2]])}, "unknown argument 'segment_id'. Did you mean 'segment_ids'"),
     ],
 )
-def test_one_clear_line_for_bad_documents(said, message):
+def test_one_clear_line_for_bad_documents(marks, message):
     model, tokens = make("transformer", num_hidden_layers=1), torch.tensor([[1, 2, 3, 4]])
-    assert "HybridForCausalLM" in refuses(message, model, tokens, **said)
+    assert "HybridForCausalLM" in refuses(message, model, tokens, **marks)
 
 
 def test_lengths_speak_of_one_row():
