@@ -347,8 +347,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             if attention_mask is not None and cache is not None and fixed_length(cache):
-                so_far = int(cache.get_seq_length())
-                attention_mask = attention_mask[:, :so_far]
+                attention_mask = attention_mask[:, : int(cache.get_seq_length())]
             tokens = tuple(outputs.last_hidden_state.shape[:2])
             real = None if attention_mask is None else attention_mask[:, -tokens[1] :] != 0
             documents = Documents.of(type(self).__name__, tokens, real, position_ids, packed)

@@ -251,8 +251,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
             return None
         if not isinstance(cache, ICLMCache):
             kind = f"a {type(cache).__name__}, which cannot hold keys that wait for their values"
-            mend = "leave it out or give model.model.new_cache()"
-            raise ArgumentError(f"{self.call}: cache is {kind}; {mend}.")
+            raise ArgumentError(f"{self.call}: cache is {kind}; leave it out or give model.model.new_cache().")
         cached, blocks = (cache.covariate_layers, cache.function_layers), (len(self.phi), len(self.f))
         differ = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*cached, *blocks)
         require(cached == blocks, self.call, f"{differ}; use model.model.new_cache().")
