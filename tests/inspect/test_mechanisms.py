@@ -26,10 +26,8 @@ def on(column_of_row: list[int], columns: int) -> torch.Tensor:
 
 
 def test_sinks_of_hand_made_heads():
-    first = on([0, 0, 0, 0], 4)
-    second = on([0, 1, 1, 1], 4)
-    self_ = on([0, 1, 2, 3], 4)
-    found = mechanisms.sinks(torch.cat([first, second, self_, even(4)], 1))
+    heads = [on([0, 0, 0, 0], 4), on([0, 1, 1, 1], 4), on([0, 1, 2, 3], 4), even(4)]
+    found = mechanisms.sinks(torch.cat(heads, 1))
     assert found.first.tolist() == pytest.approx([1, 1 / 4, 1 / 4, (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4])
     assert found.strongest.tolist() == pytest.approx([1, 3 / 4, 1 / 4, (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4])
     assert found.place.tolist()[:2] == [0, 1]
@@ -48,8 +46,7 @@ def test_sinks_leave_out_rows_average_over_texts_and_see_earlier_columns():
     assert found.first.tolist() == [(1 + 0.25) / 2]
     assert found.rate() == 1.0
     found = mechanisms.sinks(even(2, 4))
-    assert found.first.tolist() == pytest.approx([(1 / 3 + 1 / 4) / 2])
-    assert found.uniform == pytest.approx((1 / 3 + 1 / 4) / 2)
+    assert [found.first.item(), found.uniform] == pytest.approx([(1 / 3 + 1 / 4) / 2] * 2)
 
 
 def test_evenness_of_hand_made_heads():
@@ -215,8 +212,7 @@ def test_the_patterns_of_an_iclm():
         assert torch.allclose(p.weights.sum(-1), torch.ones(()), atol=1e-5)
         assert not p.weights.triu(1).any()
         assert torch.equal(p.wanted(logits), F.pad(logits.argmax(-1), (int(start), 0), value=-1))
-    only = mechanisms.patterns(model, ids, ["f"])[1]
-    assert [p.stream for p in only] == ["f", "f"]
+    assert [p.stream for p in mechanisms.patterns(model, ids, ["f"])[1]] == ["f", "f"]
 
 
 def test_the_columns_of_f_hold_the_token_that_is_averaged():

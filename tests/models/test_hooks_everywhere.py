@@ -209,8 +209,7 @@ def test_layers_without_weights_are_left_out():
     assert [w.shape for w in out.attentions] == [(2, 2, T, T)] * 3
     assert all(x.shape == (2, T, SIZES["hidden_size"]) for x in out.hidden_states)
     assert len(out.hidden_states) == 5
-    alone = make("transformer", "gated-deltanet")
-    assert shown(alone, tokens).attentions == ()
+    assert shown(make("transformer", "gated-deltanet"), tokens).attentions == ()
     made = mixed.generate(
         tokens[:, :4], max_new_tokens=3, do_sample=False, output_attentions=True, return_dict_in_generate=True
     )

@@ -93,8 +93,8 @@ def test_training_restricts_attention_in_a_share_of_passes_alike_in_every_proces
     assert set(runs[0]) == {4, 12}
     assert 15 < runs[0].count(4) < 45
     assert reach(model.eval(), embedded) == 12
-    always = small("FA-pSWA", **fields, training_window_share=1.0).train()
-    assert {reach(always, embedded) for _ in range(10)} == {4}
+    model = small("FA-pSWA", **fields, training_window_share=1.0).train()
+    assert {reach(model, embedded) for _ in range(10)} == {4}
     other = small("FA-pSWA", **fields, training_window_share=0.5, training_window_seed=1).train()
     assert [reach(other, embedded) for _ in range(60)] != runs[0]
 
@@ -133,14 +133,11 @@ def test_training_with_a_window_hides_padding_too():
     torch.testing.assert_close(model(tokens, attention_mask=mask).logits[mask != 0], before[mask != 0])
 
 
-def test_windows_go_where_there_is_one():
+def test_windows_and_names_of_layouts():
     assert HybridConfig.layout("LaCT", window=64).mixer_options == {"lact": {"window": 64}}
     own = HybridConfig.layout("LaCT", window=64, mixer_options={"lact": {"window": 9, "chunk_size": 8}})
     assert own.mixer_options == {"lact": {"window": 9, "chunk_size": 8}}
     refuses("GDN has no window, got window=64; leave it out", HybridConfig.layout, "GDN", window=64)
-
-
-def test_unknown_layouts_are_refused():
     for name in ("GDN+", "gdn", "GDN-pSWA", "FA-swa"):
         refuses("expected one of GDN, GDN\\+SWA", HybridConfig.layout, name)
 

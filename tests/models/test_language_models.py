@@ -164,8 +164,7 @@ def test_a_model_from_a_configuration_and_tensors(name, tied):
     """As programs do that hold the tensors already: `from_pretrained(None, config=, state_dict=)`."""
     model, tokens = make(name, tie_word_embeddings=tied), torch.arange(5)[None]
     given = {"config": model.config, "state_dict": model.state_dict()}
-    again = type(model).from_pretrained(None, **given)
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert torch.equal(type(model).from_pretrained(None, **given)(tokens).logits, model(tokens).logits)
     base = type(model.model).from_pretrained(None, **given)
     assert torch.equal(base(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
     for kind in ("missing", "unexpected", "mismatched", "not finite"):
@@ -184,8 +183,7 @@ def test_a_model_from_a_configuration_and_tensors(name, tied):
 
 @every_model
 def test_a_checkpoint_of_another_model(name, tmp_path):
-    other = next(each for each in NAMES if each != name)
-    make(other).save_pretrained(tmp_path)
+    make(next(other for other in NAMES if other != name)).save_pretrained(tmp_path)
     refuses("is of model type 'regard_", language_models.get(name).model.from_pretrained, tmp_path)
 
 

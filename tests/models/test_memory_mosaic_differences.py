@@ -66,8 +66,7 @@ def test_leaky_sums_and_averages():
 
 
 def test_the_rates():
-    rates = memory().keys.rate
-    torch.testing.assert_close(rates * 10, torch.linspace(0.5, 5, H).double())
+    torch.testing.assert_close(memory().keys.rate * 10, torch.linspace(0.5, 5, H).double())
     turned = memory()
     with torch.no_grad():
         turned.keys.rate.neg_()
@@ -151,8 +150,7 @@ def test_initial_weights():
         mix = layer.contextual.values.mix
         assert ((mix >= 0) & (mix <= 1)).all()
         torch.testing.assert_close(layer.persistent.keys.rate * 10, torch.linspace(0.5, 5, 4).double())
-    embedded = model(vocab_size=400, **wide).model.embed_tokens.weight
-    assert abs(embedded.std().item() / 192**-0.5 - 1) < 0.03
+    assert abs(model(vocab_size=400, **wide).model.embed_tokens.weight.std().item() / 192**-0.5 - 1) < 0.03
 
 
 def test_dropout_is_refused():
