@@ -255,7 +255,8 @@ def test_fewer_places_than_the_window(window):
 @pytest.mark.parametrize("name", ["memory-mosaic", "iclm"])
 def test_models_whose_caches_grow_say_so(name):
     model, tokens = make(name, "biweight", torch.float32), text(1, 5)
-    refuses("fixed length; use a cache that grows", model.generate, tokens, cache_implementation="static")
+    static = {"max_new_tokens": 3, "cache_implementation": "static"}
+    refuses("fixed length; use a cache that grows", model.generate, tokens, **static)
 
 
 def test_a_mixer_that_needs_the_order_of_keys():
