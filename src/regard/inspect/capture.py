@@ -44,7 +44,6 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
     Observers that were set before are not called inside the block, and are restored on leaving.
 
     Args:
-        model: any module.
         weights: also collect the full weights [B, H, Tq, Tk], computed by the dense reference implementation; the
             outputs then differ from the fast implementation's by rounding.
 

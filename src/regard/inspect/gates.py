@@ -52,8 +52,7 @@ def gate_trace(
 
     Args:
         model: called as `model(input_ids=[1, T], use_cache=False)`, in evaluation mode.
-        input_ids: int [T].
-        labels: the T tokens as text.
+        input_ids, labels: the tokens, int [T], and the same as text.
         chunk_size: tokens between writes to the memories in this pass (32 in the paper for a short text); None for the
             model's own.
 

@@ -69,8 +69,7 @@ def attention_maps(model: nn.Module, input_ids: Tensor, labels: Sequence[str]) -
 
     Args:
         model: called as `model(input_ids=[1, T], use_cache=False)`.
-        input_ids: int [T].
-        labels: the T tokens as text.
+        input_ids, labels: the tokens, int [T], and the same as text.
 
     Raises:
         ArgumentError: the model has no layer that reports its weights, labels do not match the tokens, or the layers'

@@ -82,10 +82,9 @@ def count_parameters(config: RegardConfig) -> int:
 
 
 def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field: str | None = None) -> Matched:
-    """Return `config` with the width whose parameter count is closest to `target`.
+    """Return a copy of `config` with the width whose parameter count is closest to `target`.
 
     Args:
-        config: is not changed.
         target: a number of parameters, or another model's configuration.
         field: the width to change, on which the size depends linearly; default: the configuration's `size_field`.
 

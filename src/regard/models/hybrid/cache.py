@@ -1,9 +1,7 @@
-"""The cache of a hybrid model.
+"""The cache of a hybrid model: sums, keys and values, and states.
 
 Attention whose weights are dot products of finite features (linear, cosine, shift-cosine, relu, relu2, elu) needs no
-keys and values of earlier tokens: it keeps a sum of fixed size. Other attention keeps keys and values, and a token
-mixer keeps its state. `hybrid_cache` creates one transformers `Cache` with a layer for each, followed by the states of
-the model's memories.
+keys and values of earlier tokens: it keeps a sum of fixed size.
 
 Shapes: B batch, H key/value heads, F features of a key, Dv channels of a value.
 """
@@ -69,10 +67,9 @@ class MemoryCacheLayer(StateCacheLayer):
 
 
 def hybrid_cache(config: HybridConfig, *, pairs: bool = False, length: int | None = None) -> Cache:
-    """Return an empty cache for a hybrid model.
+    """Return an empty cache for the hybrid model of a configuration.
 
     Args:
-        config: of the model.
         pairs: keep keys and values in every attention layer, as attention weights (`output_attentions`) and the removal
             of tokens need them. Cost: O(T) memory, and O(T) time per token.
         length: keep keys and values in tensors with places for this many tokens from the beginning, so that their

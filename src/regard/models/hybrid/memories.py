@@ -63,11 +63,9 @@ def flush_memory(model: nn.Module, cache: Cache) -> None:
 
 
 def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurrent: bool = False) -> Cache:
-    """Return a new cache with some states of `cache`, for a text whose positions begin at 0.
+    """Return a new cache with some states of `cache`, which is not changed, for a text whose positions begin at 0.
 
     Args:
-        model: the model of the cache.
-        cache: is not changed.
         memory: keep the states of memories.
         recurrent: keep the states of recurrent mixers: of Gated DeltaNet, which has no positions, and the fast weights
             of LaCT, which are then read at positions other than those at which they were learned. Windows, keys and
@@ -98,16 +96,8 @@ def memory_states(cache: Cache) -> dict[int, Any]:
 
 
 def with_memory(model: nn.Module, cache: Cache | None, states: Mapping[int, Any]) -> Cache:
-    """Return a cache with the memory states of a snapshot.
-
-    Args:
-        model: the model of the cache.
-        cache: provides the other layers, which both caches then share; None for empty ones.
-        states: from `memory_states`.
-
-    Raises:
-        ArgumentError: the snapshot has memories at other layers.
-    """
+    """Return a cache with the memory states of a snapshot (`memory_states`); `cache` provides the other layers, which
+    both caches then share (None: empty ones). Raises ArgumentError if the snapshot has memories at other layers."""
     fresh = getattr(model, "model", model).new_cache()
     known = [layer.depth for layer in _memory_layers(fresh)]
     layers = f"layers {sorted(states)}, this model has them at {sorted(known)}; take it from a cache of this model."

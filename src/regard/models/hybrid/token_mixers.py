@@ -7,7 +7,6 @@ A mixer is one file in `mixers/` that ends with
 
 and `HybridConfig.mixers` may then name it for any layer.
 
-Mixers with a recurrent memory share projections, a short convolution, a norm and an output gate (`RecurrentMixer`).
 Convolutions are causal and channel by channel. The short one is that of Gated DeltaNet: over the last few tokens,
 before the memory sees queries, keys and values. The long one is over all tokens.
 
