@@ -65,9 +65,9 @@ def test_numbers_in_prose_are_those_of_the_rows() -> None:
     def above_softmax(rows: Frame, model: str, signed: bool = False) -> str:
         return paired(select(rows, model=model), select(rows, model="softmax"), "test").text(3, signed=signed)
 
-    def above_transformer(model: str) -> str:
+    def above_transformer(model: str, *folders: str) -> str:
         """The share of test perplexity."""
-        rows = runs("iclm-parity")
+        rows = runs("iclm-parity", *folders)
         rows = rows.assign(perplexity=np.exp(rows["test"]))
         share = paired(select(rows, model=model), select(rows, model="transformer"), "perplexity", ratio=True).plus(-1)
         return f"{share.mean:.1%} ± {share.high - share.mean:.1%}".replace("%", " %")
@@ -88,7 +88,8 @@ def test_numbers_in_prose_are_those_of_the_rows() -> None:
         "iclm": [above_transformer("iclm-wv")],
         "language-model-results": [
             f"{above_softmax(four, name, signed=True)} " for name in ("biweight", "sparsemax", "topk-softmax")
-        ],
+        ]
+        + [above_transformer("iclm-wv", "six-layers")],
         "local-linear-results": ["{:.2f}, {:.2f}, {:.2f}, {:.2f} and {:.2f}".format(*scores)],
     }
     for page, numbers in pages.items():
