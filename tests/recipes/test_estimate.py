@@ -9,8 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.cli import main
 from regard.recipes import recipes
-from regard_recipes.lib.estimate import estimate, used
-from regard_recipes.lib.trained import TrainedRecipe
+from regard_recipes.lib.trained import TrainedRecipe, estimate, used
 
 TRAINED = [name for name, kind in sorted(recipes.items()) if issubclass(kind, TrainedRecipe)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from regard.cli import main
 from regard.recipes import recipes
-from regard_recipes.lib.papers import PAPERS, page, paper_of, stored
+from regard_recipes.lib.pages import PAPERS, page, paper_of, stored
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

@@ -15,12 +15,12 @@ from regard.checks import ArgumentError
 from regard.cli import main
 from regard.errors import missing
 from regard.recipes import recipes
-from regard_recipes.lib import running
 from regard_recipes.lib.claims import Claim, Estimate, claims_of, exact, mean_interval, one, paired
 from regard_recipes.lib.display import first, gap, interval, lines, means, median, only, pivot, spread, stat
 from regard_recipes.lib.pages import marks
-from regard_recipes.lib.recipe import Cell, Recipe, Results, check_shared, recipe, run
+from regard_recipes.lib.recipe import Cell, Recipe, Results, check_shared, recipe
 from regard_recipes.lib.results import load, plain, read_journal
+from regard_recipes.lib.running import measure_units, run
 
 NAME = "recipe-of-the-tests"
 
@@ -272,11 +272,11 @@ def test_processes_measure_the_same_and_their_end_is_reported(squares: type[Squa
     pd.testing.assert_frame_equal(results.frame, alone.frame)
     dying = other.Cubes.configure(values=(-100, 1), workers=1)
     with pytest.raises(RuntimeError, match="value -100, seed 0 ended before it was done"):
-        list(running.measure_units(dying, [({"value": -100}, 0)], lambda text: None))
+        list(measure_units(dying, [({"value": -100}, 0)], lambda text: None))
     with pytest.raises(RuntimeError, match=r"value 0, seed 0 failed: .*by zero"):
-        list(running.measure_units(dying, [({"value": 0}, 0), ({"value": 1}, 0)], lambda text: None))
+        list(measure_units(dying, [({"value": 0}, 0), ({"value": 1}, 0)], lambda text: None))
     with pytest.raises(ModuleNotFoundError) as caught:  # the command names the extra
-        list(running.measure_units(dying, [({"value": -200}, 0)], lambda text: None))
+        list(measure_units(dying, [({"value": -200}, 0)], lambda text: None))
     assert missing(caught.value) == "jinja2 is not installed; pip install 'regard[lm]'"
 
 

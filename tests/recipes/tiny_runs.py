@@ -11,8 +11,9 @@ from filelock import FileLock
 
 from regard.recipes import recipes
 from regard_recipes.fwpkm.fast_weight_recall import coverage
-from regard_recipes.lib.recipe import Recipe, Results, check_shared, run
+from regard_recipes.lib.recipe import Recipe, Results, check_shared
 from regard_recipes.lib.results import load
+from regard_recipes.lib.running import run
 
 TASK: dict[str, Any] = {"steps": 2, "width": 16, "batch": 2, "examples": 2, "seeds": 2}
 MEMORY: dict[str, Any] = {**TASK, "sub_keys": 8, "memory_dim": 8, "top_k": 2, "context": 48, "chunk": 8}

@@ -17,9 +17,9 @@ from regard.checks import ArgumentError
 from regard.nn import ProductKeyMemory
 from regard.nn.memories import MemoryLayer
 
+from ..lib.budget import Budget, Corpus, LanguageOptions, initial_range
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
-from ..lib.language_training import Budget, Corpus, LanguageOptions, initial_range, train_language_model
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
 from .memory_layouts import (
     LAYOUTS,
@@ -98,6 +98,8 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         return PAPER_VOCABULARY if self.size == "paper" else 256
 
     def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
+        from ..lib.language_training import train_language_model
+
         row = Row(cell["layout"], cell["memory"])
         yield {"kind": "count", **counted(row, PAPER_SIZES, PAPER_BATCH)}
         draw, count = torch.Generator().manual_seed(self.seed), max(TEXT, 2 * self.context)

@@ -28,7 +28,7 @@ from regard.inspect.mechanisms import (
     uniform_attention,
 )  # fmt: skip
 
-from ..lib.language_training import Corpus
+from ..lib.budget import Corpus
 
 Row = dict[str, Any]
 DIGITS = 4  # decimals of stored weights

@@ -16,10 +16,10 @@ import torch
 from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
+from ..lib.budget import Budget, TextOptions
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
 from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
 from ..lib.language_text import read_text, windows
-from ..lib.language_training import Budget, TextOptions, train_language_model
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ._mechanisms_measures import BLOCKS, block_corpus, choose_prompts, measure_blocks, measure_text
 from .iclm_parity import build
@@ -98,6 +98,8 @@ class Mechanisms(TextOptions):
         return [{"task": task, "model": name} for task, names in models.items() for name in names]
 
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
+        from ..lib.language_training import train_language_model
+
         task = cell["task"]
         look, vocabulary = partial(measure_blocks, seed=seed), BLOCKS["vocabulary"]
         if task == "text":

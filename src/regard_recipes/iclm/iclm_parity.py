@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 
+from ..lib.budget import initial_range
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
 from ..lib.display import Show, dots, interval, median, pivot, spread
-from ..lib.language_training import initial_range
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
 from ..lib.text_recipe import TextRecipe
 

@@ -15,7 +15,6 @@ from regard.grammar import Spec
 from regard.inspect.figures import COLOURS, line_style, png
 
 from ..lib.display import plain_axes
-from .kernel_zoo import plane
 
 GREY = ("#bdbdbd", "#dedede", "#ffffff")  # background where one, two, three keys have a weight
 FINE = 8  # times as many points a side as the plane has, where the edges of the support are looked for
@@ -51,14 +50,15 @@ def kernels(shapes: Sequence[Any]) -> bytes:
     return png(figure)
 
 
-def planes(products: Sequence[Any]) -> bytes:
-    """Draw the weight of the first of the scores [0, u1, u2] over the plane, with the edges of the support."""
+def planes(products: Sequence[Any], weights: Callable[..., Any]) -> bytes:
+    """Draw the weight of the first of the scores [0, u1, u2] over the plane, with the edges of the support; `weights`
+    is `kernel_zoo.plane`."""
     images: list[Any] = []
 
     def draw(axes: Axes, row: Any) -> None:
         edge, weight = row.edge, numbers(row.plane)
         fine = FINE * len(weight)
-        support = (plane(Spec.parse(row.spec), edge, row.unit, fine) != 0).sum(-1).numpy()
+        support = (weights(Spec.parse(row.spec), edge, row.unit, fine) != 0).sum(-1).numpy()
         extent = (-edge, edge, -edge, edge)
         images.append(axes.imshow(weight, origin="lower", extent=extent, cmap="cividis", vmin=0, vmax=1))
         if weight.min() == weight.max():

@@ -139,7 +139,7 @@ class KernelZoo(Recipe):
         rows = results.frame
         products = select(rows, reason="").assign(kernel=rows["kernel"].str.partition(" = ")[0])
         found, alone = list(products.itertuples()), list(select(rows, rule=ALONE).itertuples())
-        return {"kernels": drawing.kernels(alone), "plane": drawing.planes(found), "line": drawing.lines(found)}
+        return {"kernels": drawing.kernels(alone), "plane": drawing.planes(found, plane), "line": drawing.lines(found)}
 
     def notes(self, results: Results) -> list[str]:
         return [CORRECTION]

@@ -1,19 +1,14 @@
 """Means with 95 % intervals, and claims of a paper beside what was measured, each with one of four verdicts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from .recipe import Frame
-
-if TYPE_CHECKING:
-    import pandas as pd
-
+Frame = Any
+"""A pandas DataFrame; pandas is slow to import."""
 CONFIDENCE = 0.95
 HOLDS, FAILS, UNDECIDED, NOT_TESTABLE = "holds", "fails", "undecided", "not testable at this size"
 Says = Literal["above", "at least", "below", "at most", "within"]
@@ -49,7 +44,7 @@ class Estimate:
         """Return half the width of the interval."""
         return (self.high - self.low) / 2
 
-    def plus(self, by: float) -> Estimate:
+    def plus(self, by: float) -> "Estimate":
         """Return the estimate of the number plus a constant."""
         return replace(self, mean=self.mean + by, low=self.low + by, high=self.high + by)
 
@@ -119,7 +114,7 @@ def unpaired(one: Estimate, other: Estimate) -> Estimate:
     return Estimate(mean, mean - half, mean + half, min(one.count, other.count))
 
 
-def ratio_interval(one: pd.Series, other: pd.Series) -> Estimate:
+def ratio_interval(one: Frame, other: Frame) -> Estimate:
     """Return the ratio of the means of two columns of numbers from the same samples, in the same order, with its
     interval to first order: it varies as the difference of the two in units of their means."""
     a, b = one.to_numpy(float), other.to_numpy(float)

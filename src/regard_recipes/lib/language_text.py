@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.checks import ArgumentError
 
-from .language_training import Corpus
+from .budget import Corpus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

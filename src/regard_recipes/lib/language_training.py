@@ -1,122 +1,37 @@
-"""Train language models on one budget, for the recipes that compare models on text.
+"""Train a language model of a recipe with the Trainer of `regard.training`, without a run folder.
 
 With equal budgets all models see the same windows: those of a step are a function of seed and step alone.
 """
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from regard.checks import ArgumentError
-from regard.training.device import resolve_device
+from regard.models.base.catalogue import model_of
+from regard.training.data.windows import SampledWindows
+from regard.training.device import float32_by_default, resolve_device
+from regard.training.errors import TrainingStopped
+from regard.training.evaluation import Units, evaluate
+from regard.training.quiet import quiet_transformers
+from regard.training.task import TaskBudget
+from regard.training.trainer import RegardTrainer
 
-from .recipe import Recipe, check_number
+from .budget import Budget, Corpus
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A text as tokens, int [n] each."""
-
-    train_tokens: Tensor
-    held_out_tokens: Tensor
-
-
-class LanguageOptions(Recipe):
-    """Options of recipes that train language models; `Budget.of` reads them."""
-
-    context: int = 64
-    """Tokens of a training window."""
-    batch: int = 16
-    """Windows of a step."""
-    parts: int = 1
-    """Forward passes of a step, more where memory is short."""
-    steps: int = 800
-    """Optimiser steps of each model."""
-    looks: int = 4
-    """How often the losses are noted."""
-    dtype: str = "float32"
-    """Of the products: float32 or bfloat16."""
-
-
-class TextOptions(LanguageOptions):
-    """Options of recipes that train on one text."""
-
-    tokenizer: str = "char"
-    """char, byte, bpe or gpt2."""
-    measured: int = 8192
-    """Held-out tokens that the results are measured on."""
-    compile: bool = False
-    """Train through torch.compile."""
-    data: Path | None = None
-    """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """How a model is trained and measured.
-
-    Attributes:
-        context, batch, parts: tokens of a window, windows of a step, forward passes of a step.
-        steps: optimiser steps.
-        learning_rate: the highest, reached after the share `warmup` of the steps; then a cosine falls to the share
-            `final_share` of it.
-        weight_decay: of matrices; vectors and scalars have none.
-        clip: largest norm of the gradient.
-        looks: number of times that the losses are recorded, at equal intervals, the last one at the end.
-        measured: number of held-out tokens that the loss is measured on, the first ones.
-        dtype: precision of matrix products, "float32" or "bfloat16" (autocast; weights and updates are float32).
-        device, compile: of the model; train through torch.compile.
-    """
-
-    context: int
-    batch: int
-    steps: int
-    learning_rate: float
-    final_share: float = 0.1
-    warmup: float = 0.05
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    looks: int = 8
-    measured: int = 16_384
-    parts: int = 1
-    dtype: str = "float32"
-    device: str = "cpu"
-    compile: bool = False
-
-    @classmethod
-    def of(cls, recipe: Recipe, **changes: Any) -> "Budget":
-        """Return the budget that the options of a recipe give, with some fields changed."""
-        given = {f.name: getattr(recipe, f.name) for f in fields(cls) if hasattr(recipe, f.name)}
-        return cls(**{**given, **changes})
-
-    def check(self, call: str) -> None:
-        """Raise an ArgumentError, which starts with `call` and names a flag, where a number is out of range or the
-        device does not exist."""
-        ranges: dict[str, tuple[float, float]] = {
-            **dict.fromkeys(("batch", "steps", "looks", "parts"), (1, math.inf)),
-            **dict.fromkeys(("context", "measured"), (2, math.inf)), "final_share": (0, 1), "warmup": (0, 1),
-            "weight_decay": (0, 1e6), **dict.fromkeys(("learning_rate", "clip"), (1e-12, 1e6)),
-        }  # fmt: skip
-        for name, limits in ranges.items():
-            check_number(f"{call}: --{name.replace('_', '-')}", getattr(self, name), *limits)
-        if self.batch % self.parts:
-            raise ArgumentError(f"{call}: --parts {self.parts} does not divide --batch {self.batch}.")
-        if self.dtype not in DTYPES:
-            raise ArgumentError(f"{call}: --dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}.")
-        resolve_device(self.device, call=call)
-
-    def look_steps(self) -> tuple[int, ...]:
-        """Return the steps after which the losses are noted."""
-        return tuple(sorted({max(1, round(self.steps * (i + 1) / self.looks)) for i in range(self.looks)}))
+BETAS = (0.9, 0.95)  # of AdamW
 
 
 def train_language_model(
@@ -156,10 +71,6 @@ def train_language_model(
             f"{call}: the text has {len(tokens)} tokens to train on and {len(material.held_out_tokens)} held out, "
             f"expected at least a context of {budget.context} and 2; give more text or a smaller context."
         )
-    from regard.models.base.catalogue import model_of
-
-    from .language_trainer import global_generators, train_with_trainer
-
     kind = model_of(config)
     device = torch.device(resolve_device(budget.device, call=call))
     before = held_bytes("VmRSS", device, restart=True)
@@ -195,6 +106,115 @@ def held_bytes(which: str, device: torch.device, restart: bool = False) -> int |
     return None
 
 
-def initial_range(width: int) -> float:
-    """Return the standard deviation of a model's first weights: 0.05 up to a width of 256, above it the usual 0.02."""
-    return 0.05 if width <= 256 else 0.02
+def train_with_trainer(
+    model: nn.Module, material: Corpus, budget: Budget, seed: int
+) -> tuple[list[tuple[float, float]], dict[str, float]]:
+    """Train with `regard.training`'s Trainer; return the training and held-out loss of each look, none after a loss
+    that is not finite, and the median time of a step, "step_seconds" and "step_cpu_seconds"."""
+    device = next(model.parameters()).device
+    optimizer = make_optimizer(model, budget)
+    schedule = TaskBudget(steps=budget.steps, warmup=budget.warmup, final_share=budget.final_share)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.rate)
+    windows = SampledWindows(
+        material.train_tokens, context=budget.context, steps=budget.steps, per_step=budget.batch, seed=seed
+    )
+    one = Units(1, 1, 1)  # bits are not asked for
+    looks = Looks(lambda: held_out_loss(model, material, budget), set(budget.look_steps()), device)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=budget.steps, per_device_train_batch_size=budget.batch // budget.parts,
+            gradient_accumulation_steps=budget.parts, max_grad_norm=budget.clip, seed=seed,
+            use_cpu=device.type == "cpu", bf16=budget.dtype == "bfloat16", torch_compile=budget.compile,
+            dataloader_pin_memory=device.type == "cuda", remove_unused_columns=False, logging_strategy="no",
+            save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        arguments._n_gpu = min(1, arguments.n_gpu)  # Trainer would use nn.DataParallel
+        trainer = RegardTrainer(
+            model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates), callbacks=[looks],
+            held_out=material.held_out_tokens, train_units=one, held_out_units=one, context=budget.context,
+            eval_batch=budget.batch, keep=1,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.model_accepts_loss_kwargs = False  # the mean over the labels that the model counts
+        looks.watch(trainer)
+        with contextlib.suppress(TrainingStopped):
+            trainer.train()
+        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    times = {"step_seconds": looks.wall, "step_cpu_seconds": looks.cpu}
+    return looks.losses, {name: statistics.median(values or [math.nan]) for name, values in times.items()}
+
+
+class Looks(TrainerCallback):
+    """Note the training loss and `held_out()` after some steps, and the time of every step."""
+
+    def __init__(self, held_out: Callable[[], float], steps: set[int], device: torch.device) -> None:
+        self.evaluate, self.steps, self.device = held_out, steps, device
+        self.losses: list[tuple[float, float]] = []
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.since: list[Tensor] = []  # training losses since the last look
+        self.begun = (0.0, 0.0)
+
+    def watch(self, trainer: RegardTrainer) -> None:
+        """Collect the loss of each forward pass of `trainer`, divided by their number in a step."""
+        step = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            self.since.append(step(*args, **kwargs).detach())
+            return self.since[-1]
+
+        trainer.training_step = training_step  # type: ignore[method-assign]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.wall.append(time.perf_counter() - self.begun[0])
+        self.cpu.append(time.process_time() - self.begun[1] if self.device.type == "cpu" else self.wall[-1])
+        if state.global_step in self.steps:
+            count = state.global_step - max((step for step in self.steps if step < state.global_step), default=0)
+            held_out = self.evaluate()
+            self.losses.append((torch.stack(self.since).sum().item() / count, held_out))
+            self.since.clear()
+            control.should_training_stop = not math.isfinite(held_out)
+
+
+@contextlib.contextmanager
+def global_generators(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python inside the block, with float32 as torch's default dtype, and leave
+    them as they were."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with (
+        quiet_transformers(),
+        float32_by_default(),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []),
+    ):
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+
+
+def make_optimizer(model: nn.Module, budget: Budget) -> torch.optim.Optimizer:
+    """Return AdamW with weight decay of matrices only."""
+    groups: dict[float, list[Tensor]] = {budget.weight_decay: [], 0.0: []}
+    for weight in model.parameters():
+        if weight.requires_grad:
+            groups[budget.weight_decay if weight.dim() >= 2 else 0.0].append(weight)
+    used = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items() if weights]
+    return torch.optim.AdamW(used, lr=budget.learning_rate, betas=BETAS)
+
+
+def held_out_loss(model: nn.Module, material: Corpus, budget: Budget) -> float:
+    """Return the nats per token on the first `measured` held-out tokens. Every token but the first is predicted once,
+    from at least half a context where the text before it is that long."""
+    tokens = material.held_out_tokens[: budget.measured]
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=budget.dtype == "bfloat16"):
+        units = Units(len(tokens), len(tokens), len(tokens))  # its bits are not asked for
+        batch = max(1, budget.batch // budget.parts)
+        return evaluate(model, tokens, units, context=budget.context, batch=batch, support=False).loss

@@ -5,27 +5,20 @@ together are one table (`Results.frame`), from which claims, tables and figures 
 measurement, so a page can be rebuilt from stored rows.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import get_annotations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from regard.checks import ArgumentError, suggestion
-from regard.recipes import Progress, recipes
+from regard.recipes import recipes
 from regard.training.config import SEEDS
 from regard.training.device import resolve_device
 
-if TYPE_CHECKING:
-    from pandas import DataFrame as Frame
-
-    from .claims import Claim
-else:
-    Frame = Any  # pandas is slow to import
+from .claims import Claim, Frame
 
 Cell = Mapping[str, Any]
 """One point of the grid: column to a text, a number or a truth value."""
@@ -233,26 +226,3 @@ def check_number(option: str, value: Any, low: float, high: float) -> None:
             raise ArgumentError(f"{option} is {number}, expected {limits}.")
         if numbers.count(number) > 1:
             raise ArgumentError(f"{option} names {number} twice; name it once.")
-
-
-def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
-    """Measure all cells, continuing an unfinished run, and write rows, page and figures to `made.out`.
-
-    Raises:
-        ArgumentError: an option is out of range, or the folder holds something else.
-    """
-    from .pages import write
-    from .results import Journal, unfinished_units
-    from .running import measure_units
-
-    check_shared(made)
-    journal = Journal.open(made, argv)
-    todo = unfinished_units(made, journal)
-    progress("preparing")
-    journal.begin(made.prepare())
-    for unit, rows, seconds in measure_units(made, todo, progress):
-        journal.append(unit, rows, seconds)
-    progress("writing")
-    results = journal.finish(made)
-    write(made, results, journal.path.parent)
-    return results

@@ -9,7 +9,7 @@ from regard.cli.options import parse
 from regard.errors import ArgumentError
 from regard.recipes import recipes
 
-from .recipe import Recipe, check_shared, run
+from .recipe import Recipe, check_shared
 
 CALL = "reproduce"
 
@@ -36,6 +36,8 @@ def reproduce(argv: list[str]) -> int:
 
 def _run(kind: type[Recipe], argv: list[str]) -> int:
     """Measure a recipe and write its results."""
+    from .running import run
+
     made = options(kind, argv)
     progress, screen = consoles()
     start = time.perf_counter()
@@ -49,7 +51,7 @@ def _run(kind: type[Recipe], argv: list[str]) -> int:
 
 def _estimate(kind: type[Recipe], argv: list[str]) -> int:
     """Print how large a run would be."""
-    from .estimate import estimate
+    from .trained import estimate
 
     table = estimate(options(kind, argv))
     consoles()[1].print(table.rich(f"{CALL} {kind.name}"))
@@ -77,7 +79,7 @@ def _run_all(argv: list[str]) -> int:
 
 def _papers(argv: list[str]) -> int:
     """Write a page for each paper from the results in a folder."""
-    from .papers import write_pages
+    from .pages import write_pages
 
     if len(argv) != 1:
         raise ArgumentError(f"{CALL}: expected --papers FOLDER, with the results of recipes.")

@@ -1,5 +1,5 @@
-"""Run calls side by side, each in a fresh process with one thread, so that the time and peak memory of a call do not
-depend on the others."""
+"""Run a recipe: its cells side by side, each in a fresh process with one thread, so that the time and peak memory of a
+cell do not depend on the others."""
 
 import multiprocessing
 import signal
@@ -17,12 +17,32 @@ import torch
 from regard.checks import ArgumentError
 from regard.recipes import Progress
 
-from .recipe import Recipe, Row
-from .results import Unit
+from .pages import write
+from .recipe import Recipe, Results, Row, check_shared
+from .results import Journal, Unit, unfinished_units
 
 T = TypeVar("T")
 Measured = tuple[Unit, list[Row], float]
 """A cell and seed, its rows, and the seconds they took."""
+
+
+def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
+    """Measure all cells, continuing an unfinished run, and write rows, page and figures to `made.out`.
+
+    Raises:
+        ArgumentError: an option is out of range, or the folder holds something else.
+    """
+    check_shared(made)
+    journal = Journal.open(made, argv)
+    todo = unfinished_units(made, journal)
+    progress("preparing")
+    journal.begin(made.prepare())
+    for unit, rows, seconds in measure_units(made, todo, progress):
+        journal.append(unit, rows, seconds)
+    progress("writing")
+    results = journal.finish(made)
+    write(made, results, journal.path.parent)
+    return results
 
 
 def measure_units(made: Recipe, units: Sequence[Unit], progress: Progress) -> Iterator[Measured]:
@@ -109,7 +129,7 @@ def clean_processes() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["regard_recipes.lib.language_trainer", "regard.models", "numba"])
+    context.set_forkserver_preload(["regard_recipes.lib.language_training", "regard.models", "numba"])
     return context
 
 

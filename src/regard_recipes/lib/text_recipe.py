@@ -13,9 +13,9 @@ from torch import Tensor
 
 from regard.checks import ArgumentError
 
+from .budget import Budget, Corpus, TextOptions, initial_range
 from .display import Show, interval, lines, median, pivot
 from .language_text import LanguageText, read_text
-from .language_training import Budget, Corpus, TextOptions, initial_range, train_language_model
 from .recipe import Cell, Frame, Results
 from .trained import Sizes, TrainedRecipe, language_config
 
@@ -71,6 +71,8 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
         return float(-(counts / counts.sum()).log()[tokens.long()].mean())
 
     def measure(self, cell: Cell, seed: int) -> Iterable[dict[str, Any]]:
+        from .language_training import train_language_model
+
         config, budget = self.model_config(cell, self.vocabulary), self.budget(cell["rate"])
         call = ", ".join(f"{name} {value}" for name, value in cell.items())
         return train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measure_model)
@@ -83,7 +85,7 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
 
     def measure_model(self, model: Any) -> dict[str, Any]:
         """Return columns of the row "run" of a trained model, and further rows as "rows"."""
-        from .language_trainer import held_out_loss
+        from .language_training import held_out_loss
 
         budget = self.budget(self.rates[0])
         return {"test": held_out_loss(model, Corpus(self.corpus.train_tokens, self.test_tokens), budget)}

@@ -24,9 +24,9 @@ from regard.grammar import SolveStatus
 from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
 
+from ..lib.budget import DTYPES
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot
-from ..lib.language_training import DTYPES
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
 from .lla_numerics_schemes import SCHEMES, Times, dense, output, product, rounded
 

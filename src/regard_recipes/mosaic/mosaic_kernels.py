@@ -21,7 +21,6 @@ from regard.nn import ContextualMemory
 from ..lib.claims import Claim, Estimate, claims_of, paired
 from ..lib.display import Show, dots, gap, lines, median, pivot, spread
 from ..lib.language_text import LanguageText, windows
-from ..lib.language_training import train_language_model
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
@@ -104,6 +103,8 @@ class MosaicKernels(TextRecipe):
         return [{**dict(zip(KIND, kind, strict=True)), "rate": rate} for kind in kinds for rate in self.rates]
 
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
+        from ..lib.language_training import train_language_model
+
         start: dict[str, float] = {}
 
         def prepare(model: Any) -> None:
