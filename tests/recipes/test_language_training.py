@@ -18,6 +18,7 @@ from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
 from regard_recipes.kernels.kernel_selection import KernelSelection
 from regard_recipes.lib import language_training as runs
+from regard_recipes.lib.budget import initial_range
 from regard_recipes.lib.results import plain
 from regard_recipes.lib.running import run_calls
 
@@ -41,7 +42,7 @@ def text() -> runs.Corpus:
 
 
 def test_wide_models_begin_with_smaller_weights() -> None:
-    assert [runs.initial_range(width) for width in (32, 256, 384, 1024)] == [0.05, 0.05, 0.02, 0.02]
+    assert [initial_range(width) for width in (32, 256, 384, 1024)] == [0.05, 0.05, 0.02, 0.02]
     paper = KernelSelection.configure("paper")
     assert paper.model_config(paper.cells()[0], 100).initializer_range == 0.02
 
