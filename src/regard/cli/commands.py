@@ -45,16 +45,15 @@ def train(argv: list[str]) -> int:
     summary = run(config)
     if not main_process():
         return 0
-    support = [] if summary.support is None else [("support", f"{summary.support:.1f} keys per query")]
     lines = [
         ("held-out loss", f"{summary.loss:.4f} nats/token"),
         ("", f"{summary.bits_per_char:.4f} bits/character, {summary.bits_per_byte:.4f} bits/byte"),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
-        *support,
+        ("support", f"{summary.support:.1f} keys per query" if summary.support is not None else ""),
         ("parameters", f"{summary.parameters:,}"),
         ("run folder", summary.out),
     ]
-    print_pairs(lines)
+    print_pairs([(name, text) for name, text in lines if text])
     hint = f" --prompt {shlex.quote(summary.prompt)}" if summary.prompt else ""
     print(f"\nTry: regard generate {shlex.quote(summary.out)}{hint}")
     return 0
@@ -129,8 +128,8 @@ def evaluate(argv: list[str]) -> int:
     usual = saved.context if saved else getattr(model.config, "max_position_embeddings", None)
     require(bool(options.context or usual), "eval", "the model has no longest context; give one with --context.")
     context: Any = options.context or usual
-    if options.stride is not None and options.stride >= context:
-        raise ArgumentError(f"eval: --stride is {options.stride}, expected 1 to {context - 1} (context - 1).")
+    fits = options.stride is None or options.stride < context
+    require(fits, "eval", f"--stride is {options.stride}, expected 1 to {context - 1} (context - 1).")
     part = encode_part(tokenizer, chunks, text, Path(gettempdir()))
     tokens = part.tokens
     few = f"the text has {len(tokens)} tokens, less than one context of {context}"
@@ -155,16 +154,35 @@ def evaluate(argv: list[str]) -> int:
 
 
 def _eval_harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: EvalOptions) -> int:
-    from ..training.task.harness import harness_scores
+    """Print the scores of a model on tasks of the package lm-eval, each with its standard error if it has one."""
+    from ..training.errors import one_error
 
     require(not _of_a_text(options), "eval", "--lm-eval scores tasks; omit --data, --context and --stride.")
-    settings: dict[str, Any] = {"limit": options.limit, "batch": options.batch, "folder": options.tasks}
-    scores, prefix = harness_scores(model, tokenizer, options.lm_eval, **settings)
-    rows = [
-        (f"{task} {metric}", f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
-        for task, metric, value, error in scores
-    ]
-    print_pairs([*rows, ("prefix token", repr(prefix))])
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        needs = f"--lm-eval needs the package lm-eval ({error}); install it with pip install 'regard[eval]'"
+        raise ArgumentError(f"eval: {needs}.") from None
+    tasks, folder = list(options.lm_eval), options.tasks
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    for name in tasks:
+        unknown = f"--lm-eval: unknown task {name!r}; `lm-eval ls tasks` lists them."
+        require(name in manager.all_tasks, "eval", unknown)
+    judge: Any = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=options.batch)
+    limit = options.limit
+    with one_error(f"eval: --lm-eval {' '.join(tasks)}"):
+        results = simple_evaluate(model=judge, tasks=tasks, limit=limit, task_manager=manager, log_samples=False)
+    rows = []
+    for task, metrics in results["results"].items():
+        for key, value in metrics.items():
+            metric, comma, choice = key.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr,{choice}")
+                spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+                rows.append((f"{task} {metric}", f"{value:.4f}{spread}"))
+    print_pairs([*rows, ("prefix token", repr(tokenizer.decode(judge.prefix_token_id)))])
     return 0
 
 
@@ -180,21 +198,18 @@ def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
     from ..training.task.run import scored
     from ..training.validation import check_task
 
-    if _of_a_text(options) or options.lm_eval:
-        mend = "omit --data, --context, --stride and --lm-eval"
-        raise ArgumentError(f"eval: the run in {options.run} is on a task; {mend}.")
+    fault = f"the run in {options.run} is on a task; omit --data, --context, --stride and --lm-eval."
+    require(not (_of_a_text(options) or options.lm_eval), "eval", fault)
     task = check_task(config, "eval")
     check_source(options.run, task_source(config.task or "", repr(task)), call="eval")
     model = load_task_model(options.run, call="eval").to(device)
-    sizes = f"with --batch {options.batch}"
-    found = within("eval", sizes, scored, config, task, model, batch=options.batch)
-    print_pairs([(name, str(score)) for name, score in found.items()])
+    scores = within("eval", f"with --batch {options.batch}", scored, config, task, model, batch=options.batch)
+    print_pairs([(name, str(score)) for name, score in scores.items()])
     return 0
 
 
 def _eval_text(options: EvalOptions) -> tuple[Source, Iterator[str], TrainConfig | None]:
     """Return the source and the chunks of the text to measure on, and the run's config if the folder is a run."""
-    from ..training.config import TrainConfig
     from ..training.data.corpus import open_source
     from ..training.storage.folder import check_source, saved_config, text_source
     from ..training.validation import check_data

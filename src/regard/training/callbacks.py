@@ -66,8 +66,7 @@ class MetricsFile(TrainerCallback):
             else:
                 self.damaged += 1
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
-        logs = logs or {}
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
             values = {key: value for key, value in logs.items() if key not in _NOISE}
             self.append({"step": state.global_step, **values})
@@ -131,8 +130,7 @@ class RichProgress(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.bar.update(self.task, completed=state.global_step)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
-        logs = logs or {}
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         held_out = "eval_loss" in logs
         if not state.is_world_process_zero or not (held_out or "loss" in logs):
             return

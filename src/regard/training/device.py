@@ -1,20 +1,21 @@
-"""The device of a run, by name, its default dtype, and the processes of one that torchrun started."""
+"""The device of a run, its default dtype, and the processes that torchrun started for it.
 
-from __future__ import annotations
+With `--shard` the processes share weights, gradients and optimiser states (torch's FSDP2): each gathers the weights of
+a block while it computes with them. Whole tensors are saved, so the run folder has the same files as with one process.
+"""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 
 from .._version import __version__
 from ..checks import ArgumentError, require
-
-if TYPE_CHECKING:
-    from .config import TrainConfig
+from .config import TrainConfig
+from .fields import flag
 
 
 @contextmanager
@@ -30,8 +31,8 @@ def float32_by_default() -> Iterator[None]:
 
 def resolve_device(name: str, *, call: str) -> str:
     """Return "cpu", "cuda" or "mps" for a name ("auto": the fastest); raise `ArgumentError` if it is not available."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [kind for kind, found in there.items() if found]
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [kind for kind in usable if usable[kind]]
     if name == "auto":
         return available[0]
     if name in available:
@@ -55,25 +56,85 @@ def check_agreement(config: TrainConfig, source: dict[str, Any], *, call: str) -
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     versions = f"regard {__version__}, torch {torch.__version__}"
-    options = {f"--{name.replace('_', '-')}": repr(value) for name, value in vars(config).items()}
-    own = {**options, "the data's hash": source["sha256"], "versions": versions}
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
-    for rank, other in enumerate(found):
-        for name, value in other.items():
-            if value != found[0][name]:
-                raise ArgumentError(
-                    f"{call}: {name} is {value} in process {rank}, but {found[0][name]} in process 0; start all "
-                    f"processes with the same command, data and versions."
-                )
+    options = {flag(name): repr(value) for name, value in vars(config).items()}
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, {**options, "the data's hash": source["sha256"], "versions": versions})
+    for rank, settings in enumerate(every):
+        for name, value in settings.items():
+            differs = f"{name} is {value} in process {rank}, but {every[0][name]} in process 0"
+            mend = "start all processes with the same command, data and versions"
+            require(value == every[0][name], call, f"{differs}; {mend}.")
 
 
 def check_sharding(config: TrainConfig, *, call: str) -> None:
     """Raise `ArgumentError` if `--shard` cannot be followed, or if accelerate is told to shard the model."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ArgumentError(f"{call}: ACCELERATE_USE_FSDP is set; unset it, and give --shard.")
+    unset = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true"
+    require(unset, call, "ACCELERATE_USE_FSDP is set; unset it, and give --shard.")
     if config.shard:
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         require(not alone, call, "--shard splits the model over several processes, got 1; start them with torchrun.")
         muon = config.optimizer == "muon"
         require(not muon, call, "--shard does not take --optimizer muon, which needs whole matrices; choose adamw.")
+
+
+def shard(model: Any) -> None:
+    """Split the parameters of a transformers model in place, block by block (`_no_split_modules`); raise
+    `ArgumentError` for a parameter without axes, which cannot be split."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for name, parameter in model.named_parameters():
+        fault = f"--shard: parameter {name} has no axes and cannot be split; omit --shard."
+        require(parameter.dim() > 0, "train", fault)
+    mesh = init_device_mesh(next(model.parameters()).device.type, (distributed.get_world_size(),))
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether the parameters of a model are split."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+def whole(value: Any) -> Any:
+    """Return nested data with the parts of split tensors gathered on the CPU. All processes must call it together."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda tensor: gathered(tensor).cpu(), value)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return a tensor whose parts are gathered if it is split. All processes must call it together."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return the state dict of a sharded model as whole tensors on the CPU, tied ones once; None for other models. All
+    processes must call it together."""
+    if not is_sharded(model):
+        return None
+    named = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    return {name: whole(tensor.detach()) for name, tensor in reversed(named.values())}
+
+
+def split_states(optimizer: torch.optim.Optimizer) -> None:
+    """Split the states of an optimiser, which were loaded whole, as its parameters are."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def finite_everywhere(loss: Tensor) -> bool:
+    """Return whether the losses of all processes are finite. All processes must call it together."""
+    lost = (~torch.isfinite(loss.detach())).float()
+    distributed.all_reduce(lost)
+    return not bool(lost)

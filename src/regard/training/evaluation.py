@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..checks import require
 from ..grammar import SolveStatus
 from ..inspect.capture import capture, eval_mode, observable_layers
+from ..nn.memory_trace import memory_means
 from ..pairwise.diagnostics import Diagnostics
 from .data.windows import strided_windows
 
@@ -136,8 +137,6 @@ def row_means(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
         - memory_coverage, memory_collisions, memory_kl_uniform, memory_marginal_entropy, memory_gate,
           memory_not_finite: see `nn.memory_trace.memory_means`.
     """
-    from ..nn.memory_trace import memory_means
-
     with eval_mode(model), capture(model) as seen:
         memories = memory_means(model, lambda: model(input_ids=input_ids, use_cache=False))
     layers = list(seen.layers.values())

@@ -5,26 +5,20 @@ field of the model's configuration is set by `--option key=value`, with the valu
 registered model, built in or not, can be trained without an edit here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from inspect import get_annotations
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import ArgumentError, require, suggestion, within
-from ..models.base.base_config import own_fields
+from ..models.base.base_config import RegardConfig, own_fields
 from ..models.base.catalogue import LanguageModel, language_models
 from .config import TrainConfig
 from .fields import flag, from_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..models import RegardConfig
 
 SIZES = {
     "width": "hidden_size",
@@ -134,17 +128,16 @@ def _options(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, 
     for word in config.option:
         key, equals, text = word.partition("=")
         name = key.strip().replace("-", "_")
-        if not equals or not name:
-            raise ArgumentError(f"{call}: --option is {word!r}, expected key=value, such as initializer_range=0.05.")
-        if name in _FROM_TOKENIZER:
-            raise ArgumentError(f"{call}: --option {name}: set by the tokenizer; choose one with --tokenizer.")
+        expected = "expected key=value, such as initializer_range=0.05"
+        require(bool(equals and name), call, f"--option is {word!r}, {expected}.")
+        where = f"{call}: --option {name}"
+        require(name not in _FROM_TOKENIZER, where, "set by the tokenizer; choose one with --tokenizer.")
         if name in option_of and name in own_fields(entry.config):
-            raise ArgumentError(f"{call}: --option {name}: use the flag of this field, {flag(option_of[name])}.")
+            raise ArgumentError(f"{where}: use the flag of this field, {flag(option_of[name])}.")
         if name not in known:
-            unknown = f"--model {config.model} has no such field.{suggestion(name, known)}"
-            raise ArgumentError(f"{call}: --option {name}: {unknown}")
+            raise ArgumentError(f"{where}: --model {config.model} has no such field.{suggestion(name, known)}")
         require(name not in fields, call, f"--option {name} is given twice; give it once.")
-        fields[name] = from_text(text.strip(), _hint(entry.config, name), f"{call}: --option {name}")
+        fields[name] = from_text(text.strip(), _hint(entry.config, name), where)
     return fields
 
 

@@ -20,12 +20,11 @@ from .data.documents import StreamedWindows
 from .data.text import Source
 from .data.tokenizers import build_tokenizer
 from .data.windows import SampledWindows
-from .device import check_agreement, check_sharding, float32_by_default, main_process, resolve_device
+from .device import check_agreement, check_sharding, float32_by_default, main_process, resolve_device, whole_weights
 from .errors import TrainingInterrupted, TrainingStopped, one_line
 from .generate import opening
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
-from .sharding import whole_weights
 from .storage import folder
 from .storage.card import write_card
 from .storage.checkpoints import go_back, last_good, step_of, write_summary, writing

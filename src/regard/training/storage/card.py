@@ -1,18 +1,17 @@
 """The model card: README.md in the folder of a trained model, made from its configuration, its data and its results."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel
 
 from ..._version import __version__
+from ...models import language_models
+from ...models.base.base_config import own_fields
 from ..config import DataOptions, OptimiserOptions, TrainConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..data.text import Source
+from ..data.text import Source
 
 _ELSEWHERE = ("data", "device", "task", "setting", "task_option")
 """Options that the card leaves out: of this machine, and those without a part in a run on a text."""
@@ -59,11 +58,6 @@ def write_card(
 ) -> None:
     """Write README.md, with the metadata that the Hugging Face Hub reads; `summary` is that of summary.json. Names of
     folders on this machine stay out."""
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
-
-    from ...models import language_models
-    from ...models.base.base_config import own_fields
-
     kinds = (entry for _, entry in language_models.items() if isinstance(model.config, entry.config))
     about = next((entry.about for entry in kinds), f"A {type(model).__name__}.")
     name, source = config.out.resolve().name, text.path.name
@@ -83,8 +77,8 @@ def write_card(
         library_name="transformers", pipeline_tag="text-generation", tags=["regard", model.config.model_type],
         model_name=name, eval_results=results,
     )  # fmt: skip
-    options = [field.name for part in (DataOptions, OptimiserOptions) for field in fields(part)]
-    chosen = {name: getattr(config, name) for name in options if name not in _ELSEWHERE}
+    names = [field.name for part in (DataOptions, OptimiserOptions) for field in fields(part)]
+    options = {name: getattr(config, name) for name in names if name not in _ELSEWHERE}
     body = _BODY.format(
         name=name,
         about=about,
@@ -96,14 +90,13 @@ def write_card(
         text=source,
         held_out=_held_out(text, config.validation),
         context=config.context,
-        options=_table({name: value for name, value in chosen.items() if value is not None}),
+        options=_table({name: value for name, value in options.items() if value is not None}),
         results=_table({metric: f"{value:.4f}" for metric, value in measured.items()}),
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{body}").save(folder / "README.md")
 
 
 def _held_out(text: Source, validation: float) -> str:
-    """Return the size of the text and which part was held out."""
     size = f"{text.characters:,} characters, SHA-256 `{text.sha256}`"
     if text.stream is not None:
         return f"a stream, of which the first documents were held out ({size})."

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ..._version import __version__
 from ...checks import ArgumentError, require
 from ..config import TrainConfig
 from ..fields import flag, from_mapping, read_mapping, to_mapping
@@ -84,8 +85,6 @@ def begin(config: TrainConfig, source: dict[str, Any], tokenizer: PreTrainedToke
     `source` (`text_source` or `task_source`); raise `ArgumentError` if the folder cannot be written."""
     import torch
     import transformers
-
-    from ..._version import __version__
 
     out = config.out
     versions = {"regard": __version__, "python": platform.python_version()}

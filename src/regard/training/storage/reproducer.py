@@ -5,10 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..sharding import gathered
+from ...checks import ArgumentError
+from ..device import gathered
+from ..quiet import quiet_transformers
+from .files import regular_size
+from .saved_model import read_model
 
 NON_FINITE = "non-finite"
 """The folder inside a run folder."""
@@ -18,13 +24,10 @@ BATCH = "batch.safetensors"
 def keep(folder: Path, model: Any, inputs: dict[str, Any], weights: dict[str, Tensor] | None = None) -> str:
     """Save the weights (of a sharded model: `weights`) and the batch of a step; return a clause for the error, empty if
     the disk does not take them."""
-    from safetensors.torch import save_file
-
+    batch = {name: x.detach().cpu().contiguous() for name, x in inputs.items() if isinstance(x, Tensor)}
     try:
         model.save_pretrained(folder, state_dict=weights)
-        save_file(
-            {n: x.detach().cpu().contiguous() for n, x in inputs.items() if isinstance(x, Tensor)}, folder / BATCH
-        )
+        save_file(batch, folder / BATCH)
     except Exception:  # of many kinds; the error that is being reported matters more
         return ""
     return f"regard.training.rerun({str(folder)!r}) runs the step again; "
@@ -46,14 +49,6 @@ def rerun(folder: str | Path) -> str | None:
 
     What is in memories with fast weights, which earlier steps wrote, is not part of the weights.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from ...checks import ArgumentError
-    from ..quiet import quiet_transformers
-    from .files import regular_size
-    from .saved_model import read_model
-
     path = Path(folder)
     with quiet_transformers():
         model = read_model(path, call="rerun").train()

@@ -4,26 +4,24 @@ The seal detects damage; the contents are checked here. A missing tensor would s
 optimiser writes out of bounds if its moments have another shape than their parameter.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import Trainer, TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import safe_globals
 
 from ..errors import expect, one_error
 from ..fields import read_mapping
 from ..muon import MuonAdamW
 from .checkpoints import step_of
 from .saved_model import load_weights
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 _SCHEDULED = ("lr", "initial_lr")
 """Settings of a parameter group that the schedule changes."""
@@ -62,8 +60,6 @@ def put_weights(model: nn.Module, folder: Path, *, call: str) -> None:
 
 def _load(path: Path) -> Any:
     """Return the plain data and tensors that torch saved in a file."""
-    from transformers.trainer_pt_utils import safe_globals
-
     try:
         with safe_globals():  # numpy arrays, in the states of generators
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -178,9 +174,6 @@ def _check_generators(saved: Any) -> None:
 def _check_state(saved: dict[str, Any], trainer: Trainer, step: int) -> None:
     """Check the fields of Trainer's state, that its step is that of the folder's name, and that it has the states of
     the callbacks, which Trainer replaces when it saves."""
-    from transformers import TrainerState
-    from transformers.trainer_callback import ExportableState
-
     plain = TrainerState()
     known = {field.name for field in fields(TrainerState)}
     for name, value in saved.items():

@@ -79,9 +79,8 @@ def _weights(folder: Path) -> Iterator[dict[str, tuple[Any, Any]]]:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 if index is None or index.get(name) == shard:
                     saved[name] = file, file.get_slice(name)
-        missing = sorted(set(index or ()) - set(saved))
-        if missing:
-            raise ValueError(f"{missing[0]} is not in the file that {INDEX} names")
+        missing = min(set(index or ()) - set(saved), default=None)
+        expect(missing is None, f"{missing} is not in the file that {INDEX} names")
         yield saved
 
 
@@ -90,8 +89,8 @@ def _index(folder: Path) -> dict[str, str]:
     files: Any = read_mapping(folder / INDEX, call="index").get("weight_map")
     expect(isinstance(files, dict) and bool(files), f"{INDEX} has no weight_map")
     for file in files.values():
-        if not is_plain_name(file) or not file.endswith(".safetensors"):
-            raise ValueError(f"{INDEX} names {file!r}, expected a .safetensors file in the same folder")
+        inside = is_plain_name(file) and file.endswith(".safetensors")
+        expect(inside, f"{INDEX} names {file!r}, expected a .safetensors file in the same folder")
     return files
 
 
@@ -132,10 +131,10 @@ def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) ->
     nested tables too."""
     for name, value in table.items():
         expect(kind is None or not callable(getattr(kind, name, None)), f"{name!r} is not a field of a configuration")
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError(f"{name} is a number of {value.bit_length()} bits")
-        if "layer" in name and isinstance(value, int) and value > most_layers:
-            raise ValueError(f"{name} is {value}, more layers than its weights hold")
+        if isinstance(value, int):
+            expect(abs(value) < 2**63, f"{name} is a number of {value.bit_length()} bits")
+            fits = "layer" not in name or value <= most_layers
+            expect(fits, f"{name} is {value}, more layers than its weights hold")
         if isinstance(value, dict):
             _check_fields(value, None, most_layers)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checks import require
-from ..errors import one_error
+from ..errors import expect, one_error
 from ..fields import read_mapping
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def _backend(path: Path, call: str) -> Tokenizer:
     table["truncation"] = table["padding"] = None  # the whole text is encoded, whatever the file says
     with one_error(f"{call}: {path} is not a valid tokenizer"):
         growth = _growth([table.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
-        if growth > _MOST_GROWTH:
-            raise ValueError(f"its steps can lengthen a text {growth:.2g} times, expected at most {_MOST_GROWTH}")
+        longer = f"its steps can lengthen a text {growth:.2g} times, expected at most {_MOST_GROWTH}"
+        expect(growth <= _MOST_GROWTH, longer)
         backend = Tokenizer.from_str(json.dumps(table))
         vocabulary = backend.get_vocab(with_added_tokens=True)
         produced = {token for text in _PROBES for token in backend.encode(text).ids}

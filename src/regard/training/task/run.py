@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,21 +74,19 @@ def train_task(
     check_stop(CALL, task, config.metric, config.stop_at)
     source = folder.task_source(config.task or "", repr(task))
     folder.check_out(config, call=CALL)
+    if config.resume:
+        folder.saved_config(config.out, call=CALL)  # before the folder is made for the lock
     console = console or Console(stderr=True)
-    with ExitStack() as held:
-        checkpoint: Path | None = None
-        skipped: list[str] = []
+    model = task_model(config, task, CALL)
+    with only_run(config.out, call=CALL):
+        checkpoint = None
         if config.resume:
-            folder.saved_config(config.out, call=CALL)  # before the folder is made for the lock
-            held.enter_context(only_run(config.out, call=CALL))
             checkpoint, skipped = folder.check_resume(config, source, call=CALL)
-        model = task_model(config, task, CALL)
-        if not config.resume:
-            held.enter_context(only_run(config.out, call=CALL))
-            folder.check_out(config, call=CALL)
+            for line in skipped:
+                console.print(line, highlight=False, markup=False)
+        else:
+            folder.check_out(config, call=CALL)  # again, since another run may have begun there
             folder.begin(config, source, None, call=CALL)
-        for line in skipped:
-            console.print(line, highlight=False, markup=False)
         saved = Checkpoints(run=config.out, every=config.save_every, keep=config.keep, last=checkpoint)
         progress = _train(config, task, model, saved, console, callbacks)
         folder.save_model(config.out, model, None)
@@ -137,12 +133,12 @@ def _train(
 
 def _finish(config: TrainConfig, task: TokenTask, model: Any, step: int) -> TaskSummary:
     """Score the test split, and write `summary.json`."""
-    found = scored(config, task, model)
+    scores = scored(config, task, model)
     summary = TaskSummary(
         out=str(config.out),
         step=step,
         parameters=sum(p.numel() for p in model.parameters()),
-        scores={name: (score.mean, score.standard_error) for name, score in found.items()},
+        scores={name: (score.mean, score.standard_error) for name, score in scores.items()},
         floor=task.floor(count=min(config.eval_examples, 256)),
     )
     write_summary(config.out, vars(summary))
