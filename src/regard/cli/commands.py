@@ -179,8 +179,8 @@ def _eval_harness(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, op
         for key, value in metrics.items():
             metric, comma, choice = key.partition(",")
             if comma and not metric.endswith("_stderr"):
-                error = metrics.get(f"{metric}_stderr,{choice}")
-                spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+                deviation = metrics.get(f"{metric}_stderr,{choice}")
+                spread = f" ± {deviation:.4f}" if isinstance(deviation, float) else ""
                 rows.append((f"{task} {metric}", f"{value:.4f}{spread}"))
     print_pairs([*rows, ("prefix token", repr(tokenizer.decode(judge.prefix_token_id)))])
     return 0
