@@ -181,9 +181,7 @@ def test_help_of_everything(regard: Callable) -> None:
         ("train --config {key_toml}", "error: unknown key 'step' in {key_toml}. Did you mean 'steps'"),
     ],
 )
-def test_a_mistake_is_one_line(
-    regard: Callable, text_file: Path, trained: Path, tmp_path: Path, words: str, message: str
-) -> None:
+def test_a_mistake_is_one_line(regard, text_file, trained, tmp_path, words, message):
     places = {"text": text_file, "run": trained, "tmp": tmp_path}
     places["base"] = f"--data {text_file} {' '.join(TINY)} --steps 1"
     files = {"key.toml": "step = 3", "deep.json": "[" * 100_000, "deep.toml": f"spec={'[' * 100_000}{']' * 100_000}"}
@@ -226,9 +224,7 @@ def raising(error: BaseException) -> Callable:
         (MemoryError(), 2, "regard train: error: there is not enough memory for these sizes (MemoryError)."),
     ],
 )
-def test_what_ends_a_command_has_its_exit_code(
-    regard: Callable, text_file: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
-) -> None:
+def test_what_ends_a_command_has_its_exit_code(regard, text_file, monkeypatch, error, code, said):
     monkeypatch.setattr("regard.training.run.train", raising(error))
     result = regard("train", "--data", text_file, "--device", "cpu")
     assert (result.code, result.err) == (code, f"{said}\n")
@@ -306,9 +302,7 @@ def test_doctor_tells_what_can_run_and_why_not(regard: Callable, monkeypatch: py
     ("interpreted", "cuda", "says"),
     [("0", False, "installed, but no CUDA device"), ("1", False, "can run"), ("0", True, "can run")],
 )
-def test_doctor_asks_for_a_device_for_triton(
-    interpreted: str, cuda: bool, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_asks_for_a_device_for_triton(interpreted, cuda, says, monkeypatch):
     from regard import doctor
     from regard.pairwise import dispatch
 

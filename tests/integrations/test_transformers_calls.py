@@ -36,8 +36,6 @@ from regard.integrations.transformers import attend, convert, register, visible_
 
 register()
 
-# Names ---------------------------------------------------------------------------------------------------------
-
 
 def test_every_preset_has_a_name() -> None:
     names = register()
@@ -128,9 +126,6 @@ def test_models_with_attention_of_their_own_are_not_converted(model: Any) -> Non
         convert(torch.nn.Linear(2, 2), "biweight")  # type: ignore[type-var]
 
 
-# The mask function ----------------------------------------------------------------------------------------------
-
-
 def as_pairs(mask: Tensor | None, causal: bool, batch: int, queries: int, keys: int) -> Tensor:
     """What a form of mask means: boolean [B, Tq, Tk]."""
     end = torch.arange(queries)[:, None] + keys - queries
@@ -190,8 +185,6 @@ def test_masks_take_the_smallest_form() -> None:
     padding = left_padding().bool()  # a window's cache has dropped the oldest keys; the mask covers all positions
     assert torch.equal(visible_keys(2, 2, 10, q_offset=10, kv_offset=2, attention_mask=padding), padding[:, 2:])
 
-
-# The attention function -----------------------------------------------------------------------------------------
 
 CAUSAL, BOTH = SimpleNamespace(is_causal=True), SimpleNamespace(is_causal=False)
 SOFTMAX = regard.Spec.parse("softmax")

@@ -1,12 +1,14 @@
-"""Stock models of transformers with regard's attention: against torch's, against the entmax package, and against
-themselves by another way (cache, padding, chunks, compiled, checkpointed)."""
+"""Stock models of transformers with regard's attention: against torch's, against the oracle's dense attention, and
+against themselves by another way (cache, padding, chunks, compiled, checkpointed)."""
 
-import copy
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from contracts import oracle
 from tiny_models import (
     ALL,
     CAUSAL,
@@ -22,21 +24,28 @@ from tiny_models import (
     positions,
     real_tokens,
     right_padding,
+    same_gradients,
     step_logits,
     tiny,
     tokens,
     without_dropout,
 )
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+)
+from transformers.masking_utils import sdpa_mask
 
+import regard
 from regard.integrations.transformers import convert, register
 
 NAMES = register()
 register("gaussian*linear(ridge=0.5,solver=cholesky)")
-
-
-# Against torch's own attention ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", [*ALL, *MORE])
@@ -55,7 +64,7 @@ def test_softmax_gives_the_logits_of_sdpa(family: str, padding: str) -> None:
 def test_a_converted_model_keeps_its_weights_and_logits(family: str) -> None:
     model = tiny(family, "sdpa")
     before = model(tokens()).logits
-    weights = copy.deepcopy(model.state_dict())
+    weights = deepcopy(model.state_dict())
     assert convert(model, "softmax") is model
     assert model.config._attn_implementation == "regard_softmax"
     assert (model(tokens()).logits - before).abs().max() < 1e-5
@@ -64,9 +73,6 @@ def test_a_converted_model_keeps_its_weights_and_logits(family: str) -> None:
     assert all(torch.equal(a, weights[n]) for n, a in model.state_dict().items())
     model.set_attn_implementation("sdpa")
     assert torch.equal(model(tokens()).logits, before)
-
-
-# Gradients ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,9 +123,6 @@ def test_dropout_acts_in_training_alone() -> None:
     assert torch.equal(without(tokens()).logits, still)
 
 
-# Every preset --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("preset", [name.removeprefix("regard_") for name in NAMES])
 def test_every_preset_runs_forward_backward_and_with_a_cache(preset: str) -> None:
     model = tiny("llama", f"regard_{preset}", initializer_range=0.1)
@@ -138,9 +141,6 @@ def test_every_preset_runs_forward_backward_and_with_a_cache(preset: str) -> Non
     assert torch.equal(sequences, again)
     assert logits.isfinite().all()
     assert (logits - slow).abs().max() < 1e-5
-
-
-# Caches --------------------------------------------------------------------------------------------------------
 
 
 STATIC = {"cache_implementation": "static"}
@@ -182,9 +182,6 @@ def test_a_prompt_in_pieces(family: str, kind: str, name: str) -> None:
     assert gap(torch.cat(done, 1), model(tokens()).logits) < 1e-5
 
 
-# Padding -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -212,9 +209,6 @@ def test_what_stands_in_the_padding_never_matters(family: str) -> None:
     embedded[0, :4] = torch.nan
     dirty = model(inputs_embeds=embedded, attention_mask=mask).logits
     assert (dirty - clean)[mask.bool()].abs().max() == 0
-
-
-# Weights -------------------------------------------------------------------------------------------------------
 
 
 def watch(family: str, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -271,9 +265,6 @@ def test_weights_while_generating() -> None:
     made = tiny("gpt2", "regard_biweight").generate(tokens(), **lengths, **asked)
     assert [layers[0].shape[-2:] for layers in made.attentions] == [(12, 12), (1, 13), (1, 14)]
     assert all((w.sum(-1) - 1).abs().max() < 1e-5 for layers in made.attentions for w in layers)
-
-
-# Other ways to run a model --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -338,9 +329,6 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
     assert torch.equal(convert(kind.from_pretrained(tmp_path), "biweight")(tokens()).logits, want)
 
 
-# Models that are no decoders ------------------------------------------------------------------------------------
-
-
 def both(kind: type[PreTrainedModel], config: PreTrainedConfig) -> list[PreTrainedModel]:
     """The same model with our attention and with torch's."""
     models = []
@@ -380,3 +368,44 @@ def test_pictures() -> None:
     picture = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     found = [model(picture).last_hidden_state for model in both(transformers.ViTModel, config)]
     assert (found[0] - found[1]).abs().max() < 1e-5
+
+
+KERNELS = ("biweight", "local-linear", "local-linear[biweight]", "sparsemax", "triweight", "relumax")
+EVERYWHERE = KERNELS[:3]
+
+
+def dense(spec, module, query, key, value, attention_mask, scaling=None, **_):
+    queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True)
+        attention_mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if causal else keys)
+    seen = attention_mask.expand(*query.shape[:3], keys)
+    return oracle.attention(oracle.read(spec), query, key, value, seen, scaling)[0].transpose(1, 2).contiguous(), None
+
+
+for name in KERNELS:
+    AttentionInterface.register(f"dense_{name}", partial(dense, regard.Spec.parse(name)))
+    AttentionMaskInterface.register(f"dense_{name}", sdpa_mask)
+
+
+@pytest.mark.parametrize(
+    ("padding", "name", "family"),
+    [
+        *((padding, name, family) for padding in PADDING for name in EVERYWHERE for family in ALL),
+        *(("left", name, "llama") for name in KERNELS if name not in EVERYWHERE),
+    ],
+)
+def test_logits_and_gradients_are_those_of_dense_attention(family: str, name: str, padding: str) -> None:
+    mask = PADDING[padding]
+    real = real_tokens(mask)
+    ours, theirs = (tiny(family, f"{impl}_{name}", **without_dropout(family)).double() for impl in ("regard", "dense"))
+    found = []
+    for model in (ours, theirs):
+        logits = model(tokens(), attention_mask=mask).logits
+        (logits * real[..., None]).square().mean().backward()
+        found.append(logits[real])
+    assert (found[0] - found[1]).abs().max() < 1e-7 * found[1].abs().max()  # rotary angles are float32 in either
+    same_gradients(ours, theirs)
+    if not name.startswith("local-linear"):  # the weights do differ from softmax's
+        usual = tiny(family, "sdpa").double()(tokens(), attention_mask=mask).logits
+        assert (usual[real] - found[0]).abs().max() > 1e-3

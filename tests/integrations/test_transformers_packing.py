@@ -298,9 +298,6 @@ def test_compiled(fields):
     assert want.shape[-1] == VOCAB
 
 
-# Trainer: the losses that it reports are means over documents, in our models and in stock models ----------------------
-
-
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 TRAINED = (11, 7, 5, 12, 1, 2)
 RATE = 0.1

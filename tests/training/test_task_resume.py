@@ -59,9 +59,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     refuses("has other settings than when the run", run, out, resume=True, steps=12)
 
 
-def test_a_run_that_an_earlier_version_began_with_an_option_of_texts_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_an_earlier_version_began_with_an_option_of_texts_goes_on(tmp_path, monkeypatch):
     with monkeypatch.context() as earlier:
         earlier.setattr("regard.training.validation._OF_TEXTS", ())
         run(tmp_path, log_every=7)

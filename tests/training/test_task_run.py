@@ -73,9 +73,7 @@ def test_a_run_is_in_float32_whatever_torchs_default(tmp_path: Path) -> None:
         (["--task", "mqar", "--accumulate", "2"], "none of --accumulate, --dtype, --report-to and --shard"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_written(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_found_before_anything_is_written(words, message, tmp_path, capsys):
     assert run(*words, out=tmp_path / "run") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -67,9 +67,7 @@ def test_the_lock_is_free_after_a_run(run: Callable, refused: Callable, out: Pat
     assert run(steps=3, resume=True).step == 3
 
 
-def test_a_file_system_without_locks_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
     def refuse(_: int) -> None:
         raise OSError("locks are not supported")
 
@@ -88,9 +86,7 @@ def test_a_folder_that_cannot_be_read(refused: Callable, out: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_lock_from_elsewhere_writes_nowhere(
-    run: Callable, refused: Callable, out: Path, tmp_path: Path, kind: str
-) -> None:
+def test_a_lock_from_elsewhere_writes_nowhere(run, refused, out, tmp_path, kind):
     """A folder from elsewhere may name any file of the user as its lock."""
     run(steps=1)
     lock, precious = out / LOCK, tmp_path / "precious"
@@ -118,9 +114,7 @@ def test_a_run_that_began_meanwhile_is_seen(run: Callable, refused: Callable, mo
 
 
 @pytest.mark.parametrize("where", ["tokenizer", "config.json", "run.json"])
-def test_killed_while_a_run_begins(
-    run: Callable, refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_killed_while_a_run_begins(run, refused, out, monkeypatch, where):
     def kill(*_: object, **__: object) -> None:
         raise Killed
 

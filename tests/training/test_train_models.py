@@ -46,9 +46,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-# Flags and options -------------------------------------------------------------------------------------------
-
-
 @every_model
 def test_sizes_and_specs_reach_every_model(name: str) -> None:
     config = made(name, layers=4, width=24, heads=2, context=20, spec=("triweight",))
@@ -104,9 +101,7 @@ def test_options_reach_the_config_by_type(name: str, words: str, field: str, val
         ({"exclude_self": True}, "exclude_self", True),
     ],
 )
-def test_flags_of_the_transformer_reach_it_and_are_refused_where_they_have_no_meaning(
-    changes: dict, field: str, value: object
-) -> None:
+def test_flags_of_the_transformer_reach_it_and_are_refused_where_they_have_no_meaning(changes, field, value):
     found = getattr(made("transformer", **changes), field)
     assert found == value or [rule.partition("(")[0] for rule in found] == value
     flag = "--" + next(reversed(changes)).replace("_", "-")
@@ -227,9 +222,6 @@ def test_a_new_model_needs_no_edit(run: Callable, out: Path, monkeypatch: pytest
     assert (model.config.colour, model.config.norm, model.config.window) == ("green", "layer", 4)
 
 
-# Whole runs --------------------------------------------------------------------------------------------------
-
-
 @every_model
 def test_a_whole_run_and_its_last_half_once_more(name: str, run: Callable, refused: Callable, out: Path) -> None:
     """The same weights; and what was trained is loaded and continues a prompt."""
@@ -250,9 +242,6 @@ def test_a_whole_run_and_its_last_half_once_more(name: str, run: Callable, refus
     assert sum(p.numel() for p in model.parameters()) == straight.parameters
     text = generate_text(model, tokenizer, "the", max_new_tokens=20, temperature=0.0)
     assert text == continued(model, tokenizer, "the", 20)
-
-
-# What is refused ---------------------------------------------------------------------------------------------
 
 
 TENSORS = {

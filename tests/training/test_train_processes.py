@@ -47,9 +47,7 @@ def command(text_file: Path, out: Path, **changes: int) -> list[str]:
 
 
 @pytest.mark.skipif(find_spec("datasets") is None, reason="needs the extra data")
-def test_two_processes_read_a_stream_as_one_does(
-    run: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_read_a_stream_as_one_does(run, text_file, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     lines = tmp_path / "lines.txt"
     lines.write_text(text_file.read_text().replace(" ", "\n"))
@@ -76,9 +74,7 @@ def test_two_processes_are_one_with_twice_the_batch(name: str, run: Callable, te
 
 
 @pytest.mark.parametrize("options", [(), ("--shard",)], ids=["whole", "sharded"])
-def test_accelerate_launch_starts_the_same(
-    run: Callable, text_file: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_accelerate_launch_starts_the_same(run, text_file, tmp_path, options):
     run(out=tmp_path / "one", batch=4)
     words = [*ACCELERATE, *command(text_file, tmp_path / "two"), *options]
     subprocess.run(words, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)

@@ -1,9 +1,10 @@
-"""A whole run: what lies in the folder, what resumes bit for bit, and what is refused before work is lost."""
+"""A whole run: what lies in the folder, what resumes bit for bit, what is refused, and what local linear models log."""
 
 import io
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +13,13 @@ import pytest
 import torch
 from mistakes import refuses
 from rich.console import Console
-from steps import At, crash, metrics, same_model, same_up_to_rounding, weights
+from steps import At, crash, logged, metrics, same_model, same_up_to_rounding, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.integrations import integration_utils
 
 from regard.training import TrainConfig, load_model, train
 from regard.training.data.tokenizers import bpe_tokenizer
+from regard.training.quiet import unconverged_once
 from regard.training.storage.checkpoints import checkpoints, fault, last_complete
 
 SIZES = {"steps": 8, "save_every": 4, "accumulate": 2}
@@ -96,9 +98,7 @@ def test_half_and_half_equals_straight(run: Callable, refused: Callable, straigh
 
 
 @pytest.mark.parametrize("step", [4, 6, 8])
-def test_the_first_mean_after_a_resume_counts_the_steps_before(
-    run: Callable, refused: Callable, tmp_path: Path, out: Path, step: int
-) -> None:
+def test_the_first_mean_after_a_resume_counts_the_steps_before(run, refused, tmp_path, out, step):
     """Checkpoints at 3, 6, 9 and logs at 1, 5, 10: the log at 5 or 10 is the mean since the last one, bit for bit."""
     sizes = {"steps": 10, "log_every": 5, "save_every": 3, "eval_every": 99}
     run(out=tmp_path / "whole", **sizes)
@@ -233,9 +233,7 @@ def test_tensorboard_hears_what_is_logged(run: Callable, out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_other_trackers_hear_what_is_logged(
-    run: Callable, refused: Callable, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_other_trackers_hear_what_is_logged(run, refused, monkeypatch, name):
     told = []
 
     class Tracker(TrainerCallback):
@@ -270,9 +268,7 @@ def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:
     assert all("bits/char" in line and "tokens/s" in line and "support" in line for line in lines)
 
 
-def test_a_run_with_the_tokenizer_of_a_folder_resumes_without_the_folder(
-    run: Callable, text_file: Path, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_the_tokenizer_of_a_folder_resumes_without_the_folder(run, text_file, tmp_path, out, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bpe_tokenizer(text_file.read_text()).save_pretrained("words")
     run(tokenizer="words", context=8, steps=2)
@@ -280,3 +276,56 @@ def test_a_run_with_the_tokenizer_of_a_folder_resumes_without_the_folder(
     model, tokenizer = load_model(str(out))
     assert len(tokenizer) == model.config.vocab_size > 258
     assert run(tokenizer="words", context=8, steps=4, resume=True).step == 4
+
+
+def test_a_run_with_a_learned_ridge(tiny: Callable) -> None:
+    log = io.StringIO()
+    config = tiny(spec=("softmax", "local-linear[biweight]"), layers=2, ridge="learned(start=0.2)", qk_norm="rms")
+    train(config, console=Console(file=log, width=200))
+    lines = [line for line in logged(config.out) if "loss" in line]
+    assert len(lines) == 6
+    for line in lines:
+        assert 0 < line["density"] <= 1
+        assert line["negative_mass"] > 0
+        assert 0 <= line["solver_residual"] < 1e-2
+        assert line["unconverged"] == 0
+        assert line["solver_iterations"] >= 0
+    shown = [line for line in log.getvalue().splitlines() if "held out" not in line]
+    assert all("negative 0." in line and "solver steps" in line for line in shown)
+    model = AutoModelForCausalLM.from_pretrained(config.out / "model")
+    assert model.config.ridges == ["fixed", "learned(start=0.2)"]
+    assert model.config.qk_norm == "rms"
+    projection = model.model.layers[1].self_attn.ridge_proj
+    assert projection.weight.abs().max() > 1e-4  # it began at 0
+
+
+def test_systems_that_do_not_converge_are_shown_once(tiny: Callable) -> None:
+    log = io.StringIO()
+    config = tiny(spec=("gaussian*linear(ridge=0.0001,solver=cg(max_iter=1))",), heads=1, steps=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        train(config, console=Console(file=log, width=400))
+    said = [line for line in log.getvalue().splitlines() if "systems did not converge" in line]
+    assert len(said) == 1
+    assert "Shown once" in said[0]
+    assert "solver=cholesky" in said[0]
+    assert all(line["unconverged"] > 0 for line in logged(config.out) if "loss" in line)
+
+
+def test_other_warnings_go_where_they_went() -> None:
+    said: list[str] = []
+
+    def run() -> None:
+        with unconverged_once(said.append):
+            warnings.warn("another", UserWarning, stacklevel=1)
+            for _ in range(3):
+                warnings.warn("x: some systems did not converge (y)", RuntimeWarning, stacklevel=1)
+
+    with pytest.warns(UserWarning, match="another") as caught:
+        run()
+    assert len(said) == 1
+    assert [str(w.message) for w in caught] == ["another"]
+    with pytest.warns(RuntimeWarning, match="did not converge"):  # as before, outside
+        warnings.warn("x: some systems did not converge (y)", RuntimeWarning, stacklevel=1)

@@ -45,9 +45,7 @@ def poison_gradient(model: torch.nn.Module) -> None:
         (poison_gradient, r"gradient is not finite at step 5; first non-finite tensor: the gradient of .*layers"),
     ],
 )
-def test_non_finite_numbers_stop_the_run(
-    run: Callable, refused: Callable, out: Path, poison: Callable, what: str
-) -> None:
+def test_non_finite_numbers_stop_the_run(run, refused, out, poison, what):
     error = refused(what, At(4, poison), error=TrainingStopped, save_every=2)
     assert f"last good checkpoint is {out / 'checkpoint-4'}" in error
     assert last_complete(out)[0] == out / "checkpoint-4"
@@ -124,17 +122,13 @@ def no_space(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     "where", ["transformers.modeling_utils.safe_save_file", "regard.training.storage.checkpoints.seal"]
 )
-def test_any_write_may_find_the_disk_full(
-    refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_any_write_may_find_the_disk_full(refused, out, monkeypatch, where):
     monkeypatch.setattr(where, no_space)
     refused(r"cannot write .*No space left.*no checkpoint yet", error=TrainingStopped)
     assert last_complete(out) == (None, [])
 
 
-def test_a_full_disk_under_the_final_model(
-    run: Callable, refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_under_the_final_model(run, refused, out, monkeypatch):
     save = PreTrainedTokenizerBase.save_pretrained
 
     def refuse(self: PreTrainedTokenizerBase, folder: Path, **options: object) -> None:

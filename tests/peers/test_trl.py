@@ -1,15 +1,17 @@
 """TRL packs documents into rows, lays a batch side by side without padding, or pads it. Every document has the loss
 that it has alone, step after step, in all models of ours and in stock models with regard attention. TRL computes
-`lm_head(base_model(...))` in a loss of its own."""
+`lm_head(base_model(...))` in a loss of its own. Then SFTTrainer with gradient checkpointing, and DPOTrainer."""
 
+import math
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from any_model import SIZES, make, text
 from small_words import tokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from regard.integrations.transformers import register
 from regard.models import language_models
@@ -83,3 +85,40 @@ def test_losses_are_those_of_the_documents(name, way, tmp_path):
     assert logged == pytest.approx(wanted, abs=2e-4)
     for (path, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), atol=2e-5, rtol=1e-4, msg=path)
+
+
+@pytest.mark.parametrize("name", language_models.names())
+def test_ten_steps(name: str, tmp_path: Path) -> None:
+    model = make(name, "biweight", torch.float32)
+    rows = [" ".join(f"w{i}" for i in ids.tolist()) for ids in text(8, 12).clamp(min=2)]
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path), max_steps=10, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1,
+        gradient_checkpointing=True, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, save_steps=10,
+        max_length=16,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"text": rows})
+    trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-10").eval()
+    tokens = text(2, 9)
+    torch.testing.assert_close(again(tokens).logits, trainer.model.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("name", language_models.names())
+def test_a_preference_is_learned_from_a_reference_in_a_folder(name: str, tmp_path: Path) -> None:
+    make(name, "biweight", torch.float32).save_pretrained(tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    rows = [" ".join(f"w{i}" for i in ids.tolist()) for ids in text(24, 4).clamp(min=2)]
+    arguments = trl.DPOConfig(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1,
+        use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"prompt": rows[:8], "chosen": rows[8:16], "rejected": rows[16:]})
+    trainer = trl.DPOTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
+    assert losses[-1] < losses[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_model import in_chunks, make, padded, text
 from torch import Tensor
 
 from regard.compat import fla as ours
@@ -215,3 +216,12 @@ def test_unit_queries_and_keys() -> None:
     for form in FORMS:
         found = call(f"{form}_kda", x["q"], 3 * x["k"], x["v"], x["gk"], x["beta"], use_qk_l2norm_in_kernel=True)
         same(found, expected)
+
+
+def test_gated_delta_net_runs_on_a_cpu_without_the_kernels_of_fla():
+    model, (tokens, mask) = make("transformer", "gated-deltanet", torch.float32, num_hidden_layers=2), padded()
+    model(tokens, attention_mask=mask, labels=tokens).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        whole, parts = model(text(2)).logits, in_chunks(model, text(2), [4, 1, 1, 7])[0]
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
