@@ -9,26 +9,13 @@ from typing import Any
 import any_model
 import pytest
 import torch
+import transformers as hf
 from contracts import oracle
 from mistakes import refuses
 from programs import python
 from tiny_models import left_padding, right_padding, tiny, tokens
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    T5Config,
-    T5Model,
-    masking_utils,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 import regard
 from regard.checks import ArgumentError
@@ -112,8 +99,8 @@ def test_names_that_are_refused(positional: list[Any], named: dict[str, Any], me
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=1, n_head=2)),
-        lambda: MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=2)),
+        lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=16, hidden_size=16, n_layer=1, n_head=2)),
+        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, state_size=2)),
         lambda: any_model.make("transformer", "softmax", torch.float32),
     ],
 )
@@ -368,8 +355,11 @@ SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL)), "softcap"),
-        (lambda: GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)), "s_aux"),
+        (lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL)), "softcap"),
+        (
+            lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),
+            "s_aux",
+        ),
     ],
 )
 def test_models_that_ask_for_more_say_so(model: Any, message: str) -> None:
@@ -379,9 +369,9 @@ def test_models_that_ask_for_more_say_so(model: Any, message: str) -> None:
 
 def test_a_relative_bias_is_refused() -> None:
     """By the layer, or by `convert` where a release of transformers has T5 compute attention by itself."""
-    config = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    config = hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     with pytest.raises(ArgumentError, match=r"position_bias adds a bias|computes attention by itself"):
-        convert(T5Model(config), "biweight")(input_ids=tokens(), decoder_input_ids=tokens())
+        convert(hf.T5Model(config), "biweight")(input_ids=tokens(), decoder_input_ids=tokens())
 
 
 def test_cross_attention() -> None:

@@ -31,14 +31,7 @@ from tiny_models import (
     without_dropout,
 )
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, StaticCache
 from transformers.masking_utils import sdpa_mask
 
 import regard
@@ -329,7 +322,7 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
     assert torch.equal(convert(kind.from_pretrained(tmp_path), "biweight")(tokens()).logits, want)
 
 
-def both(kind: type[PreTrainedModel], config: PreTrainedConfig) -> list[PreTrainedModel]:
+def both(kind: type[PreTrainedModel], config: transformers.PreTrainedConfig) -> list[PreTrainedModel]:
     """The same model with our attention and with torch's."""
     models = []
     for impl in ("regard_softmax", "sdpa"):

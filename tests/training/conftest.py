@@ -24,44 +24,27 @@ def tiny(tmp_path: Path, text_file: Path) -> Callable:
     from regard.training import TrainConfig
 
     base = TrainConfig(
-        data=text_file,
-        out=tmp_path / "run",
-        context=16,
-        spec=("biweight",),
-        layers=1,
-        width=16,
-        heads=2,
-        steps=6,
-        batch=2,
-        log_every=1,
-        eval_every=3,
-        save_every=3,
-        eval_tokens=64,
-        device="cpu",
-    )
+        data=text_file, out=tmp_path / "run", context=16, spec=("biweight",), layers=1, width=16, heads=2, steps=6,
+        batch=2, log_every=1, eval_every=3, save_every=3, eval_tokens=64, device="cpu",
+    )  # fmt: skip
     return lambda **changes: replace(base, **changes)
 
 
 @pytest.fixture
-def silent():
-    """A console that shows nothing."""
-    from rich.console import Console
-
-    return Console(quiet=True)
-
-
-@pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where `tiny` trains if it is not told otherwise."""
+    """Where `tiny` trains by default."""
     return tmp_path / "run"
 
 
 @pytest.fixture
-def run(tiny: Callable, silent: object) -> Callable:
+def run(tiny: Callable) -> Callable:
     """`run(*callbacks, **changes)`: train `tiny(**changes)` in silence."""
+    from rich.console import Console
+
     from regard.training import train
 
-    return lambda *callbacks, **changes: train(tiny(**changes), console=silent, callbacks=list(callbacks))
+    quiet = Console(quiet=True)
+    return lambda *callbacks, **changes: train(tiny(**changes), console=quiet, callbacks=list(callbacks))
 
 
 @pytest.fixture

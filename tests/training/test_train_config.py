@@ -11,7 +11,6 @@ import torch
 from mistakes import error_of, refuses, says
 
 import regard
-from regard.checks import ArgumentError
 from regard.tasks import tasks
 from regard.training import TrainConfig
 from regard.training.fields import from_mapping, read_mapping, to_mapping
@@ -22,9 +21,7 @@ from regard.training.validation import validate
     ("changes", "message"),
     [
         ({"steps": 0}, "--steps is 0, expected at least 1"),
-        ({"steps": -5}, "--steps is -5"),
         ({"batch": 0}, "--batch is 0"),
-        ({"context": 0}, "--context is 0"),
         ({"context": 1}, "--context is 1, expected at least 2"),
         ({"save_every": 0}, "--save-every is 0"),
         ({"keep": 0}, "--keep is 0"),
@@ -93,14 +90,9 @@ def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, mo
     monkeypatch.setattr("regard.pairwise.reference.LIMIT", 6 * one)
     validate(tiny(**sizes, batch=6))
     validate(tiny(batch=24))  # the others have no such limit
-    with pytest.raises(ArgumentError) as caught:
-        validate(tiny(**sizes, batch=24))
-    message = str(caught.value)
-    assert message.startswith(
-        "train: --spec local-linear cannot be computed with --batch 24, --heads 2 and --context 16"
-    )
-    assert "a smaller --batch (such as 6) with a larger --accumulate" in message
-    assert "\n" not in message
+    sizes_of_run = "train: --spec local-linear cannot be computed with --batch 24, --heads 2 and --context 16"
+    mend = "a smaller --batch (such as 6) with a larger --accumulate"
+    says(f"{sizes_of_run} ... {mend}", validate, tiny(**sizes, batch=24))
     monkeypatch.setattr("regard.pairwise.reference.LIMIT", one - 1)
     refuses("Give a smaller --context, at any --batch", validate, tiny(**sizes))
 
@@ -147,7 +139,6 @@ def test_plain_data_and_back(tiny: Callable, tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_no_config(name: str, content: str | None, message: str, tmp_path: Path) -> None:
-    """Wrong keys, wrong types and files that cannot be read."""
     if content is not None:
         (tmp_path / name).write_bytes(content.encode("latin-1"))
     read = lambda: read_mapping(tmp_path / name, call="train")  # noqa: E731

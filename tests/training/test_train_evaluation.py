@@ -119,14 +119,10 @@ def test_row_means_by_hand() -> None:
     local = {"negative_mass": rows(0.5, 0.25), "solver": {**solver, "jitter": none}}
     ids = torch.zeros(1, 2, dtype=torch.long)
     assert row_means(Layers([plain]), ids) == {"support": 1.5, "density": 0.75}
-    assert row_means(Layers([plain, Told("local-linear", [1, 4], density=rows(1, 1), **local)]), ids) == {
-        "support": 2.0,
-        "density": 0.875,
-        "negative_mass": 0.375,
-        "solver_iterations": 5.5,
-        "solver_residual": 0.25,
-        "unconverged": 0.5,
-    }
+    expected = {"support": 2.0, "density": 0.875, "negative_mass": 0.375}
+    expected |= {"solver_iterations": 5.5, "solver_residual": 0.25, "unconverged": 0.5}
+    both = Layers([plain, Told("local-linear", [1, 4], density=rows(1, 1), **local)])
+    assert row_means(both, ids) == expected
     assert row_means(Layers([]), ids) == {}
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from steps import At
@@ -68,20 +69,15 @@ def test_the_lock_is_free_after_a_run(run: Callable, refused: Callable, out: Pat
 
 
 def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
-    def refuse(_: int) -> None:
-        raise OSError("locks are not supported")
-
-    monkeypatch.setattr("regard.training.storage.lock._lock", refuse)
+    unsupported = OSError("locks are not supported")
+    monkeypatch.setattr("regard.training.storage.lock._lock", Mock(side_effect=unsupported))
     with only_run(tmp_path, call="train"):
         assert "cannot be locked (locks are not supported); start no second run there" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_read(refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
     out.mkdir()
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=PermissionError(13, "Permission denied")))
     refused(r"cannot read --out .*: Permission denied")
 
 
@@ -115,9 +111,7 @@ def test_a_run_that_began_meanwhile_is_seen(run: Callable, refused: Callable, mo
 
 @pytest.mark.parametrize("where", ["tokenizer", "config.json", "run.json"])
 def test_killed_while_a_run_begins(run, refused, out, monkeypatch, where):
-    def kill(*_: object, **__: object) -> None:
-        raise Killed
-
+    kill = Mock(side_effect=Killed)
     if where == "tokenizer":
         monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", kill)
     else:

@@ -29,10 +29,12 @@ ACCELERATE = (
 )
 
 
-def two(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in two processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([*LAUNCH, *arguments], capture_output=True, text=True, env=environment, timeout=300)
+def two(*arguments: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a command in two processes, which must go well unless it `fails`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*LAUNCH, *arguments], capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode != 0) == fails, done.stderr[-2000:]
+    return done
 
 
 def losses(out: Path) -> list[float]:
@@ -53,8 +55,7 @@ def test_two_processes_read_a_stream_as_one_does(run, text_file, tmp_path, monke
     lines.write_text(text_file.read_text().replace(" ", "\n"))
     run(out=tmp_path / "one", batch=4, data=Path(f"datasets:{lines}"), stream=True, tokenizer="byte")
     words = [word.replace(str(lines), f"datasets:{lines}") for word in command(lines, tmp_path / "two")]
-    found = two(*words, "--stream", "--tokenizer", "byte")
-    assert found.returncode == 0, found.stderr[-2000:]
+    two(*words, "--stream", "--tokenizer", "byte")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     places = [(tmp_path / name / "checkpoint-3" / "stream.json").read_text() for name in ("one", "two")]
     assert places[0] == places[1]
@@ -64,9 +65,8 @@ def test_two_processes_read_a_stream_as_one_does(run, text_file, tmp_path, monke
 def test_two_processes_are_one_with_twice_the_batch(name: str, run: Callable, text_file: Path, tmp_path: Path) -> None:
     sizes = {"model": name, "layers": 2}
     run(out=tmp_path / "one", batch=4, **sizes)
-    found = two(*command(text_file, tmp_path / "two"), "--model", name, "--layers", "2")
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.count("run folder") == 1
+    done = two(*command(text_file, tmp_path / "two"), "--model", name, "--layers", "2")
+    assert done.stdout.count("run folder") == 1
     same_up_to_rounding(tmp_path / "one", tmp_path / "two", 1e-5 if name == "transformer" else 2e-5)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     run(out=tmp_path / "accumulated", batch=2, accumulate=2, **sizes)
@@ -83,14 +83,12 @@ def test_accelerate_launch_starts_the_same(run, text_file, tmp_path, options):
 
 def test_two_processes_resume(text_file: Path, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    assert two(*command(text_file, straight)).returncode == 0
-    killed = two(*command(text_file, broken))
-    assert killed.returncode == 0
-    for part in ("checkpoint-6", "model", "summary.json"):  # as if it had been killed after step 3
-        path = broken / part
-        subprocess.run(["rm", "-r", str(path)], check=True)
-    again = two("-m", "regard", "train", "--resume", "--out", str(broken))
-    assert again.returncode == 0, again.stderr[-2000:]
+    for out in (straight, broken):
+        two(*command(text_file, out))
+    (broken / "summary.json").unlink()  # as if it had been killed after step 3
+    for part in ("checkpoint-6", "model"):
+        shutil.rmtree(broken / part)
+    two("-m", "regard", "train", "--resume", "--out", str(broken))
     assert losses(broken) == losses(straight)
     same_model(straight, broken)
 
@@ -102,9 +100,8 @@ def test_processes_that_disagree(text_file: Path, tmp_path: Path) -> None:
         f"import os, sys\nfrom regard.cli import main\n"
         f"sys.exit(main(['train', *{words!r}, '--seed', os.environ['RANK']]))\n"
     )
-    found = two(str(script))
-    assert found.returncode != 0
-    assert found.stderr.count("--seed is 1 in process 1, but 0 in process 0") == 2
+    done = two(str(script), fails=True)
+    assert done.stderr.count("--seed is 1 in process 1, but 0 in process 0") == 2
     assert not (tmp_path / "run").exists()
 
 
@@ -130,9 +127,8 @@ def test_a_sharded_model_is_one_with_twice_the_batch(text_file: Path, tmp_path: 
     script.write_text(SHARDED)
     words = [sys.executable, *command(text_file, one, batch=4), option]
     assert subprocess.run(words, capture_output=True, timeout=300).returncode == 0
-    found = two(str(script), *command(text_file, both)[2:], option, "--shard")
-    assert found.returncode == 0, found.stderr[-2000:]
-    parts = [line.split() for line in found.stdout.splitlines() if line.startswith("holds")]
+    done = two(str(script), *command(text_file, both)[2:], option, "--shard")
+    parts = [line.split() for line in done.stdout.splitlines() if line.startswith("holds")]
     whole = int(parts[0][3])
     assert sum(int(part[1]) for part in parts) == whole
     assert all(0.3 < int(part[1]) / whole < 0.7 for part in parts)
@@ -147,18 +143,16 @@ def test_a_sharded_model_is_one_with_twice_the_batch(text_file: Path, tmp_path: 
     shutil.copytree(both, broken)
     for part in ("checkpoint-6", "model"):
         shutil.rmtree(broken / part)
-    again = two("-m", "regard", "train", "--resume", "--out", str(broken))
-    assert again.returncode == 0, again.stderr[-2000:]
+    two("-m", "regard", "train", "--resume", "--out", str(broken))
     assert losses(broken) == losses(both)
     same_model(both, broken)
 
 
 def test_a_sharded_run_stops_at_a_number_that_is_not_finite(text_file: Path, tmp_path: Path) -> None:
     words = [*command(text_file, tmp_path / "run"), "--learning-rate", "1e30", "--clip", "1e30", "--shard"]
-    found = two(*words)
-    assert found.returncode != 0
-    assert found.stderr.count("regard train: error: the ") == 2
-    assert "first non-finite tensor: " in found.stderr
+    done = two(*words, fails=True)
+    assert done.stderr.count("regard train: error: the ") == 2
+    assert "first non-finite tensor: " in done.stderr
     assert rerun(tmp_path / "run" / "non-finite") is not None
 
 
@@ -181,6 +175,5 @@ def test_what_several_processes_cannot_do(tiny: Callable, tmp_path: Path, monkey
 def test_examples_of_several_processes(name: str, tmp_path: Path) -> None:
     """Each compares its numbers with those of one process."""
     script = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    found = two(str(script), str(tmp_path / "checkpoint"))
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.count("equal those of one process") == 2
+    done = two(str(script), str(tmp_path / "checkpoint"))
+    assert done.stdout.count("equal those of one process") == 2

@@ -17,7 +17,7 @@ from steps import At, crash, logged, metrics, same_model, same_up_to_rounding, w
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.integrations import integration_utils
 
-from regard.training import TrainConfig, load_model, train
+from regard.training import load_model, train
 from regard.training.data.tokenizers import bpe_tokenizer
 from regard.training.quiet import unconverged_once
 from regard.training.storage.checkpoints import checkpoints, fault, last_complete
@@ -45,7 +45,9 @@ def test_the_run_folder(tiny: Callable, run: Callable, out: Path) -> None:
     first = lines[0]
     assert first["tokens"] == 2 * 16
     assert first["bits_per_char"] == pytest.approx(first["loss"] / math.log(2))  # one token a character
-    assert first["bits_per_byte"] == pytest.approx(first["bits_per_char"] / bytes_per_character(tiny()))
+    content = tiny().data.read_text()
+    learned = content[: len(content) - round(len(content) * 0.1)]
+    assert first["bits_per_byte"] == pytest.approx(first["bits_per_char"] * len(learned) / len(learned.encode()))
     assert 1 <= first["support"] <= 8.5  # softmax would have (16 + 1) / 2
     assert not {"empty_rows", "negative_mass", "solver_iterations", "solver_residual", "unconverged"} & set(first)
     assert json.loads((out / "summary.json").read_text())["loss"] == summary.loss
@@ -55,13 +57,6 @@ def test_the_run_folder(tiny: Callable, run: Callable, out: Path) -> None:
         assert model.config.mixers == ["biweight"]
         assert model.config.use_cache is True  # Trainer switches it off while it trains
         assert AutoTokenizer.from_pretrained(out / folder)("the")["input_ids"]
-
-
-def bytes_per_character(config: TrainConfig) -> float:
-    """Of the text that is trained on."""
-    content = config.data.read_text()
-    learned = content[: len(content) - round(len(content) * 0.1)]
-    return len(learned.encode()) / len(learned)
 
 
 def test_empty_rows_are_logged_where_there_can_be_any(run: Callable, tmp_path: Path) -> None:
@@ -90,11 +85,8 @@ def test_half_and_half_equals_straight(run: Callable, refused: Callable, straigh
     run(resume=True, **SIZES)
     assert metrics(out) == metrics(straight)
     same_model(straight, out)
-    optimizers = [
-        torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"] for folder in (straight, out)
-    ]
-    for key, state in optimizers[0].items():
-        assert all(torch.equal(state[name], optimizers[1][key][name]) for name in state)
+    states = [torch.load(folder / "checkpoint-8/optimizer.pt", weights_only=True) for folder in (straight, out)]
+    torch.testing.assert_close(states[0]["state"], states[1]["state"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("step", [4, 6, 8])
@@ -137,16 +129,9 @@ def test_resume_refuses_another_run(run: Callable, refused: Callable, out: Path,
     text_file.write_text(text_file.read_text() + "more")
     refused("is not the one the run", **again)
     text_file.write_text(text_file.read_text()[:-4])
-    tokenizer = out / "tokenizer" / "tokenizer.json"
-    whole = tokenizer.read_text()
-    tokenizer.write_text(whole[:-9])
-    refused(r"tokenizer.json differs from what was written when the run began", **again)
-    tokenizer.write_text(whole)
     for folder in checkpoints(out):
         (folder / "COMPLETE.json").unlink()
     refused("no complete checkpoint", **again)
-    (out / "run.json").write_text('{"format": 99}')
-    refused("has run format 99, this version reads 1", **again)
 
 
 def test_a_folder_that_exists(run: Callable, refused: Callable, tmp_path: Path, out: Path) -> None:
@@ -186,7 +171,6 @@ def test_texts_that_are_too_short(refused: Callable, tmp_path: Path, out: Path, 
 
 
 def test_models_that_cannot_be_loaded(run: Callable, tmp_path: Path, out: Path) -> None:
-    refuses("does not exist", load_model, tmp_path / "nowhere", call="eval")
     refuses("neither a run nor a model", load_model, tmp_path, call="eval")
     run(steps=1)
     path = out / "model" / "model.safetensors"
@@ -225,11 +209,11 @@ def test_tensorboard_hears_what_is_logged(run: Callable, out: Path) -> None:
 
     run(steps=2, save_every=1, report_to=("tensorboard",))
     run(steps=3, save_every=1, resume=True, report_to=("tensorboard",))
-    told = EventAccumulator(str(out / "tensorboard"))
-    told.Reload()
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
     logged = {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
-    assert {event.step: event.value for event in told.Scalars("train/loss")} == pytest.approx(logged)
-    assert [event.step for event in told.Scalars("eval/loss")] == [3]
+    assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(logged)
+    assert [event.step for event in events.Scalars("eval/loss")] == [3]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -244,10 +228,8 @@ def test_other_trackers_hear_what_is_logged(run, refused, monkeypatch, name):
             told.append((state.global_step, "support" in logs))
 
     if find_spec(name) is None:
-        refused(
-            f"--report-to {name} needs the package {name}, which is not installed; pip install {name}",
-            report_to=(name,),
-        )
+        missing = f"--report-to {name} needs the package {name}, which is not installed; pip install {name}"
+        refused(missing, report_to=(name,))
     monkeypatch.setattr("regard.training.validation.find_spec", lambda name: True)
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, name, Tracker)
     run(steps=2, eval_every=9, report_to=(name,))

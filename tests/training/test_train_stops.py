@@ -152,11 +152,8 @@ def test_killed_twenty_times_the_run_is_as_if_it_had_not_been(tiny: Callable, ru
     command = [sys.executable, "-m", "regard", "train", "--config", str(config)]
     source, reached = random.Random(0), 0
     for kill in range(20):
-        process = subprocess.Popen(
-            [*command, *(["--resume"] if kill else [])],
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        words = [*command, *(["--resume"] if kill else [])]
+        process = subprocess.Popen(words, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
         deadline, wanted = time.monotonic() + 120, reached + source.randint(1, 4)
         while time.monotonic() < deadline and process.poll() is None:
             if max((int(p.name.rpartition("-")[2]) for p in out.glob("checkpoint-*")), default=0) >= wanted:

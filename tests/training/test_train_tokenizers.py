@@ -21,18 +21,10 @@ from steps import logged
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from regard.training import (
-    TOKENIZERS,
-    Units,
-    byte_tokenizer,
-    char_tokenizer,
-    encode,
-    evaluate,
-    gpt2_tokenizer,
-    load_model,
-)
+from regard.training import TOKENIZERS, byte_tokenizer, char_tokenizer, encode, gpt2_tokenizer, load_model
 from regard.training.data import tokenizers
 from regard.training.data.tokenizers import bpe_tokenizer, build_tokenizer
+from regard.training.evaluation import Units, evaluate
 
 ALPHABET = "abc <pad>\n\t é漢🎉Ġ'.,"
 CHAR, BYTE = char_tokenizer(ALPHABET), byte_tokenizer()
