@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from regard.checks import ArgumentError
 from regard.training import TOKENIZERS, encode
-from regard.training.storage.saved_tokenizer import load_tokenizer
+from regard.training.storage.saved_model import load_tokenizer
 
 TEXT = "hello wörld, <pad> 1 .\n"
 TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "Q", "type_id": 0}}], "pair": []}

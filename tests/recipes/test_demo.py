@@ -14,7 +14,7 @@ import torch
 import regard
 from regard.checks import ArgumentError
 from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped, generate_text, load_model
-from regard.training.storage.lock import LOCK, only_run
+from regard.training.storage.files import LOCK, only_run
 from regard_recipes.demo import demo_kernels, demo_output, demo_recall, demo_train
 from regard_recipes.demo.demo import DemoConfig, parse_specs, run_demo
 from regard_recipes.demo.ngram import NGram

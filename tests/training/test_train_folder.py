@@ -14,10 +14,10 @@ from steps import At
 from transformers import PreTrainedTokenizerBase
 
 from regard.training import TrainingStopped, train
-from regard.training.storage.lock import LOCK, only_run
+from regard.training.storage.files import LOCK, only_run
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from regard.training.storage.lock import only_run\n"
+    "import sys, time; from pathlib import Path; from regard.training.storage.files import only_run\n"
     "with only_run(Path(sys.argv[1]), call='train'):\n"
     "    print('held', flush=True); time.sleep(60)\n"
 )
@@ -70,7 +70,7 @@ def test_the_lock_is_free_after_a_run(run: Callable, refused: Callable, out: Pat
 
 def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
     unsupported = OSError("locks are not supported")
-    monkeypatch.setattr("regard.training.storage.lock._lock", Mock(side_effect=unsupported))
+    monkeypatch.setattr("regard.training.storage.files._lock", Mock(side_effect=unsupported))
     with only_run(tmp_path, call="train"):
         assert "cannot be locked (locks are not supported); start no second run there" in capsys.readouterr().err
 

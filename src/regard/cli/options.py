@@ -1,8 +1,4 @@
-"""Reading dataclasses from flags and TOML files, with every mistake reported in one line.
-
-tyro makes the flags from the fields of a dataclass. Its boxed messages are reduced to one line, and an unknown flag is
-answered with the closest known ones.
-"""
+"""Reading dataclasses from flags (by tyro) and TOML files, with every mistake reported in one line."""
 
 import argparse
 import dataclasses

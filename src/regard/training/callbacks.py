@@ -1,10 +1,4 @@
-"""Callbacks of a training run: the metrics file, the progress bar, Ctrl-C.
-
-`metrics.jsonl` has one JSON object per line. Training lines hold step, loss (mean nats per token since the last line),
-bits_per_char, bits_per_byte, grad_norm, learning_rate, tokens (so far), tokens_per_second (since the last line, without
-evaluation and saving), and the entries of `evaluation.row_means` on the first held-out window. Lines about held-out
-text have the same names with the prefix `eval_`.
-"""
+"""Callbacks of a training run: the metrics file (its fields: docs/language-models.md), the progress bar, Ctrl-C."""
 
 import json
 import signal
@@ -78,7 +72,7 @@ class MetricsFile(TrainerCallback):
 
 
 class Clock(TrainerCallback):
-    """Time spent in training steps, in total and since the last lap, without logging, evaluation and saving."""
+    """Seconds spent in training steps, in total and since the last lap, without logging, evaluation and saving."""
 
     def __init__(self) -> None:
         self.seconds, self.steps, self._begin, self._last = 0.0, 0, 0.0, (0, 0.0)

@@ -1,9 +1,5 @@
 """Held-out loss over a whole text with a strided window, in bits per character and per byte; support size.
 
-The text is read in windows of `context` tokens that advance by `stride` (by default half the context). Every token but
-the first is predicted exactly once, from at least `context - stride` tokens before it (fewer only in the first window).
-A smaller stride gives more context, a lower loss and takes longer. Nothing is random.
-
 Shapes: B windows at once, C the context, V the vocabulary.
 """
 
@@ -84,7 +80,10 @@ def evaluate(
     batch: int = 16,
     support: bool = True,
 ) -> Evaluation:
-    """Return the loss of a causal language model on a text.
+    """Return the loss of a causal language model on a text, which is read in windows that advance by `stride`.
+
+    Every token but the first is predicted exactly once, from at least `context - stride` tokens before it (fewer only
+    in the first window). A smaller stride gives more context, a lower loss and takes longer. Nothing is random.
 
     Args:
         model: called as `model(input_ids=[B, C], use_cache=False).logits` [B, C, V].

@@ -1,7 +1,4 @@
-"""Reading dataclasses from TOML and JSON files and from text, with checked keys and types; lists of specs.
-
-Only plain data is read (numbers, text, lists). Nothing in a file is imported or executed.
-"""
+"""Reading dataclasses from TOML and JSON files and from text, with checked keys and types; lists of specs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Sampling text with an explicit random generator, on transformers' `generate`.
-
-transformers samples from torch's global generator. Here Gumbel noise is added to the scores, so that greedy search
-samples (the argmax of logits + Gumbel noise is distributed as the softmax of the logits), and a seed determines the
-text.
-
-Shapes: B prompts, V the vocabulary.
-"""
+"""Sampling text with an explicit random generator, on transformers' `generate`. Shapes: B prompts, V the vocabulary."""
 
 import re
 from typing import Any
@@ -24,7 +17,8 @@ from .quiet import quiet_transformers
 
 class SeededSampling(LogitsProcessor):
     """Turn scores [B, V] into scores whose argmax is a sample of the `top_k` most likely tokens (None: of all), but
-    never of those in `forbidden`, at a temperature (0: the most likely token)."""
+    never of those in `forbidden`, at a temperature (0: the most likely token). transformers itself would sample from
+    torch's global generator; here the argmax of the scores plus Gumbel noise is distributed as their softmax."""
 
     def __init__(self, *, temperature: float, top_k: int | None, seed: int, forbidden: list[int]) -> None:
         self.temperature, self.top_k, self.forbidden = temperature, top_k, forbidden

@@ -1,7 +1,6 @@
 """The model of a run: from the flags and options of a `TrainConfig` to an entry of the catalogue.
 
-A model is chosen by its name in `regard.models.language_models`. Sizes and specs have flags of their own. Every other
-field of the model's configuration is set by `--option key=value`, with the value read by the type of the field. So a
+Sizes and specs have flags of their own; `--option key=value` sets any other field of the model's configuration. So a
 registered model, built in or not, can be trained without an edit here.
 """
 

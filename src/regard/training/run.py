@@ -28,7 +28,7 @@ from .quiet import quiet_transformers, unconverged_once
 from .storage import folder
 from .storage.card import write_card
 from .storage.checkpoints import go_back, last_good, step_of, write_summary, writing
-from .storage.lock import only_run
+from .storage.files import only_run
 from .storage.resuming import check_checkpoint
 from .trainer import RegardTrainer
 from .validation import validate
@@ -131,7 +131,7 @@ def _hold(config: TrainConfig, held: ExitStack) -> None:
 
 
 def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
-    """Split the text, build the tokenizer (load it when resuming), and encode both parts, of at least one context."""
+    """Split the text, build or load the tokenizer, and encode both parts, which have at least one context each."""
     if config.resume:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
@@ -180,7 +180,6 @@ def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedMode
 
 
 def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress, *, step: int) -> None:
-    """Add the callbacks that evaluate, show progress and write metrics; the run folder exists by now."""
     trainer.add_callback(Schedule(config.eval_every))
     trainer.add_callback(progress)
     if not main_process():
@@ -257,7 +256,6 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
 
 
 def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunSummary:
-    """Write `model/`, evaluate on the whole held-out text, and write `summary.json`."""
     model, weights = trainer.model, whole_weights(trainer.model)
     if main_process():
         folder.save_model(config.out, model, corpus.tokenizer, weights)

@@ -41,7 +41,6 @@ class SealedTrainer(Trainer):
         self.model.config.use_cache = use_cache  # which Trainer sets to False, also in what is saved
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss, computed without a cache."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:

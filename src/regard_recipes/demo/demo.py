@@ -18,7 +18,7 @@ from regard.cli.options import parse
 from regard.errors import ArgumentError
 from regard.training.config import check_seed
 from regard.training.fields import read_spec, split_specs
-from regard.training.storage.lock import only_run
+from regard.training.storage.files import only_run
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,7 +22,7 @@ from regard.doctor import report as installation
 from regard.training.errors import expect, one_error, one_line
 from regard.training.fields import from_mapping, to_mapping
 from regard.training.storage.checkpoints import write_atomically
-from regard.training.storage.lock import LOCK
+from regard.training.storage.files import LOCK
 
 from .recipe import Cell, Recipe, Results, Row, frame_of
 

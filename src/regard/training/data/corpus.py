@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..config import TrainConfig
@@ -14,7 +17,6 @@ from ..evaluation import Units
 from .documents import is_dataset, open_documents
 from .text import Source, open_text
 from .tokenizers import encode_chunks
-from .windows import on_disk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +52,9 @@ def open_source(config: TrainConfig, *, call: str) -> Source:
 
 
 def encode_part(tokenizer: PreTrainedTokenizerBase, chunks: Iterator[str], text: Source, folder: Path) -> Part:
-    """Encode a part of a text, with the tokens in a file without a name in `folder` (`on_disk`)."""
+    """Encode a part of a text, with the tokens in a file without a name in `folder`, which the system deletes with the
+    tensor and reads where it is accessed: memory does not depend on their number. Raises OSError if it cannot be
+    written."""
     characters = size = 0
     beginning = ""
 
@@ -62,7 +66,13 @@ def encode_part(tokenizer: PreTrainedTokenizerBase, chunks: Iterator[str], text:
             characters, size = characters + len(chunk), size + len(chunk.encode())
             yield chunk
 
-    tokens = on_disk(encode_chunks(tokenizer, counted(), documents=text.documents), folder)
+    tokens = torch.empty(0, dtype=torch.int32)
+    with TemporaryFile(dir=folder) as file:
+        for encoded in encode_chunks(tokenizer, counted(), documents=text.documents):
+            file.write(encoded.numpy().tobytes())
+        if file.tell():
+            file.flush()
+            tokens = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.int32)
     return Part(tokens, Units(len(tokens), characters, size), beginning)
 
 

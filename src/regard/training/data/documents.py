@@ -1,8 +1,4 @@
-"""Documents of a data set that the package `datasets` reads, and windows of a stream of them.
-
-A data set is named `datasets:NAME`, where NAME is a file (JSON, JSON lines, Parquet, CSV or text, perhaps compressed),
-a pattern such as `data/*.jsonl`, a folder of such files or of `save_to_disk`, or else a name on the Hub. A line of a
-text file is a document. Documents without any text are left out.
+"""Documents of a data set that the package `datasets` reads (docs/language-models.md), and windows of a stream of them.
 
 Of a stream, the first documents are held out: those with at least four characters per token of evaluation.
 """

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError, require
-from ..storage.files import regular_size
-from ..storage.lock import LOCK
+from ..storage.files import LOCK, regular_size
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".csv", ".tsv", ".html", ".xml"),

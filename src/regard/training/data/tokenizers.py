@@ -1,12 +1,10 @@
 """Tokenizers for characters, bytes, merged bytes and GPT-2's vocabulary, built with `tokenizers` and saved by
 transformers.
 
-All are byte-pair encoders, the first two without merges: one token per character or per UTF-8 byte. A saved folder
-loads with `AutoTokenizer.from_pretrained` and no code of regard. Padding is on the left, so that the last column of a
-batch is the last token of each row. Special tokens are never made from text: "<pad>" in a text is five characters.
-
-Decoding restores the text exactly: any text for bytes, merged bytes and GPT-2, any text of known characters for the
-character tokenizer, in which each unknown character becomes `<unk>`.
+All are byte-pair encoders, the first two without merges. A saved folder loads with `AutoTokenizer.from_pretrained` and
+no code of regard. Padding is on the left, so that the last column of a batch is the last token of each row. Special
+tokens are never made from text: "<pad>" in a text is five characters. Decoding restores the text, except for unknown
+characters of the character tokenizer, which become `<unk>`.
 """
 
 from __future__ import annotations

@@ -1,33 +1,13 @@
-"""Windows of a token sequence: sampled for training, in order for evaluation.
-
-Sampling is a pure function of (seed, step): example i of step s is the same window on every machine, in every process
-and after every resume, and no position has to be stored.
+"""Windows of a token sequence: sampled for training, in order for evaluation. A sample depends only on (seed, step).
 
 Shapes: n tokens in the text, C the context (tokens per window).
 """
-
-import mmap
-from collections.abc import Iterable
-from pathlib import Path
-from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...tasks.base import hashed
-
-
-def on_disk(tokens: Iterable[Tensor], folder: Path) -> Tensor:
-    """Return tokens, int32 each, as one tensor [n] in a file without a name in `folder`, which the system deletes with
-    the tensor and reads where it is accessed: memory does not depend on n. Raises OSError if it cannot be written."""
-    with TemporaryFile(dir=folder) as file:
-        for part in tokens:
-            file.write(part.numpy().tobytes())
-        if not file.tell():
-            return torch.empty(0, dtype=torch.int32)
-        file.flush()
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.int32)
 
 
 def window_starts(seed: int, step: int, count: int, positions: int) -> Tensor:

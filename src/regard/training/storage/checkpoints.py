@@ -1,11 +1,9 @@
 """Checkpoints, which count as complete once a list of their files has been written.
 
-`COMPLETE.json` (the seal) holds the size and SHA-256 of every file. It is written last, flushed and renamed.
-A crash, a full disk or a kill at any moment therefore leaves either a checkpoint that can be verified, or one that is
-recognised as incomplete and skipped. The saved model has the same seal.
-
-The seal detects damage, not malice: anyone who changes files on purpose can seal the folder again. The contents are
-therefore checked again when they are read (`saved_model`, `saved_tokenizer`, `resuming`).
+`COMPLETE.json` (the seal) holds the size and SHA-256 of every file, and is written last. A crash, a full disk or a kill
+at any moment therefore leaves a checkpoint that can be verified, or one that is skipped as incomplete. The saved model
+has the same seal. It detects damage, not malice: the contents are checked when they are read (`saved_model`,
+`resuming`).
 """
 
 import hashlib

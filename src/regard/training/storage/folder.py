@@ -29,9 +29,8 @@ from ..config import TrainConfig
 from ..fields import flag, from_mapping, read_mapping, to_mapping
 from ..validation import validate
 from .checkpoints import MANIFEST, checkpoints, fault, fingerprint, last_complete, seal, write_atomically, writing
-from .files import MOST_JSON, is_plain_name, regular_size
-from .lock import LOCK
-from .saved_tokenizer import load_tokenizer
+from .files import LOCK, MOST_JSON, is_plain_name, regular_size
+from .saved_model import load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

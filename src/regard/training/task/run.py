@@ -20,7 +20,7 @@ from ..models import model_config
 from ..quiet import quiet_transformers
 from ..storage import folder
 from ..storage.checkpoints import last_good, step_of, write_summary
-from ..storage.lock import only_run
+from ..storage.files import only_run
 from ..validation import check_task, validate
 from .scores import TaskScore, check_metric, check_stop, score_task
 from .training import Checkpoints, LossNotFinite, TaskBudget, TaskProgress, train_on_task
@@ -132,7 +132,6 @@ def _train(
 
 
 def _finish(config: TrainConfig, task: TokenTask, model: Any, step: int) -> TaskSummary:
-    """Score the test split, and write `summary.json`."""
     scores = scored(config, task, model)
     summary = TaskSummary(
         out=str(config.out),

@@ -1,8 +1,4 @@
-"""The metrics of a task (`regard.tasks`) for a language model: teacher-forced, and free-running where it can generate.
-
-Teacher-forced, the model sees the right tokens before each label. Free-running, it sees the prompt and then only what
-it wrote itself; an answer of several tokens is right where all of them are.
-"""
+"""Metrics of a task (`regard.tasks`) for a language model: teacher-forced, and free-running where it can generate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,8 +57,8 @@ def score_task(
         task: the task.
         split, seed: of the examples 0 to `examples` - 1.
         batch: examples at a time.
-        generate: also let the model write the answer to the prompt, greedily: the metrics "free-running accuracy" and
-            "free-running exact".
+        generate: also let the model write the answer to the prompt, greedily, from its own earlier tokens: the metrics
+            "free-running accuracy" and "free-running exact" (all tokens of an answer are right).
 
     Returns:
         The scores by metric: those of `task.scores`, "loss" and "loss on PART" in nats per label, and the free-running

@@ -140,8 +140,6 @@ class Checkpoints:
 
 
 class _TaskTrainer(SealedTrainer):
-    """Trainer of a model on a task, whose checkpoints also have what was scored."""
-
     regroups: ClassVar[bool] = True
 
     def __init__(self, task: TokenTask, budget: TaskBudget, **kwargs: Any) -> None:
@@ -152,14 +150,12 @@ class _TaskTrainer(SealedTrainer):
         super().__init__(muon=budget.optimizer == "muon", **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the schedule of the learning rate; groups with a fixed rate keep it."""
         if self.lr_scheduler is None:
             assert self.optimizer is not None
             self.lr_scheduler = LambdaLR(self.optimizer, self.budget.rate)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss; where there are two tokens at a position, of the sum of their embeddings."""
         return super().compute_loss(model, embedded(self.model, inputs), *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -171,7 +167,6 @@ class _TaskTrainer(SealedTrainer):
         return loss
 
     def score(self) -> dict[str, TaskScore]:
-        """Score the validation split and note it."""
         scores = score_task(self.model, self.task, split="validation", examples=self.budget.eval_examples)
         self.scored.append((self.state.global_step, scores))
         self.loss_by_score.append(sum(self.losses) / max(len(self.losses), 1))
@@ -180,7 +175,6 @@ class _TaskTrainer(SealedTrainer):
 
     @property
     def good_enough(self) -> bool:
-        """Whether the last scores reach `stop_at`."""
         metric, stop_at = self.budget.metric, self.budget.stop_at
         return stop_at is not None and bool(self.scored) and self.scored[-1][1][metric].mean >= stop_at
 
