@@ -30,8 +30,8 @@ def one_node(name: str, like: Callable[..., Any]) -> Callable[[Function], Functi
         @wraps(function)
         def owned(*args: Any) -> Any:
             """Copy the results: an operator must not return its inputs or views of them."""
-            found = function(*args)
-            return own(found) if isinstance(found, Tensor) else tuple(map(own, found))
+            results = function(*args)
+            return own(results) if isinstance(results, Tensor) else tuple(map(own, results))
 
         operator = torch.library.custom_op(f"regard::{name}", owned, mutates_args=())
         operator.register_fake(like)
@@ -68,8 +68,8 @@ def _derivative(function: Callable[..., Any]) -> Callable[..., Any]:
             if not again:
                 real = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs]
                 inputs = [x.detach().requires_grad_() if leaf else x for x, leaf in zip(inputs, real, strict=True)]
-            found = function(*inputs)
-            outputs = (found,) if isinstance(found, Tensor) else found
+            results = function(*inputs)
+            outputs = (results,) if isinstance(results, Tensor) else results
             moved = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
             leaves = [inputs[i] for i in moved]
             slopes = torch.autograd.grad(outputs, leaves, grads, create_graph=again, allow_unused=True)
@@ -104,9 +104,9 @@ def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[T
         if grad is None:
             return (None,) * ctx.count
         saved = ctx.saved_tensors
-        found = gradients(grad, *saved, *ctx.numbers)
-        own = [None if x is None else dx for x, dx in zip(saved, found, strict=False)]
-        return *own, *(None,) * (ctx.count - len(own))
+        slopes = gradients(grad, *saved, *ctx.numbers)
+        given = [None if x is None else dx for x, dx in zip(saved, slopes, strict=False)]
+        return *given, *(None,) * (ctx.count - len(given))
 
     forward.register_autograd(differentiate, setup_context=save)
     backward.register_autograd(_refuse)

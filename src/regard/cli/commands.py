@@ -134,9 +134,9 @@ def evaluate(argv: list[str]) -> int:
     tokens = part.tokens
     few = f"the text has {len(tokens)} tokens, less than one context of {context}"
     require(len(tokens) >= context, "eval", f"{few}; give more text or a smaller --context.")
-    how = {"context": context, "stride": options.stride, "batch": options.batch}
+    windows = {"context": context, "stride": options.stride, "batch": options.batch}
     sizes = f"with --batch {options.batch} and --context {context}"
-    result = within("eval", sizes, measure, model.to(device), tokens, part.units, **how)
+    result = within("eval", sizes, measure, model.to(device), tokens, part.units, **windows)
     lines = [
         ("loss", f"{result.loss:.6f} nats/token over {result.tokens:,} tokens"),
         ("perplexity", f"{math.exp(result.loss):.4f} per token; the first token is not predicted (no prefix token)"),

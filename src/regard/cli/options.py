@@ -77,8 +77,8 @@ def parse(
 def _renamed(word: str, cls: type[Any]) -> str:
     """Return a flag with another name of an option by the option's own."""
     name, equals, value = word.removeprefix("--").partition("=")
-    own = _OTHER_NAMES.get(name) if word.startswith("--") else None
-    return f"--{own}{equals}{value}" if own in {field.name for field in dataclasses.fields(cls)} else word
+    field_name = _OTHER_NAMES.get(name) if word.startswith("--") else None
+    return f"--{field_name}{equals}{value}" if field_name in {field.name for field in dataclasses.fields(cls)} else word
 
 
 def _grouped(options: Any) -> Any:
@@ -103,13 +103,13 @@ def _prepare(argv: list[str], cls: type[Any], command: str) -> tuple[Path | None
     for name in (field.name for field in dataclasses.fields(cls) if field.metadata.get("repeatable")):
         reader.add_argument(flag_of(name), f"--{name}", dest=flag_of(name), nargs="+", action="extend")
     try:
-        found, rest = reader.parse_known_args(argv)
+        options, rest = reader.parse_known_args(argv)
     except argparse.ArgumentError as error:
         flag, _, _ = str(error.argument_name).partition("/")
         what = "a file, such as --config run.toml" if flag == "--config" else "a value"
         raise ArgumentError(f"{command}: {flag} expects {what}.") from None
-    repeated = {flag: words for flag, words in vars(found).items() if flag != "config" and words}
-    return found.config, rest + [word for flag, words in repeated.items() for word in (flag, *words)]
+    repeated = {flag: words for flag, words in vars(options).items() if flag != "config" and words}
+    return options.config, rest + [word for flag, words in repeated.items() for word in (flag, *words)]
 
 
 def _describe(about: str, epilogue: str) -> str:

@@ -125,8 +125,8 @@ def convert(model: Model, spec: Spec | str) -> Model:
     files = (sys.modules.get(type(layer).__module__) for layer in model.modules())
     if fixed or not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):  # transformers' table of functions
         mend = "use a model whose layers use transformers' AttentionInterface"
-        own = f"{type((fixed or parts)[0]).__name__} computes attention by itself and would not change"
-        raise ArgumentError(f"convert: {own}; {mend}.")
+        fault = f"{type((fixed or parts)[0]).__name__} computes attention by itself and would not change"
+        raise ArgumentError(f"convert: {fault}; {mend}.")
     name = spec if isinstance(spec, str) and spec in _SPECS else _register(_name(spec), spec)
     for part in parts:  # also those with a configuration of their own, which some releases leave as they are
         part.set_attn_implementation(name)

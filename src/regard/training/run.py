@@ -88,9 +88,9 @@ def train(
     validate(config)
     if main_process():  # only this one, which may fill the folder before the others check it
         folder.check_out(config, call="train")
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if config.resume and (config.out / "run.json").is_file():
-            _hold(config, held)
+            _lock(config, stack)
         text = open_source(config, call="train")
         checkpoint, skipped = (
             folder.check_resume(config, folder.text_source(text), call="train") if config.resume else (None, [])
@@ -102,7 +102,7 @@ def train(
         arguments = _arguments(config)
         check_agreement(config, folder.text_source(text), call="train")
         if main_process() and checkpoint is None:
-            _hold(config, held)
+            _lock(config, stack)
             folder.check_out(config, call="train")  # again, since another run may have begun there
             saved = replace(config, data=text.path)
             folder.begin(saved, folder.text_source(text), corpus.tokenizer, call="train")
@@ -124,10 +124,10 @@ def train(
             return _finish(trainer, config, corpus)
 
 
-def _hold(config: TrainConfig, held: ExitStack) -> None:
-    """Lock the run folder until `held` is closed, in the main process."""
+def _lock(config: TrainConfig, stack: ExitStack) -> None:
+    """Lock the run folder until `stack` is closed, in the main process."""
     if main_process():
-        held.enter_context(only_run(config.out, call="train"))
+        stack.enter_context(only_run(config.out, call="train"))
 
 
 def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
@@ -136,18 +136,18 @@ def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
         tokenizer = build_tokenizer(config.tokenizer, text.split(config.validation)[0])
-    place = work_folder(config.out)
+    scratch = work_folder(config.out)
     try:
-        learn, held_out = (encode_part(tokenizer, part, text, place) for part in text.split(config.validation))
+        learn, held_out = (encode_part(tokenizer, part, text, scratch) for part in text.split(config.validation))
     except OSError as error:
-        raise ArgumentError(f"train: cannot write the tokens to {place}: {error.strerror or error}.") from None
-    count, held = len(learn.tokens), len(held_out.tokens)
-    streams = text.stream is not None
-    less = f"less than one --context {config.context}; give more text"
+        raise ArgumentError(f"train: cannot write the tokens to {scratch}: {error.strerror or error}.") from None
+    streams, less = text.stream is not None, f"less than one --context {config.context}; give more text"
+    count = len(learn.tokens)
     few = f"the text in {text.path} has {count} tokens to train on, {less} or a smaller --context."
     require(streams or count >= config.context, "train", few)
-    few = f"the held-out part of {text.path} has {held} tokens, {less}, a larger --validation or a smaller --context."
-    require(held >= config.context, "train", few)
+    count = len(held_out.tokens)
+    few = f"the held-out part of {text.path} has {count} tokens, {less}, a larger --validation or a smaller --context."
+    require(count >= config.context, "train", few)
     return Corpus(text, tokenizer, None if streams else learn, held_out, prompt=opening(tokenizer, held_out.beginning))
 
 

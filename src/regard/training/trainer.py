@@ -177,10 +177,10 @@ class RegardTrainer(SealedTrainer):
 
     def _stopped(self, what: str, culprit: str, inputs: dict[str, Any]) -> str:
         run = Path(self.args.output_dir)
-        place = run / (NON_FINITE if main_process() else f"{NON_FINITE}-{self.args.process_index}")
-        kept = keep(place, self.model, inputs, whole_weights(self.model))
+        folder = run / (NON_FINITE if main_process() else f"{NON_FINITE}-{self.args.process_index}")
+        advice = keep(folder, self.model, inputs, whole_weights(self.model))
         when = f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}"
-        return f"{when}; {kept}{last_good(run)}"
+        return f"{when}; {advice}{last_good(run)}"
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, whole tensors if it is sharded."""
@@ -221,14 +221,14 @@ class SinceLog(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": self.trainer.since_log}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        kept = state.stateful_callbacks.get("SinceLog")
-        if not state.global_step or kept is None:  # a new run, or a checkpoint of an earlier version
+        saved = state.stateful_callbacks.get("SinceLog")
+        if not state.global_step or saved is None:  # a new run, or a checkpoint of an earlier version
             return
         try:
-            loss, step = float(kept["attributes"]["loss"]), int(kept["attributes"]["step"])
+            loss, step = float(saved["attributes"]["loss"]), int(saved["attributes"]["step"])
         except (KeyError, TypeError, ValueError, OverflowError):
             loss, step = -1.0, -1
         if not (0 <= loss < float("inf") and 0 <= step <= state.global_step):
-            raise ArgumentError(f"train: the checkpoint of step {state.global_step} holds a damaged SinceLog: {kept}.")
+            raise ArgumentError(f"train: the checkpoint of step {state.global_step} holds a damaged SinceLog: {saved}.")
         self.trainer._tr_loss.fill_(loss)
         self.trainer._globalstep_last_logged = step

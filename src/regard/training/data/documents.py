@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ..config import DataOptions, TrainConfig
 
 PREFIX = "datasets:"
-PLACE = "stream.json"
-"""File of a checkpoint: the place in the stream from which the run continues."""
+POSITION_FILE = "stream.json"
+"""File of a checkpoint: the position in the stream from which the run continues."""
 _KINDS = {
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"), ".parquet": "parquet", ".csv": "csv",
     **dict.fromkeys((".txt", ".text"), "text"),
@@ -77,8 +77,8 @@ def _load(options: DataOptions, call: str) -> Any:
     require(local or (kind is None and not name.startswith((".", "/", "~"))), call, f"--data {options.data}: {absent}.")
     with one_error(f"{call}: cannot load --data {options.data}, split {split}"):
         if local and any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
-            found: Any = datasets.load_from_disk(name)
-            rows = found[split] if isinstance(found, dict) else found
+            splits: Any = datasets.load_from_disk(name)
+            rows = splits[split] if isinstance(splits, dict) else splits
             return rows.to_iterable_dataset() if stream else rows
         files = {"path": kind, "data_files": name} if local and not Path(name).is_dir() else {"path": name}
         return datasets.load_dataset(**files, name=options.subset, split=split, streaming=stream)
@@ -127,12 +127,12 @@ class Documents:
         state = self.begin if state is None else state
         while True:
             self.rows.load_state_dict(state)
-            found = False
+            empty = True
             for text in self:
                 yield text, state
-                found, state = True, self.rows.state_dict()
+                empty, state = False, self.rows.state_dict()
             few = "all documents are held out; give more, or smaller --eval-tokens and --context"
-            require(found or state != self.begin, self.where, f"{few}.")
+            require(not empty or state != self.begin, self.where, f"{few}.")
             state = self.begin
 
 
@@ -141,7 +141,7 @@ class StreamedWindows(Dataset):
     the other and again from the start at their end; to be read in order. Arguments and items are as in
     `SampledWindows`, with an `IterableDataset` behind the documents.
 
-    A place is (state before a document, tokens of that document before the window), or None for the first window.
+    A position is (state before a document, tokens of that document before the window), or None for the first window.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class StreamedWindows(Dataset):
     ) -> None:
         self.documents, self.tokenizer, self.context = documents, tokenizer, context
         self.steps, self.per_step = steps, per_step
-        self._places: dict[int, Any] = {}  # the latest windows with which a step begins
+        self._positions: dict[int, Any] = {}  # the latest windows with which a step begins
         self._seek(0, None)
 
     def __len__(self) -> int:
@@ -164,34 +164,34 @@ class StreamedWindows(Dataset):
         return {"input_ids": window, "labels": window}
 
     def save(self, folder: Path, step: int) -> None:
-        """Write the place at which a step begins to a checkpoint."""
+        """Write the position at which a step begins to a checkpoint."""
         window = step * self.per_step
         while self._next < window:  # other processes read the rest of the step before
             self._advance()
-        (folder / PLACE).write_text(json.dumps({"window": window, "place": self._places[window]}))
+        (folder / POSITION_FILE).write_text(json.dumps({"window": window, "place": self._positions[window]}))
 
     def load(self, folder: Path) -> None:
-        """Continue at the place in a checkpoint; raise `ArgumentError` if it cannot be read."""
-        with one_error(f"train: cannot continue from {folder}: {PLACE}"):
-            saved = json.loads(read_text(folder / PLACE))
+        """Continue at the position in a checkpoint; raise `ArgumentError` if it cannot be read."""
+        with one_error(f"train: cannot continue from {folder}: {POSITION_FILE}"):
+            saved = json.loads(read_text(folder / POSITION_FILE))
             state, offset = saved["place"]
             self._seek(int(saved["window"]), (state, int(offset)))
 
-    def _seek(self, window: int, place: Any) -> None:
-        self._next, self._windows = window, self._read(place)
-        self._places[window] = place
+    def _seek(self, window: int, position: Any) -> None:
+        self._next, self._windows = window, self._read(position)
+        self._positions[window] = position
 
     def _advance(self) -> Tensor:
-        window, place = next(self._windows)
+        window, position = next(self._windows)
         self._next += 1
         if self._next % self.per_step == 0:
-            self._places[self._next] = place
-            self._places.pop(self._next - 4 * self.per_step, None)  # batches are read one or two ahead
+            self._positions[self._next] = position
+            self._positions.pop(self._next - 4 * self.per_step, None)  # batches are read one or two ahead
         return window
 
-    def _read(self, place: Any) -> Iterator[tuple[Tensor, Any]]:
-        """Yield windows from a place on, int32 [C], each with the place after it."""
-        state, skip = place or (None, 0)
+    def _read(self, position: Any) -> Iterator[tuple[Tensor, Any]]:
+        """Yield windows from a position on, int32 [C], each with the position after it."""
+        state, skip = position or (None, 0)
         left = torch.empty(0, dtype=torch.int32)
         for text, before in self.documents.after(state):
             tokens = torch.cat(list(encode_chunks(self.tokenizer, [text], documents=True)))

@@ -63,8 +63,8 @@ def fault(folder: Path, *, tokenizer: bool = True) -> str | None:
     try:
         listed = _listed(folder, is_checkpoint)
         for patterns in needed:
-            found = any(fnmatchcase(name, pattern) for name in listed for pattern in patterns)
-            expect(found, f"{MANIFEST} does not list {patterns[0]}")
+            listed_one = any(fnmatchcase(name, pattern) for name in listed for pattern in patterns)
+            expect(listed_one, f"{MANIFEST} does not list {patterns[0]}")
         for path in sorted(folder.iterdir()) if is_checkpoint else ():
             read = path.is_dir() or path.suffix in _READ_BY_TRAINER
             expect(not read or path.name in listed, f"{path.name} was not there when it was written")

@@ -75,8 +75,8 @@ def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
         same = (tensor.shape, tensor.dtype) == (ours[name].shape, ours[name].dtype)
         expect(same, f"{name} is {_kind(tensor)}, expected {_kind(ours[name])}")
         expect(not tensor.is_floating_point() or bool(tensor.isfinite().all()), f"{name} is not finite")
-    held = {ours[name].data_ptr() for name in saved}  # tied tensors are saved once
-    missing = [name for name, tensor in ours.items() if name not in saved and tensor.data_ptr() not in held]
+    saved_pointers = {ours[name].data_ptr() for name in saved}  # tied tensors are saved once
+    missing = [name for name, tensor in ours.items() if name not in saved and tensor.data_ptr() not in saved_pointers]
     expect(not missing, f"{missing[:1]} is missing")
 
 
@@ -183,11 +183,11 @@ def _check_state(saved: dict[str, Any], trainer: Trainer, step: int) -> None:
         expect(isinstance(value, kinds), f"{name} is {value!r}")
         expect(not isinstance(value, float) or isfinite(value), f"{name} is {value!r}")
     expect("train_batch_size" in saved, "train_batch_size is missing")
-    kept = saved.get("stateful_callbacks", {})
+    states = saved.get("stateful_callbacks", {})
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         name = type(callback).__name__
         if isinstance(callback, ExportableState):
-            expect(isinstance(kept.get(name), dict), f"the state of {name} is missing")
+            expect(isinstance(states.get(name), dict), f"the state of {name} is missing")
     reached = saved.get("global_step")
     expect(_plain(reached) == _plain(step), f"global_step is {reached!r}, expected {step}")
 

@@ -151,11 +151,11 @@ def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) ->
 def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, saved: dict[str, tuple[Any, Any]]) -> None:
     """Raise ValueError for a model much larger than its weights, without allocating it, and for weights that are not
     floating-point numbers, which transformers would cast."""
-    held = sum(torch.Size(piece.get_shape()).numel() for _, piece in saved.values())
+    size = sum(torch.Size(piece.get_shape()).numel() for _, piece in saved.values())
     with torch.device("meta"):
         model = kind(config)
     needed = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-    expect(needed <= 2 * held + _SLACK, f"its config describes a model of {needed:,} numbers, its weights are {held:,}")
+    expect(needed <= 2 * size + _SLACK, f"its config describes a model of {needed:,} numbers, its weights are {size:,}")
     expected = model.state_dict()
     for name, (_, piece) in saved.items():
         tensor = expected.get(name, expected.get(f"{kind.base_model_prefix}.{name}"))

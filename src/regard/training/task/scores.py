@@ -78,7 +78,7 @@ def score_task(
     if generate and not model.can_generate():
         raise ArgumentError(f"{CALL}: generate=True needs a model that can generate, got {type(model).__name__}.")
     drawn = task.examples(seed, range(examples), split)
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     with torch.no_grad(), eval_mode(model):
         for start in range(0, examples, batch):
             for example, logits in _forward(model, drawn[start : start + batch]):
@@ -87,12 +87,12 @@ def score_task(
                 nats = {"loss": asked} | {f"loss on {part}": asked & at for part, at in example.parts.items()}
                 means = {name: float(losses[at].mean()) for name, at in nats.items() if at.any()}
                 for metric, number in {**task.scores(logits, example), **means}.items():
-                    found.setdefault(metric, []).append(number)
+                    values.setdefault(metric, []).append(number)
         for example, answer in _written(model, drawn, batch) if generate else ():
             right = answer == example.answer
-            found.setdefault("free-running accuracy", []).append(float(right.float().mean()))
-            found.setdefault("free-running exact", []).append(float(right.all()))
-    return {metric: TaskScore(tuple(values)) for metric, values in found.items()}
+            values.setdefault("free-running accuracy", []).append(float(right.float().mean()))
+            values.setdefault("free-running exact", []).append(float(right.all()))
+    return {metric: TaskScore(tuple(each)) for metric, each in values.items()}
 
 
 def check_vocabulary(call: str, model: PreTrainedModel, task: TokenTask) -> None:

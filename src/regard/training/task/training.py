@@ -199,18 +199,18 @@ class TaskScoring(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         trainer = self.trainer
         scored = [[step, {name: score.values for name, score in scores.items()}] for step, scores in trainer.scored]
-        kept = {"losses": trainer.losses, "loss_by_score": trainer.loss_by_score, "scored": scored}
-        return {"args": {}, "attributes": kept}
+        record = {"losses": trainer.losses, "loss_by_score": trainer.loss_by_score, "scored": scored}
+        return {"args": {}, "attributes": record}
 
     def restore(self, state: TrainerState, checkpoint: Path) -> None:
         """Take over what a checkpoint holds; raise `ArgumentError` if it cannot be read."""
         with one_error(f"train: cannot continue from {checkpoint}: trainer_state.json: what was scored"):
-            kept = state.stateful_callbacks["TaskScoring"]["attributes"]
-            self.trainer.losses = [float(loss) for loss in kept["losses"]]
-            self.trainer.loss_by_score = [float(loss) for loss in kept["loss_by_score"]]
+            record = state.stateful_callbacks["TaskScoring"]["attributes"]
+            self.trainer.losses = [float(loss) for loss in record["losses"]]
+            self.trainer.loss_by_score = [float(loss) for loss in record["loss_by_score"]]
             self.trainer.scored = [
                 (int(step), {str(name): TaskScore(tuple(map(float, values))) for name, values in scores.items()})
-                for step, scores in kept["scored"]
+                for step, scores in record["scored"]
             ]
 
 
