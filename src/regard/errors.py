@@ -40,8 +40,7 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
 
 
 def missing(error: ModuleNotFoundError, wanted: str | None = None) -> str | None:
-    """Return what is not installed and the command that installs its extra, or the extra `wanted`; None if no extra
-    brings the package."""
+    """Return what is not installed and how to install its extra (or the extra `wanted`); None if no extra brings it."""
     package = (error.name or "").partition(".")[0]
     for extra, packages in EXTRAS.items():
         if package in packages:

@@ -37,8 +37,7 @@ def parse(
 
     Args:
         base: values set by neither flag nor file; default: the defaults of the class.
-        about: a docstring for `--help`; default: that of the class.
-        epilogue: a paragraph for `--help`.
+        about, epilogue: a docstring (default: that of the class) and a last paragraph for `--help`.
 
     Raises:
         ArgumentError: an unknown flag or key, or a value of the wrong type.
@@ -96,8 +95,7 @@ def _values(options: Any, kind: Any = None) -> dict[str, Any]:
 
 
 def _prepare(argv: list[str], cls: type[Any], command: str) -> tuple[Path | None, list[str]]:
-    """Return the file of `--config` and the other arguments, with one occurrence of each repeatable flag: `--option a=1
-    --option b=2` becomes `--option a=1 b=2`."""
+    """Return the file of `--config` and the other arguments, with one occurrence of each repeatable flag."""
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     reader.add_argument("--config", type=Path)
     for name in (field.name for field in dataclasses.fields(cls) if field.metadata.get("repeatable")):

@@ -32,10 +32,7 @@ _BRIEF = (
 
 
 class MetricsFile(TrainerCallback):
-    """Append every log to `metrics.jsonl`, flushed line by line.
-
-    Damaged lines (their number is `damaged`) and lines of steps after `step` are removed first.
-    """
+    """Append every log to `metrics.jsonl`, without its `damaged` lines (counted here) and those after `step`."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         self.path = path
@@ -92,8 +89,7 @@ class Clock(TrainerCallback):
 
 
 class Schedule(TrainerCallback):
-    """Request an evaluation every `steps` steps, and a log after the last step. (Trainer's `eval_strategy` needs a
-    dataset; the held-out text is read in strided windows instead.)"""
+    """Request an evaluation every `steps` steps (Trainer's own would need a dataset) and a log after the last."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

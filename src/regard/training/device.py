@@ -51,8 +51,7 @@ def main_process() -> bool:
 
 
 def check_agreement(config: TrainConfig, source: dict[str, Any], *, call: str) -> None:
-    """Check that all processes of a run have the same options, data (`source`, of `folder.text_source`) and versions;
-    raise `ArgumentError` in every process if one differs from the first."""
+    """Raise `ArgumentError` in every process if one has other options, data (`source`) or versions."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     versions = f"regard {__version__}, torch {torch.__version__}"
@@ -78,8 +77,7 @@ def check_sharding(config: TrainConfig, *, call: str) -> None:
 
 
 def shard(model: Any) -> None:
-    """Split the parameters of a transformers model in place, block by block (`_no_split_modules`); raise
-    `ArgumentError` for a parameter without axes, which cannot be split."""
+    """Split the parameters of a model in place, block by block; raise `ArgumentError` for one without axes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -115,8 +113,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return the state dict of a sharded model as whole tensors on the CPU, tied ones once; None for other models. All
-    processes must call it together."""
+    """Return the state dict of a sharded model as whole tensors on the CPU, tied ones once; None for other models."""
     if not is_sharded(model):
         return None
     named = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}

@@ -32,8 +32,7 @@ def flag(name: str) -> str:
 
 
 def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
-    """Return the table in a `.toml` or `.json` file; raise `ArgumentError` for a file that is missing, unreadable, not
-    regular, of another format, not a table, or has a duplicate key."""
+    """Return the table in a `.toml` or `.json` file; raise `ArgumentError` if there is none, or a key twice."""
     require(path.suffix in (".toml", ".json"), call, f"{path} is neither a .toml nor a .json file.")
     with one_error(f"{call}: cannot read config file {path}"):
         exists = path.exists()
@@ -85,8 +84,7 @@ def _plain(value: Any) -> Any:
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
-    """Return `value` as the type `hint` (a plain type, a union with None, a Literal or `tuple[X, ...]`); the
-    `ArgumentError` of a value of another type begins with `where`."""
+    """Return `value` as a type (plain, optional, Literal, `tuple[X, ...]`); raise `ArgumentError` at `where`."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         if value is None:
@@ -130,8 +128,7 @@ def read_spec(text: str, flag: str, call: str) -> Spec:
 
 
 def from_text(text: str, hint: Any, where: str) -> Any:
-    """Return the value of type `hint` that a command-line text stands for; the `ArgumentError` of a text that does not
-    fit begins with `where`.
+    """Return the value of type `hint` that a text stands for; raise `ArgumentError`, which begins with `where`.
 
     Texts are numbers, true or false, none for optional types, and lists separated by commas. Of a union, the first type
     that fits is taken. For `Any`, the result is text, or a list of texts if there are commas outside brackets.

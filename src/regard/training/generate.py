@@ -16,9 +16,9 @@ from .quiet import quiet_transformers
 
 
 class SeededSampling(LogitsProcessor):
-    """Turn scores [B, V] into scores whose argmax is a sample of the `top_k` most likely tokens (None: of all), but
-    never of those in `forbidden`, at a temperature (0: the most likely token). transformers itself would sample from
-    torch's global generator; here the argmax of the scores plus Gumbel noise is distributed as their softmax."""
+    """Turn scores [B, V] into scores whose argmax is a sample of the `top_k` most likely tokens (None: of all) but the
+    `forbidden` ones, at a temperature (0: the most likely token): the argmax of scores plus Gumbel noise is distributed
+    as their softmax. (transformers itself samples from torch's global generator.)"""
 
     def __init__(self, *, temperature: float, top_k: int | None, seed: int, forbidden: list[int]) -> None:
         self.temperature, self.top_k, self.forbidden = temperature, top_k, forbidden

@@ -73,8 +73,7 @@ def model_config(config: TrainConfig, *, call: str, vocab_size: int, **special: 
 
 
 def check_model(config: TrainConfig, call: str) -> RegardConfig:
-    """Build the model on the meta device, and return its configuration for an unknown vocabulary; errors as in
-    `model_config`, or of the layers."""
+    """Build the model on the meta device; return its configuration. Errors are those of `model_config` and layers."""
     made = model_config(config, call=call, vocab_size=2)
     with torch.device("meta"):
         within(call, f"--model {config.model}", language_models.get(config.model).model, made)

@@ -59,8 +59,7 @@ class MuonAdamW(Optimizer):
 
 
 class FloatProducts(TorchDispatchMode):
-    """Multiply bfloat16 matrices on a CPU in float32, and round the results to bfloat16: a CPU without bfloat16
-    instructions takes tens of times as long for Muon's products in bfloat16."""
+    """Multiply bfloat16 matrices on a CPU in float32: one without bfloat16 instructions takes tens of times as long."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

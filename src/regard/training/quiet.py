@@ -27,8 +27,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def unconverged_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass the first warning about local linear systems that did not converge to `say`, and drop the later ones, which
-    may come at every step. Other warnings are shown as before."""
+    """Pass the first warning about local linear systems that did not converge to `say`, and drop the later ones."""
     shown = False
     with warnings.catch_warnings():
         others = warnings.showwarning

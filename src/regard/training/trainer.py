@@ -47,8 +47,7 @@ class SealedTrainer(Trainer):
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimiser, with memories in a parameter group of their own (`regard.nn.optimizer_groups`); raise
-        `ArgumentError` for a memory with sparse gradients, which need an optimiser of their own."""
+        """Create the optimiser, with memories in a group of their own; raise `ArgumentError` for sparse gradients."""
         network = self.model if model is None else model
         if self.optimizer is None and (self.regroups or self.muon or memory_parameters(network)[0]):
             groups = optimizer_groups(network, weight_decay=self.args.weight_decay)

@@ -88,8 +88,7 @@ def check_data(config: TrainConfig, call: str) -> None:
 
 
 def check_task(config: TrainConfig, call: str) -> TokenTask:
-    """Return the task of a run; raise `ArgumentError` for a wrong task, setting, field or value, for a text beside it,
-    or for an option that a run on a task does not take."""
+    """Return the task of a run; raise `ArgumentError` for a mistake in its options, or one that it does not take."""
     from ..checks import within
     from ..tasks.tokens import settable, token_task
 

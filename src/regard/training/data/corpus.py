@@ -52,9 +52,8 @@ def open_source(config: TrainConfig, *, call: str) -> Source:
 
 
 def encode_part(tokenizer: PreTrainedTokenizerBase, chunks: Iterator[str], text: Source, folder: Path) -> Part:
-    """Encode a part of a text, with the tokens in a file without a name in `folder`, which the system deletes with the
-    tensor and reads where it is accessed: memory does not depend on their number. Raises OSError if it cannot be
-    written."""
+    """Encode a part of a text. The tokens are in a nameless file in `folder`, which the system reads on access and
+    deletes with the tensor. Raises OSError if it cannot be written."""
     characters = size = 0
     beginning = ""
 

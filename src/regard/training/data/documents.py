@@ -42,8 +42,7 @@ def is_dataset(data: Path | None) -> bool:
 
 
 def open_documents(options: TrainConfig, *, call: str) -> Source:
-    """Measure the documents of a data set; raise `ArgumentError` if `datasets` is not installed, or the data cannot be
-    read or hold no text."""
+    """Measure the documents of a data set; raise `ArgumentError` if they cannot be read or hold no text."""
     rows = _load(options, call)
     column = _column(rows, options, call)
     name, local = _name(options)
@@ -122,8 +121,7 @@ class Documents:
                     yield text
 
     def after(self, state: Any = None) -> Iterator[tuple[str, Any]]:
-        """Yield, without end, each document of a stream and the state before it (JSON data); continue after a state,
-        default that after the held-out documents."""
+        """Yield, without end, each document of a stream with the state before it, after a state (default `begin`)."""
         state = self.begin if state is None else state
         while True:
             self.rows.load_state_dict(state)
@@ -137,9 +135,8 @@ class Documents:
 
 
 class StreamedWindows(Dataset):
-    """Map-style dataset whose example i is window i of the documents, each followed by an end-of-text token, one after
-    the other and again from the start at their end; to be read in order. Arguments and items are as in
-    `SampledWindows`, with an `IterableDataset` behind the documents.
+    """Map-style dataset of the windows of an endless stream of documents, each followed by an end-of-text token, to be
+    read in order. Arguments and items are as in `SampledWindows`, with an `IterableDataset` behind the documents.
 
     A position is (state before a document, tokens of that document before the window), or None for the first window.
     """

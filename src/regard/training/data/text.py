@@ -105,7 +105,7 @@ class Source:
 
 def open_text(path: Path | str, *, call: str = "open_text") -> Source:
     """Measure a UTF-8 file, or all text files of a folder (see the module), to be read in chunks; raise `ArgumentError`
-    if the path does not exist, cannot be read, is a pipe or a device, holds no text, or is not UTF-8."""
+    if there is none, or one that cannot be read, is not a regular file, holds no text, or is not UTF-8."""
     path = Path(path).expanduser()
     if path.is_dir():
         files = sorted(_text_files(path), key=lambda file: file.relative_to(path).parts)

@@ -70,8 +70,7 @@ def byte_tokenizer(text: str | Iterable[str] = "") -> PreTrainedTokenizerBase:
 
 @TOKENIZERS.register("bpe")
 def bpe_tokenizer(text: str | Iterable[str]) -> PreTrainedTokenizerBase:
-    """Learn a byte-pair encoding of at most 32,000 tokens from `text`; `<pad>` is 0 and `<eos>` is 1. A short text has
-    fewer pairs to merge."""
+    """Learn a byte-pair encoding of at most 32,000 tokens from `text`; `<pad>` is 0 and `<eos>` is 1."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     learned = Tokenizer(models.BPE())
@@ -126,8 +125,8 @@ def is_elsewhere(name: str) -> bool:
 def build_tokenizer(name: str, text: str | Iterable[str]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of that name in `TOKENIZERS`, built for `text`, or another model's by `AutoTokenizer`.
 
-    The end of text is used as padding if the other model has none. Raises `ArgumentError` for an unknown name, or a
-    tokenizer that cannot be loaded, needs code of its own, is not a fast one, or has neither of the two.
+    Raises `ArgumentError` for an unknown name, or a tokenizer that cannot be loaded, needs code of its own, is not a
+    fast one, or has neither a padding nor an end-of-text token (which is used as padding if there is none).
     """
     if not is_elsewhere(name):
         return TOKENIZERS.get(name)(text)
@@ -160,8 +159,8 @@ def encode_chunks(
 ) -> Iterator[Tensor]:
     """Yield the tokens of a text that is given in chunks, int32 each; together they are those that `encode` returns.
 
-    With `documents`, each chunk is a text of its own, and an end-of-text token follows it. A text in which the
-    tokenizer has no known place to cut is taken into memory; raises as `encode`.
+    With `documents`, an end-of-text token follows each chunk. A text in which the tokenizer has no known place to cut
+    is taken into memory. Raises as `encode`.
     """
     ends = tokenizer.eos_token_id is not None or not documents
     require(ends, "encode", "the tokenizer has no eos_token, which ends each document; give it one and save it.")

@@ -56,8 +56,7 @@ predicted once, from at least half a window before it.
 def write_card(
     folder: Path, config: TrainConfig, model: PreTrainedModel, text: Source, summary: dict[str, Any]
 ) -> None:
-    """Write README.md, with the metadata that the Hugging Face Hub reads; `summary` is that of summary.json. Names of
-    folders on this machine stay out."""
+    """Write README.md with the metadata of the Hugging Face Hub, without names of folders on this machine."""
     kinds = (entry for _, entry in language_models.items() if isinstance(model.config, entry.config))
     about = next((entry.about for entry in kinds), f"A {type(model).__name__}.")
     name, source = config.out.resolve().name, text.path.name

@@ -56,8 +56,7 @@ def seal(folder: Path) -> None:
 
 
 def fault(folder: Path, *, tokenizer: bool = True) -> str | None:
-    """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged. Without
-    `tokenizer` there need be none, as in a run on a task."""
+    """Return why a checkpoint or a sealed model, with a `tokenizer` or without, cannot be used; None if it can."""
     is_checkpoint = _NAME.fullmatch(folder.name) is not None
     needed = [one for one in (_OF_CHECKPOINT if is_checkpoint else _OF_MODEL) if tokenizer or one != _TOKENIZER]
     try:
@@ -163,8 +162,7 @@ def _refusal(folder: Path) -> str | None:
 
 
 def go_back(checkpoint: Path) -> None:
-    """Delete what its run wrote after a checkpoint: the summary, and later checkpoints, which are incomplete and will
-    be written again."""
+    """Delete what a run wrote after a checkpoint: the summary, and later checkpoints, which are incomplete."""
     run = checkpoint.parent
     with writing(run, run):
         for folder in checkpoints(run):

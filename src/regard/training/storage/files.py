@@ -20,8 +20,7 @@ LOCK = "run.lock"
 
 
 def regular_size(path: Path, *, links: bool = True) -> int:
-    """Return the size in bytes of a regular file or, with `links`, of one that a symbolic link leads to; raise OSError
-    if there is none, or almost nothing of it is on the disk."""
+    """Return the size of a regular file (with `links`, behind a link); raise OSError if it is none, or mostly holes."""
     status = os.stat(path, follow_symlinks=links)
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
@@ -63,8 +62,7 @@ def is_plain_name(name: object) -> bool:
 
 @contextmanager
 def only_run(folder: Path, *, call: str) -> Iterator[None]:
-    """Hold the lock of a run folder, which is created if there is none, inside the block (the system releases it when
-    the process ends); raise `ArgumentError` if another process holds it, or the folder cannot be written."""
+    """Hold the lock of a run folder inside the block; raise `ArgumentError` if it is held, or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = _open(folder / LOCK)

@@ -80,8 +80,8 @@ def task_source(name: str, settings: str) -> dict[str, Any]:
 
 
 def begin(config: TrainConfig, source: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, *, call: str) -> None:
-    """Create the folder, or delete the run in it if the config says so, and write the files that will not change, with
-    `source` (`text_source` or `task_source`); raise `ArgumentError` if the folder cannot be written."""
+    """Create the folder, or delete the run in it if the config says so, and write the files that will not change; raise
+    `ArgumentError` if it cannot be written. `source` is of `text_source` or `task_source`."""
     import torch
     import transformers
 
@@ -109,8 +109,7 @@ def begin(config: TrainConfig, source: dict[str, Any], tokenizer: PreTrainedToke
 
 
 def saved_config(out: Path, *, call: str) -> TrainConfig:
-    """Return the config of the run in a folder, with `out` set to that folder; raise `ArgumentError` if there is none,
-    or it cannot be read, is invalid, or differs from what was written."""
+    """Return the config of the run in a folder; raise `ArgumentError` if there is none, or one that is not valid."""
     if not (out / "config.json").is_file() or not (out / "run.json").is_file():
         others = [str(path.parent) for path in out.parent.glob("*/run.json")]
         hint = f" Runs next to it: {', '.join(sorted(others))}." if others else ""
@@ -150,9 +149,8 @@ def _check_unchanged(out: Path, name: str, listed: dict[str, Any], call: str) ->
 
 
 def check_resume(config: TrainConfig, source: dict[str, Any], *, call: str) -> tuple[Path, list[str]]:
-    """Return the checkpoint from which the run in `config.out` continues, and a line about each skipped one; raise
-    `ArgumentError` if config or `source` (`text_source` or `task_source`) differ, no checkpoint is complete, or nothing
-    is left to do."""
+    """Return the checkpoint from which a run continues, and a line about each skipped one; raise `ArgumentError` if the
+    config or the source differs, no checkpoint is complete, or nothing is left to do."""
     out = config.out
     now, then = to_mapping(config), to_mapping(saved_config(out, call=call))
     for name in now:
@@ -282,6 +280,5 @@ def _model_folder(path: Path, call: str) -> Path:
 
 
 def _holds_run(out: Path) -> bool:
-    """Return whether the folder holds a run, or the rest of one that was stopped while it began or was deleted (the
-    lock is written first and never deleted)."""
+    """Return whether there is a run, or one stopped while it began or was deleted (the lock is written first)."""
     return (out / "run.json").is_file() or (out / LOCK).is_file()

@@ -22,8 +22,7 @@ BATCH = "batch.safetensors"
 
 
 def keep(folder: Path, model: Any, inputs: dict[str, Any], weights: dict[str, Tensor] | None = None) -> str:
-    """Save the weights (of a sharded model: `weights`) and the batch of a step; return a clause for the error, empty if
-    the disk does not take them."""
+    """Save the weights and the batch of a step; return a clause for the error, empty if the disk does not take them."""
     batch = {name: x.detach().cpu().contiguous() for name, x in inputs.items() if isinstance(x, Tensor)}
     try:
         model.save_pretrained(folder, state_dict=weights)

@@ -81,8 +81,7 @@ def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: set[int], step: int) -> None:
-    """Check the state of this optimiser (AdamW, or Muon with AdamW) after `step` steps; `unchanged` parameters (ids)
-    may have none."""
+    """Check the state of AdamW, or Muon with AdamW, after `step` steps; `unchanged` parameters (ids) may have none."""
     fresh = optimizer.state_dict()
     expect(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {' and '.join(fresh)}")
     if isinstance(optimizer, MuonAdamW):
@@ -172,8 +171,7 @@ def _check_generators(saved: Any) -> None:
 
 
 def _check_state(saved: dict[str, Any], trainer: Trainer, step: int) -> None:
-    """Check the fields of Trainer's state, that its step is that of the folder's name, and that it has the states of
-    the callbacks, which Trainer replaces when it saves."""
+    """Check the fields of Trainer's state, its step, and that it has the states of the callbacks."""
     plain = TrainerState()
     known = {field.name for field in fields(TrainerState)}
     for name, value in saved.items():

@@ -53,8 +53,8 @@ def load_weights(folder: Path, *, call: str) -> dict[str, Tensor]:
 
 
 def read_model(folder: Path, *, call: str) -> PreTrainedModel:
-    """Return the causal language model in a folder; raise `ArgumentError` if there is none, its type is unknown or no
-    causal language model, tensors are missing, too many, of a wrong shape or not finite, or its config is too large."""
+    """Return the causal language model in a folder; raise `ArgumentError` if there is none, its config is too large or
+    does not fit its tensors, or a tensor is not finite."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ...models.base.loading import misfits
@@ -77,8 +77,7 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
 
 @contextmanager
 def _weights(folder: Path) -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Open the safetensors of a folder, and yield by name the file of each tensor and its slice, by which its shape
-    and dtype are read from the header alone."""
+    """Yield by name the file of each tensor and its slice, which reads shape and dtype from the header alone."""
     index = None if (folder / SINGLE).exists() or not (folder / INDEX).exists() else _index(folder)
     saved: dict[str, tuple[Any, Any]] = {}
     with ExitStack() as files:
@@ -121,8 +120,7 @@ def _config_table(folder: Path, call: str) -> dict[str, Any]:
 
 
 def _config(table: dict[str, Any], tensors: int) -> PreTrainedConfig:
-    """Return the configuration of a model with so many tensors; raise `ValueError` for a field that would make
-    transformers allocate, import or overwrite something."""
+    """Return the configuration; raise ValueError for a field by which transformers would allocate or import."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[table["model_type"]]
@@ -136,8 +134,7 @@ def _config(table: dict[str, Any], tensors: int) -> PreTrainedConfig:
 
 
 def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) -> None:
-    """Raise ValueError for more layers than the weights can hold, and for names of the configuration's methods, in
-    nested tables too."""
+    """Raise ValueError, in nested tables too, for too many layers and for names of the configuration's methods."""
     for name, value in table.items():
         expect(kind is None or not callable(getattr(kind, name, None)), f"{name!r} is not a field of a configuration")
         if isinstance(value, int):
@@ -149,8 +146,7 @@ def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) ->
 
 
 def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, saved: dict[str, tuple[Any, Any]]) -> None:
-    """Raise ValueError for a model much larger than its weights, without allocating it, and for weights that are not
-    floating-point numbers, which transformers would cast."""
+    """Raise ValueError for a model much larger than its weights, without allocating it, and for integer weights."""
     size = sum(torch.Size(piece.get_shape()).numel() for _, piece in saved.values())
     with torch.device("meta"):
         model = kind(config)
