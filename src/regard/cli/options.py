@@ -27,6 +27,7 @@ _PLAIN = tuple(
 )
 _OTHER_NAMES = {"output": "out", "mixers": "spec"}
 """The former name of --out, which appears in stored results, and what models call --spec."""
+_CONFIG = "--config FILE.toml reads any of these options from a file; flags override the file."
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -50,6 +51,7 @@ def parse(
     if file is not None:
         default = from_mapping(default, read_mapping(file, call=command), call=command, source=str(file))
     shown = _grouped(default)
+    summary = " ".join((about or cls.__doc__ or "").split("\n\n")[0].split())
     errors = io.StringIO()
     try:
         with redirect_stderr(errors):
@@ -58,7 +60,7 @@ def parse(
                 args=argv,
                 default=shown,
                 prog=f"regard {command}",
-                description=_describe(about or cls.__doc__ or "", epilogue),
+                description="\n\n".join(part for part in (summary, epilogue, _CONFIG) if part),
                 return_unknown_args=True,
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
             )
@@ -108,12 +110,6 @@ def _prepare(argv: list[str], cls: type[Any], command: str) -> tuple[Path | None
         raise ArgumentError(f"{command}: {flag} expects {what}.") from None
     repeated = {flag: words for flag, words in vars(options).items() if flag != "config" and words}
     return options.config, rest + [word for flag, words in repeated.items() for word in (flag, *words)]
-
-
-def _describe(about: str, epilogue: str) -> str:
-    text = " ".join(about.split("\n\n")[0].split())
-    config = "--config FILE.toml reads any of these options from a file; flags override the file."
-    return "\n\n".join(part for part in (text, epilogue, config) if part)
 
 
 def _unknown(word: str, cls: type[Any]) -> str:

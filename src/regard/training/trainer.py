@@ -121,15 +121,11 @@ class RegardTrainer(SealedTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimiser; with `shard`, split the model first when training begins."""
         if self.shard and self.is_in_train and not is_sharded(self.model):
-            self._shard()
+            shard(self.model)  # which holds the weights of a checkpoint by now
+            self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast
+            self.model._is_accelerate_prepared = True  # accelerate leaves it as it is
+            self.optimizer = None  # of the check of a checkpoint, for the whole parameters
         return super().create_optimizer(model)
-
-    def _shard(self) -> None:
-        """Split the model, which holds the weights of a checkpoint by now; accelerate then leaves it as it is."""
-        shard(self.model)
-        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast
-        self.model._is_accelerate_prepared = True
-        self.optimizer = None  # of the check of a checkpoint, for the whole parameters
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Evaluate on the first `eval_tokens` held-out tokens, and log the results with the prefix `eval_`."""

@@ -43,10 +43,12 @@ def is_dataset(data: Path | None) -> bool:
 
 def open_documents(options: TrainConfig, *, call: str) -> Source:
     """Measure the documents of a data set; raise `ArgumentError` if they cannot be read or hold no text."""
-    rows = _load(options, call)
+    name = str(options.data).removeprefix(PREFIX)
+    path = Path(name).expanduser()
+    local = path.exists() or any(mark in name for mark in "*?[")  # on this machine
+    rows = _load(options, str(path) if local else name, local, call)
     column = _column(rows, options, call)
-    name, local = _name(options)
-    path = Path(f"{PREFIX}{Path(name).resolve()}") if local else Path(f"{PREFIX}{name}")
+    path = Path(f"{PREFIX}{path.resolve() if local else name}")
     documents = Documents(rows.select_columns([column]), column, f"{call}: {options.data}")
     if not options.stream:
         return Source.of(path, 0, lambda: iter(documents), documents=True, call=call)
@@ -62,14 +64,13 @@ def open_documents(options: TrainConfig, *, call: str) -> Source:
     return replace(source, stream=documents)
 
 
-def _load(options: DataOptions, call: str) -> Any:
+def _load(options: DataOptions, name: str, local: bool, call: str) -> Any:
     """Return the `Dataset` of some options, or with `stream` the `IterableDataset`."""
     if find_spec("datasets") is None:
         needs = f"--data {options.data} needs the package datasets"
         raise ArgumentError(f"{call}: {needs}, which is not installed; pip install 'regard[data]'.")
     import datasets
 
-    name, local = _name(options)
     split, stream = options.split or "train", options.stream
     kind = next((_KINDS[suffix] for suffix in Path(name).suffixes if suffix in _KINDS), None)
     absent = f"{name} does not exist; give a file, a folder or a name on the Hugging Face Hub"
@@ -93,14 +94,6 @@ def _column(rows: Iterable[dict[str, Any]], options: DataOptions, call: str) -> 
     others = f"no column {column!r}; give one of its columns with --text-column: {', '.join(columns)}"
     require(column in columns, call, f"--data {options.data} has {others}.")
     return column
-
-
-def _name(options: DataOptions) -> tuple[str, bool]:
-    """Return the name without its prefix, and whether it is on this machine."""
-    name = str(options.data).removeprefix(PREFIX)
-    path = Path(name).expanduser()
-    local = path.exists() or any(mark in name for mark in "*?[")
-    return (str(path) if local else name), local
 
 
 class Documents:

@@ -78,6 +78,10 @@ def write_card(
     )  # fmt: skip
     names = [field.name for part in (DataOptions, OptimiserOptions) for field in fields(part)]
     options = {name: getattr(config, name) for name in names if name not in _ELSEWHERE}
+    size = f"{text.characters:,} characters, SHA-256 `{text.sha256}`"
+    held_out = f"{size}. Its last {config.validation:.0%} were held out."
+    if text.stream is not None:
+        held_out = f"a stream, of which the first documents were held out ({size})."
     body = _BODY.format(
         name=name,
         about=about,
@@ -87,19 +91,12 @@ def write_card(
         fields=_table({field: getattr(model.config, field) for field in own_fields(type(model.config))}),
         steps=summary["step"],
         text=source,
-        held_out=_held_out(text, config.validation),
+        held_out=held_out,
         context=config.context,
         options=_table({name: value for name, value in options.items() if value is not None}),
         results=_table({metric: f"{value:.4f}" for metric, value in measured.items()}),
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n{body}").save(folder / "README.md")
-
-
-def _held_out(text: Source, validation: float) -> str:
-    size = f"{text.characters:,} characters, SHA-256 `{text.sha256}`"
-    if text.stream is not None:
-        return f"a stream, of which the first documents were held out ({size})."
-    return f"{size}. Its last {validation:.0%} were held out."
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -69,7 +69,18 @@ def only_run(folder: Path, *, call: str) -> Iterator[None]:
     except OSError as error:
         raise ArgumentError(f"{call}: cannot write to --out {folder}: {error.strerror or error}.") from None
     with file:  # closing it releases the lock
-        _take(file, folder, call)
+        try:
+            _lock(file.fileno())
+        except (BlockingIOError, PermissionError):
+            holder = ""
+            with suppress(OSError, UnicodeError):
+                file.seek(0)
+                holder = file.read(200).strip()
+            trains = f"{holder or 'another process'} trains there; wait for it, or choose another folder"
+            raise ArgumentError(f"{call}: --out {folder} is in use: {trains}.") from None
+        except OSError as error:
+            note = f"{folder} cannot be locked ({error}); start no second run there"
+            print(f"regard {call}: note: {note}", file=sys.stderr)
         with suppress(OSError):  # a full disk; the lock is held anyway
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -85,20 +96,6 @@ def _open(path: Path) -> TextIO:
         os.close(number)
         raise OSError(f"{path.name} is not a regular file")
     return os.fdopen(number, "r+", encoding="utf-8")
-
-
-def _take(file: TextIO, folder: Path, call: str) -> None:
-    try:
-        _lock(file.fileno())
-    except (BlockingIOError, PermissionError):
-        holder = ""
-        with suppress(OSError, UnicodeError):
-            file.seek(0)
-            holder = file.read(200).strip()
-        trains = f"{holder or 'another process'} trains there; wait for it, or choose another folder"
-        raise ArgumentError(f"{call}: --out {folder} is in use: {trains}.") from None
-    except OSError as error:
-        print(f"regard {call}: note: {folder} cannot be locked ({error}); start no second run there", file=sys.stderr)
 
 
 def _lock(file: int) -> None:

@@ -252,7 +252,11 @@ def train_on_task(
             trainer.add_callback(callback)
         last = None if checkpoints is None else checkpoints.last
         if last is not None:
-            _restore(trainer, scoring, last)
+            check_checkpoint(last, trainer, call="train")
+            trainer.state = TrainerState.load_from_json(str(last / "trainer_state.json"))
+            scoring.restore(trainer.state, last)
+            put_weights(trainer.model, last, call="train")
+            go_back(last)
         if trainer.state.global_step < budget.steps and not trainer.good_enough:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     step = trainer.state.global_step
@@ -279,12 +283,3 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
-
-
-def _restore(trainer: _TaskTrainer, scoring: TaskScoring, checkpoint: Path) -> None:
-    """Check a checkpoint, take over its weights and what was scored, and delete what the run wrote after it."""
-    check_checkpoint(checkpoint, trainer, call="train")
-    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    scoring.restore(trainer.state, checkpoint)
-    put_weights(trainer.model, checkpoint, call="train")
-    go_back(checkpoint)
