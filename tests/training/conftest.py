@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import regard
 
+__all__ = ["regard"]
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box, quietly; é and ü ask: why?\n"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,20 +11,19 @@ import torch
 from mistakes import refuses
 from steps import logged, weights
 
-from regard.cli import main
 from regard.training.storage.folder import load_model
 
 SMALL = ["--layers", "1", "--heads", "1", "--width", "8", "--steps", "2", "--batch", "2", "--eval-every", "1"]
 
 
-def run(*words: str, out: Path) -> int:
-    return main(["train", *words, *SMALL, "--eval-examples", "3", "--out", str(out)])
+@pytest.fixture
+def run(regard: Callable, out: Path) -> Callable:
+    """`run(*words)`: `regard train` with these words and small sizes."""
+    return lambda *words: regard("train", *SMALL, "--eval-examples", 3, "--out", out, *words)
 
 
-def test_a_run_on_a_task_is_trained_scored_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "run"
-    assert run("--task", "sort", "--task-option", "most=5", "--spec", "biweight", "--optimizer", "muon", out=out) == 0
-    shown = capsys.readouterr().out
+def test_a_run_on_a_task_is_trained_scored_and_read_again(run: Callable, regard: Callable, out: Path) -> None:
+    shown = run("--task", "sort", "--task-option", "most=5", "--spec", "biweight", "--optimizer", "muon").out
     names = {"accuracy", "exact", "loss", "free-running accuracy", "free-running exact"}
     assert all(name in shown for name in names)
     assert "floor" in shown
@@ -32,24 +32,20 @@ def test_a_run_on_a_task_is_trained_scored_and_read_again(tmp_path: Path, capsys
     assert summary["step"] == 2
     assert [line["step"] for line in logged(out)] == [1, 2]
     assert json.loads((out / "run.json").read_text())["text"]["path"] == "task sort"
-    assert main(["eval", str(out)]) == 0
-    again = capsys.readouterr().out
-    assert f"{summary['scores']['accuracy'][0]:.4f} ± " in again
+    assert f"{summary['scores']['accuracy'][0]:.4f} ± " in regard("eval", out).out
     refuses("is on a task, which has no text", load_model, out, call="generate")
     for words in (["--context", "9"], ["--lm-eval", "piqa"]):
-        assert main(["eval", str(out), *words]) == 2
-        assert "omit --data, --context, --stride and --lm-eval" in capsys.readouterr().err
-    assert main(["eval", str(out), "--limit", "9"]) == 2
-    assert "--limit and --tasks are for the tasks of --lm-eval" in capsys.readouterr().err
+        assert "omit --data, --context, --stride and --lm-eval" in regard("eval", out, *words).error
+    assert "--limit and --tasks are for the tasks of --lm-eval" in regard("eval", out, "--limit", 9).error
 
 
-def test_a_run_is_in_float32_whatever_torchs_default(tmp_path: Path) -> None:
+def test_a_run_is_in_float32_whatever_torchs_default(run: Callable, out: Path) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        assert run("--task", "sort", out=tmp_path / "run") == 0
+        assert run("--task", "sort").code == 0
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {weight.dtype for weight in weights(tmp_path / "run/model").values()} == {torch.float32}
+    assert {weight.dtype for weight in weights(out / "model").values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -73,40 +69,37 @@ def test_a_run_is_in_float32_whatever_torchs_default(tmp_path: Path) -> None:
         (["--task", "mqar", "--accumulate", "2"], "none of --accumulate, --dtype, --report-to and --shard"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_written(words, message, tmp_path, capsys):
-    assert run(*words, out=tmp_path / "run") == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+def test_mistakes_are_found_before_anything_is_written(
+    words: list[str], message: str, run: Callable, out: Path
+) -> None:
+    assert message in run(*words).error
+    assert not out.exists()
 
 
-def test_a_run_on_a_file_knows_its_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, out = tmp_path / "text", tmp_path / "run"
+def test_a_run_on_a_file_knows_its_text(run: Callable, regard: Callable, tmp_path: Path, out: Path) -> None:
+    text = tmp_path / "text"
     text.write_text("abcd " * 100)
-    option = ["--task-option", "source=file", f"path={text}", "length=8"]
-    assert run("--task", "text", *option, out=out) == 0
-    found = json.loads((out / "run.json").read_text())
-    early = re.sub(", sha256='.*'", "", found["text"]["settings"])
-    assert early != found["text"]["settings"]
+    assert run("--task", "text", "--task-option", "source=file", f"path={text}", "length=8").code == 0
+    record = json.loads((out / "run.json").read_text())
+    early = re.sub(", sha256='.*'", "", record["text"]["settings"])
+    assert early != record["text"]["settings"]
     text.write_text("dcba " * 100)
-    for again in (["eval", str(out)], ["train", "--resume", "--steps", "3", "--out", str(out)]):
-        assert main(again) == 2
-        assert "has other settings than when the run" in capsys.readouterr().err
-    found["text"]["sha256"] = sha256(early.encode()).hexdigest()  # as in earlier versions
-    (out / "run.json").write_text(json.dumps(found))
-    for again in (["eval", str(out)], ["train", "--resume", "--steps", "3", "--out", str(out)]):
-        assert main(again) == 0
+    commands = (["eval", out], ["train", "--resume", "--steps", 3, "--out", out])
+    for words in commands:
+        assert "has other settings than when the run" in regard(*words).error
+    record["text"]["sha256"] = sha256(early.encode()).hexdigest()  # as in earlier versions
+    (out / "run.json").write_text(json.dumps(record))
+    assert [regard(*words).code for words in commands] == [0, 0]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--task", "sort", "--steps", "5", "--learning-rate", "1e30", "--warmup", "0"]
-    assert main(["train", *SMALL, *words, "--eval-examples", "3", "--out", str(tmp_path)]) == 1
-    assert re.search("at step .*; give a smaller learning_rate; there is no checkpoint yet", capsys.readouterr().err)
+def test_a_loss_that_is_not_finite_ends_the_run(run: Callable) -> None:
+    result = run("--task", "sort", "--steps", 5, "--learning-rate", "1e30", "--warmup", 0)
+    assert result.code == 1
+    assert re.search("at step .*; give a smaller learning_rate; there is no checkpoint yet", result.err)
 
 
-def test_a_folder_with_a_run_is_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--task", "sort", out=tmp_path / "run") == 0
-    assert run("--task", "sort", out=tmp_path / "run") == 2
-    assert "already holds a run" in capsys.readouterr().err
-    assert run("--task", "sort", "--resume", out=tmp_path / "run") == 2
-    assert "--steps" in capsys.readouterr().err  # all steps were made
-    assert run("--task", "sort", "--overwrite", out=tmp_path / "run") == 0
+def test_a_folder_with_a_run_is_not_overwritten_unasked(run: Callable) -> None:
+    assert run("--task", "sort").code == 0
+    assert "already holds a run" in run("--task", "sort").error
+    assert "--steps" in run("--task", "sort", "--resume").error  # all steps were made
+    assert run("--task", "sort", "--overwrite").code == 0

@@ -12,7 +12,6 @@ from peak import on_linux
 from programs import python
 from steps import At, crash, same_model
 
-from regard.cli import main
 from regard.training import TrainingStopped
 from regard.training.data.documents import StreamedWindows
 from regard.training.data.tokenizers import byte_tokenizer
@@ -56,7 +55,7 @@ class Seen:
 
 
 @needed
-def test_a_data_set_is_measured_as_its_text(run, lines, tmp_path, capsys):
+def test_a_data_set_is_measured_as_its_text(run, lines, tmp_path, regard):
     """One document is the text of a file, but for the end of text that follows it."""
     out = run(tokenizer="byte", steps=1).out
     text, table = tmp_path / "one.txt", tmp_path / "one.jsonl"
@@ -64,12 +63,12 @@ def test_a_data_set_is_measured_as_its_text(run, lines, tmp_path, capsys):
     table.write_text(json.dumps({"words": text.read_text()}) + "\n")
     found = []
     for data in ([text], [f"datasets:{table}", "--text-column", "words"]):
-        assert main(["eval", str(out), "--stride", "1", "--data", *map(str, data)]) == 0
-        found.append(float(capsys.readouterr().out.split("loss")[1].split()[0]))
+        shown = regard("eval", out, "--stride", 1, "--data", *data).out
+        found.append(float(shown.split("loss")[1].split()[0]))
     assert found[0] != found[1]
     assert abs(found[0] - found[1]) < 0.01
-    assert main(["eval", str(out), "--data", f"datasets:{lines}", "--text-column", "x"]) == 2
-    assert "has no column 'x'; give one of its columns with --text-column: text, number" in capsys.readouterr().err
+    error = regard("eval", out, "--data", f"datasets:{lines}", "--text-column", "x").error
+    assert "has no column 'x'; give one of its columns with --text-column: text, number" in error
 
 
 @needed
@@ -104,13 +103,12 @@ def test_documents_are_packed_in_order(kind, run, lines, tmp_path, monkeypatch):
 
 
 @needed
-def test_a_run_on_documents_resumes_and_is_evaluated(run, refused, lines, out, capsys):
+def test_a_run_on_documents_resumes_and_is_evaluated(run, refused, lines, out, regard):
     given = {"data": Path(f"datasets:{lines}"), "text_column": "text"}
     summary = run(steps=3, **given)
     assert run(steps=4, resume=True, **given).step == 4
-    assert main(["eval", str(out), "--device", "cpu"]) == 0
     assert summary.loss > 0
-    assert "nats/token" in capsys.readouterr().out
+    assert "nats/token" in regard("eval", out, "--device", "cpu").out
     lines.write_text(lines.read_text() + json.dumps({"text": "more", "number": 7}) + "\n")
     refused("is not the one the run", steps=5, resume=True, **given)
 
