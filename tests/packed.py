@@ -1,8 +1,10 @@
 """Documents packed into rows, in every way in which callers say so, and the same documents alone."""
 
+from copy import deepcopy
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 LENGTHS = ((5, 1, 7), (2, 3, 8))
 """Of the documents of each row: the shortest cannot fill a convolution, the longest closes chunks, and a document
@@ -36,3 +38,20 @@ def runs(ids):
     for row, line in enumerate(ids.tolist()):
         edges = [0, *(t for t in range(1, len(line)) if line[t] != line[t - 1]), len(line)]
         yield from ((row, slice(a, b)) for a, b in pairwise(edges))
+
+
+def descended(model, rows, count, rate):
+    """The model after `count` steps of plain gradient descent on documents [1, n], each by itself, and the losses: the
+    mean over the documents' tokens but their first ones."""
+    model, losses = deepcopy(model).train(), []
+    for _ in range(count):
+        model.zero_grad()
+        each = [F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none") for ids in rows]
+        loss = torch.cat(each).mean()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= rate * p.grad
+    return model, losses

@@ -3,14 +3,13 @@ so: as each document alone, also where transformers itself drops the packing; wh
 """
 
 import gc
-from copy import deepcopy
 
 import any_model
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from mistakes import refuses
+from packed import descended
 from tiny_models import CAUSAL, DECODERS, SLIDING, VOCAB, positions, tiny, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 from transformers.masking_utils import create_causal_mask
@@ -311,27 +310,11 @@ def model_of(name):
     return tiny(name, "regard_biweight", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
 
 
-def descended(model, rows, count):
-    """Losses of plain gradient descent on the documents, each by itself."""
-    model, losses = deepcopy(model).train(), []
-    for _ in range(count):
-        model.zero_grad()
-        each = [F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none") for ids in rows]
-        loss = torch.cat(each).mean()
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
-                    p -= RATE * p.grad
-    return losses
-
-
 @pytest.mark.parametrize("collator", COLLATORS)
 @pytest.mark.parametrize("name", [*language_models.names(), "llama", "gpt2"])
 def test_losses_are_those_of_the_documents(name, collator, tmp_path):
     model, rows = model_of(name), [any_model.text(1, n, seed=n + i) for i, n in enumerate(TRAINED)]
-    wanted = descended(model, rows, 2)
+    _, wanted = descended(model, rows, 2, RATE)
     data = [{"input_ids": ids[0].tolist()} for ids in rows]
     trainer = Trainer(
         model=model,

@@ -3,13 +3,12 @@ that it has alone, step after step, in all models of ours and in stock models wi
 `lm_head(base_model(...))` in a loss of its own. Then SFTTrainer with gradient checkpointing, and DPOTrainer."""
 
 import math
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from any_model import SIZES, make, text
+from packed import descended
 from small_words import tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -45,25 +44,10 @@ def model_of(name):
     return kind._from_config(config, attn_implementation="regard_biweight").train()
 
 
-def alone(model, rows):
-    """The mean cross entropy over the documents' tokens but their first ones, each document by itself."""
-    losses = [F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none") for ids in rows]
-    return torch.cat(losses).mean()
-
-
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_losses_are_those_of_the_documents(name, way, tmp_path):
     model, rows = model_of(name), [text(1, n, seed=n + i) for i, n in enumerate(LENGTHS)]
-    plain, wanted = deepcopy(model), []
-    for _ in range(3):
-        plain.zero_grad()
-        loss = alone(plain, rows)
-        loss.backward()
-        wanted.append(loss.item())
-        with torch.no_grad():
-            for p in plain.parameters():
-                if p.grad is not None:
-                    p -= RATE * p.grad
+    plain, wanted = descended(model, rows, 3, RATE)
     arguments = {
         "output_dir": str(tmp_path), "per_device_train_batch_size": len(rows), "max_steps": 3, "learning_rate": RATE,
         "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
