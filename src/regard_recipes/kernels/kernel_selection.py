@@ -16,7 +16,7 @@ from regard import Spec
 
 from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
 from ..lib.display import Show, dots, gap, lines, median, pivot, spread
-from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
+from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select, stacked
 from ..lib.text_recipe import TextRecipe
 from .shared_query_key import CACHED, PAPER, PAPER_SIZE, memory_bytes, memory_columns
 
@@ -164,12 +164,10 @@ class KernelSelection(TextRecipe):
     def figures(self, results: Results) -> dict[str, bytes]:
         looks, runs = self.chosen(results, "look"), self.chosen(results)
         mean = select(looks, model=MEAN)
-        import pandas as pd
-
         apart, kernels = select(looks, query_key=APART), list(self.trained)
         panels = {f"weights {weights}": select(apart, weights=weights) for weights in (NORMALISED, PLAIN)}
         panels["q = k"] = select(looks, query_key=SHARED)
-        panels = {name: pd.concat([select(rows, model=kernels), mean]) for name, rows in panels.items()}
+        panels = {name: stacked([select(rows, model=kernels), mean]) for name, rows in panels.items()}
         kind = runs["weights"].where(runs["query_key"] == APART, runs["query_key"])
         y = {"train": "training loss, nats/char", "held_out": "validation loss, nats/char"}
         return {

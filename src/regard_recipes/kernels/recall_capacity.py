@@ -1,17 +1,13 @@
 """How well each kernel recalls what was stored: against the number of pairs, noisy cues, partial cues, damage.
 
 Keys and values are random unit vectors; a cue is a stored key, changed by the condition. Measured are the relative
-squared error |retrieved - value|^2 / |value|^2, and exact matches: the stored value nearest to what is retrieved is the
-right one (retrieving nothing is no match). With clean cues the error is split as in equation 5 of the
-local-linear-attention paper: of what is retrieved, sum_j' a_j' v_j', with a_j the weight of the cue's own value,
-(a_j - 1) v_j is the signal bias and the rest interference. Global linear models (Mesa, the delta rule) are compared.
-
-All see the same keys, values, cues and damage. A kernel that takes a scale is given each of the scales; for one that
-takes none, keys and cues are multiplied by its root, which has the same effect on their dot products.
+squared error, and exact matches: the stored value nearest to what is retrieved is the right one (retrieving nothing is
+no match). With clean cues the error is split as in equation 5 of the local-linear-attention paper. All kernels see the
+same keys, values, cues and damage. For a kernel that takes no scale, keys and cues are multiplied by the root of it.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,7 +23,7 @@ from regard.recurrent.trends import trends
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import MISSING, Show, heat, only, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
 
 PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once
 ENOUGH = 0.99  # share of exact matches that counts as recalled
@@ -66,58 +62,49 @@ def trial(config: "RecallCapacity", panel: str, level: float, seed: int) -> Tria
 
 
 class Reader(NamedTuple):
-    """One kernel or model: how an empty memory is made, the factor of keys and cues, and whether a read builds numbers
-    for every pair and channel."""
+    """One kernel or model: its spec, its scale, and where the memory keeps the pairs (`store` of AssociativeMemory)."""
 
-    make: Callable[[], AssociativeMemory]
-    stretch: float = 1.0
-    pairwise: bool = False
+    spec: Spec
+    store: str
+    scale: float | None = None
 
     def read(self, case: Trial, values: Tensor) -> Tensor:
         """Return what the cues retrieve after the damage, [1, 1, C, Dv], float64."""
-        memory = self.make()
-        memory.write(case.keys * self.stretch, values)
+        scale, stretch = self.scale, 1.0
+        if self.scale is not None and not self.spec.takes_scale:
+            scale, stretch = None, self.scale**0.5
+        memory = AssociativeMemory(self.spec, scale=scale, store=self.store, impl="reference")
+        memory.write(case.keys * stretch, values)
         draw = torch.Generator().manual_seed(case.seed)
         if case.panel == "zeroed":
             memory.transform(lambda t: t * (torch.rand(t.shape, generator=draw) >= case.level))
         elif case.panel == "jitter":
             size = lambda t: case.level * t.square().mean().sqrt()  # noqa: E731
             memory.transform(lambda t: t + size(t) * torch.randn(t.shape, generator=draw))
-        cues = case.cues * self.stretch
-        step = max(1, PAIRWISE // case.keys.numel()) if self.pairwise else cues.shape[2]
+        cues = case.cues * stretch
+        # a read of a local linear model builds numbers for every pair and channel
+        step = max(1, PAIRWISE // case.keys.numel()) if self.spec.degree else cues.shape[2]
         return torch.cat([memory.read(part) for part in cues.split(step, dim=2)], 2).double()
 
 
-def reader(spec: Spec, scale: float, store: str) -> Reader:
-    """Return a kernel at a scale."""
-    own = scale if spec.takes_scale else None
-    make = lambda: AssociativeMemory(spec, scale=own, store=store, impl="reference")  # noqa: E731
-    return Reader(make, 1.0 if spec.takes_scale else scale**0.5, bool(spec.degree))
-
-
-def recall(how: Reader, case: Trial) -> dict[str, float]:
-    """Return relative squared error and exact-match rate; with clean cues also the parts of the error."""
-    found = how.read(case, case.values)
-    values = case.values.double()
-    own = values[:, :, : found.shape[2]]
-    error = (found - own).square().sum(-1).mean()
-    nearest = (found @ values.transpose(-1, -2)).argmax(-1)  # of unit vectors the nearest
-    right = (nearest == torch.arange(found.shape[2])) & (found != 0).any(-1)
-    parts = split(how, case, found, own) if case.panel == "pairs" else {}
-    return {"match": right.double().mean().item(), "error": error.item(), **parts}
-
-
-def split(how: Reader, case: Trial, found: Tensor, own: Tensor) -> dict[str, float]:
-    """Return signal bias and interference, means of squares, and the inverse signal-to-noise ratio."""
-    marks = torch.eye(case.keys.shape[2], found.shape[2], dtype=case.values.dtype)[None, None]
-    weight = how.read(case, marks).diagonal(dim1=-2, dim2=-1)  # of the cue's own value
-    signal = weight[..., None] * own
-    interference, power = (found - signal).square().sum(-1), signal.square().sum()
+def recall(reader: Reader, case: Trial) -> dict[str, Tensor]:
+    """Return relative squared error and exact-match rate; with clean cues also signal bias and interference, means of
+    squares, and the inverse signal-to-noise ratio."""
+    retrieved, values = reader.read(case, case.values), case.values.double()
+    count = retrieved.shape[2]
+    targets = values[:, :, :count]
+    nearest = (retrieved @ values.mT).argmax(-1)  # of unit vectors the nearest
+    right = (nearest == torch.arange(count)) & (retrieved != 0).any(-1)
+    found = {"match": right.double().mean(), "error": (retrieved - targets).square().sum(-1).mean()}
+    if case.panel != "pairs":
+        return found
+    marks = torch.eye(case.keys.shape[2], count, dtype=case.values.dtype)[None, None]
+    signal = reader.read(case, marks).diagonal(dim1=-2, dim2=-1)[..., None] * targets  # weight of the cue's own value
+    interference, power = (retrieved - signal).square().sum(-1), signal.square().sum()
     return {
-        "bias": (signal - own).square().sum(-1).mean().item(),
-        "interference": interference.mean().item(),
-        "inverse_snr": (interference.sum() / power.clamp(min=torch.finfo(power.dtype).tiny)).item(),
-    }
+        **found, "bias": (signal - targets).square().sum(-1).mean(), "interference": interference.mean(),
+        "inverse_snr": interference.sum() / power.clamp(min=torch.finfo(power.dtype).tiny),
+    }  # fmt: skip
 
 
 @recipe("recall-capacity")
@@ -172,12 +159,10 @@ class RecallCapacity(Recipe):
         panels = ("zeroed", "jitter") if store == SUMS else PANELS  # whole sums read as whole pairs do
         cases = [trial(self, panel, level, seed) for panel in panels for level in getattr(self, panel)]
         for scale in (1.0,) if store == STATE else self.scales:
-            if store == STATE:
-                how = Reader(lambda: AssociativeMemory("linear", store=cell["kernel"]))
-            else:
-                how = reader(Spec.parse(cell["spec"]), scale, store)
+            state = Reader(Spec.parse("linear"), cell["kernel"])
+            reader = state if store == STATE else Reader(Spec.parse(cell["spec"]), store, scale)
             for case in cases:
-                found = {name: significant(x) for name, x in recall(how, case).items()}
+                found = {name: significant(x) for name, x in recall(reader, case).items()}
                 yield {"scale": scale, "panel": case.panel, "level": case.level, **found}
 
     def claims(self, results: Results) -> list[Claim]:
@@ -244,15 +229,13 @@ class RecallCapacity(Recipe):
 def best(results: Results) -> Frame:
     """Return the rows of each kernel at its best scale: the most exact matches over all conditions, then the smallest
     error."""
-    import pandas as pd
-
     parts = []
     for _, rows in results.frame.groupby("kernel", sort=False):
         means = rows[rows["store"] != SUMS].groupby(["scale", "panel", "level"])[["match", "error"]].mean()
         merit = means.groupby("scale").mean()
         merit["match"] = merit["match"].round(4)
         parts.append(select(rows, scale=merit.sort_values(["match", "error"], ascending=[False, True]).index[0]))
-    return pd.concat(parts)
+    return stacked(parts)
 
 
 def in_order(rows: Frame) -> Frame:

@@ -1,8 +1,9 @@
 """Means with 95 % intervals, and claims of a paper beside what was measured, each with one of four verdicts."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -46,7 +47,7 @@ class Estimate:
 
     def plus(self, by: float) -> "Estimate":
         """Return the estimate of the number plus a constant."""
-        return replace(self, mean=self.mean + by, low=self.low + by, high=self.high + by)
+        return Estimate(self.mean + by, self.low + by, self.high + by, self.count)
 
     def text(self, digits: int = 3, signed: bool = False) -> str:
         """Return "mean ± half"; "low to high" where the interval is not symmetric; "diverged" for NaN."""
@@ -67,11 +68,11 @@ def exact(value: float) -> Estimate:
 
 def _student(mean: float, error: float, freedom: int, count: int) -> Estimate:
     """Return a mean with Student's t interval from its standard error; without end if that is not known."""
-    from scipy import stats
+    from scipy.stats import t
 
     if freedom < 1 or not math.isfinite(mean):
         return Estimate(mean, -math.inf, math.inf, count)
-    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    half = error * float(t.ppf((1 + CONFIDENCE) / 2, freedom))
     return Estimate(mean, mean - half, mean + half, count)
 
 
@@ -153,15 +154,17 @@ class Claim:
     digits: int = 3
 
     @property
+    def expected(self) -> str:
+        """Return the expected range as text."""
+        return f"{self.says} {'±' if self.says == 'within' else ''}{self.margin:g}"
+
+    @property
     def verdict(self) -> str:
         """Return the verdict on all estimates together."""
-        found = {self.judge(estimate) for estimate in self.estimates.values()}
-        if self.untestable or not found:
+        verdicts = {self.judge(estimate) for estimate in self.estimates.values()}
+        if self.untestable or not verdicts:
             return NOT_TESTABLE
-        for verdict in (FAILS, UNDECIDED, NOT_TESTABLE):
-            if verdict in found:
-                return verdict
-        return HOLDS
+        return next((verdict for verdict in (FAILS, UNDECIDED, NOT_TESTABLE) if verdict in verdicts), HOLDS)
 
     def judge(self, estimate: Estimate) -> str:
         """Return the verdict on one estimate."""
@@ -187,29 +190,24 @@ class Claim:
         """Return the estimates as text; of many those that decide, and how many have each verdict."""
         if self.untestable:
             return self.untestable
-        texts = {name: self._text(name, estimate) for name, estimate in self.estimates.items()}
+        signed = self.margin == 0 or self.says == "within"
+        texts = {name: f"{name} {e.text(self.digits, signed)}".strip() for name, e in self.estimates.items()}
         if len(texts) <= most:
             return "; ".join(texts.values())
         verdicts = {name: self.judge(estimate) for name, estimate in self.estimates.items()}
-        counts = [f"{list(verdicts.values()).count(v)} {v}" for v in (HOLDS, FAILS, UNDECIDED, NOT_TESTABLE)]
-        summary = f"of {len(texts)}: {', '.join(count for count in counts if not count.startswith('0 '))}"
-        kept = [texts[name] for name in texts if verdicts[name] == self.verdict]
+        counts = Counter(verdicts.values())
+        kinds = ", ".join(f"{counts[v]} {v}" for v in (HOLDS, FAILS, UNDECIDED, NOT_TESTABLE) if counts[v])
+        summary = f"of {len(texts)}: {kinds}"
         if self.verdict == HOLDS:
             return summary
-        return f"{summary}; {'; '.join(kept[:most])}{' and others' * (len(kept) > most)}"
-
-    def _text(self, name: str, estimate: Estimate) -> str:
-        signed = self.margin == 0 or self.says == "within"
-        return f"{name} {estimate.text(self.digits, signed)}".strip()
+        deciding = [texts[name] for name in texts if verdicts[name] == self.verdict]
+        return f"{summary}; {'; '.join(deciding[:most])}{' and others' * (len(deciding) > most)}"
 
     def record(self) -> dict[str, Any]:
         """Return the claim as plain data."""
-        sides = {
-            name: {"mean": e.mean, "low": e.low, "high": e.high, "count": e.count, "verdict": self.judge(e)}
-            for name, e in self.estimates.items()
-        }
-        own = {name: getattr(self, name) for name in ("paper", "where", "wording", "says", "margin", "effect", "note")}
-        return {**own, "verdict": self.verdict, "untestable": self.untestable, "estimates": sides}
+        estimates = {name: {**asdict(e), "verdict": self.judge(e)} for name, e in self.estimates.items()}
+        names = ("paper", "where", "wording", "says", "margin", "effect", "note", "verdict", "untestable")
+        return {**{name: getattr(self, name) for name in names}, "estimates": estimates}
 
 
 def one(estimate: Estimate) -> dict[str, Estimate]:
@@ -217,21 +215,22 @@ def one(estimate: Estimate) -> dict[str, Estimate]:
     return {"": estimate}
 
 
-def claims_of(paper: str, told: Iterable[Sequence[Any]], **common: Any) -> list[Claim]:
+def claims_of(paper: str, rows: Iterable[Sequence[Any]], **common: Any) -> list[Claim]:
     """Return claims of a paper, without estimates that have no sample (of models that were not trained, say), and
     without claims that are left with none.
 
     Args:
-        told: (where, wording, estimates, says, margin, note) of each, and where it differs from `common` a dictionary
+        rows: (where, wording, estimates, says, margin, note) of each, and where it differs from `common` a dictionary
             of further fields. An estimate may stand for itself.
         common: further fields of all claims.
     """
     made = []
-    for where, wording, found, says, margin, note, *own in told:
-        estimates = one(found) if isinstance(found, Estimate) else found
-        estimates = {name: estimate for name, estimate in estimates.items() if estimate.measured}
-        fields = {**common, **dict(*own), "note": note}
-        made += [Claim(paper, where, wording, estimates, says, margin, **fields)] if estimates else []
+    for where, wording, estimates, says, margin, note, *changes in rows:
+        named = one(estimates) if isinstance(estimates, Estimate) else estimates
+        measured = {name: estimate for name, estimate in named.items() if estimate.measured}
+        if measured:
+            fields = {**common, **dict(*changes), "note": note}
+            made.append(Claim(paper, where, wording, measured, says, margin, **fields))
     return made
 
 
@@ -239,15 +238,14 @@ def claims_table(claims: Sequence[Claim]) -> Any:
     """Return a table with a row for each claim."""
     from regard.inspect.tables import Table
 
-    rows = []
-    for claim in claims:
-        says = f"within ±{claim.margin:g}" if claim.says == "within" else f"{claim.says} {claim.margin:g}"
-        rows.append((f"“{claim.wording}” ({claim.where})", claim.verdict, says, claim.measured(), claim.note))
-    papers = list(dict.fromkeys(claim.paper for claim in claims))
-    source = f"Claims of {'; '.join(papers)}. " if papers else ""
+    rows = [
+        (f"“{claim.wording}” ({claim.where})", claim.verdict, claim.expected, claim.measured(), claim.note)
+        for claim in claims
+    ]
+    papers = "; ".join(dict.fromkeys(claim.paper for claim in claims))
     note = (
-        f"{source}A claim holds if its 95 % interval (±) lies entirely within the expected range, and fails if it "
-        f"lies entirely outside. It is not testable at this size if a single seed gives no interval, or if the "
-        f"interval is wider than the effect."
+        f"Claims of {papers}. A claim holds if its 95 % interval (±) lies entirely within the expected range, and "
+        f"fails if it lies entirely outside. It is not testable at this size if a single seed gives no interval, or if "
+        f"the interval is wider than the effect."
     )
     return Table(("claim", "verdict", "expected", "measured", "what is compared"), tuple(rows), note)

@@ -62,6 +62,13 @@ def frame_of(rows: Iterable[Row]) -> Frame:
     return pd.DataFrame.from_records(list(rows))
 
 
+def stacked(frames: Iterable[Frame]) -> Frame:
+    """Return the rows of several frames one below the other."""
+    import pandas as pd
+
+    return pd.concat(frames)
+
+
 def significant(x: Any, digits: int = 4) -> float:
     """Return a number rounded to significant digits, to be stored."""
     return float(f"{float(x):.{digits}g}")

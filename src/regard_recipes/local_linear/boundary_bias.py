@@ -22,7 +22,7 @@ from regard.pairwise.attention import attention
 
 from ..lib.claims import Claim, log_slope, paired
 from ..lib.display import Show, ToText, interval, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, stacked
 
 PAPER = "Local Linear Attention"
 KERNEL = "epanechnikov*fixed(bias=1,empty=nearest)*euclidean"
@@ -198,11 +198,9 @@ class BoundaryBias(Recipe):
 def best(results: Results) -> Frame:
     """Return the rows with the bandwidth that has the least mean error; for the global estimator, whose error does not
     depend on it, with the bandwidth of the local constant."""
-    import pandas as pd
-
     parts = []
     for (_, _), rows in results.frame.groupby(["d", "n"], sort=False):
         means = rows.groupby(["estimator", "place"])["whole"].mean()
         place = {name: int(means[name].idxmin()) for name in (CONSTANT, LINEAR)}
         parts += [select(rows, estimator=name, place=place.get(name, place[CONSTANT])) for name in THEORY]
-    return pd.concat(parts)
+    return stacked(parts)

@@ -1,15 +1,9 @@
 """Numerics of local linear attention: how the error of its output falls with steps of conjugate gradients, in float32
 and from bfloat16 inputs (Local Linear Attention paper, appendix E, Table 2).
 
-The paper states neither data nor ridge of its Table 2; here both vary. The truth is a dense float64 Cholesky solution
-of the inputs after rounding to their dtype. For bfloat16 inputs regard stands beside emulations of schemes that
-multiply in bfloat16 (`lla_numerics_schemes`): the paper's, which centres at the query, and the covariance form with and
-without centred keys. Data of one head, T positions and D channels, values normal:
-
-    normal       queries and keys N(0, I)
-    normalised   the same on the unit sphere
-    anisotropic  keys with standard deviations from 2 down to 1/5, all moved by one vector of norm near 2 sqrt(D)
-    recall       a query is a key it sees, moved by N(0, 1/100)
+The paper states neither data nor ridge of its Table 2; here both vary (docs/local-linear-results.md has the kinds of
+data). The truth is a dense float64 Cholesky solution of the inputs after rounding to their dtype. For bfloat16 inputs
+regard stands beside emulations of schemes that multiply in bfloat16 (`lla_numerics_schemes`).
 """
 
 import warnings
@@ -27,7 +21,7 @@ from regard.pairwise.local_linear_attention import local_linear_attention
 from ..lib.budget import DTYPES
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
 from .lla_numerics_schemes import SCHEMES, Times, dense, output, product, rounded
 
 BLOCK = 128  # rows to one number of the iterations by block
@@ -64,8 +58,7 @@ def outputs(
 
 
 def floors_of(heads: Sequence[Data], ridges: Sequence[float]) -> dict[str, dict[float, Tensor]]:
-    """Return two float32 solutions of bfloat16 inputs by ridge: "rounding", rounded once, and "floor", its last stage
-    in emulated bfloat16."""
+    """Return two float32 solutions by ridge: "rounding", rounded once, and "floor", its last stage in bfloat16."""
     once = {ridge: rounded(out) for ridge, out in outputs(heads, ridges, torch.float32).items()}
     return {"rounding": once, "floor": outputs(heads, ridges, torch.float32, product)}
 
@@ -77,17 +70,17 @@ def budgets(config: "Numerics") -> dict[str, Solver]:
     return made | {"default": ConjugateGradient(), "auto": Auto()}
 
 
-def errors(found: Tensor, truth: Tensor) -> dict[str, Any]:
+def errors(outputs: Tensor, truth: Tensor) -> dict[str, Any]:
     """Return of outputs [H, T, D] the root mean square error, the same relative to the truth's, the largest relative
     error of a row, and how many rows are not finite; those are left out of the others."""
-    finite = found.isfinite().all(-1)
-    off, size = (found.double() - truth)[finite], truth[finite]
-    lost = {"not_finite": int((~finite).sum())}
-    if not len(off):
-        return {"absolute": None, "relative": None, "worst_row": None, **lost}
-    rows = off.norm(dim=-1) / size.norm(dim=-1).clamp(min=1e-300)
-    numbers = {"absolute": off.square().mean().sqrt(), "relative": off.norm() / size.norm(), "worst_row": rows.max()}
-    return {name: significant(x) for name, x in numbers.items()} | lost
+    finite = outputs.isfinite().all(-1)
+    off, size = (outputs.double() - truth)[finite], truth[finite]
+    numbers: dict[str, Any] = dict.fromkeys(("absolute", "relative", "worst_row"))
+    if len(off):
+        rows = off.norm(dim=-1) / size.norm(dim=-1).clamp(min=1e-300)
+        found = (off.square().mean().sqrt(), off.norm() / size.norm(), rows.max())
+        numbers = dict(zip(numbers, map(significant, found), strict=True))
+    return {**numbers, "not_finite": int((~finite).sum())}
 
 
 def run_regard(
@@ -166,10 +159,9 @@ class Numerics(Recipe):
         }
         lost = found[~found["budget"].str.startswith("steps")]["UNCONVERGED"].sum()
         words = "bfloat16 inputs with anisotropic keys have a relative error of at most {:g}"
-        targets = [(f"ridge {ridge:g}", words.format(TARGETS[ridge]), exact(error), "at most", TARGETS[ridge],
-                    "Relative error.") for ridge, error in default.items() if ridge in TARGETS]  # fmt: skip
         return claims_of("regard's targets", [
-            *targets,
+            *((f"ridge {ridge:g}", words.format(TARGETS[ridge]), exact(error), "at most", TARGETS[ridge],
+               "Relative error.") for ridge, error in default.items() if ridge in TARGETS),
             ("float32", "A tolerance bounds the relative error of the output", worst("relative"), "at most", 1,
              "Largest relative error over the tolerance."),
             ("float32", "Five times a tolerance bounds the relative error of a row", worst("worst_row"), "at most", 5,
@@ -187,9 +179,9 @@ class Numerics(Recipe):
             ("Relative error of the output", "relative"),
             ("Absolute error of the output (root mean square)", "absolute"),
             ("Largest relative error of a row", "worst_row"))}  # fmt: skip
-        low = frame[(frame["dtype"] == "bfloat16") & (
-            (frame["budget"] == "default") & (frame["kind"] == "budget") | (frame["kind"] == "floor")
-            | (frame["step"].isin([16, EMULATED])))]  # fmt: skip
+        default = (frame["budget"] == "default") & (frame["kind"] == "budget")
+        low = frame[(frame["dtype"] == "bfloat16")
+                    & (default | (frame["kind"] == "floor") | frame["step"].isin([16, EMULATED]))]  # fmt: skip
         steps = low["step"].map(lambda step: "" if step != step else f", {step:g}")
         made["Relative error from bfloat16 inputs, beside emulated bfloat16 schemes"] = pivot(
             low.assign(method=low["method"] + steps), ["data", "ridge"], {"": said("relative", lost=True)},
@@ -200,23 +192,21 @@ class Numerics(Recipe):
         )  # fmt: skip
         steps_of = means("{mean_steps:.3g} ({max_steps:g})")
         solver: Show = lambda rows: f"{steps_of(rows)}; {said('max_residual')(rows)}"  # noqa: E731
-        total: Callable[[str], Show] = lambda column: lambda rows: f"{rows[column].sum():g}"  # noqa: E731
         limited = found[~found["budget"].str.startswith("steps")]
         note = "Mean (largest) iterations of a row; largest true relative residual of a row."
         made["Iterations and residuals"] = pivot(limited, index, {"": solver}, columns="budget", note=note)
+        total: Callable[[str], Show] = lambda column: lambda rows: f"{rows[column].sum():g}"  # noqa: E731
         statuses = {kind.name: total(kind.name) for kind in SolveStatus}
         made["Rows by status"] = pivot(limited, index, statuses, note="Over all tolerances, the default and auto.")
         return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        frame = results.frame
-        runs = frame[frame["budget"].fillna("").str.startswith("steps") & (frame["kind"] == "budget")]
+        in_steps = results.frame["budget"].str.startswith("steps", na=False)
+        runs = select(results.frame[in_steps], kind="budget")
         runs = runs.assign(step=runs["budget"].str.removeprefix("steps ").astype(float))
-        import pandas as pd
-
-        course = pd.concat([runs, results.select(kind="scheme")])
+        course = stacked([runs, results.select(kind="scheme")])
         course = course.assign(line=course["method"] + course["dtype"].where(course["method"] == REGARD, "").radd(" "))
-        along = frame[(frame["kind"] == "block") & ~frame["budget"].fillna("").str.startswith("steps")]
+        along = select(results.frame[~in_steps], kind="block")
         along = along.assign(line=along["budget"] + ", " + along["dtype"])
         over = partial(panels, title="{data}, ridge {ridge:g}")
         error, mean, wrap = {"relative": "relative error"}, {"mean_steps": "mean iterations"}, len(self.ridges)

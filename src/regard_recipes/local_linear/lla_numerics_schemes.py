@@ -1,10 +1,10 @@
 """What `lla_numerics` holds regard against: the dense solution, and emulations of bfloat16 schemes of local linear
 attention.
 
-An emulation rounds both operands of every matrix product to bfloat16, multiplies and adds them in float32, and keeps
-everything else in float32, as matrix units do. The iteration of the published scheme is that of its kernels: from 0,
-steps of r.r / (d.Ad + 1e-10); a row stops once r.r is 1e-12 of what it was or not finite. The covariance form has two
-more guards: a row stops where d.Ad is not positive, and its result is the iterate with the least residual.
+An emulation rounds both operands of every matrix product to bfloat16 and keeps everything else in float32, as matrix
+units do. The iteration of the published scheme is that of its kernels: from 0, steps of r.r / (d.Ad + 1e-10); a row
+stops once r.r is 1e-12 of what it was or not finite. The covariance form has two more guards: a row stops where d.Ad is
+not positive, and its result is the iterate with the least residual.
 
 Legend: q, k, v [T, D] of one head; w [T, T] kernel weights, causal; p the same with rows that sum to one.
 """
@@ -41,16 +41,12 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 def kernel(q: Tensor, k: Tensor) -> Tensor:
     """Return exp(q.k / sqrt(D)) of a key that is not later, over the largest of its row: [T, T]."""
     z = (q @ k.T) * q.shape[-1] ** -0.5
-    later = torch.ones_like(z, dtype=torch.bool).triu(1)
-    z = z.masked_fill(later, -torch.inf)
+    z = z.masked_fill(torch.ones_like(z, dtype=torch.bool).triu(1), -torch.inf)
     return (z - z.amax(-1, keepdim=True)).exp()
 
 
 def dense(q: Tensor, k: Tensor, ridges: Sequence[float], dtype: torch.dtype) -> dict[float, Tensor]:
-    """Return t [T, D] by ridge: every system formed in `dtype` and solved by Cholesky.
-
-    Cost: 2 T^2 D^2 operations, a few times T D^2 numbers.
-    """
+    """Return t [T, D] by ridge: every system formed in `dtype` and solved by Cholesky."""
     p, y, x, mean = centred(q.to(dtype), k.to(dtype))
     spread = weighted_pairs(p, y) - mean[:, :, None] * mean[:, None, :]
     eye, right = torch.eye(q.shape[-1], dtype=dtype), (x - mean)[..., None]
@@ -71,8 +67,7 @@ def centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def output(q: Tensor, k: Tensor, v: Tensor, t: Tensor, times: Times = torch.matmul) -> Tensor:
-    """Return o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j, in the dtype of t; `times` takes its two products. With
-    `product` an error is left where t was solved in float32: `floor` in tables."""
+    """Return o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j, in the dtype of t; `times` takes its two products."""
     p, y, _, mean = centred(q.to(t.dtype), k.to(t.dtype))
     return times(p * (1 + times(t, y.T) - dot(mean, t)), v.to(t.dtype))
 

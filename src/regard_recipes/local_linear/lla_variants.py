@@ -1,10 +1,8 @@
 """Cheaper local linear attention: error against time for sliding windows, diagonal blocks and solver budgets (Local
 Linear Attention paper, appendix E: SW-LLA, BD-LLA and Table 1).
 
-The data are those of test-time regression (`regard.tasks.ConeRegression`), under both of its protocols. The paper
-defines BD-LLA as the diagonal blocks of Sigma, the second moment about the query, where its denominator
-delta = omega - mu . rho is no longer positive; regard takes the blocks of the covariance about the weighted mean of the
-keys, where there is no denominator. Both are measured, with every ridge.
+The data and protocols are those of test-time regression. docs/local-linear-results.md says why regard's diagonal blocks
+are not the paper's; both are measured, with every ridge.
 """
 
 import time
@@ -26,7 +24,7 @@ from regard.tasks import ConeExamples, ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
 from ..lib.display import MISSING, Show, first, lines, only, panels, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
 from .lla_numerics_schemes import q_centred_blocks
 from .regression_at_test_time import PAPER, PAST, PROTOCOLS, SELF
 
@@ -46,10 +44,9 @@ COSTS = {
 """Operations of a query and numbers that it moves, forward: as in the paper's Table 1, and corrected, as formulas of
 n keys that a query sees, d channels, T steps, g diagonal blocks and B queries of a block.
 
-A multiplication and an addition count as two; exponentials and what is linear in n or d alone are left out. Conjugate
-gradients without matrices take 4 n d a step with kept weights (6 n d with weights computed again), not d^2: a d^2 step
-needs the matrix, which n d (d + 1) operations form (half of a symmetric one), or n d (d / g + 1) with blocks. Section 5
-calls the traffic of blockwise softmax attention n d + n^2 a head; it is n^2 d / B, as the table has it.
+A multiplication and an addition count as two; exponentials and what is linear in n or d alone are left out. A step of
+conjugate gradients takes 4 n d with kept weights and 6 n d with weights computed again. A step of d^2 needs the matrix,
+which n d (d + 1) operations form (half of a symmetric one), or n d (d / g + 1) with blocks.
 """
 
 
@@ -71,8 +68,8 @@ class Variant(NamedTuple):
         if self.name == "sdpa" and not strict:
             return scaled_dot_product_attention(k, k, v, is_causal=True)[:, 0], None
         more = {"ridge": ridge, "return_diagnostics": counted} if self.takes_ridge else {}
-        found = self.call(k, k, v, exclude_self=strict, **more)
-        out, *_, seen = found if isinstance(found, tuple) else (found, None)
+        result = self.call(k, k, v, exclude_self=strict, **more)
+        out, *_, seen = result if isinstance(result, tuple) else (result, None)
         if not counted or not self.takes_ridge or self.cost.endswith("direct"):
             return out[:, 0], None
         return out[:, 0], (seen if self.name == "mesa" else seen.solver)["iterations"]
@@ -96,11 +93,11 @@ def variants(config: "Variants") -> list[Variant]:
           for g in blocks(config.dim)),
     ]  # fmt: skip
     for w in (w for w in config.windows if w < config.length):
-        seen = partial(local, window=w)
+        near = partial(local, window=w)
         made += [
             Variant(f"softmax, window {w}", "softmax windows", "softmax", partial(softmax, window=w), False, w),
-            Variant(f"window {w}", "windows", kept, partial(seen, solver=cg(tol=config.tols[-1])), window=w),
-            *(Variant(f"blocks {g}, window {w}", "windows and blocks", parts, partial(seen, solver=BlockDiagonal(g)),
+            Variant(f"window {w}", "windows", kept, partial(near, solver=cg(tol=config.tols[-1])), window=w),
+            *(Variant(f"blocks {g}, window {w}", "windows and blocks", parts, partial(near, solver=BlockDiagonal(g)),
                       window=w, blocks=g) for g in blocks(config.dim)[-2:] if g > 1),
         ]  # fmt: skip
     return made
@@ -139,7 +136,6 @@ class Variants(Recipe):
 
     @property
     def task(self) -> ConeRegression:
-        """Return the data."""
         return ConeRegression(self.dim, self.length, self.segment, self.noise)
 
     def check(self) -> None:
@@ -150,10 +146,10 @@ class Variants(Recipe):
             raise ArgumentError(f"--tols is {self.tols}; give the smallest last, windows are solved to it.")
 
     def cells(self) -> list[Cell]:
-        known, ridges = variants(self), self.ridges
-        made: list[Cell] = [{"variant": v.name, "ridge": None} for v in known if not v.takes_ridge]
-        made += [{"variant": v.name, "ridge": ridge} for ridge in ridges for v in known if v.takes_ridge]
-        return [*made, {"variant": SIGMA, "ridge": None}]
+        known = variants(self)
+        plain = [(v.name, None) for v in known if not v.takes_ridge]
+        local = [(v.name, ridge) for ridge in self.ridges for v in known if v.takes_ridge]
+        return [{"variant": name, "ridge": ridge} for name, ridge in (*plain, *local, (SIGMA, None))]
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
@@ -162,27 +158,23 @@ class Variants(Recipe):
             yield from self.blocks_of_sigma(data)
             return
         (variant,) = (v for v in variants(self) if v.name == cell["variant"])
+        times, keys, values, ridge = [], data.keys[:, None], data.values[:, None], cell["ridge"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
-            yield from self.errors_and_times(variant, data, cell["ridge"])
-
-    def errors_and_times(self, variant: Variant, data: ConeExamples, ridge: float | None) -> list[dict[str, Any]]:
-        """Return a row for each protocol."""
-        times, keys, values = [], data.keys[:, None], data.values[:, None]
-        predicted = {protocol: variant.predict(keys, values, ridge, protocol == PAST, True) for protocol in PROTOCOLS}
-        for _ in range(self.repeats):
-            start = time.perf_counter()
-            variant.predict(keys, values, ridge, False)
-            times.append(1e6 * (time.perf_counter() - start) / (len(keys) * self.length))
+            predicted = {part: variant.predict(keys, values, ridge, part == PAST, True) for part in PROTOCOLS}
+            for _ in range(self.repeats):
+                start = time.perf_counter()
+                variant.predict(keys, values, ridge, False)
+                times.append(1e6 * (time.perf_counter() - start) / (len(keys) * self.length))
         middle, seen = sorted(times)[len(times) // 2], variant.window or self.length
         common = {
             "group": variant.group, "cost": variant.cost, "window": variant.window, "blocks": variant.blocks,
             "keys": sum(min(i + 1, seen) for i in range(self.length)) / self.length,  # the mean over rows
             "microseconds": significant(middle), "fastest": significant(min(times)), "slowest": significant(max(times)),
         }  # fmt: skip
-        return [{**common, "protocol": protocol, **self.share(out, data),
-                 "steps": None if steps is None else significant(steps.double().mean())}
-                for protocol, (out, steps) in predicted.items()]  # fmt: skip
+        for protocol, (out, steps) in predicted.items():
+            mean = None if steps is None else significant(steps.double().mean())
+            yield {**common, "protocol": protocol, **self.share(out, data), "steps": mean}
 
     def blocks_of_sigma(self, data: ConeExamples) -> Iterator[dict[str, Any]]:
         """Yield error and the share of rows with delta <= 0 of the paper's blocks."""
@@ -207,10 +199,8 @@ class Variants(Recipe):
 
     def at_every_ridge(self, results: Results) -> Frame:
         """Return the rows, those of variants without a ridge once for each ridge."""
-        import pandas as pd
-
         ridges, frame = self.ridges, results.frame
-        return pd.concat(frame[frame["ridge"].isna() | (frame["ridge"] == r)].assign(ridge=r) for r in ridges)
+        return stacked(frame[frame["ridge"].isna() | (frame["ridge"] == r)].assign(ridge=r) for r in ridges)
 
     def claims(self, results: Results) -> list[Claim]:
         rows, count = list(self.at_every_ridge(results).itertuples()), self.sequences
@@ -261,9 +251,8 @@ class Variants(Recipe):
 
     def cost_table(self, rows: Frame) -> Any:
         """Return the corrected formulas beside the times, at the first ridge."""
-        kept = select(rows[rows["ridge"].isna() | (rows["ridge"] == self.ridges[0])], protocol=SELF)
-        kept = kept[~kept["variant"].isin(["auto"]) & ~kept["group"].isin(["steps", "softmax windows"])]
-        kept = costs(kept, self.dim)
+        rows = select(rows[rows["ridge"].isna() | (rows["ridge"] == self.ridges[0])], protocol=SELF)
+        rows = rows[(rows["variant"] != "auto") & ~rows["group"].isin(["steps", "softmax windows"])]
         shows: dict[str, Show] = {
             "mean steps": "{steps:.3g}", "kFLOP a query": stat("flops", "mean", "{:.4g}", 1e-3),
             "kB a query": stat("numbers", "mean", "{:.4g}", 4e-3), "µs a query": "{microseconds:.4g}",
@@ -273,8 +262,8 @@ class Variants(Recipe):
             f"Corrected formulas at n = the mean number of keys a query sees, d = {self.dim}, T = the steps, "
             f"B = {ROWS}, ridge {self.ridges[0]:g}, 4 bytes a number. Times are measured; traffic is the formula's."
         )
-        return pivot(kept.sort_values("cost", key=lambda c: c.map(list(COSTS).index), kind="stable"),
-                     {"cost": "form", "variant": "variant"}, shows, note=note)  # fmt: skip
+        rows = costs(rows, self.dim).sort_values("cost", key=lambda c: c.map(list(COSTS).index), kind="stable")
+        return pivot(rows, {"cost": "form", "variant": "variant"}, shows, note=note)
 
     def figures(self, results: Results) -> dict[str, bytes]:
         rows = self.at_every_ridge(results)
@@ -300,13 +289,11 @@ def _pair(rows: Frame) -> str:
 
 def costs(rows: Frame, dim: int) -> Frame:
     """Return rows with the corrected formulas of their `cost` evaluated: `flops`, `numbers`, and GFLOP/s as `speed`."""
-    import pandas as pd
-
-    known = rows.assign(n=rows["keys"], d=dim, T=rows["steps"].astype(float).fillna(0.0), g=rows["blocks"], B=ROWS)
-    made = [part.assign(flops=part.eval(COSTS[name][1]), numbers=part.eval(COSTS[name][3]))
-            for name, part in known.groupby("cost", sort=False)]  # fmt: skip
-    found = pd.concat(made).loc[rows.index]
-    return found.assign(speed=found["flops"] / found["microseconds"] / 1e3)
+    rows = rows.assign(n=rows["keys"], d=dim, T=rows["steps"].astype(float).fillna(0.0), g=rows["blocks"], B=ROWS)
+    for name, part in rows.groupby("cost"):
+        for column, formula in (("flops", COSTS[name][1]), ("numbers", COSTS[name][3])):
+            rows.loc[part.index, column] = part.eval(formula)
+    return rows.assign(speed=rows["flops"] / rows["microseconds"] / 1e3)
 
 
 def formulas() -> Any:

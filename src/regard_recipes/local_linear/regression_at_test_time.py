@@ -1,16 +1,9 @@
 """Test-time regression: every estimator on data whose linear map changes, nothing trained (Local Linear Attention
 paper, section 4, figures 2, 3 and 6).
 
-At every position the pairs so far are fitted and a query is predicted; the error is |f(q_i) - v_i|^2. Two protocols:
-
-* self-included, the paper's: position i sees pair i. At a query that is its key this rewards returning what was stored.
-* strictly-past: position i sees only the pairs before it.
-
-`given`: every estimator at its own scale (for attention the paper's h = 2 sqrt(d)), one ridge for all, since the paper
-states none. `chosen`, in the second protocol: scale and ridge with the least error on sequences of another seed.
-The first protocol has no choice: the sharpest bandwidth, which looks up the pair itself, would win for every kernel.
-A scale is counted in units of the estimator's own (1/sqrt(d) for attention); a ridge is relative to the total weight of
-a kernel, absolute for Mesa.
+docs/test-time-regression.md has the two protocols, and says what is measured as given and as chosen. A scale is counted
+in units of the estimator's own (1/sqrt(d) for attention); a ridge is relative to the total weight of a kernel, absolute
+for Mesa.
 """
 
 import itertools
@@ -69,13 +62,10 @@ class Method(NamedTuple):
     takes_ridge: bool = False
 
 
-def errors(own: ConeRegression, method: Method, setting: Setting, strict: bool, seed: int, count: int) -> Tensor:
+def errors(task: ConeRegression, method: Method, setting: Setting, strict: bool, seed: int, count: int) -> Tensor:
     """Return the squared errors [count, L] on the first sequences of a stream."""
-    found = []
-    for start in range(0, count, BATCH):
-        examples = own.examples(seed, range(start, min(start + BATCH, count)))
-        found.append(own.error(method.predict(examples, *setting, strict), examples))
-    return torch.cat(found)
+    batches = [task.examples(seed, part.tolist()) for part in torch.arange(count).split(BATCH)]
+    return torch.cat([task.error(method.predict(batch, *setting, strict), batch) for batch in batches])
 
 
 def parts(length: int, segment: int) -> dict[str, Tensor]:
@@ -143,15 +133,15 @@ class Regression(Recipe):
         return ConeRegression(cell["d"], self.length, cell["S"], self.noise, cell["query noise"])
 
     def count(self, dim: int) -> int:
-        """Return how many sequences a cell has: enough for a spread."""
+        """Return the number of sequences of a cell."""
         return min(self.sequences, max(2, self.sequences * FULL // dim))
 
-    def choose(self, own: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
+    def choose(self, task: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
         """Return the scale and ridge of the grid with the least error on held-out sequences; of equals the first."""
         scales = self.scales if method.takes_scale else (1.0,)
         ridges = self.ridges if method.takes_ridge else (self.ridge,)
         settings = list(itertools.product(scales, ridges))
-        score = lambda s: float(errors(own, method, s, strict, seed + 1, self.held_out).mean())  # noqa: E731
+        score = lambda s: float(errors(task, method, s, strict, seed + 1, self.held_out).mean())  # noqa: E731
         return min(settings, key=score) if len(settings) > 1 else settings[0]
 
     def cells(self) -> list[Cell]:
@@ -161,19 +151,18 @@ class Regression(Recipe):
 
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        own, strict = self.task(cell), cell["protocol"] == PAST
-        oracle = Method("oracle", lambda examples, *_: own.oracle(examples, exclude_self=strict))
+        task, strict = self.task(cell), cell["protocol"] == PAST
+        oracle = Method("oracle", lambda examples, *_: task.oracle(examples, exclude_self=strict))
         known = [*methods(self.specs, self.residuals, self.tol, seed), oracle]
-        sequences, found = self.count(cell["d"]), {}
+        given, sequences, measured = (1.0, self.ridge), self.count(cell["d"]), {}
         for how in (GIVEN, CHOSEN) if strict else (GIVEN,):
             for method in known:
-                given = (1.0, self.ridge)
-                setting = self.choose(own, method, strict, seed) if how == CHOSEN else given
+                setting = self.choose(task, method, strict, seed) if how == CHOSEN else given
                 if how == GIVEN or setting != given:  # else it is measured already
-                    found[method.name] = errors(own, method, setting, strict, seed, sequences)
-                error = found[method.name]
+                    measured[method.name] = errors(task, method, setting, strict, seed, sequences)
+                error = measured[method.name]
                 row = {"method": method.name, "how": how, "scale": setting[0], "ridge": setting[1]}
-                means = {part: error[:, places].mean(-1) for part, places in parts(error.shape[1], cell["S"]).items()}
+                means = {part: error[:, at].mean(-1) for part, at in parts(self.length, cell["S"]).items()}
                 for sequence in range(sequences):
                     yield {"kind": "error", **row, "sequence": sequence, "seed": seed + sequence,
                            **{part: significant(mean[sequence].item()) for part, mean in means.items()}}  # fmt: skip
@@ -206,45 +195,45 @@ class Regression(Recipe):
             "Self-included: given; strictly past: chosen. Later: after the first segment; late: in the second halves "
             "of those segments; whole: all positions. ± half the 95 % interval."
         )
-        own = select(clean, method=LLA)
-        title = "Squared error of LLA in units of softmax attention's"
-        made = {title: pivot(own, ["protocol", "d", "S"], {part: over(part) for part in PARTS}, note=note)}
+        ratios = {part: over(part) for part in PARTS}
+        lla = pivot(select(clean, method=LLA), ["protocol", "d", "S"], ratios, note=note)
+        tables = {"Squared error of LLA in units of softmax attention's": lla}
         share: Show = lambda rows: small(rows["share"].mean())  # noqa: E731
+        shown = shown[shown["method"] != "zero"]
         for protocol in PROTOCOLS:
-            rows = select(clean[clean["method"] != "zero"], protocol=protocol)
+            rows = select(shown, protocol=protocol, **{"query noise": 0.0})
             title = f"Squared error in units of the zero predictor's, {protocol}"
-            made[title] = pivot(rows, ["d", "S"], {"": share}, columns="method", note="All positions.")
-        swept = shown[(shown["query noise"] > 0) & shown["method"].isin(DRAWN) & (shown["method"] != "zero")]
+            tables[title] = pivot(rows, ["d", "S"], {"": share}, columns="method", note="All positions.")
+        swept = select(shown[shown["query noise"] > 0], method=DRAWN)
         if len(swept):
-            made["The same against query noise"] = pivot(swept, KEY, {"": share}, columns="method")
-        return made
+            tables["The same against query noise"] = pivot(swept, KEY, {"": share}, columns="method")
+        return tables
 
     def figures(self, results: Results) -> dict[str, bytes]:
         shown = with_shares(in_view(results))
         mean = select(shown, **{"query noise": 0.0}).groupby([*KEY, "method"], sort=False)["whole"].mean()
         ratio = (mean / mean.xs(LLA, level="method")).rename("ratio").reset_index()
         ratio = ratio[~ratio["method"].isin(["zero", "oracle"])]
-        y = {"ratio": "error / LLA's"}
+        draw = partial(lines, hue="method", log_y=True)
         over = panels(ratio.sort_values(["S", "protocol"], kind="stable"), "S = {S}, {protocol}")
-        made = {"ratio": lines(over, "d", y, "method", log_x=True, log_y=True, wrap=2)}
+        figures = {"ratio": draw(over, "d", {"ratio": "error / LLA's"}, log_x=True, wrap=2)}
         if self.query_noise:
-            swept = select(shown, S=self.noisy_segment, method=DRAWN)
-            y, over = {"share": "error / zero predictor's"}, panels(swept, "d = {d}, {protocol}")
-            made["noise"] = lines(over, "query noise", y, "method", log_y=True, wrap=2)
+            swept = panels(select(shown, S=self.noisy_segment, method=DRAWN), "d = {d}, {protocol}")
+            figures["noise"] = draw(swept, "query noise", {"share": "error / zero predictor's"}, wrap=2)
         curves = in_view(results, "curve").sort_values(["S", "d"], kind="stable")
         for protocol in PROTOCOLS:
             each = panels(select(curves, protocol=protocol), "d = {d}, S = {S}")
             over = {title: points(rows, self.length) for title, rows in each.items()}
-            made[protocol] = lines(over, "position", {"error": "squared error"}, "method", log_y=True,
-                                   wrap=len(self.dims), title=f"{protocol} ({SHOWN[protocol]})")  # fmt: skip
-        return made
+            title = f"{protocol} ({SHOWN[protocol]})"
+            figures[protocol] = draw(over, "position", {"error": "squared error"}, wrap=len(self.dims), title=title)
+        return figures
 
     def notes(self, results: Results) -> list[str]:
-        listed = lambda numbers: ", ".join(f"{x:g}" for x in numbers)  # noqa: E731
+        scales, ridges = (", ".join(f"{x:g}" for x in numbers) for numbers in (self.scales, self.ridges))
         return [
             f"Noise {self.noise:g} on values. Given: every method's own scale, ridge {self.ridge:g}. Chosen: on "
-            f"{self.held_out} sequences of another seed, the scale out of {listed(self.scales)} times its own and the "
-            f"ridge out of {listed(self.ridges)}.",
+            f"{self.held_out} sequences of another seed, the scale out of {scales} times its own and the ridge out of "
+            f"{ridges}.",
         ]
 
 
@@ -288,22 +277,19 @@ def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: in
     states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
     of which one draws with `seed`."""
     kernels = {name: _constant(name) for name in specs}
-    made: list[tuple[str, Form, bool, bool]] = [
-        (name, partial(_kernel, spec), spec.takes_scale, False) for name, spec in kernels.items()
-    ]
+    made: list[Any] = [(name, partial(_kernel, spec), spec.takes_scale) for name, spec in kernels.items()]
     for spec in kernels.values():
         model = local_linear(spec)
         solved = replace(model, solver=ConjugateGradient(tol=tol))
         made.append((str(model), partial(_kernel, solved), spec.takes_scale, True))
-    made += [("elu", _elu, False, False), ("linear", _linear, False, False), ("mesa", _mesa, False, True)]
+    made += [("elu", _elu), ("linear", _linear), ("mesa", _mesa, False, True)]
     for name in residuals:
-        kernel, _, known = name.rpartition("+")
-        if known not in STATES:
-            raise ArgumentError(f"unknown state {known!r} of {name!r}.{suggestion(known, STATES)}")
+        kernel, _, state = name.rpartition("+")
+        if state not in STATES:
+            raise ArgumentError(f"unknown state {state!r} of {name!r}.{suggestion(state, STATES)}")
         spec = _constant(kernel)
-        made.append((name, partial(_interpolated, spec, STATES[known]), spec.takes_scale, known == "mesa"))
-    made += [("random", partial(_random, seed), False, False),
-             ("zero", lambda q, k, v, *_: torch.zeros_like(v), False, False)]  # fmt: skip
+        made.append((name, partial(_interpolated, spec, STATES[state]), spec.takes_scale, state == "mesa"))
+    made += [("random", partial(_random, seed)), ("zero", lambda q, k, v, *_: torch.zeros_like(v))]
     return [Method(name, partial(_predict, form), *takes) for name, form, *takes in made]
 
 
@@ -320,9 +306,9 @@ def _constant(name: str) -> Spec:
 
 
 def _kernel(spec: Spec, q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
-    own = replace(spec, ridge=ridge) if spec.degree else spec
-    found: Tensor = attention(q, k, v, own, is_causal=True, exclude_self=strict, scale=_scale(spec, k, scale))
-    return found
+    spec = replace(spec, ridge=ridge) if spec.degree else spec
+    out: Tensor = attention(q, k, v, spec, is_causal=True, exclude_self=strict, scale=_scale(spec, k, scale))
+    return out
 
 
 def _scale(spec: Spec, k: Tensor, scale: float) -> float | None:
@@ -345,8 +331,8 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict:
 def _mesa(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
     """Return the ridge regression through the origin of all visible values on their keys (equation 2), in float64:
     with a small ridge and fewer pairs than channels its systems have condition numbers near 1e6."""
-    found: Tensor = mesa_attention(q.double(), k.double(), v.double(), ridge=ridge, exclude_self=strict)[0]
-    return found.to(v.dtype)
+    out: Tensor = mesa_attention(q.double(), k.double(), v.double(), ridge=ridge, exclude_self=strict)[0]
+    return out.to(v.dtype)
 
 
 STATES: dict[str, Form] = {"linear": _linear, "mesa": _mesa}
@@ -358,8 +344,8 @@ def _interpolated(
 ) -> Tensor:
     """Predict by equation 9: the local constant of the residuals v_j - W_i k_j, and W_i q_i on top."""
     trend = lambda q, k, v, **_: state(q, k, v, 1.0, ridge, strict)  # noqa: E731
-    found: Any = interpolated_attention(q, k, v, trend, spec, exclude_self=strict, scale=_scale(spec, k, scale))
-    return found
+    out: Tensor = interpolated_attention(q, k, v, trend, spec, exclude_self=strict, scale=_scale(spec, k, scale))
+    return out
 
 
 def _random(seed: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
