@@ -11,7 +11,6 @@ from streams import CHUNK, call, draw, first, near, rows, spoil, written
 from torch import Tensor
 
 import regard
-from regard.checks import ArgumentError
 from regard.memory.fast_weights import FastWeightState, flush
 
 TOP_K = 4
@@ -43,7 +42,7 @@ def test_long_float32_streams_agree_to_1e5(impl: str) -> None:
 def test_large_chunks_are_read_in_blocks(key_update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, rule = draw("slots", 2, 23), regard.WriteRule(address_weight=0.3, key_update=key_update)
     whole, state = call("slots", given, chunk_size=20, rule=rule)
-    monkeypatch.setattr("regard.memory.slot_memory.BLOCK", 6)
+    monkeypatch.setattr("regard.memory.fast_weights.BLOCK", 6)
     monkeypatch.setattr("regard.memory.fast_weight_rules.BLOCK", 4)
     blocks, after = call("slots", given, chunk_size=20, rule=rule)
     near([blocks, *written(after)], [whole, *written(state)], 1e-12)
@@ -55,18 +54,11 @@ def test_no_position_at_all() -> None:
         assert call("slots", given, **how)[0].shape == (2, 0, 4)
 
 
-# Shared memories ------------------------------------------------------------------------------------------------------
-
-
 def test_a_shared_memory_outlives_its_batch() -> None:
-    """Once nothing waits, other rows may go on in it."""
     _, state = call("slots", draw("slots", 2, 7), shared=True)
     out, after = call("slots", draw("slots", 3, 4, 1), state=flush(state, rule=RULE), shared=True)
     assert after.seen == (11, 11, 11)
     assert out.shape == (3, 4, 4)
-
-
-# Observers ------------------------------------------------------------------------------------------------------------
 
 
 class Notes:
@@ -117,9 +109,6 @@ def test_observers_receive_rows_of_the_batch_for_packed_documents() -> None:
     assert {x[0] for x in notes.writes} == {0, 1}
 
 
-# States ---------------------------------------------------------------------------------------------------------------
-
-
 def test_files_that_are_none() -> None:
     tensors = call("slots", draw("slots", 2, 13))[1].to_tensors()
     for name in ("keys", "seen", "store", "waiting.slots"):
@@ -156,9 +145,8 @@ def test_files_of_parts_that_do_not_fit(name: str, cut: Callable[[Tensor], Tenso
 
 def test_values_of_another_memory_do_not_fit() -> None:
     tensors, other = (call("slots-dense", draw("slots", rows, 13))[1].to_tensors() for rows in (2, 3))
-    values = {name: x for name, x in other.items() if name.startswith("values.")}
-    with pytest.raises(ArgumentError, match=r"values is \[3, 36\], but the other tensors need \[2, 36\]"):
-        FastWeightState.from_tensors({**tensors, **values})
+    mixed = {**tensors, **{name: x for name, x in other.items() if name.startswith("values.")}}
+    refuses(r"values is \[3, 36\], but the other tensors need \[2, 36\]", FastWeightState.from_tensors, mixed)
 
 
 def test_memory_is_counted() -> None:

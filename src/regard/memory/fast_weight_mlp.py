@@ -85,8 +85,7 @@ class NetworkState(StreamState):
     """
 
     MEMORY: ClassVar = {name: f"{name}_first" for name in NAMES}
-    WAITING: ClassVar[tuple[str, ...]] = ()
-    """Fields of the waiting tokens."""
+    WAITING: ClassVar[tuple[str, ...]] = ()  # fields of the waiting tokens
 
     gate: Tensor
     up: Tensor

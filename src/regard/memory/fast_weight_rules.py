@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, choice, flags, instance, number, within
+from ..checks import ArgumentError, choice, flags, number, within
 from ..grammar import Spec
 from ..registry import Registry
 from .product_key import SlotScore, by_set, score_gradient
@@ -29,10 +29,8 @@ from .stores.slot_values import SlotValues
 
 CALL = "WriteRule"
 KeyUpdate = Literal["entropy", "pooled-entropy", "mse", "none"]
-FLOOR = 1e-8
-"""Added to a probability under the logarithm, as the released program does."""
-BLOCK = 4096
-"""Tokens of a memory that are handled at once if each needs n or K Dv numbers."""
+FLOOR = 1e-8  # added to a probability under the logarithm, as the released program does
+BLOCK = 4096  # tokens of a memory that are handled at once if each needs n or K Dv numbers
 
 
 @dataclass(frozen=True)
@@ -138,12 +136,6 @@ class WriteRule:
         by_keys = ("query", "halves", "half_scores") if self.key_update != "none" else ()
         by_scores = ("scores",) if self.key_update == "mse" else ()
         return ("slots", "weights", "read", "value", "position", "gate", "good", *by_keys, *by_scores)
-
-    @classmethod
-    def of(cls, rule: "str | WriteRule") -> "WriteRule":
-        if isinstance(rule, WriteRule):
-            return rule
-        return cls(instance(CALL, "rule", rule, str, "a WriteRule or its name"))
 
     def steps(self, tokens: Written) -> Tensor:
         """Return rate g_t step_t [M, P], 0 where nothing is written."""

@@ -28,18 +28,15 @@ in the real tokens of the row's stream; gate [B, P]; and, where the rule that mo
 
 @dataclass(frozen=True, kw_only=True)
 class FastWeightState(StreamState):
-    """A memory of fast weights in the middle of a stream. Nothing is changed in place.
+    """A memory of fast weights in the middle of a stream: a `StreamState` with keys and values.
 
     Attributes:
         keys: [M, H, 2, n, Dk/2], float32 or float64.
         initial_keys: [H, 2, n, Dk/2], the first sub-keys of every memory.
         values: the values of all memories, and their first values. A store may hold the tensors it was given, not a
             copy: if those change in place (an optimiser's step), so does all that was not yet written.
-        waiting: tokens that were read but not yet written, with the fields `NEEDED` and some of `OPTIONAL`.
+        waiting: tokens with the fields `NEEDED` and some of `OPTIONAL`.
         seen: the number of real tokens of each row.
-        writes: how often each memory was written.
-        shared: whether the batch has one memory.
-        tokens: the number of positions seen, padding included.
     """
 
     MEMORY: ClassVar = {"keys": "initial_keys"}

@@ -14,7 +14,7 @@ described in `memory.stream`.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,20 +36,8 @@ STEPS = (
 (those of the released program). Values above 0.005 end between 0.97 and 1.12."""
 
 
-class Optimizer(NamedTuple):
-    """How a chunk's gradient becomes a step."""
-
-    momentum: bool = False
-    orthogonal: bool = False
-
-
-OPTIMIZERS = {
-    "sgd": Optimizer(),
-    "momentum": Optimizer(momentum=True),
-    "muon": Optimizer(orthogonal=True),
-    "momentum-muon": Optimizer(momentum=True, orthogonal=True),
-}
-"""Optimisers by name: plain gradient, data-dependent momentum, Newton-Schulz of the gradient, and of the momentum."""
+OPTIMIZERS = ("sgd", "momentum", "muon", "momentum-muon")
+"""Plain gradient, data-dependent momentum, Newton-Schulz of the gradient, and of the momentum."""
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -124,15 +112,15 @@ class LargeChunkMemory(NetworkMemory):
         object.__setattr__(self, "chunk_size", check_chunk(call, self.chunk_size, 1))
 
     @property
-    def rule(self) -> Optimizer:
-        return OPTIMIZERS[self.optimizer]
+    def momentum(self) -> bool:
+        return "momentum" in self.optimizer
 
     def start(self, weights: SwiGLU, batch: int) -> LargeChunkState:
         """Return the state of `batch` rows before their first token; `weights` are [H, ...]."""
         own, none = {}, (0,) * batch
         for name, w in zip(NAMES, weights, strict=True):
             own[name] = w.expand(batch, -1, -1, -1)
-            own[f"{name}_step"] = w.new_zeros(batch, len(w), *(w.shape[1:] if self.rule.momentum else (0, 0)))
+            own[f"{name}_step"] = w.new_zeros(batch, len(w), *(w.shape[1:] if self.momentum else (0, 0)))
         own["norms"] = all_norms(weights).expand(batch, -1, -1, -1)
         return LargeChunkState(**own, **first_fields(weights), waiting=Waiting((), none), writes=none)
 
@@ -147,13 +135,13 @@ class LargeChunkMemory(NetworkMemory):
         key, value, rates, share = (hidden_where(~there, tokens[name]).transpose(1, 2) for name in state.WAITING)
         found = dict(zip(NAMES, state.network.gradients(key, value, SwiGLU(*rates.split(1, -1))), strict=True))
         memory = {}
-        if self.rule.momentum:
+        if self.momentum:
             mean = share.sum(2) / there.sum(1, keepdim=True).clamp_min(1)
             found = {n: g + mean[..., None, None] * getattr(state, f"{n}_step") for n, g in found.items()}
             memory = {f"{n}_step": step for n, step in found.items()}
         norms = state.norms.split([x.shape[-2] for x in state.network], -2)
         for (name, step), norm in zip(found.items(), norms, strict=True):
-            new = getattr(state, name) + (orthogonal(step) if self.rule.orthogonal else step)
+            new = getattr(state, name) + (orthogonal(step) if "muon" in self.optimizer else step)
             memory[name] = new / (row_norms(new) + 1e-5) * norm
         if "good" not in tokens:
             return memory
@@ -203,7 +191,7 @@ def large_chunk_ttt(
     memory = LargeChunkMemory.of(CALL, memory, options)
     flag(CALL, "frozen", frozen)
     tensor(CALL, "query", query, "B", "T", "H", "D")
-    lacking = memory.rule.momentum and share is None
+    lacking = memory.momentum and share is None
     require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
     new = {"query": query, "key": key, "value": value, "rates": rates}
     new["share"] = query[..., :0].sum(-1) if share is None else share

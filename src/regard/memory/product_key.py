@@ -311,8 +311,7 @@ def _spread(values: Tensor, index: Tensor, n: int) -> Tensor:
     return values.new_zeros(*index.shape[:-1], n).scatter(-1, index, values)
 
 
-TILE = 2**23
-"""Numbers computed at once while sub-keys are selected."""
+TILE = 2**23  # numbers computed at once while sub-keys are selected
 
 
 @torch.no_grad()

@@ -71,21 +71,14 @@ def schedule(pending: Sequence[int], new: Sequence[int], chunk: int) -> list[Ste
 
 @dataclass(frozen=True, kw_only=True)
 class StreamState(State):
-    """A memory in the middle of a stream. Nothing is changed in place.
-
-    Attributes:
-        waiting: tokens that were read but not yet written.
-        writes: how often each memory was written.
-        shared: whether the batch has one memory.
-        tokens: the number of positions seen, padding included.
-    """
+    """A memory in the middle of a stream. Nothing is changed in place."""
 
     MEMORY: ClassVar[dict[str, str | None]] = {}
     """Fields [M, ...] that are written, and the attributes [...] that hold their first values (None: zeros)."""
 
-    waiting: Waiting
-    writes: tuple[int, ...]
-    shared: bool = False
+    waiting: Waiting  # tokens that were read but not yet written
+    writes: tuple[int, ...]  # how often each memory was written
+    shared: bool = False  # whether the batch has one memory
 
     @property
     def memory(self) -> Tensors:
@@ -103,12 +96,10 @@ class StreamState(State):
     @property
     def bytes(self) -> int:
         """The memory of all tensors, without the first values, which belong to the layer."""
-        own = [x for name, x in self._tensors().items() if name not in self._firsts]
-        return self.waiting.bytes + sum(x.nbytes for x in own)
+        return self.waiting.bytes + sum(x.nbytes for name, x in self._tensors().items() if name not in self._firsts)
 
     def map(self: S, fn: Callable[[Tensor], Tensor]) -> S:
-        tensors = {name: fn(x) for name, x in self._tensors().items()}
-        return replace(self, **tensors, waiting=self.waiting.map(fn))
+        return replace(super().map(fn), waiting=self.waiting.map(fn))
 
     def clone(self: S) -> S:
         return StreamState.map(self, torch.clone)
@@ -288,8 +279,7 @@ def follow(memory: ChunkMemory, state: S, begun: S, new: Tensors, streams: Strea
 
 
 def _run(memory: ChunkMemory, state: S, new: Tensors, counts: Sequence[int]) -> tuple[Tensor, S]:
-    parts, places, reach = [], [], 0
-    steps = schedule(state.waits, counts, memory.chunk_size)
+    parts, steps = [], schedule(state.waits, counts, memory.chunk_size)
     for step, piece in zip(steps, _pieces(new, steps), strict=True):
         if any(step.flush):
             first = {name: x[:, :1] for name, x in piece.items()}
@@ -297,12 +287,10 @@ def _run(memory: ChunkMemory, state: S, new: Tensors, counts: Sequence[int]) -> 
         out, kept = memory.read(state, piece, True)
         state = replace(state, waiting=state.waiting.append(kept, step.counts))
         parts.append(out)
-        places.append((step, reach))
-        reach += step.width
     if not parts:
         return memory.read(state, new, False)[0], state  # of no token, but a part of the graph
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return out if all(step.uniform for step, _ in places) else _in_order(out, places, width(new)), state
+    return out if all(step.uniform for step in steps) else _in_order(out, steps, width(new)), state
 
 
 def flushed(memory: ChunkMemory, state: S, detach_every: int = 0) -> S:
@@ -350,12 +338,13 @@ def _piece(new: Tensors, step: Step) -> Tensors:
     return {**piece, "good": piece["good"] & there if "good" in piece else there}
 
 
-def _in_order(out: Tensor, places: Sequence[tuple[Step, int]], width: int) -> Tensor:
+def _in_order(out: Tensor, steps: Sequence[Step], width: int) -> Tensor:
     """Rearrange the outputs of consecutive steps [R, sum of w, D] to streams [R, W, D]."""
-    index = torch.zeros(len(out), width, dtype=torch.long)
-    for step, reach in places:
+    index, first = torch.zeros(len(out), width, dtype=torch.long), 0
+    for step in steps:
         for row, (start, stop) in enumerate(zip(step.start, step.stop, strict=True)):
-            index[row, start:stop] = torch.arange(reach, reach + stop - start)
+            index[row, start:stop] = torch.arange(first, first + stop - start)
+        first += step.width
     return out.gather(1, index.to(out.device)[..., None].expand(*index.shape, out.shape[-1]))
 
 

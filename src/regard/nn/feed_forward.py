@@ -59,7 +59,4 @@ class NoFeedForward(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
 
-    @staticmethod
-    def width(hidden_size: int) -> int:
-        """Return 4 C; a config must hold a positive width."""
-        return 4 * hidden_size
+    width = staticmethod(GELUFeedForward.width)  # a config must hold a positive width

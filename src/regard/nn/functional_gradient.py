@@ -23,11 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from ..checks import ArgumentError, flags, floating, instance, one_of, optional_whole, refuse, require, shape, tensor
 from ..grammar import Spec, as_spec
-from ..pairwise.visibility import Visibility, runs_of
 from ..precision import autocast, full_precision
 from .arguments import check_hidden, check_positions, positive_int, positive_ints
 from .attention.layer import Observer, Rotary
 from .attention.rotary import rotate
+from .attention.temperature import visible_counts
 from .hooks import HookPoint, observed_attention
 from .shifted_pairs import Pairs, pair_rows
 
@@ -98,9 +98,8 @@ class FunctionalGradient(nn.Module):
         self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
 
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}, spec={str(self.spec)!r}, variant={self.variant!r}"
-        )
+        sizes = f"num_heads={self.num_heads}, head_dim={self.head_dim}"
+        return f"{sizes}, spec={str(self.spec)!r}, variant={self.variant!r}"
 
     def forward(
         self,
@@ -166,8 +165,8 @@ class FunctionalGradient(nn.Module):
         rows = covariates.shape[1]
         # torch.compile cannot trace the text of a symbolic length
         why = "" if torch.compiler.is_compiling() else f" for covariates {shape(covariates)}"
-        of = {"like": covariates, "of": "covariates", "why": why}
-        tensor(CALL, "values", values, covariates.shape[0], "n", self.value_size, **of)
+        axes = (covariates.shape[0], "n", self.value_size)
+        tensor(CALL, "values", values, *axes, like=covariates, of="covariates", why=why)
         if values.dtype != covariates.dtype and not autocast(values.device.type):
             raise ArgumentError(f"{CALL}: values is {values.dtype}, but covariates {covariates.dtype}; convert one.")
         n = values.shape[1]
@@ -203,22 +202,13 @@ class FunctionalGradient(nn.Module):
         # the query of row i is at the position of the pair that the row completes
         segments = None if pairs is None or pairs.segments is None else pairs.segments[:, 1:]
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "segment_ids": segments}
-        how["share"] = self._share(query.shape[2], key.shape[2], mask, segments, is_causal, query)
+        if self.average and not self.spec.weighting.normalised:  # 1 / the number of pairs that a row sees
+            how["share"] = 1 / visible_counts(query, key, **how).clamp_min(1).to(query.dtype)[..., None]
         value = value.expand(-1, self.num_heads, -1, -1)
         out, weights = observed_attention(self, query, key, value, output_attentions, **how)
         if weights is not None and mask is not None:  # a hook may have changed the weights of padding
             weights = weights.masked_fill(~mask, 0)
         return out, weights
-
-    def _share(
-        self, rows: int, n: int, mask: Tensor | None, segments: Tensor | None, is_causal: bool, like: Tensor
-    ) -> Tensor | None:
-        """Return 1 / the number of pairs that a row sees, [B or 1, 1, rows, 1], for weights that do not sum to one."""
-        if self.spec.weighting.normalised or not self.average:
-            return None
-        runs = None if segments is None else runs_of(segments)
-        visible = Visibility(rows, n, causal=is_causal, offset=n - rows, mask=mask, runs=runs)
-        return 1 / visible.counts(like.device).clamp_min(1).to(like.dtype)[..., None]
 
 
 def check_kernel(call: str, spec: Spec) -> Spec:

@@ -1,9 +1,5 @@
-"""The registry of memory layers, which `HybridConfig.memories` places at chosen depths of a model.
-
-A memory is one file in `memory/` that ends with
-
-    @memory_layers.register("my-memory")
-    class MyMemory(MemoryLayer): ...
+"""The registry of memory layers, which `HybridConfig.memories` places at chosen depths of a model. A memory is one file
+in `memory/`.
 
 Shapes: B batch, T tokens, C model width.
 """
@@ -17,31 +13,20 @@ from ..registry import Registry
 
 
 class MemoryLayer(nn.Module):
-    """A module `cls(hidden_size, **options)` whose output is added to the residual stream.
+    """A module `cls(hidden_size, **options)` whose output is added to the residual stream
+    (docs/protocols/memory-layer.md).
 
     It is called with hidden [B, T, C], `mask` (boolean [B, T], true where a token is real; None: all), `state` (of the
     previous call, or None) and, if `honours_segments`, `segment_ids` (integers [B or 1, T], documents packed into a
-    row; None: one). It returns (output [B, T, C], state); the state is None if `remembers` is False.
-
-    Layers that remember also have:
-
-        chunk_size: tokens between two writes; may be set at any time.
-        frozen: whether nothing is written; may be set at any time.
-        flush(state): the state with its waiting tokens written.
-
-    Attributes:
-        defaults: options and their defaults, if they are not the keywords of the class.
-        replaces_feed_forward: the layer replaces a feed-forward layer and reads the normalised residual stream;
-            otherwise its output is added to the stream before or after the mixer, and it normalises the stream itself.
-        remembers: the layer is written while it is read, and has a state.
-        honours_segments: each document of a packed row gets the result that it gets alone. Models refuse packed
-            documents if a layer does not.
+    row; None: one). It returns (output [B, T, C], state); the state is None if `remembers` is False. Layers that
+    remember also have `chunk_size` and `frozen`, which may be set at any time, and `flush(state)`.
     """
 
+    # it reads the normalised residual stream; otherwise its output is added before or after the mixer
     replaces_feed_forward: ClassVar[bool] = False
-    remembers: ClassVar[bool] = True
-    honours_segments: ClassVar[bool] = False
-    defaults: ClassVar[Mapping[str, Any]]
+    remembers: ClassVar[bool] = True  # it is written while it is read, and has a state
+    honours_segments: ClassVar[bool] = False  # each document of a packed row gets the result that it gets alone
+    defaults: ClassVar[Mapping[str, Any]]  # options and their defaults, if they are not the keywords of the class
     forward: Callable[..., tuple[Tensor, Any]]
 
     def reset_parameters(self) -> None:

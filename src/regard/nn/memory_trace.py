@@ -9,19 +9,18 @@ Positions count the real tokens of a row, from the start of its stream; rows are
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeVar, overload
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import ArgumentError, require, shape
-from ..memory.slot_memory import WriteObserver
+from ..memory.fast_weights import WriteObserver
 from .arguments import positive_int
 from .hooks import temporarily
 
-NOBODY = -1
-"""The position that stands for no writer."""
+NOBODY = -1  # the position that stands for no writer
 
 
 class MemoryObserver(WriteObserver):
@@ -165,10 +164,8 @@ class Retrieved(NamedTuple):
         short = any(size <= most for size, most in zip(tokens.shape, reach, strict=False))
         if tokens.dim() != 2 or tokens.is_floating_point() or short:
             expected = f"integers [rows, T] with rows > {reach[0]} and T > {reach[1]}"
-            every = "all that the layer was given since the trace began"
-            raise ArgumentError(
-                f"Retrieved.hits: tokens is {tokens.dtype} {shape(tokens)}, expected {expected}, {every}."
-            )
+            given, every = f"{tokens.dtype} {shape(tokens)}", "all that the layer was given since the trace began"
+            raise ArgumentError(f"Retrieved.hits: tokens is {given}, expected {expected}, {every}.")
         tokens = nn.functional.pad(tokens.cpu().long(), (0, 1), value=NOBODY)
         following = tokens[self.row, self.position + 1]
         wrote = tokens[self.writers.row.long(), self.writers.target.long()]
@@ -245,8 +242,8 @@ class WriterTrace(MemoryObserver):
     def on_write(
         self, slots: Tensor, shares: Tensor, position: Tensor, target: Tensor, written: Tensor, row: Tensor
     ) -> None:
-        everything = (slots, shares, position, target, written, row)
-        slots, shares, position, target, written, row = (x.detach().cpu() for x in everything)
+        given = (slots, shares, position, target, written, row)
+        slots, shares, position, target, written, row = (x.detach().cpu() for x in given)
         self._grow(len(slots))
         memory = torch.arange(len(slots))[:, None].expand(written.shape)[written]
         early = position[written].argsort(stable=True)
@@ -288,13 +285,6 @@ class WriterTrace(MemoryObserver):
             table[rows] = torch.where(fresh, made[latest], table[rows].gather(1, before))
 
 
-Seen = TypeVar("Seen", bound=MemoryObserver)
-
-
-@overload
-def observed(model: nn.Module) -> AbstractContextManager[dict[str, SlotStatistics]]: ...
-@overload
-def observed(model: nn.Module, make: Callable[[int], Seen]) -> AbstractContextManager[dict[str, Seen]]: ...
 @contextmanager
 def observed(model: nn.Module, make: Callable[[int], Any] = SlotStatistics) -> Iterator[dict[str, Any]]:
     """Observe every memory of `model` inside this block.

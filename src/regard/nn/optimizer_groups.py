@@ -1,8 +1,7 @@
 """Parameter groups for optimisers of models with memories.
 
-A step reads only a few rows of a memory's table. Weight decay would shrink the other rows between reads, and memories
-need another learning rate than matrices: Memory Layers at Scale (arXiv:2412.09764) uses a constant rate of 1e-3 without
-decay for values. Fast weights are buffers and in no group.
+A step reads only a few rows of a memory's table, and weight decay would shrink the other rows between reads. Memory
+Layers at Scale (arXiv:2412.09764) uses a constant rate of 1e-3 without decay for values.
 """
 
 from typing import Any, NamedTuple
@@ -43,12 +42,6 @@ def optimizer_groups(
     number(call, "weight_decay", weight_decay, low=0.0)
     number(call, "memory_rate", memory_rate, low=0.0)
     flag(call, "memory_keys", memory_keys)
-    held, sparse = memory_parameters(model, keys=memory_keys)
-    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "memory": [], "sparse": []}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            kind = "sparse" if id(parameter) in sparse else "memory" if id(parameter) in held else None
-            groups[kind or ("matrices" if parameter.dim() >= 2 else "vectors")].append(parameter)
     constant: dict[str, Any] = {"lr": memory_rate, "fixed_rate": True}
     settings: dict[str, dict[str, Any]] = {
         "matrices": {"weight_decay": weight_decay},
@@ -56,8 +49,14 @@ def optimizer_groups(
         "memory": {"weight_decay": 0.0, **constant},
         "sparse": constant,
     }
-    made = {name: {"name": name, "params": members, **settings[name]} for name, members in groups.items() if members}
-    return OptimizerGroups([g for n, g in made.items() if n != "sparse"], [g for n, g in made.items() if n == "sparse"])
+    held, sparse = memory_parameters(model, keys=memory_keys)
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in settings}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            kind = "sparse" if id(parameter) in sparse else "memory" if id(parameter) in held else None
+            groups[kind or ("matrices" if parameter.dim() >= 2 else "vectors")].append(parameter)
+    made = [{"name": name, "params": members, **settings[name]} for name, members in groups.items() if members]
+    return OptimizerGroups([g for g in made if g["name"] != "sparse"], [g for g in made if g["name"] == "sparse"])
 
 
 def memory_parameters(model: nn.Module, *, keys: bool = True) -> tuple[set[int], set[int]]:

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from regard.checks import ArgumentError, suggestion
 from regard.grammar import Spec, as_spec, presets_registry
 from regard.memory.associative import AssociativeMemory
-from regard.memory.associative.sums import trend_of
+from regard.memory.associative.contents import trend_of
 from regard.recurrent.linear import finite_features
 from regard.recurrent.trends import trends
 

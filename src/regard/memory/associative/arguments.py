@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...checks import ArgumentError, floating, in_range, integers, mapping, refuse, require, shape, shown, token_mask
 from ...precision import row_number
-from .pairs import Pairs
+from .contents import Pairs
 
 
 def four_axes(name: str, tensor: Tensor, call: str) -> Tensor:

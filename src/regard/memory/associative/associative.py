@@ -22,9 +22,8 @@ from ...pairwise.attention import attention
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import implementations_registry
 from .arguments import checked_queries, one_way, paired, places_of, require_fit, row_numbers, transforming
+from .contents import Pairs, Sums, learned, require_finite_features, trend_of
 from .energy import require_energy, well
-from .pairs import Pairs, learned
-from .sums import Sums, require_finite_features, trend_of
 
 CALL = "AssociativeMemory"
 Store = Literal["pairs", "sums"]
@@ -54,9 +53,7 @@ class AssociativeMemory(nn.Module):
     """A memory of key-value pairs that is read through `regard.attention`.
 
     The memory has two parts (generalized-memory paper, equation 4): `slots` learned pairs, which are parameters, and
-    short-term pairs, which `write` and `forget` change. With `combine="shared"` both are one memory with one
-    normalisation over all pairs (equation 8b). With "separate" each part is normalised separately, and the two reads
-    are added. Without normalisation (equation 8a) the two are the same.
+    short-term pairs, which `write` and `forget` change.
 
     Args:
         spec: an attention spec or its text. `store="sums"` needs a kernel with finite features (linear, cosine,
@@ -68,13 +65,13 @@ class AssociativeMemory(nn.Module):
             "mesa(ridge=0.1)" (`regard.recurrent.trends`), keeps its state, needs spec="linear" and forgets all or
             nothing.
         capacity: the largest number of short-term pairs; None for no limit. Needs `store="pairs"`.
-        overflow: what a write beyond the capacity does: "oldest" drops the oldest pairs (`write` returns their
-            number), "error" raises and writes nothing.
+        overflow: a write beyond the capacity drops the "oldest" pairs, or raises an "error" and writes nothing.
         slots: the number of learned pairs per head.
         heads, dim, value_dim: H, D and Dv of the slots. Without slots, `dim` and `value_dim` are taken from the first
             write.
         tied: the slots' values are their keys, as in a Hopfield network.
-        combine: "shared" or "separate", as above.
+        combine: "shared": one normalisation over all pairs (equation 8b). "separate": each part is normalised, and the
+            two reads are added. Without normalisation (equation 8a) they are the same.
         impl: of `regard.attention`.
         generator: for the initial slots, normal with standard deviation 1/sqrt(D) and 1/sqrt(Dv).
 
@@ -85,7 +82,7 @@ class AssociativeMemory(nn.Module):
         ArgumentError: sizes that do not fit, an unknown choice, or one that the spec does not allow.
 
     The short-term memory moves with `.to()` but is not part of `state_dict()`: save `pairs()` and write them again.
-    Writing and reading are differentiable in all tensors; `detach()` cuts off what was written so far.
+    Writing and reading are differentiable in all tensors.
     """
 
     def __init__(
@@ -158,8 +155,7 @@ class AssociativeMemory(nn.Module):
     @property
     def bytes(self) -> int:
         """The memory of the short-term part and the slots."""
-        slots = {id(p): p.nbytes for p in self.parameters()}
-        return sum(slots.values()) + (0 if self._short is None else self._short.bytes)
+        return sum(p.nbytes for p in self.parameters()) + (0 if self._short is None else self._short.bytes)
 
     @property
     def autoassociative(self) -> bool:
@@ -181,23 +177,21 @@ class AssociativeMemory(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AssociativeMemory":
         super()._apply(fn, recurse)
+        return self._map(fn)
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> "AssociativeMemory":
         if self._short is not None:
             self._short = self._short.map(fn)
         return self
 
     def detach(self) -> "AssociativeMemory":
         """Cut off the gradients of what was written so far, and return the memory itself."""
-        if self._short is not None:
-            self._short = self._short.map(Tensor.detach)
-        return self
+        return self._map(Tensor.detach)
 
     def transform(self, fn: Callable[[Tensor], Tensor]) -> "AssociativeMemory":
         """Replace every short-term tensor of numbers (keys and values, or sums) by `fn` of it, of the same shape and
         dtype, and return the memory: `memory.transform(lambda t: 0.9 * t)` lets it fade; adding noise damages it."""
-        changed = transforming(f"{CALL}.transform", fn)
-        if self._short is not None:
-            self._short = self._short.map(changed)
-        return self
+        return self._map(transforming(f"{CALL}.transform", fn))
 
     def write(self, keys: Tensor, values: Tensor | None = None, *, mask: Tensor | None = None) -> int:
         """Add pairs to the short-term memory.
@@ -333,12 +327,8 @@ class AssociativeMemory(nn.Module):
         call = f"{CALL}.read"
         query = checked_queries(call, queries, self._sizes, self._short, self.slot_keys)
         steps = whole(call, "steps", steps, 1)
-        flags(
-            call,
-            return_trajectory=return_trajectory,
-            return_energy=return_energy,
-            return_diagnostics=return_diagnostics,
-        )
+        flags(call, return_trajectory=return_trajectory, return_energy=return_energy)
+        flags(call, return_diagnostics=return_diagnostics)
         width = query.shape[3] if self._sizes is None else self._sizes[1]
         if (steps > 1 or return_trajectory) and width != query.shape[3]:
             given = f"keys have {query.shape[3]} channels and values {width}"

@@ -5,13 +5,10 @@ an energy:
 
 * Weights that are the gradient of a convex function f of the scores, p = grad f(z), with the dot product or the
   Euclidean similarity. With g(q) = f(z(q)) / scale (plus |q|^2 / 2 for the Euclidean one, which makes g convex) a read
-  is q' = grad g(q), and E(q) = |q|^2 / 2 - g(q) falls by convexity:
-
-      E(q) - E(q') >= |q' - q|^2 / 2.
-
-  softmax has f = log sum exp z (Ramsauer et al. 2021); alpha-entmax the conjugate of Tsallis' entropy
-  (Hopfield-Fenchel-Young, Santos et al. 2024 and 2025; cited by the sparse-attention paper, section 3.1); top-k softmax
-  and the mean of the k nearest a maximum over subsets of such functions.
+  is q' = grad g(q), and E(q) = |q|^2 / 2 - g(q) falls by convexity: E(q) - E(q') >= |q' - q|^2 / 2. For softmax, f is
+  log sum exp z (Ramsauer et al. 2021), for alpha-entmax the conjugate of Tsallis' entropy (Hopfield-Fenchel-Young,
+  Santos et al. 2024 and 2025; cited by the sparse-attention paper, section 3.1), for top-k softmax and the mean of the
+  k nearest a maximum over subsets of such functions.
 * Unnormalised sums with the dot product: f = sum_j Phi(z_j), Phi' = K. With K linear this is the classical associator
   (generalized-memory paper, equations 9 to 12b), with K a rectified polynomial the dense associative memory of Krotov
   and Hopfield (2016).

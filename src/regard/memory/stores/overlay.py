@@ -34,12 +34,6 @@ that equals the base)."""
 class OverlayValues:
     """M tables of values that share their base. Methods are described in `SlotValues`.
 
-    Attributes:
-        pool: the rows.
-        where: int32 [M, N], the pointer of every slot.
-        token: a scalar that represents all writes in autograd's graph; None: no gradient flows to them.
-        reach: which rows pass gradients on.
-
     Precision: rows are stored in float32, bfloat16 or float64; sums and gradients are float32 at least.
     Derivatives: first order only. A compiled graph holds reads of written rows that pass no gradient on (after
     `detach()`, or without gradients); others are run between two graphs.
@@ -48,10 +42,10 @@ class OverlayValues:
     and a memory with more than half of its rows written becomes a full table.
     """
 
-    pool: Pool
-    where: Tensor
-    token: Tensor | None
-    reach: Reach
+    pool: Pool  # the rows
+    where: Tensor  # int32 [M, N], the pointer of every slot
+    token: Tensor | None  # a scalar that represents all writes in autograd's graph; None: no gradient flows to them
+    reach: Reach  # which rows pass gradients on
 
     @classmethod
     def start(cls, base: Tensor, memories: int, dtype: torch.dtype | None = None) -> OverlayValues:

@@ -128,10 +128,9 @@ class Plan:
         none = share.new_zeros(len(groups.unique))
         count = none.index_add(0, row, number[entry].to(share.dtype)).clamp_(min=1)
         changed = none.index_add(0, row, (share[entry] != 0).to(share.dtype)) > 0
-        if bool(changed.all()):
-            return cls(groups.unique, groups.counts, entry, slots.shape[-1], count, None)
-        if everything:
-            return cls(groups.unique, groups.counts, entry, slots.shape[-1], count, changed)
+        always = bool(changed.all())
+        if always or everything:
+            return cls(groups.unique, groups.counts, entry, slots.shape[-1], count, None if always else changed)
         kept = (groups.unique[changed], groups.counts[changed], entry[changed[row]])
         return cls(*kept, slots.shape[-1], count[changed], None)
 
@@ -264,16 +263,19 @@ class Write(torch.autograd.Function):
     """Make the token of a write. Its backward passes the gradients of the rows on to shares, errors and old rows."""
 
     @staticmethod
-    def forward(ctx: Any, shares: Tensor, errors: Tensor, token: Tensor | None, how: "WriteHow") -> Tensor:
+    def forward(
+        ctx: Any, shares: Tensor, errors: Tensor, token: Tensor | None, made: tuple[Pool, Plan, Tensor, Hold, Reach]
+    ) -> Tensor:
+        """`made`: the pool, the plan, the old rows [U], the new ones, and which rows passed gradients on."""
         ctx.save_for_backward(shares, errors)
-        ctx.how = how
+        ctx.made = made
         return shares.new_zeros(())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         shares, errors = ctx.saved_tensors
-        pool, plan, old, hold, reach = ctx.how
+        pool, plan, old, hold, reach = ctx.made
         ids, gradients = torch.arange(hold.start, hold.stop, device=pool.device), pool.gradients
         place = gradients.places(ids)
         has = place >= 0  # rows that were not read have no gradient
@@ -291,10 +293,6 @@ class Write(torch.autograd.Function):
             gradients.move(ids[has], old[has], keep)
         pool.tidy()
         return share_grad, error_grad, token, None
-
-
-WriteHow = tuple[Pool, Plan, Tensor, Hold, Reach]
-"""What a write was made of: the pool, the plan, the old rows [U], the new ones, and which rows passed gradients on."""
 
 
 def _owner(ids: Tensor) -> Tensor:

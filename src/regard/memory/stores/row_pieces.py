@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 2**17
-"""Numbers gathered at a time: half a MiB of float32, which fits a cache."""
-SPARE = 0.125
-"""The least size of a new piece, as a share of the rows added so far: larger pieces are fewer."""
+TILE = 2**17  # numbers gathered at a time: half a MiB of float32, which fits a cache
+SPARE = 0.125  # the least size of a new piece, as a share of the rows added so far: larger pieces are fewer
 
 
 def weighted_sums(

@@ -131,17 +131,11 @@ def preferred(base: Tensor, *others: Any) -> str:
 @slot_values.register("reference", "dense")
 @dataclass(frozen=True)
 class DenseValues:
-    """Whole tables and autograd. Every other store is tested against this one.
+    """Whole tables and autograd. Every other store is tested against this one. A write makes two tensors of the tables'
+    size."""
 
-    Attributes:
-        values: [M, N, Dv].
-        base: [N, Dv].
-
-    Cost: a write makes two tensors of the tables' size.
-    """
-
-    values: Tensor
-    base: Tensor
+    values: Tensor  # [M, N, Dv]
+    base: Tensor  # [N, Dv]
 
     @classmethod
     def start(cls, base: Tensor, memories: int, dtype: torch.dtype | None = None) -> DenseValues:
@@ -162,9 +156,8 @@ class DenseValues:
 
     @property
     def bytes(self) -> int:
-        untouched = self.values.data_ptr() == self.base.data_ptr()  # a view
-        parts = (self.base,) if untouched else (self.values, self.base)
-        return sum(x.nbytes for x in parts)
+        is_view = self.values.data_ptr() == self.base.data_ptr()
+        return self.base.nbytes + (0 if is_view else self.values.nbytes)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -176,8 +169,8 @@ class DenseValues:
     def rows(self, slots: Tensor) -> Tensor:
         first = torch.arange(self.memories, device=slots.device)[:, None, None] * self.slots
         table = self.values.reshape(-1, self.width)
-        found = table.index_select(0, (slots + first).reshape(-1))
-        return found.view(*slots.shape, self.width).to(self._wide)
+        rows = table.index_select(0, (slots + first).reshape(-1))
+        return rows.view(*slots.shape, self.width).to(self._wide)
 
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> DenseValues:
         first = torch.arange(self.memories, device=slots.device)[:, None, None] * self.slots

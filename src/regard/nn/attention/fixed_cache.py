@@ -1,7 +1,5 @@
-"""Attention to a cache of fixed length, such as transformers' `StaticCache`.
-
-Such a cache returns all of its places, filled or not, so that shapes stay equal from token to token, as compiled graphs
-need. A mask then says which places a query sees.
+"""Attention to a cache of fixed length, such as transformers' `StaticCache`. Such a cache returns all of its places,
+filled or not, and a mask says which of them a query sees.
 
 Shapes: B batch, H query heads, T tokens in this call, N tokens so far, K places that the cache returns.
 """

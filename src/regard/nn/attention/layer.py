@@ -39,31 +39,26 @@ class Attention(nn.Module):
         layer_idx: index of the layer in a cache, also passed to observers.
         window: attend to the last `window` tokens only, the current one included; None for all.
         bias: biases in the four projections.
-        temperature: a rule of `regard.nn.temperatures` or its text: "fixed" (the usual scale), "learned" per head,
-            "log" or "power" of the number of visible keys. Its learned values are parameters [H] of this layer. All
-            rules but the usual scale need a spec whose scores have a scale.
+        temperature: a rule of `regard.nn.temperatures` or its text; its learned values are parameters [H]. All but the
+            usual scale need a spec whose scores have a scale.
         share_query_key: one projection for queries and keys, q = k (kernel-selection paper, section 7), without q_proj.
-            Needs as many key/value heads as query heads. A token is then most similar to itself, so consider
-            `exclude_self`.
+            Needs as many key/value heads as query heads.
         exclude_self: attend to earlier tokens only; the first token's output is 0.
         qk_norm: normalisation of queries and keys per head, before rotation. "rms": to root mean square 1, times a
-            learned gain [D] (`q_norm`, `k_norm`), as in Qwen3. "l2": to length 1, without a gain; the usual scale is
-            then sqrt(D) instead of 1/sqrt(D), so that scores equal those of "rms" with gain 1, and distances between
-            keys (which a ridge or an `h` refer to) are comparable across layers. None: no normalisation.
-        ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text: "fixed" (the value of the spec),
-            "learned" from the token, one value per head, or "learned-per-dimension". The projection is `ridge_proj`.
+            learned gain [D] (`q_norm`, `k_norm`). "l2": to length 1, without a gain; the usual scale is then sqrt(D)
+            instead of 1/sqrt(D).
+        ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text. The projection is `ridge_proj`.
         norm_eps: added to the mean square in `qk_norm` and `output_norm`.
-        output_gate: multiply the heads' output by sigmoid(`gate_proj`(token)), channel by channel, before the output
-            projection (gated attention, Qiu et al. 2025, arXiv:2505.06708).
+        output_gate: multiply the heads' output by sigmoid(`gate_proj`(token)), channel by channel (gated attention, Qiu
+            et al. 2025, arXiv:2505.06708).
         output_norm: normalise every head's output to root mean square 1, times a learned gain [D] (`out_norm`), before
-            the gate and the output projection (Qin et al. 2022, arXiv:2210.10340): for weights that do not sum to 1.
+            the gate (Qin et al. 2022, arXiv:2210.10340): for weights that do not sum to 1.
 
     A local linear spec regresses on the normalised and rotated keys. If its solver is "learned" (Parallax, arXiv
     2605.29157), `r_proj` computes the probe of every head, normalised (`r_norm`) and rotated like a query.
 
     Attributes:
-        observer: None, or a callable `observer(layer_idx, diagnostics)`, called in every forward pass. Diagnostics are
-            detached from the graph only as far as `regard.attention` detaches them.
+        observer: None, or a callable `observer(layer_idx, diagnostics)`, called in every forward pass.
         observe_weights: use the dense reference for an observer, so that the diagnostics hold the weights.
         hook_q, hook_k, hook_v: see queries [B, H, T, D], keys and values [B, Hkv, T, D], normalised and rotated.
         hook_pattern: sees the weights [B, H, T, Tk] and may replace them; while a hook is registered they come from the

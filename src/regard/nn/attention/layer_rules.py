@@ -18,8 +18,7 @@ class Rule:
     """A frozen dataclass whose text form can be parsed again."""
 
     name: ClassVar[str]
-    positive: ClassVar[tuple[str, ...]] = ()
-    """Fields that must be numbers above zero."""
+    positive: ClassVar[tuple[str, ...]] = ()  # fields that must be numbers above zero
 
     def __post_init__(self) -> None:
         for name in self.positive:

@@ -1,11 +1,8 @@
-"""Ridges: penalties on the slope of the local linear model, which may depend on the token.
+"""Ridges: penalties on the slope of the local linear model, which may depend on the token (docs/layers.md).
 
 Equation 27 of Local Linear Attention (arXiv 2510.01450) computes the ridge of a token from its hidden state x, lambda =
 sigmoid(W x). Here W is [H r, C], with r = 1 value per head, or r = D, one per channel (as printed, [d, d_lambda] cannot
-multiply x). A floor is added, because with ridge 0 the first D queries of a sequence, whose keys do not span the space,
-have no unique solution.
-
-Each rule is a frozen dataclass, registered under its name, and written like an option of a spec, `learned(start=0.5)`.
+multiply x), and a floor is added.
 
 Legend: B batch, H heads, T tokens, D channels of a head, C width of the hidden state.
 """
@@ -56,8 +53,7 @@ class FixedRidge(Ridge):
     """The ridge of the spec, `linear(ridge=0.1)`, for all tokens and heads."""
 
 
-LINKS = ("sigmoid", "softplus")
-"""What keeps a learned ridge above its floor; sigmoid also keeps it below floor + 1."""
+LINKS = ("sigmoid", "softplus")  # keep a learned ridge above its floor; sigmoid also keeps it below floor + 1
 
 
 @ridges.register("learned")

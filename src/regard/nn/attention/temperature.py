@@ -1,11 +1,7 @@
-"""Temperatures: scales of the scores, which may depend on the number of visible keys.
+"""Temperatures: scales of the scores, which may depend on the number of visible keys (docs/layers.md).
 
-Scores are z = scale * s, and a temperature is the factor m of the usual scale: scale = m * default. The largest weight
-of a query falls as the number n of keys that it may see grows; a factor that grows with n compensates. n is counted
-with mask, window, causal order, cache and padding (`Visibility.counts`); it is not the length of the sequence.
-
-Each rule is a frozen dataclass, registered under its name, and written like an option of a spec,
-`power(exponent=0.5)`. Its learned values, one per head, are parameters of the caller.
+Scores are z = scale * s, and a temperature is the factor m of the usual scale: scale = m * default. n is the number of
+keys that a query may see (`Visibility.counts`). Learned values, one per head, are parameters of the caller.
 
 Legend: B batch, H heads, Tq queries.
 """

@@ -1,4 +1,4 @@
-"""The settings of `nn.FastWeightProductKeyMemory`, in groups; many are those of `memory.slot_memory.SlotMemory`."""
+"""The settings of `nn.FastWeightProductKeyMemory`, in groups; many are those of `memory.fast_weights.SlotMemory`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -9,8 +9,8 @@ import torch
 from ...checks import ArgumentError, choice, flags, require, shown, suggestion, within
 from ...grammar import Spec
 from ...memory.fast_weight_rules import WriteRule
+from ...memory.fast_weights import check_storage, check_sync
 from ...memory.product_key import check_eps, require_top_k, slot_scores, weights_spec
-from ...memory.slot_memory import check_storage, check_sync
 from ...memory.stores.slot_values import slot_values
 from ...memory.stream import check_meta_grad
 from ..arguments import positive_int

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...checks import flag, within
 from ...memory.fast_weight_mlp import NAMES, FastMLPMemory, FastMLPState, fast_weight_mlp, flush
-from ...memory.slot_memory import mixed
+from ...memory.fast_weights import mixed
 from ..arguments import positive_ints
 from ..memories import memory_layers
 from .projections import FastWeightLayer, Projected, Tokens
@@ -22,9 +22,6 @@ from .projections import FastWeightLayer, Projected, Tokens
 @memory_layers.register("fwmlp")
 class FastWeightMLP(FastWeightLayer):
     """SwiGLU network whose weights are trained at test time (FwMLP).
-
-    Every token reads the network's output at its query. After every chunk of tokens, the three matrices take one
-    gradient step towards the tokens' values.
 
         q, v, g = projections of the token (`MemoryProjections`)        read = W_down (silu(W_gate q) * (W_up q))
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
@@ -38,10 +35,9 @@ class FastWeightMLP(FastWeightLayer):
         value_norm: z-score the values. gating: mix by a gate, else read + v.
         learn_initial: the first weights are parameters, learned from the gradient through reads and writes.
         norm_eps: of the RMS norms.
-        options: how the network is written, by the names of `regard.memory.fast_weight_mlp.FastMLPMemory`: chunk_size,
-            learning_rate, target, shared (as in the paper's program), meta_grad. Nothing bounds the step: a rate of 0.1
-            is small at the default sizes, where the loss is a mean over 512 features; with few features or short chunks
-            the weights may diverge.
+        options: how the network is written, by the names of `regard.memory.fast_weight_mlp.FastMLPMemory`. Nothing
+            bounds the step: a rate of 0.1 is small at the default sizes, where the loss is a mean over 512 features;
+            with few features or short chunks the weights may diverge.
 
     Attributes:
         gate, up, down: [F, Din + 1], [F, Din + 1], [Dv, F + 1], the first weights, biases last; parameters with

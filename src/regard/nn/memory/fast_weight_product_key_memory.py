@@ -47,8 +47,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         q, v, g = projections of the token (`nn.memory.projections`)    read = sum_j w_j V_j, j in the k slots of q
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
 
-    Chunks, padding, non-finite tokens and further attributes are those of `FastWeightLayer`;
-    `nn.memory_trace.SlotStatistics` counts non-finite tokens.
+    Chunks, padding, non-finite tokens and further attributes are those of `FastWeightLayer`.
 
     Args:
         hidden_size: C.
@@ -62,10 +61,9 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         observer: None, or a `MemoryObserver` that receives every read and write.
         slots: N.
 
-    In several processes (DistributedDataParallel) every process has memories of its own, written by its own tokens; a
-    checkpoint saves the resident memory of the process that writes it. With sync="all_gather" all memories equal that
-    of one process with the whole batch. Pass `broadcast_buffers=False`: `keys` and `values` are equal at the start, and
-    sending them at every step would cost 4 N Dv bytes and replace the other processes' resident memories.
+    Under DistributedDataParallel every process has memories of its own (unless sync="all_gather"), and a checkpoint
+    saves the resident memory of the process that writes it. Pass `broadcast_buffers=False`: sending `keys` and `values`
+    at every step would cost 4 N Dv bytes and replace the other processes' resident memories.
 
     A resident memory changes once for every call, also where activations are computed again in the backward pass
     (`torch.utils.checkpoint`), if that happens before the next call.
@@ -133,18 +131,14 @@ class FastWeightProductKeyMemory(FastWeightLayer):
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
         # always on the CPU in float32, so that a seed means the same numbers on every device and in every dtype
-        draw = torch.Generator().manual_seed(seed)
-        reach = (2 * self.keys.shape[-1]) ** -0.5
-        keys = torch.empty(self.keys.shape, device="cpu", dtype=torch.float32).uniform_(-reach, reach, generator=draw)
-        self.keys = self._put(self.keys, keys)
-        values = torch.empty(self.values.shape, device="cpu", dtype=torch.float32)
-        self.values = self._put(self.values, values.normal_(std=values.shape[-1] ** -0.5, generator=draw))
-
-    @staticmethod
-    def _put(held: Tensor, fresh: Tensor) -> Tensor:
-        if isinstance(held, nn.Parameter):
-            return held.copy_(fresh)
-        return fresh.to(held)  # a new tensor, since a graph may still need the old one
+        draw, bound = torch.Generator().manual_seed(seed), (2 * self.keys.shape[-1]) ** -0.5
+        keys, values = (torch.empty(x.shape, device="cpu", dtype=torch.float32) for x in (self.keys, self.values))
+        drawn = {"keys": keys.uniform_(-bound, bound, generator=draw)}
+        drawn["values"] = values.normal_(std=values.shape[-1] ** -0.5, generator=draw)
+        for name, fresh in drawn.items():
+            held = getattr(self, name)
+            # a buffer gets a new tensor, since a graph may still need the old one
+            setattr(self, name, held.copy_(fresh) if isinstance(held, nn.Parameter) else fresh.to(held))
 
     def extra_repr(self) -> str:
         settings = self.settings

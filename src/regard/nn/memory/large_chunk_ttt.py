@@ -26,8 +26,7 @@ from ..hooks import HookPoint
 from .projections import Tokens, clean_tokens
 
 CALL = "nn.LargeChunkTTT"
-Parts = tuple[Tensor, Tensor, Tensor]
-"""Query, key, value."""
+Parts = tuple[Tensor, Tensor, Tensor]  # query, key, value
 BASE_RATE = 1e-3
 PRESETS = {
     "512C+512W": {"chunk_size": 512, "window": 512},
@@ -69,9 +68,8 @@ class LargeChunkTTT(nn.Module):
         qk_norm: an RMS norm with gains over the whole width of queries, and of keys.
         fast_rotary: also rotate q' and k' by their positions.
         norm_eps: of the RMS norms.
-        options: how the fast weights learn, by the names of `regard.memory.large_chunk.LargeChunkMemory`: chunk_size,
-            optimizer ("sgd", "momentum" (m_t = sigmoid of a projection, its mean over the chunk), "muon"
-            (Newton-Schulz) or "momentum-muon"), meta_grad.
+        options: how the fast weights learn, by the names of `regard.memory.large_chunk.LargeChunkMemory`. The momentum
+            m_t is the sigmoid of a projection.
 
     Attributes:
         gate, up, down: [Hf, F, D], [Hf, F, D], [Hf, D, F], parameters: the weights before the first token.
@@ -127,7 +125,7 @@ class LargeChunkTTT(nn.Module):
             self.register_parameter(f"{part}_scale", nn.Parameter(torch.ones(hidden_size)))
             self.register_parameter(f"{part}_shift", nn.Parameter(torch.zeros(hidden_size)))
         self.rate_proj = nn.Linear(hidden_size, 3 * fast_heads)
-        self.momentum_proj = nn.Linear(hidden_size, fast_heads) if self.settings.rule.momentum else None
+        self.momentum_proj = nn.Linear(hidden_size, fast_heads) if self.settings.momentum else None
         self.read_norm = HeadRMSNorm(dim, norm_eps)
         self.read_proj = nn.Linear(hidden_size, fast_heads)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)

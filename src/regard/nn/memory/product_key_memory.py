@@ -55,8 +55,8 @@ class ProductKeyMemory(MemoryLayer):
     Raises:
         ArgumentError: sizes that do not fit, or an unknown score, norm or spec.
 
-    At the default sizes and C = 768 these are 137,630,976 parameters (paper, Table 2, "PKM"). `values` and `keys` learn
-    best in a group of their own, with a fixed learning rate and without weight decay: see `optimizer_groups`.
+    At the default sizes and C = 768 these are 137,630,976 parameters (paper, Table 2, "PKM"); `optimizer_groups` gives
+    `values` and `keys` their own learning rate.
     """
 
     replaces_feed_forward = True

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import ArgumentError, finite, flags, floating, number, require, shape, token_mask, within
-from ...memory.slot_memory import mixed
+from ...memory.fast_weights import mixed
 from ...memory.stream import check_held
 from ...precision import clean
 from ..arguments import as_input, positive_ints
@@ -27,8 +27,7 @@ from ..attention.norm import HeadRMSNorm
 from ..hooks import HookPoint
 from ..memories import MemoryLayer
 
-GATES = 8
-"""Number of features whose mean, after a sigmoid, is the gate."""
+GATES = 8  # features whose mean, after a sigmoid, is the gate
 
 
 class Tokens(NamedTuple):

@@ -1,5 +1,5 @@
 """Rounds of a fast-weight memory by kernels: what tokens find and read, and how they are written, each step with its
-own derivative. `TableValues` gives `slot_memory` the functions `looked` and `rewritten`.
+own derivative. `TableValues` gives `fast_weights` the functions `looked` and `rewritten`.
 
 A chunk takes six launches: rough scores, search, mixed rows; what a write must know, keys, write.
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...memory.fast_weight_rules import FLOOR, WriteRule, Written
+from ...memory.fast_weights import SlotMemory
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
-from ...memory.slot_memory import SlotMemory
 from ...memory.stores.overlay_pool import first_order
 from ..runtime.operators import applied
 from .keys import moved_keys
