@@ -94,9 +94,8 @@ def test_sums_do_not_grow_and_pairs_do() -> None:
 @pytest.mark.parametrize("combine", ["shared", "separate"])
 def test_long_term_memory(combine: str, store: str) -> None:
     """Equation 4: one sum over both memories, or one each and the reads added."""
-    memory = AssociativeMemory(
-        "relu", store=store, slots=3, heads=2, dim=5, value_dim=4, combine=combine, generator=torch.Generator()
-    ).double()
+    sizes = {"slots": 3, "heads": 2, "dim": 5, "value_dim": 4}
+    memory = AssociativeMemory("relu", store=store, combine=combine, generator=torch.Generator(), **sizes).double()
     own, given = memory.slot_keys, memory.slot_values
     assert own.shape == (2, 3, 5)
     assert given.shape == (2, 3, 4)
@@ -170,10 +169,10 @@ def test_an_empty_memory_reads_zero_without_gradient() -> None:
         out = memory.read(q)
         assert torch.equal(out, torch.zeros_like(out))
         assert out.shape == q.shape
-    told = AssociativeMemory(dim=5, value_dim=2)
-    assert told.read(q).shape == (2, 3, 4, 2)
+    sized = AssociativeMemory(dim=5, value_dim=2)
+    assert sized.read(q).shape == (2, 3, 4, 2)
     assert memory.read(q[:, :, :0]).shape == (2, 3, 0, 5)
-    (grad,) = torch.autograd.grad(told.read(q).sum(), q, allow_unused=True)
+    (grad,) = torch.autograd.grad(sized.read(q).sum(), q, allow_unused=True)
     assert grad is None or not grad.any()
 
 
@@ -284,20 +283,17 @@ def test_numbers_in_place_of_its_own() -> None:
     assert torch.autograd.grad(out.sum(), scale)[0].any()
 
 
+DOUBLE = torch.zeros(1, 3).double()
 MISTAKES = {
     "do not pair up": lambda memory: memory.write(torch.zeros(4, 3), torch.zeros(5, 3)),
     "write: keys: D is 4, expected 3, that of the memory.": lambda memory: memory.write(torch.zeros(4, 4)),
     "write: values: Dv is 2, expected 3, that of": lambda memory: memory.write(torch.zeros(4, 3), torch.zeros(4, 2)),
-    "read: queries: dtype is torch.float64, expected torch.float32, that of the memory; convert one with .to()": (
-        lambda memory: memory.read(torch.zeros(1, 3).double())
-    ),
-    "mask has shape [4], expected [2, 4]": lambda memory: memory.write(
-        torch.zeros(2, 1, 4, 3), mask=torch.ones(4, dtype=torch.bool)
-    ),
+    "expected torch.float32, that of the memory; convert one with .to()": lambda memory: memory.read(DOUBLE),
+    "mask has shape [4], expected [2, 4]": lambda memory: memory.write(torch.zeros(2, 1, 4, 3), mask=torch.ones(4) > 0),
     "AssociativeMemory.forget: named nothing; name one of indices, oldest, everything.": lambda memory: memory.forget(),
     "named indices, oldest; name one of": lambda memory: memory.forget([0], oldest=1),
     "pairs does not apply: stored pairs are named by their places": lambda memory: memory.forget(
-        pairs=(torch.zeros(4, 3), torch.zeros(4, 3))
+        pairs=(DOUBLE, DOUBLE)
     ),
 }
 
@@ -357,15 +353,6 @@ def test_every_preset_is_a_memory() -> None:
         assert torch.equal(memory.read(q), regard.attention(q, k, v, name)), name
 
 
-# Global linear models as stores ---------------------------------------------------------------------------------------
-
-
-def three(n: int = 6) -> tuple[Tensor, Tensor, Tensor]:
-    make = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(2, 3, n, d, generator=make, dtype=torch.float64) for d in (5, 4))
-    return keys, values, torch.randn(2, 3, 7, 5, generator=make, dtype=torch.float64)
-
-
 def best(keys: Tensor, values: Tensor, ridge: float = 0.3) -> Tensor:
     """Ridge regression of the values on the keys, [..., D, Dv]."""
     eye = torch.eye(keys.shape[-1], dtype=keys.dtype)
@@ -383,10 +370,10 @@ def corrected(keys: Tensor, values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("store", ["mesa(ridge=0.3)", "delta"])
 def test_it_reads_the_model(store: str) -> None:
-    """Masked places hold nothing."""
-    keys, values, queries = three()
-    kept = [0, 1, 3, 4, 5]
-    w = (corrected if store == "delta" else best)(keys[:, :, kept], values[:, :, kept])
+    """Masked places hold nothing. Slots alone are read by the model too."""
+    keys, values, queries = drawn(2, 3, 6, 5), drawn(2, 3, 6, 4, seed=1), drawn(2, 3, 7, 5, seed=2)
+    kept, model = [0, 1, 3, 4, 5], corrected if store == "delta" else best
+    w = model(keys[:, :, kept], values[:, :, kept])
     memory = AssociativeMemory("linear", store=store)
     corrupted, mask = keys.clone(), (torch.arange(6) != 2).expand(2, 6)
     corrupted[:, :, 2] = torch.nan
@@ -404,37 +391,6 @@ def test_it_reads_the_model(store: str) -> None:
     memory.write(keys, values)
     assert memory.forget(everything=True) == 12
     assert not memory.read(queries).any()
-
-
-@pytest.mark.parametrize("store", ["mesa(ridge=0.3)", "delta"])
-def test_slots_alone_are_read_by_the_model(store: str) -> None:
     memory = AssociativeMemory("linear", store=store, slots=4, heads=3, dim=5, value_dim=4).double()
-    own = (memory.slot_keys[None], memory.slot_values[None])
-    queries = three()[2]
-    expected = queries @ (corrected if store == "delta" else best)(*own)
+    expected = queries @ model(memory.slot_keys[None], memory.slot_values[None])
     torch.testing.assert_close(memory.read(queries), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_a_noisy_cue_settles_on_the_pattern() -> None:
-    """Hopfield's use: a sharp memory maps a damaged pattern to the stored one, which is then a fixed point."""
-    patterns = torch.nn.functional.normalize(drawn(20, 32), dim=-1)
-    memory = AssociativeMemory("sparsemax", scale=10.0)
-    memory.write(patterns)
-    cue = patterns.clone()
-    cue[:, ::2] = 0
-    settled = memory.read(cue, steps=5)
-    assert torch.allclose(settled, patterns, atol=1e-12)
-    assert torch.equal(memory.read(settled), settled)
-
-
-def test_mesa_recalls_what_sums_confuse() -> None:
-    """Eight correlated unit keys in eight dimensions: sums return mixtures, the least squares what was stored."""
-    make = torch.Generator().manual_seed(1)
-    keys = torch.nn.functional.normalize(torch.randn(1, 1, 8, 8, generator=make, dtype=torch.float64) + 1, dim=-1)
-    values = torch.randn(1, 1, 8, 3, generator=make, dtype=torch.float64)
-    errors = []
-    for store in ("sums", "mesa(ridge=1e-6)"):
-        memory = AssociativeMemory("linear", store=store, scale=1.0 if store == "sums" else None)
-        memory.write(keys, values)
-        errors.append((memory.read(keys) - values).square().mean().item())
-    assert errors[1] < 1e-3 < 1 < errors[0]

@@ -16,7 +16,8 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.memory.fast_weights import WriteRule, fast_weight_memory
 from regard.memory.stores.overlay import OverlayValues
-from regard.memory.stores.slot_values import slot_values
+
+SOME: dict[str, bool] = {"allow_unused": True, "materialize_grads": True}
 
 
 class Chunks:
@@ -28,9 +29,8 @@ class Chunks:
         self.weights = [drawn(*sizes, seed=10 + c).softmax(-1).requires_grad_() for c in range(count)]
         self.shares = [drawn(*sizes, seed=20 + c).requires_grad_() for c in range(count)]
         self.values = [drawn(memories, tokens, 5, seed=30 + c).requires_grad_() for c in range(count)]
-        self.counted = [
-            torch.rand(memories, tokens, generator=torch.Generator().manual_seed(c)) < 0.8 for c in range(count)
-        ]
+        draws = (torch.Generator().manual_seed(c) for c in range(count))
+        self.counted = [torch.rand(memories, tokens, generator=draw) < 0.8 for draw in draws]
         self.base = drawn(slots, 5, seed=40).requires_grad_()
         self.leaves = [*self.weights, *self.shares, *self.values, self.base]
 
@@ -62,16 +62,13 @@ class Chunks:
 def test_gradients_do_not_depend_on_earlier_or_partial_backward_passes() -> None:
     """Of one graph: twice the same, and what a pass that asks for a few inputs left behind does no harm."""
     chunks = Chunks(count=4)
-    wanted = torch.autograd.grad(chunks.dense()[0].square().sum(), chunks.leaves[:-1], allow_unused=True)
+    wanted = torch.autograd.grad(chunks.dense()[0].square().sum(), chunks.leaves[:-1], **SOME)
     found, _ = chunks.sparse()
     loss = found.square().sum()
     torch.autograd.grad(loss, chunks.weights[3], retain_graph=True)
     torch.autograd.grad(found[1].sum(), chunks.weights[0], retain_graph=True)
     for _ in range(2):
-        given = torch.autograd.grad(loss, chunks.leaves[:-1], retain_graph=True, allow_unused=True)
-        for a, b in zip(given, wanted, strict=True):
-            a, b = (torch.zeros(1) if x is None else x for x in (a, b))
-            assert torch.allclose(a.double(), b.double(), atol=1e-11)
+        agree(torch.autograd.grad(loss, chunks.leaves[:-1], retain_graph=True, **SOME), wanted)
 
 
 def pass_of(slots: int, wants_base: bool) -> list[tuple[int, str]]:
@@ -133,14 +130,10 @@ def test_attempts_that_are_given_up_leave_nothing(recorded: bool) -> None:
         assert len(set(sizes[10:])) == 1
         assert torch.equal(kept.dense(), wanted)
         if recorded:
-            table = chunks.base.expand(1, -1, -1)
-            for c in (0, 1):
-                table = dense_write(table, *args[c])
+            table = dense_write(dense_write(chunks.base.expand(1, -1, -1), *args[0]), *args[1])
             leaves = [*chunks.shares[:2], *chunks.values[:2]]
-            agree(
-                torch.autograd.grad(kept.dense().square().sum(), leaves, retain_graph=True),
-                torch.autograd.grad(table.square().sum(), leaves),
-            )
+            grads = (torch.autograd.grad(x.square().sum(), leaves, retain_graph=True) for x in (kept.dense(), table))
+            agree(*grads)
 
 
 def test_reads_of_what_was_written_compile_whole() -> None:
@@ -243,10 +236,8 @@ def test_half_as_wide_storage_remembers_as_well(address: float) -> None:
         stream = (query[None, :, None], value[None], None, keys, base)
         _, state = fast_weight_memory(*stream, **how, impl="sparse", storage=storage)
         assert state.values.pool.dtype == storage
-        nothing = torch.zeros(1, len(asked), 32)
-        read, _ = fast_weight_memory(
-            question[None, :, None], nothing, None, keys, base, **how, state=state, frozen=True
-        )
+        given = (question[None, :, None], torch.zeros(1, len(asked), 32), None, keys, base)
+        read, _ = fast_weight_memory(*given, **how, state=state, frozen=True)
         errors.append((read[0] - targets[asked]).square().mean().item())
     assert errors[0] < 0.2  # of 1: something was learned
     assert abs(errors[1] / errors[0] - 1) < 0.02
@@ -361,16 +352,12 @@ def test_a_random_program_gives_what_plain_tables_give(name: str, seed: int, rec
 def test_shares_of_zero_leave_no_trace() -> None:
     base = torch.randn(SLOTS, WIDTH, dtype=torch.float64, requires_grad=True)
     nothing = torch.zeros(2, TOKENS, SELECTED, dtype=torch.float64, requires_grad=True)
-    args = (
-        picks(2, TOKENS, SELECTED, SLOTS, 0),
-        nothing,
-        torch.ones(2, TOKENS, WIDTH).double(),
-        torch.ones(2, TOKENS) > 0,
-    )
-    store = slot_values.get("sparse").start(base, 2)
+    ones = torch.ones(2, TOKENS, WIDTH, dtype=torch.float64)
+    args = (picks(2, TOKENS, SELECTED, SLOTS, 0), nothing, ones, ones[..., 0] > 0)
+    store = OverlayValues.start(base, 2)
     assert store.write(*args).written().tolist() == [0, 0]
     with torch.no_grad():
-        assert slot_values.get("sparse").start(base, 2).write(*args).pool.bytes == 0
+        assert OverlayValues.start(base, 2).write(*args).pool.bytes == 0
     held = store.pool.bytes
     store.select(torch.tensor([1, 1, 0])).repeat(2)
     assert store.pool.bytes == held

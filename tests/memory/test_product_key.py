@@ -11,6 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from regard.memory.product_key import product_key_read, product_key_search, slot_weights
 
 SCORES = ("idw", "dot")
+joint_or_not = pytest.mark.parametrize("joint", [True, False], ids=["joint", "by-head"])
 
 
 def draw(
@@ -119,20 +120,14 @@ def test_distances_near_a_key(setting: str) -> None:
     assert ((squares - true).abs() < 1e-3 * true + 1e-9).all()
 
 
-@pytest.mark.parametrize("joint", [True, False], ids=["joint", "by-head"])
-def test_weights_are_those_of_inverse_distances(joint: bool) -> None:
+@joint_or_not
+def test_weights_are_those_of_inverse_distances_or_any_spec(joint: bool) -> None:
     query, keys = draw(7)
     found = product_key_search(query, keys, 4)
     halves = 1 / (1e-3 + (query.view(2, 5, 2, 2, 1, 3) - keys).square().sum(-1))
     product = (halves[..., 0, :, None] * halves[..., 1, None, :]).flatten(-2).gather(-1, found.slots)
     total = product.sum((-1, -2), keepdim=True) if joint else product.sum(-1, keepdim=True)
     assert (slot_weights(found, joint=joint) - product / total).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("joint", [True, False], ids=["joint", "by-head"])
-def test_any_normalised_spec_weighs(joint: bool) -> None:
-    query, keys = draw(7)
-    found = product_key_search(query, keys, 4)
     weights = slot_weights(found, "sparsemax", joint=joint)
     rows = found.scores.reshape(-1, 8 if joint else 4)
     expected = entmax_rows(rows.numpy(), 2.0)
@@ -146,17 +141,13 @@ def test_reading_is_a_weighted_sum_over_all_heads(score: str) -> None:
     values = torch.randn(36, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     out, found = product_key_read(query, keys, values, 5, score=score)
     slots, scores, _, _ = dense(query, keys, 5, score)
-    expected = torch.zeros(2, 5, 4, dtype=torch.float64)
-    for b in range(2):
-        for t in range(5):
-            for head in range(2):
-                weights = (scores[b, t, head] - scores[b, t, head].max()).exp()
-                expected[b, t] += weights / weights.sum() @ values[slots[b, t, head]]
+    weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+    expected = torch.einsum("bthk,bthkd->btd", weights, values[slots])
     assert torch.equal(found.slots, slots)
     assert (out - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("joint", [True, False], ids=["joint", "by-head"])
+@joint_or_not
 @pytest.mark.parametrize("own", [False, True], ids=["one-set", "sets-of-rows"])
 @pytest.mark.parametrize("score", SCORES)
 def test_derivatives(score: str, own: bool, joint: bool) -> None:

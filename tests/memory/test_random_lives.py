@@ -170,9 +170,6 @@ class Heads(Network):
 KINDS = {"slots": Slots, "sparse-slots": SparseSlots, "network": Network, "heads": Heads}
 
 
-# Lives ----------------------------------------------------------------------------------------------------------------
-
-
 Column = list[Fields | None]
 """A token of each row: {} if it is not finite, None for padding."""
 

@@ -60,9 +60,6 @@ def test_a_chunk_without_a_finite_token_changes_nothing(kind: str) -> None:
         near([x[0] for x in written(state)], [x[0] for x in written(flush(kind, before))])
 
 
-# States ---------------------------------------------------------------------------------------------------------------
-
-
 @everywhere
 def test_a_state_is_not_changed_and_goes_through_files(kind: str) -> None:
     _, state = call(kind, draw(kind, 2, 13))
@@ -84,9 +81,6 @@ def test_a_shared_memory_refuses_beams_and_documents(kind: str) -> None:
     for change in (lambda: state.select(torch.tensor([0, 0])), lambda: state.repeat(2)):
         refuses("shared by the batch", change)
     refuses("memory per document", call, kind, given, segment_ids=torch.zeros(2, 7, dtype=torch.long))
-
-
-# Gradients ------------------------------------------------------------------------------------------------------------
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -197,18 +191,12 @@ def test_networks_under_vmap(kind: str) -> None:
     near(torch.func.vmap(read)(values), torch.stack([read(value) for value in values]))
 
 
-# Rounds ---------------------------------------------------------------------------------------------------------------
-
-
 def test_uniform_rows_take_no_more_rounds_than_one():
     assert len(schedule([0, 0], [8, 8], 4)) == 2
     assert all(step.uniform for step in schedule([3, 3], [9, 9], 4))
     assert not schedule([0, 5], [3, 9], 4)[0].uniform
     assert schedule([2], [0], 4) == []
     assert max(step.width for step in schedule([1, 3], [9, 2], 4)) == 4
-
-
-# States that an earlier version saved (tests/data/make_memory_states.py) ----------------------------------------------
 
 
 DATA = Path(__file__).parents[1] / "data"
@@ -219,7 +207,7 @@ SAVED = {
     "fast_weight_memory": (fast_weight_memory, FastWeightState),
     "fast_weight_mlp": (fast_weight_mlp, FastMLPState),
     "large_chunk_ttt": (large_chunk_ttt, LargeChunkState),
-}
+}  # the states in tests/data were saved by an earlier version
 
 
 @pytest.mark.parametrize(("name", "shared"), [(name, way) for name, ways in saved.SHARED.items() for way in ways])

@@ -28,7 +28,6 @@ def taught(w: Weights, groups: list[list[tuple[Tensor, Tensor]]], target: str, r
     pairs = [(a, b) for group in groups for a, b in pairwise(group)]
     if not pairs:
         return w
-    found = network(torch.stack([a[0] for a, _ in pairs]), w)
     wanted = torch.stack([(a[1] + b[1]) / 2 if target == "mean" else b[1] for a, b in pairs])
     made = [x if x.requires_grad else x.detach().requires_grad_() for x in w]
     found = network(torch.stack([a[0] for a, _ in pairs]), (made[0], made[1], made[2]))

@@ -33,9 +33,6 @@ def tokens(length: int = 15, rows: int = 2, seed: int = 1, dtype: torch.dtype = 
     return torch.randn(rows, length, C, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-# The formulas ---------------------------------------------------------------------------------------------------------
-
-
 def linear(p: dict[str, Tensor], name: str, x: Tensor, eps: float) -> Tensor:
     x = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * p[f"projections.{name}_norm.weight"]
     return x @ p[f"projections.{name}_proj.weight"].T + p[f"projections.{name}_proj.bias"]

@@ -12,8 +12,6 @@ from regard.memory.fast_weight_mlp import fast_weight_mlp
 from regard.nn import FastWeightMLP
 from regard.nn.memories import memory_layers
 
-# The definition -------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("value_norm", [True, False])
 @pytest.mark.parametrize("gating", [True, False])
@@ -36,9 +34,6 @@ def test_sizes_of_the_paper():
     learned(torch.randn(1, 9, 8))[0].sum().backward()
     assert all(learned.get_parameter(name).grad is not None for name in ("gate", "up", "down"))
     assert memory_layers.get("fwmlp") is FastWeightMLP
-
-
-# Whatever comes -------------------------------------------------------------------------------------------------
 
 
 def test_numbers_beyond_all_bounds_count_as_not_finite():
@@ -74,20 +69,17 @@ def test_hooks_see_gates_and_readings_and_may_replace_them():
     assert (made(hidden)[0] - out).abs().max() > 1e-3
 
 
+WITHOUT_BIASES = (numbers(F, DIN), numbers(F, DIN), numbers(DV, F))
 MISTAKES = {
     "chunk_size is 1": lambda: layer(chunk_size=1),
     "unknown target='meen'. Did you mean 'mean'": lambda: layer(target="meen"),
     "value_dim >= 2": lambda: layer(value_dim=1),
-    "segment_ids need a memory per document": lambda: layer(shared=True)(
-        tokens(), segment_ids=torch.zeros(B, T).long()
-    ),
+    "segment_ids need a memory per doc": lambda: layer(shared=True)(tokens(), None, None, torch.zeros(B, T).long()),
     "state has 2 rows": lambda: layer()(tokens(), state=layer()(tokens(rows=2))[1]),
     "state holds gate [3, 5, 5]": lambda: layer()(tokens(), state=layer(hidden_dim=5)(tokens())[1]),
     "state has shared=True": lambda: layer()(tokens(), state=layer(shared=True)(tokens())[1]),
     "state is torch.float32": lambda: layer()(tokens(), state=layer().float()(tokens().float())[1]),
-    "weights gate are [6, 4]": lambda: fast_weight_mlp(
-        numbers(1, 2, DIN), numbers(1, 2, DV), (numbers(F, DIN), numbers(F, DIN), numbers(DV, F))
-    ),
+    "weights gate are [6, 4]": lambda: fast_weight_mlp(numbers(1, 2, DIN), numbers(1, 2, DV), WITHOUT_BIASES),
 }
 
 

@@ -20,8 +20,6 @@ from regard.nn import FastWeightConfig, FastWeightProductKeyMemory
 from regard.nn.memories import memory_layers
 from regard.nn.memory.fast_weight_config import MemoryStore, SlotTable, ValueMix
 
-# The definition -------------------------------------------------------------------------------------------------
-
 VARIANTS = {
     "default": {},
     "paper": {"step_rule": "paper"},
@@ -95,9 +93,6 @@ def test_initial_values():
     assert not isinstance(made.values, torch.nn.Parameter)
 
 
-# Gradients ------------------------------------------------------------------------------------------------------
-
-
 def test_first_keys_and_values_can_be_learned():
     made = layer(learn_initial=True)
     made(tokens())[0].square().sum().backward()
@@ -119,9 +114,6 @@ def test_activations_made_again(reentrant):
     close(*grads, 1e-12)
     for name, tensor in plain.state_dict().items():
         close(made.state_dict()[name], tensor, 1e-12)
-
-
-# Settings -------------------------------------------------------------------------------------------------------
 
 
 def test_groups_and_options_make_the_same_layer():
@@ -152,9 +144,6 @@ def test_every_option_has_its_default():
     refuses("rule is 'paper', expected a WriteRule", FastWeightConfig, rule="paper")
 
 
-# Refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -175,17 +164,13 @@ def test_options_that_do_not_fit(options, says):
     refuses(says, layer, **options)
 
 
-# Precision and compilation --------------------------------------------------------------------------------------------
-
-
 def test_autocast_leaves_the_memory_in_float32():
     made, x = layer(dtype=torch.float32, spread=5.0), tokens(dtype=torch.float32)
     exact = made(x)[0]
     with torch.autocast("cpu", torch.bfloat16):
         out, state = made(x)
         out.sum().backward()
-    assert out.dtype == torch.float32
-    assert state.values.dense().dtype == state.keys.dtype == torch.float32
+    assert out.dtype == state.values.dense().dtype == state.keys.dtype == torch.float32
     assert not torch.equal(out, exact)
     # slots are chosen by rounded queries, so that single tokens may read others
     assert (out - exact).abs().median() < 0.05 * exact.abs().mean()
@@ -193,9 +178,7 @@ def test_autocast_leaves_the_memory_in_float32():
 
 
 def test_bfloat16():
-    made, x = layer(dtype=torch.bfloat16), tokens(dtype=torch.bfloat16)
-    out, state = made(x)
-    assert out.dtype == torch.bfloat16
+    _, state = layer(dtype=torch.bfloat16)(tokens(dtype=torch.bfloat16))
     assert state.keys.dtype == torch.float32
     stored = layer(dtype=torch.float32, storage="bfloat16")
     _, state = stored(tokens(dtype=torch.float32))
@@ -214,10 +197,7 @@ def whole_graph(made):
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_read_path_compiles_in_one_graph(masked):
     made, x = layer(dtype=torch.float32), tokens(dtype=torch.float32)
-    mask = None
-    if masked:
-        mask = torch.ones(2, 15, dtype=torch.bool)
-        mask[0, :3] = False
+    mask = torch.arange(15) >= torch.tensor([[3], [0]]) if masked else None
     compiled = whole_graph(made)
     close(compiled(x, mask)[0], made(x, mask)[0], 1e-6)
 
@@ -248,13 +228,6 @@ def test_compiled_writes_equal_eager_ones():
     assert graphs[-1] == graphs[2]
 
 
-# Memories that stay between calls, and several processes --------------------------------------------------------------
-
-
-def copied(made):
-    return {name: tensor.clone() for name, tensor in made.state_dict().items()}
-
-
 def same(made, expected):
     for name, tensor in made.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
@@ -281,7 +254,7 @@ def test_a_resident_memory_goes_on():
 
 def test_what_a_resident_memory_keeps_is_chosen():
     made = layer(shared=True, resident=True)
-    first = copied(made)
+    first = copy.deepcopy(made.state_dict())
     x = tokens(10)
     fresh = made(x)[0]
     held = made.snapshot()
@@ -290,7 +263,7 @@ def test_what_a_resident_memory_keeps_is_chosen():
     made.restore(held)
     assert torch.equal(made(x)[0], second)
     made.frozen = True
-    before = copied(made)
+    before = copy.deepcopy(made.state_dict())
     made(tokens(12, seed=3))
     same(made, before)
     made.frozen = False

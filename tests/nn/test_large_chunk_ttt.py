@@ -7,29 +7,11 @@ import math
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
+import lact_oracle
 import pytest
 import torch
 from dense_fast_weights import close, numbers
-from lact_oracle import (
-    HF,
-    STEPS,
-    WINDOW,
-    B,
-    C,
-    D,
-    H,
-    T,
-    angles,
-    cache,
-    expected_reads,
-    inputs,
-    layer,
-    layer_by_hand,
-    network,
-    polar,
-    tokens,
-    weights,
-)
+from lact_oracle import HF, WINDOW, B, C, D, H, T, angles, cache, inputs, layer, tokens, weights
 from mistakes import error_of
 from torch.autograd import grad
 
@@ -41,21 +23,19 @@ from regard.nn.memory.large_chunk_ttt import PRESETS, WindowState
 everyone = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
 
-# The definition -------------------------------------------------------------------------------------------------
-
-
 @everyone
 @pytest.mark.parametrize("chunk", [1, 4, 5, 30])
 def test_reads_and_writes_by_autograd(optimizer, chunk):
     given, w = inputs(rows=2), weights()
     out, state = large_chunk_ttt(**given, weights=w, chunk_size=chunk, optimizer=optimizer)
-    expected, learners = expected_reads(given, w, optimizer, chunk)
+    expected, learners = lact_oracle.expected_reads(given, w, optimizer, chunk)
     close(out, expected, 1e-9)
     for b in range(2):
         for h in range(HF):
             for name, x in zip(("gate", "up", "down"), learners[b][h].w, strict=True):
                 close(getattr(state, name)[b, h], x, 1e-9)
-    still = torch.stack([network(given["query"][:, :, h], (w[0][h], w[1][h], w[2][h])) for h in range(HF)], 2)
+    heads = zip(given["query"].unbind(2), *w, strict=True)
+    still = torch.stack([lact_oracle.network(query, own) for query, *own in heads], 2)
     assert chunk > T or (out - still).abs().max() > 1e-2
 
 
@@ -66,7 +46,7 @@ def test_gradients_reach_everything_through_the_writes(optimizer):
     probe = numbers(1, 10, HF, D, seed=30)
     leaves = [*(x for name, x in given.items() if name != "share" or "momentum" in optimizer), *w]
     out, _ = large_chunk_ttt(**given, weights=(w[0], w[1], w[2]), chunk_size=3, optimizer=optimizer)
-    expected, _ = expected_reads(given, (w[0], w[1], w[2]), optimizer, 3)
+    expected, _ = lact_oracle.expected_reads(given, (w[0], w[1], w[2]), optimizer, 3)
     for a, b in zip(grad((out * probe).sum(), leaves), grad((expected * probe).sum(), leaves), strict=True):
         close(a, b, 1e-7 * (1 + float(b.abs().max())))
 
@@ -74,14 +54,14 @@ def test_gradients_reach_everything_through_the_writes(optimizer):
 def test_orthogonal_factor():
     for size in ((4, 7), (7, 4), (5, 5)):
         x = numbers(3, *size)
-        close(orthogonal(x), torch.stack([polar(part) for part in x]), 1e-9)
+        close(orthogonal(x), torch.stack([lact_oracle.polar(part) for part in x]), 1e-9)
         large = torch.linalg.svdvals(x) > 0.005 * x.square().sum((-2, -1), keepdim=True)[..., 0].sqrt()
         assert ((torch.linalg.svdvals(orthogonal(x)) - 1).abs() < 0.12).sum() >= large.sum()
     x = torch.zeros(2, 3, 4, dtype=torch.float64, requires_grad=True)
     assert (orthogonal(x) == 0).all()
     assert grad(orthogonal(x).sum(), x)[0].isfinite().all()
     s = torch.logspace(math.log10(0.005), 0, 5001, dtype=torch.float64)
-    for a, b, c in STEPS:
+    for a, b, c in lact_oracle.STEPS:
         s = a * s + b * s**3 + c * s**5
     assert 0.97 < s.min() < s.max() < 1.12
 
@@ -100,30 +80,20 @@ VARIANTS = {
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_layer_by_hand(options):
     made, hidden = layer(**options), tokens(rows=2)
-    close(made(hidden, angles())[0], layer_by_hand(made, hidden, angles()), 1e-9)
-    close(made(hidden)[0], layer_by_hand(made, hidden, None), 1e-9)
+    close(made(hidden, angles())[0], lact_oracle.layer_by_hand(made, hidden, angles()), 1e-9)
+    close(made(hidden)[0], lact_oracle.layer_by_hand(made, hidden, None), 1e-9)
 
 
 def test_sizes_and_presets():
     made = LargeChunkTTT(768, 12)
-    assert (
-        sum(x.numel() for x in made.parameters())
-        == 4 * 768**2 + 3 * 768 * 192 + 4 * 768 + 5 * 4 * 769 + 192
-        == 2_820_308
-    )
+    size = 4 * 768**2 + 3 * 768 * 192 + 4 * 768 + 5 * 4 * 769 + 192
+    assert sum(x.numel() for x in made.parameters()) == size == 2_820_308
     assert (made.chunk_size, made.window, made.settings.optimizer) == (512, 2048, "momentum")
-    assert [(p["chunk_size"], p["window"]) for p in PRESETS.values()] == [
-        (512, 512),
-        (512, 2048),
-        (512, 4096),
-        (2048, 2048),
-    ]
+    sizes = [(preset["chunk_size"], preset["window"]) for preset in PRESETS.values()]
+    assert sizes == [(512, 512), (512, 2048), (512, 4096), (2048, 2048)]
     assert LargeChunkTTT.from_preset("2048C+2048W", C, H, fast_heads=2).chunk_size == 2048
     rate = torch.nn.functional.softplus(torch.tensor(math.log(math.expm1(1e-3)), dtype=torch.float64))
     assert abs(float(rate) - 1e-3) < 1e-12
-
-
-# Streams ---------------------------------------------------------------------------------------------------------
 
 
 def test_long_stream_in_float32():
@@ -144,9 +114,6 @@ def test_window_holds_no_more_than_it_reaches():
     assert isinstance(window, WindowState)
     assert window.key.shape == (B, H, WINDOW - 1, C // H)
     assert window.tokens == kept.layers[0].fast_state.tokens == 12
-
-
-# Whatever comes -------------------------------------------------------------------------------------------------
 
 
 def test_weights_of_the_attention():
@@ -191,9 +158,8 @@ def test_fast_weights_are_wide_whatever_the_layer_is(dtype):
 def test_hooks_see_and_may_replace():
     made, hidden, seen = layer(), tokens(), {}
     for name in ("q", "k", "v", "read", "out"):
-        made.get_submodule(f"hook_{name}").register_forward_hook(
-            lambda module, given, out, name=name: seen.setdefault(name, out.shape) and None
-        )
+        listen = lambda module, given, out, name=name: seen.setdefault(name, out.shape) and None  # noqa: E731
+        made.get_submodule(f"hook_{name}").register_forward_hook(listen)
     out, _ = made(hidden)
     assert seen["q"] == seen["k"] == seen["v"] == (B, H, T, C // H)
     assert seen["read"] == (B, T, HF, D)
@@ -217,17 +183,13 @@ MISTAKES = {
     "unknown preset='512C'": lambda: LargeChunkTTT.from_preset("512C", C, H),
     "give segment_ids for packed documents": lambda: layer()(tokens(), None, torch.ones(B, 1, T, T, dtype=torch.bool)),
     "a layer without layer_idx": lambda: layer(layer_idx=None)(tokens(), past_key_values=cache()),
-    "no place for window and fast weights": lambda: layer()(
-        tokens(), past_key_values=SimpleNamespace(layers=[SimpleNamespace()])
-    ),
-    "past_key_values holds a NoneType": lambda: layer()(tokens(), past_key_values=SimpleNamespace(layers=[])),
+    "no place for window and fast weights": lambda: layer()(tokens(), None, None, SimpleNamespace(layers=[object()])),
+    "past_key_values holds a NoneType": lambda: layer()(tokens(), None, None, SimpleNamespace(layers=[])),
     "state has 2 rows": lambda: layer()(tokens(), past_key_values=called(2)),
     "state holds gate [3, 2, 12, 6]": lambda: layer()(tokens(), past_key_values=called(inner=2.0)),
     "state holds gate_step [3, 2, 0, 0]": lambda: layer()(tokens(), past_key_values=called(optimizer="sgd")),
     "momentum, which needs share": lambda: large_chunk_ttt(**{**inputs(), "share": None}, weights=weights()),
-    "weights down are [2, 9, 6]": lambda: large_chunk_ttt(
-        **inputs(), weights=(weights()[0], weights()[1], weights()[0])
-    ),
+    "weights down are [2, 9, 6]": lambda: large_chunk_ttt(**inputs(), weights=(*weights()[:2], weights()[0])),
 }
 
 

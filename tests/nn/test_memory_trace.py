@@ -1,5 +1,6 @@
 """Statistics and traces of slots against plain counting."""
 
+import copy
 import functools
 import math
 from collections import Counter, defaultdict
@@ -15,9 +16,6 @@ from regard.nn.memory_trace import MemoryObserver, SlotStatistics, WriterTrace, 
 from regard_recipes.fwpkm.fast_weight_recall import ROOM, FastWeightRecall
 
 layer = functools.partial(fwpkm_layers.layer, sub_keys=4)
-
-
-# Statistics -----------------------------------------------------------------------------------------------------
 
 
 def counted(reads: list[tuple[int, list[int], list[float]]], slots: int) -> dict[str, float]:
@@ -52,9 +50,8 @@ def test_statistics_of_a_layer(shared):
     made.observer = SlotStatistics(made.slots)
     made(x)
     found = made.observer.summary()
-    want = counted(
-        [(0 if shared else row, slots, w) for row, t, slots, w in own.reads if (row, t) != (1, 14)], made.slots
-    )
+    reads = [(0 if shared else row, slots, w) for row, t, slots, w in own.reads if (row, t) != (1, 14)]
+    want = counted(reads, made.slots)
     assert found["tokens"] == 29
     assert found["not_finite"] == 1
     assert found["gate"] == pytest.approx(float(gates.mean()))
@@ -93,10 +90,9 @@ def test_means_over_the_memories_of_a_model():
 def test_means_leave_a_resident_memory_as_it_was():
     made, x = layer(shared=True, resident=True), tokens()
     made(x)
-    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    before = copy.deepcopy(made.state_dict())
     assert memory_means(made, lambda: made(tokens(seed=4)))["tokens"] == 30
-    for name, tensor in made.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
 
 
 def test_training_logs_have_the_statistics_of_memories():
@@ -111,9 +107,6 @@ def test_training_logs_have_the_statistics_of_memories():
     assert 0 < found["memory_gate"] < 1
     assert found["memory_not_finite"] == 0
     assert {"memory_collisions", "memory_kl_uniform", "memory_marginal_entropy", "support"} < set(found)
-
-
-# Writers --------------------------------------------------------------------------------------------------------
 
 
 def latest(entries: list[tuple], m: int) -> list[tuple]:
@@ -142,11 +135,8 @@ def test_writers_equal_plain_records():
         found = trace.retrieved()
         for r, slots_of_one in enumerate(want):
             for k, entries in enumerate(slots_of_one):
-                for w, (who, where, target, share) in enumerate(entries):
-                    got = tuple(float(x[r, k, w]) for x in (
-                        found.writers.row, found.writers.position, found.writers.target, found.writers.share
-                    ))  # fmt: skip
-                    assert got == pytest.approx((who, where, target, share), abs=1e-6)
+                for w, entry in enumerate(entries):
+                    assert [float(x[r, k, w]) for x in found.writers] == pytest.approx(entry, abs=1e-6)
         trace.on_write(slots, shares, position, position + 1, valid, row)
         for row_ in range(memories):
             for p in range(chunk):
@@ -185,11 +175,8 @@ def test_trace_of_a_layer(shared):
         assert found.weights[r].tolist() == pytest.approx(weights, abs=1e-6)
         for k, slot in enumerate(slots):
             before = [entry[1:] for entry in records[0 if shared else row, slot] if entry[0] < t // CHUNK]
-            for w, (who, where, target, share) in enumerate(latest(before, 2)):
-                assert int(found.writers.row[r, k, w]) == who
-                assert int(found.writers.position[r, k, w]) == where
-                assert int(found.writers.target[r, k, w]) == target
-                assert float(found.writers.share[r, k, w]) == pytest.approx(share, abs=1e-6)
+            for w, entry in enumerate(latest(before, 2)):
+                assert [float(x[r, k, w]) for x in found.writers] == pytest.approx(entry, abs=1e-6)
     # hits, with a token that is often the next one
     ids = torch.randint(3, (2, 15), generator=torch.Generator().manual_seed(2))
     hits = found.hits(ids)

@@ -69,10 +69,8 @@ def test_output_and_gradients_are_those_of_all_slots_scored(options: dict[str, A
     wanted = all_slots(layer, x, **how)
     torch.testing.assert_close(out, wanted, atol=1e-10, rtol=0)
     up, leaves = drawn(2, 4, 7, seed=2), [x, *layer.parameters()]
-    for a, b in zip(
-        torch.autograd.grad((out * up).sum(), leaves), torch.autograd.grad((wanted * up).sum(), leaves), strict=True
-    ):
-        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+    grads = [torch.autograd.grad((x * up).sum(), leaves) for x in (out, wanted)]
+    torch.testing.assert_close(*grads, atol=1e-9, rtol=0)
 
 
 def test_batch_norm_takes_real_tokens_alone() -> None:
@@ -123,9 +121,6 @@ def test_first_values() -> None:
     assert layer.keys.abs().max() <= 1 / 8
     assert abs(layer.keys.var().item() - (1 / 4) ** 2 / 12) < 1e-4
     assert abs(layer.values.var().item() - 1 / 32) < 1e-3
-
-
-# Sums of rows -----------------------------------------------------------------------------------------------
 
 
 def test_derivatives_of_sums_to_the_second_order() -> None:
@@ -186,9 +181,6 @@ def test_sparse_gradients_are_those_of_the_rows_read() -> None:
     torch.optim.SparseAdam(groups.sparse).step()
     moved = (layer.values != before).any(-1).nonzero()[:, 0]
     assert moved.tolist() == rows.tolist()
-
-
-# Groups of an optimiser -------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
