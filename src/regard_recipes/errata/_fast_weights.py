@@ -38,13 +38,13 @@ def factor_of_the_step() -> Numbers:
 
 @here("equation 20", "the loss of the sub-keys is −Σ p log p", "its sign is the other one: the entropy is maximised")
 def sign_of_the_entropy() -> Numbers:
-    found = {}
+    numbers = {}
     for name, sign in (("as printed", 1), ("as released", -1)):
         z = torch.linspace(-1, 1, 8, dtype=torch.float64, requires_grad=True)
         entropy = lambda z: -(z.softmax(0) * z.log_softmax(0)).sum()  # noqa: E731
         step = torch.autograd.grad(sign * entropy(z), z)[0]
-        found[f"change of the entropy, {name}"] = float((entropy(z - step) - entropy(z)).detach())
-    return found
+        numbers[f"change of the entropy, {name}"] = float((entropy(z - step) - entropy(z)).detach())
+    return numbers
 
 
 @here(
@@ -56,15 +56,14 @@ def reads_before_the_answer() -> Numbers:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     query, keys, slots = draw(1, 64, 1, 8), draw(1, 2, 8, 4), draw(64, 8)
-    found = {}
+    numbers = {}
     for chunk in (64, 16):
         value = draw(1, 64, 8).requires_grad_()
         out, _ = regard.fast_weight_memory(query, value, None, keys, slots, chunk_size=chunk)
         gradient = torch.autograd.grad(out[0, -1].sum() + 0 * value.sum(), value)[0]
-        found[f"gradient of the last read by earlier values, {chunk} of 64 tokens a chunk"] = float(
-            gradient.abs().max()
-        )
-    return found
+        what = f"gradient of the last read by earlier values, {chunk} of 64 tokens a chunk"
+        numbers[what] = float(gradient.abs().max())
+    return numbers
 
 
 @here(

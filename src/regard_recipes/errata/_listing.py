@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 Numbers = Mapping[str, float]
 """What a number is, to the number."""
+Show = Callable[[], Numbers]
 
 
 @dataclass(frozen=True)
@@ -16,18 +17,16 @@ class Erratum:
     place: str
     printed: str
     correct: str
-    numbers: Callable[[], Numbers]
+    numbers: Show
 
 
 ERRATA: dict[str, Erratum] = {}
 
 
-def erratum(
-    paper: str, place: str, printed: str, correct: str
-) -> Callable[[Callable[[], Numbers]], Callable[[], Numbers]]:
+def erratum(paper: str, place: str, printed: str, correct: str) -> Callable[[Show], Show]:
     """Return a decorator that adds a function under its name, with hyphens for underscores."""
 
-    def add(function: Callable[[], Numbers]) -> Callable[[], Numbers]:
+    def add(function: Show) -> Show:
         name = function.__name__.replace("_", "-")
         assert name not in ERRATA, name
         ERRATA[name] = Erratum(paper, place, printed, correct, function)

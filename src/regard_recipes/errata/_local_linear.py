@@ -23,19 +23,24 @@ def weights(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.T / q.shape[1] ** 0.5).exp().tril()
 
 
+def total(x: Tensor) -> Tensor:
+    """Return the sums of rows, [T, 1]."""
+    return x.sum(1, keepdim=True)
+
+
 def statistics(w: Tensor, q: Tensor, k: Tensor, ridge: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return z [T, T, d], omega [T, 1], mu [T, d] and Sigma [T, d, d] of equation 7; `ridge` is lambda or [T, 1]."""
     z = k[None] - q[:, None]
     ridge = torch.as_tensor(ridge, dtype=q.dtype).expand(len(q), 1)[..., None]
     sigma = torch.einsum("ij,ija,ijb->iab", w, z, z) + ridge * torch.eye(q.shape[1], dtype=q.dtype)
-    return z, w.sum(1, keepdim=True), torch.einsum("ij,ija->ia", w, z), sigma
+    return z, total(w), torch.einsum("ij,ija->ia", w, z), sigma
 
 
 def predict(w: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Tensor | float) -> Tensor:
     """Return equation 8."""
     z, omega, mu, sigma = statistics(w, q, k, ridge)
     rho = torch.linalg.solve(sigma, mu)
-    return w * (1 - torch.einsum("ija,ia->ij", z, rho)) / (omega - (mu * rho).sum(1, keepdim=True)) @ v
+    return w * (1 - torch.einsum("ija,ia->ij", z, rho)) / (omega - total(mu * rho)) @ v
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -67,10 +72,9 @@ def homogeneity() -> Numbers:
     q, k, v = data()
     w = weights(q, k)
     low = w / w.amax(1, keepdim=True)
-    total, less = w.sum(1, keepdim=True), low.sum(1, keepdim=True)
     return {
         "change of the output with λ": error(predict(low, q, k, v, 0.5), predict(w, q, k, v, 0.5)),
-        "with λω": error(predict(low, q, k, v, 0.5 * less), predict(w, q, k, v, 0.5 * total)),
+        "with λω": error(predict(low, q, k, v, 0.5 * total(low)), predict(w, q, k, v, 0.5 * total(w))),
     }
 
 
@@ -85,18 +89,16 @@ def gradient_of_the_ridge() -> Numbers:
 
     def gradients(constant: bool) -> tuple[Tensor, ...]:
         w = weights(q, k)
-        total = w.sum(1, keepdim=True)
-        return torch.autograd.grad(
-            (predict(w, q, k, v, 10 * (total.detach() if constant else total)) * g).sum(), (q, k)
-        )
+        omega = total(w).detach() if constant else total(w)
+        return torch.autograd.grad((predict(w, q, k, v, 10 * omega) * g).sum(), (q, k))
 
     exact, released = gradients(False), gradients(True)
     out = regard.local_linear_attention(*(x[None, None] for x in (q, k, v)), ridge=10.0, is_causal=True)[0, 0]
-    here_too = torch.autograd.grad((out * g).sum(), (q, k))
+    regards = torch.autograd.grad((out * g).sum(), (q, k))
     return {
         "error of dq as released": error(released[0], exact[0]),
         "of dk": error(released[1], exact[1]),
-        "of dq in regard": error(here_too[0], exact[0]),
+        "of dq in regard": error(regards[0], exact[0]),
     }
 
 
@@ -114,7 +116,6 @@ def signs_of_the_backward_pass() -> Numbers:
     z, omega, mu, sigma = statistics(w, q, k, 0.5)
     rho = torch.linalg.solve(sigma, mu)
     along = lambda x: torch.einsum("ija,ia->ij", z, x)  # noqa: E731
-    total = lambda x: x.sum(1, keepdim=True)  # noqa: E731
     delta, gamma = omega - total(mu * rho), g @ v.T
     s, c = w * (1 - along(rho)) / delta, gamma * w / delta
     beta = total(gamma * s) / delta
@@ -136,8 +137,7 @@ def product_in_conjugate_gradients() -> Numbers:
     q, k, _ = data()
     w = weights(q, k)
     _, omega, mu, sigma = statistics(w, q, k, 0.5)
-    raw, total = w @ k, lambda x: x.sum(1, keepdim=True)
-    p = data(seed=1)[0]  # a search direction; Y is the right-hand side mu
+    raw, p = w @ k, data(seed=1)[0]  # p is a search direction; Y is the right-hand side mu
 
     def product(along: Tensor) -> Tensor:
         return (w * (p @ k.T)) @ k - along * raw - total(p * raw) * q + omega * along * q + 0.5 * p
@@ -157,13 +157,13 @@ def product_in_conjugate_gradients() -> Numbers:
 def block_diagonal() -> Numbers:
     q, k, _ = data(256, 16)
     w = weights(q, k)
-    w, ridge, late = w / w.sum(1, keepdim=True), 0.1, slice(32, None)
+    w, ridge, late = w / total(w), 0.1, slice(32, None)
     mask = torch.block_diag(*[torch.ones(4, 4, dtype=q.dtype)] * 4)
     _, omega, mu, sigma = statistics(w, q, k, ridge)
     rho = torch.linalg.solve(sigma * mask, mu)
-    printed = omega - (mu * rho).sum(1, keepdim=True)
+    printed = omega - total(mu * rho)
     spread = (sigma - mu[:, :, None] * mu[:, None]) * mask
-    correct = 1 / (1 + (mu * torch.linalg.solve(spread, mu)).sum(1, keepdim=True))
+    correct = 1 / (1 + total(mu * torch.linalg.solve(spread, mu)))
     share = lambda x: float((x[late] <= 0).double().mean())  # noqa: E731
     return {"share of rows with δ <= 0": share(printed), "with the covariance": share(correct)}
 
@@ -180,9 +180,9 @@ def limit_of_the_bandwidth() -> Numbers:
     mesa = regard.mesa_attention(q[None, None], k[None, None], v[None, None], ridge=0.5)[0][0, 0, 8:]
     free = []
     for i in range(8, len(q)):
-        x, y = k[: i + 1], v[: i + 1]
-        slope = torch.linalg.solve((x - x.mean(0)).T @ (x - x.mean(0)) + 0.5 * torch.eye(4), (x - x.mean(0)).T @ y)
-        free.append(y.mean(0) + (q[i] - x.mean(0)) @ slope)
+        mean, y = k[: i + 1].mean(0), v[: i + 1]
+        x = k[: i + 1] - mean
+        free.append(y.mean(0) + (q[i] - mean) @ torch.linalg.solve(x.T @ x + 0.5 * torch.eye(4), x.T @ y))
     return {
         "distance from MesaNet": error(found, mesa),
         "from ridge regression with an intercept": error(found, torch.stack(free)),

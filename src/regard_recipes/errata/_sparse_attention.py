@@ -48,12 +48,11 @@ def powers_below_one() -> Numbers:
 )
 def bandwidth_of_normalised_relu() -> Numbers:
     # weights relu(2 β⁴ s + 1 − 2 β²), s the cosine: 0 at s = threshold, and h² = 2 (1 − s)
-    found = {}
+    numbers: dict[str, float] = {}
     for beta in (2.0, 20.0):
         threshold = (2 * beta**2 - 1) / (2 * beta**4)
-        found[f"h at β = {beta:g}"] = (2 * (1 - threshold)) ** 0.5
-        found[f"1/β at β = {beta:g}"] = 1 / beta
-    return found
+        numbers |= {f"h at β = {beta:g}": (2 * (1 - threshold)) ** 0.5, f"1/β at β = {beta:g}": 1 / beta}
+    return numbers
 
 
 @here(

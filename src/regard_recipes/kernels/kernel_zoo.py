@@ -63,9 +63,9 @@ def _slope(total: Tensor, x: Tensor) -> Tensor:
 
 def product(kernel: Any, rule: str, config: "KernelZoo") -> dict[str, Any]:
     """Return a kernel under a thresholding rule, or the reason why that is invalid: spec, reason; unit (every score is
-    multiplied by it; 1 but for kernels with a limit); edge (how far scores are drawn, in that unit); line, slopes
-    [points, 3] (weights of the scores (t, 0, -t), and their derivative by t); plane [plane, plane] (weight of the first
-    of the scores [0, u1, u2], u1 along the last axis); support (how many of these three have weight)."""
+    multiplied by it); edge (how far scores are drawn, in that unit); line, slopes [points, 3] (weights of the scores
+    (t, 0, -t), and their derivative by t); plane [plane, plane] (weight of the first of the scores [0, u1, u2], u1
+    along the last axis); support (how many of these three have weight)."""
     # numbers for which three scores show more than under the rule's defaults
     chosen: dict[str, Any] = {"k": config.nearest} if rule == "nearest" else {}
     if rule == "fixed" and kernel.compact:

@@ -56,19 +56,15 @@ class TextOptions(LanguageOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How a model is trained and measured.
+    """How a model is trained and measured: the options of `TextOptions`, and what no option sets.
 
     Attributes:
-        context, batch, parts: tokens of a window, windows of a step, forward passes of a step.
-        steps: optimiser steps.
         learning_rate: the highest, reached after the share `warmup` of the steps; then a cosine falls to the share
             `final_share` of it.
         weight_decay: of matrices; vectors and scalars have none.
         clip: largest norm of the gradient.
-        looks: number of times that the losses are recorded, at equal intervals, the last one at the end.
-        measured: number of held-out tokens that the loss is measured on, the first ones.
+        looks: number of times that the losses are noted, at equal intervals, the last one at the end.
         dtype: precision of matrix products, "float32" or "bfloat16" (autocast; weights and updates are float32).
-        device, compile: of the model; train through torch.compile.
     """
 
     context: int

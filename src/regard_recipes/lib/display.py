@@ -36,8 +36,8 @@ def pivot(
 
     heads: list[Any] = [None]
     if columns is not None:
-        own = frame[columns]
-        heads = list(own.cat.categories) if own.dtype == "category" else list(dict.fromkeys(own))
+        named = frame[columns]
+        heads = list(named.cat.categories) if named.dtype == "category" else list(dict.fromkeys(named))
     names = [
         title if head is None else label(head) if len(values) == 1 else f"{label(head)}: {title}"
         for head in heads
@@ -71,9 +71,8 @@ def interval(column: str, digits: int = 3, signed: bool = False) -> ToText:
 
 
 def gap(column: str, base: Frame | Callable[[Frame], Frame], digits: int = 3, ratio: bool = False) -> ToText:
-    """Return a function that shows how much more (above 0) the rows have than `base`, paired by seed, ± half the 95 %
-    interval; with `ratio` how many times as much. `base` may depend on the rows. Nothing for the rows of the base
-    itself."""
+    """Return a function that shows the mean less that of `base`, paired by seed, ± half the 95 % interval; with `ratio`
+    divided by it. `base` may depend on the rows. Nothing for the rows of the base itself."""
 
     def show(rows: Frame) -> str:
         other = base(rows) if callable(base) else base
@@ -85,17 +84,20 @@ def gap(column: str, base: Frame | Callable[[Frame], Frame], digits: int = 3, ra
 
 
 def means(form: Show) -> ToText:
-    """Return a function that shows `form`, a text such as "{loss:.3f} nats", with the means of these columns over the
-    rows that have a number; nothing where none has one. A function is returned as it is."""
+    """Return `form`, or if it is a text (`Show`) a function that shows it; a dash where no row has a number."""
     if not isinstance(form, str):
         return form
-    names = [name for _, name, *_ in Formatter().parse(form) if name]
+    names = _columns_in(form)
 
     def show(rows: Frame) -> str:
-        found = {name: rows[name].astype(float).mean() for name in names}
-        return MISSING if any(map(math.isnan, found.values())) else form.format(**found)
+        numbers = {name: rows[name].astype(float).mean() for name in names}
+        return MISSING if any(map(math.isnan, numbers.values())) else form.format(**numbers)
 
     return show
+
+
+def _columns_in(form: str) -> list[str]:
+    return [name for _, name, *_ in Formatter().parse(form) if name]
 
 
 def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> ToText:
@@ -103,8 +105,8 @@ def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> ToT
     no row has a number."""
 
     def show(rows: Frame) -> str:
-        found = float(getattr(rows[column].astype(float), how)()) * scale
-        return MISSING if math.isnan(found) else form.format(found)
+        number = float(getattr(rows[column].astype(float), how)()) * scale
+        return MISSING if math.isnan(number) else form.format(number)
 
     return show
 
@@ -134,7 +136,7 @@ def label(value: Any) -> str:
 def panels(frame: Frame, title: str) -> dict[str, Frame]:
     """Return `title`, in which columns stand as in "d = {d}", to the rows that have these values, for every combination
     in the order in which they first come."""
-    names = [name for _, name, *_ in Formatter().parse(title) if name]
+    names = _columns_in(title)
     groups = frame.groupby(names, sort=False)
     return {title.format(**dict(zip(names, key, strict=True))): rows for key, rows in groups}
 
@@ -183,12 +185,11 @@ def lines(
 
 
 def _line(axes: Any, rows: Frame, x: str, y: str, style: tuple[str, str], name: str) -> None:
-    found = rows.astype({y: float}).groupby(x)[y].agg(["min", "mean", "max", "count"])
-    marker = "o" if len(found) <= 12 else None
-    how: dict[str, Any] = {"color": style[0], "linestyle": style[1], "linewidth": 1.4, "markersize": 3.5}
-    axes.plot(found.index, found["mean"], marker=marker, label=name, **how)
-    if found["count"].max() > 1:
-        axes.fill_between(found.index, found["min"], found["max"], color=style[0], alpha=0.15, linewidth=0)
+    points = rows.astype({y: float}).groupby(x)[y].agg(["min", "mean", "max", "count"])
+    look: dict[str, Any] = {"color": style[0], "linestyle": style[1], "linewidth": 1.4, "markersize": 3.5}
+    axes.plot(points.index, points["mean"], marker="o" if len(points) <= 12 else None, label=name, **look)
+    if points["count"].max() > 1:
+        axes.fill_between(points.index, points["min"], points["max"], color=style[0], alpha=0.15, linewidth=0)
 
 
 def dots(frame: Frame, value: str, rows: str, hue: str, *, x_label: str, title: str = "") -> bytes:

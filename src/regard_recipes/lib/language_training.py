@@ -54,11 +54,11 @@ def train_language_model(
 
     Returns:
         Rows for `Recipe.measure`. The first is of kind "run": `parameters` (shared ones count once), the losses at the
-        end, `step_seconds` and `step_cpu_seconds` (median time of a training step, elapsed and of the processor; on an
-        accelerator both elapsed), `peak_bytes` and `before_bytes` (largest memory of the process while it trained, and
-        its memory before the model was made; on an accelerator, allocated there; None where the system does not report
-        it), and what `measure` found. Then one of kind "look" for each time that the losses were noted: `step`,
-        `train` (nats per token, the mean over the windows since the last look) and `held_out`; then those of `measure`.
+        end, `step_seconds` and `step_cpu_seconds` (medians, elapsed and of the processor; on an accelerator both
+        elapsed), `peak_bytes` and `before_bytes` (largest memory while it trained, and memory before the model was
+        made; None where the system does not report it), and what `measure` found. Then one of kind "look" for each time
+        that the losses were noted: `step`, `train` (nats per token, the mean over the windows since the last look) and
+        `held_out`; then those of `measure`.
 
     Raises:
         ArgumentError: a budget out of range, a text shorter than a window, a config that no model is made from.
@@ -109,8 +109,7 @@ def held_bytes(which: str, device: torch.device, restart: bool = False) -> int |
 def train_with_trainer(
     model: nn.Module, material: Corpus, budget: Budget, seed: int
 ) -> tuple[list[tuple[float, float]], dict[str, float]]:
-    """Train with `regard.training`'s Trainer; return the training and held-out loss of each look, none after a loss
-    that is not finite, and the median time of a step, "step_seconds" and "step_cpu_seconds"."""
+    """Train a model; return the losses of each look, none after one that is not finite, and medians of step times."""
     device = next(model.parameters()).device
     optimizer = make_optimizer(model, budget)
     schedule = TaskBudget(steps=budget.steps, warmup=budget.warmup, final_share=budget.final_share)
@@ -183,8 +182,7 @@ class Looks(TrainerCallback):
 
 @contextlib.contextmanager
 def global_generators(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the generators of torch, numpy and Python inside the block, with float32 as torch's default dtype, and leave
-    them as they were."""
+    """Seed torch inside the block, with float32 as its default dtype, and leave all generators as they were."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     with (
         quiet_transformers(),

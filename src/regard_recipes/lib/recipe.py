@@ -83,11 +83,10 @@ class Recipe(ABC):
     Register it with `@recipe(name)`. An instance is sent to other processes, so its attributes must be picklable.
 
     Attributes:
-        limits: field to its least and largest number, of several numbers each, and each only once. Here as in
+        limits: field to its least and largest number; of several numbers each holds, and each comes once. Here as in
             `choices`, those of the base classes hold too.
         choices: field of names to the known names, of which at least one is named, and each only once.
         by_size: 'quick' and 'paper' to the fields in which they differ from the defaults.
-        name: set by `@recipe`.
     """
 
     out: Path | None = None

@@ -30,7 +30,10 @@ def reproduce(argv: list[str]) -> int:
     name, rest = argv[0], argv[1:]
     recipe = recipes.get(name)
     if rest[:1] == ["--estimate"]:
-        return _estimate(recipe, rest[1:])
+        from .trained import estimate
+
+        consoles()[1].print(estimate(options(recipe, rest[1:])).rich(f"{CALL} {name}"))
+        return 0
     return _rebuild(recipe, rest[1:]) if rest[:1] == ["--rebuild"] else _run(recipe, rest)
 
 
@@ -46,15 +49,6 @@ def _run(kind: type[Recipe], argv: list[str]) -> int:
     _show(screen, made, results)
     out = made.out or Path(f"{kind.name}-out")
     screen.print(f"{time.perf_counter() - start:.0f} s in all. Look inside: {out}", highlight=False)
-    return 0
-
-
-def _estimate(kind: type[Recipe], argv: list[str]) -> int:
-    """Print how large a run would be."""
-    from .trained import estimate
-
-    table = estimate(options(kind, argv))
-    consoles()[1].print(table.rich(f"{CALL} {kind.name}"))
     return 0
 
 
@@ -78,7 +72,6 @@ def _run_all(argv: list[str]) -> int:
 
 
 def _papers(argv: list[str]) -> int:
-    """Write a page for each paper from the results in a folder."""
     from .pages import write_pages
 
     if len(argv) != 1:

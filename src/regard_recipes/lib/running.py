@@ -124,8 +124,7 @@ def _prepare_process() -> None:
 
 
 def clean_processes() -> Any:
-    """Return a context of multiprocessing whose processes inherit neither threads nor memory: forks of a server that
-    has imported what cells need; spawned processes where there is no such server."""
+    """Return a context of multiprocessing whose processes inherit neither threads nor memory."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -1,8 +1,8 @@
 """Recall values by keys: accuracy against the number of pairs, for models with a cache and with a state of fixed size.
 
-MQAR of Zoology, as in the Local Linear Attention paper (section 4, figure 4). Two layers without feed-forward layers;
-models with states have states of one size. A model is trained once, on sequences with few and with many pairs: the
-short ones are learned first, without which the long ones take many times as many steps.
+MQAR of Zoology, as in the Local Linear Attention paper (section 4, figure 4). A model is trained once, on sequences
+with few and with many pairs: the short ones are learned first, without which the long ones take many times as many
+steps.
 """
 
 from collections.abc import Iterator, Mapping
@@ -71,7 +71,6 @@ class MixedRecall(MQAR):
         return TokenExample(pad(short.tokens, rest), pad(short.labels, rest, value=IGNORED))
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the value that followed the key before each label, int64 [T]."""
         return self.only(int(example.asked.sum())).oracle(example)
 
 
@@ -142,17 +141,12 @@ class AssociativeRecall(TaskRecipe):
     def tables(self, results: Results) -> dict[str, Any]:
         floors = [f"{n} pairs {values['accuracy']:.2f}" for n, values in results.facts["floors"].items()]
         note = f"± half the 95 % interval over seeds. Guessing one of the sequence's values: {'; '.join(floors)}."
-        made = {"Accuracy by number of pairs": pivot(
-            self.scores(results), ["model"], {"": interval("score")}, "test", note=note
-        )}  # fmt: skip
-        states = self.chosen(results, "state")
+        scores, states = self.scores(results), self.chosen(results, "state")
+        made = {"Accuracy by number of pairs": pivot(scores, ["model"], {"": interval("score")}, "test", note=note)}
         if len(states):
-            note = (
+            made["State by number of pairs"] = pivot(states, ["model"], {"": "{numbers:,.0f}"}, "test", note=(
                 "Numbers kept for a sequence at its end, mean over layers: keys and values of all tokens, or a state "
-                "with the last inputs of its short convolution."
-            )
-            shows = {"": "{numbers:,.0f}"}
-            made["State by number of pairs"] = pivot(states, ["model"], shows, "test", note=note)
+                "with the last inputs of its short convolution."))  # fmt: skip
         return {**made, "Training": self.training_table(results)}
 
     def figures(self, results: Results) -> dict[str, bytes]:

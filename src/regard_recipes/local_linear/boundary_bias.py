@@ -1,11 +1,9 @@
 """Boundary bias: how the error of global linear, local constant and local linear regression falls with n (Local Linear
 Attention paper, propositions 2.1 and 2.2).
 
-n design points are uniform on the unit ball in d dimensions; values are f(x) = 2 |x|^2, the paper's example of a large
-normal gradient at the boundary, plus normal noise. Within a bandwidth h of the boundary the bias of the local constant
-is of order h, not h^2. Both local estimators are `regard.attention` with the Epanechnikov kernel,
-w = [1 - |q - k|^2 / h^2]_+, at the bandwidth of a grid with the least mean error against f. The error is integrated
-over radii times a few directions (P evaluation points), since everything is symmetric.
+n design points are uniform on the unit ball in d dimensions; values are f(x) = 2 |x|^2 plus normal noise. Both local
+estimators are `regard.attention` with the Epanechnikov kernel, w = [1 - |q - k|^2 / h^2]_+, at the bandwidth of a grid
+with the least mean error against f. The error is integrated over radii times a few directions (P evaluation points).
 """
 
 import math
@@ -48,8 +46,8 @@ class Places(NamedTuple):
 
 
 def truth(x: Tensor) -> Tensor:
-    """Return f, [..., d] -> [...]."""
-    return CURVATURE * x.square().sum(-1)
+    """Return f, [..., d] -> [..., 1]."""
+    return CURVATURE * x.square().sum(-1, keepdim=True)
 
 
 def places(dim: int, radii: int, directions: int) -> Places:
@@ -74,7 +72,7 @@ def design(dim: int, n: int, seed: int, noise: float) -> tuple[Tensor, Tensor]:
     radius = torch.rand(n, 1, generator=draw, dtype=torch.float64) ** (1 / dim)
     x = normal / normal.norm(dim=-1, keepdim=True) * radius
     off = torch.randn(n, REPEATS, generator=draw, dtype=torch.float64) * noise
-    f = truth(x)[:, None]
+    f = truth(x)
     return x, torch.cat([f, f + off], -1)
 
 
@@ -87,15 +85,14 @@ def global_linear(x: Tensor, y: Tensor, at: Tensor) -> Tensor:
 def local(x: Tensor, y: Tensor, at: Tensor, h: float, degree: int) -> Tensor:
     """Predict by `regard.attention` of degree 0 or 1 with bandwidth h at `at`: -> [P, C]."""
     spec = Spec.parse(KERNEL + (f"*linear(ridge={RIDGE * h * h})" if degree else ""))
-    q, k, v = (u[None, None] for u in (at, x, y))
-    found: Tensor = attention(q, k, v, spec, scale=2 / h**2)
-    return found[0, 0]
+    out: Tensor = attention(at[None, None], x[None, None], y[None, None], spec, scale=2 / h**2)
+    return out[0, 0]
 
 
 def bandwidths(estimator: str, dim: int, n: int) -> list[float]:
     """Return the grid: around the theory's order of magnitude, wide enough to hold the best bandwidth inside."""
-    power = 4 if estimator == LINEAR else 3
-    middle = (1.7 if power == 4 else 1.0) * n ** (-1 / (dim + power)) * (0.65 if dim == 1 else 0.85)
+    factor, power = (1.7, 4) if estimator == LINEAR else (1.0, 3)
+    middle = factor * n ** (-1 / (dim + power)) * (0.65 if dim == 1 else 0.85)
     return [middle * STEP**i for i in range(-7, 8)]
 
 
@@ -128,7 +125,7 @@ class BoundaryBias(Recipe):
         d, n = cell["d"], cell["n"]
         where = places(d, self.radii, self.directions)
         x, y = design(d, n, seed, self.noise)
-        known = truth(where.points)[:, None]
+        known = truth(where.points)
         whole = global_linear(x, y, where.points)
         for estimator in THEORY:
             for i, h in enumerate(bandwidths(estimator, d, n)):
@@ -142,9 +139,9 @@ class BoundaryBias(Recipe):
 
     def claims(self, results: Results) -> list[Claim]:
         chosen, dims = best(results), self.dims
-        of = lambda name, d: select(chosen, d=d, estimator=name)  # noqa: E731
-        at_last = lambda name, d: select(of(name, d), n=max(self.sizes))  # noqa: E731
-        ratio = {f"d = {d}": paired(at_last(CONSTANT, d), at_last(LINEAR, d), "whole", True) for d in dims}
+        of = lambda name, d, **at: select(chosen, d=d, estimator=name, **at)  # noqa: E731
+        last = {"n": max(self.sizes)}
+        ratio = {f"d = {d}": paired(of(CONSTANT, d, **last), of(LINEAR, d, **last), "whole", True) for d in dims}
         note = f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n."
         made = [
             Claim(PAPER, "propositions 2.1 and 2.2", f"The error of {name} regression falls as {LAWS[name]}",
@@ -183,8 +180,7 @@ class BoundaryBias(Recipe):
 
     def notes(self, results: Results) -> list[str]:
         chosen = best(results)
-        places_ = select(chosen, estimator=[CONSTANT, LINEAR])["place"]
-        edge = int(((places_ == 0) | (places_ == 14)).sum() / self.seeds)
+        edge = int(select(chosen, estimator=[CONSTANT, LINEAR])["place"].isin([0, 14]).sum() / self.seeds)
         last = select(chosen, estimator=CONSTANT, n=max(self.sizes)).groupby("d")[["boundary", "whole"]].mean()
         share = "; ".join(f"d = {d}: {row.boundary / row.whole:.0%}" for d, row in last.iterrows())
         return [

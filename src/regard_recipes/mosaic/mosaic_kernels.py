@@ -1,10 +1,7 @@
 """The weightings of the sparse-attention paper in the contextual memories of Memory Mosaics: its figures 2 and 3.
 
-The paper trains Memory Mosaics of 1, 8 and 12 blocks with eight weightings: at one and eight blocks the compact kernels
-(sparsemax, biweight, triweight) have a lower loss than the Gaussian and the nearest-key baselines; at twelve only
-uniform nearest keys and normalised ReLU differ, and are worse. Its released programs differ from its definitions (see
-`released_weightings`); here both are trained on the same budget. Uniform nearest keys have a straight-through gradient,
-and with k = 32 also, as released, none to the keys.
+The paper's released programs differ from its definitions (see `released_weightings`); here both are trained on the same
+budget. Uniform nearest keys have a straight-through gradient, and with k = 32 also, as released, none to the keys.
 """
 
 import math
@@ -138,11 +135,11 @@ class MosaicKernels(TextRecipe):
         return rows[rows["k"].isna() | (rows["k"] == self.shown_k)]
 
     def claims(self, results: Results) -> list[Claim]:
-        told: list[Any] = []
+        rows: list[Any] = []
         for layers in self.layers:
             gaps = partial(gaps_of, self.compared(results, layers=layers, form=DEFINED))
             where = f"figure 3, {blocks(layers)}"
-            told += [
+            rows += [
                 (where, "Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS),
                 (where, "Compact kernels are below softmax and nearest keys", gaps(COMPACT, BASELINES), "below", 0),
                 (where, "Uniform nearest keys and normalised ReLU are worse than softmax",
@@ -155,9 +152,9 @@ class MosaicKernels(TextRecipe):
             for model, form in (*((rule, "fast") for rule in RULES), ("topk-uniform", HARD))
         }  # fmt: skip
         learn = "The released programs learn as well as what is defined"
-        told.append(("released programs", learn, released, "within", MATTERS))
+        rows.append(("released programs", learn, released, "within", MATTERS))
         note = f"Test nats per token, the first less the second; {MATTERS:g} is taken to matter."
-        return claims_of(PAPER, [(*each, note) for each in told], effect=MATTERS, untestable=self.unlearned(results))
+        return claims_of(PAPER, [(*row, note) for row in rows], effect=MATTERS, untestable=self.unlearned(results))
 
     def tables(self, results: Results) -> dict[str, Any]:
         every, named, made = self.chosen(results), {"model": "weighting", "k": "k", "form": "form"}, {}

@@ -49,7 +49,6 @@ class Dispersion(Recipe):
 
     @property
     def spec_names(self) -> list[str]:
-        """Return the specs by the names that were given."""
         return split_specs(self.specs)
 
     def check(self) -> None:
@@ -73,7 +72,7 @@ class Dispersion(Recipe):
         error = (p @ value - value[target]).square().sum(-1) / value[target].square().sum(-1)
         measured = {"weight": right, "support": (p > 0).sum(-1).float(), "effective": 1 / p.square().sum(-1),
                     "missed": (right == 0).float(), "error": error}  # fmt: skip
-        yield {**{name: float(values.mean()) for name, values in measured.items()}, "scale": scale}
+        yield {**{column: float(values.mean()) for column, values in measured.items()}, "scale": scale}
 
     def weights(self, spec: str, scale: float, keys: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the weights [queries, keys] of a random memory, and the place of each query's key."""
@@ -101,10 +100,10 @@ class Dispersion(Recipe):
         at = lambda name, keys: results.select(kernel=name, keys=keys)  # noqa: E731
         if SOFTMAX not in self.spec_names or short == long:
             return []
-        sparse = [name for name in SPARSE if name in self.spec_names]
-        less = {name: paired(at(name, long), at(SOFTMAX, long), "error") for name in sparse}
-        more = {name: paired(at(name, long), at(SOFTMAX, long), "weight") for name in sparse}
-        fall = paired(at(SOFTMAX, long), at(SOFTMAX, short), "weight")
+        softmax, sparse = at(SOFTMAX, long), [name for name in SPARSE if name in self.spec_names]
+        less, more = ({name: paired(at(name, long), softmax, column) for name in sparse}
+                      for column in ("error", "weight"))  # fmt: skip
+        fall = paired(softmax, at(SOFTMAX, short), "weight")
         note = f"At {long:,} keys, less softmax's."
         return claims_of(PAPER, [
             ("section 2.1", "Softmax attention disperses over long contexts", fall, "below", 0,

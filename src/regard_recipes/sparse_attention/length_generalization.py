@@ -60,8 +60,7 @@ class LengthGeneralization(TaskRecipe, Sizes):
     def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
         task: Any = self.training_tasks()[name]
         longest = task.most
-        found = {str(n): replace(task, least=n * longest, most=n * longest) for n in self.factors}
-        return found
+        return {str(n): replace(task, least=n * longest, most=n * longest) for n in self.factors}
 
     def claims(self, results: Results) -> list[Claim]:
         tests, found = [str(n) for n in self.factors], []
@@ -91,10 +90,8 @@ class LengthGeneralization(TaskRecipe, Sizes):
         made = {}
         for metric, title in METRICS.items():
             how = "teacher-forced" if metric == "accuracy" else "teacher-forced or free-running, which is the same"
-            note = (
-                f"Share of {title}, {how}, ± half the 95 % interval over seeds. Columns: test length over the longest "
-                "in training."
-            )
+            note = (f"Share of {title}, {how}, ± half the 95 % interval over seeds. Columns: test length over the "
+                    "longest in training.")  # fmt: skip
             for task, group in self.scores(results, metric).groupby("task", sort=False):
                 made[f"{task}, {title}"] = pivot(group, ["model"], {"": interval("score")}, "test", note=note)
         return {**made, "Training": self.training_table(results)}

@@ -1,8 +1,7 @@
 """Read another text than the one trained on: the loss of Memory Mosaics along the text, by kernel.
 
-Sparse-attention paper, section C.1 and figure 5: models trained on BabiStories read Simple English Wikipedia, and their
-loss is shown against the position in a window of 512 tokens, as a moving average. Both data sets are out of reach here.
-Unless files are given, models learn the Python manual and read the stories of `regard.tasks.Stories`. Losses are means
+Sparse-attention paper, section C.1 and figure 5: models trained on BabiStories read Simple English Wikipedia. Unless
+files are given, models here learn the Python manual and read the stories of `regard.tasks.Stories`. Losses are means
 over sixteenths of a window.
 """
 
@@ -61,8 +60,8 @@ class OutOfDistribution(TextRecipe):
 
     def check(self) -> None:
         if self.tokenizer not in TOKENIZERS:
-            given = f"--tokenizer is {self.tokenizer!r}, which depends on the text"
-            raise ArgumentError(f"{self.call()}: {given}; expected {' or '.join(TOKENIZERS)}.")
+            expected = f"which depends on the text; expected {' or '.join(TOKENIZERS)}"
+            raise ArgumentError(f"--tokenizer is {self.tokenizer!r}, {expected}.")
         super().check()
 
     def load(self, text: LanguageText) -> dict[str, Any]:
