@@ -113,10 +113,10 @@ def _multiples(products: Sequence[Any], draw: Callable[[Axes, Any], None], size:
     figure = Figure(figsize=(size * COLUMNS + 1.2, (size + 0.35) * rows + 0.5), dpi=110, layout="constrained")
     grid: Any = figure.subplots(rows, COLUMNS, squeeze=False)
     for axes, product in zip(grid.flat, shown, strict=False):
-        named = ENTMAX.get(product.kernel) if product.rule == "adaptive" else None
+        entmax = ENTMAX.get(product.kernel) if product.rule == "adaptive" else ""
         numbers = product.spec.partition("(")[2].partition(")")[0] if product.rule in product.spec else ""
-        said = ", ".join(filter(None, (named, numbers, f"scores × {product.unit:g}" if product.unit != 1 else None)))
-        axes.set_title(f"{product.kernel} × {product.rule}" + (f"\n({said})" if said else ""), fontsize=9)
+        more = ", ".join(filter(None, (entmax, numbers, f"scores × {product.unit:g}" if product.unit != 1 else "")))
+        axes.set_title(f"{product.kernel} × {product.rule}" + (f"\n({more})" if more else ""), fontsize=9)
         axes.tick_params(labelsize=7)
         draw(axes, product)
     for axes in grid.flat[len(shown) :]:

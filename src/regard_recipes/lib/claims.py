@@ -20,7 +20,6 @@ class Estimate:
     """A number with its 95 % interval.
 
     Attributes:
-        mean: the mean, or the number itself.
         low, high: ends of the interval; equal to `mean` where the number is exact, infinite where one sample has none.
         count: samples; 0 where the number is exact.
     """
@@ -42,7 +41,7 @@ class Estimate:
 
     @property
     def half(self) -> float:
-        """Return half the width of the interval."""
+        """Half the width of the interval."""
         return (self.high - self.low) / 2
 
     def plus(self, by: float) -> "Estimate":

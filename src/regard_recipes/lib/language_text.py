@@ -86,8 +86,8 @@ def read_text(
         source += f", the first {longest:,} of {len(whole):,} characters"
     share = min(HELD_OUT, max(LEAST, LONGEST_TOKEN * (measured + choice)) / len(content))
     learn, held_out = split_text(content, share)
-    made = TOKENIZERS.get(tokenizer)(learn)
-    train_tokens, unseen = encode(made, learn), encode(made, held_out)
+    encoder = TOKENIZERS.get(tokenizer)(learn)
+    train_tokens, unseen = encode(encoder, learn), encode(encoder, held_out)
     cut = min(choice, len(unseen) // 3)
     choice_tokens, held_out_tokens = unseen[:cut], unseen[cut:]
     if min(len(train_tokens), len(held_out_tokens), len(choice_tokens) if choice else context) < context:
@@ -101,11 +101,11 @@ def read_text(
     described = {
         "source": source, "characters": f"{len(content):,}",
         "tokens": f"{len(train_tokens):,} to learn from, {len(held_out_tokens):,} held out{chosen_on}",
-        "tokenizer": f"{tokenizer}, {len(made):,} tokens",
+        "tokenizer": f"{tokenizer}, {len(encoder):,} tokens",
         "SHA-256": hashlib.sha256(content.encode()).hexdigest(),
     }  # fmt: skip
     return LanguageText(
-        content=content, share=share, tokenizer=made, train_tokens=train_tokens, held_out_tokens=held_out_tokens,
+        content=content, share=share, tokenizer=encoder, train_tokens=train_tokens, held_out_tokens=held_out_tokens,
         choice_tokens=choice_tokens, described=described,
     )  # fmt: skip
 

@@ -110,12 +110,9 @@ class Item:
     """A table, a figure or a section with results.
 
     Attributes:
-        place: such as "figure 4a".
-        what: what it shows or claims.
-        recipe: that measures it; empty if there is none.
-        gpu: command that measures it where there is a GPU, if there is no recipe.
-        verdict: what is shown where there is neither.
+        recipe, gpu: the recipe that measures it, or if there is none the command that does where there is a GPU.
         where: parts of `Claim.where` that belong to it; empty for the place itself.
+        verdict: what is shown where nothing measures it.
     """
 
     place: str
@@ -223,12 +220,12 @@ def page(paper: str, claims: Sequence[Stored]) -> str:
     def row(place: str, _: str, command: str, time: str, claim: Claim) -> tuple[str, ...]:
         return place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`", time
 
-    known, rows, shown = (paper, "regard's targets"), [], []
+    papers, rows, shown = (paper, "regard's targets"), [], []
     for item in PAPERS[paper]:
-        ours = [each for each in claims if paper_of(each[-1]) in known and item.holds(each[0], each[-1])]
-        shown += ours
-        rows += [row(item.place, *each) for each in ours]
-        if not ours:
+        measured = [each for each in claims if paper_of(each[-1]) in papers and item.holds(each[0], each[-1])]
+        shown += measured
+        rows += [row(item.place, *each) for each in measured]
+        if not measured:
             verdict, command = item.unmeasured()
             rows.append((item.place, item.what, verdict, "", command, ""))
     others = (each for each in claims if paper_of(each[-1]) == paper and each not in shown)
@@ -245,9 +242,7 @@ def write_pages(folder: Path) -> list[Path]:
     claims = list(stored(folder))
     if not claims:
         raise ArgumentError(f"reproduce: --papers: {folder} holds no results of recipes with claims (NAME.json).")
-    written = []
-    for paper in PAPERS:
-        path = folder / f"paper-{paper.lower().replace(' ', '-')}.md"
+    paths = {paper: folder / f"paper-{paper.lower().replace(' ', '-')}.md" for paper in PAPERS}
+    for paper, path in paths.items():
         path.write_text(page(paper, claims), encoding="utf-8")
-        written.append(path)
-    return written
+    return list(paths.values())

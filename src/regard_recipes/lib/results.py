@@ -37,13 +37,8 @@ GROWING = ("seeds", "close_seeds", "models", "rates", "tasks")
 
 @dataclass
 class Journal:
-    """The file NAME.jsonl of a run.
-
-    Attributes:
-        header: its first line.
-        lines: its rows, each with `cell`, `seed`, `row` (from 0), `of` (number of rows of this cell and seed),
-            `seconds` (of this cell and seed) and `measured`.
-    """
+    """The file NAME.jsonl of a run: its first line and its rows, each with `cell`, `seed`, `row` (from 0), `of` (number
+    of rows of this cell and seed), `seconds` (of this cell and seed) and `measured`."""
 
     path: Path
     header: dict[str, Any]
@@ -152,11 +147,11 @@ def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
     record, journal = folder / f"{kind.name}.json", folder / f"{kind.name}.jsonl"
     if record.exists():
         with one_error(f"{kind.call()}: cannot read {record}"):
-            found = json.loads(record.read_text(encoding="utf-8"))
-            expect("rows" in found, "it has no rows; it was written by an older version")
-            rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
-            meta = {name: found[name] for name in found if name not in ("rows", "columns", "claims")}
-            results, config = Results(frame_of(rows), found["facts"], meta), found["config"]
+            stored = json.loads(record.read_text(encoding="utf-8"))
+            expect("rows" in stored, "it has no rows; it was written by an older version")
+            rows = [dict(zip(stored["columns"], row, strict=True)) for row in stored["rows"]]
+            about = {name: stored[name] for name in stored if name not in ("rows", "columns", "claims")}
+            results, config = Results(frame_of(rows), stored["facts"], about), stored["config"]
     elif journal.exists():
         header, lines, _ = read_journal(journal)
         if header is None:
@@ -207,11 +202,8 @@ def _key(cell: Cell, seed: int) -> str:
 
 
 def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
-    """Check that a command may write to `out`; nothing is changed.
-
-    Returns:
-        The nearest folder that exists, `out` itself or one above it.
-    """
+    """Check that a command may write to `out`, without changing anything; return the nearest folder that exists, `out`
+    itself or one above it."""
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
     home = out.absolute()
@@ -219,8 +211,8 @@ def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
         home = home.parent
     if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
         raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
-    found = [path for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
-    if found and not any(_is_result(path, made_by) for path in out.glob("*.json*")):
+    files = [path for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
+    if files and not any(_is_result(path, made_by) for path in out.glob("*.json*")):
         raise ArgumentError(
             f"{call}: --out {out} is not empty and holds no result of `{made_by}`; choose another folder (nothing "
             f"was deleted)."
@@ -231,10 +223,10 @@ def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
 def _is_result(path: Path, made_by: str) -> bool:
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text.split("\n", 1)[0] if path.suffix == ".jsonl" else text)
+        header = json.loads(text.split("\n", 1)[0] if path.suffix == ".jsonl" else text)
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get("made_by") == made_by
+    return isinstance(header, dict) and header.get("made_by") == made_by
 
 
 def hardware() -> dict[str, str]:

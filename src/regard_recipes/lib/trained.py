@@ -44,11 +44,11 @@ def language_config(fields: Mapping[str, Any], spread: float) -> Any:
     the other fields; `spread` is the standard deviation of its first weights."""
     from regard.models import language_models
 
-    own = {**fields}
-    kind = own.pop("model", "transformer")
+    settings = {**fields}
+    kind = settings.pop("model", "transformer")
     if kind != "memory-mosaic":  # whose first weights have a scale of their own
-        own.setdefault("initializer_range", spread)
-    return language_models.get(kind).config(**own)
+        settings.setdefault("initializer_range", spread)
+    return language_models.get(kind).config(**settings)
 
 
 class TrainedRecipe(Recipe):
@@ -142,9 +142,9 @@ def estimate(made: Recipe) -> Any:
     return Table((", ".join(made.per), *numbers), tuple(rows), ESTIMATED)
 
 
-def row(name: str, runs: int, parameters: int, tokens: float, operations: float, of_all: float) -> tuple[str, ...]:
-    """Return a row of the table; `of_all` are the operations that hours are given for."""
-    hours = of_all / RATE / 3600
+def row(name: str, runs: int, parameters: int, tokens: float, operations: float, total: float) -> tuple[str, ...]:
+    """Return a row of the table; `total` are the operations that hours are given for."""
+    hours = total / RATE / 3600
     shown = f"{hours:,.{0 if hours >= 10 else 2}f}"
     memory = f"{STATE_BYTES * parameters / 2**30:.2f} GiB"
     return name, f"{runs}", f"{parameters:,}", f"{tokens:.2e}", f"{operations:.2e}", shown, memory
