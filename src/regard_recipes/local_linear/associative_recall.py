@@ -83,8 +83,7 @@ class AssociativeRecall(TaskRecipe):
     vocabulary: int = 64  # Tokens; the paper has 8192.
     width: int = 64  # Channels.
     head: int = 32  # Channels of the one head of attention.
-    state: int = 8
-    """Channels of the head of models with a state of fixed size, which has about state^2 numbers."""
+    state: int = 8  # Channels of the head of models with a state of fixed size, which has about state^2 numbers.
     steps: int = 1000
     rates: tuple[float, ...] = (3e-3, 6e-3)
     examples: int = 256

@@ -55,8 +55,7 @@ class MosaicKernels(TextRecipe):
     layers: tuple[int, ...] = (1, 4)  # type: ignore[assignment]  # several numbers for one
     """Numbers of blocks. At the first, everything is trained; at the others the eight weightings as they are defined,
     nearest keys with k = 32 only."""
-    ks: tuple[int, ...] = (SHOWN_K,)
-    """Numbers of nearest keys."""
+    ks: tuple[int, ...] = (SHOWN_K,)  # Numbers of nearest keys.
     context: int = 128
     batch: int = 8
     steps: int = 1000
