@@ -1,6 +1,6 @@
 """Valid calls of the attention functions and of the specs of the grammar."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,24 +11,10 @@ from torch import Tensor
 import regard
 
 from .draw import Arguments, Call, Draw, arguments, called, public, split
-from .kinds import (
-    OBJECTS,
-    Among,
-    Anything,
-    Flag,
-    Floats,
-    Integers,
-    Kind,
-    Mask,
-    Other,
-    Real,
-    Refused,
-    SpecValue,
-    Whole,
-    Word,
-)
+from .kinds import ONLY_NONE, Anything, Flag, Floats, Integers, Kind, Mask, Real, SpecValue, Whole, Word
 
-IMPLS = tuple(regard.registries()["impl"].names())
+SMALLEST = 5e-324
+"""The least number above 0."""
 KNOWN = [s for s in SPECS.values() if oracle.knows(oracle.read(s))]
 LOCAL = [s for s in KNOWN if s.degree == 0 and s.convex and s.kernel.name != "uniform"]
 
@@ -86,58 +72,35 @@ def _kinds(given: dict[str, Any], spec: regard.Spec) -> dict[str, Kind]:
         "is_causal": Flag(),
         "exclude_self": Flag(),
         "window": Whole(low=1, none=True),
-        "query_offset": Offset(
-            none=True,
-            also=(torch.zeros(batch), torch.zeros(batch + 1, dtype=torch.long)),
-            batch=batch,
-            room=keys - queries if with_segments else None,
-        ),
+        "query_offset": _offset(batch, keys - queries if with_segments else None),
         "segment_ids": segment if not isinstance(given["query_offset"], Tensor) else Anything(),
-        "scale": Real(low=0.0, strict=True, none=True, rows=some_rows) if spec.takes_scale else Refused(none=True),
-        "params": Params(none=True, names=tuple(spec.params)),
-        "enable_gqa": Flag() if heads == given["key"].shape[1] else Other(test=lambda value: value is True),
+        "scale": Real(low=0.0, strict=True, none=True, rows=some_rows) if spec.takes_scale else ONLY_NONE,
+        "params": parameters(*spec.params),
+        "enable_gqa": Flag() if heads == given["key"].shape[1] else Kind(test=lambda value: value is True),
         "impl": Word(words=("auto",)),
         "return_diagnostics": Flag(),
         "spec": SpecValue(also=("linear*fixed(bias=1e999)",)),
     }
 
 
-@dataclass(frozen=True)
-class Offset(Kind):
-    """Whole numbers, or integers [batch]; inside `room` where segments are given."""
+def _offset(batch: int, room: int | None) -> Kind:
+    """Whole numbers, inside `room` where segments are given, or integers [batch] where they are not."""
 
-    batch: int = 1
-    room: int | None = None
-
-    def own(self, value: Any) -> bool:
+    def fits(value: Any) -> bool:
         if isinstance(value, Tensor):
-            fits = value.dtype == torch.int64 and tuple(value.shape) == (self.batch,)
-            return fits and self.room is None and value.device.type == "cpu"
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole and (self.room is None or 0 <= value <= self.room)
+            one_each = value.dtype == torch.int64 and tuple(value.shape) == (batch,)
+            return one_each and room is None and value.device.type == "cpu"
+        return Whole(low=0, high=room).own(value) if room is not None else Whole().own(value)
+
+    return Kind(none=True, also=(torch.zeros(batch), torch.zeros(batch + 1, dtype=torch.long)), test=fits)
 
 
-class Tolerance(Real):
-    """A number above 0."""
-
-    def own(self, value: Any) -> bool:
-        return super().own(value) and value != 0
-
-
-@dataclass(frozen=True)
-class Params(Kind):
-    """A mapping of the spec's names to numbers."""
-
-    names: tuple[str, ...] = ()
-
-    def own(self, value: Any) -> bool:
-        return isinstance(value, dict) and not value
-
-    def values(self, given: Any) -> list[Any]:
-        first = self.names[0] if self.names else "alpha"
-        numbers = ("1", None, True, float("nan"), torch.ones(3, dtype=torch.long), torch.ones(17, 19), [1.0], 1j)
-        wrong = ({"alhpa": 1.0}, {3: 1.0}, {"": 1.0}, *({first: number} for number in numbers))
-        return [*super().values(given), *wrong, {}]
+def parameters(*names: str) -> Kind:
+    """None, or a mapping of a spec's names to numbers."""
+    first = names[0] if names else "alpha"
+    numbers = ("1", None, True, float("nan"), torch.ones(3, dtype=torch.long), torch.ones(17, 19), [1.0], 1j)
+    wrong = ({"alhpa": 1.0}, {3: 1.0}, {"": 1.0}, *({first: number} for number in numbers))
+    return Kind(none=True, also=wrong, test=lambda value: isinstance(value, dict) and not value)
 
 
 @public("attention")
@@ -157,11 +120,8 @@ def attention(draw: Draw) -> Call:
     )
     given["scale"] = scale if spec.takes_scale else None
     given["params"] = draw.one(None, {}, _numbers(draw, spec, rows, dtype))
-    able = [n for n, reason, _ in regard.explain(spec, (2, 2, 8, 3)).rows if reason is None]
-    given["impl"] = (
-        "auto" if given["return_diagnostics"] or given["segment_ids"] is not None else draw.one("auto", "reference")
-    )
-    assert able
+    any_impl = not given["return_diagnostics"] and given["segment_ids"] is None
+    given["impl"] = draw.one("auto", "reference") if any_impl else "auto"
 
     def truth(**wide: Any) -> Tensor:
         numbers = {n: _whole_rows(x, rows) for n, x in (wide["params"] or {}).items()}
@@ -199,38 +159,20 @@ def _boundaries(draw: Draw, sequences: int) -> Tensor:
 def segment_ids(draw: Draw) -> Call:
     ends = _boundaries(draw, draw.whole(1, 3))
     total = int(ends[-1])
-    length = (draw.one(None, total), Among(these=(total,), none=True))
+    length = (draw.one(None, total), Kind(fine=(total,), none=True))
     wrong = Integers(fixed=(), alone=True, also=(ends[:0], ends.flip(0), ends + 1))
     return called("segment_ids", regard.segment_ids, cu_seqlens=(ends, wrong), length=length)
 
 
-@public("varlen_attention")
-def varlen(draw: Draw) -> Call:
+@public("varlen_attention", regard.varlen_attention)
+def varlen(draw: Draw) -> Arguments:
     sequences, heads, dim = draw.whole(1, 3), draw.whole(1, 2), draw.whole(1, 4)
     ends_q, ends_k = _boundaries(draw, sequences), _boundaries(draw, sequences)
-    spec = draw.one("softmax", "biweight", "epanechnikov*anchored(margin=1)")
-    causal, window = draw.flag(), draw.one(None, 2)
     query = draw.normal(int(ends_q[-1]), heads, dim)
     key, value = (draw.normal(int(ends_k[-1]), heads, dim) for _ in range(2))
-
-    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        if not k.shape[2]:
-            return 0 * q[0].transpose(0, 1)
-        visible = oracle.visible(
-            1, heads, q.shape[2], k.shape[2], is_causal=causal, window=window, query_offset=k.shape[2] - q.shape[2]
-        )
-        return oracle.attention(oracle.read(regard.Spec.parse(spec)), q, k, v, visible)[0][0].transpose(0, 1)
-
-    def truth(**wide: Any) -> Tensor:
-        parts = (wide["query"].tensor_split(ends_q[1:-1].long()), *(
-            wide[name].tensor_split(ends_k[1:-1].long()) for name in ("key", "value")
-        ))  # fmt: skip
-        return torch.cat([alone(*each) for each in zip(*parts, strict=True)])
-
     longest = lambda ends: Whole(low=int(ends.diff().max()), none=True)  # noqa: E731
     numbers = Integers(fixed=(0,), also=(ends_q[:0], ends_q.flip(0)))
-    found = arguments(
+    return arguments(
         query=(query, Floats(fixed=(0,))),
         key=(key, Floats(fixed=(0, 1, 2))),
         value=(value, Floats(fixed=(0, 1))),
@@ -238,13 +180,10 @@ def varlen(draw: Draw) -> Call:
         cu_seqlens_k=(ends_k, Integers(none=len(query) == len(key), fixed=(0,), also=(ends_k[:0],))),
         max_seqlen_q=(draw.one(None, int(ends_q.diff().max())), longest(ends_q)),
         max_seqlen_k=(None, longest(ends_k)),
-        spec=(spec, SpecValue()),
-        is_causal=causal,
-        window=(window, Whole(low=1, none=True)),
+        spec=(draw.one("softmax", "biweight", "epanechnikov*anchored(margin=1)"), SpecValue()),
+        is_causal=draw.flag(),
+        window=(draw.one(None, 2), Whole(low=1, none=True)),
     )
-    call = called("varlen_attention", regard.varlen_attention, **found)
-    call.truth, call.gradients = truth, ("query", "key", "value")
-    return call
 
 
 @public("local_linear_attention")
@@ -269,9 +208,9 @@ def local_linear(draw: Draw) -> Call:
             ),
             solver=(solver, Word(words=("auto", "cholesky", "cg", "block-diagonal"), also=("learned",))),
             ridge_mode=(mode, Word(words=modes)),
-            max_iter=(steps, Whole(low=0, high=2**31, none=True) if cg else Refused(none=True)),
-            tol=(tol, Tolerance(low=0.0, high=1.0, none=True) if cg else Refused(none=True)),
-            probe=(None, Refused(none=True)),
+            max_iter=(steps, Whole(low=0, high=2**31, none=True) if cg else ONLY_NONE),
+            tol=(tol, Real(low=SMALLEST, high=1.0, none=True) if cg else ONLY_NONE),
+            probe=(None, ONLY_NONE),
         )
     )
     given |= {**values, "params": None, "scale": None, "impl": "auto"}
@@ -297,11 +236,11 @@ def explain(draw: Draw) -> Arguments:
     dtypes = ("float32", torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
     return arguments(
         spec=(draw.one("softmax", "biweight", "local-linear"), SpecValue()),
-        query_shape=((2, 4, draw.whole(0, 9), 8), Other(also=shapes)),
-        key_shape=(draw.one(None, (2, 2, 5, 8)), Other(none=True, also=(*shapes, *apart))),
+        query_shape=((2, 4, draw.whole(0, 9), 8), Kind(also=shapes)),
+        key_shape=(draw.one(None, (2, 2, 5, 8)), Kind(none=True, also=(*shapes, *apart))),
         value_dim=(draw.one(None, 3), Whole(low=1, high=2**48, none=True)),
-        dtype=(draw.one(torch.float32, torch.bfloat16, torch.float64), Other(also=dtypes)),
-        device=(draw.one("cpu", "cuda"), Other(test=known, also=("gpu", "cuda:x"))),
+        dtype=(draw.one(torch.float32, torch.bfloat16, torch.float64), Kind(also=dtypes)),
+        device=(draw.one("cpu", "cuda"), Kind(test=known, also=("gpu", "cuda:x"))),
         **draw.flags("is_causal", "exclude_self"),
         window=(draw.one(None, 2), Whole(low=1, none=True)),
         query_offset=(draw.one(None, 3), Whole(none=True)),
@@ -310,13 +249,10 @@ def explain(draw: Draw) -> Arguments:
     )
 
 
-# Specs -------------------------------------------------------------------------------------------------------------
-
-
 @public("Spec", regard.Spec)
 def spec(draw: Draw) -> Arguments:
     bandwidth = draw.one(None, "fixed")
-    ranked = Other(none=True, test=lambda v: v in ("fixed", "anchored", "nearest"), also=("gaussian", "fixd"))
+    ranked = Kind(none=True, test=lambda v: v in ("fixed", "anchored", "nearest"), also=("gaussian", "fixd"))
     return arguments(
         kernel=(draw.one("gaussian", "epanechnikov", "biweight"), Word(also=("softmax", "fixed", "dot"))),
         bandwidth=(bandwidth, Anything() if bandwidth is None else ranked),
@@ -324,25 +260,16 @@ def spec(draw: Draw) -> Arguments:
         ridge=(0.3, Real(low=0.0, none=True)),
         solver=(draw.one("auto", "cholesky", None), Word(none=True, words=("auto", "cholesky", "cg"))),
         similarity=(draw.one("dot", "euclidean"), Word(words=("dot", "cosine", "euclidean"))),
-        normalise=(draw.one(None, True), Other(none=True, test=lambda v: v is True)),
+        normalise=(draw.one(None, True), Kind(none=True, test=lambda v: v is True)),
         ridge_mode=("relative", Word(words=("relative",))),
     )
 
 
-class Texts(Kind):
-    """Texts of which some may be valid: whatever comes of them, no error but ArgumentError may."""
-
-    def accepts(self, value: Any) -> bool:
-        if not isinstance(value, str):
-            return False
-        try:
-            regard.Spec.parse(value)
-        except regard.checks.ArgumentError:
-            return False
-        return True
-
-    def values(self, given: Any) -> list[Any]:
-        return list(self.also)
+def _parses(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(regard.Spec.parse(value))
+    except regard.checks.ArgumentError:
+        return False
 
 
 @public("Spec.parse", regard.Spec.parse)
@@ -350,8 +277,7 @@ def parse(draw: Draw) -> Arguments:
     text = draw.one("softmax", "biweight*anchored(margin=1)", "gaussian*fixed*linear(ridge=0.1,solver=cg(tol=1e-4))")
     broken = [text[:at] + piece + text[at:] for at in range(len(text)) for piece in ("*", "(", "=", "\x00", "é", "9")]
     cut = [text[:at] for at in range(len(text))]
-    others = (each for each in OBJECTS if not isinstance(each, str))
-    return arguments(text=(text, Texts(also=(*broken, *cut, *others))))
+    return arguments(text=(text, Kind(also=(*broken, *cut), test=_parses)))
 
 
 @public("Spec.from_json", regard.Spec.from_json)
@@ -360,23 +286,8 @@ def from_json(draw: Draw) -> Arguments:
     changes = (("name", "nam"), ("null", "{}"), ("null", "[]"), ("null", "3"), ("true", "3"), ('"', "'"))
     changed = (*(text.replace(*change) for change in changes), text.replace(":", ": [", 1))
     broken = (
-        "[]",
-        "null",
-        "{}",
-        "[" * 100_000,
-        '{"kernel": 3}',
-        '{"kernel": {"name": []}}',
-        '{"kernel": "softmax"}',
-        '{"kernel": {"name": "gaussian", "x": 1}}',
-        '{"kernel": "gaussian", "degree": []}',
+        "[]", "null", "{}", "[" * 100_000, '{"kernel": 3}', '{"kernel": {"name": []}}', '{"kernel": "softmax"}',
+        '{"kernel": {"name": "gaussian", "x": 1}}', '{"kernel": "gaussian", "degree": []}',
         '{"kernel": "gaussian", "ridge_mode": []}',
-    )
-    wrong = (*(c for c in changed if c != text), *broken)
-    return arguments(text=(text, Json(also=wrong)))
-
-
-class Json(Texts):
-    """Texts of which none is valid."""
-
-    def accepts(self, value: Any) -> bool:
-        return False
+    )  # fmt: skip
+    return arguments(text=(text, Kind(also=(*(c for c in changed if c != text), *broken))))

@@ -6,7 +6,7 @@ valid. The fuzzer puts each of them into an otherwise valid call.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Kind:
         fine: further values that are valid, compared by identity or equality.
         most: valid numbers above this are left out: they take too much time or memory.
         skip: which values are left out, given the value that they replace.
+        test: whether a value of no other kind is valid.
     """
 
     none: bool = False
@@ -53,16 +54,16 @@ class Kind:
     fine: tuple[Any, ...] = ()
     most: float = math.inf
     skip: Callable[[Any, Any], bool] = lambda value, given: False
+    test: Callable[[Any], bool] = lambda value: False
 
     def accepts(self, value: Any) -> bool:
         if value is None:
             return self.none
-        return any(value is each or (type(value) is type(each) and value == each) for each in self.fine) or self.own(
-            value
-        )
+        known = any(value is each or (type(value) is type(each) and value == each) for each in self.fine)
+        return known or self.own(value)
 
     def own(self, value: Any) -> bool:
-        return False
+        return self.test(value)
 
     def values(self, given: Any) -> list[Any]:
         every = [*NUMBERS, *OBJECTS, *TENSORS, *self.also, *self.fine]
@@ -75,11 +76,6 @@ class Anything(Kind):
 
     def values(self, given: Any) -> list[Any]:
         return []
-
-
-@dataclass(frozen=True)
-class Refused(Kind):
-    """An argument that has no meaning in this call."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +102,6 @@ class Whole(Kind):
 
 
 @dataclass(frozen=True)
-class Among(Kind):
-    """One of a few whole numbers."""
-
-    these: tuple[int, ...] = ()
-
-    def own(self, value: Any) -> bool:
-        return type(value) is int and value in self.these
-
-
-@dataclass(frozen=True)
 class Real(Kind):
     """A finite number from `low` to `high`; with `rows`, also a tensor that broadcasts to one of these shapes."""
 
@@ -133,14 +119,7 @@ class Real(Kind):
         if isinstance(value, Tensor):
             known = value.is_floating_point() and value.device.type == "cpu"
             return known and any(broadcasts(value.shape, rows) for rows in self.rows)
-        if (
-            not isinstance(value, (int, float))
-            or isinstance(value, bool)
-            or (isinstance(value, int) and abs(value) > 1e300)
-        ):
-            return False
-        value = float(value)
-        if not math.isfinite(value):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= 1e300:
             return False
         above = self.low is None or (value > self.low if self.strict else value >= self.low)
         return above and (self.high is None or (value < self.high if self.strict else value <= self.high))
@@ -156,30 +135,20 @@ class Word(Kind):
         return isinstance(value, str) and value in self.words
 
     def values(self, given: Any) -> list[Any]:
-        near = (
-            [word[:-1] for word in self.words] + [word.upper() for word in self.words] + [f" {w}*" for w in self.words]
-        )
+        near = [change for word in self.words for change in (word[:-1], word.upper(), f" {word}*")]
         return [*super().values(given), *near]
 
 
-@dataclass(frozen=True)
-class SpecValue(Kind):
+BROKEN = (
+    "softmx", "softmax*", "*", "gaussian*adaptive", "biweight(", "nearest(k=0)", "gaussian*nearest(k=-1)",
+    "gaussian*nearest(k=1e400)", "polynomial(r=nan)", "softmax*softmax", "linear(ridge=-1)", "local-linear[x]",
+    "interpolated[x]", "gaussian*fixed(h=1)", "a" * 10_000, "\x00", "gaussian*fixed(bias=(((((",
+)  # fmt: skip
+
+
+def SpecValue(also: tuple[Any, ...] = (), **more: Any) -> Kind:
     """A Spec or its text. What a call refuses besides is in `also`."""
-
-    def own(self, value: Any) -> bool:
-        return False
-
-    def values(self, given: Any) -> list[Any]:
-        broken = ("softmx", "softmax*", "*", "gaussian*adaptive", "biweight(", "nearest(k=0)", "gaussian*nearest(k=-1)")
-        more = (
-            "gaussian*nearest(k=1e400)",
-            "polynomial(r=nan)",
-            "softmax*softmax",
-            "linear(ridge=-1)",
-            "local-linear[x]",
-        )
-        last = ("interpolated[x]", "gaussian*fixed(h=1)", "a" * 10_000, "\x00", "gaussian*fixed(bias=(((((")
-        return [*super().values(given), *broken, *more, *last]
+    return Kind(also=(*BROKEN, *also), **more)
 
 
 @dataclass(frozen=True)
@@ -224,9 +193,6 @@ class Floats(Kind):
                 bad += [given.narrow(axis, 0, given.shape[axis] - 1)] if given.shape[axis] > 1 else []
         return bad
 
-    def own(self, value: Any) -> bool:
-        return False
-
 
 def Mask(**more: Any) -> Floats:
     """A boolean tensor."""
@@ -238,19 +204,11 @@ def Integers(**more: Any) -> Floats:
     return Floats(kind="integer", **more)
 
 
-@dataclass(frozen=True)
-class Other(Kind):
-    """Something of a type of its own; `test` says which strange values are valid."""
-
-    test: Callable[[Any], bool] = field(default=lambda value: False)
-
-    def own(self, value: Any) -> bool:
-        return self.test(value)
-
-
-NEVER = Other(test=lambda value: value is False)
+ONLY_NONE = Kind(none=True)
+"""An argument that has no meaning in this call."""
+NEVER = Kind(test=lambda value: value is False)
 """A flag that can only be False."""
-STEPS = Other(test=lambda value: value is False or (isinstance(value, int) and value >= 1))
+STEPS = Kind(test=lambda value: value is False or (isinstance(value, int) and value >= 1))
 """`meta_grad`: True, False or a number of chunks."""
 RAISES: Callable[[Any, Any], bool] = lambda value, given: value is object  # noqa: E731
 """To leave out what raises an error of its own where a function is called."""

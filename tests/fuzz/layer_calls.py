@@ -1,5 +1,6 @@
 """Valid calls of the layers of `regard.nn`: constructors and forward passes."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,21 +14,19 @@ from regard.nn.attention.norm import QK_NORMS
 from regard.nn.functional_gradient import VARIANTS
 from regard.nn.mosaic.contextual_memory import LEARNED
 
-from .draw import Arguments, Call, Draw, alike, arguments, called, public
+from .draw import Arguments, Call, Draw, alike, arguments, called, derived, public
 from .kinds import (
     NEVER,
     POSITIVE,
     RATE,
     SIZE,
     STEPS,
-    Among,
     Anything,
     Flag,
     Floats,
     Integers,
     Kind,
     Mask,
-    Other,
     Real,
     SpecValue,
     Whole,
@@ -37,28 +36,28 @@ from .memory_calls import IMPLS, SCORES, SIGNED
 HEAD = Whole(none=True, low=1, most=10**6)
 HALVES = Whole(low=2, even=True, most=10**6)
 SUB_KEYS = Whole(low=2, high=1000)
-DIVIDES = Among(these=(1, 2), also=(3, 16))
-LOCAL_RULES = Other(also=("learnt", "learned(x=1)", "fixed(value=0)", "log(slope=nan)"))
+DIVIDES = Kind(fine=(1, 2), also=(3, 16))
+LOCAL_RULES = Kind(also=("learnt", "learned(x=1)", "fixed(value=0)", "log(slope=nan)"))
 
 
-@public("nn.Attention", nn.Attention, result=False)
+@public("nn.Attention", nn.Attention)
 def attention(draw: Draw) -> Arguments:
     heads, share, rule = draw.one(1, 2), draw.flag(), draw.one("fixed", "log")
     return arguments(
         hidden_size=(8, SIZE),
         num_heads=(heads, SIZE),
-        num_kv_heads=(None, Among(none=True, these=(heads,) if share else tuple(range(1, heads + 1)))),
+        num_kv_heads=(None, Kind(none=True, fine=(heads,) if share else tuple(range(1, heads + 1)))),
         head_dim=(4, HEAD),
         spec=(draw.one("softmax", "biweight"), SpecValue(also=("elu",) if rule == "log" else ())),
         window=(draw.one(None, 3), Whole(none=True, low=1)),
         temperature=(rule, LOCAL_RULES),
         share_query_key=share,
         qk_norm=draw.word(*QK_NORMS[1:], none=True),
-        ridge=("fixed", Other(also=("learned",))),
+        ridge=("fixed", Kind(also=("learned",))),
     )
 
 
-@public("nn.ContextualMemory", nn.ContextualMemory, result=False)
+@public("nn.ContextualMemory", nn.ContextualMemory)
 def contextual(draw: Draw) -> Arguments:
     empty = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
     return arguments(
@@ -67,13 +66,13 @@ def contextual(draw: Draw) -> Arguments:
         head_dim=(4, HEAD),
         spec=(draw.one("softmax", "biweight"), SpecValue()),
         look_ahead=draw.word("sum", "convex"),
-        learned=(LEARNED, Other(test=empty, also=("h", ["alhpa"], [3]))),
+        learned=(LEARNED, Kind(test=empty, also=("h", ["alhpa"], [3]))),
         start=draw.word("wide", "spec"),
         uniform_gradient=draw.word("straight-through", "hard"),
     )
 
 
-@public("nn.PersistentMemory", nn.PersistentMemory, result=False)
+@public("nn.PersistentMemory", nn.PersistentMemory)
 def persistent(draw: Draw) -> Arguments:
     return arguments(
         num_heads=(draw.one(1, 2), SIZE),
@@ -83,19 +82,19 @@ def persistent(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.FunctionalGradient", nn.FunctionalGradient, result=False)
+@public("nn.FunctionalGradient", nn.FunctionalGradient)
 def gradient(draw: Draw) -> Arguments:
     heads, variant = draw.one(1, 2), draw.word(*VARIANTS)
     return arguments(
         covariate_size=(8, SIZE if heads == 1 else Anything()),
-        value_size=(6, SIZE if variant[0] == "full" or heads == 1 else Among(these=(2,))),
+        value_size=(6, SIZE if variant[0] == "full" or heads == 1 else Kind(fine=(2,))),
         num_heads=(heads, DIVIDES),
         spec=(draw.one("softmax", "linear"), SpecValue(also=("gaussian*fixed*linear(ridge=0.3,solver=learned)",))),
         variant=variant,
     )
 
 
-@public("nn.FastWeightMLP", nn.FastWeightMLP, result=False)
+@public("nn.FastWeightMLP", nn.FastWeightMLP)
 def fast_mlp(draw: Draw) -> Arguments:
     norm = draw.flag()
     return arguments(
@@ -110,7 +109,7 @@ def fast_mlp(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.FastWeightProductKeyMemory", nn.FastWeightProductKeyMemory, result=False)
+@public("nn.FastWeightProductKeyMemory", nn.FastWeightProductKeyMemory)
 def fwpkm(draw: Draw) -> Arguments:
     norm, shared, learn = draw.flag(), draw.flag(), draw.flag()
     dtypes = ("float33", "int8", "Tensor", torch.int8, torch.float8_e4m3fn)
@@ -130,18 +129,18 @@ def fwpkm(draw: Draw) -> Arguments:
         meta_grad=(draw.one(True, 2), STEPS),
         shared=shared,
         learn_initial=learn,
-        storage=(None, Other(none=True, also=dtypes)),
+        storage=(None, Kind(none=True, also=dtypes)),
         norm_eps=(1e-5, POSITIVE),
         idw_eps=(1e-3, Real(low=0.0, high=1e30, strict=True)),
         impl=draw.word(*IMPLS, "triton"),
-        sync=(None, Other(none=True, also=("gather",))),
+        sync=(None, Kind(none=True, also=("gather",))),
         resident=(False, Flag() if shared and not learn else NEVER),
         **alike(SIZE, hidden_size=6, heads=1),
         **alike(RATE, learning_rate=1.0, address_weight=10.0),
     )
 
 
-@public("nn.ProductKeyMemory", nn.ProductKeyMemory, result=False)
+@public("nn.ProductKeyMemory", nn.ProductKeyMemory)
 def pkm(draw: Draw) -> Arguments:
     return arguments(
         sub_keys=(4, SUB_KEYS),
@@ -154,7 +153,7 @@ def pkm(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.LargeChunkTTT", nn.LargeChunkTTT, result=False)
+@public("nn.LargeChunkTTT", nn.LargeChunkTTT)
 def lact(draw: Draw) -> Arguments:
     return arguments(
         hidden_size=8,
@@ -168,147 +167,105 @@ def lact(draw: Draw) -> Arguments:
     )
 
 
-@public("GatedDeltaNet", GatedDeltaNet, result=False)
+@public("GatedDeltaNet", GatedDeltaNet)
 def gated_delta(draw: Draw) -> Arguments:
     return alike(SIZE, hidden_size=8, num_heads=2, head_dim=4, conv_size=3)
 
 
-# Forward passes ----------------------------------------------------------------------------------------------------
+STATE = Kind(none=True, also=(regard.LinearState.empty("elu", 1, 1, 2, 2),))
+NOTHING = (None, Kind(none=True))
+UNUSED = lambda *_: (None, Anything())  # noqa: E731
 
 
-def _tokens(draw: Draw, size: int) -> tuple[Tensor, int, int]:
-    batch, tokens = draw.one(1, 2), draw.whole(1, 6)
-    return draw.normal(batch, tokens, size), batch, tokens
-
-
-STATE = Other(none=True, also=(regard.LinearState.empty("elu", 1, 1, 2, 2),))
-
-
-def _positions(draw: Draw, batch: int, tokens: int) -> tuple[Any, Other]:
+def _positions(draw: Draw, batch: int, tokens: int) -> tuple[Any, Kind]:
     """None or cosines and sines, and what else may come for them."""
     cos, sin = nn.rotary_angles(torch.arange(tokens)[None], 4, dtype=torch.float64)
     wrong = (
-        (cos,),
-        (cos, sin, sin),
-        cos,
-        (cos, None),
-        (cos.long(), sin),
-        (cos[..., :1], sin),
-        (cos.expand(3, -1, -1), sin),
-        (cos[0], sin[0]),
-        (cos.repeat(1, 3, 1), sin.repeat(1, 3, 1)),
-        (cos.repeat(1, 1, 9), sin.repeat(1, 1, 9)),
-        (cos.to("meta"), sin),
-        "ab",
-        {"cos": cos},
-    )
-    return draw.one(None, (cos, sin)), Other(none=True, also=wrong)
-
-
-def _segments(draw: Draw, batch: int, tokens: int) -> tuple[Any, Kind]:
-    return draw.one(None, draw.integers(2, batch, tokens).sort(1).values), Integers(none=True, fixed=(1,))
+        (cos,), (cos, sin, sin), cos, (cos, None), (cos.long(), sin), (cos[..., :1], sin), (cos.expand(3, -1, -1), sin),
+        (cos[0], sin[0]), (cos.repeat(1, 3, 1), sin.repeat(1, 3, 1)), (cos.repeat(1, 1, 9), sin.repeat(1, 1, 9)),
+        (cos.to("meta"), sin), "ab", {"cos": cos},
+    )  # fmt: skip
+    return draw.one(None, (cos, sin)), Kind(none=True, also=wrong)
 
 
 def _mask(draw: Draw, batch: int, tokens: int) -> tuple[Any, Kind]:
     return draw.one(None, draw.mask(batch, tokens)), Mask(none=True, fixed=(0, 1))
 
 
+FORWARD = {
+    "position_embeddings": _positions,
+    "attention_mask": _mask,
+    "mask": _mask,
+    "segment_ids": lambda draw, *size: (
+        draw.one(None, draw.integers(2, *size).sort(1).values),
+        Integers(none=True, fixed=(1,)),
+    ),
+    "state": lambda draw, *size: (None, STATE),
+    **dict.fromkeys(("past_key_values", "pairs", "cache"), lambda draw, *size: NOTHING),
+}
+"""What arguments of these names may be in a forward pass, by the sizes of the batch."""
+
+
+def forward(draw: Draw, layer: torch.nn.Module, size: int, *, dtype: bool = True, **own: Any) -> Call:
+    """The forward pass of a layer; the arguments in `own` are as they stand or, as functions, drawn by their sizes."""
+    sizes = draw.one(1, 2), draw.whole(1, 6)
+    first, *rest = inspect.signature(layer.forward).parameters
+    given = {name: (FORWARD | own)[name](draw, *sizes) for name in rest if name in FORWARD | own}
+    given[first] = draw.normal(*sizes, size), Floats(fixed=(2,), dtype=dtype)
+    return called(f"nn.{type(layer).__name__}", layer, **derived(draw, layer.forward, given))
+
+
 @public("nn.Attention.forward")
 def attention_forward(draw: Draw) -> Call:
-    spec = draw.one("softmax", "biweight", "local-linear")
-    layer = nn.Attention(8, 2, spec=spec, qk_norm=draw.one(None, "rms")).double()
-    hidden, batch, tokens = _tokens(draw, 8)
-    mask = draw.one(None, draw.mask(batch, tokens), draw.mask(batch, 1, tokens, tokens))
-    return called(
-        "nn.Attention",
-        layer,
-        hidden_states=(hidden, Floats(fixed=(2,))),
-        position_embeddings=_positions(draw, batch, tokens),
-        past_key_values=(None, Other(none=True)),
-        attention_mask=(mask, Mask(none=True, fixed=())),
-        output_attentions=draw.flag(),
-    )
+    layer = nn.Attention(8, 2, spec=draw.one("softmax", "biweight", "local-linear"), qk_norm=draw.one(None, "rms"))
+
+    def mask(draw: Draw, batch: int, tokens: int) -> tuple[Any, Kind]:
+        pairs = draw.mask(batch, 1, tokens, tokens)
+        return draw.one(None, draw.mask(batch, tokens), pairs), Mask(none=True, fixed=())
+
+    return forward(draw, layer.double(), 8, attention_mask=mask)
 
 
 @public("nn.LargeChunkTTT.forward")
 def lact_forward(draw: Draw) -> Call:
+    caches = Kind(none=True, also=(SimpleNamespace(layers=[]), SimpleNamespace(layers=[3])))
     layer = nn.LargeChunkTTT(8, 2, fast_heads=2, window=3, chunk_size=2, layer_idx=0).double()
-    hidden, batch, tokens = _tokens(draw, 8)
-    caches = (SimpleNamespace(layers=[]), SimpleNamespace(layers=[3]))
-    return called(
-        "nn.LargeChunkTTT",
-        layer,
-        hidden_states=(hidden, Floats(fixed=(2,))),
-        position_embeddings=_positions(draw, batch, tokens),
-        past_key_values=(None, Other(none=True, also=caches)),
-        attention_mask=(draw.one(None, draw.mask(batch, tokens)), Mask(none=True, fixed=())),
-        output_attentions=draw.flag(),
-        segment_ids=_segments(draw, batch, tokens),
-    )
+    return forward(draw, layer, 8, past_key_values=lambda *_: (None, caches))
 
 
 @public("memory layers.forward")
 def memory_forward(draw: Draw) -> Call:
     small = {"sub_keys": 3, "key_dim": 4, "value_dim": 3, "top_k": 2}
-    name = draw.one("FastWeightMLP", "FastWeightProductKeyMemory", "ProductKeyMemory")
-    layer = {
-        "FastWeightMLP": lambda: nn.FastWeightMLP(6, in_dim=3, hidden_dim=4, value_dim=3, chunk_size=2),
-        "FastWeightProductKeyMemory": lambda: nn.FastWeightProductKeyMemory(6, **small, chunk_size=2),
-        "ProductKeyMemory": lambda: nn.ProductKeyMemory(6, **small),
-    }[name]().double()
-    hidden, batch, tokens = _tokens(draw, 6)
-    static = name == "ProductKeyMemory"
-    return called(
-        f"nn.{name}",
-        layer,
-        hidden=(hidden, Floats(fixed=(2,), dtype=static)),
-        mask=_mask(draw, batch, tokens),
-        state=(None, Anything() if static else STATE),
-        segment_ids=None if static else _segments(draw, batch, tokens),
+    make = draw.one(
+        lambda: nn.FastWeightMLP(6, in_dim=3, hidden_dim=4, value_dim=3, chunk_size=2),
+        lambda: nn.FastWeightProductKeyMemory(6, **small, chunk_size=2),
+        lambda: nn.ProductKeyMemory(6, **small),
     )
+    layer = make().double()
+    static = isinstance(layer, nn.ProductKeyMemory)
+    own = dict.fromkeys(("state", "segment_ids"), UNUSED) if static else {}
+    return forward(draw, layer, 6, dtype=static, **own)
 
 
 @public("nn.ContextualMemory.forward")
 def contextual_forward(draw: Draw) -> Call:
     layer = nn.ContextualMemory(8, 2, spec=draw.one("softmax", "biweight")).double()
-    hidden, batch, tokens = _tokens(draw, 8)
-    return called(
-        "nn.ContextualMemory",
-        layer,
-        hidden_states=(hidden, Floats(fixed=(2,))),
-        attention_mask=_mask(draw, batch, tokens),
-        state=(None, STATE),
-        **draw.flags("remember", "output_attentions"),
-    )
+    return forward(draw, layer, 8, segment_ids=UNUSED)  # which no state and no remember may accompany
 
 
 @public("nn.PersistentMemory.forward")
 def persistent_forward(draw: Draw) -> Call:
-    layer = nn.PersistentMemory(8, 2, 3).double()
-    hidden, batch, tokens = _tokens(draw, 8)
-    mask = _mask(draw, batch, tokens)
-    hidden_states = (hidden, Floats(fixed=(2,)))
-    return called("nn.PersistentMemory", layer, hidden_states=hidden_states, attention_mask=mask, state=(None, STATE))
+    return forward(draw, nn.PersistentMemory(8, 2, 3).double(), 8)
 
 
 @public("nn.FunctionalGradient.forward")
 def gradient_forward(draw: Draw) -> Call:
-    layer = nn.FunctionalGradient(8, 6, 2, variant=draw.one(*VARIANTS)).double()
-    covariates, batch, rows = _tokens(draw, 8)
-    rows_of = Floats(fixed=(0, 2) if batch > 1 else (2,))
-    return called(
-        "nn.FunctionalGradient",
-        layer,
-        covariates=(covariates, rows_of),
-        values=(draw.normal(batch, rows - 1, 6), rows_of),
-        position_embeddings=_positions(draw, batch, rows),
-        pairs=(None, Other(none=True)),
-        cache=(None, Other(none=True)),
-        **draw.flags("output_attentions", "is_causal"),
-    )
-
-
-# Functions ---------------------------------------------------------------------------------------------------------
+    call = forward(draw, nn.FunctionalGradient(8, 6, 2, variant=draw.one(*VARIANTS)).double(), 8)
+    covariates = call.given["covariates"]
+    batch, rows, _ = covariates.shape
+    call.given["values"] = draw.normal(batch, rows - 1, 6)
+    call.kinds |= dict.fromkeys(("covariates", "values"), Floats(fixed=(0, 2) if batch > 1 else (2,)))
+    return call
 
 
 @public("expected_embedding")
@@ -338,7 +295,7 @@ def rotary_angles(draw: Draw) -> Arguments:
         position_ids=(draw.integers(9, 1, 3), Integers(fixed=(), skip=fine)),
         head_dim=(4, HALVES),
         theta=(1e4, Real(low=0.0, strict=True, most=1e30)),
-        dtype=(torch.float64, Other(also=("float32", torch.int64, torch.bool))),
+        dtype=(torch.float64, Kind(also=("float32", torch.int64, torch.bool))),
     )
 
 
@@ -352,16 +309,16 @@ def rotate(draw: Draw) -> Arguments:
 
 @public("optimizer_groups", nn.optimizer_groups)
 def optimizer_groups(draw: Draw) -> Arguments:
-    return arguments(model=(nn.Attention(8, 2), Other()), **alike(RATE, weight_decay=0.1, memory_rate=1e-3))
+    return arguments(model=(nn.Attention(8, 2), Kind()), **alike(RATE, weight_decay=0.1, memory_rate=1e-3))
 
 
 @public("as_temperature", nn.as_temperature)
 def temperature(draw: Draw) -> Arguments:
     broken = ("", "log(", "log(slope=)", "log(slope=1,slope=2)", "log(slope=-1)", "log(slope=nan)", "lg")
-    return arguments(given=("log(slope=0.5)", Other(also=(*broken, "fixed(value=1e999)"))))
+    return arguments(given=("log(slope=0.5)", Kind(also=(*broken, "fixed(value=1e999)"))))
 
 
 @public("as_ridge", nn.as_ridge)
 def ridge(draw: Draw) -> Arguments:
     broken = ("", "learned(", "lerned", "fixed(x=3)", "learned(start=-1)", "learned(start=1e999)")
-    return arguments(given=("learned", Other(also=broken)))
+    return arguments(given=("learned", Kind(also=broken)))

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-import dense_fast_weights
 import torch
 from contracts import oracle
-from nn import fwmlp_oracle, lact_oracle
-from recurrent.recurrences import recurrence
 from torch import Tensor
 
 import regard
@@ -16,10 +13,11 @@ from regard.memory.associative import AssociativeMemory
 from regard.memory.fast_weight_rules import step_rules
 from regard.recurrent import leaky
 
-from .attention_calls import Params
+from .attention_calls import parameters
 from .draw import Arguments, Call, Draw, alike, arguments, called, public, split
 from .kinds import (
     NEVER,
+    ONLY_NONE,
     RAISES,
     RATE,
     SIZE,
@@ -30,9 +28,7 @@ from .kinds import (
     Integers,
     Kind,
     Mask,
-    Other,
     Real,
-    Refused,
     SpecValue,
     Whole,
     Word,
@@ -46,9 +42,6 @@ WEIGHTS = ("softmax", "sparsemax", "biweight")
 SIGNED = SpecValue(also=("linear", "local-linear", "rbf"))
 
 
-# Associative -------------------------------------------------------------------------------------------------------
-
-
 @public("AssociativeMemory", AssociativeMemory)
 def associative(draw: Draw) -> Arguments:
     slots, spec, capacity = draw.one(0, 3), draw.one("softmax", "biweight", "linear"), draw.one(None, 4)
@@ -57,7 +50,7 @@ def associative(draw: Draw) -> Arguments:
     return arguments(
         spec=(spec, SpecValue(also=("softmx",))),
         scale=(draw.one(None, 0.7), Real(low=0.0, strict=True, none=True)),
-        params=(draw.one(None, {}), Params(none=True)),
+        params=(draw.one(None, {}), parameters()),
         store=("pairs", Anything() if sums else Word(words=("pairs",))),
         capacity=(capacity, Whole(low=1, none=True)),
         overflow=draw.word("oldest", "error"),
@@ -68,7 +61,7 @@ def associative(draw: Draw) -> Arguments:
         tied=(tied, Flag() if slots else NEVER),
         combine=draw.word("shared", "separate"),
         impl=("auto", Word(words=("auto", "reference", "blocked", "cpu", "sdpa"))),
-        generator=(draw.one(None, torch.Generator()), Other(none=True)),
+        generator=(draw.one(None, torch.Generator()), Kind(none=True)),
     )
 
 
@@ -108,7 +101,7 @@ def _asked(draw: Draw, memory: AssociativeMemory, keys: Tensor) -> dict[str, Any
             draw.one(None, 0.8, draw.uniform(0.5, 1.0, *rows)),
             Real(low=0.0, strict=True, none=True, rows=(rows,)),
         ),
-        "params": (draw.one(None, {}), Params(none=True, names=tuple(memory.spec.params))),
+        "params": (draw.one(None, {}), parameters(*memory.spec.params)),
     }
 
 
@@ -163,11 +156,11 @@ def forget(draw: Draw) -> Call:
     inside = lambda i: isinstance(i, int) and not isinstance(i, bool) and -n <= i < n  # noqa: E731
     places = lambda v: isinstance(v, (list, tuple)) and all(map(inside, v))  # noqa: E731
     kinds: dict[str, Kind] = {
-        "indices": Other(test=places, also=([n], [-n - 1], [0.5], [True], torch.tensor([0.0]), torch.tensor([[0]]))),
+        "indices": Kind(test=places, also=([n], [-n - 1], [0.5], [True], torch.tensor([0.0]), torch.tensor([[0]]))),
         "oldest": Whole(low=0),
-        "everything": Other(test=lambda v: v is True),
+        "everything": Kind(test=lambda v: v is True),
     }
-    kinds = {way: kinds[way], "pairs": Refused(none=True, also=((keys, values),))}
+    kinds = {way: kinds[way], "pairs": Kind(none=True, also=((keys, values),))}
     return Call("AssociativeMemory.forget", run, given, kinds)
 
 
@@ -182,7 +175,7 @@ def forget_pairs(draw: Draw) -> Call:
         memory.write(keys, values)
         return memory.forget(**arguments)
 
-    pair = Other(
+    pair = Kind(
         also=((keys,), (keys, values, values), (keys, values[:, :, :, :1]), (keys[:, :1], 3), keys, (None, None))
     )
     return Call("AssociativeMemory.forget", run, {"pairs": (keys, values)}, {"pairs": pair})
@@ -193,11 +186,8 @@ def transform(draw: Draw) -> Call:
     memory, keys, values = _memory(draw)
     memory.write(keys, values)
     bad = (lambda t: t[:, :, :1, :1, None], lambda t: t.half(), lambda t: None, lambda t: t.to("meta"))
-    halved = (lambda t: 0.5 * t, Other(also=bad, skip=RAISES))
+    halved = (lambda t: 0.5 * t, Kind(also=bad, skip=RAISES))
     return called("AssociativeMemory.transform", memory.transform, fn=halved)
-
-
-# Product keys ------------------------------------------------------------------------------------------------------
 
 
 def _search(draw: Draw) -> dict[str, Any]:
@@ -216,25 +206,10 @@ def _search(draw: Draw) -> dict[str, Any]:
 
 @public("product_key_search")
 def product_key_search(draw: Draw) -> Call:
-    given, kinds = split(_search(draw))
-
     def run(**arguments: Any) -> Tensor:
         return product_key.product_key_search(**arguments).scores
 
-    def truth(**wide: Any) -> Tensor:
-        keys = wide["keys"] if wide["keys"].dim() == 4 else wide["keys"][:, None]
-        scores = dense_fast_weights.all_scores(
-            dense_fast_weights.half_scores(wide["query"], keys, _score(given), given["eps"])
-        )
-        return scores.sort(dim=-1, descending=True).values[..., : given["top_k"]]
-
-    tolerance = 1e-9 if given["query"].dtype == torch.float64 else 1e-3
-    return Call("product_key_search", run, given, kinds, truth, tolerance, ("query", "keys"))
-
-
-def _score(given: dict[str, Any]) -> str:
-    """The score under its first name."""
-    return "idw" if given["score"] == "inverse-distance" else str(given["score"])
+    return called("product_key_search", run, **_search(draw))
 
 
 @public("product_key_read", product_key.product_key_read)
@@ -249,10 +224,7 @@ def product_key_read(draw: Draw) -> Arguments:
 def slot_weights(draw: Draw) -> Arguments:
     found = product_key.product_key_search(**split(_search(draw))[0])
     spec = (draw.one(*WEIGHTS), SIGNED)
-    return arguments(found=(found, Other()), spec=spec)
-
-
-# Fast weights ------------------------------------------------------------------------------------------------------
+    return arguments(found=(found, Kind()), spec=spec)
 
 
 @public("fast_weight_memory")
@@ -280,29 +252,18 @@ def fast_weight_memory(draw: Draw) -> Call:
             "eps": (draw.one(1e-3, 0.1), EPS),
             "shared": (shared, Flag() if segments is None else NEVER),
             "mask": (draw.often(draw.mask(batch, tokens)), Mask(none=True, fixed=(0, 1))),
-            "segment_ids": (segments, Refused(none=True) if shared else Integers(none=True, fixed=(1,))),
+            "segment_ids": (segments, ONLY_NONE if shared else Integers(none=True, fixed=(1,))),
             "frozen": draw.often(True, False),
             "mix": draw.often(True, False),
             "meta_grad": (draw.one(True, False, 2), STEPS),
-            "storage": (None, Other(none=True, also=dtypes)),
+            "storage": (None, Kind(none=True, also=dtypes)),
             "impl": (draw.one("auto", "reference", "sparse"), Word(words=IMPLS, also=("triton",))),
-            "observer": (None, Other(none=True)),
-            "sync": (None, Refused(none=True)),
+            "observer": (None, Kind(none=True)),
+            "sync": (None, ONLY_NONE),
         }
     )
-    given["state"], kinds["state"] = None, Other(none=True, also=_states(given))
-    call = Call("fast_weight_memory", regard.fast_weight_memory, given, kinds)
-    plain = given["mask"] is None and segments is None and not given["frozen"] and not given["mix"]
-    if plain and given["gate"] is not None and batch == 1:
-
-        def truth(**wide: Any) -> Tensor:
-            memory = dense_fast_weights.Dense(
-                wide["keys"], wide["values"], few, rule[0], score=_score(given), eps=given["eps"]
-            )
-            return dense_fast_weights.stream(memory, wide["query"], wide["value"], wide["gate"], chunk)
-
-        call.truth, call.tolerance = truth, 1e-6
-    return call
+    given["state"], kinds["state"] = None, Kind(none=True, also=_states(given))
+    return Call("fast_weight_memory", regard.fast_weight_memory, given, kinds)
 
 
 def _states(given: dict[str, Any]) -> tuple[Any, ...]:
@@ -332,7 +293,7 @@ def flush_memory(draw: Draw) -> Call:
     state = first.run(**first.given)[1]
     names = ("rule", "spec", "score", "meta_grad")
     given = {"state": state, **{n: first.given[n] for n in names}, "observer": None, "sync": None}
-    kinds = {"state": Other(), **{n: first.kinds[n] for n in (*names, "sync")}}
+    kinds = {"state": Kind(), **{n: first.kinds[n] for n in (*names, "sync")}}
 
     def run(**arguments: Any) -> Any:
         return fast_weights.flush(**arguments).keys
@@ -343,7 +304,7 @@ def flush_memory(draw: Draw) -> Call:
 def _chunked(draw: Draw, batch: int, tokens: int) -> dict[str, Any]:
     segments = draw.often(draw.integers(2, batch, tokens).sort(1).values)
     return {
-        "state": (None, Other(none=True, also=(regard.LinearState.empty("elu", 1, 1, 2, 2),))),
+        "state": (None, Kind(none=True, also=(regard.LinearState.empty("elu", 1, 1, 2, 2),))),
         "mask": (draw.often(draw.mask(batch, tokens)), Mask(none=True, fixed=(0, 1))),
         "frozen": draw.often(True, False),
         "segment_ids": (segments, Integers(none=True, fixed=(1,))),
@@ -351,69 +312,39 @@ def _chunked(draw: Draw, batch: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def _networks(weights: tuple[Tensor, ...]) -> Other:
+def _networks(weights: tuple[Tensor, ...]) -> Kind:
     """Weights of networks, which may be wrong in many ways."""
     a, b, c = weights
-    return Other(
-        also=(
-            (a, b),
-            (a, b, c, c),
-            (a, b, None),
-            (a, b, 3),
-            (a.long(), b, c),
-            (a, b[:1, ...], c[..., :-1]),
-            (a[None], b, c),
-            (a.to("meta"), b, c),
-            (a, b, c.to(torch.complex64)),
-            a,
-            "abc",
-        )
-    )
+    kinds = ((a.long(), b, c), (a.to("meta"), b, c), (a, b, c.to(torch.complex64)))
+    sizes = ((a, b[:1, ...], c[..., :-1]), (a[None], b, c))
+    return Kind(also=((a, b), (a, b, c, c), (a, b, None), (a, b, 3), a, "abc", *kinds, *sizes))
 
 
-@public("fast_weight_mlp")
-def fast_weight_mlp(draw: Draw) -> Call:
+@public("fast_weight_mlp", mlp.fast_weight_mlp)
+def fast_weight_mlp(draw: Draw) -> Arguments:
     batch, tokens, wide, inner, out = (draw.whole(1, most) for most in (2, 9, 3, 4, 3))
-    chunk, full = draw.whole(2, 4), Floats(fixed=(0, 1, 2), dtype=False)
+    full, shared = Floats(fixed=(0, 1, 2), dtype=False), _chunked(draw, batch, tokens)
     weights = tuple(draw.normal(*s, scale=0.5) for s in ((inner, wide + 1), (inner, wide + 1), (out, inner + 1)))
-    shared = _chunked(draw, batch, tokens)
-    call = called(
-        "fast_weight_mlp",
-        mlp.fast_weight_mlp,
+    return arguments(
         **shared,
         query=(draw.normal(batch, tokens, wide), full),
         value=(draw.normal(batch, tokens, out), full),
         weights=(weights, _networks(weights)),
-        chunk_size=(chunk, Whole(low=2)),
+        chunk_size=(draw.whole(2, 4), Whole(low=2)),
         learning_rate=(0.1, Real(low=0.0, most=1e6)),
         target=draw.word("mean", "look-ahead"),
         shared=(False, Flag() if shared["segment_ids"][0] is None else NEVER),
     )
-    if _plain(given := call.given):
-
-        def truth(**w: Any) -> Tensor:
-            rows = zip(w["query"], w["value"], strict=True)
-            return torch.stack([fwmlp_oracle.stream(q, v, w["weights"], given["target"], chunk)[0] for q, v in rows])
-
-        call.truth = truth
-    return call
 
 
-def _plain(given: dict[str, Any]) -> bool:
-    """Whether the chunks are those of the oracle."""
-    return given["mask"] is None and given["segment_ids"] is None and not given["frozen"]
-
-
-@public("large_chunk_ttt")
-def large_chunk_ttt(draw: Draw) -> Call:
+@public("large_chunk_ttt", large_chunk.large_chunk_ttt)
+def large_chunk_ttt(draw: Draw) -> Arguments:
     batch, tokens, heads, inner, dim = *(draw.whole(1, most) for most in (2, 9, 2, 4)), draw.whole(2, 3)
     size, optimizer = (batch, tokens, heads), draw.word(*OPTIMIZERS)
     weights = tuple(draw.normal(heads, *s, scale=0.5) for s in ((inner, dim), (inner, dim), (dim, inner)))
     full = Floats(fixed=(0, 1, 2, 3), dtype=False)
     share = Floats(none="momentum" not in str(optimizer[0]), fixed=(0, 1, 2), dtype=False)
-    call = called(
-        "large_chunk_ttt",
-        large_chunk.large_chunk_ttt,
+    return arguments(
         **_chunked(draw, batch, tokens),
         query=(draw.normal(*size, dim), full),
         key=(draw.normal(*size, dim), full),
@@ -424,50 +355,20 @@ def large_chunk_ttt(draw: Draw) -> Call:
         chunk_size=(draw.whole(1, 4), Whole(low=1)),
         optimizer=optimizer,
     )
-    if _plain(given := call.given):
-        names = ("query", "key", "value", "rates", "share")
-
-        def truth(**w: Any) -> Tensor:
-            one = lambda b, h: _lact(given, {n: w[n][b, :, h] for n in names}, tuple(x[h] for x in w["weights"]))  # noqa: E731
-            return torch.stack([torch.stack([one(b, h) for h in range(heads)], 1) for b in range(batch)])
-
-        call.truth, call.tolerance = truth, 1e-6
-    return call
 
 
-def _lact(given: dict[str, Any], x: dict[str, Tensor], weights: tuple[Tensor, ...]) -> Tensor:
-    """One head of one row, chunk after chunk."""
-    learner, chunk, out = lact_oracle.Learner(weights, given["optimizer"]), given["chunk_size"], []
-    for start in range(0, len(x["query"]), chunk):
-        if start:
-            span = slice(start - chunk, start)
-            learner.teach(x["key"][span], x["value"][span], x["rates"][span], x["share"][span])
-        out.append(lact_oracle.network(x["query"][start : start + chunk], learner.w))
-    return torch.cat(out).detach()
-
-
-@public("leaky_average")
-def leaky_average(draw: Draw) -> Call:
+@public("leaky_average", leaky.leaky_average)
+def leaky_average(draw: Draw) -> Arguments:
     batch, heads, tokens, dim = (draw.whole(1, most) for most in (2, 2, 9, 3))
-    dtype, average = draw.one(torch.float64, torch.float32), draw.flag()
-    x, mask = draw.normal(batch, heads, tokens, dim, dtype=dtype), draw.often(draw.mask(batch, tokens))
+    dtype = draw.one(torch.float64, torch.float32)
+    x = draw.normal(batch, heads, tokens, dim, dtype=dtype)
     rate = draw.one(0.0, 0.3, draw.uniform(0.0, 1.0, heads, dtype=dtype))
     wrong = leaky.leaky_average(x.repeat(3, 1, 1, 1), 0.1)[1]
-
-    def truth(**w: Any) -> Tensor:
-        one, g = torch.ones_like(w["x"][..., :1]), -torch.as_tensor(w["rate"], dtype=torch.float64).expand(heads)
-        h, _ = recurrence("leaky")({"q": one, "k": one, "v": w["x"], "g": g}, "causal", mask)
-        return h * (1 - g.exp())[:, None, None] if average else h
-
-    call = called(
-        "leaky_average",
-        leaky.leaky_average,
+    return arguments(
         x=(x, Floats(fixed=(), dtype=False, alone=True)),
         rate=(rate, Real(low=0.0, rows=((heads,),))),
-        mask=(mask, Mask(none=True, fixed=(0, 1))),
-        state=(None, Other(none=True, also=(wrong, regard.LinearState.empty("elu", 1, 1, 2, 2)))),
-        average=average,
+        mask=(draw.often(draw.mask(batch, tokens)), Mask(none=True, fixed=(0, 1))),
+        state=(None, Kind(none=True, also=(wrong, regard.LinearState.empty("elu", 1, 1, 2, 2)))),
+        average=draw.flag(),
         chunk_size=(draw.one(None, 2), Whole(low=1, none=True)),
     )
-    call.truth, call.tolerance, call.gradients = truth, 1e-9 if dtype == torch.float64 else 1e-4, ("x",)
-    return call

@@ -11,8 +11,8 @@ from regard import inspect, models, tasks
 from regard.inspect import gates, measures, mechanisms
 from regard.integrations import transformers as bridge
 
-from .draw import Arguments, Call, Draw, alike, arguments, called, made, public
-from .kinds import RAISES, RATE, SIZE, Among, Anything, Flag, Floats, Integers, Kind, Other, Real, SpecValue, Whole
+from .draw import Arguments, Call, Draw, alike, arguments, called, public
+from .kinds import RAISES, RATE, SIZE, Anything, Flag, Floats, Integers, Kind, Real, SpecValue, Whole
 
 TINY = {
     "vocab_size": 11,
@@ -21,9 +21,9 @@ TINY = {
     "num_attention_heads": 2,
     "max_position_embeddings": 16,
 }
-PER_LAYER = Other(also=(["softmax", 3], ["softmax"] * 3, "softmx"))
+PER_LAYER = Kind(also=(["softmax", 3], ["softmax"] * 3, "softmx"))
 TOKEN = Whole(none=True, low=0, high=10)
-WORD = Other(also=("x",))
+WORD = Kind(also=("x",))
 EVEN = Whole(low=2, even=True, most=10**6)
 WIDTH = Whole(low=1, none=True, most=10**6)
 
@@ -40,34 +40,34 @@ def _base(draw: Draw, **own: Any) -> dict[str, Any]:
         "vocab_size": (11, Whole(low=1 if pad is None else 4, most=10**6)),
         "hidden_size": (8, EVEN),
         "num_hidden_layers": 2,
-        "num_attention_heads": (2, Among(these=(1, 2), also=(3, -2))),
+        "num_attention_heads": (2, Kind(fine=(1, 2), also=(3, -2))),
         "max_position_embeddings": (16, SIZE),
-        "mixers": (draw.one("softmax", "biweight"), Other(also=(["softmax"], *PER_LAYER.also))),
+        "mixers": (draw.one("softmax", "biweight"), Kind(also=(["softmax"], *PER_LAYER.also))),
         "is_encoder_decoder": (False, Anything()),
         "pad_token_id": (pad, TOKEN),
         "bos_token_id": (None, TOKEN),
     } | own
 
 
-@public("HybridConfig", models.HybridConfig, result=False)
+@public("HybridConfig", models.HybridConfig)
 def hybrid(draw: Draw) -> Arguments:
     given = _base(
         draw,
-        num_key_value_heads=(None, Among(none=True, these=(1, 2), also=(3,))),
+        num_key_value_heads=(None, Kind(none=True, fine=(1, 2), also=(3,))),
         head_dim=(4, Whole(none=True, low=2, even=True, most=10**6)),
         intermediate_size=(6, WIDTH),
         feed_forward=(draw.one("swiglu", "gelu"), WORD),
         norm=draw.word("rms", "layer"),
-        mixer_options=(None, Other(none=True, test=empty, also=("x", {"x": {}}, {"lact": 3}))),
+        mixer_options=(None, Kind(none=True, test=empty, also=("x", {"x": {}}, {"lact": 3}))),
         window=(draw.one(None, 3), Whole(none=True, low=1)),
         training_window=(None, Whole(none=True, low=1)),
         training_window_share=(0.9, Real(low=0.0, high=1.0)),
         rotary_share=(1.0, Real(low=1e-9, high=1.0)),
-        memories=(None, Other(none=True, test=empty, also=("FwPKM", "FwPKM@9", "x@1", "@"))),
+        memories=(None, Kind(none=True, test=empty, also=("FwPKM", "FwPKM@9", "x@1", "@"))),
         memory_place=("before-mixer", WORD),
-        memory_options=(None, Other(none=True, test=empty, also=("x", {"x": {}}, {"FwPKM": 3}))),
-        temperatures=("fixed", Other(also=("lg", ["log"], "log(slope=-1)"))),
-        ridges=("fixed", Other(also=("x", ["fixed"], "learned"))),
+        memory_options=(None, Kind(none=True, test=empty, also=("x", {"x": {}}, {"FwPKM": 3}))),
+        temperatures=("fixed", Kind(also=("lg", ["log"], "log(slope=-1)"))),
+        ridges=("fixed", Kind(also=("x", ["fixed"], "learned"))),
         qk_norm=draw.word("rms", "l2", none=True),
         share_query_key=False,
         training_window_seed=(0, Whole()),
@@ -76,15 +76,15 @@ def hybrid(draw: Draw) -> Arguments:
     return arguments(**given)
 
 
-@public("MemoryMosaicConfig", models.MemoryMosaicConfig, result=False)
+@public("MemoryMosaicConfig", models.MemoryMosaicConfig)
 def mosaic(draw: Draw) -> Arguments:
     nothing = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
     given = _base(
         draw,
-        persistent=("softmax", Other(also=("softmx", ["softmax"], "linear"))),
+        persistent=("softmax", Kind(also=("softmx", ["softmax"], "linear"))),
         persistent_slots=(3, WIDTH),
         persistent_copies=(1, SIZE),
-        learned=(("h", "bias"), Other(test=nothing, also=("h", ["x"], [3]))),
+        learned=(("h", "bias"), Kind(test=nothing, also=("h", ["x"], [3]))),
         **alike(
             WORD,
             persistent_keys="own",
@@ -99,12 +99,12 @@ def mosaic(draw: Draw) -> Arguments:
     return arguments(**given)
 
 
-@public("ICLMConfig", models.ICLMConfig, result=False)
+@public("ICLMConfig", models.ICLMConfig)
 def iclm(draw: Draw) -> Arguments:
     words = {"variant": "full", "start": "param", "f_reads": "post", "phi_mlp": "gelu", "f_mlp": "inline"}
     given = _base(
         draw,
-        hidden_size=(8, Among(these=(4, 8), also=(7, -2))),
+        hidden_size=(8, Kind(fine=(4, 8), also=(7, -2))),
         mixers=(draw.one("softmax", "biweight"), PER_LAYER),
         phi_mixers=("softmax", PER_LAYER),
         **{name: (word, WORD) for name, word in words.items()},
@@ -124,58 +124,56 @@ def _model() -> Any:
     return models.HybridForCausalLM(models.HybridConfig(**TINY)).eval()
 
 
-@public("match_parameters", models.match_parameters, result=False)
+@public("match_parameters", models.match_parameters)
 def match(draw: Draw) -> Arguments:
     return arguments(
-        config=(models.HybridConfig(**TINY), Other()),
+        config=(models.HybridConfig(**TINY), Kind()),
         target=(3000, Whole(low=1000, most=10**6)),
-        field=(draw.one(None, "intermediate_size"), Other(none=True, also=("hidden", "vocab_size "))),
+        field=(draw.one(None, "intermediate_size"), Kind(none=True, also=("hidden", "vocab_size "))),
     )
 
 
-@public("count_parameters", models.count_parameters, result=False)
+@public("count_parameters", models.count_parameters)
 def count(draw: Draw) -> Arguments:
-    return arguments(config=(models.HybridConfig(**TINY), Other()))
+    return arguments(config=(models.HybridConfig(**TINY), Kind()))
 
-
-# Tasks -------------------------------------------------------------------------------------------------------------
 
 FAR = Whole(low=1, high=2**40)
 
 
-@public("ConeRegression", tasks.ConeRegression, result=False)
+@public("ConeRegression", tasks.ConeRegression)
 def cone(draw: Draw) -> Arguments:
     return arguments(
         dim=(4, Whole(low=2, most=10**6)),
-        length=(16, Among(also=(15, 12), these=(4, 8, 16))),
-        segment=(4, Among(also=(3, 5, 32), these=(1, 2, 4, 8, 16))),
+        length=(16, Kind(also=(15, 12), fine=(4, 8, 16))),
+        segment=(4, Kind(also=(3, 5, 32), fine=(1, 2, 4, 8, 16))),
         **alike(RATE, noise=0.1, query_noise=0.0),
     )
 
 
-@public("CrossDocumentRecall", tasks.CrossDocumentRecall, result=False)
+@public("CrossDocumentRecall", tasks.CrossDocumentRecall)
 def recall(draw: Draw) -> Arguments:
     numbers = {"values": (8, FAR), "pairs": (4, Whole(low=1, high=8)), "documents": (2, FAR), "reads": (2, FAR)}
     keys = (8, Whole(low=4, high=2**40))
     return arguments(keys=keys, **numbers)
 
 
-@public("NeedleInHaystack", tasks.NeedleInHaystack, result=False)
+@public("NeedleInHaystack", tasks.NeedleInHaystack)
 def needle(draw: Draw) -> Arguments:
     listed = lambda v: isinstance(v, (list, tuple, str, bytes)) and len(v) > 0  # noqa: E731
     templates = ("{key}", "{value} {key}", "{key {value}", "{key} {value} {x}", "{key} {value} {")
     return arguments(
-        text=(["a", "b", "c"], Other(test=listed)),
+        text=(["a", "b", "c"], Kind(test=listed)),
         length=(64, FAR),
-        needles=(2, Other(test=lambda v: type(v) is int and 1 <= v <= 60000)),
-        encode=(None, Other(none=True, test=callable)),
-        decode=(None, Other(none=True, test=callable)),
-        breaks=(None, Other(none=True, also=(frozenset("x"),))),
+        needles=(2, Kind(test=lambda v: type(v) is int and 1 <= v <= 60000)),
+        encode=(None, Kind(none=True, test=callable)),
+        decode=(None, Kind(none=True, test=callable)),
+        breaks=(None, Kind(none=True, also=(frozenset("x"),))),
         digits=(6, Whole(low=1, high=18)),
         id_digits=(4, Whole(low=1, high=8)),
         reserved=(None, Whole(none=True, low=2)),
-        template=("The secret number for {key} is {value}.", Other(also=templates)),
-        key=("ID-{id}", Other(also=("ID", "{id", "{id} {x}", "{id} {"))),
+        template=("The secret number for {key} is {value}.", Kind(also=templates)),
+        key=("ID-{id}", Kind(also=("ID", "{id", "{id} {x}", "{id} {"))),
     )
 
 
@@ -188,10 +186,7 @@ def example(draw: Draw) -> Call:
         "ConeRegression": lambda: tasks.ConeRegression(4, 16, 4),
     }[name]()
     seed, index = (1, Whole(low=-(2**63), high=2**64)), (2, Whole(low=0, high=2**63))
-    return made(f"{name}.example", task.example, seed=seed, index=index)
-
-
-# Measures ----------------------------------------------------------------------------------------------------------
+    return called(f"{name}.example", task.example, seed=seed, index=index)
 
 
 def _pattern(draw: Draw) -> Tensor:
@@ -204,38 +199,38 @@ PATTERN = Floats(fixed=(), dtype=False)
 @public("sinks")
 def sinks(draw: Draw) -> Call:
     call, name = draw.one((mechanisms.sinks, "sinks"), (mechanisms.evenness, "evenness"))
-    return made(name, call, pattern=(_pattern(draw), PATTERN), from_row=(draw.whole(0, 3), Whole(low=0, high=3)))
+    return called(name, call, pattern=(_pattern(draw), PATTERN), from_row=(draw.whole(0, 3), Whole(low=0, high=3)))
 
 
-@public("copying", mechanisms.copying, result=False)
+@public("copying", mechanisms.copying)
 def copying(draw: Draw) -> Arguments:
     return arguments(
         pattern=(_pattern(draw), Floats(fixed=(0, 2), dtype=False)),
-        roles=(mechanisms.ROLES["f"], Other()),
+        roles=(mechanisms.ROLES["f"], Kind()),
         tokens=(draw.integers(5, 2, 4), Integers(fixed=(0,))),
         wanted=(draw.integers(5, 2, 4), Integers(fixed=(0, 1))),
     )
 
 
-@public("induction", mechanisms.induction, result=False)
+@public("induction", mechanisms.induction)
 def induction(draw: Draw) -> Arguments:
-    pattern, roles = (_pattern(draw), PATTERN), (mechanisms.ROLES["f"], Other())
+    pattern, roles = (_pattern(draw), PATTERN), (mechanisms.ROLES["f"], Kind())
     return arguments(pattern=pattern, roles=roles, period=(2, Whole(low=1, high=3)))
 
 
-@public("repeated_blocks", mechanisms.repeated_blocks, result=False)
+@public("repeated_blocks", mechanisms.repeated_blocks)
 def repeated(draw: Draw) -> Arguments:
     return arguments(
         vocabulary=(9, Whole(low=3, most=10**6)),
         period=(3, Whole(low=1, high=9)),
         length=(8, Whole(low=0, most=10**6)),
         count=(2, Whole(low=0, most=10**6)),
-        generator=(torch.Generator(), Other(none=True)),
+        generator=(torch.Generator(), Kind(none=True)),
         first=(0, Whole(low=0, most=10**6)),
     )
 
 
-@public("copying_eigenvalues", mechanisms.copying_eigenvalues, result=False)
+@public("copying_eigenvalues", mechanisms.copying_eigenvalues)
 def eigenvalues(draw: Draw) -> Arguments:
     projections = (draw.normal(2, 3, 3), Floats(fixed=(1, 2), dtype=False))
     embedding = (draw.normal(5, 3), Floats(fixed=(1,), dtype=False))
@@ -247,31 +242,28 @@ def histogram(draw: Draw) -> Call:
     call, name = draw.one((gates.histogram, "histogram"), (gates.bin_counts, "bin_counts"))
     fine = lambda v, given: isinstance(v, Tensor) and v.is_floating_point() and v.dtype.itemsize > 1 and v.dim()  # noqa: E731
     ranked = Floats(fixed=(), dtype=False, broadcast=True, skip=fine)  # any with an axis
-    return made(name, call, gates=(draw.uniform(0.0, 1.0, 2, 5), ranked), bins=(4, SIZE))
+    return called(name, call, gates=(draw.uniform(0.0, 1.0, 2, 5), ranked), bins=(4, SIZE))
 
 
-@public("token_surprisal", gates.token_surprisal, result=False)
+@public("token_surprisal", gates.token_surprisal)
 def surprisal(draw: Draw) -> Arguments:
     tokens, learned = ((draw.integers(5, size), Integers(fixed=())) for size in (6, 9))
     vocabulary = (5, Whole(low=5, most=10**6))
     return arguments(tokens=tokens, learned=learned, vocabulary=vocabulary)
 
 
-@public("word_surprisal", gates.word_surprisal, result=False)
+@public("word_surprisal", gates.word_surprisal)
 def words(draw: Draw) -> Arguments:
     texts = lambda v: isinstance(v, (list, tuple)) and all(isinstance(x, str) for x in v)  # noqa: E731
-    counts = (gates.word_counts("a word or two"), Other(test=lambda v: isinstance(v, dict) and len(v) < 2))
-    labels = (["a ", "word"], Other(test=texts, also=([3],)))
+    counts = (gates.word_counts("a word or two"), Kind(test=lambda v: isinstance(v, dict) and len(v) < 2))
+    labels = (["a ", "word"], Kind(test=texts, also=([3],)))
     return arguments(labels=labels, counts=counts)
 
 
-@public("rank_correlation", gates.rank_correlation, result=False)
+@public("rank_correlation", gates.rank_correlation)
 def correlation(draw: Draw) -> Arguments:
     one = Floats(fixed=(0,), dtype=False)
     return arguments(x=(draw.normal(6), one), y=(draw.normal(6), one))
-
-
-# Models ------------------------------------------------------------------------------------------------------------
 
 
 def _entered(manager: Any) -> Any:
@@ -287,7 +279,7 @@ def capture(draw: Draw) -> Call:
     def run(**arguments: Any) -> None:
         _entered(inspect.capture(**arguments))
 
-    return called("capture", run, model=(_model(), Other()), weights=draw.flag())
+    return called("capture", run, model=(_model(), Kind()), weights=draw.flag())
 
 
 @public("hooked")
@@ -300,16 +292,16 @@ def hooked(draw: Draw) -> Call:
 
     wrong = (3, [3], [("x",)], [("x", print)], [(names[0], 3)], [(3, print)], [(names[0], print, print)], "ab")
     kinds: dict[str, Kind] = {
-        "model": Other(),
-        "hooks": Other(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v),
+        "model": Kind(),
+        "hooks": Kind(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v),
         "required": Flag(),
     }
     return Call("hooked", run, given, kinds)
 
 
-@public("named_hook_points", inspect.named_hook_points, result=False)
+@public("named_hook_points", inspect.named_hook_points)
 def points(draw: Draw) -> Arguments:
-    return arguments(model=(_model(), Other()))
+    return arguments(model=(_model(), Kind()))
 
 
 IDS = (
@@ -326,43 +318,43 @@ def _ran(draw: Draw) -> dict[str, Any]:
     first = next(iter(inspect.named_hook_points(_model())))
     wrong = (3, [3], [("x", print)], [(first, 3)])
     return {
-        "model": (_model(), Other()),
-        "input_ids": (draw.integers(11, 1, 4), Other(also=IDS)),
-        "hooks": ((), Other(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v)),
+        "model": (_model(), Kind()),
+        "input_ids": (draw.integers(11, 1, 4), Kind(also=IDS)),
+        "hooks": ((), Kind(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v)),
     }
 
 
-@public("run_with_cache", inspect.run_with_cache, result=False)
+@public("run_with_cache", inspect.run_with_cache)
 def with_cache(draw: Draw) -> Arguments:
     first = next(iter(inspect.named_hook_points(_model())))
     fine = lambda v: v is len or (isinstance(v, (list, tuple)) and not v)  # noqa: E731
-    names = (draw.one(first, [first], None), Other(none=True, also=("x", [3], ["x"]), test=fine, skip=RAISES))
+    names = (draw.one(first, [first], None), Kind(none=True, also=("x", [3], ["x"]), test=fine, skip=RAISES))
     return arguments(**_ran(draw), names=names)
 
 
-@public("run_with_hooks", inspect.run_with_hooks, result=False)
+@public("run_with_hooks", inspect.run_with_hooks)
 def with_hooks(draw: Draw) -> Arguments:
     return arguments(**_ran(draw))
 
 
-@public("attention_maps", measures.attention_maps, result=False)
+@public("attention_maps", measures.attention_maps)
 def maps(draw: Draw) -> Arguments:
     ids = (torch.tensor([0, 1, 11]), torch.tensor([0.5, 1, 1]), torch.zeros(3, 1, dtype=torch.long))
     return arguments(
-        model=(_model(), Other()),
-        input_ids=(draw.integers(11, 3), Other(also=ids)),
-        labels=(["a", "b", "c"], Other(also=(["a"], [1, 2, 3], "ab"))),
+        model=(_model(), Kind()),
+        input_ids=(draw.integers(11, 3), Kind(also=ids)),
+        labels=(["a", "b", "c"], Kind(also=(["a"], [1, 2, 3], "ab"))),
     )
 
 
-@public("register", bridge.register, result=False)
+@public("register", bridge.register)
 def register(draw: Draw) -> Arguments:
     return arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue()))
 
 
-@public("convert", bridge.convert, result=False)
+@public("convert", bridge.convert)
 def convert(draw: Draw) -> Arguments:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8))
-    return arguments(model=(model, Other()), spec=("biweight", SpecValue()))
+    return arguments(model=(model, Kind()), spec=("biweight", SpecValue()))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 import regard
 
-from .attention_calls import Params
+from .attention_calls import parameters
 from .draw import Arguments, Call, Draw, arguments, called, public
-from .kinds import Floats, Kind, Mask, Other, Real, Refused, SpecValue, Whole, Word
+from .kinds import ONLY_NONE, Floats, Kind, Mask, Real, SpecValue, Whole, Word
 
 FORMS = ("chunked", "parallel", "recurrent")
 
@@ -28,7 +28,7 @@ def _tensors(draw: Draw) -> Arguments:
             draw.one(None, -0.2, -draw.uniform(0.0, 1.0, *pairs, dtype=dtype)),
             Real(high=0.0, none=True, rows=(pairs,)),
         ),
-        state=(None, Other(none=True, also=(regard.FastWeightState,))),
+        state=(None, Kind(none=True, also=(regard.FastWeightState,))),
         form=draw.word(*FORMS),
         chunk_size=(draw.one(None, 2, 3), Whole(low=1, none=True)),
         attn_mask=(draw.often(draw.mask(batch, tokens)), Mask(none=True, fixed=(), broadcast=True)),  # also [T]
@@ -64,7 +64,7 @@ def linear(draw: Draw) -> Call:
     found = _tensors(draw)
     spec = draw.one("elu", "linear", "relu", "relu2", "cosine")
     if not regard.Spec.parse(spec).takes_scale:
-        found["scale"] = (None, Refused(none=True))
+        found["scale"] = (None, ONLY_NONE)
     return _call("linear_attention", spec, **found, spec=(spec, SpecValue(also=("softmax", "biweight"))))
 
 
@@ -81,11 +81,11 @@ def interpolated(draw: Draw) -> Arguments:
         value=(v, Floats(fixed=(0, 2))),
         attn_mask=(torch.ones(2, 1, 1, 5) > 0, Mask(none=True, fixed=(-1,), broadcast=True)),
         query_offset=(None, Whole(none=True, also=(torch.zeros(2), torch.tensor(2)))),
-        enable_gqa=(True, Other(test=lambda value: value is True)),
+        enable_gqa=(True, Kind(test=lambda value: value is True)),
         scale=(None, Real(low=0.0, strict=True, none=True, rows=((2, 4, 5),))),
         spec=("softmax", SpecValue(also=("linear", "elu*linear", "local-linear"))),
-        params=(None, Params(none=True)),
-        trend=("mesa", Other(also=TRENDS, skip=lambda v, given: v in (object, len))),  # whose own errors pass
+        params=(None, parameters()),
+        trend=("mesa", Kind(also=TRENDS, skip=lambda v, given: v in (object, len))),  # whose own errors pass
     )
 
 

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, N tokens so far, C model width, H heads, D channels o
 import torch
 from torch import Tensor, nn
 
-from ...checks import flags, instance, require
+from ...checks import flags, instance, require, segments
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
 from ...recurrent.leaky import LeakyState
@@ -120,6 +120,7 @@ class PersistentMemory(nn.Module):
         if state is not None:
             instance(CALL, "state", state, LeakyState, "a LeakyState or None")
         check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
+        segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
         keys, after = self.keys(without_hidden(hidden_states, mask), mask, state, segment_ids)
         return self.read(keys), after
