@@ -1,12 +1,18 @@
-"""`regard.compat.fla` against loops over the tokens in float64."""
+"""`regard.compat.fla` against loops over the tokens in float64.
 
+Legend: q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta [B, T, HV], state [B, HV, K, V].
+"""
+
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from fla_loops import apart, loop, mesa, parallax
+from contracts import oracle as attention_oracle
 from mistakes import refuses
+from recurrent.recurrences import recurrence
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
@@ -40,6 +46,44 @@ def fades(name: str, x: dict[str, Tensor]) -> dict[str, Tensor]:
     if name.endswith("gla"):
         return {"g" if name == "chunk_gla" else "gk": x["gk"]}
     return {"g": x["gk"] if name.endswith("kda") else x["g"]} if name.endswith(("gated_delta_rule", "kda")) else {}
+
+
+def loop(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(outputs, last state) of the delta rule, without beta of linear attention."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    given = {"q": scale * q, "k": k, "v": v, "g": g, "beta": beta}
+    x = {name: t.transpose(1, 2) for name, t in given.items() if t is not None}
+    start = None if state is None else {"values": state}
+    rows, after = recurrence("sum" if beta is None else "delta")(x, start=start)
+    return rows.transpose(1, 2), after["values"]
+
+
+def mesa(ridge: Tensor, kk: Tensor, kv: Tensor, **tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(outputs, last kk, last kv) of MesaNet; ridge [H, K]."""
+    x = {name: t.transpose(1, 2) for name, t in tokens.items() if name != "gk"}
+    rows, after = recurrence("mesa")({**x, "ridge": ridge}, start={"values": kv, "gram": kk})
+    return rows.transpose(1, 2), after["gram"], after["values"]
+
+
+def parallax(q: Tensor, r: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Softmax means plus the covariance of k and v under the same weights, applied to -r; H heads of keys serve all."""
+    q, r, k, v = (x.transpose(1, 2) for x in (q, r, k, v))
+    seen = attention_oracle.visible(*q.shape[:3], k.shape[2], is_causal=True, window=window)
+    choices = attention_oracle.Choices("gaussian", "fixed", degree=1, solver="learned")
+    return attention_oracle.attention(choices, q, k, v, seen, None, {"probe": r})[0].transpose(1, 2)
+
+
+def apart(run: Callable[..., Any], ends: list[int], states: list[Tensor], tokens: dict[str, Tensor]) -> list[Tensor]:
+    """`run` of each sequence by itself: the outputs joined along T, and the states joined along N."""
+    found = [
+        run(**{name: x[:, a:b] for name, x in tokens.items()}, states=[state[i : i + 1] for state in states])
+        for i, (a, b) in enumerate(pairwise(ends))
+    ]
+    return [torch.cat(parts, 0 if i else 1) for i, parts in enumerate(zip(*found, strict=True))]
 
 
 NAMES = [
@@ -168,8 +212,8 @@ def test_mesa_net(packed: bool) -> None:
     how: dict[str, Any] = {"output_final_state": True, **({"cu_seqlens": torch.tensor(ENDS)} if packed else {})}
     found = fla.chunk_mesa_net(x["q"], x["k"], x["v"], x["g"], x["beta"], ridge, kk, kv, **how)
 
-    def run(states: list[Tensor], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Tensor) -> Any:
-        return mesa(q, k, v, g, beta, ridge, *states) if q.shape[1] else (v, *states)
+    def run(states: list[Tensor], **tokens: Tensor) -> Any:
+        return mesa(ridge, *states, **tokens) if tokens["q"].shape[1] else (tokens["v"], *states)
 
     torch.testing.assert_close(found, apart(run, ENDS if packed else [0, T], [kk, kv], x), **EXACT)
 
@@ -180,7 +224,7 @@ def test_one_step_of_mesa_net() -> None:
     kk, kv = state(B, H, K, K), state(B)
     kk = kk @ kk.mT
     step = fla.mesa_net_decoding_one_step(*(first[n] for n in "qkvg"), ridge, first["beta"], kk, kv)
-    expected = mesa(*(x[n][:, :1] for n in "qkvg"), x["beta"][:, :1], ridge, kk, kv)
+    expected = mesa(ridge, kk, kv, **{n: t[:, :1] for n, t in x.items()})
     torch.testing.assert_close(step, (expected[0][:, 0], *expected[1:]), **EXACT)
 
 

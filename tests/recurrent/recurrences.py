@@ -95,9 +95,6 @@ def grads(out: Tensor, more: Any, x: Inputs) -> list[Tensor]:
     return list(torch.autograd.grad(loss(out, more), list(x.values())))
 
 
-# Linear attention ------------------------------------------------------------------------------------------------
-
-
 def plain(x: Tensor) -> Tensor:
     return x
 
@@ -169,9 +166,6 @@ def linear(text: str, **more: int) -> Case:
     return Case(sizes, run, weighed(text), loose=100 if text in GUARDED else 1, once=True)
 
 
-# Recurrences -----------------------------------------------------------------------------------------------------
-
-
 def spread(x: Inputs, name: str, like: Tensor, default: float) -> Tensor:
     """A number for every position and channel: the input `name`, whatever its shape, as `like` [B, heads, T, D]."""
     if name not in x:
@@ -191,17 +185,19 @@ def mapped(text: str, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def recurrence(rule: str) -> Callable[..., tuple[Tensor, Inputs]]:
-    """The definition of "delta", "mesa" or the linear attention of a spec, one token after the other. Sizes are those
-    of the inputs; query i stands at key i + `offset`."""
+    """The definition of "delta", "mesa", or the linear attention of a spec or without features ("sum"), one token after
+    the other. Sizes are those of the inputs; query i stands at key i + `offset`; `start` holds "values" and "gram"."""
     divided = rule in SPECS and SPECS[rule][3]
 
-    def define(x: Inputs, order: str = "causal", mask: Tensor | None = None, offset: int = 0) -> tuple[Tensor, Inputs]:
+    def define(
+        x: Inputs, order: str = "causal", mask: Tensor | None = None, offset: int = 0, start: Inputs | None = None
+    ) -> tuple[Tensor, Inputs]:
         q, k = mapped(rule, x) if rule in SPECS else (x["q"], x["k"])
         v, (batch, kv_heads, length, dim), ratio = x["v"], k.shape, q.shape[1] // k.shape[1]
         g, beta = spread(x, "g", k, 0.0), spread(x, "beta", k, 1.0)[..., :1]
         ridge = spread(x, "ridge", q, 0.0)
-        sizes = (v.shape[3], 1, dim)  # of W^T, the sum of the keys, and H
-        state = tuple(k.new_zeros(batch, kv_heads, dim, size) for size in sizes)
+        sizes = {"values": v.shape[3], "keys": 1, "gram": dim}  # of W^T, the sum of the keys, and H
+        state = tuple((start or {}).get(n, k.new_zeros(batch, kv_heads, dim, size)) for n, size in sizes.items())
         states = [state]
         for t in range(length):
             at, value, step = k[:, :, t, :, None], v[:, :, t, None], beta[:, :, t, None]
@@ -255,7 +251,7 @@ def leaky(average: bool) -> Case:
 
     def define(x: Inputs, order: str = "causal", mask: Tensor | None = None) -> tuple[Tensor, Inputs]:
         one = torch.ones_like(x["v"][..., :1])
-        out, state = recurrence("leaky")({"q": one, "k": one, "v": x["v"], "g": x["g"]}, order, mask)
+        out, state = recurrence("sum")({"q": one, "k": one, "v": x["v"], "g": x["g"]}, order, mask)
         size = (1 - x["g"].exp())[:, None, None] if average else 1.0
         return (size * out).repeat_interleave(2, 1), {"sums": state["values"][:, :, 0]}
 

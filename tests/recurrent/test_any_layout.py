@@ -72,16 +72,10 @@ def test_positional_arguments_and_grouped_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        regard.attention,
-        regard.linear_attention,
-        regard.delta_rule,
-        regard.mesa_attention,
-        regard.interpolated_attention,
-    ],
+    "name", ["attention", "linear_attention", "delta_rule", "mesa_attention", "interpolated_attention"]
 )
-def test_the_argument_is_shown_and_checked(function: Any) -> None:
+def test_the_argument_is_shown_and_checked(name: str) -> None:
+    function = getattr(regard, name)
     shown = inspect.signature(function).parameters["layout"]
     assert (shown.kind, shown.default) == (shown.KEYWORD_ONLY, "bhtd")
     x = draw(B, T, H, D)

@@ -31,15 +31,9 @@ SPECS = ("softmax", "relumax")
 
 
 def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    trend: str,
-    spec: str = "softmax",
-    order: str = "causal",
-    mask: Tensor | None = None,
-    offset: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, trend: str, spec: str = "softmax", order: str = "causal",
+    mask: Tensor | None = None, offset: int = 0,
+) -> Tensor:  # fmt: skip
     """o_i = sum_j s_ij (v_j - W_i k_j) + W_i q_i = obar_i + W_i (q_i - kbar_i)."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     how = {"is_causal": order == "causal", "exclude_self": order == "strict", "query_offset": offset}

@@ -1,9 +1,10 @@
-"""The leaky average of long and of packed sequences against a dense T x T matrix of decays in float64."""
+"""The leaky average of long and of packed sequences against the sum token by token in float64."""
 
 import pytest
 import torch
 from mistakes import refuses
 from packed import runs
+from recurrences import recurrence
 
 from regard.recurrent.leaky import LeakyState, leaky_average
 
@@ -11,17 +12,10 @@ RATES = torch.tensor([0.0, 0.05, 0.5, 5.0], dtype=torch.float64)
 
 
 def dense(x, rates, mask=None, start=None):
-    """h of float64 tensors: the sum over real tokens with e^{-rate (n_t - n_i)} written out pair by pair."""
-    batch, _, tokens, _ = x.shape
-    real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask
-    count = real.double().cumsum(-1)
-    apart = count[:, None, :, None] - count[:, None, None, :]
-    w = torch.where(torch.ones(tokens, tokens).tril().bool(), (-rates[:, None, None] * apart.clamp(min=0)).exp(), 0.0)
-    w = w * real[:, None, None, :]
-    out = w @ torch.where(real[:, None, :, None], x, 0.0)
-    if start is not None:
-        out = out + (-rates[:, None] * count[:, None]).exp()[..., None] * start[:, :, None]
-    return out
+    """h by its definition, one token after the other, after `start` [B, H, D]."""
+    one = torch.ones_like(x[..., :1])
+    held = {} if start is None else {"values": start[:, :, None]}
+    return recurrence("sum")({"q": one, "k": one, "v": x, "g": -rates}, mask=mask, start=held)[0]
 
 
 def sample(tokens, batch=2, dim=3, seed=0):
