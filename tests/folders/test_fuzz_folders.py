@@ -16,8 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -34,59 +32,45 @@ SECONDS = 90
 BOUND = 12 << 30
 
 
-def serve(connection: Connection) -> None:
-    """Run command lines one after the other, with a limit of memory; send the exit code and what was printed."""
+def limit() -> None:
+    """Bound the memory of this process."""
     resource.setrlimit(resource.RLIMIT_AS, (BOUND, BOUND))
     torch.set_num_threads(1)
-    while True:
-        words, out, err = connection.recv(), StringIO(), StringIO()
-        with redirect_stdout(out), redirect_stderr(err):
-            try:
-                code = main(words)
-            except BaseException:
-                code = 99
-                traceback.print_exc()
-        connection.send((code, out.getvalue(), err.getvalue()))
+
+
+def execute(words: list[str]) -> tuple[int, str, str]:
+    """Run a command line; return the exit code and what was printed."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(words)
+        except BaseException:
+            code = 99
+            traceback.print_exc()
+    return code, out.getvalue(), err.getvalue()
 
 
 class Server:
     """A process that runs one command line after the other, with a limit of memory, and of time for each."""
 
     def __init__(self) -> None:
-        self.process: BaseProcess | None = None
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process = None
+        self.pool = multiprocessing.get_context("spawn").Pool(1, limit)
 
     def run(self, words: tuple) -> Result:
         """The exit code and what was printed; code -1 where there was no answer in time, or none at all."""
-        if self.process is None:
-            context = multiprocessing.get_context("spawn")
-            self.connection, theirs = context.Pipe()
-            self.process = context.Process(target=serve, args=(theirs,), daemon=True)
-            self.process.start()
-            theirs.close()
-        self.connection.send([str(word) for word in words])
         try:
-            if self.connection.poll(SECONDS):
-                return Result(*self.connection.recv())
-        except EOFError:
-            pass
-        self.stop()
-        return Result(-1, "", "no answer")
+            return Result(*self.pool.apply_async(execute, ([str(word) for word in words],)).get(SECONDS))
+        except multiprocessing.TimeoutError:  # also where the process has died
+            self.pool.terminate()
+            self.__init__()
+            return Result(-1, "", "no answer")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     server = Server()
     yield server
-    server.stop()
-
-
-# Mutations ---------------------------------------------------------------------------------------------------
+    server.pool.terminate()
 
 
 def replaced(make: Callable[[Path], object]) -> Callable:
@@ -250,14 +234,19 @@ def test_every_file_in_every_way(server: Server, trained: Path, tmp_path: Path, 
     assert not wrong, f"{len(wrong)} mutations:\n" + "\n".join(wrong)
 
 
+examples = settings(
+    max_examples=int(os.environ.get("REGARD_FUZZ_EXAMPLES", "100")), deadline=None, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
 def test_drawn_mutations(server: Server, trained: Path, tmp_path: Path) -> None:
     """As many as REGARD_FUZZ_EXAMPLES says; 10,000 take hours."""
     want = wanted(server, trained, tmp_path / "run")
-    count = int(os.environ.get("REGARD_FUZZ_EXAMPLES", "100"))
 
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @examples
     @given(name=st.sampled_from(files(trained)), seed=st.integers(0, 2**32 - 1), again=st.booleans(), data=st.data())
     def each(name: str, seed: int, again: bool, data: st.DataObject) -> None:
         how = data.draw(st.sampled_from(sorted(mutations(Path(name)))))

@@ -3,7 +3,6 @@ model, or one error that names the folder or the field of its configuration. The
 weights are another model, and changed values of a configuration the model that they describe."""
 
 import json
-import os
 import random
 import re
 import shutil
@@ -16,11 +15,11 @@ import pytest
 import torch
 from any_model import make, text
 from hostile import change_json
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from small_words import tokenizer
-from test_fuzz_folders import mutations
+from test_fuzz_folders import examples, mutations
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from regard.checks import ArgumentError
@@ -61,10 +60,9 @@ def read(load: Callable[[Path], PreTrainedModel], folder: Path) -> torch.Tensor 
 @pytest.mark.timeout(6 * 3600)
 def test_drawn_mutations_of_saved_models(saved: dict, tmp_path: Path) -> None:
     """As many as REGARD_FUZZ_EXAMPLES says; 10,000 take a quarter of an hour."""
-    count = int(os.environ.get("REGARD_FUZZ_EXAMPLES", "100"))
     files = {name: sorted(path.name for path in folder.iterdir()) for name, (folder, _) in saved.items()}
 
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @examples
     @given(name=st.sampled_from(sorted(saved)), seed=st.integers(0, 2**32 - 1), ours=st.booleans(), data=st.data())
     def each(name: str, seed: int, ours: bool, data: st.DataObject) -> None:
         file = data.draw(st.sampled_from(files[name]))

@@ -131,9 +131,6 @@ def test_what_a_run_began_with_does_not_change(run_folder: Path, regard: Callabl
     assert f"{path} differs from what was written when the run began" in error
 
 
-# Weights in several files ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def shards(run_folder: Path) -> Path:
     """The model without a seal, in two files."""
