@@ -1,13 +1,7 @@
 """A drop-in for the package entmax (PyPI: entmax, release 1.3), computed by regard's adaptive weights.
 
-Names, arguments and modules are those of that package. What differs:
-
-- Rows in which every score is -inf are 0 with gradient 0 (there NaN or an error), and alpha = 1 is softmax (there
-  uniform weights).
-- Numbers that only steer the search for the threshold (`k`, `n_iter`, `ensure_sum_one`) change nothing: thresholds
-  are found to the precision of the dtype.
-- Derivatives exist to second order, also by alpha (all functions) and by the budget.
-- float16 and bfloat16 are computed in float32.
+Names, arguments and modules are those of that package; docs/compat.md lists what differs. Rows in which every score is
+-inf are 0, and `k`, `n_iter` and `ensure_sum_one` have no effect.
 """
 
 from .activations import Entmax15, Sparsemax, entmax15, sparsemax

@@ -3,6 +3,9 @@
 Sources: sparsemax, arXiv 1602.02068; entmax, arXiv 1905.05702.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 from ...checks import floating, optional_whole, within
@@ -52,23 +55,28 @@ def _entmax_threshold_and_support(X: Tensor, dim: int = -1, k: int | None = None
     return X.amax(dim, keepdim=True) - p.amax(dim, keepdim=True).sqrt(), (p > 0).sum(dim, keepdim=True)
 
 
-class Sparsemax(nn.Module):
+class FunctionModule(nn.Module):
+    """A function of scores as a module, whose attributes are the function's arguments."""
+
+    def __init__(self, function: Callable[..., Tensor], **arguments: Any) -> None:
+        super().__init__()
+        self._function, self._names = function, tuple(arguments)
+        for name, value in arguments.items():
+            setattr(self, name, value)
+
+    def forward(self, X: Tensor, *target: Tensor) -> Tensor:
+        return self._function(X, *target, **{name: getattr(self, name) for name in self._names})
+
+
+class Sparsemax(FunctionModule):
     """The module of `sparsemax`, with its arguments `dim` and `k`."""
 
     def __init__(self, dim: int = -1, k: int | None = None) -> None:
-        super().__init__()
-        self.dim, self.k = dim, k
-
-    def forward(self, X: Tensor) -> Tensor:
-        return sparsemax(X, self.dim, self.k)
+        super().__init__(sparsemax, dim=dim, k=k)
 
 
-class Entmax15(nn.Module):
+class Entmax15(FunctionModule):
     """The module of `entmax15`, with its arguments `dim` and `k`."""
 
     def __init__(self, dim: int = -1, k: int | None = None) -> None:
-        super().__init__()
-        self.dim, self.k = dim, k
-
-    def forward(self, X: Tensor) -> Tensor:
-        return entmax15(X, self.dim, self.k)
+        super().__init__(entmax15, dim=dim, k=k)

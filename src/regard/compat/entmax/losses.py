@@ -6,14 +6,14 @@ Omega(p) is (1 - sum p^alpha) / (alpha (alpha - 1)) for alpha-entmax and 1 - (su
 Source: arXiv 1905.05702, section 3. Legend: n rows, C classes.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...checks import ArgumentError, integers, on_device, one_of, tensor
-from .activations import entmax15, sparsemax
+from .activations import FunctionModule, entmax15, sparsemax
 from .root_finding import entmax_bisect, normmax_bisect, sparsemax_bisect
 
 REDUCTIONS = ("elementwise_mean", "sum", "none")
@@ -84,7 +84,7 @@ def _loss(
     return (omega[:, 0] + mean - z.gather(1, target[:, None].long())[:, 0]).to(X.dtype)
 
 
-class _Loss(nn.Module, ABC):
+class _Loss(FunctionModule):
     """A loss of scores [n, C] and classes [n]: its mean, its sum or every row.
 
     Args:
@@ -92,14 +92,14 @@ class _Loss(nn.Module, ABC):
         reduction: "elementwise_mean", "sum" or "none".
     """
 
-    def __init__(self, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
-        super().__init__()
+    def __init__(self, loss: Callable[..., Tensor], ignore_index: int, reduction: str, **arguments: Any) -> None:
+        super().__init__(loss, **arguments)
         self.ignore_index = ignore_index
         self.reduction = one_of(type(self).__name__, "reduction", reduction, REDUCTIONS)
 
-    @abstractmethod
     def loss(self, X: Tensor, target: Tensor) -> Tensor:
         """Return the loss of every row."""
+        return super().forward(X, target)
 
     def forward(self, X: Tensor, target: Tensor) -> Tensor:
         ignored = target == self.ignore_index
@@ -113,33 +113,21 @@ class SparsemaxLoss(_Loss):
     """The module of `sparsemax_loss`: `k`, then the arguments of all losses."""
 
     def __init__(self, k: int | None = None, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
-        super().__init__(ignore_index, reduction)
-        self.k = k
-
-    def loss(self, X: Tensor, target: Tensor) -> Tensor:
-        return sparsemax_loss(X, target, self.k)
+        super().__init__(sparsemax_loss, ignore_index, reduction, k=k)
 
 
 class SparsemaxBisectLoss(_Loss):
     """The module of `sparsemax_bisect_loss`: `n_iter`, then the arguments of all losses."""
 
     def __init__(self, n_iter: int = 50, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
-        super().__init__(ignore_index, reduction)
-        self.n_iter = n_iter
-
-    def loss(self, X: Tensor, target: Tensor) -> Tensor:
-        return sparsemax_bisect_loss(X, target, self.n_iter)
+        super().__init__(sparsemax_bisect_loss, ignore_index, reduction, n_iter=n_iter)
 
 
 class Entmax15Loss(_Loss):
     """The module of `entmax15_loss`: `k`, then the arguments of all losses."""
 
     def __init__(self, k: int | None = 100, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
-        super().__init__(ignore_index, reduction)
-        self.k = k
-
-    def loss(self, X: Tensor, target: Tensor) -> Tensor:
-        return entmax15_loss(X, target, self.k)
+        super().__init__(entmax15_loss, ignore_index, reduction, k=k)
 
 
 class EntmaxBisectLoss(_Loss):
@@ -152,11 +140,7 @@ class EntmaxBisectLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "elementwise_mean",
     ) -> None:
-        super().__init__(ignore_index, reduction)
-        self.alpha, self.n_iter = alpha, n_iter
-
-    def loss(self, X: Tensor, target: Tensor) -> Tensor:
-        return entmax_bisect_loss(X, target, self.alpha, self.n_iter)
+        super().__init__(entmax_bisect_loss, ignore_index, reduction, alpha=alpha, n_iter=n_iter)
 
 
 class NormmaxBisectLoss(_Loss):
@@ -165,8 +149,4 @@ class NormmaxBisectLoss(_Loss):
     def __init__(
         self, alpha: float | Tensor = 2, n_iter: int = 50, ignore_index: int = -100, reduction: str = "elementwise_mean"
     ) -> None:
-        super().__init__(ignore_index, reduction)
-        self.alpha, self.n_iter = alpha, n_iter
-
-    def loss(self, X: Tensor, target: Tensor) -> Tensor:
-        return normmax_bisect_loss(X, target, self.alpha, self.n_iter)
+        super().__init__(normmax_bisect_loss, ignore_index, reduction, alpha=alpha, n_iter=n_iter)

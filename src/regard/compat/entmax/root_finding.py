@@ -6,11 +6,12 @@ Sources: entmax and its derivative by alpha, arXiv 1905.05702 and 1909.00015; th
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...checks import ArgumentError, broadcastable, flags, floating, in_range, on_device, shape, whole, within
 from ...grammar.threshold import widest
 from ...public import entmax
+from .activations import FunctionModule
 
 NEAREST = 1e-6
 """Smallest 1 - alpha of heavy-tailed weights; they are those of softmax to that precision."""
@@ -157,45 +158,29 @@ def _number(call: str, name: str, value: Any, X: Tensor, dim: int) -> Any:
     return value.to(torch.promote_types(X.dtype, torch.float32)).expand(rows)
 
 
-class SparsemaxBisect(nn.Module):
+class SparsemaxBisect(FunctionModule):
     """The module of `sparsemax_bisect`, with its arguments `dim` and `n_iter`."""
 
     def __init__(self, dim: int = -1, n_iter: int | None = None) -> None:
-        super().__init__()
-        self.dim, self.n_iter = dim, n_iter
-
-    def forward(self, X: Tensor) -> Tensor:
-        return sparsemax_bisect(X, self.dim, self.n_iter)
+        super().__init__(sparsemax_bisect, dim=dim, n_iter=n_iter)
 
 
-class EntmaxBisect(nn.Module):
+class EntmaxBisect(FunctionModule):
     """The module of `entmax_bisect`, with its arguments `alpha`, `dim` and `n_iter`."""
 
     def __init__(self, alpha: float | Tensor = 1.5, dim: int = -1, n_iter: int = 50) -> None:
-        super().__init__()
-        self.alpha, self.dim, self.n_iter = alpha, dim, n_iter
-
-    def forward(self, X: Tensor) -> Tensor:
-        return entmax_bisect(X, self.alpha, self.dim, self.n_iter)
+        super().__init__(entmax_bisect, alpha=alpha, dim=dim, n_iter=n_iter)
 
 
-class NormmaxBisect(nn.Module):
+class NormmaxBisect(FunctionModule):
     """The module of `normmax_bisect`, with its arguments `alpha`, `dim` and `n_iter`."""
 
     def __init__(self, alpha: float | Tensor = 2, dim: int = -1, n_iter: int = 50) -> None:
-        super().__init__()
-        self.alpha, self.dim, self.n_iter = alpha, dim, n_iter
-
-    def forward(self, X: Tensor) -> Tensor:
-        return normmax_bisect(X, self.alpha, self.dim, self.n_iter)
+        super().__init__(normmax_bisect, alpha=alpha, dim=dim, n_iter=n_iter)
 
 
-class BudgetBisect(nn.Module):
+class BudgetBisect(FunctionModule):
     """The module of `budget_bisect`, with its arguments `budget`, `dim` and `n_iter`."""
 
     def __init__(self, budget: float | Tensor = 2, dim: int = -1, n_iter: int = 50) -> None:
-        super().__init__()
-        self.budget, self.dim, self.n_iter = budget, dim, n_iter
-
-    def forward(self, X: Tensor) -> Tensor:
-        return budget_bisect(X, self.budget, self.dim, self.n_iter)
+        super().__init__(budget_bisect, budget=budget, dim=dim, n_iter=n_iter)

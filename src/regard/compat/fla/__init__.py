@@ -1,13 +1,9 @@
 """Functions of the package fla (PyPI: flash-linear-attention, release 0.6) under its names, computed by regard.
 
 Names, order of arguments and shapes are those of `fla.ops`: q and k [B, T, H, K], v [B, T, HV, V], decays in log space.
-What differs:
-
-- They run on any device and in any floating-point dtype, in plain PyTorch: `chunk_*` in chunks, `fused_recurrent_*`
-  token by token. Computed in float32 (float64 for float64 inputs), in which states are returned.
-- Derivatives exist for every input, states among them.
-- `cu_seqlens_cpu`, `chunk_indices`, `safe_gate` and `disable_recompute` change nothing. What regard does not have
-  (`reverse`, `gv`, `cp_context`, ...) raises an error unless it has its default.
+They run on any device, in plain PyTorch: `chunk_*` in chunks, `fused_recurrent_*` token by token, in float32 (float64
+for float64 inputs), with a derivative for every input, states included. docs/compat.md lists what differs. Arguments
+that regard does not support raise an error unless they have their default.
 
 Arguments that all functions share:
 

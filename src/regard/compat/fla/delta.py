@@ -105,8 +105,7 @@ def _delta(
     dt_bias: Tensor | None = None, lower_bound: float | None = None, use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False, grouped: bool = True, channels: str = "gk", **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute `regard.delta_rule` from the arguments of any of these functions; `grouped` and `channels` as in
-    `check_shapes`."""
+    """Compute `regard.delta_rule`; `grouped` and `channels` as in `check_shapes`."""
     refuse(call, **others)
     check_shapes(call, q, k, v, grouped=grouped, channels=channels, g=g, gk=gk, beta=beta)
     g = _gate(call, g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
@@ -125,8 +124,7 @@ def _delta(
 
 
 def _gate(call: str, g: Any, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    """Return decays of raw gates [B, T, HV] or [B, T, HV, K]: -exp(A_log) softplus(g + dt_bias), with a lower bound
-    lower_bound sigmoid(exp(A_log) (g + dt_bias))."""
+    """Return the decays of raw gates [B, T, HV] or [B, T, HV, K] by the formulas of `chunk_kda`."""
     require(g is not None, call, "use_gate_in_kernel=True needs g, the gate before its activation.")
     given = A_log is not None or lower_bound is not None
     require(given, call, "use_gate_in_kernel=True needs A_log [HV].")

@@ -132,8 +132,7 @@ def _linear(
     cu_seqlens: Tensor | None, state_v_first: bool = False, chunk_size: int | None = None, channels: str = "gk",
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute `regard.linear_attention`, unnormalised, from the arguments of any of these functions, with the sum of
-    the decays that are given; `channels` as in `check_shapes`."""
+    """Compute `regard.linear_attention`, unnormalised, with the sum of the decays; `channels` as in `check_shapes`."""
     refuse(call, **others)
     check_shapes(call, q, k, v, channels=channels, g=g, gk=gk)
     if g_gamma is not None:
