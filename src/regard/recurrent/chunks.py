@@ -48,8 +48,8 @@ def chunked(
     values, mass, power, after, after_squares = _forward(
         q, k, v, given, mask, sums, squares, shift, causal, offset, guarded, keep, chunk
     )
-    kept = after if keep else None
-    return Sums(values, mass, power if guarded else None, kept, after_squares if keep and guarded else None)
+    squares = after_squares if keep and guarded else None
+    return Sums(values, mass, power if guarded else None, after if keep else None, squares)
 
 
 class _Step(NamedTuple):
@@ -77,7 +77,6 @@ class _Work:
         self.mask = None if mask is None else mask.expand(k.shape[:3]).reshape(self.groups, self.keys)
 
     def steps(self) -> list[_Step]:
-        """Return the steps of the call."""
         size = self.groups * (self.ratio * self.chunk * self.chunk + self.features * self.values)
         most = self.chunk * max(1, ELEMENTS.get(self.q.device.type, 2**24) // max(1, size))
         queries, keys, chunk = self.queries, self.keys, self.chunk
@@ -355,8 +354,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     wanted = (True, True, guarded, keep, keep and guarded)
     g, *rest = (x.contiguous() if x is not None and w else None for x, w in zip(grads, wanted, strict=True))
     g = saved[0].new_zeros(*saved[0].shape[:3], saved[2].shape[3]) if g is None else g
-    found = _backward(g, *rest, *saved, *ctx.how)
-    dq, dk, dv, *states = found
+    dq, dk, dv, *states = _backward(g, *rest, *saved, *ctx.how)
     dbias, dsums, dsquares = (d if x is not None else None for x, d in zip((saved[3], *saved[5:]), states, strict=True))
     return dq, dk, dv, dbias, None, dsums, dsquares, *(None,) * 6
 

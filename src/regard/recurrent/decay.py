@@ -69,11 +69,6 @@ def final(psi: Tensor, val: Tensor, g: Tensor | None, start: Tensor) -> Tensor:
     return start * g.sum(2).exp()[..., None] + (psi * suffix(g).exp()).transpose(-1, -2) @ val
 
 
-def prefix(g: Tensor) -> Tensor:
-    """Return the sum of g over the positions up to and with each one."""
-    return g.cumsum(-2)
-
-
 def suffix(g: Tensor) -> Tensor:
     """Return the sum of g over the positions after each one."""
     return pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2) if g.shape[-2] else g
@@ -112,7 +107,7 @@ def _split(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     half = (2, length // 2)
     q, k, g = q.unflatten(-3, half), k.unflatten(-2, half), g.unflatten(-2, half)
     inner = _split(q, k, g)  # [..., 2, half R, half]
-    late = q[..., 1, :, :, :] * prefix(g[..., 1, :, :]).exp()[..., :, None, :]
+    late = q[..., 1, :, :, :] * g[..., 1, :, :].cumsum(-2).exp()[..., :, None, :]
     early = k[..., 0, :, :] * suffix(g[..., 0, :, :]).exp()
     across = late.flatten(-3, -2) @ early.transpose(-1, -2)
     first, second = inner[..., 0, :, :], inner[..., 1, :, :]
@@ -153,7 +148,7 @@ def _chunked(
     if g is None:
         a, until = k.new_ones(*k.shape[:3], 1), k
     else:
-        upto = prefix(g)
+        upto = g.cumsum(-2)
         a, until = upto[..., -1, :].exp(), k * suffix(g).exp()
         q = q * upto.exp()[..., None, :]
     turned = until.transpose(-1, -2)
@@ -169,7 +164,7 @@ def _chunked(
 
 def _system(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Return X and Y of `delta` for every chunk."""
-    since = k if g is None else k * prefix(g).exp()
+    since = k if g is None else k * g.cumsum(-2).exp()
     meet = pairs(k[..., None, :], k, g).tril(-1)
     system = beta * meet + torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     right = beta * torch.cat([v, since], -1)

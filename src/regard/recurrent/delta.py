@@ -32,12 +32,8 @@ CALL = "delta_rule"
 
 @dataclass(frozen=True)
 class DeltaState(LinearMap):
-    """The state of the delta rule, of fixed size.
-
-    Attributes:
-        values: W^T [B, Hkv, D, Dv], float32 or float64.
-        non_finite, tokens: as in `regard.LinearState`.
-    """
+    """The state of the delta rule: `values`, W^T [B, Hkv, D, Dv], in float32 or float64; the rest as in
+    `regard.LinearState`."""
 
     values: Tensor
     non_finite: Tensor
@@ -110,7 +106,6 @@ def delta_rule(
 def _learn(
     inputs: tuple[Tokens, PerKey, PerKey | None, Any], mask: Tensor | None, state: DeltaState | None, call: Call
 ) -> tuple[Tensor, DeltaState]:
-    """Compute `delta_rule` of checked inputs; mask [B, 1, T]."""
     (own, step, fade, factor), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
     if state is None:
         state = DeltaState.empty(batch, kv_heads, dim, own.value.shape[3], dtype=call.dtype, device=own.key.device)

@@ -118,7 +118,6 @@ def leaky_average(
 
 
 def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tensor:
-    """Return h of one token, or of none."""
     if x.shape[2] == 0:
         return x
     fade = (-rates).exp()[:, None]

@@ -153,9 +153,8 @@ def linear_attention(
             state and all keys.
         exclude_self: j < i; implies `is_causal`. Query i reads the state before key i and before its decay g_i.
         segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk. A new document begins wherever the id
-            changes, and each is computed as if it were alone. Incoming and returned states hold one entry per document
-            on the batch axis, ordered row by row (`tokens` is that of the longest). Padding with an id of its own
-            counts as a document.
+            changes, padding included, and each is computed as if it were alone. States hold one entry per document on
+            the batch axis, ordered row by row (`tokens` is that of the longest).
         scale, params: as in `regard.attention`.
         layout: "bthd" for tensors with tokens before heads, as in `regard.attention`; also in `log_decay`.
 
@@ -170,9 +169,9 @@ def linear_attention(
     reverse mode (under forward mode and torch.func transforms it runs as "parallel"); the other forms, and all with
     log_decay, to any order.
     Cost: O(T F Dv) time; "chunked" adds O(T chunk_size) pairs and O(T) memory, forward and backward; "parallel" O(T^2)
-    both; the state is O(F Dv) a head, with squares O(F^2) more. With segment_ids, documents of similar lengths share a
-    padded batch: at most T / 3 positions more, in O(log T) batches one after the other. The ids are read on the host,
-    which synchronises a GPU, and torch.compile leaves packed calls out of its graphs.
+    both; the state is O(F Dv) a head, with squares O(F^2) more. Documents of similar lengths share a padded batch: at
+    most T / 3 positions more, in O(log T) batches. Their ids are read on the host, which synchronises a GPU, and
+    torch.compile leaves packed calls out of its graphs.
     """
     spec = _require_features(as_spec(spec, CALL))
     call = begin(CALL, query, key, value, attn_mask, form, chunk_size, is_causal, exclude_self, segment_ids)
@@ -193,7 +192,6 @@ def linear_attention(
 def _read(
     inputs: tuple[Tokens, Any, PerKey | None], mask: Tensor | None, state: LinearState | None, call: Call, spec: Spec
 ) -> tuple[Tensor, LinearState]:
-    """Return (output in the computing dtype, the state after all keys) of features; mask [B, 1, Tk]."""
     (own, bias, fade), (_, k, v, *_) = inputs, inputs[0]
     if state is None:
         sizes = LinearState.sizes(spec, k.shape[3] + 1, v.shape[3])
@@ -204,7 +202,6 @@ def _read(
     start, squares = torch.cat([state.values, state.keys[..., None]], -1), state.squares
 
     def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
-        """Return the sums of this call's keys and the state."""
         if fade is not None:
             g = fade.kept(mask).value
             if g.shape[-1] > 1:  # the bias is zero; its feature counts the keys and does not fade

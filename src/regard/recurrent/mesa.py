@@ -133,17 +133,16 @@ def mesa_attention(
     call.require_state(state, MesaState, key, MesaState.sizes(key.shape[3], value.shape[3]))
     own = tokens(call, query, key, value, fade, weight)
     inputs = (own, weight, fade, ridge, row_scale(call, scale, query))
-    (out, found), after = call.run(_fit, inputs, state, how=how, residuals=return_diagnostics)
+    (out, solved), after = call.run(_fit, inputs, state, how=how, residuals=return_diagnostics)
     out, limit = out.to(query.dtype), torch.finfo(call.dtype).eps ** 0.5 if tol is None else tol
-    _warn(found, limit)
-    return (out, after, _judged(found, limit)) if return_diagnostics else (out, after)
+    _warn(solved, limit)
+    return (out, after, _judged(solved, limit)) if return_diagnostics else (out, after)
 
 
 def _fit(
     inputs: tuple[Tokens, PerKey | None, PerKey | None, Tensor, float | Tensor], mask: Tensor | None,
     state: MesaState | None, call: Call, how: How, residuals: bool,
 ) -> tuple[tuple[Tensor, dict[str, Tensor]], MesaState]:  # fmt: skip
-    """Compute `mesa_attention` of checked inputs; mask [B, 1, T]."""
     (own, weight, fade, ridge, scale), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
     if state is None:
         state = MesaState.empty(batch, kv_heads, dim, own.value.shape[3], dtype=call.dtype, device=own.key.device)
@@ -208,13 +207,13 @@ def _one_by_one(
         t = torch.linalg.solve_ex(repeat_heads(grams, q.shape[1]) + torch.diag_embed(ridge), q)[0]
         gram = torch.cat([gram[:, :, None], grams[:, :, -1:]], 2)[:, :, -1].clone()  # no view of more
     else:
-        found = [q[:, :, :0]]
+        solutions = [q[:, :, :0]]
         for i in range(key.shape[2]):
             gram = gram if g is None else gram * g[:, :, i, :, None].exp()
             gram = gram + key[:, :, i, :, None] * written[:, :, i, None]
-            own = ridge if ridge.shape[2] == 1 else ridge[:, :, i : i + 1]
-            found.append(_all(gram, own, q[:, :, i : i + 1]))
-        t = torch.cat(found, 2)
+            here = ridge if ridge.shape[2] == 1 else ridge[:, :, i : i + 1]
+            solutions.append(_all(gram, here, q[:, :, i : i + 1]))
+        t = torch.cat(solutions, 2)
     out, values = decayed(t, key, v, g, values, form=form)
     return t, out, gram, values
 

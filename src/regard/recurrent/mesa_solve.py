@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError
 from ..pairwise.layout import repeat_heads
-from .decay import Chunks, decayed, prefix, segments, suffix
+from .decay import Chunks, decayed, segments, suffix
 from .scan import scan
 
 BLOCK = 16
@@ -47,6 +47,12 @@ class Systems(NamedTuple):
 
     def detach(self) -> "Systems":
         return Systems(*(None if x is None else x.detach() for x in self))
+
+    def part(self, at: slice, gram: Tensor) -> "Systems":
+        """Return the systems of some positions, after keys whose sum of k k^T is `gram`."""
+        key, beta, g = (None if x is None else x[:, :, at] for x in self[:3])
+        assert key is not None
+        return Systems(key, beta, g, gram, self.ridge if self.ridge.shape[2] == 1 else self.ridge[:, :, at])
 
     @property
     def written(self) -> Tensor:
@@ -85,7 +91,7 @@ def solved(b: Tensor, systems: Systems, how: How) -> tuple[Tensor, Tensor, dict[
 
 
 def statistics(left: Tensor, b: Tensor, iterations: Tensor | None = None) -> dict[str, Tensor]:
-    """Return "residual", |b - A t| / |b| with b - A t = `left`, and "iterations", by default 0."""
+    """Return "residual", |left| / |b| with left = b - A t, and "iterations", by default 0."""
     size = b.detach().norm(dim=-1)
     residual = left.detach().norm(dim=-1) / torch.where(size > 0, size, 1)
     none = torch.zeros_like(residual, dtype=torch.int32) if iterations is None else iterations
@@ -151,20 +157,16 @@ _attach.register_autograd(_differentiate, setup_context=_save)
 _solve.register_autograd(_refuse)
 
 
-# Direct ------------------------------------------------------------------------------------------------------
-
-
 def _direct(b: Tensor, systems: Systems, chunk: int) -> Tensor:
     """Solve by Woodbury's identity with nested factors; memory Theta(T D + c D + D^2) per head."""
     key = systems.key if systems.beta is None else systems.key * systems.beta.sqrt()[..., None]
-    gram, heads = systems.gram, b.shape[1]
-    ridge = systems.ridge[:, :, 0]
-    found = [b[:, :, :0]]
+    gram, heads, ridge, solutions = systems.gram, b.shape[1], systems.ridge[:, :, 0], [b[:, :, :0]]
     for first in range(0, b.shape[2], chunk):
-        k = key[:, :, first : first + chunk]
-        found.append(_inside(b[:, :, first : first + chunk], repeat_heads(k, heads), repeat_heads(gram, heads), ridge))
+        at = slice(first, first + chunk)
+        k = key[:, :, at]
+        solutions.append(_inside(b[:, :, at], repeat_heads(k, heads), repeat_heads(gram, heads), ridge))
         gram = gram + k.transpose(-1, -2) @ k
-    return torch.cat(found, 2)
+    return torch.cat(solutions, 2)
 
 
 def _inside(b: Tensor, k: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
@@ -206,22 +208,17 @@ def _cholesky(matrix: Tensor) -> Tensor:
     return factor
 
 
-# A matrix for every query ------------------------------------------------------------------------------------
-
-
 def _dense(b: Tensor, systems: Systems) -> Tensor:
     """Solve `BLOCK` queries at a time; memory Theta(T D + BLOCK D^2) per head."""
-    key, written, gram, found = systems.key, systems.written, systems.gram, [b[:, :, :0]]
+    gram, solutions = systems.gram, [b[:, :, :0]]
     for first in range(0, b.shape[2], BLOCK):
         at = slice(first, first + BLOCK)
-        g = None if systems.g is None else systems.g[:, :, at]
-        matrices = every_gram(key[:, :, at], written[:, :, at], g, gram)
-        ridge = systems.ridge if systems.ridge.shape[2] == 1 else systems.ridge[:, :, at]
-        whole, last = repeat_heads(matrices, b.shape[1]), matrices[:, :, -1].clone()
-        whole.diagonal(dim1=-2, dim2=-1).add_(ridge)
-        found.append(torch.linalg.solve_ex(whole, b[:, :, at])[0])
-        gram = last
-    return torch.cat(found, 2)
+        part = systems.part(at, gram)
+        matrices = every_gram(part.key, part.written, part.g, gram)
+        whole, gram = repeat_heads(matrices, b.shape[1]), matrices[:, :, -1].clone()
+        whole.diagonal(dim1=-2, dim2=-1).add_(part.ridge)
+        solutions.append(torch.linalg.solve_ex(whole, b[:, :, at])[0])
+    return torch.cat(solutions, 2)
 
 
 def every_gram(key: Tensor, written: Tensor, g: Tensor | None, gram: Tensor) -> Tensor:
@@ -230,11 +227,8 @@ def every_gram(key: Tensor, written: Tensor, g: Tensor | None, gram: Tensor) -> 
     outer = (written[..., :, None] * key[..., None, :]).flatten(-2)
     if g is None:
         return gram[:, :, None] + outer.cumsum(2).unflatten(-1, (dim, dim))
-    faded = prefix(g).exp()[..., None] * gram[:, :, None] if length else gram[:, :, None][:, :, :0]
+    faded = g.cumsum(-2).exp()[..., None] * gram[:, :, None] if length else gram[:, :, None][:, :, :0]
     return faded + (segments(g[..., 0]) @ outer).unflatten(-1, (dim, dim))
-
-
-# Conjugate gradients -----------------------------------------------------------------------------------------
 
 
 def _conjugate(b: Tensor, systems: Systems, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
@@ -242,17 +236,15 @@ def _conjugate(b: Tensor, systems: Systems, tol: float, max_iter: int) -> tuple[
     (batch, heads, length, dim), gram = b.shape, systems.gram
     chunk = max(1, min(BLOCK, length))
     width = max(1, ELEMENTS // max(1, batch * heads * (chunk * chunk + 2 * dim * dim)))
-    found, steps = [b[:, :, :0]], [b.new_zeros(batch, heads, 0, dtype=torch.int32)]
+    solutions, steps = [b[:, :, :0]], [b.new_zeros(batch, heads, 0, dtype=torch.int32)]
     for first in range(0, length, width * chunk):
-        at = slice(first, min(first + width * chunk, length))
-        part = lambda x, at=at: None if x is None else x[:, :, at]  # noqa: E731
-        ridge = systems.ridge if systems.ridge.shape[2] == 1 else systems.ridge[:, :, at]
-        span = _Span(Systems(part(systems.key), part(systems.beta), part(systems.g), gram, ridge), heads, chunk)
+        at = slice(first, first + width * chunk)
+        span = _Span(systems.part(at, gram), heads, chunk)
         x, taken = span.solve(b[:, :, at], tol, max_iter)
-        found.append(x)
+        solutions.append(x)
         steps.append(taken)
         gram = span.after
-    return torch.cat(found, 2), torch.cat(steps, 2)
+    return torch.cat(solutions, 2), torch.cat(steps, 2)
 
 
 class _Span:
@@ -260,8 +252,7 @@ class _Span:
 
     def __init__(self, systems: Systems, heads: int, chunk: int) -> None:
         self.chunks = Chunks(systems.key.shape[2], chunk)
-        k, written = self.chunks.cut(systems.key), self.chunks.cut(systems.written)
-        size = self.chunks.size
+        k, written, size = self.chunks.cut(systems.key), self.chunks.cut(systems.written), self.chunks.size
         self.upto: Tensor | None = None
         if systems.g is None:
             self.seen = torch.ones(size, size, dtype=k.dtype, device=k.device).tril()
@@ -269,8 +260,8 @@ class _Span:
         else:
             g = self.chunks.cut(systems.g)
             self.seen = repeat_heads(segments(g[..., 0]), heads)
-            self.upto = repeat_heads(prefix(g).exp(), heads)
-            fade, part = prefix(g)[..., -1, :].exp(), (written * suffix(g).exp()).transpose(-1, -2) @ k
+            self.upto = repeat_heads(g.cumsum(-2).exp(), heads)
+            fade, part = g.cumsum(-2)[..., -1, :].exp(), (written * suffix(g).exp()).transpose(-1, -2) @ k
         start, self.after = scan(fade, part, systems.gram)
         self.start = repeat_heads(start, heads)
         self.key, self.written = repeat_heads(k, heads), repeat_heads(written, heads)

@@ -53,8 +53,8 @@ class Documents:
         if not self.whole:
             self._fill(edge.cumsum(0) - 1, first, lengths)
 
-    def _fill(self, own: Tensor, first: Tensor, lengths: Tensor) -> None:
-        """Make the buckets; `own` [B T] is the document of each position."""
+    def _fill(self, document: Tensor, first: Tensor, lengths: Tensor) -> None:
+        """Make the buckets; `document` [B T] is that of each position."""
         order = lengths.cpu().sort(descending=True, stable=True)
         base, start, used = torch.empty_like(first), 0, 0
         while start < self.count or not self._buckets:
@@ -67,19 +67,18 @@ class Documents:
             self._buckets.append(_Bucket(which, begin // max(1, self.length), source, at <= last))
             base[which] = used + longest * torch.arange(stop - start, device=first.device)
             start, used = stop, used + longest * (stop - start)
-        self._place = base[own] + torch.arange(own.shape[0], device=own.device) - first[own]
+        self._target = base[document] + torch.arange(len(document), device=document.device) - first[document]
 
     @outside_graphs  # every packing would be another graph
     def run(self, call: "Call", inputs: Any, mask: Tensor | None, state: State | None) -> tuple[Any, Any]:
-        """Compute `by_document`, one batch after the other."""
         rows, states = [], []
         for bucket in self._buckets:
             real = bucket.real[:, None]
             if mask is not None:
                 real = real & bucket.gather(mask.expand(self.batch, -1, -1), self.length)
-            own = tree_map(lambda x, bucket=bucket: bucket.gather(x, self.length), inputs)
-            found, after = call(own, real, None if state is None else state.select(bucket.documents))
-            rows.append(found)
+            gathered = tree_map(lambda x, bucket=bucket: bucket.gather(x, self.length), inputs)
+            out, after = call(gathered, real, None if state is None else state.select(bucket.documents))
+            rows.append(out)
             states.append(after)
         order = torch.cat([bucket.documents for bucket in self._buckets]).argsort()
         after = None if states[0] is None else joined(states, order)
@@ -90,7 +89,7 @@ class Documents:
         if parts[0] is None:
             return None
         flat = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts])
-        return flat.index_select(0, self._place).unflatten(0, (self.batch, self.length)).transpose(1, 2)
+        return flat.index_select(0, self._target).unflatten(0, (self.batch, self.length)).transpose(1, 2)
 
 
 Call = Callable[[Any, Tensor | None, Any], tuple[Any, Any]]
@@ -104,14 +103,10 @@ def by_document(
     `call` takes inputs (a tree of tensors [B, H, T or 1, ...], numbers and None), a mask [B or 1, H or 1, T] or None,
     and a state with one entry per document or None. It returns a tree of tensors [n, H, L, ...] and a state or None.
     """
-    if packed is None or packed.whole:
-        return call(inputs, mask, state)
-    found: tuple[Any, Any] = packed.run(call, inputs, mask, state)
-    return found
+    return call(inputs, mask, state) if packed is None or packed.whole else packed.run(call, inputs, mask, state)
 
 
 def documents(call: str, segment_ids: Any, query: Tensor, key: Tensor) -> Documents | None:
-    """Return the documents of a call after checking the ids, or None without ids."""
     return None if segment_ids is None else _documents(call, segment_ids, query, key)
 
 

@@ -86,9 +86,7 @@ class Mesa(Trend):
     log_decay: float = 0.0
 
     def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-        fade = self.log_decay or None
-        found: tuple[Tensor, Any] = mesa_attention(query, key, value, ridge=self.ridge, log_decay=fade, **how)
-        return found
+        return mesa_attention(query, key, value, ridge=self.ridge, log_decay=self.log_decay or None, **how)
 
 
 @trends.register("delta")
@@ -104,8 +102,7 @@ class Delta(Trend):
     log_decay: ClassVar[float] = 0.0
 
     def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-        fade = self.log_decay or None
-        return delta_rule(query, key, value, unit_steps(key, self.beta), log_decay=fade, **how)
+        return delta_rule(query, key, value, unit_steps(key, self.beta), log_decay=self.log_decay or None, **how)
 
 
 @trends.register("gated-delta")
@@ -127,21 +124,15 @@ def as_trend(trend: Any) -> Trend:
     Raises:
         ArgumentError: an unknown name or argument, or a number out of range.
     """
-    if not isinstance(trend, str):
-        found: Trend = instance_of(trends, trend)
-        return found
-    return _parsed(trend)
+    return _parsed(trend) if isinstance(trend, str) else instance_of(trends, trend)
 
 
-def _parse(text: str) -> Trend:
-    terms = Reader(text).terms()
-    if len(terms) > 1:
+@kept
+def _parsed(text: str) -> Trend:
+    (name, options), *more = Reader(text).terms()
+    if more:
         raise ArgumentError(f"a trend is one term, such as mesa(ridge=0.5), not {text!r}.")
-    made: Trend = instance_of(trends, terms[0][0], **terms[0][1])
-    return made
-
-
-_parsed = kept(_parse)
+    return instance_of(trends, name, **options)
 
 
 def unit_steps(key: Tensor, beta: float) -> Tensor:
@@ -171,20 +162,15 @@ def predict_from(
     lead = min(max(-offset, 0), rows)
     before = min(max(offset, 0), keys)
     pairs = min(rows - lead, keys - before)
-    mask = lambda a, b: None if attn_mask is None else attn_mask[:, a:b]  # noqa: E731
-    state, found = None, [query.new_zeros(*query.shape[:2], lead, value.shape[3])]
-    if before:
-        state = trend.predict(
-            query[:, :, :0], key[:, :, :before], value[:, :, :before],
-            attn_mask=mask(0, before), is_causal=False,
-        )[1]  # fmt: skip
-    last = before + pairs
-    out, state = trend.predict(
-        query[:, :, lead : lead + pairs], key[:, :, before:last], value[:, :, before:last], state=state,
-        attn_mask=mask(before, last), exclude_self=exclude_self,
-    )  # fmt: skip
-    found.append(out)
-    if lead + pairs < rows:  # later than every key
-        nothing = (key[:, :, :0], value[:, :, :0])
-        found.append(trend.predict(query[:, :, lead + pairs :], *nothing, state=state, is_causal=False)[0])
-    return torch.cat(found, 2)
+
+    def predict(q: Tensor, first: int, last: int, state: Any, **how: Any) -> tuple[Tensor, Any]:
+        mask = None if attn_mask is None else attn_mask[:, first:last]
+        return trend.predict(q, key[:, :, first:last], value[:, :, first:last], state=state, attn_mask=mask, **how)
+
+    state = predict(query[:, :, :0], 0, before, None, is_causal=False)[1] if before else None
+    out, state = predict(query[:, :, lead : lead + pairs], before, before + pairs, state, exclude_self=exclude_self)
+    rows_before = query.new_zeros(*query.shape[:2], lead, value.shape[3])
+    if lead + pairs == rows:
+        return torch.cat([rows_before, out], 2)
+    after = predict(query[:, :, lead + pairs :], keys, keys, state, is_causal=False)[0]  # later than every key
+    return torch.cat([rows_before, out, after], 2)

@@ -6,11 +6,10 @@ Segment c has a cone, given by the signs of the first m = log2 n coordinates, an
     k_i = (s_c1 |z_1|, ..., s_cm |z_m|, z_m+1, ..., z_d),   z ~ N(0, I)
     v_i = A_c k_i + e_i,   A_c and e_i / delta normal, of mean 0 and variance 1
 
-Two errors of the appendix are corrected here: "n = log2 n" should be m = log2 n, and equation 52 takes absolute values
-of the coordinates after the m-th, too, unlike equation 51 and the stated distribution (a Gaussian conditioned to lie in
-the cone). The signs are the bits of c = 1, ..., n, the least significant first.
-
-Queries are the keys plus `query_noise` times a normal vector; targets change with them by the segment's map.
+Equation 52 also takes absolute values of the coordinates after the m-th, unlike equation 51 and the stated distribution
+(a Gaussian conditioned to lie in the cone); here those coordinates are normal. The signs are the bits of c = 1, ..., n,
+the least significant first. Queries are the keys plus `query_noise` times a normal vector; targets change with them by
+the segment's map.
 
 Legend: B examples, L positions, S positions of a segment, n = L / S segments, d channels of keys and of values.
 """
@@ -95,15 +94,13 @@ class ConeRegression(Stackable[ConeExamples]):
         Tasks that differ only in their noise have the same keys and maps.
         """
         draw = generator(f"{CALL}.example", "cone-regression", seed, index)
-        normal = lambda *sizes: torch.randn(*sizes, generator=draw, dtype=torch.float32)  # noqa: E731
-        keys = normal(self.segments, self.segment, self.dim)
-        maps = normal(self.segments, self.dim, self.dim)
-        off = normal(self.segments, self.segment, self.dim) * self.noise
-        moved = normal(self.segments, self.segment, self.dim) * self.query_noise
+        normal = lambda rows: torch.randn(self.segments, rows, self.dim, generator=draw, dtype=torch.float32)  # noqa: E731
+        keys, maps = normal(self.segment), normal(self.dim)
+        noise, moved = normal(self.segment) * self.noise, normal(self.segment) * self.query_noise
         signs = self.signs()
         coned = keys[..., : signs.shape[1]].abs() * signs[:, None]
         keys = torch.cat([coned, keys[..., signs.shape[1] :]], -1)
-        values = keys @ maps.mT + off
+        values = keys @ maps.mT + noise
         flat = lambda x: x.flatten(0, 1)  # noqa: E731
         return ConeExamples(flat(keys), flat(values), flat(keys + moved), flat(values + moved @ maps.mT), maps)
 
@@ -127,15 +124,13 @@ class ConeRegression(Stackable[ConeExamples]):
         eye = torch.eye(self.dim, dtype=k.dtype, device=k.device)
         spread = (eye / max(self.noise**2, LEAST_RIDGE)).expand(*shape[:-2], self.dim, self.dim)
         fitted = torch.zeros_like(spread)
-        found = []
+        predictions = []
         for i in range(self.segment):  # recursive least squares, of all segments at once
-            if exclude_self:
-                found.append((fitted @ q[..., i, :, None])[..., 0])
+            before = fitted
             gain = (spread @ k[..., i, :, None])[..., 0]
             gain = gain / (1 + (k[..., i, :] * gain).sum(-1, keepdim=True))
-            missed = v[..., i, :] - (fitted @ k[..., i, :, None])[..., 0]
-            fitted = fitted + missed[..., None] * gain[..., None, :]
+            residual = v[..., i, :] - (fitted @ k[..., i, :, None])[..., 0]
+            fitted = fitted + residual[..., None] * gain[..., None, :]
             spread = spread - gain[..., None] * (k[..., i, None, :] @ spread)
-            if not exclude_self:
-                found.append((fitted @ q[..., i, :, None])[..., 0])
-        return torch.stack(found, -2).reshape(example.keys.shape)
+            predictions.append(((before if exclude_self else fitted) @ q[..., i, :, None])[..., 0])
+        return torch.stack(predictions, -2).reshape(example.keys.shape)

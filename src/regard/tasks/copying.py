@@ -55,7 +55,7 @@ class Reordered(TokenTask):
         return continued([begin, *symbols, separator], [*self.order(symbols), end])
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the answer to the symbols before the separator, int64 [T]."""
+        """Return the symbols before the separator in the order of the answer, int64 [T]."""
         prompt = example.tokens[: example.prompt].tolist()
         return torch.tensor(prompt + self.order(prompt[1:-1]) + [self.symbols + 2])
 

@@ -1,11 +1,9 @@
 """Recall of key-value pairs over several readings of a document, with other values in the next document.
 
-A document is a sequence of pairs of tokens (k_1, v_1, k_2, v_2, ...). Its values are random, so that a model can
-predict them only from an earlier reading: none in the first reading, all in the second one if its memory is written in
-one step. The next document has the same keys with other values, so that the memory must be overwritten. This is a
-minimal form of the iterative reading in "Fast-weight Product Key Memory" (section 4.3).
-
-Tokens 0, ..., keys - 1 are keys, and the next `values` tokens are values. Values are drawn with replacement.
+A document is a sequence of pairs of tokens (k_1, v_1, k_2, v_2, ...) with random values, drawn with replacement, which
+a model can predict only from an earlier reading. The next document has the same keys with other values, so that the
+memory must be overwritten. This is a minimal form of the iterative reading in "Fast-weight Product Key Memory"
+(section 4.3). Tokens 0, ..., keys - 1 are keys, and the next `values` tokens are values.
 
 Legend: D documents, R readings of each, P pairs of a document, L = 2 P tokens of a reading.
 """
@@ -96,17 +94,17 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
         With more documents or readings, the first ones stay the same.
         """
         draw = generator(f"{CALL}.example", "cross-document-recall", seed, index)
-        own = torch.randperm(self.keys, generator=draw)[: self.pairs]
+        used = torch.randperm(self.keys, generator=draw)[: self.pairs]
         documents = []
         for _ in range(self.documents):
-            keys = own[torch.randperm(self.pairs, generator=draw)]
+            keys = used[torch.randperm(self.pairs, generator=draw)]
             answers = self.keys + torch.randint(self.values, (self.pairs,), generator=draw)
             # orders have their own generator, so that their number does not change the next document
             order = torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=draw)))
             readings = []
             for _ in range(self.reads):
-                place = torch.randperm(self.pairs, generator=order) if self.shuffled else slice(None)
-                readings.append(torch.stack([keys[place], answers[place]], -1).flatten())
+                chosen = torch.randperm(self.pairs, generator=order) if self.shuffled else slice(None)
+                readings.append(torch.stack([keys[chosen], answers[chosen]], -1).flatten())
             documents.append(torch.stack(readings))
         return RecallExamples(torch.stack(documents))
 
@@ -115,16 +113,14 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
         return (prediction != example.answers).double()
 
     def oracle(self, example: RecallExamples) -> Tensor:
-        """Return the prediction of a perfect memory, int64 [..., D, R, P].
+        """Return the value that was last read for each key, or the first value token if there is none.
 
-        It is the last value of the key that was read, and the first value token for a key that was not read yet.
-
-        Cost: O(D R P) time.
+        int64 [..., D, R, P], in O(D R P) time.
         """
         keys, answers = (x.reshape(-1, x.shape[-3:].numel()) for x in (example.keys, example.answers))
         known = keys.new_full((len(keys), self.keys), self.keys)
-        rows, found = torch.arange(len(keys), device=keys.device), []
+        rows, predictions = torch.arange(len(keys), device=keys.device), []
         for at in range(keys.shape[1]):
-            found.append(known[rows, keys[:, at]])
+            predictions.append(known[rows, keys[:, at]])
             known[rows, keys[:, at]] = answers[:, at]
-        return torch.stack(found, -1).reshape(example.keys.shape)
+        return torch.stack(predictions, -1).reshape(example.keys.shape)

@@ -4,8 +4,7 @@
 Each key comes once more in the rest, and the model is asked for its value there; the value itself is not written. The
 gap to the key follows a power law.
 
-The reference program may draw a filler that is one of the sequence's keys, after which another token stands where the
-value should. Here fillers are never keys of the sequence.
+Fillers are never keys of the sequence, unlike those of the reference program.
 """
 
 import math

@@ -4,8 +4,7 @@
 (its Table 2, appendix B.3). A source of about `length` tokens holds blocks `k k 1 v v 0` at random places among blanks
 (token 0), then queries `2 k k`; the answer is `2 v v` for each query.
 
-The reference program draws its 10,000 keys and values once per file, so that keys of a test are pairs of tokens that
-training did not have. Here keys and values are drawn for each example, from all pairs of letters.
+Keys and values are drawn for each example; the reference program draws them once per file.
 """
 
 from dataclasses import dataclass

@@ -2,10 +2,8 @@
 
 Fast-weight Product Key Memory paper, section 4.3: five needles "The secret number for ID-xxxx is dddddd." (four
 hexadecimal characters, six digits) in a text of 4 K to 128 K tokens, and the question "The secret number for ID-xxxx
-is " (with the final space) about one of them. The paper's data are files; here an example is a function of the text,
-its length, and (seed, index).
-
-A text is a sequence of pieces: words (strings, as the paper's program counts) or tokens (integers).
+is " (with the final space) about one of them. A text is a sequence of pieces: words (strings, as the paper's program
+counts) or tokens (integers).
 """
 
 import random
@@ -49,13 +47,8 @@ class NeedleExample:
 
 @dataclass(frozen=True)
 class NeedleScore:
-    """The score of one prediction.
-
-    Attributes:
-        exact: whether it is the answer.
-        digits: share of the answer's digits that are right, by position.
-        candidate: whether it is the number of any needle.
-    """
+    """The score of one prediction: whether it is the answer (`exact`), the share of the answer's digits that are right
+    by position (`digits`), and whether it is the number of any needle (`candidate`)."""
 
     exact: bool
     digits: float
@@ -65,7 +58,7 @@ class NeedleScore:
 @tasks.register("needle")
 @dataclass(frozen=True)
 class NeedleInHaystack:
-    """Needles in a text, generated from (seed, index).
+    """Needles in a text.
 
     A haystack has exactly `length` pieces: the text from a random piece on (continued at its beginning), with the
     needles inserted at random places. Keys are unique within an example, and among all examples of a seed as long as
@@ -136,8 +129,7 @@ class NeedleInHaystack:
         check_place(f"{CALL}.example", seed, index)
         draw = random.Random(hashed(f"needle:{seed}:{index}"))
         first = index * (self.needles if self.reserved is None else self.reserved)
-        ids = (unique_id(seed, first + i, self.id_digits) for i in range(self.needles))
-        keys = [self.key.format(id=each) for each in ids]
+        keys = [self.key.format(id=unique_id(seed, first + i, self.id_digits)) for i in range(self.needles)]
         values = [f"{number:0{self.digits}d}" for number in draw.sample(range(10**self.digits), self.needles)]
         asked = draw.randrange(self.needles)
         numbers = dict(zip(keys, values, strict=True))
@@ -151,9 +143,8 @@ class NeedleInHaystack:
             haystack += filler[begin:end]
             places.append(len(haystack))
             haystack += sentence
-        question = self._pieces(self.question(keys[asked]))
-        found = keys[asked], values[asked], numbers, tuple(places[: self.needles])
-        return NeedleExample(tuple(haystack), tuple(question), *found)
+        question = tuple(self._pieces(self.question(keys[asked])))
+        return NeedleExample(tuple(haystack), question, keys[asked], values[asked], numbers, tuple(places[:-1]))
 
     def examples(self, seed: int, indices: Iterable[int]) -> list[NeedleExample]:
         """Return the examples of `indices`, in order."""
@@ -163,7 +154,6 @@ class NeedleInHaystack:
         return list(sentence.split() if self.encode is None else self.encode(sentence))
 
     def _filler(self, draw: random.Random, count: int) -> list[Any]:
-        """Return `count` pieces of the text from a random one on."""
         wrong = f"{self.needles} needles have {self.length - count} pieces, more than a haystack"
         require(count >= 0, CALL, f"{wrong} of length {self.length}; make it longer, or give fewer needles.")
         start = draw.randrange(len(self.text))
@@ -236,12 +226,8 @@ class Share:
 
 @dataclass(frozen=True)
 class NeedleResult:
-    """Scores of many examples.
-
-    Attributes:
-        exact, candidate: shares of predictions, as in `NeedleScore`.
-        digits: mean over predictions, without an interval, since the digits of one answer are not independent.
-    """
+    """Scores of many examples: the shares of `NeedleScore`, and the mean of `digits`, without an interval since the
+    digits of one answer are not independent."""
 
     exact: Share
     digits: float

@@ -5,9 +5,8 @@ from a large alphabet, S swaps with S uniform from N/6 to N/3, and 8 questions. 
 each `=` of the questions.
 
 The paper does not say whether places of a swap differ and whether questions repeat; here items are distinct, the two
-places of a swap differ, and no place is asked for twice. An answer that ignores all swaps is right at the places that
-no swap touched, a share of about (1 - 2/N)^S, which is near 0.6 for every N of the paper: the accuracy on moved
-places is what counts.
+places of a swap differ, and no place is asked for twice. An answer that ignores all swaps is right at about 60 % of all
+places, so the accuracy on moved places is what counts.
 """
 
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ class PermutationTracking(TokenTask):
 
     @property
     def vocabulary(self) -> int:
-        """Return how many tokens there are: items, places, `=`, `,` and `#`."""
+        """Return the number of tokens: items, places, `=`, `,` and `#`."""
         return self.items + self.places + 3
 
     def draw(self, random: Random, split: str) -> TokenExample:

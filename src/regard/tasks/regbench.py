@@ -6,9 +6,7 @@ other states. The automaton is minimised and trimmed; all states accept, and the
 Then come strings that start in the first state, with a delimiter between them. The model is asked for every symbol,
 but not for delimiters. A symbol is valid where the automaton has an edge for it.
 
-In the reference program automata are hashed but not compared, so that none is ever recognised as a copy, and its splits
-depend on the order of a set. Here an automaton has a canonical form, and the hash of that form says which split it
-belongs to: no automaton is in two splits.
+The hash of an automaton's canonical form says which split it belongs to, so that no automaton is in two splits.
 """
 
 from dataclasses import dataclass
@@ -58,11 +56,7 @@ def canonical(edges: Edges) -> str:
 
 @dataclass(frozen=True)
 class AutomatonExample(TokenExample):
-    """Strings of an automaton.
-
-    Attributes:
-        automaton: its edges.
-    """
+    """Strings of an automaton with the edges `automaton`."""
 
     automaton: Edges = ()
 
@@ -130,19 +124,15 @@ class RegBench(TokenTask):
         if self.automata and split == "train":  # one of a few automata, each from a separate stream
             source = Random(f"regbench {random.randrange(self.automata)}")
         edges = drawn(lambda: self.automaton(source), lambda found: split_of(canonical(found)) == split, self, split)
-        tokens: list[int] = []
-        states: list[int] = []
+        pairs: list[tuple[int, int]] = []  # of a token and the state before it
         for _ in range(random.randint(*self.strings)):
             state = 0
             for _ in range(random.randint(*self.string)):
-                out = edges[state]
-                symbol = random.choice(list(out))
-                tokens.append(symbol)
-                states.append(state)
-                state = out[symbol]
-            tokens.append(self.symbols)
-            states.append(-1)
-        tokens, states = tokens[:-1], states[:-1]
+                symbol = random.choice(list(edges[state]))
+                pairs.append((symbol, state))
+                state = edges[state][symbol]
+            pairs.append((self.symbols, -1))
+        tokens, states = map(list, zip(*pairs[:-1], strict=True))
         labels = {at: x for at, x in enumerate(tokens) if x != self.symbols and at}
         table = torch.zeros(len(edges) + 1, self.vocabulary, dtype=torch.float32)
         for state, out in enumerate(edges):
@@ -151,12 +141,10 @@ class RegBench(TokenTask):
         return AutomatonExample(found.tokens, found.labels, probabilities=table[states], automaton=edges)
 
     def scores(self, predicted: Tensor, example: TokenExample) -> dict[str, float]:
-        """Return the metrics of one example, with arguments as `TokenTask.scores`.
+        """Return the metrics of one example, from arguments as in `TokenTask.scores`.
 
-        Returns:
-            "valid", the share of labels where the token of the largest logit is valid; and for logits "L1", the mean
-            sum of absolute differences of the predicted and the true distribution, and "total variation", half of it.
-            None where there is no label.
+        "valid" is the share of labels where the most likely token is valid. For logits, "L1" is the mean sum of the
+        absolute differences of the predicted and the true distribution, and "total variation" half of it.
         """
         assert example.probabilities is not None
         asked, truth = example.asked, example.probabilities

@@ -1,12 +1,8 @@
 """Short stories from a grammar, and a grader that needs no network.
 
-In-context Language Model and sparse regression papers, which train on TinyStories and BabiStories and let a large
-language model grade what is written. Both data sets are out of reach here. A story of this grammar has five parts: a
-setting, a wish, a problem, help and an end. Its people, things and places are drawn once and come back, by name and
-by pronoun.
-
-`Stories.grade` scores a text that continues a story's beginning: grammar, consistency, plot and creativity, each from
-0 to 10. `judge` puts the same questions to any language model.
+In place of TinyStories and BabiStories and of the large language model that grades what is written (In-context Language
+Model and sparse regression papers). A story has five parts: a setting, a wish, a problem, help and an end. Its people,
+things and places are drawn once and come back, by name and by pronoun.
 """
 
 import json
@@ -152,8 +148,9 @@ class Stories(WordTask):
         for sentence in before:
             _agreement(sentence, bound)
         agreements = [_agreement(sentence, bound) for sentence in after]
-        slots = [right for found in agreements if found is not None for right in found[1]]
-        order = [list(PARTS).index(found[0]) for found in agreements if found is not None]
+        known_parts = [found for found in agreements if found is not None]
+        slots = [right for _, agreeing in known_parts for right in agreeing]
+        order = [list(PARTS).index(part) for part, _ in known_parts]
         start = max([list(PARTS).index(f[0]) for s in before if (f := _agreement(s, {})) is not None], default=0)
         wanted = set(range(start + 1, len(PARTS))) or {len(PARTS) - 1}
         rising = {p for at, p in enumerate(order) if p in wanted and all(q <= p for q in order[:at])}
@@ -165,7 +162,7 @@ class Stories(WordTask):
             seen.add(run)
         share = lambda part, whole: 10.0 * part / whole if whole else 0.0  # noqa: E731
         return {
-            "grammar": share(sum(found is not None for found in agreements), len(after)),
+            "grammar": share(len(known_parts), len(after)),
             "consistency": share(sum(slots), len(slots)),
             "plot": share(len(rising), len(wanted)),
             "creativity": share(fresh, len(runs)),

@@ -81,7 +81,6 @@ def dataset(name: str, most: int) -> str:
 
 
 def read(source: str, path: str | Path | None, most: int) -> str:
-    """Return a text by its source."""
     if source == "python":
         return python_manual()[:most]
     if source == "shakespeare":

@@ -7,9 +7,8 @@ In-context Language Model paper, section 5.3 (Table 3, Figure 3). An example rea
     We start with 28 and take away 12. 28 - 12 = 16.
     Answer: 16
 
-A model is given the story and writes the rest. The paper's stories were written by a language model and are not
-released; these come from templates, with the four operations, distracting numbers (ages, times, bystanders, prices),
-indirect phrasings and four forms of explanation.
+A model is given the story and writes the rest. The paper's stories are not released; these come from templates, with
+the four operations, distracting numbers, indirect phrasings and four forms of explanation.
 
 Splits: an operation with its operands (28 - 12) belongs to one split, by a hash of it; with `operands` "seen" all
 splits have those of the split "train", in new stories. The phrasings in `HELD_OUT` come in the split "test" alone,
@@ -259,11 +258,7 @@ class TinyMath(WordTask):
         return found
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the right words, int64 [T].
-
-        The story is read for its operation and operands. Which of the explanations comes cannot be known; where it
-        differs, the words are those that stand there.
-        """
+        """Return the right words, int64 [T]; in the explanation, which cannot be known, the labels."""
         answer = self._solved(self.words.decode(example.tokens[: example.prompt].tolist()))
         found = example.labels.clone()
         for at, word in ((2, 0), (3, 1), (4, 2)):

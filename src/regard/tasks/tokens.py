@@ -84,7 +84,7 @@ def continued(prompt: list[int], answer: list[int], **more: Any) -> TokenExample
 
 
 def stream(name: str, *place: Any) -> Random:
-    """Return a source of random numbers that depends on its arguments alone: the same on every machine and process."""
+    """Return a source of random numbers that depends on its arguments alone."""
     return Random(hashed(":".join([name, *map(str, place)]), size=16))
 
 
@@ -167,7 +167,7 @@ class TokenTask(Named, ABC):
 
         Returns:
             "accuracy", the share of labels that are right; "exact", 1 where all are; "accuracy on PART" for each of the
-            example's parts that holds a label. None where there is no label.
+            example's parts that holds a label. No metrics without a label.
         """
         predicted = predicted.argmax(-1) if predicted.is_floating_point() else predicted
         asked = example.asked
