@@ -167,10 +167,7 @@ def lact(draw: Draw) -> Arguments:
     )
 
 
-@public("GatedDeltaNet", GatedDeltaNet)
-def gated_delta(draw: Draw) -> Arguments:
-    return alike(SIZE, hidden_size=8, num_heads=2, head_dim=4, conv_size=3)
-
+public("GatedDeltaNet", GatedDeltaNet)(lambda draw: alike(SIZE, hidden_size=8, num_heads=2, head_dim=4, conv_size=3))
 
 STATE = Kind(none=True, also=(regard.LinearState.empty("elu", 1, 1, 2, 2),))
 NOTHING = (None, Kind(none=True))
@@ -307,18 +304,12 @@ def rotate(draw: Draw) -> Arguments:
     return arguments(x=x, cos=(cos, angle), sin=(sin, angle))
 
 
-@public("optimizer_groups", nn.optimizer_groups)
-def optimizer_groups(draw: Draw) -> Arguments:
-    return arguments(model=(nn.Attention(8, 2), Kind()), **alike(RATE, weight_decay=0.1, memory_rate=1e-3))
-
-
-@public("as_temperature", nn.as_temperature)
-def temperature(draw: Draw) -> Arguments:
-    broken = ("", "log(", "log(slope=)", "log(slope=1,slope=2)", "log(slope=-1)", "log(slope=nan)", "lg")
-    return arguments(given=("log(slope=0.5)", Kind(also=(*broken, "fixed(value=1e999)"))))
-
-
-@public("as_ridge", nn.as_ridge)
-def ridge(draw: Draw) -> Arguments:
-    broken = ("", "learned(", "lerned", "fixed(x=3)", "learned(start=-1)", "learned(start=1e999)")
-    return arguments(given=("learned", Kind(also=broken)))
+public("optimizer_groups", nn.optimizer_groups)(
+    lambda draw: arguments(model=(nn.Attention(8, 2), Kind()), **alike(RATE, weight_decay=0.1, memory_rate=1e-3))
+)
+TEMPERATURES = ("", "log(", "log(slope=)", "log(slope=1,slope=2)", "log(slope=-1)", "log(slope=nan)", "lg")
+public("as_temperature", nn.as_temperature)(
+    lambda draw: arguments(given=("log(slope=0.5)", Kind(also=(*TEMPERATURES, "fixed(value=1e999)"))))
+)
+RIDGES = ("", "learned(", "lerned", "fixed(x=3)", "learned(start=-1)", "learned(start=1e999)")
+public("as_ridge", nn.as_ridge)(lambda draw: arguments(given=("learned", Kind(also=RIDGES))))

@@ -1,5 +1,6 @@
 """Valid calls of the rest: configurations, tasks, measures, hooks and the bridge to transformers."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from regard.inspect import gates, measures, mechanisms
 from regard.integrations import transformers as bridge
 
 from .draw import Arguments, Call, Draw, alike, arguments, called, public
-from .kinds import RAISES, RATE, SIZE, Anything, Flag, Floats, Integers, Kind, Real, SpecValue, Whole
+from .kinds import RAISES, RATE, SIZE, Anything, Floats, Integers, Kind, Real, SpecValue, Whole
 
 TINY = {
     "vocab_size": 11,
@@ -133,11 +134,9 @@ def match(draw: Draw) -> Arguments:
     )
 
 
-@public("count_parameters", models.count_parameters)
-def count(draw: Draw) -> Arguments:
-    return arguments(config=(models.HybridConfig(**TINY), Kind()))
-
-
+public("count_parameters", models.count_parameters)(
+    lambda draw: arguments(config=(models.HybridConfig(**TINY), Kind()))
+)
 FAR = Whole(low=1, high=2**40)
 
 
@@ -266,62 +265,48 @@ def correlation(draw: Draw) -> Arguments:
     return arguments(x=(draw.normal(6), one), y=(draw.normal(6), one))
 
 
-def _entered(manager: Any) -> Any:
-    """The value of a block, which is left again."""
-    if isinstance(manager, AbstractContextManager):
-        with manager as value:
-            return value
-    return manager
-
-
-@public("capture")
-def capture(draw: Draw) -> Call:
-    def run(**arguments: Any) -> None:
-        _entered(inspect.capture(**arguments))
-
-    return called("capture", run, model=(_model(), Kind()), weights=draw.flag())
-
-
-@public("hooked")
-def hooked(draw: Draw) -> Call:
-    names = list(inspect.named_hook_points(_model()))
-    given = {"model": _model(), "hooks": [(lambda name: True, lambda tensor, hook: None)], "required": True}
+def _entered(block: Callable[..., AbstractContextManager[Any]]) -> Callable[..., None]:
+    """A function that enters a block and leaves it again."""
 
     def run(**arguments: Any) -> None:
-        _entered(inspect.hooked(**arguments))
+        with block(**arguments):
+            pass
 
-    wrong = (3, [3], [("x",)], [("x", print)], [(names[0], 3)], [(3, print)], [(names[0], print, print)], "ab")
-    kinds: dict[str, Kind] = {
-        "model": Kind(),
-        "hooks": Kind(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v),
-        "required": Flag(),
-    }
-    return Call("hooked", run, given, kinds)
+    return run
 
 
-@public("named_hook_points", inspect.named_hook_points)
-def points(draw: Draw) -> Arguments:
-    return arguments(model=(_model(), Kind()))
+def _hooks(*wrong: Any) -> Kind:
+    """Hooks, which may be none, wrong in several ways."""
+    always = (3, [3], [("x", print)], [(next(iter(inspect.named_hook_points(_model()))), 3)])
+    return Kind(also=(*always, *wrong), test=lambda v: isinstance(v, (list, tuple, dict)) and not v)
 
 
+@public("capture", _entered(inspect.capture))
+def capture(draw: Draw) -> Arguments:
+    return arguments(model=(_model(), Kind()), weights=draw.flag())
+
+
+@public("hooked", _entered(inspect.hooked))
+def hooked(draw: Draw) -> Arguments:
+    first = next(iter(inspect.named_hook_points(_model())))
+    hooks = _hooks([("x",)], [(3, print)], [(first, print, print)], "ab")
+    return arguments(
+        model=(_model(), Kind()), hooks=([(lambda name: True, lambda tensor, hook: None)], hooks), required=True
+    )
+
+
+public("named_hook_points", inspect.named_hook_points)(lambda draw: arguments(model=(_model(), Kind())))
 IDS = (
-    torch.tensor([[11]]),
-    torch.tensor([[-1]]),
-    torch.tensor([[0.5]]),
-    torch.tensor([True]),
+    *(torch.tensor(wrong) for wrong in ([[11]], [[-1]], [[0.5]], [True])),
     torch.zeros(1, 1, 1, dtype=torch.long),
 )
 
 
 def _ran(draw: Draw) -> dict[str, Any]:
     """What `run_with_cache` and `run_with_hooks` share."""
-    first = next(iter(inspect.named_hook_points(_model())))
-    wrong = (3, [3], [("x", print)], [(first, 3)])
-    return {
-        "model": (_model(), Kind()),
-        "input_ids": (draw.integers(11, 1, 4), Kind(also=IDS)),
-        "hooks": ((), Kind(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v)),
-    }
+    return arguments(
+        model=(_model(), Kind()), input_ids=(draw.integers(11, 1, 4), Kind(also=IDS)), hooks=((), _hooks())
+    )
 
 
 @public("run_with_cache", inspect.run_with_cache)
@@ -347,9 +332,7 @@ def maps(draw: Draw) -> Arguments:
     )
 
 
-@public("register", bridge.register)
-def register(draw: Draw) -> Arguments:
-    return arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue()))
+public("register", bridge.register)(lambda draw: arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue())))
 
 
 @public("convert", bridge.convert)

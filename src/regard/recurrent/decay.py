@@ -151,13 +151,13 @@ def _chunked(
         upto = g.cumsum(-2)
         a, until = upto[..., -1, :].exp(), k * suffix(g).exp()
         q = q * upto.exp()[..., None, :]
-    turned = until.transpose(-1, -2)
+    transposed = until.transpose(-1, -2)
     if beta is None:
-        before, after = scan(a, turned @ v, start)
+        before, after = scan(a, transposed @ v, start)
     else:
         x, y = _system(k, v, g, chunks.cut(beta))
         kept = torch.diag_embed(k.new_ones(k.shape[-1]) if g is None else a.expand(*k.shape[:3], k.shape[-1]))
-        before, after = scan(kept - turned @ y, turned @ x, start)
+        before, after = scan(kept - transposed @ y, transposed @ x, start)
         inside = _read_chunk(inside, x - y @ before, chunks.size)
     return chunks.rows(inside + q.flatten(-3, -2) @ before, phi.shape[1]), after
 

@@ -57,8 +57,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, g_before: Tensor, g_after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     a, before = ctx.saved_tensors
-    turned = a.transpose(-1, -2) if a.dim() == 4 else a
-    later, g_start = _scan(turned.flip(1), g_before.flip(1), g_after.contiguous())
+    transposed = a.transpose(-1, -2) if a.dim() == 4 else a
+    later, g_start = _scan(transposed.flip(1), g_before.flip(1), g_after.contiguous())
     later = later.flip(1)
     if a.dim() == 4:
         return later @ before.transpose(-1, -2), later, g_start
