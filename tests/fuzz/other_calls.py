@@ -1,6 +1,5 @@
 """Valid calls of the rest: configurations, tasks, measures, hooks and the bridge to transformers."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -12,8 +11,8 @@ from regard import inspect, models, tasks
 from regard.inspect import gates, measures, mechanisms
 from regard.integrations import transformers as bridge
 
-from .draw import Arguments, Call, Draw, alike, arguments, called, public
-from .kinds import RAISES, RATE, SIZE, Anything, Floats, Integers, Kind, Real, SpecValue, Whole
+from .draw import Arguments, Call, Draw, alike, arguments, called, made, public
+from .kinds import RAISES, RATE, SIZE, Anything, Flag, Floats, Integers, Kind, Real, SpecValue, Whole
 
 TINY = {
     "vocab_size": 11,
@@ -50,7 +49,7 @@ def _base(draw: Draw, **own: Any) -> dict[str, Any]:
     } | own
 
 
-@public("HybridConfig", models.HybridConfig)
+@public("HybridConfig", models.HybridConfig, result=False)
 def hybrid(draw: Draw) -> Arguments:
     given = _base(
         draw,
@@ -77,7 +76,7 @@ def hybrid(draw: Draw) -> Arguments:
     return arguments(**given)
 
 
-@public("MemoryMosaicConfig", models.MemoryMosaicConfig)
+@public("MemoryMosaicConfig", models.MemoryMosaicConfig, result=False)
 def mosaic(draw: Draw) -> Arguments:
     nothing = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
     given = _base(
@@ -100,7 +99,7 @@ def mosaic(draw: Draw) -> Arguments:
     return arguments(**given)
 
 
-@public("ICLMConfig", models.ICLMConfig)
+@public("ICLMConfig", models.ICLMConfig, result=False)
 def iclm(draw: Draw) -> Arguments:
     words = {"variant": "full", "start": "param", "f_reads": "post", "phi_mlp": "gelu", "f_mlp": "inline"}
     given = _base(
@@ -125,7 +124,7 @@ def _model() -> Any:
     return models.HybridForCausalLM(models.HybridConfig(**TINY)).eval()
 
 
-@public("match_parameters", models.match_parameters)
+@public("match_parameters", models.match_parameters, result=False)
 def match(draw: Draw) -> Arguments:
     return arguments(
         config=(models.HybridConfig(**TINY), Kind()),
@@ -134,13 +133,15 @@ def match(draw: Draw) -> Arguments:
     )
 
 
-public("count_parameters", models.count_parameters)(
-    lambda draw: arguments(config=(models.HybridConfig(**TINY), Kind()))
-)
+@public("count_parameters", models.count_parameters, result=False)
+def count(draw: Draw) -> Arguments:
+    return arguments(config=(models.HybridConfig(**TINY), Kind()))
+
+
 FAR = Whole(low=1, high=2**40)
 
 
-@public("ConeRegression", tasks.ConeRegression)
+@public("ConeRegression", tasks.ConeRegression, result=False)
 def cone(draw: Draw) -> Arguments:
     return arguments(
         dim=(4, Whole(low=2, most=10**6)),
@@ -150,14 +151,14 @@ def cone(draw: Draw) -> Arguments:
     )
 
 
-@public("CrossDocumentRecall", tasks.CrossDocumentRecall)
+@public("CrossDocumentRecall", tasks.CrossDocumentRecall, result=False)
 def recall(draw: Draw) -> Arguments:
     numbers = {"values": (8, FAR), "pairs": (4, Whole(low=1, high=8)), "documents": (2, FAR), "reads": (2, FAR)}
     keys = (8, Whole(low=4, high=2**40))
     return arguments(keys=keys, **numbers)
 
 
-@public("NeedleInHaystack", tasks.NeedleInHaystack)
+@public("NeedleInHaystack", tasks.NeedleInHaystack, result=False)
 def needle(draw: Draw) -> Arguments:
     listed = lambda v: isinstance(v, (list, tuple, str, bytes)) and len(v) > 0  # noqa: E731
     templates = ("{key}", "{value} {key}", "{key {value}", "{key} {value} {x}", "{key} {value} {")
@@ -185,7 +186,7 @@ def example(draw: Draw) -> Call:
         "ConeRegression": lambda: tasks.ConeRegression(4, 16, 4),
     }[name]()
     seed, index = (1, Whole(low=-(2**63), high=2**64)), (2, Whole(low=0, high=2**63))
-    return called(f"{name}.example", task.example, seed=seed, index=index)
+    return made(f"{name}.example", task.example, seed=seed, index=index)
 
 
 def _pattern(draw: Draw) -> Tensor:
@@ -198,10 +199,10 @@ PATTERN = Floats(fixed=(), dtype=False)
 @public("sinks")
 def sinks(draw: Draw) -> Call:
     call, name = draw.one((mechanisms.sinks, "sinks"), (mechanisms.evenness, "evenness"))
-    return called(name, call, pattern=(_pattern(draw), PATTERN), from_row=(draw.whole(0, 3), Whole(low=0, high=3)))
+    return made(name, call, pattern=(_pattern(draw), PATTERN), from_row=(draw.whole(0, 3), Whole(low=0, high=3)))
 
 
-@public("copying", mechanisms.copying)
+@public("copying", mechanisms.copying, result=False)
 def copying(draw: Draw) -> Arguments:
     return arguments(
         pattern=(_pattern(draw), Floats(fixed=(0, 2), dtype=False)),
@@ -211,13 +212,13 @@ def copying(draw: Draw) -> Arguments:
     )
 
 
-@public("induction", mechanisms.induction)
+@public("induction", mechanisms.induction, result=False)
 def induction(draw: Draw) -> Arguments:
     pattern, roles = (_pattern(draw), PATTERN), (mechanisms.ROLES["f"], Kind())
     return arguments(pattern=pattern, roles=roles, period=(2, Whole(low=1, high=3)))
 
 
-@public("repeated_blocks", mechanisms.repeated_blocks)
+@public("repeated_blocks", mechanisms.repeated_blocks, result=False)
 def repeated(draw: Draw) -> Arguments:
     return arguments(
         vocabulary=(9, Whole(low=3, most=10**6)),
@@ -229,7 +230,7 @@ def repeated(draw: Draw) -> Arguments:
     )
 
 
-@public("copying_eigenvalues", mechanisms.copying_eigenvalues)
+@public("copying_eigenvalues", mechanisms.copying_eigenvalues, result=False)
 def eigenvalues(draw: Draw) -> Arguments:
     projections = (draw.normal(2, 3, 3), Floats(fixed=(1, 2), dtype=False))
     embedding = (draw.normal(5, 3), Floats(fixed=(1,), dtype=False))
@@ -241,17 +242,17 @@ def histogram(draw: Draw) -> Call:
     call, name = draw.one((gates.histogram, "histogram"), (gates.bin_counts, "bin_counts"))
     fine = lambda v, given: isinstance(v, Tensor) and v.is_floating_point() and v.dtype.itemsize > 1 and v.dim()  # noqa: E731
     ranked = Floats(fixed=(), dtype=False, broadcast=True, skip=fine)  # any with an axis
-    return called(name, call, gates=(draw.uniform(0.0, 1.0, 2, 5), ranked), bins=(4, SIZE))
+    return made(name, call, gates=(draw.uniform(0.0, 1.0, 2, 5), ranked), bins=(4, SIZE))
 
 
-@public("token_surprisal", gates.token_surprisal)
+@public("token_surprisal", gates.token_surprisal, result=False)
 def surprisal(draw: Draw) -> Arguments:
     tokens, learned = ((draw.integers(5, size), Integers(fixed=())) for size in (6, 9))
     vocabulary = (5, Whole(low=5, most=10**6))
     return arguments(tokens=tokens, learned=learned, vocabulary=vocabulary)
 
 
-@public("word_surprisal", gates.word_surprisal)
+@public("word_surprisal", gates.word_surprisal, result=False)
 def words(draw: Draw) -> Arguments:
     texts = lambda v: isinstance(v, (list, tuple)) and all(isinstance(x, str) for x in v)  # noqa: E731
     counts = (gates.word_counts("a word or two"), Kind(test=lambda v: isinstance(v, dict) and len(v) < 2))
@@ -259,57 +260,71 @@ def words(draw: Draw) -> Arguments:
     return arguments(labels=labels, counts=counts)
 
 
-@public("rank_correlation", gates.rank_correlation)
+@public("rank_correlation", gates.rank_correlation, result=False)
 def correlation(draw: Draw) -> Arguments:
     one = Floats(fixed=(0,), dtype=False)
     return arguments(x=(draw.normal(6), one), y=(draw.normal(6), one))
 
 
-def _entered(block: Callable[..., AbstractContextManager[Any]]) -> Callable[..., None]:
-    """A function that enters a block and leaves it again."""
+def _entered(manager: Any) -> Any:
+    """The value of a block, which is left again."""
+    if isinstance(manager, AbstractContextManager):
+        with manager as value:
+            return value
+    return manager
+
+
+@public("capture")
+def capture(draw: Draw) -> Call:
+    def run(**arguments: Any) -> None:
+        _entered(inspect.capture(**arguments))
+
+    return called("capture", run, model=(_model(), Kind()), weights=draw.flag())
+
+
+@public("hooked")
+def hooked(draw: Draw) -> Call:
+    names = list(inspect.named_hook_points(_model()))
+    given = {"model": _model(), "hooks": [(lambda name: True, lambda tensor, hook: None)], "required": True}
 
     def run(**arguments: Any) -> None:
-        with block(**arguments):
-            pass
+        _entered(inspect.hooked(**arguments))
 
-    return run
-
-
-def _hooks(*wrong: Any) -> Kind:
-    """Hooks, which may be none, wrong in several ways."""
-    always = (3, [3], [("x", print)], [(next(iter(inspect.named_hook_points(_model()))), 3)])
-    return Kind(also=(*always, *wrong), test=lambda v: isinstance(v, (list, tuple, dict)) and not v)
-
-
-@public("capture", _entered(inspect.capture))
-def capture(draw: Draw) -> Arguments:
-    return arguments(model=(_model(), Kind()), weights=draw.flag())
+    wrong = (3, [3], [("x",)], [("x", print)], [(names[0], 3)], [(3, print)], [(names[0], print, print)], "ab")
+    kinds: dict[str, Kind] = {
+        "model": Kind(),
+        "hooks": Kind(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v),
+        "required": Flag(),
+    }
+    return Call("hooked", run, given, kinds)
 
 
-@public("hooked", _entered(inspect.hooked))
-def hooked(draw: Draw) -> Arguments:
-    first = next(iter(inspect.named_hook_points(_model())))
-    hooks = _hooks([("x",)], [(3, print)], [(first, print, print)], "ab")
-    return arguments(
-        model=(_model(), Kind()), hooks=([(lambda name: True, lambda tensor, hook: None)], hooks), required=True
-    )
+@public("named_hook_points", inspect.named_hook_points, result=False)
+def points(draw: Draw) -> Arguments:
+    return arguments(model=(_model(), Kind()))
 
 
-public("named_hook_points", inspect.named_hook_points)(lambda draw: arguments(model=(_model(), Kind())))
 IDS = (
-    *(torch.tensor(wrong) for wrong in ([[11]], [[-1]], [[0.5]], [True])),
+    torch.tensor([[11]]),
+    torch.tensor([[-1]]),
+    torch.tensor([[0.5]]),
+    torch.tensor([True]),
     torch.zeros(1, 1, 1, dtype=torch.long),
 )
 
 
 def _ran(draw: Draw) -> dict[str, Any]:
     """What `run_with_cache` and `run_with_hooks` share."""
-    return arguments(
-        model=(_model(), Kind()), input_ids=(draw.integers(11, 1, 4), Kind(also=IDS)), hooks=((), _hooks())
-    )
+    first = next(iter(inspect.named_hook_points(_model())))
+    wrong = (3, [3], [("x", print)], [(first, 3)])
+    return {
+        "model": (_model(), Kind()),
+        "input_ids": (draw.integers(11, 1, 4), Kind(also=IDS)),
+        "hooks": ((), Kind(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v)),
+    }
 
 
-@public("run_with_cache", inspect.run_with_cache)
+@public("run_with_cache", inspect.run_with_cache, result=False)
 def with_cache(draw: Draw) -> Arguments:
     first = next(iter(inspect.named_hook_points(_model())))
     fine = lambda v: v is len or (isinstance(v, (list, tuple)) and not v)  # noqa: E731
@@ -317,12 +332,12 @@ def with_cache(draw: Draw) -> Arguments:
     return arguments(**_ran(draw), names=names)
 
 
-@public("run_with_hooks", inspect.run_with_hooks)
+@public("run_with_hooks", inspect.run_with_hooks, result=False)
 def with_hooks(draw: Draw) -> Arguments:
     return arguments(**_ran(draw))
 
 
-@public("attention_maps", measures.attention_maps)
+@public("attention_maps", measures.attention_maps, result=False)
 def maps(draw: Draw) -> Arguments:
     ids = (torch.tensor([0, 1, 11]), torch.tensor([0.5, 1, 1]), torch.zeros(3, 1, dtype=torch.long))
     return arguments(
@@ -332,10 +347,12 @@ def maps(draw: Draw) -> Arguments:
     )
 
 
-public("register", bridge.register)(lambda draw: arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue())))
+@public("register", bridge.register, result=False)
+def register(draw: Draw) -> Arguments:
+    return arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue()))
 
 
-@public("convert", bridge.convert)
+@public("convert", bridge.convert, result=False)
 def convert(draw: Draw) -> Arguments:
     from transformers import GPT2Config, GPT2LMHeadModel
 
