@@ -37,7 +37,6 @@ def lm() -> None:
 
 
 def cpu() -> None:
-    """Run the numba loops."""
     import torch
 
     import regard
@@ -55,7 +54,6 @@ def gpt2() -> None:
 
 
 def recipes() -> None:
-    """List the recipes and the options of one."""
     assert "mosaic-kernels" in command("list", "recipes")
     command("reproduce", "kernel-selection", "--help")
 
@@ -80,7 +78,6 @@ CHECKS: dict[str, Callable[[], object]] = {
 
 
 def command(*arguments: str) -> str:
-    """Run `regard` and return what it prints."""
     done = subprocess.run(["regard", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

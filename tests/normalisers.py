@@ -1,6 +1,7 @@
 """The softmax-like functions of `regard` on plain scores, and their weights by the formulas of `contracts.oracle`."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,43 +14,34 @@ Call = Callable[..., Tensor]
 ALPHAS = (1.1, 4 / 3, 1.5, 1.75, 2.0, 3.0)
 IMPLS = ("reference", "cpu") if find_spec("numba") else ("reference",)
 
-CALLS: dict[str, Call] = {
-    **{f"entmax-{a:.3g}": (lambda z, a=a, **how: regard.entmax(z, a, **how)) for a in ALPHAS},
-    "entmax-tensor": lambda z, **how: regard.entmax(z, torch.tensor(1.3, dtype=torch.float64), **how),
-    "sparsemax": regard.sparsemax,
-    "relumax": lambda z, **how: regard.relumax(z, 0.9, **how),
-    "normrelu": lambda z, **how: regard.normrelu(z, 0.3, **how),
-    "normrelu-zero": lambda z, **how: regard.normrelu(z, 0.3, empty="zero", **how),
-    "normrelu-nearest": lambda z, **how: regard.normrelu(z, 0.3, empty="nearest", **how),
-    "topk_softmax": lambda z, **how: regard.topk_softmax(z, 3, **how),
-    "topk_uniform": lambda z, **how: regard.topk_uniform(z, 3, **how),
+GAUSSIAN, UNIFORM = ({"rule": "nearest", "kernel": kernel} for kernel in ("gaussian", "uniform"))
+Row = tuple[Call, dict[str, Any], dict[str, Any]]
+BOTH: dict[str, Row] = {
+    **{f"entmax-{a:.3g}": (regard.entmax, {"alpha": a}, {"rule": "adaptive", "r": 1 / (a - 1)}) for a in ALPHAS},
+    "entmax-tensor": (
+        regard.entmax, {"alpha": torch.tensor(1.3, dtype=torch.float64)}, {"rule": "adaptive", "r": 1 / 0.3},
+    ),
+    "sparsemax": (regard.sparsemax, {}, {"rule": "adaptive"}),
+    "relumax": (regard.relumax, {"margin": 0.9}, {"rule": "anchored"}),
+    "normrelu": (regard.normrelu, {"bias": 0.3}, {"rule": "fixed"}),
+    "normrelu-zero": (regard.normrelu, {"bias": 0.3, "empty": "zero"}, {"rule": "fixed"}),
+    "normrelu-nearest": (regard.normrelu, {"bias": 0.3, "empty": "nearest"}, {"rule": "fixed"}),
+    "topk_softmax": (regard.topk_softmax, {"k": 3}, GAUSSIAN),
+    "topk_uniform": (regard.topk_uniform, {"k": 3}, UNIFORM),
+}  # fmt: skip
+"""What both implementations compute: (function, arguments, other arguments of `oracle.of_scores`)."""
+PLAIN: dict[str, Row] = {
+    "softmax": (regard.entmax, {"alpha": 1.0}, {**GAUSSIAN, "k": 10**9}),
+    "topk_softmax-soft": (regard.topk_softmax, {"k": 3, "gradient": "soft"}, GAUSSIAN),
+    "topk_uniform-soft": (regard.topk_uniform, {"k": 3, "gradient": "soft"}, UNIFORM),
+    "topk_uniform-straight-through": (regard.topk_uniform, {"k": 3, "gradient": "straight-through"}, UNIFORM),
 }
-"""Functions that both implementations compute."""
-
-REFERENCE: dict[str, Call] = {
-    "softmax": lambda z, **how: regard.entmax(z, 1.0, **how),
-    "topk_softmax-soft": lambda z, **how: regard.topk_softmax(z, 3, gradient="soft", **how),
-    "topk_uniform-soft": lambda z, **how: regard.topk_uniform(z, 3, gradient="soft", **how),
-    "topk_uniform-straight-through": lambda z, **how: regard.topk_uniform(z, 3, gradient="straight-through", **how),
-}
-"""Functions without a numba kernel."""
-
+"""What has no numba kernel."""
+CALLS, REFERENCE = ({name: partial(call, **how) for name, (call, how, _) in table.items()} for table in (BOTH, PLAIN))
 PAIRS = [(name, impl) for name in CALLS for impl in IMPLS] + [(name, "reference") for name in REFERENCE]
-
-HOW: dict[str, dict[str, Any]] = {
-    **{f"entmax-{a:.3g}": {"rule": "adaptive", "r": 1 / (a - 1)} for a in ALPHAS},
-    "entmax-tensor": {"rule": "adaptive", "r": 1 / 0.3},
-    "sparsemax": {"rule": "adaptive"},
-    "relumax": {"rule": "anchored", "margin": 0.9},
-    "normrelu": {"rule": "fixed", "bias": 0.3},
-    "normrelu-zero": {"rule": "fixed", "bias": 0.3, "empty": "zero"},
-    "normrelu-nearest": {"rule": "fixed", "bias": 0.3, "empty": "nearest"},
-    "topk_softmax": {"rule": "nearest", "kernel": "gaussian", "k": 3},
-    "topk_uniform": {"rule": "nearest", "kernel": "uniform", "k": 3},
-    "topk_uniform-straight-through": {"rule": "nearest", "kernel": "uniform", "k": 3, "gradient": "straight-through"},
-    "topk_softmax-soft": {"rule": "nearest", "kernel": "gaussian", "k": 3, "gradient": "soft"},
-    "topk_uniform-soft": {"rule": "nearest", "kernel": "uniform", "k": 3, "gradient": "soft"},
-    "softmax": {"rule": "nearest", "kernel": "gaussian", "k": 10**9},
+HOW = {
+    name: {**{key: x for key, x in how.items() if key != "alpha"}, **rule}
+    for name, (_, how, rule) in {**BOTH, **PLAIN}.items()
 }
 """Arguments of `oracle.of_scores` that give the same weights and gradients."""
 

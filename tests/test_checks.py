@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from mistakes import error_of
+from mistakes import error_of, says
 
 import regard
 from regard import checks
@@ -29,43 +29,24 @@ def test_require() -> None:
     assert error_of(checks.require, False, "call", "what is wrong.") == "call: what is wrong."
 
 
-def test_floating() -> None:
+def test_dtypes() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         checks.floating("f", "x", torch.zeros(1, dtype=dtype))
-    assert error_of(checks.floating, "f", "x", torch.zeros(1, dtype=torch.int8)) == (
-        "f: x has dtype torch.int8, expected a floating-point dtype; convert it with x.float()."
-    )
-    assert error_of(checks.floating, "f", "x", 1.0) == "f: x is a float, expected a torch.Tensor."
-
-
-def test_boolean_mask() -> None:
+    says("f: x has dtype torch.int8, expected a floating-point dtype; convert it with x.float().",
+         checks.floating, "f", "x", torch.zeros(1, dtype=torch.int8))  # fmt: skip
+    says("f: x is a float, expected a torch.Tensor.", checks.floating, "f", "x", 1.0)
     checks.boolean_mask("f", "m", torch.ones(2, dtype=torch.bool))
-    assert "m has dtype torch.uint8, expected torch.bool" in error_of(
-        checks.boolean_mask, "f", "m", torch.ones(2, dtype=torch.uint8)
-    )
-    assert "m is a list, expected a boolean torch.Tensor" in error_of(checks.boolean_mask, "f", "m", [True])
+    uint8 = torch.ones(2, dtype=torch.uint8)
+    says("m has dtype torch.uint8, expected torch.bool", checks.boolean_mask, "f", "m", uint8)
+    says("m is a list, expected a boolean torch.Tensor", checks.boolean_mask, "f", "m", [True])
 
 
-@pytest.mark.parametrize(
-    ("shape", "target", "fits"),
-    [
-        ((), (2, 3), True),
-        ((3,), (2, 3), True),
-        ((1,), (2, 3), True),
-        ((2, 1), (2, 3), True),
-        ((2, 3), (2, 3), True),
-        ((2,), (2, 3), False),
-        ((3, 2), (2, 3), False),
-        ((1, 2, 3), (2, 3), False),  # would enlarge the target
-        ((0,), (2, 3), False),
-        ((1, 3), (0, 3), True),
-    ],
-)
-def test_broadcastable(shape: tuple[int, ...], target: tuple[int, ...], fits: bool) -> None:
-    if fits:
-        checks.broadcastable("f", "x", torch.zeros(shape), target)
-    else:
-        assert "does not broadcast to [" in error_of(checks.broadcastable, "f", "x", torch.zeros(shape), target)
+def test_broadcastable() -> None:
+    for shape in ((), (3,), (1,), (2, 1), (2, 3)):
+        checks.broadcastable("f", "x", torch.zeros(shape), (2, 3))
+    checks.broadcastable("f", "x", torch.zeros(1, 3), (0, 3))
+    for shape in ((2,), (3, 2), (0,), (1, 2, 3)):  # the last would enlarge the target
+        says("does not broadcast to [", checks.broadcastable, "f", "x", torch.zeros(shape), (2, 3))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ def cells(path: Path) -> list[dict]:
 
 
 def printed(cell: dict) -> str:
-    """The text that a cell printed."""
     return "".join("".join(out["text"]) for out in cell["outputs"] if out["output_type"] == "stream")
 
 

@@ -11,10 +11,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bench(module: Any, dry: bool = True) -> Any:
-    return module("gpu_measure").Bench(dry)
-
-
 def test_a_row_whose_kernels_are_still_compiled_comes_later(module: Any) -> None:
     ready, seen = {"a": True, "b": False, "c": True, "d": True, "e": False}, []
     for row in module("gpu").in_turn(list(ready), ready.__getitem__):
@@ -52,9 +48,9 @@ def test_what_loses_the_device_is_not_tried_again(module: Any) -> None:
     assert done[names[1]]["error"] == "E"
 
 
-def test_the_kernels_of_every_kind_of_row_are_compiled_ahead_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_every_kind_of_row_are_compiled_ahead_once(module: Any, bench: Any) -> None:
     warm = module("gpu_warm")
-    rows = module("gpu").rows_of(bench(module, dry=False), module("gpu").PARTS, "")
+    rows = module("gpu").rows_of(bench(dry=False), module("gpu").PARTS, "")
     kinds = [row.name for row in warm.kinds(rows)]
     ours = "attention, T {}, D 64, live {}, regard biweight"
     assert ours.format(8192, 0.4) in kinds
@@ -70,15 +66,8 @@ def test_the_kernels_of_every_kind_of_row_are_compiled_ahead_once(module: Any, m
     assert not [name for name in late if "live 0.3" in name or "adasplash 2" not in name]
 
 
-try:
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def _add(x, n, SIZE: tl.constexpr):  # pragma: no cover - it is compiled, at most
-        tl.store(x + tl.arange(0, SIZE), n)
-except ImportError:
-    _add = None
+def _add(x, n, SIZE: "tl.constexpr"):  # noqa: F821 - a kernel that nothing compiles
+    pass
 
 
 def test_processes_share_the_kernels_and_the_configurations_that_are_tuned(module: Any, tmp_path: Path) -> None:
@@ -88,7 +77,8 @@ def test_processes_share_the_kernels_and_the_configurations_that_are_tuned(modul
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    if not isinstance(_add, JITFunction):
+    add = triton.jit(_add)
+    if not isinstance(add, JITFunction):
         pytest.skip("the interpreter compiles nothing")
     warm, compiled = module("gpu_warm"), []
 
@@ -99,7 +89,7 @@ def test_processes_share_the_kernels_and_the_configurations_that_are_tuned(modul
             raise ValueError
 
     configs = [triton.Config({"SIZE": size}, num_warps=warps) for size in (32, 64) for warps in (4, 8)]
-    tuned = Autotuner(_add, _add.arg_names, configs, ["n"], None, None)
+    tuned = Autotuner(add, add.arg_names, configs, ["n"], None, None)
     x = torch.zeros(64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", real)
@@ -137,14 +127,9 @@ def test_configurations_that_were_chosen_are_taken_over(module: Any, tmp_path: P
 def test_tiles_that_are_tried(module: Any) -> None:
     """Of every target: the shipped ones first, each once, those of the grid on enough warps."""
     pytest.importorskip("triton")
-    for package in (
-        "compact.backward",
-        "compact.rules",
-        "local_linear.backward",
-        "local_linear.forward",
-        "decode.local_linear",
-    ):
-        module(f"regard.triton.{package}")
+    for name in ("compact.backward", "compact.rules", "local_linear.backward", "local_linear.forward"):
+        module(f"regard.triton.{name}")
+    module("regard.triton.decode.local_linear")
     tables, script = module("regard.triton.runtime.tiles").TileTable.tables, module("gpu_tiles")
     for _, dim, name in script.TARGETS:
         shipped = tables[name].pick(dim, torch.bfloat16)

@@ -12,9 +12,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles, and Triton interprets in this process", allow_module_level=True)
 import triton.language as tl  # noqa: E402
 from gpu_compiled import SHARED, resources_of  # noqa: E402
+from mistakes import refuses  # noqa: E402
 
 import regard  # noqa: E402
-from regard.checks import ArgumentError  # noqa: E402
 from regard.triton.runtime import support  # noqa: E402
 from regard.triton.runtime.launch import launch  # noqa: E402
 from regard.triton.runtime.tiles import Tiles  # noqa: E402
@@ -101,17 +101,14 @@ def test_after_a_failure_all_is_as_before() -> None:
 
 
 def test_an_unknown_capability_and_an_interpreting_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match=r"arch is 70, expected one of 80, 90"):
-        resources_of(lambda: None, 70)
+    refuses("arch is 70, expected one of 80, 90", resources_of, lambda: None, 70)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ArgumentError, match="TRITON_INTERPRET=1 is set"):
-        resources_of(lambda: None)
+    refuses("TRITON_INTERPRET=1 is set", resources_of, lambda: None)
 
 
 def test_calls_that_kernels_refuse_are_refused_here_too() -> None:
     x = torch.zeros(1, 1, 16, 16, dtype=torch.float64)
-    with pytest.raises(ArgumentError, match="float64"):
-        resources_of(lambda: regard.attention(x, x, x, impl="triton"))
+    refuses("float64", resources_of, lambda: regard.attention(x, x, x, impl="triton"))
 
 
 @pytest.mark.parametrize("text", ["test-bump*anchored(margin=2)", "test-bump*fixed(bias=0.5,empty=uniform)"])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import python
 
 pytest.importorskip("triton")
 
@@ -75,7 +76,5 @@ def test_kernels_in_the_interpreter_at_length(name: str) -> None:
 
 def test_without_the_interpreter_its_tests_are_left_out() -> None:
     """A process that has triton compile cannot run them."""
-    command = [sys.executable, "-m", "pytest", str(HERE / "interpreted"), "-q", "--collect-only", "-p", "no:xdist"]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST_")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == NO_TESTS, tail(done.stdout)
+    words = ("-m", "pytest", HERE / "interpreted", "-q", "--collect-only", "-p", "no:xdist")
+    python(*words, code=NO_TESTS, TRITON_INTERPRET="0", PYTEST_ADDOPTS="")

@@ -98,13 +98,13 @@ def arguments(change: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     return [found[name] for name in list(PLAIN)[:-1]], {"WIDE": found["WIDE"]}
 
 
-def own(device: Device, change: dict[str, Any], tiles: Tiles = TILES) -> tuple[Any, ...]:
+def by_regard(device: Device, change: dict[str, Any], tiles: Tiles = TILES) -> tuple[Any, ...]:
     args, constants = arguments(change)
     launch(copy, GRID, *args, tiles=tiles, **constants)
     return device.started.pop()
 
 
-def tritons(device: Device, change: dict[str, Any], tiles: Tiles = TILES) -> tuple[Any, ...]:
+def by_triton(device: Device, change: dict[str, Any], tiles: Tiles = TILES) -> tuple[Any, ...]:
     args, constants = arguments(change)
     copy[GRID](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
     return device.started.pop()
@@ -124,23 +124,23 @@ def as_triton(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 
 def test_every_kind_of_argument_starts_what_triton_would(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     for change in CHANGES.values():
-        assert as_triton(own(device, change), tritons(device, change))
-    expected = {name: tritons(device, change) for name, change in CHANGES.items()}
+        assert as_triton(by_regard(device, change), by_triton(device, change))
+    expected = {name: by_triton(device, change) for name, change in CHANGES.items()}
     assert len({found[4] for found in expected.values()}) > 10
     monkeypatch.setattr(JITFunction, "run", None)  # from now on Triton launches nothing
     for name, change in [*CHANGES.items(), *reversed(CHANGES.items())]:
-        assert as_triton(own(device, change), expected[name]), name
+        assert as_triton(by_regard(device, change), expected[name]), name
 
 
 def test_options_and_devices_have_kernels_of_their_own(device: Device) -> None:
-    wide = Tiles(warps=2)
-    assert own(device, {})[4] == own(device, {})[4] == tritons(device, {})[4]
-    assert own(device, {}, wide)[4] == own(device, {}, wide)[4] == tritons(device, {}, wide)[4] != own(device, {})[4]
-    first = own(device, {})
-    device.number = 91
-    second = own(device, {})
-    assert second[4] == own(device, {})[4] == tritons(device, {})[4] != first[4]
-    assert (first[3], second[3]) == (1090, 1091)
+    kernels = set()
+    for number, tiles in ((90, TILES), (90, Tiles(warps=2)), (91, TILES)):
+        device.number = number
+        first, second, expected = (call(device, {}, tiles) for call in (by_regard, by_regard, by_triton))
+        assert first[4] == second[4] == expected[4]
+        assert first[3] == 1000 + number
+        kernels.add(first[4])
+    assert len(kernels) == 3
 
 
 def test_grids_are_completed_and_empty_ones_start_nothing(device: Device) -> None:
@@ -154,15 +154,15 @@ def test_grids_are_completed_and_empty_ones_start_nothing(device: Device) -> Non
 
 
 def test_hooks_are_called_for_every_launch(device: Device) -> None:
-    own(device, {})
-    told: list[Any] = []
-    knobs.runtime.launch_enter_hook.add(told.append)
+    by_regard(device, {})
+    entered: list[Any] = []
+    knobs.runtime.launch_enter_hook.add(entered.append)
     try:
-        found = own(device, {})
+        found = by_regard(device, {})
     finally:
-        knobs.runtime.launch_enter_hook.remove(told.append)
+        knobs.runtime.launch_enter_hook.remove(entered.append)
     assert found[6].get()["name"] == "copy"  # what Triton tells the hooks, which its own launcher calls
-    assert own(device, {})[6] is None
+    assert by_regard(device, {})[6] is None
 
 
 def test_a_kernel_runs_on_the_device_of_its_tensors_wherever_they_stand() -> None:
