@@ -118,8 +118,8 @@ def ratio_interval(one: Frame, other: Frame) -> Estimate:
     """Return the ratio of the means of two columns of numbers from the same samples, in the same order, with its
     interval to first order: it varies as the difference of the two in units of their means."""
     a, b = one.to_numpy(float), other.to_numpy(float)
-    found, ratio = mean_interval(a / a.mean() - b / b.mean()), float(a.mean() / b.mean())
-    return Estimate(ratio, ratio - ratio * found.half, ratio + ratio * found.half, len(a))
+    difference, ratio = mean_interval(a / a.mean() - b / b.mean()), float(a.mean() / b.mean())
+    return Estimate(ratio, ratio - ratio * difference.half, ratio + ratio * difference.half, len(a))
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,7 @@ def one(estimate: Estimate) -> dict[str, Estimate]:
 
 
 def claims_of(paper: str, rows: Iterable[Sequence[Any]], **common: Any) -> list[Claim]:
-    """Return claims of a paper, without estimates that have no sample (of models that were not trained, say), and
-    without claims that are left with none.
+    """Return claims of a paper, without estimates that have no sample and without claims that are left with none.
 
     Args:
         rows: (where, wording, estimates, says, margin, note) of each, and where it differs from `common` a dictionary

@@ -25,8 +25,7 @@ def pivot(
     """Return a table (`regard.inspect.tables.Table`) with a row for each combination of `index`.
 
     Args:
-        index: columns of the frame that name the rows, or column to heading; rows are in the order in which they first
-            come.
+        index: columns that name the rows, or column to heading; rows are in the order in which they first come.
         values: heading ("" with `columns` that name all) to how a cell is shown, a function or a text with columns.
         columns: a column of the frame whose values become headings, each with all of `values`; in the order in which
             they first come, or of the categories of a categorical column.
@@ -134,8 +133,7 @@ def label(value: Any) -> str:
 
 
 def panels(frame: Frame, title: str) -> dict[str, Frame]:
-    """Return `title`, in which columns stand as in "d = {d}", to the rows that have these values, for every combination
-    in the order in which they first come."""
+    """Return `title`, in which columns stand as in "d = {d}", to the rows of each combination of values, in order."""
     names = _columns_in(title)
     groups = frame.groupby(names, sort=False)
     return {title.format(**dict(zip(names, key, strict=True))): rows for key, rows in groups}

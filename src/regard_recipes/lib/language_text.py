@@ -28,8 +28,8 @@ PADDED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageText:
-    """A text, of which the last `share` is held out, and its tokens, int32 [n] each part: to learn, to measure results
-    on, and between the two those to choose settings on (none where nothing is chosen). `described` is for people."""
+    """A text, of which the last `share` is held out, and its tokens, int32 [n] each: to learn, then to choose settings
+    on (none where nothing is chosen), then to measure results on. `described` is for people."""
 
     content: str
     share: float
@@ -133,11 +133,8 @@ def python_manual(call: str) -> str:
 
 
 def join_topics(topics: dict[str, str]) -> str:
-    """Join topics in sorted order, every paragraph once (compared without blanks and line breaks).
-
-    Topics overlap ("compound" contains "if", "for", "try" nearly word for word). A fifth of the text would be
-    repetition, and part of the held-out text would also be in the training text.
-    """
+    """Join topics in sorted order, every paragraph once (compared without blanks and line breaks): topics overlap, so
+    that part of the held-out text would also be in the training text."""
     seen: set[str] = set()
     parts = []
     for name in sorted(topics):

@@ -24,11 +24,7 @@ FIRST, LONGEST = 30, 16  # rows of the first and of other tables that are shown 
 
 
 def write(made: Recipe, results: Results, out: Path) -> str:
-    """Write figures, HTML pages, NAME.md and last NAME.json to `out`; other files stay.
-
-    Returns:
-        The Markdown, without its title.
-    """
+    """Write figures, HTML pages, NAME.md and last NAME.json to `out`; return the Markdown without its title."""
     figures = {f"{made.name}-{part}.png": picture for part, picture in made.figures(results).items()}
     body = markdown(made, results, list(figures))
     claims = [plain(claim.record()) for claim in made.claims(results)]

@@ -46,8 +46,8 @@ class Journal:
 
     @classmethod
     def open(cls, made: Recipe, argv: Sequence[str]) -> "Journal":
-        """Return the journal of a new run, or of the one in the folder if it has the same options and is not finished,
-        or has fewer seeds, models, rates or tasks."""
+        """Return the journal of a new run, or of the one in the folder if the run only has to be continued or has fewer
+        of what is `GROWING`."""
         out = made.out or Path(f"{made.name}-out")
         check_out(out, made.call())
         path = out / f"{made.name}.jsonl"

@@ -39,8 +39,7 @@ class TaskRecipe(TrainedRecipe):
     """A recipe of models trained on a task, scored on its test split.
 
     Attributes:
-        known: names of models to fields of their configuration; "model" names the language model, by default
-            "transformer".
+        known: names of models to fields of their configuration, as `language_config` takes them.
         metric: that chooses the learning rate and ends training.
         learned: validation score from which on a model counts as having learned a task.
         scorings: how often the validation split is scored, at even distances over all steps.
@@ -149,8 +148,7 @@ class TaskRecipe(TrainedRecipe):
         return super().gap(results, model, base, value, kind, metric=metric or self.metric, **where)
 
     def unlearned(self, results: Results, tasks: str | Sequence[str], models: Sequence[str] = ()) -> str:
-        """Return why models (by default all) cannot be compared on tasks: none of them has learned one of them. Empty
-        if one has."""
+        """Return why models (by default all) cannot be compared on tasks: none has learned one of them; else ""."""
         runs, said = select(self.chosen(results, "run"), model=list(models or self.trained)), []
         for task in [tasks] if isinstance(tasks, str) else tasks:
             best = float(select(runs, task=task).groupby("model")["validation"].mean().max())

@@ -94,8 +94,8 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
         return -runs["held_out"].astype(float).fillna(math.inf)
 
     def unlearned(self, results: Results) -> str:
-        """Return why models cannot be compared: none of them predicts the validation text better than the frequencies
-        of its tokens do. Empty if one does."""
+        """Return why models cannot be compared: none predicts the validation text better than the frequencies of its
+        tokens do; else an empty text."""
         least, floor = float(self.chosen(results)["held_out"].astype(float).min()), results.facts["floor"]
         found = f"no model learned the text: {least:.2f} nats per token, {floor:.2f} without context"
         return "" if least < floor else found
