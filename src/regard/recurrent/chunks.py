@@ -1,9 +1,8 @@
 """The chunked form of `feature_sums`: all pairs inside chunks of positions, sums between chunks.
 
 A call is cut into steps in the order of its keys: queries before the first key, keys before the first query, stretches
-of whole chunks with queries and keys, and the rest. The forward pass saves only its inputs. The backward pass makes the
-sums again: upwards for the gradients of the queries, and downwards, over later queries, for those of keys and values.
-Both passes are torch custom operators: one node each in compiled graphs, whatever the length.
+of whole chunks with queries and keys, and the rest. The backward pass makes the sums again: upwards for the gradients
+of the queries, and downwards, over later queries, for those of keys and values. Both are torch custom operators.
 
 Legend: as in `feature_sums`; G = B x Hkv groups, R = H / Hkv query heads in each; a step has n chunks of c positions.
 There phi is P [G, n, R c, F], psi is K [G, n, c, F], val is V [G, n, c, E].

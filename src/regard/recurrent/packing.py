@@ -1,8 +1,7 @@
 """Packed sequences: each document of a packed row becomes a sequence of a padded batch.
 
-Documents of similar lengths share a batch. Its length is that of its longest document, and the others have at least 3/4
-of it, so padding adds less than a third. The calls then run as on any padded batch; the batch axis of a state counts
-documents.
+Documents of similar lengths share a batch: each has at least 3/4 of the length of the longest, so padding adds less
+than a third. The batch axis of a state counts documents.
 
 Legend: B rows, T positions, N documents of all rows, ordered row by row; H heads, query or key.
 """

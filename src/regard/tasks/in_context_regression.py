@@ -1,11 +1,9 @@
 """In-context regression on piecewise linear data: pairs in a prompt, then queries without an answer.
 
-Local Linear Attention paper, section 5 (its Figure 4a). The pairs are those of `ConeRegression` (a linear map on every
-cone), with maps of variance 1/d, so that targets have variance near 1; they come shuffled, and after them queries
-from the same cones. A position holds `[x; y]` for a pair and `[x; 0]` for a query; the model is asked for y at the
-queries. Models are trained with noise 0.1 and tested without.
-
-The paper does not say whether a query sees earlier queries; `query_mask` keeps them apart.
+Local Linear Attention paper, section 5 (its Figure 4a). The pairs are those of `ConeRegression`, with maps of variance
+1/d, so that targets have variance near 1; they come shuffled, and after them queries from the same cones. A position
+holds `[x; y]` for a pair and `[x; 0]` for a query; the model is asked for y at the queries. The paper does not say
+whether a query sees earlier queries; `query_mask` keeps them apart. Models are trained with noise 0.1, tested without.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """Long documents with recurring names: facts to remember beyond a window of attention.
 
 A document is a stream of short sentences. Some are statements about a person ("Ann keeps a kite ."), the same whenever
-the person comes up again; others are about nobody. Who keeps what is drawn anew for each document, so that the last
-word of a statement can be predicted only from an earlier statement of the same document. Statements are scored
-separately: "new", the first of their kind; "near", the last one lies inside the window; and "far", it does not.
+the person comes up again, and drawn anew for each document: the last word can be predicted only from an earlier
+statement. Scores are separate for statements that are "new", "near" (the last one lies inside the window) and "far".
 """
 
 from collections.abc import Iterator

@@ -253,7 +253,7 @@ def pattern_of(template: str, numbers: Sequence[str] = ()) -> str:
 
 
 class Words:
-    """A list of words with their numbers, which their order, without repetitions, gives."""
+    """A list of words without repetitions, each with its number."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words: Sequence[str] = tuple(dict.fromkeys(words))
