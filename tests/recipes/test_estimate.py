@@ -51,7 +51,7 @@ def test_the_operations_are_those_that_torch_counts(name: str, model: str) -> No
 
 
 def test_options_and_recipes_that_train_nothing(capsys: pytest.CaptureFixture) -> None:
-    assert main(["reproduce", "stories", "--estimate", "--quick", "--steps", "100", "--seeds", "5"]) == 0
+    assert main(["reproduce", "stories", "--quick", "--estimate", "--steps", "100", "--seeds", "5"]) == 0
     out = capsys.readouterr().out
     assert "Transformer" in out
     assert "all runs; the largest model     20" in out.replace("model          ", "model     ")

@@ -29,10 +29,11 @@ def reproduce(argv: list[str]) -> int:
         raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(sorted(recipes.names()))}.")
     name, rest = argv[0], argv[1:]
     recipe = recipes.get(name)
-    if rest[:1] == ["--estimate"]:
+    if "--estimate" in rest:
         from .trained import estimate
 
-        consoles()[1].print(estimate(options(recipe, rest[1:])).rich(f"{CALL} {name}"))
+        made = options(recipe, [word for word in rest if word != "--estimate"])
+        consoles()[1].print(estimate(made).rich(f"{CALL} {name}"))
         return 0
     return _rebuild(recipe, rest[1:]) if rest[:1] == ["--rebuild"] else _run(recipe, rest)
 
@@ -101,7 +102,7 @@ def sizes_text(kind: type[Recipe]) -> str:
     ]
     return " ".join([
         *parts, "--rebuild FOLDER, alone, writes the page of stored results again without measuring.",
-        "--estimate, given first, prints parameters, operations and memory of a run instead of running.",
+        "--estimate prints parameters, operations and memory of a run instead of running.",
     ])  # fmt: skip
 
 
