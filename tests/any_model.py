@@ -62,12 +62,6 @@ ICLM = {
 }
 
 
-def _options() -> dict[str, tuple[str, dict]]:
-    found = {f"transformer-{name}": ("transformer", fields) for name, fields in TRANSFORMER.items()}
-    found |= {f"mosaic-{name}": ("memory-mosaic", {"num_hidden_layers": 2, **each}) for name, each in MOSAIC.items()}
-    return found | {f"iclm-{name}": ("iclm", fields) for name, fields in ICLM.items()}
-
-
 def _parts() -> dict[str, tuple[str, dict]]:
     found, sizes = {}, {"num_hidden_layers": 2}
     for name in token_mixers.names():
@@ -83,7 +77,11 @@ def _parts() -> dict[str, tuple[str, dict]]:
     return found
 
 
-OPTIONS = _options()
+OPTIONS: dict[str, tuple[str, dict]] = {
+    **{f"transformer-{name}": ("transformer", fields) for name, fields in TRANSFORMER.items()},
+    **{f"mosaic-{name}": ("memory-mosaic", {"num_hidden_layers": 2, **fields}) for name, fields in MOSAIC.items()},
+    **{f"iclm-{name}": ("iclm", fields) for name, fields in ICLM.items()},
+}
 """Models with other fields than the default ones: name -> (registered model, fields)."""
 PARTS = _parts()
 """Models with each token mixer and each memory that is registered."""
@@ -170,11 +168,8 @@ def in_chunks(model, tokens, sizes, mask=None, cache=None):
 
 def loss_of(model, tokens, **kwargs):
     """The mean cross entropy of the visible pairs in float64 (a model's own loss is float32), and the logits."""
-    logits, mask = (
-        model(tokens if "inputs_embeds" not in kwargs else None, **kwargs).logits,
-        kwargs.get("attention_mask"),
-    )
-    seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    logits = model(None if "inputs_embeds" in kwargs else tokens, **kwargs).logits
+    seen = kwargs.get("attention_mask", torch.ones_like(tokens)).bool()
     pairs = seen[:, 1:] & seen[:, :-1]
     return F.cross_entropy(logits[:, :-1][pairs], tokens[:, 1:][pairs]), logits
 
@@ -188,12 +183,12 @@ def gradients(model):
 def central_difference(value, parameters, along, step=1e-6):
     """The slope of `value()` by parameters that move along these directions."""
     sides = []
-    for sign in (1, -1):
+    for move in (step, -2 * step):
         for p, direction in zip(parameters, along, strict=True):
-            p += sign * step * direction
+            p += move * direction
         sides.append(value())
-        for p, direction in zip(parameters, along, strict=True):
-            p -= sign * step * direction
+    for p, direction in zip(parameters, along, strict=True):
+        p += step * direction
     return (sides[0] - sides[1]) / (2 * step)
 
 

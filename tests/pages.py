@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -25,6 +26,13 @@ def program(page: Path) -> list[tuple[str, str | None]]:
         for (language, code), (kind, shown) in zip(fences, following, strict=True)
         if language == "python"
     ]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words after `regard` of the commands in the code blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", "")
+    lines = re.findall(r"^ *regard ([a-z]+[^\n]*)$", text, flags=re.M)
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def run(page: Path) -> str | None:

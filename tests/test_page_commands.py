@@ -1,18 +1,17 @@
 """Commands of `regard` in the README and on the pages run, one after the other, on a small text with small sizes."""
 
 import json
-import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import regard
+from pages import commands
 
 __all__ = ["regard"]
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
 RUN = {"train", "eval", "generate", "list", "doctor"}
 """Commands that are run; tests/recipes runs `reproduce` and `demo`."""
 ELSEWHERE = {"docs/hub-and-evaluation.md": "tests/peers/test_lm_eval.py", "docs/several-devices.md": "torchrun"}
@@ -23,19 +22,11 @@ SMALL = {
 }  # fmt: skip
 
 
-def commands(page: Path) -> Iterator[list[str]]:
-    """Yield the words after `regard` of the commands in the code blocks of a page, in order."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", "")
-    for line in re.findall(r"^ *regard ([a-z]+[^\n]*)$", text, flags=re.M):
-        yield shlex.split(line, comments=True)
-
-
-def pages() -> Iterator[str]:
-    """Yield the pages, relative to the repository, with commands to run."""
-    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
-        name = page.relative_to(ROOT).as_posix()
-        if name not in ELSEWHERE and any(words[0] in RUN for words in commands(page)):
-            yield name
+def pages() -> list[str]:
+    """Return the pages, relative to the repository, with commands to run."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [page.relative_to(ROOT).as_posix() for page in found if any(words[0] in RUN for words in commands(page))]
+    return [name for name in names if name not in ELSEWHERE]
 
 
 def small(words: list[str]) -> list[str]:
@@ -64,7 +55,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", list(pages()))
+@pytest.mark.parametrize("page", pages())
 def test_the_commands_of_a_page_run(page: str, texts: Path, regard: Callable) -> None:
     for words in commands(ROOT / page):
         if words[0] not in RUN or "--help" in words:

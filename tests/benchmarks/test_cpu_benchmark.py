@@ -34,7 +34,6 @@ CONTESTANTS = {
 
 
 def run(*arguments: object) -> str:
-    """What the script prints."""
     return python(ROOT / "benchmarks" / "cpu.py", "--threads", "1", *arguments, OMP_NUM_THREADS="1")
 
 
@@ -107,20 +106,15 @@ def test_a_part_says_where_it_comes_from_and_its_medians_are_those_of_its_sample
 def test_every_contestant_ran_in_every_configuration(found: dict[str, Any], part: str) -> None:
     times = found[part]["times"]
     assert all(set(t["contestants"]) == CONTESTANTS[part] for t in times)
-    configs = {json.dumps(t["config"]) for t in times}
-    passes = {(json.dumps(t["config"]), t["pass"]) for t in times}
-    assert passes == {(c, p) for c in configs for p in ("forward", "both")}
-    usual = ("length", "heads", "causal")
-    names, wanted = {
-        "normalisers": (("length", "spread"), {(n, s) for n in (64, 128, 256) for s in (0.05, 1.0, 4.0)}),
-        "attention": (
-            usual,
-            {(n, h, c) for n, h in ((32, 2), (64, 2), (128, 1), (32, 1), (64, 1)) for c in (False, True)},
-        ),
-        "linear": (usual, {(64, 4, True), (128, 4, True), (256, 4, True)}),
-        "local_linear": (("length", "heads", "dim"), {(32, 2, 16), (64, 2, 16), (128, 1, 16), (64, 2, 8)}),
+    sizes = ((32, 2), (64, 2), (128, 1), (32, 1), (64, 1))
+    *names, wanted = {
+        "normalisers": ("length", "spread", {(n, s) for n in (64, 128, 256) for s in (0.05, 1.0, 4.0)}),
+        "attention": ("length", "heads", "causal", {(*size, causal) for size in sizes for causal in (False, True)}),
+        "linear": ("length", "heads", "causal", {(n, 4, True) for n in (64, 128, 256)}),
+        "local_linear": ("length", "heads", "dim", {(32, 2, 16), (64, 2, 16), (128, 1, 16), (64, 2, 8)}),
     }[part]
-    assert {tuple(t["config"][n] for n in names) for t in times} == wanted
+    ran = {(*(t["config"][name] for name in names), t["pass"]) for t in times}
+    assert ran == {(*config, which) for config in wanted for which in ("forward", "both")}
 
 
 @pytest.mark.slow
@@ -129,23 +123,17 @@ def test_exponents_are_the_slopes_of_the_stored_medians(found: dict[str, Any], p
     """Those of local linear attention are of a head."""
     for fit in found[part]["growth"]:
         assert set(fit["contestants"]) == CONTESTANTS[part]
-
-        def belongs(t: dict[str, Any]) -> bool:
-            config = t["config"]
-            if part == "local_linear":
-                return t["pass"] == fit["pass"] and config["dim"] == 16  # noqa: B023
-            same = t["pass"] == fit["pass"] and config["causal"] == fit["causal"]  # noqa: B023
-            return same and (part == "linear" or config["heads"] == 1)
-
+        wanted = {
+            "attention": {"causal": fit.get("causal"), "heads": 1},
+            "linear": {"causal": fit.get("causal")},
+            "local_linear": {"dim": 16},
+        }[part].items()
+        times = [t for t in found[part]["times"] if t["pass"] == fit["pass"] and wanted <= t["config"].items()]
+        assert len(times) == 3
         for name, exponents in fit["contestants"].items():
-            points = [
-                (c["length"], t["contestants"][name]["median_ms"] / (c["heads"] if part == "local_linear" else 1))
-                for t in found[part]["times"]
-                if belongs(t)
-                for c in [t["config"]]
-            ]
-            assert len(points) == 3
-            x, y = np.log(np.array(sorted(points))).T
+            heads = [t["config"]["heads"] if part == "local_linear" else 1 for t in times]
+            medians = [t["contestants"][name]["median_ms"] / n for t, n in zip(times, heads, strict=True)]
+            x, y = np.log(sorted(zip([t["config"]["length"] for t in times], medians, strict=True))).T
             assert exponents["fitted"] == pytest.approx(np.polyfit(x, y, 1)[0], rel=1e-2, abs=1e-3)
             if part != "local_linear":
                 assert exponents["last"] == pytest.approx((y[2] - y[1]) / (x[2] - x[1]), rel=1e-2, abs=1e-3)
@@ -183,9 +171,7 @@ def test_memory_holds_what_a_pass_returns(found: dict[str, Any]) -> None:
     assert mine["name"] in OURS
     assert mine["tensors"]["forward"] >= 0.9  # the weights
     assert mine["tensors"]["both"] >= 1.5  # and the gradient, less what a page hides at this size
-    assert mine["tensors"]["both"] == pytest.approx(
-        mine["mib"]["both"] / (mine["config"]["elements"] / 2**18), rel=0.05
-    )
+    assert mine["tensors"]["both"] == pytest.approx(2**18 * mine["mib"]["both"] / mine["config"]["elements"], rel=0.05)
     for part in ("attention", "linear", "local_linear"):
         assert {m["name"] for m in found[part]["memory"]} <= CONTESTANTS[part]
         assert all(m["mib"]["both"] >= 0 for m in found[part]["memory"])
@@ -363,13 +349,10 @@ def test_the_contestants_of_attention_compute_the_same(module: Any) -> None:
     attention = module("cpu_attention")
     for causal in (False, True):
         config = {"length": 40, "heads": 2, "causal": causal}
-        given, _ = attention.inputs(config)
-        dense, *same = (
-            attention.functions(config)[name](*given)
-            for name in ("dense entmax15", "regard biweight", "regard biweight, impl=blocked")
-        )
-        for out in same:
-            torch.testing.assert_close(out, dense, atol=1e-5, rtol=1e-5)
+        functions, (given, _) = attention.functions(config), attention.inputs(config)
+        for name in ("regard biweight", "regard biweight, impl=blocked"):
+            dense = functions["dense entmax15"](*given)
+            torch.testing.assert_close(functions[name](*given), dense, atol=1e-5, rtol=1e-5)
 
 
 def test_the_contestants_of_local_linear_attention_compute_the_same(module: Any) -> None:
@@ -433,8 +416,7 @@ def test_a_decoded_token_is_measured_in_turns_and_shown(module: Any) -> None:
     for cell in times["contestants"].values():
         assert cell["cpu_us"] > 0
         assert cell["cpu_ratio"] == pytest.approx(cell["cpu_us"] / least, rel=2e-3)
-    table = list(
-        module("cpu_table").token({**part, "provenance": {**module("cpu_measure").provenance(True), "seconds": 1.0}})
-    )[-1]
+    part["provenance"] = {**module("cpu_measure").provenance(True), "seconds": 1.0}
+    *_, table = module("cpu_table").token(part)
     row = next(line for line in table.splitlines() if line.startswith("| biweight | 64 |"))
     assert float(row.split("|")[3]) == pytest.approx(1e3 * times["contestants"]["biweight"]["median_ms"], rel=6e-3)

@@ -6,9 +6,7 @@ Its times are worth nothing here; how they hang together is.
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +23,22 @@ BEGIN, END = "<!-- benchmarks/gpu.py: begin -->\n", "<!-- benchmarks/gpu.py: end
 PARTS = ("promises", "compact", "local_linear", "decoding", "memory", "models", "tools")
 
 
-def bench(module: Any, dry: bool = True) -> Any:
-    return module("gpu_measure").Bench(dry)
-
-
 # Dry runs --------------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590, env=environment, check=False)
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    return python(ROOT / "benchmarks" / "gpu.py", *arguments, code=code, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-def test_every_row_runs_at_toy_size(tmp_path: Path, module: Any, part: str) -> None:
+def test_every_row_runs_at_toy_size(tmp_path: Path, module: Any, bench: Any, part: str) -> None:
     pytest.importorskip("triton")
     page, out = tmp_path / "page.md", tmp_path / "gpu.json"
     page.write_text(f"above\n{BEGIN}old\n{END}\nbelow\n", encoding="utf-8")
     run("--dry", "--part", part, "--out", out, "--page", page, "--figure", tmp_path / "figure.png", "--write")
     found = json.loads(out.read_text(encoding="utf-8"))
-    rows = module(f"gpu_{part}").rows(bench(module))
+    rows = module(f"gpu_{part}").rows(bench())
     assert set(found["rows"]) == {row.name for row in rows}
     failed = {name: row for name, row in found["rows"].items() if row["status"] not in ("measured", "not available")}
     assert not failed
@@ -93,9 +83,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 # Rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_would_be_measured(module: Any) -> None:
+def test_what_would_be_measured(module: Any, bench: Any) -> None:
     assert module("gpu").PARTS == PARTS
-    rows = module("gpu").rows_of(bench(module, dry=False), PARTS, "")
+    rows = module("gpu").rows_of(bench(dry=False), PARTS, "")
     names = [row.name for row in rows]
     for length in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
         for dim in (64, 128):
@@ -110,10 +100,10 @@ def test_what_would_be_measured(module: Any) -> None:
     assert {name.split(", ")[1] for name in main} >= {"biweight", "relumax", "local-linear", "one query", "memory"}
 
 
-def test_rows_of_the_criteria_come_first(module: Any) -> None:
+def test_rows_of_the_criteria_come_first(module: Any, bench: Any) -> None:
     """Then the tools that were never measured; rows of one configuration stand together."""
     used, known = module("gpu_criteria").used(), {"ncu, biweight", "profile, biweight"}
-    rows = [r for r in module("gpu").rows_of(bench(module, dry=False), PARTS, "", known) if r.part != "correctness"]
+    rows = [r for r in module("gpu").rows_of(bench(dry=False), PARTS, "", known) if r.part != "correctness"]
     assert {row.name for row in rows[: len(used)]} == used
     tools = {row.name for row in rows if row.part == "tools"} - known
     assert {row.name for row in rows[len(used) : len(used) + len(tools)]} == tools
@@ -123,9 +113,9 @@ def test_rows_of_the_criteria_come_first(module: Any) -> None:
         assert name in used
 
 
-def test_only_rows_that_a_criterion_uses_change_it(module: Any) -> None:
+def test_only_rows_that_a_criterion_uses_change_it(module: Any, stored_for: Any) -> None:
     """Of each kind one row is left out."""
-    criteria, stored = module("gpu_criteria"), stored_for(module, faster=1.25)
+    criteria, stored = module("gpu_criteria"), stored_for(1.25)
     whole, kinds = criteria.criteria(stored), set()
     for name, row in stored["rows"].items():
         kind = row["part"], row.get("contestant", name), name in criteria.used()
@@ -135,14 +125,17 @@ def test_only_rows_that_a_criterion_uses_change_it(module: Any) -> None:
             assert (criteria.criteria(less) != whole) == (name in criteria.used()), name
 
 
-def stored_for(module: Any, faster: float) -> dict[str, Any]:
+@pytest.fixture
+def stored_for(module: Any, bench: Any) -> Callable[[float], dict[str, Any]]:
     """All full-size rows as if measured, regard's times `faster` times shorter than all others' but for what is said
-    below; the order of the numbers decides every criterion."""
-    rows = {}
-    for row in module("gpu").rows_of(bench(module, dry=False), PARTS, ""):
-        if row.part != "tools":
-            rows[row.name] = {"part": row.part, "status": "measured", **fake(row.name, row.part, faster)}
-    return {"rows": rows, "ceilings": {"tflops": 800.0, "gbps": 4000.0}, "runs": []}
+    in `fake`; the order of the numbers decides every criterion."""
+    full = [row for row in module("gpu").rows_of(bench(dry=False), PARTS, "") if row.part != "tools"]
+
+    def stored(faster: float) -> dict[str, Any]:
+        rows = {x.name: {"part": x.part, "status": "measured", **fake(x.name, x.part, faster)} for x in full}
+        return {"rows": rows, "ceilings": {"tflops": 800.0, "gbps": 4000.0}, "runs": []}
+
+    return stored
 
 
 def fake(name: str, part: str, faster: float) -> dict[str, Any]:
@@ -182,10 +175,10 @@ def fake(name: str, part: str, faster: float) -> dict[str, Any]:
     return {"config": config, "contestant": contestant, "live": {"biweight": 0.4, "relumax": 0.4}, **both}
 
 
-def test_criteria_are_met_missed_or_not_measured(module: Any) -> None:
+def test_criteria_are_met_missed_or_not_measured(module: Any, stored_for: Any) -> None:
     judge = module("gpu_criteria").criteria
     assert {c.verdict for c in judge({})} == {"not measured"}
-    met = judge(stored_for(module, faster=1.25))
+    met = judge(stored_for(1.25))
     assert {c.verdict for c in met} == {"met"}, [c for c in met if c.verdict != "met"]
     for words, value in {
         "T 8192: time over AdaSplash-2's": 1 / 1.25,
@@ -197,13 +190,13 @@ def test_criteria_are_met_missed_or_not_measured(module: Any) -> None:
         "a training step": 1.3,
     }.items():
         assert next(c.found for c in met if words in c.what) == pytest.approx(value), words
-    missed = [c.what for c in judge(stored_for(module, faster=0.6)) if c.verdict == "missed"]
+    missed = [c.what for c in judge(stored_for(0.6)) if c.verdict == "missed"]
     assert sum("AdaSplash" in what for what in missed) == 4
     assert sum("flash" in what for what in missed) == 3
 
 
-def test_a_criterion_tells_what_was_left_out_and_counts_what_failed(module: Any) -> None:
-    stored = stored_for(module, faster=1.25)
+def test_a_criterion_tells_what_was_left_out_and_counts_what_failed(module: Any, stored_for: Any) -> None:
+    stored = stored_for(1.25)
     for name, row in stored["rows"].items():
         if "T 8192" in name and "adasplash 2" in name and "D 128" in name:
             row["status"] = "no time"
@@ -219,8 +212,8 @@ def test_a_criterion_tells_what_was_left_out_and_counts_what_failed(module: Any)
     assert "GDN by PyTorch operations" in module("gpu_table").tables(stored)
 
 
-def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
-    stored = stored_for(module, faster=1.25)
+def test_the_tables_hold_the_numbers_and_what_has_none(module: Any, stored_for: Any) -> None:
+    stored = stored_for(1.25)
     stored["runs"] = [
         {"command": "gpu.py", "date": "2026-01-01", "dry": False, "commit": "", "seconds": 9}
         | {"versions": {"torch": "x"}, "hardware": {"name": "a GPU", "driver": "1"}}
@@ -235,8 +228,8 @@ def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
     assert "Not measured" not in text
 
 
-def test_numbers_of_other_kernels_are_marked_and_judged_no_more(module: Any) -> None:
-    stored = stored_for(module, 4.0)
+def test_numbers_of_other_kernels_are_marked_and_judged_no_more(module: Any, stored_for: Any) -> None:
+    stored = stored_for(4.0)
     run = {"command": "x", "date": "2026-01-01T00", "hardware": {"name": "y"}, "versions": {}, "dry": False}
     stored["runs"] = [{**run, "commit": "", "kernels": name} for name in "ab"]
     for name, row in stored["rows"].items():
@@ -249,7 +242,7 @@ def test_numbers_of_other_kernels_are_marked_and_judged_no_more(module: Any) -> 
     assert [line.split(" | ")[0] for line in lines if "†" in line and "|" in line] == ["| forward, impl=triton †"]
 
 
-def test_runs_of_an_hour_on_one_card_are_a_session(module: Any) -> None:
+def test_runs_of_an_hour_on_one_card_are_a_session(module: Any, bench: Any) -> None:
     """Ratios take rows of both, and `--again` keeps what the first measured with the same kernels."""
     criteria, settled = module("gpu_criteria"), module("gpu").settled
     runs = [
@@ -258,9 +251,7 @@ def test_runs_of_an_hour_on_one_card_are_a_session(module: Any) -> None:
     ]
     assert [criteria.session(runs, at) for at in range(5)] == [0, 0, 1, 3, 4]
     again = argparse.Namespace(again=".", keep_errors=False)
-    (row,) = [
-        r for r in module("gpu_memory").rows(bench(module, dry=False)) if r.name == "memory, forward, impl=triton"
-    ]
+    (row,) = [r for r in module("gpu_memory").rows(bench(dry=False)) if r.name == "memory, forward, impl=triton"]
     measured = {"rows": {row.name: {"part": "memory", "status": "measured", "run": 0, "ms": 1.0}}}
     assert settled(again, {**measured, "runs": runs[:2]}, row)
     assert not settled(again, {**measured, "runs": runs[:3]}, row)
@@ -345,8 +336,8 @@ from pathlib import Path
 from gpu_measure import Row
 from gpu_peers import Missing
 
-def told(name, result):
-    with open(os.environ["REGARD_TOLD"], "a") as file:
+def run(name, result):
+    with open(os.environ["REGARD_RAN"], "a") as file:
         print(name, os.getpid(), file=file)
     if isinstance(result, Exception):
         raise result
@@ -359,20 +350,32 @@ def rows(bench):
         "g, x": {"ms": 2.0}, "h, long": {"ms": 3.0},
     }
     for at, (name, result) in enumerate(found.items()):
-        yield Row(name, "fake", at, lambda n=name, r=result: told(n, r), 1000 if "long" in name else 0.1)
+        yield Row(name, "fake", at, lambda n=name, r=result: run(n, r), 1000 if "long" in name else 0.1)
 """
 
 
-def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+HOW = {"minutes": 5.0, "row_s": 2.0, "keep_errors": False, "cold": True, "dry": False, "again": ""}
+
+
+@pytest.fixture
+def worker(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A process that runs the rows of `FAKE`."""
     (tmp_path / "gpu_fake.py").write_text(FAKE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("REGARD_TOLD", str(tmp_path / "told"))
-    script, worker = module("gpu"), module("gpu_worker")
-    rows, out = script.rows_of(bench(module), ("fake",), ""), tmp_path / "gpu.json"
-    made = worker.Worker(dry=True, tune_peers=False, parts=("fake",), match="")
-    more = {"minutes": 5.0, "row_s": 2.0, "keep_errors": False, "cold": True, "dry": False, "again": ""}
-    stored: dict[str, Any] = {}
-    script.run(argparse.Namespace(**more), made, rows, stored, out)
+    monkeypatch.setenv("REGARD_RAN", str(tmp_path / "ran"))
+    made = module("gpu_worker").Worker(dry=True, tune_peers=False, parts=("fake",), match="")
+    yield made
+    made.stop()
+
+
+def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, bench: Any, worker: Any) -> None:
+    script, out = module("gpu"), tmp_path / "gpu.json"
+    rows, stored = script.rows_of(bench(), ("fake",), ""), {}
+
+    def run(some: list[Any], **how: Any) -> None:
+        script.run(argparse.Namespace(**HOW | how), worker, some, stored, out)
+
+    run(rows)
     found = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert {name: entry["status"] for name, entry in found.items()} == {
         "a, x": "measured", "b, x": "failed", "c, x": "not available", "d, hangs": "hung", "e, dies": "failed",
@@ -383,41 +386,34 @@ def test_rows_run_in_a_process_that_can_be_killed(tmp_path: Path, module: Any, m
     assert found["d, hangs"]["error"] == "took more than 2 s"
     assert found["e, dies"]["error"] == "the process ended with exit code 3"
     assert found["f, dies"]["error"] == "left out: 'e, dies' hung or lost the device"
-    told = [line.rsplit(" ", 1) for line in (tmp_path / "told").read_text().splitlines()]
-    assert [name for name, _ in told] == ["a, x", "b, x", "c, x", "d, hangs", "e, dies", "g, x"]
-    assert len({process for _, process in told}) == 3
+    ran = [line.rsplit(" ", 1) for line in (tmp_path / "ran").read_text().splitlines()]
+    assert [name for name, _ in ran] == ["a, x", "b, x", "c, x", "d, hangs", "e, dies", "g, x"]
+    assert len({process for _, process in ran}) == 3
     stored["rows"]["g, x"]["status"] = "running"  # as if the whole run had been killed with it
-    script.run(argparse.Namespace(**more | {"keep_errors": True, "minutes": 50.0}), made, rows, stored, out)
-    made.stop()
+    run(rows, keep_errors=True, minutes=50.0)
+    worker.stop()
     assert {name: stored["rows"][name]["status"] for name in ("d, hangs", "g, x", "h, long")} == {
         "d, hangs": "hung", "g, x": "hung", "h, long": "measured",
     }  # fmt: skip
     assert stored["rows"]["h, long"]["run"] == 1
-    assert (tmp_path / "told").read_text().splitlines()[len(told) :][0].startswith("h, long ")
-    script.run(argparse.Namespace(**more | {"again": "^a|dies"}), made, rows[:1] + rows[4:5], stored, out)
-    made.stop()
+    assert (tmp_path / "ran").read_text().splitlines()[len(ran) :][0].startswith("h, long ")
+    run(rows[:1] + rows[4:5], again="^a|dies")
     assert {name: stored["rows"][name]["run"] for name in ("a, x", "e, dies", "h, long")} == {
         "a, x": 2, "e, dies": 2, "h, long": 1,
     }  # fmt: skip
 
 
 def test_a_row_that_the_end_of_the_time_stops_keeps_its_number(
-    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, module: Any, bench: Any, worker: Any
 ) -> None:
-    (tmp_path / "gpu_fake.py").write_text(FAKE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("REGARD_TOLD", str(tmp_path / "told"))
     script = module("gpu")
-    rows = [row for row in script.rows_of(bench(module), ("fake",), "") if row.name == "d, hangs"]
-    made = module("gpu_worker").Worker(dry=True, tune_peers=False, parts=("fake",), match="")
-    made.ask("provenance")  # its start is not part of the time
+    rows = [row for row in script.rows_of(bench(), ("fake",), "") if row.name == "d, hangs"]
     before = {"part": "fake", "status": "measured", "ms": 1.0, "run": 0}
-    stored = {"runs": [{**made.ask("provenance")}], "rows": {"d, hangs": before}}
-    args = {"minutes": 0.05, "row_s": 60.0, "keep_errors": False, "cold": True, "dry": False, "again": "."}
-    script.run(argparse.Namespace(**args), made, rows, stored, tmp_path / "gpu.json")
-    made.stop()
+    stored = {"runs": [worker.ask("provenance")], "rows": {"d, hangs": before}}  # its start is not part of the time
+    how = argparse.Namespace(**HOW | {"minutes": 0.05, "row_s": 60.0, "again": "."})
+    script.run(how, worker, rows, stored, tmp_path / "gpu.json")
     assert stored["rows"]["d, hangs"] == before
-    assert (tmp_path / "told").read_text().startswith("d, hangs ")
+    assert (tmp_path / "ran").read_text().startswith("d, hangs ")
 
 
 def test_compiled_kernels_travel_as_a_tarball(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,12 @@ version has a file of its own, since another compiler spills elsewhere.
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import python
 
 triton = pytest.importorskip("triton")
 from regard.triton.compact import rules as compact  # noqa: E402
@@ -55,12 +54,8 @@ def stored() -> dict[str, Any]:
 def run(folder: Path, *arguments: object) -> dict[str, Any]:
     """What the script reports, from a process in which Triton compiles."""
     out = folder / "rows.json"
-    command = [sys.executable, str(SCRIPT), "--out", str(out), *map(str, arguments)]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    if OTHER:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (OTHER, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=590, env=environment, check=False)
-    assert done.returncode == 0, "\n".join((done.stdout + done.stderr).splitlines()[-60:])
+    path = os.pathsep.join(filter(None, (OTHER, os.environ.get("PYTHONPATH"))))
+    python(SCRIPT, "--out", out, *arguments, PYTHONPATH=path, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     return json.loads(out.read_text(encoding="utf-8"))
 
 
