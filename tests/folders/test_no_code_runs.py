@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +30,7 @@ class Yes(io.TextIOBase):
     def readline(self, *_: object) -> str:
         return "y\n"
 
-    def read(self, *_: object) -> str:
-        return "y\n"
+    read = readline
 
     def isatty(self) -> bool:
         return True
@@ -73,8 +73,7 @@ def marker(tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         poison(folder, marker)
     for folder in run_folder.glob("checkpoint-*"):  # Trainer would stumble over it
         (folder / "scaler.pt").unlink()
-        (folder / "custom_generate" / "generate.py").unlink()
-        (folder / "custom_generate").rmdir()
+        shutil.rmtree(folder / "custom_generate")
     reseal(run_folder)
     monkeypatch.setattr(sys, "stdin", Yes())
     return marker

@@ -117,15 +117,6 @@ def called(name: str, run: Callable[..., Any], /, **arguments: Any) -> Call:
     return Call(name, run, *split(arguments))
 
 
-def made(name: str, make: Callable[..., Any], /, **arguments: Any) -> Call:
-    """A call whose result is not looked into, such as that of a constructor."""
-
-    def run(**given: Any) -> None:
-        make(**given)
-
-    return called(name, run, **arguments)
-
-
 CALLS: dict[str, Callable[[Draw], Call]] = {}
 """All public calls that the fuzzer draws, by name."""
 
@@ -140,11 +131,10 @@ def alike(kind: Kind, **values: Any) -> Arguments:
     return {name: (value, kind) for name, value in values.items()}
 
 
-def public(key: str, run: Callable[..., Any] | None = None, *, name: str = "", result: bool = True) -> Any:
+def public(key: str, run: Callable[..., Any] | None = None) -> Any:
     """Register a function that draws a call, or only the arguments of `run`.
 
-    Errors call `run` by `name` (default: `key`). With `result=False` its result is not looked into. What is drawn may
-    leave out what `derived` finds.
+    Errors call `run` by `key`. What is drawn may leave out what `derived` finds.
     """
 
     def register(draws: Callable[[Draw], Any]) -> Callable[[Draw], Call]:
@@ -153,7 +143,7 @@ def public(key: str, run: Callable[..., Any] | None = None, *, name: str = "", r
             if isinstance(found, Call):
                 return found
             assert run is not None
-            return (called if result else made)(name or key, run, **derived(draw, run, found))
+            return called(key, run, **derived(draw, run, found))
 
         CALLS[key] = drawn
         return drawn

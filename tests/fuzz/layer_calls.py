@@ -40,7 +40,7 @@ DIVIDES = Kind(fine=(1, 2), also=(3, 16))
 LOCAL_RULES = Kind(also=("learnt", "learned(x=1)", "fixed(value=0)", "log(slope=nan)"))
 
 
-@public("nn.Attention", nn.Attention, result=False)
+@public("nn.Attention", nn.Attention)
 def attention(draw: Draw) -> Arguments:
     heads, share, rule = draw.one(1, 2), draw.flag(), draw.one("fixed", "log")
     return arguments(
@@ -57,7 +57,7 @@ def attention(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.ContextualMemory", nn.ContextualMemory, result=False)
+@public("nn.ContextualMemory", nn.ContextualMemory)
 def contextual(draw: Draw) -> Arguments:
     empty = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
     return arguments(
@@ -72,7 +72,7 @@ def contextual(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.PersistentMemory", nn.PersistentMemory, result=False)
+@public("nn.PersistentMemory", nn.PersistentMemory)
 def persistent(draw: Draw) -> Arguments:
     return arguments(
         num_heads=(draw.one(1, 2), SIZE),
@@ -82,7 +82,7 @@ def persistent(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.FunctionalGradient", nn.FunctionalGradient, result=False)
+@public("nn.FunctionalGradient", nn.FunctionalGradient)
 def gradient(draw: Draw) -> Arguments:
     heads, variant = draw.one(1, 2), draw.word(*VARIANTS)
     return arguments(
@@ -94,7 +94,7 @@ def gradient(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.FastWeightMLP", nn.FastWeightMLP, result=False)
+@public("nn.FastWeightMLP", nn.FastWeightMLP)
 def fast_mlp(draw: Draw) -> Arguments:
     norm = draw.flag()
     return arguments(
@@ -109,7 +109,7 @@ def fast_mlp(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.FastWeightProductKeyMemory", nn.FastWeightProductKeyMemory, result=False)
+@public("nn.FastWeightProductKeyMemory", nn.FastWeightProductKeyMemory)
 def fwpkm(draw: Draw) -> Arguments:
     norm, shared, learn = draw.flag(), draw.flag(), draw.flag()
     dtypes = ("float33", "int8", "Tensor", torch.int8, torch.float8_e4m3fn)
@@ -140,7 +140,7 @@ def fwpkm(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.ProductKeyMemory", nn.ProductKeyMemory, result=False)
+@public("nn.ProductKeyMemory", nn.ProductKeyMemory)
 def pkm(draw: Draw) -> Arguments:
     return arguments(
         sub_keys=(4, SUB_KEYS),
@@ -153,7 +153,7 @@ def pkm(draw: Draw) -> Arguments:
     )
 
 
-@public("nn.LargeChunkTTT", nn.LargeChunkTTT, result=False)
+@public("nn.LargeChunkTTT", nn.LargeChunkTTT)
 def lact(draw: Draw) -> Arguments:
     return arguments(
         hidden_size=8,
@@ -167,10 +167,7 @@ def lact(draw: Draw) -> Arguments:
     )
 
 
-@public("GatedDeltaNet", GatedDeltaNet, result=False)
-def gated_delta(draw: Draw) -> Arguments:
-    return alike(SIZE, hidden_size=8, num_heads=2, head_dim=4, conv_size=3)
-
+public("GatedDeltaNet", GatedDeltaNet)(lambda draw: alike(SIZE, hidden_size=8, num_heads=2, head_dim=4, conv_size=3))
 
 STATE = Kind(none=True, also=(regard.LinearState.empty("elu", 1, 1, 2, 2),))
 NOTHING = (None, Kind(none=True))
@@ -307,18 +304,12 @@ def rotate(draw: Draw) -> Arguments:
     return arguments(x=x, cos=(cos, angle), sin=(sin, angle))
 
 
-@public("optimizer_groups", nn.optimizer_groups)
-def optimizer_groups(draw: Draw) -> Arguments:
-    return arguments(model=(nn.Attention(8, 2), Kind()), **alike(RATE, weight_decay=0.1, memory_rate=1e-3))
-
-
-@public("as_temperature", nn.as_temperature)
-def temperature(draw: Draw) -> Arguments:
-    broken = ("", "log(", "log(slope=)", "log(slope=1,slope=2)", "log(slope=-1)", "log(slope=nan)", "lg")
-    return arguments(given=("log(slope=0.5)", Kind(also=(*broken, "fixed(value=1e999)"))))
-
-
-@public("as_ridge", nn.as_ridge)
-def ridge(draw: Draw) -> Arguments:
-    broken = ("", "learned(", "lerned", "fixed(x=3)", "learned(start=-1)", "learned(start=1e999)")
-    return arguments(given=("learned", Kind(also=broken)))
+public("optimizer_groups", nn.optimizer_groups)(
+    lambda draw: arguments(model=(nn.Attention(8, 2), Kind()), **alike(RATE, weight_decay=0.1, memory_rate=1e-3))
+)
+TEMPERATURES = ("", "log(", "log(slope=)", "log(slope=1,slope=2)", "log(slope=-1)", "log(slope=nan)", "lg")
+public("as_temperature", nn.as_temperature)(
+    lambda draw: arguments(given=("log(slope=0.5)", Kind(also=(*TEMPERATURES, "fixed(value=1e999)"))))
+)
+RIDGES = ("", "learned(", "lerned", "fixed(x=3)", "learned(start=-1)", "learned(start=1e999)")
+public("as_ridge", nn.as_ridge)(lambda draw: arguments(given=("learned", Kind(also=RIDGES))))

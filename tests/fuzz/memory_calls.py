@@ -237,33 +237,33 @@ def fast_weight_memory(draw: Draw) -> Call:
     rule = (draw.one("normalized", "paper", "reference"), Word(words=tuple(step_rules.names(aliases=True))))
     dtypes = ("float32", torch.int8, torch.bool, torch.float8_e4m3fn)
     sizes = (batch, tokens, heads, 2 * half)
-    given, kinds = split(
-        {
-            "query": (draw.normal(*sizes), Floats(fixed=(0, 1, 2, 3) if batch > 1 else (1, 2, 3), dtype=False)),
-            "value": (draw.normal(batch, tokens, width), Floats(fixed=(0, 1, 2), dtype=False)),
-            "gate": (draw.one(gate, gate, None), Floats(none=True, fixed=(0, 1), dtype=False)),
-            "keys": (draw.normal(heads, 2, n, half), Floats(fixed=(0, 1, 3), dtype=False)),
-            "values": (draw.normal(n * n, width), Floats(fixed=(0, 1), dtype=False)),
-            "rule": rule,
-            "top_k": (few, Whole(low=1, high=n)),
-            "chunk_size": (chunk, Whole(low=2)),
-            "spec": ("softmax", SIGNED),
-            "score": draw.word(*SCORES),
-            "eps": (draw.one(1e-3, 0.1), EPS),
-            "shared": (shared, Flag() if segments is None else NEVER),
-            "mask": (draw.often(draw.mask(batch, tokens)), Mask(none=True, fixed=(0, 1))),
-            "segment_ids": (segments, ONLY_NONE if shared else Integers(none=True, fixed=(1,))),
-            "frozen": draw.often(True, False),
-            "mix": draw.often(True, False),
-            "meta_grad": (draw.one(True, False, 2), STEPS),
-            "storage": (None, Kind(none=True, also=dtypes)),
-            "impl": (draw.one("auto", "reference", "sparse"), Word(words=IMPLS, also=("triton",))),
-            "observer": (None, Kind(none=True)),
-            "sync": (None, ONLY_NONE),
-        }
+    call = called(
+        "fast_weight_memory",
+        regard.fast_weight_memory,
+        query=(draw.normal(*sizes), Floats(fixed=(0, 1, 2, 3) if batch > 1 else (1, 2, 3), dtype=False)),
+        value=(draw.normal(batch, tokens, width), Floats(fixed=(0, 1, 2), dtype=False)),
+        gate=(draw.one(gate, gate, None), Floats(none=True, fixed=(0, 1), dtype=False)),
+        keys=(draw.normal(heads, 2, n, half), Floats(fixed=(0, 1, 3), dtype=False)),
+        values=(draw.normal(n * n, width), Floats(fixed=(0, 1), dtype=False)),
+        rule=rule,
+        top_k=(few, Whole(low=1, high=n)),
+        chunk_size=(chunk, Whole(low=2)),
+        spec=("softmax", SIGNED),
+        score=draw.word(*SCORES),
+        eps=(draw.one(1e-3, 0.1), EPS),
+        shared=(shared, Flag() if segments is None else NEVER),
+        mask=(draw.often(draw.mask(batch, tokens)), Mask(none=True, fixed=(0, 1))),
+        segment_ids=(segments, ONLY_NONE if shared else Integers(none=True, fixed=(1,))),
+        frozen=draw.often(True, False),
+        mix=draw.often(True, False),
+        meta_grad=(draw.one(True, False, 2), STEPS),
+        storage=(None, Kind(none=True, also=dtypes)),
+        impl=(draw.one("auto", "reference", "sparse"), Word(words=IMPLS, also=("triton",))),
+        observer=(None, Kind(none=True)),
+        sync=(None, ONLY_NONE),
     )
-    given["state"], kinds["state"] = None, Kind(none=True, also=_states(given))
-    return Call("fast_weight_memory", regard.fast_weight_memory, given, kinds)
+    call.given["state"], call.kinds["state"] = None, Kind(none=True, also=_states(call.given))
+    return call
 
 
 def _states(given: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Valid calls of the rest: configurations, tasks, measures, hooks and the bridge to transformers."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -11,8 +12,8 @@ from regard import inspect, models, tasks
 from regard.inspect import gates, measures, mechanisms
 from regard.integrations import transformers as bridge
 
-from .draw import Arguments, Call, Draw, alike, arguments, called, made, public
-from .kinds import RAISES, RATE, SIZE, Anything, Flag, Floats, Integers, Kind, Real, SpecValue, Whole
+from .draw import Arguments, Call, Draw, alike, arguments, called, public
+from .kinds import RAISES, RATE, SIZE, Anything, Floats, Integers, Kind, Real, SpecValue, Whole
 
 TINY = {
     "vocab_size": 11,
@@ -49,7 +50,7 @@ def _base(draw: Draw, **own: Any) -> dict[str, Any]:
     } | own
 
 
-@public("HybridConfig", models.HybridConfig, result=False)
+@public("HybridConfig", models.HybridConfig)
 def hybrid(draw: Draw) -> Arguments:
     given = _base(
         draw,
@@ -76,7 +77,7 @@ def hybrid(draw: Draw) -> Arguments:
     return arguments(**given)
 
 
-@public("MemoryMosaicConfig", models.MemoryMosaicConfig, result=False)
+@public("MemoryMosaicConfig", models.MemoryMosaicConfig)
 def mosaic(draw: Draw) -> Arguments:
     nothing = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
     given = _base(
@@ -99,7 +100,7 @@ def mosaic(draw: Draw) -> Arguments:
     return arguments(**given)
 
 
-@public("ICLMConfig", models.ICLMConfig, result=False)
+@public("ICLMConfig", models.ICLMConfig)
 def iclm(draw: Draw) -> Arguments:
     words = {"variant": "full", "start": "param", "f_reads": "post", "phi_mlp": "gelu", "f_mlp": "inline"}
     given = _base(
@@ -124,7 +125,7 @@ def _model() -> Any:
     return models.HybridForCausalLM(models.HybridConfig(**TINY)).eval()
 
 
-@public("match_parameters", models.match_parameters, result=False)
+@public("match_parameters", models.match_parameters)
 def match(draw: Draw) -> Arguments:
     return arguments(
         config=(models.HybridConfig(**TINY), Kind()),
@@ -133,15 +134,13 @@ def match(draw: Draw) -> Arguments:
     )
 
 
-@public("count_parameters", models.count_parameters, result=False)
-def count(draw: Draw) -> Arguments:
-    return arguments(config=(models.HybridConfig(**TINY), Kind()))
-
-
+public("count_parameters", models.count_parameters)(
+    lambda draw: arguments(config=(models.HybridConfig(**TINY), Kind()))
+)
 FAR = Whole(low=1, high=2**40)
 
 
-@public("ConeRegression", tasks.ConeRegression, result=False)
+@public("ConeRegression", tasks.ConeRegression)
 def cone(draw: Draw) -> Arguments:
     return arguments(
         dim=(4, Whole(low=2, most=10**6)),
@@ -151,14 +150,14 @@ def cone(draw: Draw) -> Arguments:
     )
 
 
-@public("CrossDocumentRecall", tasks.CrossDocumentRecall, result=False)
+@public("CrossDocumentRecall", tasks.CrossDocumentRecall)
 def recall(draw: Draw) -> Arguments:
     numbers = {"values": (8, FAR), "pairs": (4, Whole(low=1, high=8)), "documents": (2, FAR), "reads": (2, FAR)}
     keys = (8, Whole(low=4, high=2**40))
     return arguments(keys=keys, **numbers)
 
 
-@public("NeedleInHaystack", tasks.NeedleInHaystack, result=False)
+@public("NeedleInHaystack", tasks.NeedleInHaystack)
 def needle(draw: Draw) -> Arguments:
     listed = lambda v: isinstance(v, (list, tuple, str, bytes)) and len(v) > 0  # noqa: E731
     templates = ("{key}", "{value} {key}", "{key {value}", "{key} {value} {x}", "{key} {value} {")
@@ -186,7 +185,7 @@ def example(draw: Draw) -> Call:
         "ConeRegression": lambda: tasks.ConeRegression(4, 16, 4),
     }[name]()
     seed, index = (1, Whole(low=-(2**63), high=2**64)), (2, Whole(low=0, high=2**63))
-    return made(f"{name}.example", task.example, seed=seed, index=index)
+    return called(f"{name}.example", task.example, seed=seed, index=index)
 
 
 def _pattern(draw: Draw) -> Tensor:
@@ -199,10 +198,10 @@ PATTERN = Floats(fixed=(), dtype=False)
 @public("sinks")
 def sinks(draw: Draw) -> Call:
     call, name = draw.one((mechanisms.sinks, "sinks"), (mechanisms.evenness, "evenness"))
-    return made(name, call, pattern=(_pattern(draw), PATTERN), from_row=(draw.whole(0, 3), Whole(low=0, high=3)))
+    return called(name, call, pattern=(_pattern(draw), PATTERN), from_row=(draw.whole(0, 3), Whole(low=0, high=3)))
 
 
-@public("copying", mechanisms.copying, result=False)
+@public("copying", mechanisms.copying)
 def copying(draw: Draw) -> Arguments:
     return arguments(
         pattern=(_pattern(draw), Floats(fixed=(0, 2), dtype=False)),
@@ -212,13 +211,13 @@ def copying(draw: Draw) -> Arguments:
     )
 
 
-@public("induction", mechanisms.induction, result=False)
+@public("induction", mechanisms.induction)
 def induction(draw: Draw) -> Arguments:
     pattern, roles = (_pattern(draw), PATTERN), (mechanisms.ROLES["f"], Kind())
     return arguments(pattern=pattern, roles=roles, period=(2, Whole(low=1, high=3)))
 
 
-@public("repeated_blocks", mechanisms.repeated_blocks, result=False)
+@public("repeated_blocks", mechanisms.repeated_blocks)
 def repeated(draw: Draw) -> Arguments:
     return arguments(
         vocabulary=(9, Whole(low=3, most=10**6)),
@@ -230,7 +229,7 @@ def repeated(draw: Draw) -> Arguments:
     )
 
 
-@public("copying_eigenvalues", mechanisms.copying_eigenvalues, result=False)
+@public("copying_eigenvalues", mechanisms.copying_eigenvalues)
 def eigenvalues(draw: Draw) -> Arguments:
     projections = (draw.normal(2, 3, 3), Floats(fixed=(1, 2), dtype=False))
     embedding = (draw.normal(5, 3), Floats(fixed=(1,), dtype=False))
@@ -242,17 +241,17 @@ def histogram(draw: Draw) -> Call:
     call, name = draw.one((gates.histogram, "histogram"), (gates.bin_counts, "bin_counts"))
     fine = lambda v, given: isinstance(v, Tensor) and v.is_floating_point() and v.dtype.itemsize > 1 and v.dim()  # noqa: E731
     ranked = Floats(fixed=(), dtype=False, broadcast=True, skip=fine)  # any with an axis
-    return made(name, call, gates=(draw.uniform(0.0, 1.0, 2, 5), ranked), bins=(4, SIZE))
+    return called(name, call, gates=(draw.uniform(0.0, 1.0, 2, 5), ranked), bins=(4, SIZE))
 
 
-@public("token_surprisal", gates.token_surprisal, result=False)
+@public("token_surprisal", gates.token_surprisal)
 def surprisal(draw: Draw) -> Arguments:
     tokens, learned = ((draw.integers(5, size), Integers(fixed=())) for size in (6, 9))
     vocabulary = (5, Whole(low=5, most=10**6))
     return arguments(tokens=tokens, learned=learned, vocabulary=vocabulary)
 
 
-@public("word_surprisal", gates.word_surprisal, result=False)
+@public("word_surprisal", gates.word_surprisal)
 def words(draw: Draw) -> Arguments:
     texts = lambda v: isinstance(v, (list, tuple)) and all(isinstance(x, str) for x in v)  # noqa: E731
     counts = (gates.word_counts("a word or two"), Kind(test=lambda v: isinstance(v, dict) and len(v) < 2))
@@ -260,71 +259,57 @@ def words(draw: Draw) -> Arguments:
     return arguments(labels=labels, counts=counts)
 
 
-@public("rank_correlation", gates.rank_correlation, result=False)
+@public("rank_correlation", gates.rank_correlation)
 def correlation(draw: Draw) -> Arguments:
     one = Floats(fixed=(0,), dtype=False)
     return arguments(x=(draw.normal(6), one), y=(draw.normal(6), one))
 
 
-def _entered(manager: Any) -> Any:
-    """The value of a block, which is left again."""
-    if isinstance(manager, AbstractContextManager):
-        with manager as value:
-            return value
-    return manager
-
-
-@public("capture")
-def capture(draw: Draw) -> Call:
-    def run(**arguments: Any) -> None:
-        _entered(inspect.capture(**arguments))
-
-    return called("capture", run, model=(_model(), Kind()), weights=draw.flag())
-
-
-@public("hooked")
-def hooked(draw: Draw) -> Call:
-    names = list(inspect.named_hook_points(_model()))
-    given = {"model": _model(), "hooks": [(lambda name: True, lambda tensor, hook: None)], "required": True}
+def _entered(block: Callable[..., AbstractContextManager[Any]]) -> Callable[..., None]:
+    """A function that enters a block and leaves it again."""
 
     def run(**arguments: Any) -> None:
-        _entered(inspect.hooked(**arguments))
+        with block(**arguments):
+            pass
 
-    wrong = (3, [3], [("x",)], [("x", print)], [(names[0], 3)], [(3, print)], [(names[0], print, print)], "ab")
-    kinds: dict[str, Kind] = {
-        "model": Kind(),
-        "hooks": Kind(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v),
-        "required": Flag(),
-    }
-    return Call("hooked", run, given, kinds)
+    return run
 
 
-@public("named_hook_points", inspect.named_hook_points, result=False)
-def points(draw: Draw) -> Arguments:
-    return arguments(model=(_model(), Kind()))
+def _hooks(*wrong: Any) -> Kind:
+    """Hooks, which may be none, wrong in several ways."""
+    always = (3, [3], [("x", print)], [(next(iter(inspect.named_hook_points(_model()))), 3)])
+    return Kind(also=(*always, *wrong), test=lambda v: isinstance(v, (list, tuple, dict)) and not v)
 
 
+@public("capture", _entered(inspect.capture))
+def capture(draw: Draw) -> Arguments:
+    return arguments(model=(_model(), Kind()), weights=draw.flag())
+
+
+@public("hooked", _entered(inspect.hooked))
+def hooked(draw: Draw) -> Arguments:
+    first = next(iter(inspect.named_hook_points(_model())))
+    hooks = _hooks([("x",)], [(3, print)], [(first, print, print)], "ab")
+    return arguments(
+        model=(_model(), Kind()), hooks=([(lambda name: True, lambda tensor, hook: None)], hooks), required=True
+    )
+
+
+public("named_hook_points", inspect.named_hook_points)(lambda draw: arguments(model=(_model(), Kind())))
 IDS = (
-    torch.tensor([[11]]),
-    torch.tensor([[-1]]),
-    torch.tensor([[0.5]]),
-    torch.tensor([True]),
+    *(torch.tensor(wrong) for wrong in ([[11]], [[-1]], [[0.5]], [True])),
     torch.zeros(1, 1, 1, dtype=torch.long),
 )
 
 
 def _ran(draw: Draw) -> dict[str, Any]:
     """What `run_with_cache` and `run_with_hooks` share."""
-    first = next(iter(inspect.named_hook_points(_model())))
-    wrong = (3, [3], [("x", print)], [(first, 3)])
-    return {
-        "model": (_model(), Kind()),
-        "input_ids": (draw.integers(11, 1, 4), Kind(also=IDS)),
-        "hooks": ((), Kind(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v)),
-    }
+    return arguments(
+        model=(_model(), Kind()), input_ids=(draw.integers(11, 1, 4), Kind(also=IDS)), hooks=((), _hooks())
+    )
 
 
-@public("run_with_cache", inspect.run_with_cache, result=False)
+@public("run_with_cache", inspect.run_with_cache)
 def with_cache(draw: Draw) -> Arguments:
     first = next(iter(inspect.named_hook_points(_model())))
     fine = lambda v: v is len or (isinstance(v, (list, tuple)) and not v)  # noqa: E731
@@ -332,12 +317,12 @@ def with_cache(draw: Draw) -> Arguments:
     return arguments(**_ran(draw), names=names)
 
 
-@public("run_with_hooks", inspect.run_with_hooks, result=False)
+@public("run_with_hooks", inspect.run_with_hooks)
 def with_hooks(draw: Draw) -> Arguments:
     return arguments(**_ran(draw))
 
 
-@public("attention_maps", measures.attention_maps, result=False)
+@public("attention_maps", measures.attention_maps)
 def maps(draw: Draw) -> Arguments:
     ids = (torch.tensor([0, 1, 11]), torch.tensor([0.5, 1, 1]), torch.zeros(3, 1, dtype=torch.long))
     return arguments(
@@ -347,12 +332,10 @@ def maps(draw: Draw) -> Arguments:
     )
 
 
-@public("register", bridge.register, result=False)
-def register(draw: Draw) -> Arguments:
-    return arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue()))
+public("register", bridge.register)(lambda draw: arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue())))
 
 
-@public("convert", bridge.convert, result=False)
+@public("convert", bridge.convert)
 def convert(draw: Draw) -> Arguments:
     from transformers import GPT2Config, GPT2LMHeadModel
 
