@@ -7,46 +7,33 @@ import pytest
 import torch
 from tiny_runs import make, tiny
 
-from regard.tasks import CrossDocumentRecall
+from regard.tasks import CrossDocumentRecall, collate
 from regard_recipes.fwpkm import fast_weight_recall as recipe
+from regard_recipes.fwpkm._recall_model import RecallTokens
 from regard_recipes.fwpkm.fast_weight_recall import DETACHED, NORMALIZED, ROOM, RULES, FastWeightRecall
 from regard_recipes.lib.recipe import select
 
 
-def test_the_loss_is_of_values_after_a_first_reading() -> None:
-    """A model whose logits are chosen: each right value after the first reading costs what its logit says."""
-    task = CrossDocumentRecall(keys=3, values=3, pairs=2, documents=2, reads=3)
-    examples = task.examples(0, range(2))
-
-    def model(stream: torch.Tensor) -> torch.Tensor:
-        logits = torch.zeros(*stream.shape, 6)
-        logits[..., 0] = torch.arange(stream.shape[1]) / 10.0
-        return logits
-
-    found = recipe.recall_loss(model, examples)  # type: ignore[arg-type]
-    places = [t for t in range(24) if t % 2 == 0 and (t // 4) % 3 > 0]
-    wanted = sum(math.log(5 + math.exp(t / 10)) for t in places) / len(places)
-    assert float(found) == pytest.approx(wanted, rel=1e-6)
+def test_values_are_labelled_in_training_after_a_first_reading() -> None:
+    task = RecallTokens(CrossDocumentRecall(keys=3, values=4, pairs=2, documents=2, reads=3))
+    train, test = (task.example(0, 1, split) for split in ("train", "test"))
+    values = [t for t in range(24) if t % 2]
+    assert test.asked.nonzero().flatten().tolist() == values
+    assert train.asked.nonzero().flatten().tolist() == [t for t in values if (t // 4) % 3]
+    assert torch.equal(train.labels[train.asked], train.tokens[train.asked])
+    predicted = test.tokens.clone()
+    predicted[13] = 0  # a value on the first reading of document 2
+    assert [task.scores(predicted, test)[f"accuracy on reading {i}"] for i in range(6)] == [1, 1, 1, 0.5, 1, 1]
 
 
-def test_accuracy_counts_right_values_by_document_and_reading() -> None:
-    task = CrossDocumentRecall(keys=3, values=4, pairs=2, documents=2, reads=2)
-    examples = task.examples(1, range(3))
-
-    class Knows(torch.nn.Module):
-        """Right everywhere but on the first reading, and on the first pair of document 2."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(()))
-
-        def forward(self, stream: torch.Tensor) -> torch.Tensor:
-            right = torch.nn.functional.one_hot(stream.roll(-1, 1), 7).float()
-            wrong = torch.tensor([(t // 4) % 2 == 0 or t == 12 for t in range(16)])
-            return torch.where(wrong[None, :, None], -right, right)
-
-    found = recipe.accuracy(Knows(), task, examples, batch=2)  # type: ignore[arg-type]
-    assert found.tolist() == [[0.0, 1.0], [0.0, 0.5]]
+def test_the_loss_is_of_labels() -> None:
+    model, task = make("fast-weight-recall").make_model(NORMALIZED, False), make("fast-weight-recall").task()
+    batch = collate(RecallTokens(task).examples(0, range(2)))
+    with torch.no_grad():
+        found = model(**batch)
+    chances = found.logits.double().softmax(-1)
+    nats = [-math.log(float(chances[b, t - 1, batch["labels"][b, t]])) for b, t in (batch["labels"] >= 0).nonzero()]
+    assert float(found.loss) == pytest.approx(sum(nats) / len(nats), rel=1e-6)
 
 
 def test_models_have_the_memory_of_their_rule() -> None:

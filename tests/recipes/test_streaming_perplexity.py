@@ -12,11 +12,10 @@ from tiny_runs import checked
 from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
 from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
-from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, PAPER_VOCABULARY, Row, row_config
+from regard_recipes.fwpkm.memory_recipe import LACT, MEMORIES, PAPER_VOCABULARY, Row, row_config
 from regard_recipes.lib.results import load
 from regard_recipes.long_text import streaming_perplexity as recipe
-from regard_recipes.long_text.names_reading import NamesText, read_names, reading_rules
-from regard_recipes.long_text.streaming import Carry, streamed
+from regard_recipes.long_text.streaming import Carry, NamesText, read_names, reading_rules, streamed
 
 made = partial(checked, "streaming-perplexity")
 
@@ -64,10 +63,10 @@ def test_mentions_are_told_by_segment() -> None:
 
 def test_all_layouts_with_all_memories() -> None:
     assert len(recipe.StreamingPerplexity.known) == 5 * 5 + 1
-    assert {row.memory for row in recipe.ROWS if row.layout == "FA-pSWA"} == set(MEMORIES)
-    assert recipe.ROWS[-1] == Row(LACT)
+    assert {row["row"].memory for row in recipe.ROWS.values() if row["row"].layout == "FA-pSWA"} == set(MEMORIES)
+    assert [*recipe.ROWS][-1] == LACT
     assert set(made().trained) == set(recipe.SMALL)
-    assert made("paper", device="cpu").trained == tuple(row.name for row in recipe.ROWS)
+    assert made("paper", device="cpu").trained == tuple(recipe.ROWS)
 
 
 @pytest.mark.parametrize("row", [Row("GDN+SWA", "PKM+FwPKM"), Row("FA-pSWA", "FwMLP"), Row(LACT), Row("GDN+FA", "PKM")])

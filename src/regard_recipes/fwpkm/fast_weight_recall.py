@@ -8,29 +8,24 @@ number, and the normalised rule divides by the sum of the squared weights, which
 
 Also measured: fewer slots than pairs need; one reading with smaller chunks, so that writes come before questions; who
 wrote the slots that are read; and whether the entropy of section 3.3 spreads clustered queries over more slots.
-
-Shapes: B examples, D documents, R readings, P pairs, T = D R 2 P tokens of a stream, V tokens of the vocabulary.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from regard.memory.fast_weights import WriteRule, fast_weight_memory
-from regard.nn import FastWeightProductKeyMemory
 from regard.nn.memory_trace import SlotStatistics, WriterTrace, observed
-from regard.tasks import CrossDocumentRecall, RecallExamples
+from regard.tasks import CrossDocumentRecall
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
-from ..lib.display import MISSING, Show, lines, pivot, stat
+from ..lib.display import Show, label, lines, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
@@ -45,10 +40,9 @@ ONCE, REMAPPED = 0.99, 0.95  # least share on the second reading of the first do
 HITS = (0.75, 0.95)  # least share of retrieved slots that hold the right value, by the last write and by the last four
 WIDER = 2.0  # times the slots that queries must use with the entropy
 SPREADS, WEIGHTS = (0.25, 0.5, 1.0, 1.5), (0.0, 1.0, 10.0)  # of clustered queries, and of the entropy
-BETAS = (0.9, 0.95)  # of AdamW
 TRAINED_READS = 2
 WRITERS = 4  # kept of every slot
-TEST_SEED = 1_000_000  # added to a run's seed for the examples that are measured
+PARTS = 8  # of the training, for which losses are stored
 
 
 @recipe("fast-weight-recall")
@@ -70,7 +64,7 @@ class FastWeightRecall(Recipe):
     steps: int = 300  # Optimiser steps.
     stress_steps: int = 300  # The same of the memory that is too small.
     batch: int = 8  # Examples of a step.
-    learning_rate: float = 3e-3  # Of AdamW at the start; from there it falls evenly to 0.
+    learning_rate: float = 3e-3  # Of AdamW at the start; a cosine leads from there to 0.
     examples: int = 64  # Examples that are measured.
     address_weight: float = 1.0  # Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys.
     choices: ClassVar = {"rules": tuple(RULES)}
@@ -97,8 +91,10 @@ class FastWeightRecall(Recipe):
         numbers: dict[str, Any] = {"documents": self.documents, "reads": self.reads, **changes}
         return CrossDocumentRecall(self.keys, self.keys, self.pairs, **numbers)
 
-    def make_model(self, rule: str, small: bool) -> "RecallModel":
-        """Return a model with the memory of the options, or with the one that is too small."""
+    def make_model(self, rule: str, small: bool) -> Any:
+        """Return a model whose memory has the size of the options, or is too small."""
+        from ._recall_model import RecallModel
+
         task, sub_keys = self.task(), self.stress_sub_keys if small else self.sub_keys
         return RecallModel(
             task.vocabulary, self.width, sub_keys=sub_keys, key_dim=self.key_dim, value_dim=self.key_dim,
@@ -106,68 +102,83 @@ class FastWeightRecall(Recipe):
         )  # fmt: skip
 
     def cells(self) -> list[Cell]:
-        rules = self.rules
-        small = [rule for rule in rules if rule != DETACHED]
-        return [
-            *({"memory": ROOM, "rule": rule} for rule in rules),
-            *({"memory": SMALL, "rule": rule} for rule in small),
-            {"memory": CLUSTERED, "rule": NORMALIZED},
-        ]
+        small = [rule for rule in self.rules if rule != DETACHED]
+        cells = [*product([ROOM], self.rules), *product([SMALL], small), (CLUSTERED, NORMALIZED)]
+        return [{"memory": memory, "rule": rule} for memory, rule in cells]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         """Yield rows of the kinds "run" (the model, its seconds, and shares of retrieved slots that hold the right
-        value), "loss" (nats, means of eight parts of the training), "recall" (share of right values) and "once" (the
-        same of a document that is read once); of clustered queries "clustered" (the share of slots in use)."""
+        value), "loss" (nats, means of parts of the training), "recall" (share of right values) and "once" (the same of
+        a document that is read once); of clustered queries "clustered" (the share of slots in use)."""
+        from regard.models.hybrid.memories import chunk_size
+        from regard.training.task import TaskBudget, train_on_task
+        from regard.training.task.training import LossNotFinite
+
+        from ._recall_model import RecallTokens
+
         if cell["memory"] == CLUSTERED:
-            for spread, weight in itertools.product(SPREADS, WEIGHTS):
-                found = coverage(spread, weight, seed)
-                yield {"kind": "clustered", "spread": spread, "weight": weight, "coverage": found}
+            for spread, weight in product(SPREADS, WEIGHTS):
+                share = coverage(spread, weight, seed)
+                yield {"kind": "clustered", "spread": spread, "weight": weight, "coverage": share}
             return
         rule, small, start = cell["rule"], cell["memory"] == SMALL, time.perf_counter()
         torch.manual_seed(seed)
         model = self.make_model(rule, small).to(self.torch_device)
-        losses = self.train(model, self.stress_steps if small else self.steps, seed)
+        steps = self.stress_steps if small else self.steps
+        budget = TaskBudget(
+            steps=steps, batch=self.batch, learning_rate=self.learning_rate, warmup=0.0, final_share=0.0,
+            weight_decay=0.0, seed=seed, eval_every=-(-steps // PARTS), eval_examples=1,
+        )  # fmt: skip
+        losses: tuple[float, ...] = ()
+        with suppress(LossNotFinite):  # a model that diverged is measured as it is
+            losses = train_on_task(model, RecallTokens(self.task(reads=TRAINED_READS)), budget).loss
         seconds = time.perf_counter() - start
         model.eval()
-        exact, once = not small and rule in EXACT, self.task(documents=1, reads=2)
-        tested = lambda task, count: task.examples(seed + TEST_SEED, range(count))  # noqa: E731
-        hits = measure_hits(model, once, tested(once, min(16, self.examples))) if exact else (None, None)
+        once = self.task(documents=1, reads=2) if not small and rule in EXACT else None
+        hits = self.hits(model, once, seed) if once else (None, None)
         parameters = sum(weight.numel() for weight in model.parameters())
         yield {"kind": "run", "slots": model.memory.slots, "parameters": parameters, "seconds": seconds,
                "fast_weights": model.memory.fast_numbers(), "hit_last": hits[0], "hit_four": hits[1]}  # fmt: skip
         yield from ({"kind": "loss", "part": part, "loss": loss} for part, loss in enumerate(losses, 1))
         task = self.task()
-        shares = accuracy(model, task, tested(task, self.examples))
-        for (document, reading), value in np.ndenumerate(shares.numpy()):
-            yield {"kind": "recall", "document": document + 1, "reading": reading + 1, "accuracy": value}
-        for chunk, value in measure_once(model, once, tested(once, self.examples)) if exact else ():
-            yield {"kind": "once", "chunk": chunk, "accuracy": value}
+        for place, share in enumerate(self.accuracy(model, task, seed)):
+            document, reading = divmod(place, task.reads)
+            yield {"kind": "recall", "document": document + 1, "reading": reading + 1, "accuracy": share}
+        # a document is read once and then comes again as questions; a chunk of both is written after the questions
+        for parts in (1, 2, 4, 8) if once else ():
+            if (chunk := 2 * once.length // parts) >= 2:
+                with chunk_size(model, chunk):
+                    yield {"kind": "once", "chunk": chunk, "accuracy": self.accuracy(model, once, seed)[1]}
 
-    def train(self, model: "RecallModel", steps: int, seed: int) -> list[float]:
-        """Train on two readings of every document with AdamW at a rate that falls evenly to 0; return the nats per
-        value of eight even parts of the way."""
-        task, noted = self.task(reads=TRAINED_READS), list[Tensor]()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate, betas=BETAS, weight_decay=0.0)
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = self.learning_rate * (1 - step / steps)
-            examples = task.examples(seed, range(step * self.batch, (step + 1) * self.batch))
-            loss = recall_loss(model, RecallExamples(examples.tokens.to(self.torch_device)))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            noted.append(loss.detach())
-        return [part.mean().item() for part in torch.stack(noted).chunk(8)]
+    def accuracy(self, model: Any, task: CrossDocumentRecall, seed: int) -> list[float]:
+        """Return the share of right values in every reading of every document, in order."""
+        from regard.training.task import score_task
+
+        from ._recall_model import RecallTokens
+
+        scores = score_task(model, RecallTokens(task), seed=seed, examples=self.examples, batch=16)
+        return [score.mean for metric, score in scores.items() if metric.startswith("accuracy on")]
+
+    @torch.no_grad()
+    def hits(self, model: Any, once: CrossDocumentRecall, seed: int) -> tuple[float, float]:
+        """Return, of the slots that keys retrieve on the second of two readings, the share to which the last writer,
+        and any of the last four, gave the right value."""
+        stream = once.examples(seed, range(min(16, self.examples))).stream
+        with observed(model, lambda slots: WriterTrace(slots, WRITERS)) as seen:
+            model(stream.to(model.device))
+        (trace,) = seen.values()
+        retrieved = trace.retrieved()
+        asked = (retrieved.position >= once.length) & (retrieved.position % 2 == 0)
+        hit = retrieved.hits(stream).hit[asked]
+        return tuple(hit[..., :last].any(-1).double().mean().item() for last in (1, WRITERS))
 
     def claims(self, results: Results) -> list[Claim]:
         recall = results.select(kind="recall", memory=ROOM)
         once, runs = once_of(results), results.select(kind="run", memory=ROOM).dropna(subset=["hit_last"])
-        rules, whole = self.rules, 4 * self.pairs
-        exact = [rule for rule in EXACT if rule in rules]
+        whole, exact = 4 * self.pairs, [rule for rule in EXACT if rule in self.rules]
 
         def means(rows: Frame, by: list[str], value: str = "accuracy") -> dict[str, Estimate]:
-            return {", ".join(map(str, key)): mean_interval(own[value]) for key, own in rows.groupby(by, sort=False)}
+            return {", ".join(map(label, key)): mean_interval(own[value]) for key, own in rows.groupby(by, sort=False)}
 
         def second(named: list[str], document: int) -> dict[str, Estimate]:
             return means(select(recall, rule=named, document=document, reading=2), ["rule"])
@@ -199,10 +210,10 @@ class FastWeightRecall(Recipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         recall, runs, clustered = (results.select(kind=kind) for kind in ("recall", "run", "clustered"))
-        named = recall.assign(document="document " + recall["document"].astype(int).astype(str))
-        once = once_of(results)
+        recall = recall.assign(document="document " + recall["document"].astype(int).astype(str))
+        note = f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: {self.seeds}."
         worst = partial(stat, how="min", form="{:.3f}")
-        written: dict[str, Show] = {
+        hits: dict[str, Show] = {
             "last writer": "{hit_last:.3f}", "worst seed": worst("hit_last"),
             "one of the last 4": "{hit_four:.3f}", "its worst seed": worst("hit_four"),
         }  # fmt: skip
@@ -212,26 +223,29 @@ class FastWeightRecall(Recipe):
         }  # fmt: skip
         without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
 
+        def by_reading(memory: str) -> Any:
+            rows = select(recall, memory=memory)
+            means: Show = lambda own: " / ".join(map("{:.3f}".format, own.groupby("reading")["accuracy"].mean()))  # noqa: E731
+            return pivot(rows, ["rule"], {"": means}, "document", note=note)
+
         def times(rows: Frame) -> str:
             mean, base = rows["coverage"].mean(), without[rows["spread"].iloc[0]]
             return f"{mean:.3f} ({mean / base:.1f} times)" if rows["weight"].iloc[0] else f"{mean:.3f}"
 
-        note = f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: {self.seeds}."
-        shares: Show = lambda rows: " / ".join(  # noqa: E731
-            f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING  # fmt: skip
-        by_document = lambda kind: pivot(select(named, memory=kind), ["rule"], {"": shares}, "document", note=note)  # noqa: E731
-        asked = "A document followed by the same document as questions, read once: share of right answers."
-        held = "Share of retrieved slots that hold the right value on the second reading of document 1."
-        moved = "All queries are one point, moved by noise of the spread. Times: of those without entropy."
         return {
-            "Recall by document and reading": by_document(ROOM),
-            "Recall with too few slots": by_document(SMALL),
-            "One reading, by tokens of a chunk": pivot(once, ["rule"], {"": "{accuracy:.3f}"}, "chunk", note=asked),
-            "Slots that hold the answer": pivot(runs.dropna(subset=["hit_last"]), ["rule"], written, note=held),
+            "Recall by document and reading": by_reading(ROOM),
+            "Recall with too few slots": by_reading(SMALL),
+            "One reading, by tokens of a chunk": pivot(
+                once_of(results), ["rule"], {"": "{accuracy:.3f}"}, "chunk",
+                note="A document followed by the same document as questions, read once: share of right answers."),
+            "Slots that hold the answer": pivot(
+                runs.dropna(subset=["hit_last"]), ["rule"], hits,
+                note="Share of retrieved slots that hold the right value on the second reading of document 1."),
             "Models": pivot(runs, ["memory", "rule"], models),
             "Clustered queries: share of the slots in use": pivot(
                 clustered.assign(entropy=clustered["weight"].map("entropy weight {:g}".format)), ["spread"],
-                {"": times}, "entropy", note=moved),
+                {"": times}, "entropy",
+                note="All queries are one point, moved by noise of the spread. Times: of those without entropy."),
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
@@ -249,9 +263,8 @@ class FastWeightRecall(Recipe):
 
 
 def once_of(results: Results) -> Frame:
-    """Return the rows of a single reading, with tokens of a chunk; none if no rule of `EXACT` was trained."""
-    rows = results.select(kind="once")
-    return rows.astype({"chunk": int}) if len(rows) else rows.assign(chunk=0)
+    """Return the rows of a single reading; none if no rule of `EXACT` was trained."""
+    return results.select(kind="once").reindex(columns=["rule", "seed", "chunk", "accuracy"])
 
 
 def widest(rows: Frame) -> dict[str, Estimate]:
@@ -261,71 +274,6 @@ def widest(rows: Frame) -> dict[str, Estimate]:
         for spread, each in rows.groupby("spread") for weight, own in each.groupby("weight") if weight
     }  # fmt: skip
     return dict(sorted(found.items(), key=lambda item: -item[1].mean)[:1])
-
-
-class RecallModel(nn.Module):
-    """Embedding, memory, norm and output; the memory is empty at first, and each row of a batch has its own."""
-
-    def __init__(self, vocabulary: int, width: int, **memory: Any) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.memory = FastWeightProductKeyMemory(width, **memory)
-        self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.output = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits, int [B, T] -> [B, T, V]."""
-        hidden = self.embed(tokens)
-        recalled, _ = self.memory(hidden)
-        return self.output(self.norm(hidden + recalled))
-
-
-def recall_loss(model: RecallModel, examples: RecallExamples) -> Tensor:
-    """Return nats per value, the mean over every reading of a document but the first, on which nothing can be known."""
-    logits = _at_keys(model(examples.stream), examples)
-    return F.cross_entropy(logits[:, :, 1:].flatten(0, 3), examples.answers[:, :, 1:].flatten())
-
-
-def _at_keys(logits: Tensor, examples: RecallExamples) -> Tensor:
-    """Return the logits that predict values, [B, T, V] -> [B, D, R, P, V]."""
-    return logits.unflatten(1, examples.tokens.shape[1:])[:, :, :, 0::2]
-
-
-@torch.no_grad()
-def accuracy(model: RecallModel, own: CrossDocumentRecall, examples: RecallExamples, batch: int = 16) -> Tensor:
-    """Return the share of right values, float64 [D, R]."""
-    device = next(model.parameters()).device
-    parts = [RecallExamples(tokens) for tokens in examples.tokens.split(batch)]
-    said = [_at_keys(model(part.stream.to(device)), part).argmax(-1).cpu() for part in parts]
-    return 1 - torch.cat(list(map(own.error, said, parts))).mean((0, 3))
-
-
-def measure_once(
-    model: RecallModel, once: CrossDocumentRecall, examples: RecallExamples
-) -> Iterator[tuple[int, float]]:
-    """Yield chunk sizes with the accuracy on a document that is read once and then comes again as questions. Where the
-    chunk is the whole text, it is written after the questions."""
-    from regard.models.hybrid.memories import chunk_size
-
-    for chunk in (2 * once.length, once.length, once.length // 2, once.length // 4):
-        if chunk >= 2:
-            with chunk_size(model, chunk):
-                yield chunk, accuracy(model, once, examples)[0, 1].item()
-
-
-@torch.no_grad()
-def measure_hits(model: RecallModel, once: CrossDocumentRecall, examples: RecallExamples) -> tuple[float, float]:
-    """Return, of the slots that keys retrieve on the second reading, the share to which the last writer, and any of
-    the last four, gave the right value."""
-    device = next(model.parameters()).device
-    with observed(model, lambda slots: WriterTrace(slots, WRITERS)) as seen:
-        model(examples.stream.to(device))
-    (trace,) = seen.values()
-    retrieved = trace.retrieved()
-    hit = retrieved.hits(examples.stream).hit
-    asked = (retrieved.position >= once.length) & (retrieved.position % 2 == 0)
-    share = lambda last: hit[asked][..., :last].any(-1).double().mean().item()  # noqa: E731
-    return share(1), share(WRITERS)
 
 
 @torch.no_grad()

@@ -16,10 +16,9 @@ import torch
 from ..lib.claims import Claim, claims_of, mean_interval, paired
 from ..lib.display import Show, gap, interval, lines, pivot
 from ..lib.recipe import Frame, Results, recipe, select
-from ..long_text.names_reading import read_names
 from ..long_text.needle_reading import answer_rows
-from .memory_layouts import PAPER, Row
-from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
+from ..long_text.streaming import read_names
+from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe, Row
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {

@@ -24,11 +24,9 @@ from regard.nn.memory_trace import WriterTrace, observed
 from ..lib.claims import Claim, claims_of, mean_interval, paired
 from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Frame, Results, recipe, select
-from ..long_text.names_reading import read_names
-from ..long_text.needle_reading import asked
-from ..long_text.streaming import passed
-from .memory_layouts import PAPER, Row
-from .memory_recipe import NAMES, NEEDLES, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
+from ..long_text.needle_reading import asked, greedy
+from ..long_text.streaming import passed, read_names
+from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe, Row
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
 MAJORITY = 0.5
@@ -74,8 +72,8 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         return {NEEDLES: self.needle_task(), NAMES: self.names(self.context)}
 
     def prepare(self) -> Mapping[str, Any]:
-        tasks = self.training_tasks()
-        return {**super().prepare(), "words": {NEEDLES: list(tasks[NEEDLES].words), NAMES: [*tasks[NAMES].words.words]}}
+        needles, names = self.training_tasks().values()
+        return {**super().prepare(), "words": {NEEDLES: list(needles.words), NAMES: list(names.words.words)}}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
         from regard.models.hybrid.memories import chunk_size
@@ -89,32 +87,39 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
             yield from read_names(model, text, documents, self.gate_tokens, ("paper", "frozen"))
             yield from gate_rows(model, documents[0][: self.drawn])
 
+    @torch.no_grad()
     def look_at_slots(self, model: Any, text: Any) -> Iterator[dict[str, Any]]:
-        """Read haystacks of L tokens n times, answer greedily, and yield what was retrieved for the tokens of the
-        answers. The chunk is the haystack: each reading is written once, the last one before the question's first
-        token is read. A row of kind "layer" for each memory layer has counts over all questions; one of kind "slots"
-        has the share of right answers ("exact"), and the slots of the first question that was answered correctly, if
-        any."""
+        """Read haystacks [E, L] n times, answer greedily, and yield what was retrieved for the tokens of the answers.
+        The chunk is the haystack: each reading is written once, the last one before the question's first token is read.
+        A row of kind "layer" for each memory layer has counts over all questions; one of kind "slots" has the share of
+        right answers ("exact"), and the slots of the first question that was answered correctly, if any."""
+        from regard.models.hybrid.memories import chunk_size
+
         haystacks, questions, examples = asked(text, self.haystack, self.needles, range(self.examples), self.seed)
-        answers = torch.tensor([text.encode(example.answer) for example in examples])
-        spoken, traces = retrieved(model, haystacks, questions, answers.shape[1], self.reads)
-        stream = torch.cat([*[haystacks] * self.reads, questions, spoken], 1)
+        answers, cache = torch.tensor([text.encode(example.answer) for example in examples]), None
+        with chunk_size(model, self.haystack), observed(model, lambda slots: WriterTrace(slots, WRITERS)) as traces:
+            for _ in range(self.reads):
+                cache = passed(model, cache, memory=True, recurrent=False)
+                model(input_ids=haystacks.to(model.device), cache=cache, logits_to_keep=1)
+            spoken = greedy(model, questions.to(model.device), answers.shape[1], cache)
+        retrieved = {layer_name(name): trace.retrieved() for name, trace in traces.items()}
         right = (spoken == answers).all(1)
         first = self.reads * self.haystack + questions.shape[1] - 1
         asking = range(first, first + answers.shape[1])
-        wanted = [dict(zip(asking, own, strict=True)) for own in answers.tolist()]
-        found = [slot_readings(traces, tokens, [""] * len(tokens), asking, answers=wanted[row], row=row)
-                 for row, tokens in enumerate(stream.tolist())]  # fmt: skip
-        place = int(right.int().argmax())
-        for name in traces:
-            yield {"kind": "layer", "layer": name, **layer_counts(found, right.tolist(), name)}
-        yield {**case_row(found[place], bool(right[place])), "exact": right.double().mean().item()}
+        readings = []
+        for row, tokens in enumerate(torch.cat([*[haystacks] * self.reads, questions, spoken], 1).tolist()):
+            wanted = dict(zip(asking, answers[row].tolist(), strict=True))
+            readings.append(slot_readings(retrieved, tokens, [""] * len(tokens), asking, answers=wanted, row=row))
+        for name in retrieved:
+            yield {"kind": "layer", "layer": name, **layer_counts(readings, right.tolist(), name)}
+        shown = int(right.int().argmax())
+        yield {**case_row(readings[shown], bool(right[shown])), "exact": right.double().mean().item()}
 
     def claims(self, results: Results) -> list[Claim]:
         slots, gates = (self.layers_of(results, task) for task in (NEEDLES, NAMES))
         of = lambda column: {name: mean_interval(rows[column].dropna())  # noqa: E731
                              for name, rows in slots.groupby("layer", sort=False)}  # fmt: skip
-        low, high = (select(gates, layer=name) for name in (gates["layer"].iloc[0], gates["layer"].iloc[-1]))
+        low, high = (select(gates, layer=gates["layer"].iloc[at]) for at in (0, -1))
         read = self.chosen(results, "document")
         gain = paired(select(read, rule="paper"), select(read, rule="frozen"), "within")
         selective = {"mean, lower less higher": paired(low, high, "mean"),
@@ -215,26 +220,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         return GateTrace(labels, tuple(rows["layer"]), torch.tensor(rows["gates"].tolist()))
 
 
-@torch.no_grad()
-def retrieved(model: Any, haystacks: Tensor, questions: Tensor, length: int, reads: int) -> tuple[Tensor, Any]:
-    """Return greedy answers [E, A] to questions [E, Q] after n readings of haystacks [E, L], and by memory layer what
-    every token retrieved."""
-    from regard.models.hybrid.memories import chunk_size
-
-    device, cache = next(model.parameters()).device, None
-    given, said = questions.to(device), []
-    with chunk_size(model, haystacks.shape[1]), observed(model, lambda slots: WriterTrace(slots, WRITERS)) as seen:
-        for _ in range(reads):
-            cache = passed(model, cache, memory=True, recurrent=False)
-            model(input_ids=haystacks.to(device), cache=cache, logits_to_keep=1)
-        for _ in range(length):
-            logits = model(input_ids=given, cache=cache, logits_to_keep=1).logits
-            given = logits[:, -1:].argmax(-1)
-            said.append(given.cpu())
-        return torch.cat(said, 1), {layer_name(name): trace.retrieved() for name, trace in seen.items()}
-
-
-def layer_counts(found: Sequence[SlotReadings], right: list[bool], layer: str) -> dict[str, Any]:
+def layer_counts(readings: Sequence[SlotReadings], right: list[bool], layer: str) -> dict[str, Any]:
     """Return counts of what one layer retrieved over all questions: hits, hits_of_four (share of the slots to which the
     last write, or one of the last four, gave the true next token); weight (share of the weight on hits); same_query (of
     the written slots that miss, the share whose last writer was the token that asks) and same_by_chance (share of that
@@ -242,18 +228,18 @@ def layer_counts(found: Sequence[SlotReadings], right: list[bool], layer: str) -
     with a miss, None where there is none)."""
     mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
     misses, never, chance = [], [], []
-    for seen in found:
+    for seen in readings:
         for reading in (r for r in seen.readings if r.layer == layer):
             before, asks = seen.tokens[: reading.position], seen.tokens[reading.position]
             chance.append(before.count(asks) / len(before))
             never += [not slot.writers for slot in reading.slots]
             missed = [slot for slot in reading.slots if slot.writers and not seen.hit(reading, slot)]
             misses += [seen.tokens[slot.writers[0].query] == asks for slot in missed]
-    answered = [seen for seen, good in zip(found, right, strict=True) if good]
+    answered = [seen for seen, good in zip(readings, right, strict=True) if good]
     return {
-        "hits": mean([seen.hits(1, layer) for seen in found]),
-        "hits_of_four": mean([seen.hits(WRITERS, layer) for seen in found]),
-        "weight": mean([seen.hit_weight(layer) for seen in found]),
+        "hits": mean([seen.hits(1, layer) for seen in readings]),
+        "hits_of_four": mean([seen.hits(WRITERS, layer) for seen in readings]),
+        "weight": mean([seen.hit_weight(layer) for seen in readings]),
         "same_query": mean(misses), "same_by_chance": mean(chance), "misses": len(misses), "never": mean(never),
         "mixed": mean([seen.hits(1, layer) < 1 for seen in answered]) if answered else None, "answered": len(answered),
     }  # fmt: skip

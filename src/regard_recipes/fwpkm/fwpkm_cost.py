@@ -21,21 +21,7 @@ from ..lib.budget import Budget, Corpus, LanguageOptions, initial_range
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
-from .memory_layouts import (
-    LAYOUTS,
-    MEMORIES,
-    PAPER_MODEL,
-    PAPER_VOCABULARY,
-    PKM_HEADS,
-    PKM_TOP_K,
-    TOP_K,
-    MemoryOptions,
-    Row,
-    check_sizes,
-    depths_of,
-    hidden_of,
-    row_config,
-)  # fmt: skip
+from .memory_recipe import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, check_sizes, row_config
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers
@@ -110,16 +96,16 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
 
     def claims(self, results: Results) -> list[Claim]:
         counts = beside_paper(results, "count").groupby("model").first()
-        told = []
-        for what, own, paper, near, note in (
-            ("parameters", "millions", "paper_millions", 0.005, "Millions, trained and test-time-updated together"),
-            ("FLOPs", "tera", "paper_tera", 0.02, "T, six for each token and learned number that is not looked up"),
+        rows = []
+        for what, column, near, unit in (
+            ("parameters", "millions", 0.005, "Millions, trained and test-time-updated together"),
+            ("FLOPs", "tera", 0.02, "T, six for each token and learned number that is not looked up"),
         ):
-            gaps = (counts[own] - counts[paper]).dropna()
-            worst = gaps.abs().nlargest(1).index
-            note = f"{note}, less the paper's; the furthest of {len(gaps)}."
-            told.append(("table 2", f"The {what}", {name: exact(gaps[name]) for name in worst}, "within", near, note))
-        return claims_of("FwPKM", told, digits=4)
+            gaps = (counts[column] - counts[f"paper_{column}"]).dropna()
+            worst = {name: exact(gaps[name]) for name in gaps.abs().nlargest(1).index}
+            note = f"{unit}, less the paper's; the furthest of {len(gaps)}."
+            rows.append(("table 2", f"The {what}", worst, "within", near, note))
+        return claims_of("FwPKM", rows, digits=4)
 
     def tables(self, results: Results) -> dict[str, Any]:
         counts, runs = beside_paper(results, "count"), beside_paper(results, "run")
@@ -175,49 +161,53 @@ def beside_paper(results: Results, kind: str) -> Frame:
     )  # fmt: skip
 
 
-def counted(row: Row, own: Any, batch: int) -> dict[str, Any]:
-    """Count a model of the sizes `own` without allocating it. Return its numbers: learned, fast (written while
-    reading), table (learned and looked up: values of slow memories) and numbers (learned and fast); operations of one
-    token's forward pass by `PARTS`; tokens of a step, and its operations as the paper counts them (paper_flops) and all
-    of them (flops)."""
+def counted(row: Row, sizes: Any, batch: int) -> dict[str, Any]:
+    """Count a model of these sizes without allocating it. Return its numbers: learned, fast (written while reading),
+    table (learned and looked up: values of slow memories) and numbers (learned and fast); operations of one token's
+    forward pass by `PARTS`; tokens of a step, and its operations as the paper counts them (paper_flops) and all of them
+    (flops)."""
     from regard.models.base.catalogue import model_of
 
-    config = row_config(row, own, PAPER_VOCABULARY)
+    config = row_config(row, sizes, PAPER_VOCABULARY)
     with torch.device("meta"):
         model = model_of(config)(copy.deepcopy(config))
     memories = [module for module in model.modules() if isinstance(module, MemoryLayer)]
     slow = [module for module in memories if isinstance(module, ProductKeyMemory)]
-    held = {id(weight) for module in slow for weight in module.parameters(recurse=False) if weight.dim() > 1}
-    matrices = sum(w.numel() for w in model.parameters() if w.dim() == 2 and id(w) not in held)
+    searched = {id(weight) for module in slow for weight in module.parameters(recurse=False) if weight.dim() > 1}
+    matrices = sum(w.numel() for w in model.parameters() if w.dim() == 2 and id(w) not in searched)
     table = sum(module.values.numel() for module in slow)
-    parts = {"projections": 2.0 * matrices, **mixer_parts(row, own), **memory_parts(row, own)}
+    parts = {"projections": 2.0 * matrices, **mixer_parts(row, sizes), **memory_parts(model.config)}
     learned = sum(weight.numel() for weight in model.parameters())
-    fast, tokens = sum(module.fast_numbers() for module in memories), batch * own.context
+    fast, tokens = sum(module.fast_numbers() for module in memories), batch * sizes.context
     return {"learned": learned, "fast": fast, "table": table, "numbers": learned + fast, "tokens": tokens, **parts,
             "paper_flops": 6.0 * (learned - table) * tokens, "flops": 3.0 * sum(parts.values()) * tokens}  # fmt: skip
 
 
-def mixer_parts(row: Row, own: Any) -> dict[str, float]:
+def mixer_parts(row: Row, sizes: Any) -> dict[str, float]:
     """Return the operations of a token beside the projections: QK and AV for all visible pairs; a delta net's
     convolution, and seven for every number of its state (fade, read by k, write, read by q)."""
-    attention = {"GDN": 0, "FA": own.layers}.get(row.layout.partition("-")[0], own.layers // 4)
-    heads, channels = own.delta_heads or own.heads, own.width // own.heads
-    length = own.context
-    window = min(own.chunk, length) if "SWA" in row.layout else length
+    attention = {"GDN": 0, "FA": sizes.layers}.get(row.layout.partition("-")[0], sizes.layers // 4)
+    heads, channels = sizes.delta_heads or sizes.heads, sizes.width // sizes.heads
+    length = sizes.context
+    window = min(sizes.chunk, length) if "SWA" in row.layout else length
     seen = (window * (window + 1) / 2 + (length - window) * window) / length
     net = 7.0 * heads * channels**2 + 8.0 * 3 * heads * channels
-    return {"attention": 4.0 * seen * own.width * attention, "delta rule": net * (own.layers - attention)}
+    return {"attention": 4.0 * seen * sizes.width * attention, "delta rule": net * (sizes.layers - attention)}
 
 
-def memory_parts(row: Row, own: Any) -> dict[str, float]:
-    """Return the operations of a token in its memories: search (scores of all sub-keys), read (weights times rows),
-    write (errors, their sum in every row, and k sub-keys moved in each half)."""
-    count = {kind: len(where) for kind, where in depths_of(row.memory, own.layers).items()}
-    slow, fast = count.get("PKM", 0), count.get("FwPKM", 0)
-    n, d, k = own.sub_keys, own.memory_dim, min(TOP_K, own.sub_keys)
-    dense = 3.0 * d * hidden_of(own) * count.get("FwMLP", 0)
-    return {
-        "search": 2.0 * n * d * (slow * PKM_HEADS + fast),
-        "read": 2.0 * d * (slow * PKM_HEADS * min(PKM_TOP_K, n) + fast * k) + 2 * dense,
-        "write": (2.0 * d + 2.0 * k * d + 3.0 * k * d) * fast + 4 * dense,
-    }
+def memory_parts(config: Any) -> dict[str, float]:
+    """Return the operations of a token in the memories of a model: search (scores of all sub-keys), read (weights times
+    rows), write (errors, their sum in every row, and k sub-keys moved in each half)."""
+    parts = dict.fromkeys(("search", "read", "write"), 0.0)
+    for name in (name for names in config.layer_memories().values() for name in names):
+        options = config.memory_options[name]
+        if name == "fwmlp":
+            dense = 3.0 * options["in_dim"] * options["hidden_dim"]
+            counts = {"read": 2 * dense, "write": 4 * dense}
+        else:
+            heads, n, d, k = (options.get(size, 1) for size in ("heads", "sub_keys", "key_dim", "top_k"))
+            counts = {"search": 2.0 * heads * n * d, "read": 2.0 * heads * k * d,
+                      "write": (2.0 * d + 2.0 * k * d + 3.0 * k * d) * (name == "fwpkm")}  # fmt: skip
+        for part, count in counts.items():
+            parts[part] += count
+    return parts

@@ -9,13 +9,11 @@ write first.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..fwpkm.memory_layouts import LACT, LAYOUTS, MEMORIES, PAPER, RESTRICTED, Row
-from ..fwpkm.memory_recipe import NEEDLES, PAPER_SIZE, QUICK, NeedleRecipe
+from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NeedleRecipe, known_rows
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
 from ..lib.recipe import Frame, Results, check_names, recipe, select
@@ -30,7 +28,7 @@ PROTOCOL_NAMES = {
     "flushed": "written before the question",
 }
 KEPT: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
-ROWS = (*(Row(*each) for each in product((*LAYOUTS, "GDN+FA-pSWA"), MEMORIES)), Row(LACT))
+ROWS = known_rows("GDN+FA-pSWA")
 SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")
 """Models that are trained by default."""
 
@@ -53,12 +51,12 @@ class Needle(NeedleRecipe):
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
     limits: ClassVar = {"lengths": (1, math.inf), "kept": (0, math.inf), "pairs": (0.0, 1.0)}
-    known: ClassVar = {row.name: {"row": row} for row in ROWS}
-    slow: ClassVar = [row.name for row in ROWS if row.name not in SMALL]
+    known = ROWS
+    slow: ClassVar = [name for name in ROWS if name not in SMALL]
     scorings = 60  # models with a memory learn in tens of steps, those without in many hundreds
     by_size: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "rates": (3e-3,), "lengths": (40, 80), "reads": 2, "kept": 2},
-        "paper": {**PAPER_SIZE, "models": tuple(row.name for row in ROWS), "qk_norm": "rms", "pairs": 0.0, "digits": 6,
+        "paper": {**PAPER_SIZE, "models": tuple(ROWS), "qk_norm": "rms", "pairs": 0.0, "digits": 6,
                   "key_digits": 2, "words": 30_000, "most": 16, "lengths": (4096, 8192, 32_768, 131_072),
                   "examples": 500, "kept": 20},
     }  # fmt: skip

@@ -1,9 +1,20 @@
-"""Read a haystack n times, then answer a question about it.
+"""Needles in haystacks for small models: the text that they learn, and reading a haystack n times before a question.
 
-Fast-weight Product Key Memory paper, section 4.3 (its n-iter evaluation). The paper's program sets the chunk to the
-length of the whole input, so that the memory is written once, after the input was read. The first digit of the answer
-is then predicted from a memory that has seen this haystack only in earlier reads; with one read, not at all. Three
-protocols, the first is the paper's:
+The text is whole words of real text; a key and every two digits are one token. Small models do not learn in minutes to
+copy six digits from bytes. So the commonest words are tokens (the rest share one), and a needle is "number K3f 42 .".
+An example to learn from is a haystack and then needles of it again, drawn with replacement: only their numbers are
+asked. If each were asked once, a model could answer without the keys, by leaving out numbers that were asked before.
+One token in sixteen is an answer; with a loss on all tokens small models do not find them in minutes among text and
+unpredictable numbers.
+
+Where all examples are haystacks, attention without a memory stays for thousands of steps at choosing among the numbers
+that it has seen. It learns in hundreds of steps where some examples are pairs: keys with their numbers alone, and then
+the same again. So a share of the training examples can be pairs; examples of other splits never are.
+
+Reading is section 4.3 of the Fast-weight Product Key Memory paper (its n-iter evaluation). The paper's program sets the
+chunk to the length of the whole input, so that the memory is written once, after the input was read. The first digit of
+the answer is then predicted from a memory that has seen this haystack only in earlier reads; with one read, not at all.
+Three protocols, the first is the paper's:
 
     whole       chunk = haystack and question; written after the question was read, before the second digit
     chunked     the chunk of the training: all but the last tokens of the haystack are written before the question
@@ -16,25 +27,143 @@ and positions begin anew at every read; only the memory is kept, and for LaCT it
 Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an answer.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, get_args
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from regard.checks import ArgumentError
 from regard.inspect.capture import eval_mode
 from regard.nn import FastWeightProductKeyMemory
 from regard.nn.hooks import temporarily
-from regard.tasks import NeedleResult, NeedleScore
+from regard.tasks import NeedleInHaystack, NeedleResult, NeedleScore, TokenExample, TokenTask
+from regard.tasks.tokens import example_of
 
-from .needle_text import NeedleText
+from ..lib.language_text import source_text
 from .streaming import copied, passed
 
+UNKNOWN, NUMBER, STOP = "<unk>", "number", "."
+SENTENCE, PAIR = f"{NUMBER} {{key}} {{value}} {STOP}", "{key} {value}"
+VALUES = 100
+SHARES = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
+"""Parts of the text that the haystacks of each split are made of."""
+LEAST = 1000
+"""Least number of words of a text."""
 Protocol = Literal["whole", "chunked", "flushed"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 AT_ONCE = 65_536  # tokens that are read side by side at most
 PIECE = 4096  # tokens that are read in one pass, to bound the memory of attention; changes nothing else
+
+
+@dataclass(frozen=True)
+class NeedleText(TokenTask):
+    """Haystacks of a text, each followed by its needles again as questions with answers.
+
+    Attributes:
+        text: the words of a text as tokens; words: the word of each token.
+        length: tokens of an example; most: its largest number of needles; the least is 1.
+        digits: of a needle's number, even.
+        key_digits: hexadecimal digits of a key.
+        pairs: share of the training examples that are pairs, as many as needles at most.
+    """
+
+    name: ClassVar[str] = "needle-text"
+
+    text: tuple[int, ...] = field(repr=False)
+    words: tuple[str, ...] = field(repr=False)
+    length: int = 128
+    most: int = 8
+    digits: int = 2
+    key_digits: int = 1
+    pairs: float = 0.0
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.words)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Return a mapping of words to tokens."""
+        return {word: i for i, word in enumerate(self.words)}
+
+    def encode(self, sentence: str) -> list[int]:
+        """Return the tokens of words separated by spaces; a number is split into pairs of digits."""
+        pieces = (re.findall("..", word) if word.isdigit() else [word] for word in sentence.split())
+        return [self.numbers[piece] for word in pieces for piece in word]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return words separated by spaces, and pairs of digits joined."""
+        words = [self.words[token] for token in tokens]
+        joined = (" " * (not (one.isdigit() and other.isdigit())) + other for one, other in pairwise(words))
+        return "".join([*words[:1], *joined])
+
+    def haystacks(self, length: int, needles: int, split: str = "test", sentence: str = SENTENCE) -> NeedleInHaystack:
+        """Return the task of finding a needle in a haystack of `length` tokens."""
+        first, end = (round(share * len(self.text)) for share in SHARES[split])
+        return NeedleInHaystack(
+            self.text[first:end], length, needles=needles, encode=self.encode, decode=self.decode, digits=self.digits,
+            id_digits=self.key_digits, template=sentence, key="K{id}",
+        )  # fmt: skip
+
+    def draw(self, random: Random, split: str) -> TokenExample:
+        answer = self.digits // 2
+        if self.pairs and split == "train" and random.random() < self.pairs:
+            needles = self.most
+            task = self.haystacks(needles * (1 + answer), needles, split, PAIR)
+        else:
+            needles = random.randint(1, self.most)
+            task = self.haystacks(self.length - needles * (3 + answer), needles, split)
+        haystack = task.example(random.randrange(2**32), 0)
+        tokens, labels = list(haystack.haystack), dict[int, int]()
+        for key, value in random.choices(list(haystack.numbers.items()), k=needles):
+            start = len(tokens) + len(self.encode(task.question(key)))
+            tokens += self.encode(task.sentence(key, value))
+            labels |= {position: tokens[position] for position in range(start, start + answer)}
+        return example_of(tokens, labels)
+
+    def oracle(self, example: TokenExample) -> Tensor:
+        """Return what followed each key where it came first, int64 [T]; elsewhere the token itself."""
+        tokens, predicted = example.tokens.tolist(), example.tokens.clone()
+        first: dict[int, int] = {}
+        for position, token in enumerate(tokens):
+            if self.words[token].startswith("K"):
+                before = first.setdefault(token, position)
+                for after in range(1, self.digits // 2 + 1):
+                    predicted[position + after] = tokens[before + after]
+        return predicted
+
+    def trivial(self, example: TokenExample) -> Tensor:
+        """Return one number for all, int64 [T]."""
+        return torch.full_like(example.tokens, self.numbers["00"])
+
+
+@cache
+def needle_text(data: Path | None, common: int, digits: int, key_digits: int, length: int, most: int) -> NeedleText:
+    """Return the user's text, or the interpreter's manual, with a vocabulary of `common` words of its own."""
+    _, content = source_text(data, "needles")
+    if digits < 2 or digits % 2:
+        raise ArgumentError(f"--digits is {digits}, expected an even number above 0: two of them are a token.")
+    learned = re.findall(r"[^\W\d_]+|[.,;:()]", content)
+    if len(learned) < LEAST:
+        raise ArgumentError(f"the text has {len(learned)} words, expected at least {LEAST:,}; give more --data.")
+    numbers, keys = (f"{i:02d}" for i in range(VALUES)), (f"K{i:0{key_digits}x}" for i in range(16**key_digits))
+    fixed = [UNKNOWN, NUMBER, STOP, *numbers, *keys]
+    counts = Counter(word.lower() for word in learned).most_common(common)
+    words = (*fixed, *(word for word, _ in counts if word not in fixed))
+    number = {word: i for i, word in enumerate(words)}
+    tokens = tuple(number.get(word.lower(), 0) for word in learned)
+    text = NeedleText(tokens, words, length, most, digits, key_digits)
+    text.haystacks(length - most * (3 + digits // 2), most).example(0, 0)
+    return text
 
 
 @torch.no_grad()
@@ -75,50 +204,51 @@ def read_and_answer(
         """Return greedy tokens [B, A] after the question; the cache is extended in place."""
         if protocol == "flushed":
             flush_memory(model, cache)
-        given, said = question.to(device).long(), []
-        for place in range(length):
-            logits = model(input_ids=given, cache=cache, logits_to_keep=1).logits
-            if place == 0 and protocol == "whole":
-                flush_memory(model, cache)
-            given = logits[:, -1:].argmax(-1)
-            said.append(given)
-        return torch.cat(said, 1).cpu()
+        return greedy(model, question.to(device).long(), length, cache, flush=protocol == "whole")
 
-    found = torch.empty(reads, *haystacks.shape[:2], length, dtype=torch.long)
-    # tokens of the last answer that still wait must not end a chunk early
-    chunk = None if protocol == "chunked" else 2 * (haystacks.shape[-1] + questions.shape[-1] + length)
+    answers = torch.empty(reads, *haystacks.shape[:2], length, dtype=torch.long)
     pairs = list(zip(haystacks, questions, strict=True))
-    with eval_mode(model), _chunk_of_slots(model, chunk):
+    with ExitStack() as active:
+        active.enter_context(eval_mode(model))
+        for module in model.modules() if protocol != "chunked" else ():
+            if isinstance(module, FastWeightProductKeyMemory):
+                # tokens of the last answer that still wait must not end a chunk early
+                chunk = 2 * (haystacks.shape[-1] + questions.shape[-1] + length)
+                active.enter_context(temporarily(module, chunk_size=chunk))
         for example, (haystack, question) in enumerate(pairs if reset else ()):
             cache = None
             for turn in range(reads):
                 cache = read(haystack, cache, turn > 0)
-                found[turn, example] = answer(question, copied(cache))
+                answers[turn, example] = answer(question, copied(cache))
         for many in range(0 if reset else reads):
             cache = None
             for example, (haystack, question) in enumerate(pairs):
                 for turn in range(many + 1):
                     cache = read(haystack, cache, turn > 0)
-                found[many, example] = answer(question, cache)
-    return found
+                answers[many, example] = answer(question, cache)
+    return answers
 
 
-@contextmanager
-def _chunk_of_slots(model: Any, tokens: int | None) -> Iterator[None]:
-    """Give the memories with slots another chunk inside the block; None: their own."""
-    with ExitStack() as changes:
-        for module in model.modules():
-            if tokens and isinstance(module, FastWeightProductKeyMemory):
-                changes.enter_context(temporarily(module, chunk_size=tokens))
-        yield
+def greedy(model: Any, tokens: Tensor, length: int, cache: Any, flush: bool = False) -> Tensor:
+    """Return greedy answers [B, A] to questions [B, Q], on the CPU; the cache is extended in place. With `flush`,
+    tokens that wait are written once the question was read."""
+    from regard.models.hybrid.memories import flush_memory
+
+    answers: list[Tensor] = []
+    for _ in range(length):
+        logits = model(input_ids=tokens, cache=cache, logits_to_keep=1).logits
+        if flush and not answers:
+            flush_memory(model, cache)
+        tokens = logits[:, -1:].argmax(-1)
+        answers.append(tokens)
+    return torch.cat(answers, 1).cpu()
 
 
 def asked(text: NeedleText, length: int, needles: int, indices: range, seed: int) -> tuple[Tensor, Tensor, list[Any]]:
     """Return haystacks [E, L] and questions [E, Q] of the test text, int64, and the examples."""
     examples = text.haystacks(length, needles).examples(seed, indices)
-    haystacks, questions = (torch.tensor([getattr(each, name) for each in examples])
-                            for name in ("haystack", "question"))  # fmt: skip
-    return haystacks, questions, examples
+    haystacks, questions = ([getattr(example, part) for example in examples] for part in ("haystack", "question"))
+    return torch.tensor(haystacks), torch.tensor(questions), examples
 
 
 def answer_rows(
@@ -138,10 +268,11 @@ def answer_rows(
             model, haystacks, questions, text.digits // 2, protocol=protocol, reads=reads, reset=not kept,
             recurrent=recurrent,
         )  # fmt: skip
-        for own, answers in zip(scores, said.flatten(1, -2).tolist(), strict=True):
-            own += [task.score(text.decode(tokens), example) for tokens, example in zip(answers, examples, strict=True)]
-    for read, own in enumerate(scores, 1):
-        result = NeedleResult.of(own)
+        for read_scores, answers in zip(scores, said.flatten(1, -2).tolist(), strict=True):
+            pairs = zip(answers, examples, strict=True)
+            read_scores += [task.score(text.decode(tokens), example) for tokens, example in pairs]
+    for read, read_scores in enumerate(scores, 1):
+        result = NeedleResult.of(read_scores)
         yield {"kind": "answers", "length": length, "protocol": protocol, "read": read,
-               "state": "kept" if kept else "new", "trials": len(own), "share": result.exact.mean,
+               "state": "kept" if kept else "new", "trials": len(read_scores), "share": result.exact.mean,
                "digits": result.digits, "candidate": result.candidate.mean}  # fmt: skip

@@ -10,13 +10,19 @@ the caller says how long each kind of state lives:
 Keys and values of attention are new at every segment, since positions begin anew there. Segments follow each other
 without a gap, and every token of a document except the first is predicted once.
 
+The documents of recipes are those of `regard.tasks.RecurringNames`: who has what is drawn anew for each, so that what a
+name has can be predicted only from an earlier mention. Attention sees those of its own segment.
+
 Shapes: B rows read side by side, S tokens of a segment, L of a document.
 """
 
 import copy
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
 from typing import Any, Literal
 
 import torch
@@ -24,9 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.inspect.capture import eval_mode
-from regard.inspect.gates import GATE
+from regard.inspect.gates import GATE, bin_counts, layer_name
 from regard.inspect.hooks import hooked, named_hook_points
 from regard.nn.memory_trace import observed
+from regard.tasks import TokenExample
+from regard.tasks.recurring_names import RecurringNames
 
 Span = Literal["stream", "document", "segment"]
 
@@ -77,48 +85,41 @@ def streamed(
     """
     from regard.models.hybrid.memories import frozen_memory
 
+    device = next(model.parameters()).device
     losses: list[Tensor] = []
-    gates: dict[str, list[Tensor]] = {}
-    heard: dict[str, list[Tensor]] = {}  # gates of the documents that are being read, [B, S] a segment
-    seen: dict[str, Any] = {}
-    with ExitStack() as inside:
-        inside.enter_context(eval_mode(model))
+    gates: dict[str, list[Tensor]] = defaultdict(list)
+    pending: dict[str, list[Tensor]] = defaultdict(list)  # gates of the documents that are being read, [B, S] a segment
+    observers: dict[str, Any] = {}
+
+    def record(name: str, gate: Tensor, hook: Any) -> None:
+        pending[name].append(gate.detach().float().flatten(1).cpu())
+
+    with ExitStack() as active:
+        active.enter_context(eval_mode(model))
         if frozen:
-            inside.enter_context(frozen_memory(model))
+            active.enter_context(frozen_memory(model))
         if statistics:
-            seen = inside.enter_context(observed(model))
-            heard = {name: [] for name in named_hook_points(model) if name.rpartition(".")[2] == GATE}
-            record = lambda found: lambda gate, hook: found.append(gate.detach().float().flatten(1).cpu())  # noqa: E731
-            listeners: list[Any] = [(name, record(found)) for name, found in heard.items()]
-            inside.enter_context(hooked(model, listeners, required=False) if heard else ExitStack())
+            observers = active.enter_context(observed(model))
+            names = [name for name in named_hook_points(model) if name.endswith(f".{GATE}")]
+            active.enter_context(hooked(model, [(name, partial(record, name)) for name in names], required=False))
         cache = None
         for first in range(0, len(documents), rows):
-            batch = torch.stack(list(documents[first : first + rows]))
+            batch = torch.stack(list(documents[first : first + rows])).long().to(device)
             cache = passed(model, cache, memory=carry.memory == "stream", recurrent=carry.recurrent == "stream")
             if len(batch) < min(rows, first):
                 narrow(cache, len(batch))
             parts = []
             for start in range(0, batch.shape[1] - 1, segment):
-                piece = batch[:, start : start + segment + 1].long()  # inputs and the token after them
+                piece = batch[:, start : start + segment + 1]  # inputs and the token after them
                 if start:
                     cache = passed(model, cache, carry.memory != "segment", carry.recurrent != "segment")
-                found, cache = _read(model, piece, cache)
-                parts.append(found)
+                logits = model(input_ids=piece[:, :-1], cache=cache).logits.float()
+                parts.append(F.cross_entropy(logits.transpose(1, 2), piece[:, 1:], reduction="none").cpu())
             losses += torch.cat(parts, 1).unbind()
-            for name, found_gates in heard.items():
-                if found_gates:
-                    gates.setdefault(name, []).extend(torch.cat(found_gates, 1).unbind())
-                    found_gates.clear()
-    return Streamed(losses, gates, {name: each.summary() for name, each in seen.items()})
-
-
-def _read(model: Any, piece: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """Return the nats of each target of a piece, [B, S], and the cache after it."""
-    piece = piece.to(next(model.parameters()).device)
-    cache = model.model.new_cache() if cache is None else cache
-    found = model(input_ids=piece[:, :-1], cache=cache)
-    losses = F.cross_entropy(found.logits.float().transpose(1, 2), piece[:, 1:], reduction="none")
-    return losses.cpu(), cache
+            for name, values in pending.items():
+                gates[name] += torch.cat(values, 1).unbind()
+            pending.clear()
+    return Streamed(losses, gates, {name: observer.summary() for name, observer in observers.items()})
 
 
 def passed(model: Any, cache: Any, memory: bool, recurrent: bool) -> Any:
@@ -141,3 +142,90 @@ def narrow(cache: Any, rows: int) -> None:
     for layer in cache.layers:
         if any(getattr(layer, name) is not None for name in getattr(layer, "held", ())):
             layer.batch_select_indices(torch.arange(rows))
+
+
+RULES: dict[str, tuple[Carry, str]] = {
+    "new": (Carry("segment", "segment"), "all new at every segment"),
+    "frozen": (Carry("segment", "segment"), "memory never written"),
+    "document": (Carry("document", "segment"), "memory through a document"),
+    "paper": (Carry("stream", "segment"), "memory through everything (the paper)"),
+    "carried": (Carry("document", "document"), "all states through a document"),
+}
+"""How a text is read. Pairs of attention are new at every segment by every rule."""
+SHORTEST = 3  # tokens of a sentence
+
+
+@dataclass(frozen=True)
+class NamesText(RecurringNames):
+    """Documents of exactly `length` tokens, of which every one is to be predicted."""
+
+    length: int = 96
+
+    @classmethod
+    def of(cls, length: int, people: int, near: int) -> "NamesText":
+        """Return documents of so many tokens; a name recurs far where attention to `near` tokens does not see it."""
+        return cls(-(-length // SHORTEST), people, 0.8, verbs=0, window=near, everything=True, length=length)
+
+    def draw(self, random: Random, split: str) -> TokenExample:
+        example, end = super().draw(random, split), self.length
+        parts = {part: mask[:end] for part, mask in example.parts.items()}
+        return replace(example, tokens=example.tokens[:end], labels=example.labels[:end], parts=parts)
+
+    def statements(self, tokens: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yield the statements, without one that the end cuts."""
+        yield from ((fact, at) for fact, at in super().statements(tokens) if at < len(tokens))
+
+    def documents(self, count: int, seed: int) -> list[Tensor]:
+        """Return documents of the test split, int64 [L] each."""
+        return [example.tokens for example in self.examples(seed, range(count), "test")]
+
+    def mentions(self, tokens: Tensor, segment: int) -> dict[str, Tensor]:
+        """Return masks [L - 1] of the tokens but the first that say what a name has: "new", or mentioned before
+        "within" the same segment, or only "across" segments; and of all "other" tokens."""
+        masks = {part: torch.zeros(len(tokens) - 1, dtype=torch.bool) for part in ("new", "within", "across")}
+        last: dict[tuple[int, ...], int] = {}
+        for fact, at in self.statements(tokens.tolist()):
+            before, start = last.get(fact), (at - 1) // segment * segment
+            part = "new" if before is None else "within" if before >= start else "across"
+            masks[part][at - 1] = True
+            last[fact] = at
+        return {**masks, "other": ~torch.stack(list(masks.values())).any(0)}
+
+
+def read_names(
+    model: Any, text: NamesText, documents: Sequence[Tensor], segment: int, rules: Iterable[str], side_by_side: int = 1
+) -> Iterator[dict[str, Any]]:
+    """Read documents by `RULES` and yield rows: the loss of each document, all in all and of each kind of mention, the
+    loss of each segment, and, by the paper's rule, the gates and the use of slots of each memory layer."""
+    masks = [text.mentions(document, segment) for document in documents]
+    joined = {part: torch.cat([mask[part] for mask in masks]) for part in masks[0]}
+    for rule in rules:
+        read = streamed(model, documents, segment, RULES[rule][0], rows=side_by_side, frozen=rule == "frozen",
+                        statistics=rule == "paper")  # fmt: skip
+        for number, (losses, mask) in enumerate(zip(read.losses, masks, strict=True)):
+            yield {"kind": "document", "rule": rule, "document": number, "loss": float(losses.mean()),
+                   **means_of(losses, mask)}  # fmt: skip
+        for number, part in enumerate(torch.stack(read.losses).split(segment, dim=1), 1):
+            yield {"kind": "segment", "rule": rule, "segment": number, "loss": float(part.mean())}
+        gates = {layer_name(hook): torch.cat(values) for hook, values in read.gates.items()}
+        slots = {layer_name(name): counts for name, counts in read.slots.items()}
+        for layer in dict.fromkeys([*gates, *slots]):
+            row = {"kind": "layer", "layer": layer, **slots.get(layer, {})}
+            if layer in gates:
+                values = gates[layer]
+                row |= {"mean": float(values.mean()), "deviation": float(values.std(correction=0)),
+                        "counts": bin_counts(values).tolist(), **means_of(values, joined)}  # fmt: skip
+            yield row
+
+
+def means_of(values: Tensor, masks: dict[str, Tensor]) -> dict[str, float | None]:
+    """Return the means of values [N] where each mask holds; None where it holds nowhere."""
+    return {part: float(values[at].mean()) if at.any() else None for part, at in masks.items()}
+
+
+def reading_rules(model: Any) -> list[str]:
+    """Return the rules that differ for a model: without a memory, or without a recurrent state, some are the same."""
+    from regard.models.hybrid.memories import memory_modules
+
+    recurrent = bool({"gated-deltanet", "lact"} & {*model.config.mixers})
+    return ["new", *["frozen", "document", "paper"] * bool(memory_modules(model)), *["carried"] * recurrent]

@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 
 from regard.inspect.gates import BINS
 
-from ..fwpkm.memory_layouts import FULL, LACT, LAYOUTS, MEMORIES, PAPER, RESTRICTED, Row
-from ..fwpkm.memory_recipe import NAMES, PAPER_SIZE, QUICK, NamesRecipe
+from ..fwpkm.memory_recipe import FULL, NAMES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NamesRecipe, Row, known_rows
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval
 from ..lib.display import MISSING, Show, dots, heat, interval, lines, panels, pivot, spread
 from ..lib.recipe import Frame, Results, recipe, select
-from .names_reading import RULES, read_names, reading_rules
+from .streaming import RULES, read_names, reading_rules
 
 TEXTS = ("short", "long")
-ROWS = (*(Row(*each) for each in product(LAYOUTS, MEMORIES)), Row(LACT))
-SMALL = [Row(*each).name for each in (*product(("GDN", "FA"), MEMORIES[:4]), *product(("FA-pSWA",), ("none", "FwPKM")))]
+ROWS = known_rows()
+SMALL = ("GDN", "GDN | PKM", "GDN | FwPKM", "GDN | PKM+FwPKM", "FA", "FA | PKM", "FA | FwPKM", "FA | PKM+FwPKM",
+         "FA-pSWA", "FA-pSWA | FwPKM")  # fmt: skip
 """Models that are trained by default."""
 CLEAR = 0.05  # nats per token, and difference of gates, that count as an effect
 NO_KNOWLEDGE = ("Nothing is the same in all documents of this text, so that it cannot show what finding 1 says of slow "
@@ -43,14 +43,14 @@ class StreamingPerplexity(NamesRecipe):
     segments: int = 16
     """Segments of a long document, each as long as a training window."""
     limits: ClassVar = {"segments": (1, math.inf)}
-    known: ClassVar = {row.name: {"row": row} for row in ROWS}
-    slow: ClassVar = [row.name for row in ROWS if row.name not in SMALL]
+    known = ROWS
+    slow: ClassVar = [name for name in ROWS if name not in SMALL]
     metric = "accuracy on far"
     scorings = 20
     by_size: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "rates": (4e-3,), "segments": 3,
                   "models": ("GDN", "GDN | PKM", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")},
-        "paper": {**PAPER_SIZE, "models": tuple(row.name for row in ROWS), "examples": 128, "people": 24},
+        "paper": {**PAPER_SIZE, "models": tuple(ROWS), "examples": 128, "people": 24},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, Any]:
