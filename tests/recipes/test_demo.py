@@ -15,7 +15,7 @@ import regard
 from regard.checks import ArgumentError
 from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped, generate_text, load_model
 from regard.training.storage.files import LOCK, only_run
-from regard_recipes.demo import demo_kernels, demo_output, demo_recall, demo_train
+from regard_recipes.demo import demo_output, demo_recall, demo_train
 from regard_recipes.demo.demo import DemoConfig, parse_specs, run_demo
 from regard_recipes.demo.ngram import NGram
 
@@ -199,16 +199,15 @@ def test_the_four_kernels_weigh_the_scores_of_the_trained_model(done: tuple[Demo
     text = "On day 3 the 3th fox ate 9"
     tokens = torch.tensor(tokenizer(text)["input_ids"])
     maps = attention_maps(model, tokens, list(text))
-    seen = demo_kernels.kernel_weights(model, "softmax", tokens, text)
-    assert seen is not None
-    assert list(seen.weights) == list(demo_kernels.SPECS)
-    torch.testing.assert_close(seen.weights["softmax"], maps.weights[seen.layer, seen.head, -1])
-    names = [f"layers.{seen.layer}.self_attn.hook_{part}" for part in "qk"]
+    seen = demo_train.kernel_weights(model, tokens)
+    layer, head, weights = seen["layer"], seen["head"], seen["weights"]
+    assert list(weights) == list(demo_train.KERNELS)
+    torch.testing.assert_close(weights["softmax"], maps.weights[layer, head, -1])
+    names = [f"layers.{layer}.self_attn.hook_{part}" for part in "qk"]
     _, kept = run_with_cache(model, tokens[None], names)
-    q, k = (kept[name][0, seen.head].double() for name in names)
+    q, k = (kept[name][0, head].double() for name in names)
     scores = k @ q[-1] / q.shape[-1] ** 0.5
-    torch.testing.assert_close(seen.weights["sparsemax"].double(), sparsemax(scores, -1), atol=1e-6, rtol=0)
-    assert seen.picture().startswith(b"\x89PNG")
+    torch.testing.assert_close(weights["sparsemax"].double(), sparsemax(scores, -1), atol=1e-6, rtol=0)
 
 
 def test_the_baseline_saw_the_same_text(done: tuple[DemoConfig, int]) -> None:

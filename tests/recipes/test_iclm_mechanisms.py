@@ -105,7 +105,7 @@ def test_an_exact_copier_is_recognised(monkeypatch):
     from regard.inspect.mechanisms import ROLES, LayerPattern
 
     pattern = LayerPattern("f.0.attn.hook_pattern", "f", 0, ROLES["f"], weights)
-    monkeypatch.setattr(measure, "patterns", lambda *_: (logits, [pattern]))
+    monkeypatch.setattr(measure.mechanisms, "patterns", lambda *_: (logits, [pattern]))
     (row,) = measure.head_rows(None, texts, 2)
     assert row["predicted"] == pytest.approx(1.0)
     assert row["predicted_lift"] == pytest.approx(1 / row["predicted_uniform"])

@@ -40,10 +40,8 @@ class DemoConfig:
     Ends with tables on the terminal, and with report.html, figures, table.md and results.json in a folder.
     """
 
-    steps: int = 1000
-    """Optimiser steps of each language model."""
-    recall_steps: int = 300
-    """Most optimiser steps of each model that learns to recall; 0 leaves this part out."""
+    steps: int = 1000  # Optimiser steps of each language model.
+    recall_steps: int = 300  # Most optimiser steps of each model that learns to recall; 0 leaves this part out.
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
     specs: str = "softmax,biweight"
@@ -51,8 +49,7 @@ class DemoConfig:
     `regard list presets` shows the named ones."""
     out: Path = Path("demo-out")
     """Folder to write. The results of an earlier demo in it are replaced; any other folder must be empty."""
-    seed: int = 0
-    """Seed of the first weights, the windows and examples of each step, and the generated text."""
+    seed: int = 0  # Seed of the first weights, the windows and examples of each step, and the generated text.
     workers: int = 2
     """Models that are trained at the same time, each in a process of its own with one thread; 0: in this process."""
 
@@ -145,10 +142,10 @@ def brief(record: Mapping[str, Any]) -> str:
     return f"{record['bits_per_char']:.3f} bits/char after {record['train_seconds']:.0f} s"
 
 
-def parse_specs(text: str, call: str = CALL) -> list[Spec]:
+def parse_specs(text: str) -> list[Spec]:
     """Return the specs of a list with commas between them."""
-    specs = [read_spec(part, "--specs", call) for part in split_specs(text)]
+    specs = [read_spec(part, "--specs", CALL) for part in split_specs(text)]
     for spec in specs:
         if specs.count(spec) > 1:
-            raise ArgumentError(f"{call}: --specs names {str(spec)!r} twice; name every spec once.")
+            raise ArgumentError(f"{CALL}: --specs names {str(spec)!r} twice; name every spec once.")
     return specs

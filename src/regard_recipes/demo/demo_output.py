@@ -23,7 +23,6 @@ from regard.training import TrainingStopped
 
 from ..lib import results
 from ..lib.display import Show, means, pivot
-from .demo_kernels import KernelWeights
 from .demo_recall import recall_curves, recall_table
 
 MADE_BY = "regard demo"
@@ -121,7 +120,7 @@ def table(result: Result) -> Table:
     return pivot(rows, {"spec": "model"}, shows, note=note)
 
 
-def _kernels(result: Result) -> KernelWeights | None:
+def _kernels(result: Result) -> dict[str, Any] | None:
     """Return the weights of several kernels in the first model that has them."""
     return next((model["kernels"] for model in result["models"] if model.get("kernels") is not None), None)
 
@@ -130,7 +129,9 @@ def _pictures(result: Result) -> dict[str, bytes]:
     """Return file name to PNG: kernels, curves, and a map for every model that has one."""
     pictures = {}
     if (kernels := _kernels(result)) is not None:
-        pictures["kernels.png"] = kernels.picture()
+        head = f"layer {kernels['layer'] + 1} head {kernels['head'] + 1} of {kernels['model']}"
+        title = f"Weights of the last character's query, {head}"
+        pictures["kernels.png"] = figures.weights_on_text(kernels["weights"], kernels["labels"], title=title)
     if result["recall"]:
         pictures["recall.png"] = recall_curves(result["recall"])
     if curves := [Curve(model["spec"], **model["curve"]) for model in result["models"] if "curve" in model]:
@@ -151,7 +152,7 @@ def page(result: Result, pictures: dict[str, bytes]) -> Page:
     parts, found = [], tables(result)
     if (kernels := _kernels(result)) is not None:
         text = (
-            f"Queries and keys of one head, on a held-out text that the {kernels.model} model has never seen. "
+            f"Queries and keys of one head, on a held-out text that the {kernels['model']} model has never seen. "
             f"Each row turns the same scores into weights by another spec. A grey character has a weight of exactly "
             f"zero: the prediction does not depend on it."
         )

@@ -1,5 +1,5 @@
 """The text of the demo, the n-gram model of it, and each of the language models: settings, a trial step, training,
-sample and attention maps."""
+sample, attention maps, and the weights that several kernels give to the keys of one trained head."""
 
 import json
 import time
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from regard import Spec
+from regard import Spec, attention
 from regard.checks import ArgumentError
 from regard.inspect.capture import capture
+from regard.inspect.hooks import run_with_cache
 from regard.inspect.measures import attention_maps
 from regard.models import HybridForCausalLM
 from regard.training import (
@@ -34,7 +36,6 @@ from regard.training.config import SEEDS
 from regard.training.validation import validate
 
 from ..lib.language_text import LanguageText, read_text
-from .demo_kernels import kernel_weights
 from .demo_output import RUNS, TEXT, folder_name
 from .ngram import NGram
 
@@ -43,6 +44,7 @@ LONGEST = 4_000_000  # characters of the text that are used at most, so that n-g
 EXCERPT = 64  # characters in the attention maps: as many as can be read in a figure
 INITIAL = 0.05  # standard deviation of the first weights
 SAMPLE, TEMPERATURE = 400, 0.8  # characters of generated text
+KERNELS = ("softmax", "sparsemax", "biweight", "relumax")  # specs that weigh the same scores
 _OWN = ("data", "spec", "out", "resume", "overwrite", "steps", "seed")
 
 
@@ -135,7 +137,7 @@ def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str,
     maps = kernels = None
     with suppress(ArgumentError):  # the model has no weights to show
         maps = attention_maps(model, tokens, list(excerpt))
-        kernels = kernel_weights(model, name, tokens, excerpt)
+        kernels = {"model": name, "labels": list(excerpt), **kernel_weights(model, tokens)}
     half = CONTEXT // 2
     sampled = (
         f"Temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, from the held-out text. "
@@ -148,6 +150,29 @@ def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str,
         "sample": write_on(model, tokenizer, prompt, settings.seed), "sampled": sampled,
         "curve": curve(settings.out, summary), "maps": maps, "kernels": kernels,
     }  # fmt: skip
+
+
+def kernel_weights(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
+    """Weigh the keys of one head by each of `KERNELS`, for the last of T tokens: the head in which most keys have
+    weight under biweight. Where one key has all weight, no kernel differs from another.
+
+    Returns:
+        `layer` and `head`, from 0, and `weights`, spec to weights [T].
+
+    Raises:
+        ArgumentError: the model has no queries and keys to read.
+    """
+    layers = range(model.config.num_hidden_layers)
+    names = [f"layers.{layer}.self_attn.hook_{part}" for layer in layers for part in "qk"]
+    _, kept = run_with_cache(model, tokens.long()[None], names)
+    q, k = (torch.cat([kept[point] for point in names[first::2]]) for first in (0, 1))  # [layers, H, T, D]
+    weights = {}
+    with torch.no_grad():
+        for spec in KERNELS:
+            _, seen = attention(q, k, k, spec, is_causal=True, impl="reference", return_diagnostics=True)
+            weights[spec] = seen.weights[:, :, -1]
+    layer, head = divmod(int((weights["biweight"] > 0).sum(-1).argmax()), q.shape[1])
+    return {"layer": layer, "head": head, "weights": {spec: each[layer, head] for spec, each in weights.items()}}
 
 
 def without_last_word(text: str) -> str:

@@ -4,29 +4,16 @@ Shapes: B texts, T tokens, H heads, L layers of f.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.inspect import mechanisms
 from regard.inspect.hooks import run_with_hooks
-from regard.inspect.mechanisms import (
-    copying,
-    copying_eigenvalues,
-    evenness,
-    head_projections,
-    induction,
-    knock_out,
-    logit_lens,
-    patterns,
-    repeated_blocks,
-    sinks,
-    uniform_attention,
-)  # fmt: skip
 
 from ..lib.budget import Corpus
 
@@ -48,7 +35,7 @@ def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed
     while total < length:
         period = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
         times = int(torch.randint(2, 5, (1,), generator=generator))
-        parts.append(repeated_blocks(vocabulary, period, period * times, 1, generator)[0])
+        parts.append(mechanisms.repeated_blocks(vocabulary, period, period * times, 1, generator)[0])
         total += period * times
     return torch.cat(parts)[:length].int()
 
@@ -62,26 +49,27 @@ def block_corpus(seed: int) -> Corpus:
 def measure_blocks(model: Any, seed: int) -> Row:
     """Return induction scores on repeated blocks before and after training, as rows of heads, and a prompt. `seed` is
     that of the training."""
-    device, vocabulary, period = next(model.parameters()).device, BLOCKS["vocabulary"], BLOCKS["period"]
+    vocabulary, period = BLOCKS["vocabulary"], BLOCKS["period"]
     generator = torch.Generator().manual_seed(seed + 1)
-    tokens = repeated_blocks(vocabulary, period, BLOCKS["length"], BLOCKS["texts"], generator).to(device)
+    tokens = mechanisms.repeated_blocks(vocabulary, period, BLOCKS["length"], BLOCKS["texts"], generator)
+    tokens = tokens.to(model.device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        untrained = type(model)(model.config).to(device).eval()
-    found: Row = {"rows": []}
+        untrained = type(model)(model.config).to(model.device).eval()
+    measured: Row = {"rows": []}
     for when, each in (("before", untrained), ("after", model)):
-        logits, layers = patterns(each, tokens)
+        logits, layers = mechanisms.patterns(each, tokens)
         right = logits[:, period:-1].argmax(-1) == tokens[:, period + 1 :]
-        found[f"accuracy_{when}"] = right.double().mean().item()
+        measured[f"accuracy_{when}"] = right.double().mean().item()
         for layer in layers:
-            equal = uniform_attention()(layer.weights[:1, :1].double(), None)  # type: ignore[arg-type]
+            equal = mechanisms.uniform_attention()(layer.weights[:1, :1].double(), None)  # type: ignore[arg-type]
             common = {"kind": "head", "stream": layer.stream, "layer": layer.layer + 1, "when": when,
-                      "uniform": induction(equal, layer.roles, period).item()}  # fmt: skip
-            scores = induction(layer.weights, layer.roles, period).tolist()
-            found["rows"] += [{**common, "score": score} for score in scores]
+                      "uniform": mechanisms.induction(equal, layer.roles, period).item()}  # fmt: skip
+            scores = mechanisms.induction(layer.weights, layer.roles, period).tolist()
+            measured["rows"] += [{**common, "score": score} for score in scores]
     words = [str(token) for token in range(vocabulary)]
-    found["rows"].append({"prompt": "blocks", **measure_prompt(model, tokens[0].tolist(), words)})
-    return found
+    measured["rows"].append({"prompt": "blocks", **measure_prompt(model, tokens[0].tolist(), words)})
+    return measured
 
 
 def measure_text(
@@ -89,45 +77,46 @@ def measure_text(
 ) -> Row:
     """Return sinks (from row `from_row` on), copying and the cost of every head on held-out `windows` [B, T], losses
     with equal weights, the logit lens, and maps and sources of a logit of the prompts, as rows."""
-    windows = windows.to(next(model.parameters()).device).long()
+    windows = windows.to(model.device).long()
     rows = head_rows(model, windows, from_row)
     whole = nats(model, windows)
-    streams: dict[str, dict[str, Any]] = {}  # stream to hook point to a hook
+    hooks: dict[str, dict[str, Any]] = {}  # stream to hook point to a hook
     for row in rows:
         name = row.pop("hook")
-        row["cost"] = nats(model, windows, [(name, knock_out(row["head"] - 1))]) - whole
-        streams.setdefault(row["stream"], {})[name] = uniform_attention()
-    for stream, hooks in streams.items():
-        cost = nats(model, windows, list(hooks.items())) - whole
-        rows.append({"kind": "equal weights", "stream": stream, "cost": cost})
+        row["cost"] = nats(model, windows, [(name, mechanisms.knock_out(row["head"] - 1))]) - whole
+        hooks.setdefault(row["stream"], {})[name] = mechanisms.uniform_attention()
+    for stream, equal in hooks.items():
+        rows.append({"kind": "equal weights", "stream": stream, "cost": nats(model, windows, equal.items()) - whole})
     if hasattr(model, "contributions"):  # an ICLM
-        for layer, (logits, block) in enumerate(zip(logit_lens(model, windows), model.model.f, strict=True)):
-            rows.append({"kind": "lens", "layer": layer + 1, "loss": cross_entropy(logits, windows).item()})
-            found = copying_eigenvalues(head_projections(block.attn).detach(), model.lm_head.weight.detach())
-            heads = zip(found.share.tolist(), found.balance.tolist(), strict=True)
-            rows += [{"kind": "eigenvalues", "layer": layer + 1, "head": head, "share": share, "balance": balance}
+        lens = zip(mechanisms.logit_lens(model, windows), model.model.f, strict=True)
+        for layer, (logits, block) in enumerate(lens, 1):
+            rows.append({"kind": "lens", "layer": layer, "loss": cross_entropy(logits, windows).item()})
+            projections = mechanisms.head_projections(block.attn).detach()
+            values = mechanisms.copying_eigenvalues(projections, model.lm_head.weight.detach())
+            heads = zip(values.share.tolist(), values.balance.tolist(), strict=True)
+            rows += [{"kind": "eigenvalues", "layer": layer, "head": head, "share": share, "balance": balance}
                      for head, (share, balance) in enumerate(heads, 1)]  # fmt: skip
-    rows += [{"prompt": str(i + 1), **measure_prompt(model, each, words)} for i, each in enumerate(prompts)]
+    rows += [{"prompt": str(i), **measure_prompt(model, prompt, words)} for i, prompt in enumerate(prompts, 1)]
     return {"rows": rows}
 
 
 def head_rows(model: Any, windows: Tensor, from_row: int) -> list[Row]:
     """Return for every head its sink, its evenness, and its weight on earlier occurrences of the token that the model
     predicts and of the token that follows."""
-    logits, found = patterns(model, windows)
+    logits, layers = mechanisms.patterns(model, windows)
     rows = []
-    for each in found:
-        sink = sinks(each.weights, from_row)
-        predicted = copying(each.weights, each.roles, windows, each.wanted(logits))
-        following = copying(each.weights, each.roles, windows, each.roles.rows(windows, each.weights.shape[2]))
+    for layer in layers:
+        sink = mechanisms.sinks(layer.weights, from_row)
+        wanted = (layer.wanted(logits), layer.roles.rows(windows, layer.weights.shape[2]))
+        predicted, following = (mechanisms.copying(layer.weights, layer.roles, windows, tokens) for tokens in wanted)
         columns = {
             "first": sink.first, "strongest": sink.strongest, "place": sink.place,
-            "even": evenness(each.weights, from_row), "predicted": predicted.weight, "predicted_lift": predicted.lift,
-            "following": following.weight, "following_lift": following.lift,
+            "even": mechanisms.evenness(layer.weights, from_row), "predicted": predicted.weight,
+            "predicted_lift": predicted.lift, "following": following.weight, "following_lift": following.lift,
         }  # fmt: skip
-        common = {"kind": "head", "stream": each.stream, "layer": each.layer + 1, "hook": each.name,
+        common = {"kind": "head", "stream": layer.stream, "layer": layer.layer + 1, "hook": layer.name,
                   "uniform": sink.uniform, "predicted_uniform": predicted.uniform}  # fmt: skip
-        for head in range(each.weights.shape[1]):
+        for head in range(layer.weights.shape[1]):
             rows.append({**common, "head": head + 1, **{name: x[head].item() for name, x in columns.items()}})
     return rows
 
@@ -148,37 +137,33 @@ def cross_entropy(logits: Tensor, windows: Tensor, reduction: str = "mean") -> T
 def choose_prompts(tokens: Tensor, length: int, count: int) -> list[list[int]]:
     """Return the first windows of a text [n] without overlap whose end has occurred in them before, so that there is
     something to copy. Ends are as long as enough windows allow; rows of one sign (rules, indentation) do not count."""
-    found: list[list[int]] = []
+    text = tokens.tolist()
+    windows: list[list[int]] = []
     for size in (8, 6, 4, 3, 2, 1, 0):
-        found = list(islice(_recurring(tokens.tolist(), length, size), count))
-        if len(found) == count:
+        windows, start = [], 0
+        while len(windows) < count and start + length <= len(text):
+            window = text[start : start + length]
+            end = window[length - size :]
+            varied = 3 * len(set(window)) >= min(length, 24) and 2 * len(set(end)) > size - 1
+            recurs = varied and any(window[i : i + size] == end for i in range(length - 2 * size + 1))
+            windows += [window] if recurs else []
+            start += length if recurs else 1
+        if len(windows) == count:
             break
-    return found
-
-
-def _recurring(text: list[int], length: int, size: int) -> Iterator[list[int]]:
-    start = 0
-    while start + length <= len(text):
-        window = text[start : start + length]
-        end = window[length - size :]
-        varied = 3 * len(set(window)) >= min(length, 24) and 2 * len(set(end)) > size - 1
-        fits = varied and any(window[i : i + size] == end for i in range(length - 2 * size + 1))
-        if fits:
-            yield window
-        start += length if fits else 1
+    return windows
 
 
 def measure_prompt(model: Any, prompt: Sequence[int], words: Sequence[str]) -> Row:
     """Return a row with the prediction after T tokens, the weights of the middle layer of every stream (the mean of its
     heads), and the sources of the predicted token's logit."""
-    tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
-    logits, found = patterns(model, tokens)
+    tokens = torch.tensor([list(prompt)], device=model.device)
+    logits, layers = mechanisms.patterns(model, tokens)
     chance = logits[0, -1].double().softmax(-1)
     predicted = int(chance.argmax())
     row: Row = {"kind": "prompt", "words": [words[token] for token in prompt], "predicted_word": words[predicted],
                 "chance": chance[predicted].item(), "maps": {}}  # fmt: skip
-    for stream in dict.fromkeys(each.stream for each in found):
-        own = [each for each in found if each.stream == stream]
+    for stream in dict.fromkeys(layer.stream for layer in layers):
+        own = [layer for layer in layers if layer.stream == stream]
         middle = own[len(own) // 2]
         mean = middle.weights[0].double().mean(0)
         rounded = [[round(weight, DIGITS) for weight in weights] for weights in mean.tolist()]
@@ -193,13 +178,13 @@ def logit_sources(model: Any, tokens: Tensor, predicted: int, logit: float) -> R
     """Return what context tokens (`parts`, T x L), feed-forward layers and bias add to the logit of a token, what its
     own earlier occurrences add (`same`, None without any), and by how much the parts miss the logit."""
     asked = torch.tensor([predicted], device=tokens.device)
-    found = model.contributions(tokens, positions=[-1])
-    parts = found.parts(asked)[0, 0, ..., 0].double().sum(-1)  # [T, L]
-    opaque = found.mlp(asked)[0, 0, :, 0].double().sum().item()
-    bias = float(found.bias(asked).flatten()[0])
-    own = parts[tokens[0] == predicted]
+    added = model.contributions(tokens, positions=[-1])
+    parts = added.parts(asked)[0, 0, ..., 0].double().sum(-1)  # [T, L]
+    opaque = added.mlp(asked)[0, 0, :, 0].double().sum().item()
+    bias = float(added.bias(asked).flatten()[0])
+    same = parts[tokens[0] == predicted]
     return {
-        "logit": logit, "context": parts.sum().item(), "same": own.sum().item() if len(own) else None,
+        "logit": logit, "context": parts.sum().item(), "same": same.sum().item() if len(same) else None,
         "feed_forward": opaque, "bias": bias,
         "missed": abs(math.fsum([*parts.flatten().tolist(), opaque, bias]) - logit), "parts": parts.tolist(),
     }  # fmt: skip
