@@ -25,7 +25,7 @@ from regard.nn.memory_trace import SlotStatistics, WriterTrace, observed
 from regard.tasks import CrossDocumentRecall
 
 from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
-from ..lib.display import Show, label, lines, pivot, stat
+from ..lib.display import Show, label, lines, panels, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
@@ -134,8 +134,8 @@ class FastWeightRecall(Recipe):
             losses = train_on_task(model, RecallTokens(self.task(reads=TRAINED_READS)), budget).loss
         seconds = time.perf_counter() - start
         model.eval()
-        once = self.task(documents=1, reads=2) if not small and rule in EXACT else None
-        hits = self.hits(model, once, seed) if once else (None, None)
+        once, exact = self.task(documents=1, reads=2), not small and rule in EXACT
+        hits = self.hits(model, once, seed) if exact else (None, None)
         parameters = sum(weight.numel() for weight in model.parameters())
         yield {"kind": "run", "slots": model.memory.slots, "parameters": parameters, "seconds": seconds,
                "fast_weights": model.memory.fast_numbers(), "hit_last": hits[0], "hit_four": hits[1]}  # fmt: skip
@@ -145,8 +145,8 @@ class FastWeightRecall(Recipe):
             document, reading = divmod(place, task.reads)
             yield {"kind": "recall", "document": document + 1, "reading": reading + 1, "accuracy": share}
         # a document is read once and then comes again as questions; a chunk of both is written after the questions
-        for parts in (1, 2, 4, 8) if once else ():
-            if (chunk := 2 * once.length // parts) >= 2:
+        for chunk in (2 * once.length // parts for parts in (1, 2, 4, 8) if exact):
+            if chunk >= 2:
                 with chunk_size(model, chunk):
                     yield {"kind": "once", "chunk": chunk, "accuracy": self.accuracy(model, once, seed)[1]}
 
@@ -250,13 +250,11 @@ class FastWeightRecall(Recipe):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         recall, clustered = results.select(kind="recall"), results.select(kind="clustered")
-        panels = {
-            f"{kind}, document {document}": select(recall, memory=kind, document=document)
-            for document in range(1, self.documents + 1) for kind in (ROOM, SMALL)
-        }  # fmt: skip
+        recall = recall.astype({"document": int}).sort_values("document", kind="stable")
         clustered = clustered.assign(entropy=clustered["weight"].map("weight {:g}".format))
         return {
-            "recall": lines(panels, "reading", {"accuracy": "share of right values"}, "rule", wrap=2),
+            "recall": lines(panels(recall, "{memory}, document {document}"), "reading",
+                            {"accuracy": "share of right values"}, "rule", wrap=2),
             "clustered": lines({"slots that clustered queries use": clustered}, "spread",
                                {"coverage": "share of the slots"}, "entropy"),
         }  # fmt: skip

@@ -115,9 +115,9 @@ def known_rows(*more_layouts: str) -> dict[str, dict[str, Row]]:
 def depths_of(memory: str, layers: int) -> dict[str, tuple[int, ...]]:
     """Return the kinds of one of `MEMORIES` with their depths, from 0: the paper's. Models with fewer layers have one
     of each: the fast one before the last layer (of two, there), the slow one before the fast one."""
-    if layers < 12:
-        slow, fast = (layers // 2 - 1,), (max(1, layers - 2),)
-    else:
+    slow: tuple[int, ...] = (layers // 2 - 1,)
+    fast: tuple[int, ...] = (max(1, layers - 2),)
+    if layers >= 12:
         slow, fast = ((6,), (2, 10)) if "+" in memory else ((2, 6, 10), (2, 6, 10))
     return {kind: slow if kind == "PKM" else fast for kind in memory.split("+") if kind != "none"}
 
