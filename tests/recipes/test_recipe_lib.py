@@ -319,10 +319,10 @@ def test_every_size_of_every_recipe_is_in_range() -> None:
                 assert len({json.dumps(cell) for cell in cells}) == len(cells) > 0, (name, size)
 
 
-def test_an_option_without_its_type_is_refused() -> None:
-    """A dataclass would keep the value of the base class."""
-    with pytest.raises(ArgumentError, match="Few: seeds is an option; give it its type"):
-        type("Few", (Squares,), {"seeds": 2})
+def test_a_value_without_a_type_is_a_new_default() -> None:
+    """A dataclass alone would keep the value of the base class."""
+    few: Any = type("Few", (Squares,), {"seeds": 2})
+    assert (few().seeds, few.configure("quick", seeds=1).seeds, Squares().seeds) == (2, 1, 3)
 
 
 def test_a_folder_with_other_files_is_left_alone(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:

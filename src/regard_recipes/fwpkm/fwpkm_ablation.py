@@ -41,8 +41,8 @@ COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory cou
 class FwPKMAblation(NamesAndNeedlesRecipe):
     """A fast-weight product-key memory with one part left out at a time: losses, gates, slots in use, needles."""
 
-    sub_keys: int = 32
-    steps: int = 100
+    sub_keys = 32
+    steps = 100
     examples: int = 32
     """Haystacks with a question that each model is asked."""
     segments: int = 16  # Training windows of each document.

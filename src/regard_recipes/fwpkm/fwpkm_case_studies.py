@@ -44,13 +44,13 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
 
     seeds: int = 5
     """Models that are trained; the first one's case is drawn."""
-    layers: int = 4
-    steps: int = 80
-    digits: int = 4
+    layers = 4
+    steps = 80
+    digits = 4
     examples: int = 64
     """Haystacks with a question; the first that is answered correctly is drawn."""
-    haystack: int = 192
-    documents: int = 16
+    haystack = 192
+    documents = 16
     gate_chunk: int = 4
     """Tokens between two writes where gates are looked at; the paper takes a sixteenth of the training's."""
     gate_tokens: int = 480  # Tokens of each document.

@@ -48,13 +48,13 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
     """Models that are measured at the same time."""
     layouts: tuple[str, ...] = ("GDN", "GDN+SWA", "GDN+FA", "FA")  # Layouts that are counted and measured.
     memories: tuple[str, ...] = ("none", "PKM", "FwPKM", "PKM+FwPKM")  # Memories of each.
-    width: int = 192
-    heads: int = 6
-    batch: int = 2
-    steps: int = 5
-    looks: int = 1
-    sub_keys: int = 128
-    memory_dim: int = 128
+    width = 192
+    heads = 6
+    batch = 2
+    steps = 5
+    looks = 1
+    sub_keys = 128
+    memory_dim = 128
     choices: ClassVar = {"layouts": LAYOUTS, "memories": MEMORIES}
     by_size: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "steps": 3},

@@ -53,25 +53,17 @@ PAPER_BOTH: dict[str, Any] = {
 class MemoryOptions:
     """Options of recipes whose models have memories."""
 
-    width: int = 64
-    """Width of every model."""
+    width: int = 64  # Width of every model.
     layers: int = 4
     """Layers of every model; every fourth is attention where a layout has both kinds. Memories stand at the paper's
     depths where there are twelve, else before the last."""
-    heads: int = 2
-    """Heads of every mixer."""
-    kv_heads: int = 0
-    """Heads of keys and values of attention; 0 for as many as `heads`."""
-    delta_heads: int = 0
-    """Heads of gated delta nets, as wide as those of attention; 0 for as many as `heads`."""
-    context: int = 256
-    """Tokens of a training window."""
-    chunk: int = 64
-    """Tokens between two writes; also the window of SWA and pSWA."""
-    sub_keys: int = 32
-    """The square root of a memory's slots."""
-    memory_dim: int = 64
-    """Channels of a memory's keys and values."""
+    heads: int = 2  # Heads of every mixer.
+    kv_heads: int = 0  # Heads of keys and values of attention; 0 for as many as `heads`.
+    delta_heads: int = 0  # Heads of gated delta nets, as wide as those of attention; 0 for as many as `heads`.
+    context: int = 256  # Tokens of a training window.
+    chunk: int = 64  # Tokens between two writes; also the window of SWA and pSWA.
+    sub_keys: int = 32  # The square root of a memory's slots.
+    memory_dim: int = 64  # Channels of a memory's keys and values.
     limits: ClassVar[Limits] = {
         **dict.fromkeys(("layers", "context", "chunk", "sub_keys", "memory_dim"), (2, math.inf)),
         **dict.fromkeys(("kv_heads", "delta_heads"), (0, math.inf)),
@@ -172,20 +164,18 @@ def check_sizes(call: str, config: Any, layouts: Iterable[str]) -> None:
 class MemoryRecipe(MemoryOptions, TaskRecipe):
     """A recipe of models with memories; a name in `known` has a row ("row") and options of FwPKM memories ("fast")."""
 
-    layers: int = 2
-    heads: int = 1
-    context: int = 48
-    chunk: int = 8
-    sub_keys: int = 16
-    top_k: int = 8
-    """Slots that a token reads."""
+    layers = 2
+    heads = 1
+    context = 48
+    chunk = 8
+    sub_keys = 16
+    top_k: int = 8  # Slots that a token reads.
     rule: str = "normalized"
     """How FwPKM is written: normalized, paper (its equations) or program (the released program)."""
     address_weight: float = 1.0
     """Weight of the entropy that moves the keys, with --rule normalized; the other rules have their own. The paper's 10
     suits its 512 sub-keys."""
-    feed_forward: str = "none"
-    """Of every layer: none, swiglu or gelu."""
+    feed_forward: str = "none"  # Of every layer: none, swiglu or gelu.
     limits: ClassVar[Limits] = {"top_k": (1, 2**16)}
 
     def check(self) -> None:
@@ -228,8 +218,7 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
 class NamesRecipe(MemoryRecipe):
     """A recipe with the text of names."""
 
-    people: int = 4
-    """People of a document."""
+    people: int = 4  # People of a document.
     limits: ClassVar[Limits] = {"people": (1, 100)}
 
     def names(self, length: int) -> NamesText:
@@ -242,18 +231,12 @@ class NeedleRecipe(MemoryRecipe):
 
     data: Path | None = None
     """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
-    words: int = 200
-    """How many of the commonest words are tokens of their own."""
-    most: int = 4
-    """Most needles of a training example."""
-    needles: int = 4
-    """Needles in a haystack that is asked about."""
-    digits: int = 2
-    """Digits of a needle's number; two of them are a token."""
-    key_digits: int = 1
-    """Hexadecimal digits of a needle's key, together a token."""
-    reads: int = 4
-    """How often a haystack is read at most."""
+    words: int = 200  # How many of the commonest words are tokens of their own.
+    most: int = 4  # Most needles of a training example.
+    needles: int = 4  # Needles in a haystack that is asked about.
+    digits: int = 2  # Digits of a needle's number; two of them are a token.
+    key_digits: int = 1  # Hexadecimal digits of a needle's key, together a token.
+    reads: int = 4  # How often a haystack is read at most.
     limits: ClassVar[Limits] = {
         **dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)),
         "key_digits": (1, 4),
@@ -267,13 +250,11 @@ class NeedleRecipe(MemoryRecipe):
 class NamesAndNeedlesRecipe(NamesRecipe, NeedleRecipe):
     """A recipe of models that learn both texts, and read haystacks and documents of another length."""
 
-    batch: int = 16
-    stop_at: float = 2.0
-    rates: tuple[float, ...] = (4e-3,)
-    haystack: int = 256
-    """Tokens of a haystack."""
-    documents: int = 8
-    """Documents of held-out names that are read."""
+    batch = 16
+    stop_at = 2.0
+    rates = (4e-3,)
+    haystack: int = 256  # Tokens of a haystack.
+    documents: int = 8  # Documents of held-out names that are read.
     limits: ClassVar[Limits] = {"documents": (1, math.inf)}
 
     def check(self) -> None:

@@ -32,20 +32,17 @@ HELPS = 0.1  # nats, and difference of gates, that count as an effect
 class RecurringNamesRecipe(TaskRecipe):
     """Loss on names that recur beyond the window of attention, with a written and a frozen memory, and its gates."""
 
-    sentences: int = 24
-    """Sentences of a document."""
-    people: int = 6
-    """People of a document."""
-    window: int = 8
-    """Tokens that attention sees, and beyond which a mention is far."""
+    sentences: int = 24  # Sentences of a document.
+    people: int = 6  # People of a document.
+    window: int = 8  # Tokens that attention sees, and beyond which a mention is far.
     width: int = 64  # Channels, of one head.
     sub_keys: int = 16  # Of the memory; it has as many slots as their square.
     chunk: int = 8  # Tokens between two writes of the memory.
     rates: tuple[float, ...] = (3e-3, 6e-3)
     """Learning rates, of which each model takes the one with the best mean accuracy on far mentions of the validation
     split."""
-    steps: int = 300
-    batch: int = 32
+    steps = 300
+    batch = 32
     examples: int = 128
     """Documents of the test split that each score is taken from."""
     limits: ClassVar = {

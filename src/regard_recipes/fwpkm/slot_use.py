@@ -38,7 +38,7 @@ class SlotUse(TextRecipe):
     memory_dim: int = 64  # Channels of a memory's keys and values.
     top_k: int = 8  # Slots that each of four heads reads where many are read: a sixteenth of the sub-keys.
     few: int = 2  # Slots that the one head reads where few are read.
-    steps: int = 1500
+    steps = 1500
     measured: int = 16_384
     """Held-out tokens that the results are measured on."""
     limits: ClassVar = {"layers": (2, 256), "sub_keys": (2, 2**16), "memory_dim": (2, 8192),

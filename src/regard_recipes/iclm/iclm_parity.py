@@ -66,7 +66,7 @@ class Parity(TextRecipe):
     iclm-wv-no-phi-mlp."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     """Learning rates, of which each model takes the one with the least mean loss on the validation text."""
-    width: int = 128
+    width = 128
     layers: int = 4
     """Layers, an even number; the paper's models have 8 or 12 of width 512 with 8 heads, or 24 of 1024 with 16."""
     known: ClassVar[Any] = KINDS

@@ -37,8 +37,8 @@ class StoriesRecipe(TaskRecipe, Sizes):
     layers: int = 4
     """Layers; of ICLM, half as many pairs of blocks."""
     graded: int = 64  # Stories that each model continues.
-    batch: int = 32
-    stop_at: float = 1.1
+    batch = 32
+    stop_at = 1.1
     limits: ClassVar = {"layers": (2, 256), "graded": (2, 2**20)}
     known = MODELS
     learned = 0.3

@@ -41,9 +41,9 @@ class TinyMathRecipe(TaskRecipe, Sizes):
     setting: str = "small"  # Setting of the task: 'quick' (numbers up to 20), 'small' (up to 81) or 'paper'.
     layers: int = 4
     """Layers; of ICLM, half as many pairs of blocks."""
-    batch: int = 32
-    steps: int = 1200
-    stop_at: float = 1.1
+    batch = 32
+    steps = 1200
+    stop_at = 1.1
     limits: ClassVar = {"layers": (2, 256)}
     known = MODELS
     metric = ANSWER

@@ -8,7 +8,7 @@ measurement, so a page can be rebuilt from stored rows.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -78,9 +78,10 @@ def significant(x: Any, digits: int = 4) -> float:
 class Recipe(ABC):
     """An experiment with its options. The first sentence of the docstring is what `regard list recipes` shows.
 
-    Every subclass is a dataclass, whose fields are options with their values at the size 'small', and a text each. It
-    sets `by_size`, and implements `cells` and `measure`, then `claims`, `tables` and `figures` as far as it has any.
-    Register it with `@recipe(name)`. An instance is sent to other processes, so its attributes must be picklable.
+    Every subclass is a dataclass, whose fields are options with their values at the size 'small', and a text each; a
+    value without a type changes the default of an inherited option. It sets `by_size`, and implements `cells` and
+    `measure`, then `claims`, `tables` and `figures` as far as it has any. Register it with `@recipe(name)`. An instance
+    is sent to other processes, so its attributes must be picklable.
 
     Attributes:
         limits: field to its least and largest number; of several numbers each holds, and each comes once. Here as in
@@ -110,10 +111,11 @@ class Recipe(ABC):
     name: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
+        bases = filter(is_dataclass, reversed(cls.__mro__[1:]))
+        types = {option.name: option.type for base in bases for option in fields(base)}
+        for name in types.keys() & vars(cls).keys() - get_annotations(cls).keys():  # a dataclass would ignore the value
+            cls.__annotations__[name] = types[name]
         dataclass(kw_only=True, eq=False)(cls)
-        for option in fields(cls):  # a dataclass would ignore the value
-            if option.name in vars(cls) and option.name not in get_annotations(cls):
-                raise ArgumentError(f"{cls.__name__}: {option.name} is an option; give it its type again.")
 
     @classmethod
     def declared(cls, what: str) -> dict[str, Any]:

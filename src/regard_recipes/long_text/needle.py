@@ -37,17 +37,16 @@ SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")
 class Needle(NeedleRecipe):
     """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
 
-    batch: int = 64
-    steps: int = 1500
-    stop_at: float = 0.98
+    batch = 64
+    steps = 1500
+    stop_at = 0.98
     qk_norm: str = "none"
     """Norm of attention's queries and keys: none or rms. Small models with rms stay for thousands of steps at choosing
     among the numbers that they have seen."""
-    pairs: float = 0.5
-    """Share of the training examples that are keys and numbers alone, without a haystack."""
+    pairs: float = 0.5  # Share of the training examples that are keys and numbers alone, without a haystack.
     examples: int = 16
     """Haystacks of each length."""
-    rates: tuple[float, ...] = (3e-3, 1e-2)
+    rates = (3e-3, 1e-2)
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
     limits: ClassVar = {"lengths": (1, math.inf), "kept": (0, math.inf), "pairs": (0.0, 1.0)}
@@ -160,8 +159,8 @@ class Needle(NeedleRecipe):
             made[f"Exact answers, {meaning}"] = pivot(rows, ["model"], {"": interval("share", 2)}, "at", note=note)
         if fast:
             note = f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."
-            reads: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
-            made["Reads needed"] = pivot(select(new, model=fast), ["model", "protocol"], {"reads": reads}, "length",
+            needed: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
+            made["Reads needed"] = pivot(select(new, model=fast), ["model", "protocol"], {"reads": needed}, "length",
                                          note=note)  # fmt: skip
         kept = select(answers, length=self.lengths[0], protocol=list(KEPT), model=fast)
         if self.kept and len(kept):

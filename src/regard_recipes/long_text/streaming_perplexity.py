@@ -34,14 +34,13 @@ NO_KNOWLEDGE = ("Nothing is the same in all documents of this text, so that it c
 class StreamingPerplexity(NamesRecipe):
     """Perplexity on short and long documents read in order, with fast and slow memories in the FwPKM layouts."""
 
-    batch: int = 16
-    steps: int = 300
-    stop_at: float = 0.97
-    rates: tuple[float, ...] = (4e-3, 8e-3)
+    batch = 16
+    steps = 300
+    stop_at = 0.97
+    rates = (4e-3, 8e-3)
     examples: int = 32
     """Documents of each kind that are read; a quarter of them side by side."""
-    segments: int = 16
-    """Segments of a long document, each as long as a training window."""
+    segments: int = 16  # Segments of a long document, each as long as a training window.
     limits: ClassVar = {"segments": (1, math.inf)}
     known = ROWS
     slow: ClassVar = [name for name in ROWS if name not in SMALL]

@@ -54,8 +54,7 @@ class Sweep(TaskRecipe):
 
     file: Path | None = None
     """The TOML file; what it sets wins over other options. Without one, a small example is run."""
-    content: str = ""
-    """What the file says, as JSON; set when the file is read."""
+    content: str = ""  # What the file says, as JSON; set when the file is read.
     by_size: ClassVar = {"quick": {"seeds": 2, "rates": (3e-3,), "steps": 60, "examples": 64}, "paper": {}}
 
     @classmethod
