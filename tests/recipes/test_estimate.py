@@ -1,10 +1,10 @@
 """`regard reproduce NAME --estimate`: parameters, tokens and operations of a run; torch counts them too."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tiny_runs import configured
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.cli import main
@@ -14,15 +14,10 @@ from regard_recipes.lib.trained import TrainedRecipe, estimate, used
 TRAINED = [name for name, kind in sorted(recipes.items()) if issubclass(kind, TrainedRecipe)]
 
 
-def made(name: str, size: str = "quick", **changes: Any) -> Any:
-    kind = recipes.get(name)
-    return kind.configure(size, **changes)
-
-
 @pytest.mark.parametrize("size", ["quick", "small"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_recipe_of_trained_models_has_an_estimate(name: str, size: str) -> None:
-    recipe = made(name, size)
+    recipe = configured(name, size)
     rows = estimate(recipe).rows
     runs = sum(map(recipe.seeds_of, recipe.cells()))
     assert sum(int(row[1]) for row in rows[:-1]) == int(rows[-1][1]) == runs
@@ -35,14 +30,14 @@ def test_every_recipe_of_trained_models_has_an_estimate(name: str, size: str) ->
 def test_the_page_has_what_the_full_sizes_need(name: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "cookbook" / "full-size-on-a-gpu.md"
     if recipes.get(name).by_size["paper"]:
-        row = estimate(made(name, "paper")).rows[-1][1:]
+        row = estimate(configured(name, "paper")).rows[-1][1:]
         assert f"| `{name}` | {' | '.join(row)} |" in page.read_text()
 
 
 @pytest.mark.parametrize(("name", "model"), [("lla-pretraining", "softmax"), ("iclm-parity", "transformer")])
 def test_the_operations_are_those_that_torch_counts(name: str, model: str) -> None:
     """Short windows, whose attention scores hardly count."""
-    recipe = made(name, models=(model,), width=128, context=16)
+    recipe = configured(name, models=(model,), width=128, context=16)
     trained, _ = recipe.untrained({"model": model, "rate": recipe.rates[0]})
     tokens = torch.zeros(4, 16, dtype=torch.long)
     with FlopCounterMode(display=False) as counted:
@@ -55,7 +50,7 @@ def test_options_and_recipes_that_train_nothing(capsys: pytest.CaptureFixture) -
     out = capsys.readouterr().out
     assert "Transformer" in out
     assert "all runs; the largest model     20" in out.replace("model          ", "model     ")
-    assert estimate(made("mosaic-kernels")).header[0] == "layers, model, k, form"
+    assert estimate(configured("mosaic-kernels")).header[0] == "layers, model, k, form"
     assert main(["reproduce", "dispersion", "--estimate"]) == 2
     assert "dispersion: --estimate: the recipe does not train models by steps, so run it." in capsys.readouterr().err
     assert main(["reproduce", "stories", "--estimate", "--steps", "0"]) == 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import configured
 from torch.nn.functional import cross_entropy
 
 from regard.models import HybridForCausalLM
@@ -24,11 +25,6 @@ TEXTS = [name for name, kind in recipes.items() if isinstance(kind, type) and is
 FACTS = {"floor": 3.0}
 
 
-def make(name: str, size: str = "quick", **changes: Any) -> Any:
-    kind = recipes.get(name)
-    return kind.configure(size, **changes)
-
-
 def results(rows: list[dict[str, Any]]) -> Results:
     """Return results with two seeds of every row, the second a little higher."""
     numbers = ("test", "loss", "density", "lowest", "highest", "coverage")
@@ -44,7 +40,7 @@ def run(model: str, rate: float = 1e-3, held_out: float = 2.0, **found: Any) -> 
 def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:
     rows = [run("softmax", 1e-3, 2.5, test=2.1), run("softmax", 3e-3, 2.2, test=2.4),
             run("relumax", 1e-3, 2.3, test=2.6), run("relumax", 3e-3, math.nan, test=math.nan)]  # fmt: skip
-    made = make("out-of-distribution")
+    made = configured("out-of-distribution")
     chosen = made.chosen(results(rows))
     assert dict(zip(chosen["model"], chosen["rate"], strict=True)) == {"softmax": 3e-3, "relumax": 1e-3}
     assert made.gap(results(rows), "relumax", "softmax").mean == pytest.approx(0.2)
@@ -54,7 +50,7 @@ def test_each_model_has_the_rate_with_the_least_validation_loss() -> None:
 @pytest.mark.parametrize("size", ["small", "paper"])
 def test_every_known_model_can_be_made(name: str, size: str) -> None:
     """Those too that are trained only where --models names them."""
-    made = make(name, size, models=())
+    made = configured(name, size, models=())
     cells = made.cells()
     left_out = set(made.known) - {cell["model"] for cell in cells}
     assert left_out <= ({"iclm-full-matched"} if size == "paper" else set())  # larger than its rival at that size
@@ -75,7 +71,7 @@ def test_models_that_predict_no_better_than_frequencies_decide_nothing(name: str
 
 
 def test_weights_of_softmax_are_counted_as_by_hand() -> None:
-    made = make("lla-pretraining", width=16)
+    made = configured("lla-pretraining", width=16)
     torch.manual_seed(0)
     tokens = torch.randint(0, 50, (2, 12))
     net = HybridForCausalLM(made.model_config({"model": PLAIN}, 50)).eval()
@@ -90,7 +86,7 @@ def test_weights_of_softmax_are_counted_as_by_hand() -> None:
 
 
 def test_losses_along_a_window_are_those_of_its_tokens() -> None:
-    made = make("lla-pretraining", width=16)
+    made = configured("lla-pretraining", width=16)
     net = HybridForCausalLM(made.model_config({"model": PLAIN}, 50)).eval()
     tokens = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
     found = losses_along(net, tokens, batch=2)
@@ -109,7 +105,7 @@ def test_stories_are_the_same_every_time() -> None:
 
 
 def test_slots_are_counted_as_by_hand() -> None:
-    made = make("slot-use", width=16, sub_keys=4, top_k=2, memory_dim=8)
+    made = configured("slot-use", width=16, sub_keys=4, top_k=2, memory_dim=8)
     torch.manual_seed(0)
     net = HybridForCausalLM(made.model_config({"model": "batch norm, many slots"}, 50)).eval()
     memory = next(m for m in net.modules() if type(m).__name__ == "ProductKeyMemory")

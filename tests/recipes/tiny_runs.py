@@ -92,9 +92,14 @@ def make(name: str, **changes: Any) -> Any:
     return kind.configure("quick", **{"workers": 0, **TINY[name], **changes})
 
 
+def configured(name: str, size: str = "quick", **changes: Any) -> Any:
+    """Return a recipe of a size with some options changed."""
+    return recipes.get(name).configure(size, **changes)
+
+
 def checked(name: str, size: str = "small", **changes: Any) -> Any:
-    """Return a recipe of a size whose options were checked."""
-    made = recipes.get(name).configure(size, **changes)
+    """Return the same after its options were checked."""
+    made = configured(name, size, **changes)
     check_shared(made)
     return made
 
