@@ -1,13 +1,9 @@
 """How well a fast-weight memory recalls what it read once, and what it read before it was given other values.
 
-The model is embedding, `nn.FastWeightProductKeyMemory`, output. It reads documents of random pairs of tokens
-(`tasks.CrossDocumentRecall`), each several times, the whole document being one chunk. What it knows on the second
-reading it wrote in one step, which "Fast-weight Product Key Memory" calls one-step rewriting (section 3.2). The paper's
-equation 35 leaves most of the error where several slots are read; the released program multiplies the step by their
-number, and the normalised rule divides by the sum of the squared weights, which makes one write exact.
-
-Also measured: fewer slots than pairs need; one reading with smaller chunks, so that writes come before questions; who
-wrote the slots that are read; and whether the entropy of section 3.3 spreads clustered queries over more slots.
+docs/memory-results.md says what is read. What a model knows on the second reading it wrote in one step, which
+"Fast-weight Product Key Memory" calls one-step rewriting (section 3.2). Also measured: fewer slots than pairs need; one
+reading with smaller chunks; who wrote the slots that are read; and whether the entropy of section 3.3 spreads clustered
+queries over more slots.
 """
 
 import math

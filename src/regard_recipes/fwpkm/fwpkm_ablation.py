@@ -1,10 +1,8 @@
 """What each part of a fast-weight product-key memory is worth: appendix B of its paper at a size for two cores.
 
-Every model is the same, gated delta nets with FwPKM layers, with one part of the memory left out or another number of
-slots read. Beside them stand the three rules of writing, dot-product scores (which the paper leaves out since they
-"often result in memory collapsing and loss divergence"), and a model without a memory. Each is trained on text in which
-names come back and reads documents in order, with the memory carried on; and trained on needles and asked after one to
-four readings.
+One part of the memory is left out, or another number of slots is read. Beside these stand the three rules of writing,
+dot-product scores (which the paper leaves out since they "often result in memory collapsing and loss divergence"), and
+a model without a memory. docs/memory-results.md says how models are trained and what they read.
 """
 
 import math

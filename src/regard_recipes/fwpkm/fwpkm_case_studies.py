@@ -1,12 +1,10 @@
 """Two looks into a fast-weight memory: the slots that answer a question about a needle, and the gates over a text.
 
-Section 5 of "Fast-weight Product Key Memory". A model that learned needles reads a haystack several times, with one
-write after each reading; every slot that is retrieved for the answer's tokens is shown with what its last write stored.
-A model that learned a text in which names come back reads with smaller chunks than in training; the gate of every
-memory layer is shown by token. What the paper says of both is counted over many questions and documents.
+Section 5 of "Fast-weight Product Key Memory"; what it says of both is counted over many questions and documents. Every
+slot that is retrieved for an answer's tokens is shown with what its last write stored. The gate of every memory layer
+is shown by token, read with smaller chunks than in training.
 
-Shapes: E questions, L tokens of a haystack, n readings, Q tokens of a question, A of an answer, S = n L + Q + A tokens
-of a stream.
+Shapes: E questions, L tokens of a haystack, n readings, Q tokens of a question, A of an answer.
 """
 
 import math

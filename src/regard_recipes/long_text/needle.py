@@ -1,9 +1,7 @@
 """Measure how models find a needle in a haystack that they read up to four times.
 
-Fast-weight Product Key Memory paper, section 4.3: figure 4 and findings 4 to 6. Every model learns on haystacks of one
-length, and on pairs without a haystack, until it finds needles there. It is then asked for needles in haystacks as long
-and longer, by the three protocols of `needle_reading`: that of the paper, which answers before it writes, and two that
-write first.
+Fast-weight Product Key Memory paper, section 4.3: figure 4 and findings 4 to 6. Models are asked for needles in
+haystacks as long as in training and longer, by the three protocols of `needle_reading`.
 """
 
 import math

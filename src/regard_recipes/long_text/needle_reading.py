@@ -1,20 +1,13 @@
 """Needles in haystacks for small models: the text that they learn, and reading a haystack n times before a question.
 
-The text is whole words of real text; a key and every two digits are one token. Small models do not learn in minutes to
-copy six digits from bytes. So the commonest words are tokens (the rest share one), and a needle is "number K3f 42 .".
-An example to learn from is a haystack and then needles of it again, drawn with replacement: only their numbers are
-asked. If each were asked once, a model could answer without the keys, by leaving out numbers that were asked before.
-One token in sixteen is an answer; with a loss on all tokens small models do not find them in minutes among text and
-unpredictable numbers.
+Small models do not learn in minutes to copy six digits from bytes, so the commonest words are tokens (the rest share
+one), and a needle is "number K3f 42 .", with a token for the key and for every two digits. If each needle of an example
+were asked once, a model could answer without the keys, by leaving out numbers that were asked before; so needles are
+drawn with replacement. Where all examples are haystacks, attention without a memory stays for thousands of steps at
+choosing among the numbers that it has seen; it learns in hundreds where some examples are pairs of keys and numbers
+alone, which are then asked.
 
-Where all examples are haystacks, attention without a memory stays for thousands of steps at choosing among the numbers
-that it has seen. It learns in hundreds of steps where some examples are pairs: keys with their numbers alone, and then
-the same again. So a share of the training examples can be pairs; examples of other splits never are.
-
-Reading is section 4.3 of the Fast-weight Product Key Memory paper (its n-iter evaluation). The paper's program sets the
-chunk to the length of the whole input, so that the memory is written once, after the input was read. The first digit of
-the answer is then predicted from a memory that has seen this haystack only in earlier reads; with one read, not at all.
-Three protocols, the first is the paper's:
+Protocols of reading (section 4.3 of the Fast-weight Product Key Memory paper; the first is the paper's):
 
     whole       chunk = haystack and question; written after the question was read, before the second digit
     chunked     the chunk of the training: all but the last tokens of the haystack are written before the question

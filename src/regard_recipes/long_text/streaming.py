@@ -1,17 +1,13 @@
 """Read long texts segment by segment: the loss of a language model, and what it carries from one segment to the next.
 
-Fast-weight Product Key Memory paper, section 4.2: documents are read in order, in segments as long as the training
-windows. Its memory is written through all segments and documents, while its baselines start anew at every segment. Here
-the caller says how long each kind of state lives:
+The caller says how long each kind of state lives (Fast-weight Product Key Memory paper, section 4.2):
 
     memory      memories that are written while reading (`regard.nn.memory_layers`)
     recurrent   states of fixed size of token mixers without positions (Gated DeltaNet, the fast weights of LaCT)
 
 Keys and values of attention are new at every segment, since positions begin anew there. Segments follow each other
-without a gap, and every token of a document except the first is predicted once.
-
-The documents of recipes are those of `regard.tasks.RecurringNames`: who has what is drawn anew for each, so that what a
-name has can be predicted only from an earlier mention. Attention sees those of its own segment.
+without a gap, and every token of a document except the first is predicted once. The documents of recipes are those of
+`regard.tasks.RecurringNames`.
 
 Shapes: B rows read side by side, S tokens of a segment, L of a document.
 """

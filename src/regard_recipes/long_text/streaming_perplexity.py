@@ -1,10 +1,8 @@
-"""Measure which memory helps on which text: figures 2 and 3 and findings 1 to 3 of the fast-weight paper.
+"""Measure which memory helps on which text: figures 2 and 3 and findings 1 to 3 of the fast-weight paper (section 4.2).
 
-Fast-weight Product Key Memory paper, section 4.2. Models learn windows of a text in which names come back, and then
-read documents segment by segment: short ones of one segment, and long ones, in which most names come back in a later
-segment than attention sees. The paper carries the fast memory on through everything and starts all else anew at every
-segment. Here the models are also read by rules that favour nobody: the memory new at every document, and the recurrent
-states of all models carried through a document as well.
+docs/memory-results.md describes the text. The paper carries the fast memory on through everything and starts all else
+anew at every segment. Here the models are also read by rules that favour nobody: the memory new at every document, and
+the recurrent states of all models carried through a document as well.
 """
 
 import math
