@@ -81,9 +81,6 @@ def record(out: Path) -> dict[str, Any]:
     return json.loads((out / f"{NAME}.json").read_text())
 
 
-# Intervals and verdicts --------------------------------------------------------------------------------------------
-
-
 def test_intervals_are_those_of_statsmodels() -> None:
     from statsmodels.stats.weightstats import DescrStatsW
 
@@ -141,9 +138,6 @@ def test_a_claim_about_many_holds_where_all_do() -> None:
     assert (off.verdict, off.measured()) == ("not testable at this size", "no GPU")
 
 
-# Tables and plots --------------------------------------------------------------------------------------------------
-
-
 def test_pivots() -> None:
     frame = pd.DataFrame(
         {"k": ["b", "b", "a", "a"], "c": [1, 2, 1, 1], "seed": [0, 0, 0, 1], "x": [1.0, 2.0, 3.0, 5.0]}
@@ -170,9 +164,6 @@ def test_claims_from_rows() -> None:
     first_one, other = claims_of("Paper", told, effect=1.0)
     assert first_one == Claim("Paper", "section 1", "a", {"": exact(1.0)}, "above", 0, effect=1.0, note="n")
     assert other == Claim("Paper", "section 3", "c", {"x": exact(2.0)}, "at most", 3, effect=2.0, note="n", digits=1)
-
-
-# Running, continuing, rebuilding -----------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_rows_page_and_figures(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:

@@ -20,9 +20,6 @@ from regard_recipes.long_text.streaming import Carry, NamesText, read_names, rea
 made = partial(checked, "streaming-perplexity")
 
 
-# Text ------------------------------------------------------------------------------------------------------------
-
-
 def test_documents_have_their_length_and_ask_for_everything() -> None:
     text = NamesText.of(50, 4, 8)
     for index in range(30):
@@ -56,9 +53,6 @@ def test_mentions_are_told_by_segment() -> None:
             first = target // segment * segment  # where its segment begins
             part = "new" if before is None else "within" if before + 1 >= first else "across"
             assert masks[part][target], (name, place)
-
-
-# What is trained and read ----------------------------------------------------------------------------------------
 
 
 def test_all_layouts_with_all_memories() -> None:
