@@ -66,7 +66,7 @@ class Spec:
         if isinstance(self.kernel, str) and self.kernel not in kernels and self.kernel in presets_registry:
             raise ArgumentError(f"Spec: {self.kernel!r} is a preset, not a kernel; use Spec.parse({self.kernel!r}).")
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        axis = lambda name, value: put(name, within("Spec", name, axis_object, name, value))  # noqa: E731
+        axis = lambda name, value: put(name, within("Spec", name, instance_of, AXES[name], value))  # noqa: E731
         axis("kernel", self.kernel)
         axis("bandwidth", self.kernel.bandwidth if self.bandwidth is None else self.bandwidth)
         axis("similarity", self.similarity)
@@ -94,7 +94,7 @@ class Spec:
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
         put("_weighting", weighting)  # built once; raises for combinations without a meaning
         axes = {f.name: getattr(self, f.name) for f in fields(self)}
-        put("_json", json.dumps({k: _to_dict(v) if k in AXES else v for k, v in axes.items()}))
+        put("_json", json.dumps({k: _to_dict(v) if k in AXES and v is not None else v for k, v in axes.items()}))
         if self.degree == 1 and not (weighting.nonnegative and weighting.normalised):
             able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
             raise ArgumentError(
@@ -141,16 +141,14 @@ class Spec:
     @property
     def params(self) -> Mapping[str, ParamInfo]:
         """The parameters that `params=` may give, per head or per row."""
-        own = dict(self.weighting.params)
-        if self.bandwidth.name == "fixed":
-            own = dict(self.bandwidth.param_info(self.kernel)) if self.kernel.ranked and self.normalise else own
+        params = dict(self.weighting.params)
         if self.degree == 1:
-            own["ridge"] = ParamInfo(self.ridge or 0.0, low=0.0, strict=self.solver.needs_ridge)
+            params["ridge"] = ParamInfo(self.ridge or 0.0, low=0.0, strict=self.solver.needs_ridge)
             if self.solver.name == "learned":
-                own["probe"] = ParamInfo(0.0)
-            if "bias" in own and not self.kernel.nonnegative:  # a smaller one makes weights negative
-                own["bias"] = ParamInfo(own["bias"].default, low=0.0 - self.similarity.lower)
-        return own
+                params["probe"] = ParamInfo(0.0)
+            if "bias" in params and not self.kernel.nonnegative:  # a smaller one makes weights negative
+                params["bias"] = ParamInfo(params["bias"].default, low=0.0 - self.similarity.lower)
+        return params
 
     def resolve(self, dim: int, scale: Number | None, params: Params) -> tuple[Number, dict[str, Number]]:
         """Return the scale of the scores and the parameters of the weighting, for head dimension `dim`; raise
@@ -228,8 +226,7 @@ class Spec:
         for key in data:
             if key not in known:  # a suggestion takes longer than the rest
                 raise ArgumentError(f"Spec.from_json: unknown field {key!r}.{suggestion(key, known)}")
-        made = {k: _from_dict(AXES[k], v) if k in AXES else v for k, v in data.items()}
-        return cls(**{k: v for k, v in made.items() if v is not None})
+        return cls(**{k: _from_dict(AXES[k], v) if k in AXES else v for k, v in data.items() if v is not None})
 
 
 AXES: dict[str, Registry[Any]] = {
@@ -244,11 +241,6 @@ NO_TREND = (
     "{'interpolated': {'trend': 'mesa', 'spec': 'softmax'}}."
 )
 """Error for texts and files of the time when `interpolated[mesa]` was a spec."""
-
-
-def axis_object(axis: str, value: Any) -> Any:
-    """Return the object of an axis ("kernel", "solver", ...): as given, or made from its registered name."""
-    return instance_of(AXES[axis], value)
 
 
 def instance_of(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
@@ -272,42 +264,40 @@ def instance_of(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
 
 def _require_registered(registry: Registry[Any], value: Any) -> None:
     """Raise unless the object equals what its name and arguments make: saved models and kernels use only those."""
-    same = is_dataclass(value) and instance_of(registry, _name(value), **_arguments(value))
-    if not is_dataclass(value) or type(same) is not type(value) or same != value:
+    same = None
+    if is_dataclass(value):
+        name, arguments = _name_and_arguments(value)
+        same = instance_of(registry, name, **arguments)
+    if type(same) is not type(value) or same != value:
         raise ArgumentError(
             f"Spec: {value!r} is not what the {registry.kind} registered as {value.name!r} makes; register its class "
             f"under a name of its own."
         )
 
 
-def _name(value: Any) -> str:
+def _name_and_arguments(value: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name of an axis object, and its fields that differ from their defaults."""
     if isinstance(value, Polynomial):
-        for name, r in NAMED_POWERS.items():
-            if value.r == r:
-                return name
-    return str(value.name)
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    """Return the fields of an axis object that differ from their defaults."""
-    if isinstance(value, Polynomial):
-        return {} if value.r in NAMED_POWERS.values() else {"r": value.r}
+        named = [name for name, r in NAMED_POWERS.items() if r == value.r]
+        return (named[0], {}) if named else (value.name, {"r": value.r})
     given = {f: getattr(value, f.name) for f in fields(value) if f.init}
-    return {f.name: x for f, x in given.items() if f.default is MISSING or x != f.default}
+    return value.name, {f.name: x for f, x in given.items() if f.default is MISSING or x != f.default}
 
 
 def _term(value: Any) -> str:
-    arguments = ",".join(f"{k}={v!r}" if not isinstance(v, str) else f"{k}={v}" for k, v in _arguments(value).items())
-    return f"{_name(value)}({arguments})" if arguments else _name(value)
+    name, arguments = _name_and_arguments(value)
+    text = ",".join(f"{k}={v!r}" if not isinstance(v, str) else f"{k}={v}" for k, v in arguments.items())
+    return f"{name}({text})" if text else name
 
 
-def _to_dict(value: Any) -> Any:
-    return None if value is None else {"name": _name(value), **_arguments(value)}
+def _to_dict(value: Any) -> dict[str, Any]:
+    name, arguments = _name_and_arguments(value)
+    return {"name": name, **arguments}
 
 
 def _from_dict(registry: Registry[Any], value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return None if value is None else instance_of(registry, value)
+    if isinstance(value, str):
+        return instance_of(registry, value)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ArgumentError(f"Spec.from_json: a {registry.kind} is a name or an object with 'name', got {value!r}.")
     return instance_of(registry, value["name"], **{k: v for k, v in value.items() if k != "name"})

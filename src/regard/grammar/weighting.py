@@ -40,7 +40,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class RowStats:
-    """Statistics of rows of scores, from which the weights of any block of keys follow.
+    """Statistics of rows of scores, from which the weights follow.
 
     Attributes:
         top: the score from which distances are measured: the largest visible score (0 in an empty row); for the
@@ -61,7 +61,7 @@ class RowStats:
     empty: Tensor
     fallback: Tensor
     status: Tensor
-    index: Tensor | None = None
+    index: Any = None
 
     def map(self, fn: Any) -> "RowStats":
         """Apply `fn` to every tensor."""
@@ -83,8 +83,8 @@ class Weighting(ABC):
         """Return the statistics of whole rows. Differentiable unless `fast`, which allows early exit."""
 
     @abstractmethod
-    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
-        """Return p on a block of keys that begins at key `start`."""
+    def weights(self, z: Tensor, stats: RowStats, params: Params) -> Tensor:
+        """Return p of whole rows."""
 
     def fit_weights(self, z: Tensor, params: Params, *, fast: bool = False) -> tuple[RowStats, Tensor]:
         """Return statistics and weights of whole rows."""
@@ -150,7 +150,7 @@ class Ratio(Weighting):
 
     def fit_weights(self, z: Tensor, params: Params, *, fast: bool = False) -> tuple[RowStats, Tensor]:
         stats, relative = self._fit(z, params, fast)
-        return stats, self._finished(relative, z, stats, 0)
+        return stats, self._finished(relative, z, stats)
 
     def _fit(self, z: Tensor, params: Params, fast: bool) -> tuple[RowStats, Tensor]:
         """Return the statistics, and the weights before division by their sum."""
@@ -168,24 +168,24 @@ class Ratio(Weighting):
             status=torch.zeros_like(empty, dtype=torch.int32) if status is None else torch.where(empty, 0, status),
             index=found.get("index"),
         )
-        relative = self._relative(z, stats, params, 0)
+        relative = self._relative(z, stats, params)
         mass = relative.sum(-1, keepdim=True)
         return replace(stats, mass=torch.where(empty | stats.fallback, 1, mass)), relative
 
-    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
-        return self._finished(self._relative(z, stats, params, start), z, stats, start)
+    def weights(self, z: Tensor, stats: RowStats, params: Params) -> Tensor:
+        return self._finished(self._relative(z, stats, params), z, stats)
 
-    def _finished(self, relative: Tensor, z: Tensor, stats: RowStats, start: int) -> Tensor:
+    def _finished(self, relative: Tensor, z: Tensor, stats: RowStats) -> Tensor:
         p = relative / stats.mass  # 0 / 1 in empty rows
         if not self.rule.may_miss(self.kernel):
             return p
-        return torch.where(stats.fallback, self.rule.fallback_weights(z.detach(), stats, start), p)
+        return torch.where(stats.fallback, self.rule.fallback_weights(z.detach(), stats), p)
 
-    def _relative(self, z: Tensor, stats: RowStats, params: Params, start: int) -> Tensor:
+    def _relative(self, z: Tensor, stats: RowStats, params: Params) -> Tensor:
         d, reach = self.rule.distance(z, stats, self.kernel, params)
         edge = reach if self.rule.bounded(self.kernel) else float("inf")
         w = self.kernel.relative(d, edge, self.rule.kernel_params(params))
-        members = self.rule.members(z, stats, self.kernel, start)
+        members = self.rule.members(z, stats, self.kernel)
         return w if members is None else torch.where(members, w, 0 * stats.top)  # 0 * top keeps NaN
 
     def log_mass(self, stats: RowStats, params: Params) -> Tensor:
@@ -202,7 +202,7 @@ class Ratio(Weighting):
         d, reach = self.rule.distance(z, stats, self.kernel, params)
         edge = reach if self.rule.bounded(self.kernel) else float("inf")
         slope = self.kernel.relative_slope(d, edge, own) / stats.mass
-        members = self.rule.members(z, stats, self.kernel, 0)
+        members = self.rule.members(z, stats, self.kernel)
         if members is not None:
             slope = torch.where(members, slope, 0)
         if self.rule.may_miss(self.kernel):
@@ -281,7 +281,7 @@ class Plain(Weighting):
         count = (z > -torch.inf).sum(-1, keepdim=True)
         return torch.where(some, unit * (count * torch.where(some, square, 1)).sqrt(), 0)
 
-    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
+    def weights(self, z: Tensor, stats: RowStats, params: Params) -> Tensor:
         w = self._values(z, params)
         if not self.normalised:
             return w

@@ -29,8 +29,8 @@ def _diagnostics_without_gradients(function: Callable[..., Any]) -> Callable[...
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = function(*args, **kwargs)
-        return (found[0], found[1].detached()) if isinstance(found, tuple) else found
+        result = function(*args, **kwargs)
+        return (result[0], result[1].detached()) if isinstance(result, tuple) else result
 
     return call
 
@@ -153,7 +153,6 @@ def _problem(
     numbers: dict[str, float | Tensor],
     diagnostics: bool,
 ) -> Problem:
-    """Describe a call without its tensors, for the choice of an implementation."""
     mask, offset = visible.mask, visible.offset
     return Problem(
         spec,
@@ -260,13 +259,12 @@ def _clean_numbers(inputs: Inputs, local: Mapping[str, float | Tensor]) -> Tenso
     if not inputs.spec.degree:
         return found
     ridge, probe = local.get("ridge", inputs.spec.ridge), local.get("probe")
-    if inputs.spec.solver.name == "learned":
-        assert inputs.x is not None
-        if not isinstance(probe, Tensor) or probe.shape[-1] != inputs.x.shape[-1]:
-            raise ArgumentError(
-                f"{CALL}: the solver learned takes t from the caller; give params={{'probe': r}}, r a tensor that "
-                f"broadcasts to [B, H, Tq, D] with D = {inputs.x.shape[-1]}."
-            )
+    fits = isinstance(probe, Tensor) and probe.shape[-1] == inputs.x.shape[-1]
+    if inputs.spec.solver.name == "learned" and not fits:
+        raise ArgumentError(
+            f"{CALL}: the solver learned takes t from the caller; give params={{'probe': r}}, r a tensor that "
+            f"broadcasts to [B, H, Tq, D] with D = {inputs.x.shape[-1]}."
+        )
     ridge, ridge_bad = _usable(ridge, torch.inf)
     probe, probe_bad = _usable(probe, most)
     inputs.ridge = ridge.clamp(max=LARGEST) if isinstance(ridge, Tensor) else min(ridge, LARGEST)
@@ -297,7 +295,6 @@ def _seen_rows(
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Sizes:
-    """Return the sizes of a call after checking that the tensors fit together."""
     dtype = device = None
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         checks.floating(CALL, name, tensor)
@@ -359,7 +356,6 @@ def _check_offset(offset: int | Tensor | None, batch: int, default: int, device:
 def _check_segments(
     ids: Tensor | None, first: int | Tensor, batch: int, queries: int, keys: int, device: torch.device
 ) -> Tensor | None:
-    """Check segment ids; return `Visibility.runs`, or None."""
     if ids is None:
         return None
     checks.segments(CALL, ids, batch, keys, device)

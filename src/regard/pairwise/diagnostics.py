@@ -76,8 +76,7 @@ def diagnose(
     """Compute the diagnostics from row statistics [B, H, Tq, 1]; `params` are numbers or [B, H, Tq, 1]. The negative
     mass [B, H, Tq] is computed from the weights unless given."""
     theta = stats.theta
-    r = spec.bandwidth.kernel_params(params).get("r", getattr(spec.kernel, "r", 1.0))
-    tau = theta / r if spec.bandwidth.name == "adaptive" else theta
+    tau = theta / spec.bandwidth.power(spec.kernel, params) if spec.bandwidth.name == "adaptive" else theta
     per_row = scale[..., None] if isinstance(scale, Tensor) else scale
     edge = spec.similarity.squared_distance(theta / per_row).clamp(min=0).sqrt()
     if not spec.kernel.ranked:

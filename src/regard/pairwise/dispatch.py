@@ -73,8 +73,8 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    x: Tensor | None
-    y: Tensor | None
+    x: Any
+    y: Any
     visible: Visibility
     problem: Problem
     scale: float | Tensor
@@ -108,7 +108,8 @@ class Implementation(Protocol):
     """One way to compute `regard.attention`."""
 
     def available(self) -> str | None:
-        """Return None if it can run on this machine, else why not."""
+        """Return None if it can run on this machine (the default), else why not."""
+        return None
 
     def supports(self, problem: Problem) -> str | None:
         """Return None if it supports the problem, else why not."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..checks import floating, in_range, mapping, one_of, require, shown, within
 from ..grammar import Spec, as_spec
 from ..grammar.reader import kept
-from ..grammar.solvers import Auto, ConjugateGradient, Solver
-from ..grammar.spec import RIDGE_MODES, axis_object
+from ..grammar.solvers import Auto, ConjugateGradient, Solver, solvers
+from ..grammar.spec import RIDGE_MODES, instance_of
 from .attention import attention
 
 CALL = "local_linear_attention"
@@ -101,7 +101,7 @@ _made = kept(_make, _key)
 
 
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:
-    made: Any = within(CALL, "solver", axis_object, "solver", solver)
+    made: Any = within(CALL, "solver", instance_of, solvers, solver)
     if max_iter is None and tol is None:
         return made
     if isinstance(made, Auto):

@@ -28,7 +28,7 @@ from ..grammar import Dense, RowStats, Solved
 from ..grammar.systems import relative, unit
 from ..grammar.threshold import widest
 from .diagnostics import Diagnostics, counts, diagnose
-from .dispatch import Cost, Inputs, Problem, register_impl
+from .dispatch import Cost, Implementation, Inputs, Problem, register_impl
 from .layout import repeat_heads
 
 LIMIT = 2**28
@@ -36,11 +36,8 @@ LIMIT = 2**28
 
 
 @register_impl("reference", priority=0)
-class Reference:
+class Reference(Implementation):
     """Compute all pairs at once. Twice differentiable; its diagnostics have the weights."""
-
-    def available(self) -> str | None:
-        return None
 
     def supports(self, problem: Problem) -> str | None:
         if problem.spec.degree:
@@ -86,8 +83,6 @@ def _linear(
     inputs: Inputs, p: Tensor, stats: RowStats, rows: dict[str, float | Tensor], seen: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weights p (1 + e) of the values at degree 1, which can be negative, and statistics of the solver."""
-    assert inputs.x is not None
-    assert inputs.y is not None
     spec, ridge, y = inputs.spec, inputs.ridge, repeat_heads(inputs.y, inputs.q.shape[1])
     if spec.ridge_mode == "absolute":
         ridge = relative(ridge, spec.weighting.log_mass(stats, rows))  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .diagnostics import Diagnostics
-from .dispatch import Cost, Inputs, Problem, register_impl
+from .dispatch import Cost, Implementation, Inputs, Problem, register_impl
 from .visibility import Visibility
 
 LIMIT = 2**22
@@ -17,14 +17,11 @@ LIMIT = 2**22
 
 
 @register_impl("sdpa", priority=40)
-class SDPA:
+class SDPA(Implementation):
     """Call torch's fused attention for Gaussian weights, in Theta(n d) memory without a mask.
 
     Not twice differentiable: torch raises an error.
     """
-
-    def available(self) -> str | None:
-        return None
 
     def supports(self, problem: Problem) -> str | None:
         spec = problem.spec
@@ -80,7 +77,6 @@ class SDPA:
             causal = False if visible.queries == 1 else visible.causal  # one query sees every key here
             return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
         mask = visible.block(0, visible.queries, 0, visible.keys, q.device)
-        assert mask is not None
         mask = mask.expand(*mask.shape[:-2], visible.queries, visible.keys)
         empty = ~mask.any(-1, keepdim=True)
         # A row without keys attends to all keys and is zeroed below, so that the result does not depend on how

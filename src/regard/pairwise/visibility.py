@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(eq=False)  # not frozen, which would take longer to make
@@ -33,7 +34,7 @@ class Visibility:
 
     @property
     def positional(self) -> bool:
-        """Return whether visibility depends on position."""
+        """Whether visibility depends on position."""
         return self.causal or self.window is not None or self.runs is not None
 
     def span(self, first: int, last: int) -> tuple[int, int]:
@@ -48,12 +49,12 @@ class Visibility:
             low = first + self.offset - reach - self.window + 1
             high = high if self.causal else last - 1 + self.offset + self.window
         if self.runs is not None and self.runs.device.type == "cpu" and self.runs.numel() and last > first:
-            low = max(low, int(self.runs[0, :, self._place(first)].min()))
-            high = min(high, int(self.runs[1, :, self._place(last - 1)].max()))
+            low = max(low, int(self.runs[0, :, self._position(first)].min()))
+            high = min(high, int(self.runs[1, :, self._position(last - 1)].max()))
         high = min(max(high, 0), self.keys)
         return min(max(low, 0), high), high
 
-    def _place(self, row: int) -> int:
+    def _position(self, row: int) -> int:
         """Return the key position of a query, limited to the existing keys."""
         assert not isinstance(self.offset, Tensor)
         return min(max(row + self.offset, 0), self.keys - 1)
@@ -75,13 +76,10 @@ class Visibility:
             low, high = torch.maximum(low, start), torch.minimum(high, stop)
         return low.clamp(0, self.keys), high.clamp(0, self.keys)
 
-    def block(self, first: int, last: int, low: int, high: int, device: torch.device) -> Tensor | None:
-        """Return the visible pairs of queries [first, last) and keys [low, high), or None if all are visible.
-
-        Returns:
-            Boolean [B or 1, H or 1, q or 1, k], or None.
-        """
-        visible = None
+    def block(self, first: int, last: int, low: int, high: int, device: torch.device) -> Any:
+        """Return the visible pairs of queries [first, last) and keys [low, high): boolean [B or 1, H or 1, q or 1, k],
+        or None if all are visible."""
+        visible: Any = None
         if self.positional:
             start, stop = self.bounds(first, last, device)
             at = torch.arange(low, high, device=device)
@@ -98,33 +96,22 @@ class Visibility:
     def counts(self, device: torch.device | None = None) -> Tensor:
         """Return how many keys each query sees: int64 [B or 1, H or 1, Tq]. O(Tq + Tk) without a mask of pairs."""
         mask = self.mask
-        if mask is not None and mask.shape[-2] != 1:
-            visible = self.block(0, self.queries, 0, self.keys, mask.device)
-            assert visible is not None
-            return visible.expand(*visible.shape[:-1], self.keys).sum(-1)
-        low, high = self.bounds(0, self.queries, torch.device("cpu") if device is None else device)
-        low, high = low[:, None], high[:, None]
         if mask is None:
-            return high - low
-        upto = torch.nn.functional.pad(mask[..., 0, :].expand(*mask.shape[:2], self.keys).cumsum(-1), (1, 0))
-        shape = torch.broadcast_shapes(upto.shape[:2], low.shape[:2])  # a batch of 0 against 1
-        upto, rows = upto.expand(*shape, self.keys + 1), (*shape, self.queries)
-        return upto.gather(-1, high.expand(rows)) - upto.gather(-1, low.expand(rows))
+            low, high = self.bounds(0, self.queries, torch.device("cpu") if device is None else device)
+            return (high - low)[:, None]
+        if mask.shape[-2] == 1:
+            return self._count(mask[..., 0, :].expand(*mask.shape[:2], self.keys))
+        visible = self.block(0, self.queries, 0, self.keys, mask.device)
+        return visible.expand(*visible.shape[:-1], self.keys).sum(-1)
 
     def any_seen(self, marked: Tensor) -> Tensor:
         """Return which queries [B, H, Tq] see a marked key; `marked` is boolean [B, H, Tk]."""
         mask = self.mask
-        if mask is not None and mask.shape[-2] == 1:  # one mask over keys for all queries
-            marked = marked & mask[..., 0, :]
-            mask = None
         if mask is None:
-            low, high = self.bounds(0, self.queries, marked.device)
-            total = torch.nn.functional.pad(marked.int().cumsum(-1, dtype=torch.int32), (1, 0))
-            shape = (*marked.shape[:2], self.queries)
-            upto = total.gather(-1, high[:, None].expand(shape))
-            return upto > total.gather(-1, low[:, None].expand(shape))
+            return self._count(marked) > 0
+        if mask.shape[-2] == 1:
+            return self._count(marked & mask[..., 0, :]) > 0
         visible = self.block(0, self.queries, 0, self.keys, marked.device)
-        assert visible is not None
         visible = visible.expand(*visible.shape[:-1], self.keys).float()
         if visible.shape[1] == 1:  # one mask for all heads: one matrix product
             seen = (visible[:, 0] @ marked.float().transpose(-1, -2)).transpose(-1, -2)
@@ -132,13 +119,22 @@ class Visibility:
             seen = (visible @ marked.float()[..., None])[..., 0]
         return (seen > 0).expand(*marked.shape[:2], self.queries)
 
+    def _count(self, marked: Tensor) -> Tensor:
+        """Return how many marked keys are in the range of each query, for marks [B or 1, H or 1, Tk]."""
+        low, high = self.bounds(0, self.queries, marked.device)
+        before = pad(marked.cumsum(-1), (1, 0))
+        shape = torch.broadcast_shapes(before.shape[:2], (low.shape[0], 1))  # a batch of 0 against 1
+        low, high = (x[:, None].expand(*shape, self.queries) for x in (low, high))
+        before = before.expand(*shape, self.keys + 1)
+        return before.gather(-1, high) - before.gather(-1, low)
+
 
 def runs_of(segment_ids: Tensor) -> Tensor:
     """Return `Visibility.runs` of ids [B, T]. A run ends where the id changes; an id that recurs starts a new run."""
     at = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand(segment_ids.shape)
     edge = segment_ids[:, 1:] != segment_ids[:, :-1]
-    first = torch.nn.functional.pad(edge, (1, 0), value=True)
-    last = torch.nn.functional.pad(edge, (0, 1), value=True)
+    first = pad(edge, (1, 0), value=True)
+    last = pad(edge, (0, 1), value=True)
     start = torch.where(first, at, 0).cummax(1).values
     stop = torch.where(last, at + 1, segment_ids.shape[1]).flip(1).cummin(1).values.flip(1)
     return torch.stack([start, stop])

@@ -48,7 +48,7 @@ class Adaptive(RuleBase):
         return True
 
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
-        r = self._power(kernel, params)
+        r = self.power(kernel, params)
         # detach also drops forward-mode tangents: no derivative goes through the search
         number = r.detach() if isinstance(r, Tensor) else r
         peak, converged = solve_peak(distance(z, top).detach(), number, fast=fast)
@@ -76,9 +76,6 @@ class Adaptive(RuleBase):
     def pivot(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> Tensor | None:
         return _first(z == stats.top)
 
-    def _power(self, kernel: Any, params: Params) -> Number:
-        return self.kernel_params(params).get("r", kernel.r)
-
     def mix(self, slope: Tensor, p: Tensor) -> Tensor:
         total = slope.sum(-1, keepdim=True)
         return slope / torch.where(total == 0, 1, total)
@@ -86,7 +83,7 @@ class Adaptive(RuleBase):
     def power_grads(
         self, log_u: Tensor, drift: Tensor, stats: RowStats, kernel: Any, params: Params
     ) -> dict[str, Tensor]:
-        r = self._power(kernel, params)
+        r = self.power(kernel, params)
         # p = a^r with a = (z - theta)/r: d log p / dr at fixed theta is log a - 1. Since sum p (G - rho) / a = 0,
         # adding 1/a changes nothing and avoids cancellation near a = 1, where large r has all its weights.
         log_a = log_u - torch.log(stats.mass) / r
@@ -122,7 +119,7 @@ def _from(z: Tensor, top: Tensor, at: Tensor) -> Tensor:
     """Return `distance`, with a constant 0 at position `at`. The derivative of that key, which may be much larger than
     all others, is then the sum of theirs instead of a small difference of two large terms."""
     d = distance(z, top)
-    return torch.where((positions(z, 0) == at) & (d < torch.inf), 0, d)
+    return torch.where((positions(z) == at) & (d < torch.inf), 0, d)
 
 
 def _near_one(log_a: Tensor) -> Tensor:

@@ -46,6 +46,10 @@ class RuleBase(ABC):
         """Return the parameters under the kernel's names (adaptive: r from alpha)."""
         return params
 
+    def power(self, kernel: Any, params: Params) -> Number:
+        """Return the power r of `kernel`, 1 if it has none."""
+        return self.kernel_params(params).get("r", getattr(kernel, "r", 1.0))
+
     @abstractmethod
     def bounded(self, kernel: Any) -> bool:
         """Return whether weights are zero below the threshold."""
@@ -71,11 +75,11 @@ class RuleBase(ABC):
         """Return the position of a key whose A may be much larger than all others, int64 [..., 1], or None."""
         return None
 
-    def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
+    def members(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
         """Return which keys may have weight if the threshold alone does not decide; None for all."""
         return None
 
-    def fallback_weights(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
+    def fallback_weights(self, z: Tensor, stats: RowStats) -> Tensor:
         """Return the weights of rows in `stats.fallback`."""
         return torch.zeros_like(z)
 
@@ -118,6 +122,6 @@ def require_ranked(rule: str, kernel: Any, normalise: bool) -> None:
         )
 
 
-def positions(z: Tensor, start: int) -> Tensor:
-    """Return the positions of the keys of a block that begins at key `start`."""
-    return torch.arange(start, start + z.shape[-1], device=z.device)
+def positions(z: Tensor) -> Tensor:
+    """Return the positions of the keys."""
+    return torch.arange(z.shape[-1], device=z.device)

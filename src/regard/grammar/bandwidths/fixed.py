@@ -109,12 +109,11 @@ class Fixed(RuleBase):
         fallback = reach.detach() < least_reach(z.dtype)
         return {"theta": 0 * top - bias, "reach": reach, "fallback": fallback, "index": index}
 
-    def fallback_weights(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
-        assert stats.index is not None
+    def fallback_weights(self, z: Tensor, stats: RowStats) -> Tensor:
         if self.empty == "uniform":
             return (z != -torch.inf).to(z.dtype) / stats.index.clamp(min=1)
         if self.empty == "nearest":
-            return (positions(z, start) == stats.index).to(z.dtype)
+            return (positions(z) == stats.index).to(z.dtype)
         return torch.zeros_like(z)
 
     def theta_grads(self, dtheta: Tensor) -> dict[str, Tensor]:

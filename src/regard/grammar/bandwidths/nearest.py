@@ -69,7 +69,7 @@ class Nearest(RuleBase):
             return {"theta": kth, "reach": torch.ones_like(top), "index": torch.cat([cut, cut, kept], -1)}
         following = best[..., self.k :] if best.shape[-1] > self.k else torch.full_like(top, -torch.inf)
         more = following > -torch.inf
-        outside = (scores == following) & ~_chosen(scores, kth, cut, positions(z, 0))
+        outside = (scores == following) & ~_chosen(scores, kth, cut)
         lowest = torch.where(scores == -torch.inf, torch.inf, scores).argmin(-1, keepdim=True)
         pivot = torch.where(more, outside.int().argmax(-1, keepdim=True), lowest)
         edge, below = z.gather(-1, pivot), (~more).to(z.dtype)
@@ -78,22 +78,17 @@ class Nearest(RuleBase):
         fallback = reach.detach() < least_reach(z.dtype)
         return {"theta": edge - below, "reach": reach, "fallback": fallback, "index": index}
 
-    def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
-        if kernel.vanishes:
-            return None
-        assert stats.index is not None
-        return _chosen(z.detach(), stats.theta, stats.index[..., :1], positions(z, start))
+    def members(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
+        return None if kernel.vanishes else _chosen(z.detach(), stats.theta, stats.index[..., :1])
 
-    def fallback_weights(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
-        assert stats.index is not None
-        chosen = _chosen(z, stats.theta, stats.index[..., :1], positions(z, start))
+    def fallback_weights(self, z: Tensor, stats: RowStats) -> Tensor:
+        chosen = _chosen(z, stats.theta, stats.index[..., :1])
         return chosen.to(z.dtype) / stats.index[..., 2:3].clamp(min=1)
 
     def dtheta_dz(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
         if not kernel.vanishes:
             return None
-        assert stats.index is not None
-        return (positions(z, 0) == stats.index[..., 1:2]).to(z.dtype)
+        return (positions(z) == stats.index[..., 1:2]).to(z.dtype)
 
 
 def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -108,8 +103,8 @@ def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return best, kth, cut, kept
 
 
-def _chosen(z: Tensor, kth: Tensor, cut: Tensor, position: Tensor) -> Tensor:
-    return ((z > kth) | ((z == kth) & (position <= cut))) & (z != -torch.inf)
+def _chosen(z: Tensor, kth: Tensor, cut: Tensor) -> Tensor:
+    return ((z > kth) | ((z == kth) & (positions(z) <= cut))) & (z != -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -123,8 +118,8 @@ class StraightThrough(Weighting):
     def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
         return self.hard.fit(z.detach(), params, fast=fast)
 
-    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
-        p = self.hard.weights(z.detach(), stats, params, start)
+    def weights(self, z: Tensor, stats: RowStats, params: Params) -> Tensor:
+        p = self.hard.weights(z.detach(), stats, params)
         if not torch.is_grad_enabled():
             return p
         surrogate = self._surrogate(z, stats)
@@ -156,7 +151,7 @@ class SoftNearest(Weighting):
         if best.shape[-1] > self.rule.k:
             more = best[..., self.rule.k :] > -torch.inf
         following = best[..., -1:]
-        outside = (scores == following) & ~_chosen(scores, kth, cut, positions(z, 0))
+        outside = (scores == following) & ~_chosen(scores, kth, cut)
         index = torch.cat([cut, outside.int().argmax(-1, keepdim=True)], -1)
         middle = z.gather(-1, index).mean(-1, keepdim=True)
         zero = torch.zeros_like(empty)
@@ -176,7 +171,7 @@ class SoftNearest(Weighting):
         w = self.kernel.relative(distance(z, stats.top), float("inf"), {}) * gate
         return torch.where(hidden, 0, w), gate, shut
 
-    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
+    def weights(self, z: Tensor, stats: RowStats, params: Params) -> Tensor:
         return torch.where(stats.empty, 0, self._values(z, stats)[0] / stats.mass)
 
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
@@ -190,7 +185,6 @@ class SoftNearest(Weighting):
 
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         # dL/dc = -(the part of sum dz that goes through the gates), c the centre of the gates.
-        assert stats.index is not None
         through_kernel, through_gate = self._slopes(z, p, stats)
         whole = through_kernel + through_gate
         dc = -(dz * through_gate / torch.where(whole == 0, 1, whole)).sum(-1, keepdim=True)

@@ -108,29 +108,17 @@ def given_of(inputs: Inputs) -> Tensor | None:
     return torch.stack(tensors) if tensors else None
 
 
-def _names_of(inputs: Inputs) -> tuple[list[str], dict[str, float]]:
-    named = inputs.params.items()
-    return [n for n, p in named if isinstance(p, Tensor)], {n: p for n, p in named if not isinstance(p, Tensor)}
-
-
-def _ridge_of(inputs: Inputs) -> float:
-    return 0.0 if isinstance(inputs.ridge, Tensor) else inputs.ridge
-
-
-def work_of(solver: str, inputs: Inputs) -> Work:
-    """Return the call in the form that the loop over blocks uses."""
-    q, spec = inputs.q, inputs.spec
-    heads, own = (q.shape[1], inputs.k.shape[1], q.shape[0] * q.shape[1]), (_ridge_of(inputs), inputs.diagnostics)
-    return Work(spec, SOLVERS[solver](spec), *_names_of(inputs), inputs.visible, *heads, *own)
-
-
 def described(solver: str, inputs: Inputs) -> tuple[Any, ...]:
     """Return the call as arguments of an operator."""
-    visible, (names, numbers) = inputs.visible, _names_of(inputs)
+    visible = inputs.visible
     offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
-    words = (solver, inputs.spec.to_json(), [*names, *numbers], [*numbers.values()])
-    own = (visible.mask, moved, visible.runs, _ridge_of(inputs), inputs.diagnostics)
-    return *own, *words, visible.causal, visible.strict, visible.window, offset
+    tensors = [n for n, p in inputs.params.items() if isinstance(p, Tensor)]
+    numbers = {n: p for n, p in inputs.params.items() if not isinstance(p, Tensor)}
+    ridge = 0.0 if isinstance(inputs.ridge, Tensor) else inputs.ridge
+    return (
+        visible.mask, moved, visible.runs, ridge, inputs.diagnostics, solver, inputs.spec.to_json(),
+        [*tensors, *numbers], [*numbers.values()], visible.causal, visible.strict, visible.window, offset,
+    )  # fmt: skip
 
 
 def work_from(
@@ -168,11 +156,3 @@ def at_once(inputs: Inputs) -> bool:
 def flat(x: Tensor) -> Tensor:
     """Reshape [B, H, ...] to [B x H, ...]."""
     return x.flatten(0, 1)
-
-
-def placed(block: Block, kept: tuple[Tensor, ...]) -> Kept:
-    """Return the statistics with the positions of an index (its first two entries) relative to the block's columns."""
-    floats, flags, index = kept
-    if block.kept is not None:
-        index = torch.cat([torch.searchsorted(block.kept, index[..., :2].contiguous()), index[..., 2:]], -1)
-    return floats, flags, index

@@ -156,7 +156,6 @@ class Block:
         low = self._edge(visible)
         if low is not None:
             seen = visible.block(self.first, self.last, low, self.high, z.device)
-            assert seen is not None
             z[..., low - self.low :].masked_fill_(~seen[0], fill)
             return z
         seen = visible.block(self.first, self.last, self.low, self.high, z.device)
@@ -190,7 +189,6 @@ class Block:
             at = torch.arange(width, device=device)
             return (at >= start[:, None]) & (at < stop[:, None])
         seen = visible.block(self.first, self.last, self.low, self.high, device)
-        assert seen is not None
         shared = (seen | ~seen.any(-1, keepdim=True)).all(-2)
         full = shared.expand(self.work.total // self.work.heads, self.work.heads, self.high - self.low)
         return full.flatten(0, 1)[self.at]
@@ -209,6 +207,12 @@ class Block:
             part = part if self.kept is None else torch.searchsorted(self.kept, part)
             found.append(part.expand(self.heads, -1))
         return found[0], found[1]
+
+    def placed(self, index: Tensor) -> Tensor:
+        """Return an index of keys [n, q, ...], its first two entries, positions, relative to the block's columns."""
+        if self.kept is None:
+            return index
+        return torch.cat([torch.searchsorted(self.kept, index[..., :2].contiguous()), index[..., 2:]], -1)
 
     def params(self, given: Tensor | None) -> dict[str, float | Tensor]:
         """Return the numbers, and the block's rows of `given` [P, N, Tq] as [n, q, 1]."""

@@ -1,28 +1,152 @@
 """impl="blocked": any weighting in Theta(n d) memory on any device, with its own backward pass.
 
-Scores, weights and their derivatives exist for one block of queries at a time.
+Scores, weights and their derivatives exist for one block of queries at a time. The two passes are torch custom
+operators, one node of a compiled graph each. The forward pass keeps the statistics of the rows, from which the backward
+pass computes the weights again without a second search for thresholds.
+
+Legend: as in `block_rows`; x, y coordinates of a local linear model, None at degree 0.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor
 
+from ...one_node import differentiable
+from ...precision import full_precision
 from ..diagnostics import Diagnostics, diagnose
-from ..dispatch import Cost, Inputs, Problem, register_impl
-from . import operators
-from .block_rows import FLAGS, FLOATS, at_once, described, given_of, unpack, work_of
-from .blocks import ELEMENTS
-from .local_linear import SLOPE, STATISTICS
+from ..dispatch import Cost, Implementation, Inputs, Problem, register_impl
+from . import local_linear
+from .block_rows import DESCRIBED, FLAGS, FLOATS, Rows, at_once, described, flat, given_of, rows_of, unpack, work_from
+from .blocks import ELEMENTS, Work, new_marks
+from .local_linear import SLOPE, STATISTICS, Tensors, flattened
+
+TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? x, Tensor? y, Tensor? ridge, Tensor? probe, Tensor? given"
+COUNT = 8
+Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.no_grad()  # weightings check whether gradients are enabled
+def run(*arguments: Any) -> Outputs:
+    """Return (output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int64
+    [B, H, Tq, n], marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]). At degree 1 floats and flags also hold what
+    `local_linear.effective` writes, and there are no marks."""
+    given, work = arguments[:COUNT], work_from(*arguments[:2], *arguments[COUNT:])
+    rows, found, tensors, failed = work.rows, _outputs(work.rows, *given[:4]), flattened(work.ridge, *given), False
+    out, floats, flags, index, active = map(flat, found)
+    statistics = (floats[..., :FLOATS], flags[..., :FLAGS], index) if work.spec.degree else (floats, flags, index)
+    flags[..., 0] = 1  # rows of blocks that see no key are skipped
+    for block in work.blocks():
+        marks, z = active.new_zeros(block.heads, active.shape[2]), block.scores(tensors.q, tensors.k)
+        p, kept = rows.weigh(block, z, block.params(tensors.given), work.counted, marks)
+        for whole, part in zip(statistics, kept, strict=True):
+            block.rows(whole).copy_(part)
+        if work.spec.degree:
+            p, unconverged = local_linear.effective(block, tensors, p, kept, floats, flags)
+            failed = failed or unconverged
+        elif rows.marks:
+            block.marks(active).logical_or_(marks)
+            block.add_weighted(block.rows(out), p, block.columns(tensors.v), marks)
+            continue
+        block.rows(out).copy_(p @ block.columns(tensors.v))
+    if failed:
+        local_linear.warn("forward", work.spec)
+    return found
+
+
+def _outputs(rows: Rows, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> Outputs:
+    shape, linear = q.shape[:3], x is not None
+    return (
+        q.new_zeros(*shape, v.shape[-1]),
+        q.new_zeros(*shape, SLOPE + x.shape[-1] if x is not None else FLOATS),
+        q.new_zeros(*shape, FLAGS + linear, dtype=torch.int32),
+        q.new_zeros(*shape, rows.indices, dtype=torch.int64),
+        new_marks(q, k) if rows.marks and not linear else q.new_zeros(*shape[:2], 0, 0, dtype=torch.bool),
+    )
+
+
+forward = torch.library.custom_op(
+    "regard::blocked_forward",
+    run,
+    mutates_args=(),
+    schema=f"({TENSORS}, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@forward.register_fake
+def _(q, k, v, x, y, ridge, probe, given, mask, moved, runs, number, counted, solver, spec, *_):  # type: ignore[no-untyped-def]
+    return _outputs(rows_of(solver, spec), q, k, v, x)
+
+
+@torch.library.custom_op(
+    "regard::blocked_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {TENSORS}, Tensor floats, Tensor flags, Tensor index, Tensor active, {DESCRIBED}) "
+    f"-> ({', '.join(['Tensor'] * COUNT)})",
+)
+def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, x, y, ridge, probe and given, empty for those that are None."""
+    (q, k, v, x, y, *rest), statistics = arguments[:COUNT], arguments[COUNT : COUNT + 4]
+    work = work_from(q, k, *arguments[COUNT + 4 :])
+    new = lambda z: None if z is None else z.new_zeros(z.shape)  # noqa: E731
+    turned = [None if z is None else z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
+    dk, dv, dy = turned
+    found: list[Any] = [new(q), dk, dv, new(x), dy, *map(new, rest)]
+    with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
+        tensors, d = flattened(work.ridge, *arguments[:COUNT]), flattened(0.0, *found)
+        _backward_blocks(work, tensors, d, flat(grad.contiguous()), *map(flat, statistics))
+    found[1], found[2], found[4] = (None if z is None else z.transpose(-1, -2).contiguous() for z in turned)
+    return tuple(q.new_zeros(0) if z is None else z for z in found)
+
+
+def _backward_blocks(
+    work: Work, tensors: Tensors, d: Tensors, grad: Tensor, floats: Tensor, flags: Tensor, index: Tensor,
+    active: Tensor,
+) -> None:  # fmt: skip
+    rows, linear, failed = work.rows, work.spec.degree == 1, False
+    kept = floats[..., :FLOATS], flags[..., :FLAGS], index
+    for block in work.blocks():
+        if rows.marks and not linear and not rows.exact(block.params(tensors.given)):
+            block = block.narrowed(block.marks(active))
+        own = tuple(block.rows(x) for x in kept)
+        g, z, params = block.rows(grad), block.scores(tensors.q, tensors.k), block.params(tensors.given)
+        share = p = None
+        if linear:
+            p, slope = rows.again(block, z, own, params), block.rows(floats)[..., SLOPE:]
+            dp, share, unconverged = local_linear.weight_gradient(block, tensors, d, p, own, g, slope)
+            failed = failed or unconverged
+        else:
+            dp = g @ block.columns(tensors.v).transpose(-1, -2)
+        p, dz, dparams = rows.derive(block, z, dp, (*own[:2], block.placed(own[2])), params, share, p)
+        del z, dp
+        if not linear:
+            block.add_columns(d.v, g, p)
+        for row, part in zip(() if d.given is None else d.given, dparams, strict=True):
+            block.rows(row).copy_(part)
+        block.rows(d.q).copy_(dz @ block.columns(tensors.k))
+        block.add_columns(d.k, block.rows(tensors.q), dz)
+    if failed:
+        local_linear.warn("backward", work.spec)
+
+
+@backward.register_fake
+def _(grad, *arguments):  # type: ignore[no-untyped-def]
+    q = arguments[0]
+    return tuple(q.new_empty(0) if z is None else z.new_empty(z.shape) for z in arguments[:COUNT])
+
+
+def _kept(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    return (*inputs[:COUNT], *output[1:], *inputs[COUNT : COUNT + 3]), inputs[COUNT + 3 :]
+
+
+differentiable(forward, backward, backward, _kept)
 
 
 @register_impl("blocked", priority=10)
-class Blocked:
+class Blocked(Implementation):
     """Compute blocks of queries in Theta(n d) memory; takes every kernel, thresholding rule and local model."""
 
     name: ClassVar[str] = "blocked"
-
-    def available(self) -> str | None:
-        return None
 
     def supports(self, problem: Problem) -> str | None:
         if problem.transformed:
@@ -41,10 +165,7 @@ class Blocked:
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
         tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given_of(inputs))
-        if at_once(inputs):
-            out, *kept, _ = operators.run(work_of(self.name, inputs), *tensors)
-        else:
-            out, *kept, _ = operators.forward(*tensors, *described(self.name, inputs))
+        out, *kept, _ = (run if at_once(inputs) else forward)(*tensors, *described(self.name, inputs))
         if not inputs.diagnostics:
             return out, None
         (floats, flags, _), solver, negative = kept, None, None
@@ -60,7 +181,6 @@ STEPS = 10
 
 
 def _solving(problem: Problem) -> int:
-    """Return the operations per pair of the local linear model."""
     if not problem.spec.degree:
         return 0
     solver, dim = problem.spec.solver.name, problem.dim

@@ -29,8 +29,7 @@ from ...grammar.systems import Solved, relative, unit
 from ..diagnostics import negative_part
 from .block_rows import FLAGS, FLOATS, Kept, flat, unpack
 from .blocks import Block
-from .few_rows import ROWS, FewRows
-from .weighted_rows import WeightedRows
+from .weighted_rows import FEW, FewRows, WeightedRows
 
 STATISTICS = ("iterations", "residual", "jitter")
 """Statistics of the solver per row, kept behind FLOATS. The negative mass of the row's weights and t follow them."""
@@ -62,7 +61,7 @@ class Tensors(NamedTuple):
         """Return the systems of the rows, and their right sides."""
         spec, y, common = block.work.spec, block.columns(self.y), block.common(p.device)
         probe = None if self.probe is None else block.rows(self.probe)
-        few = p.shape[1] <= ROWS and spec.solver.name in ("auto", "cholesky")
+        few = p.shape[1] <= FEW and spec.solver.name in ("auto", "cholesky")
         fewest, most = _seen(block, y)
         # If a row sees fewer keys than coordinates, the part of q - m outside their span makes t as long as 1 / ridge.
         # float32 would then round away the rest, which is all that matters for the output.

@@ -85,12 +85,12 @@ class NumbaRows(Rows):
 
     def exact(self, params: Params) -> bool:
         """Return True for kernels with a jump or an infinite slope at the threshold."""
-        power = self.spec.bandwidth.kernel_params(params).get("r", getattr(self.spec.kernel, "r", 1.0))
+        power = self.spec.bandwidth.power(self.spec.kernel, params)
         return not self.spec.kernel.vanishes or bool(torch.as_tensor(power < 1).any())
 
     @property
     def indices(self) -> int:
-        return 3 if isinstance(self.spec.bandwidth, (Fixed, Nearest)) else 0
+        return 3
 
     @property
     def _loops(self) -> Any:
@@ -107,20 +107,18 @@ class NumbaRows(Rows):
         kernel = self.spec.kernel
         if not isinstance(kernel, Polynomial):
             return self._code("own" if hasattr(kernel, "numba_relative") else kernel.name)
-        r = self.spec.bandwidth.kernel_params(params).get("r", kernel.r)
+        r = self.spec.bandwidth.power(kernel, params)
         whole = {1.0: "power1", 2.0: "power2", 3.0: "power3"}
         return self._code(whole.get(r if isinstance(r, float) else 0.0, "power"))
 
     def _numbers(self, like: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """Return (r, margin or bias) of every row [R], in the dtype of `like` [R, w]."""
-        rule = self.spec.bandwidth
-        power = rule.kernel_params(params).get("r", getattr(self.spec.kernel, "r", 1.0))
-        number: Any = 0.0
+        rule, number = self.spec.bandwidth, 0.0
         if isinstance(rule, Anchored):
             number = params.get("margin", rule.margin)
         elif isinstance(rule, Fixed):
             number = params.get("bias", rule.bias or 0.0)
-        return _column(power, like), _column(number, like)
+        return _column(rule.power(self.spec.kernel, params), like), _column(number, like)
 
     def solve(
         self, z: Tensor, p: Tensor, bounds: tuple[Tensor, Tensor], params: Params, counted: bool, start: int,
@@ -163,7 +161,6 @@ class NumbaRows(Rows):
         z = block.hide(z, positional=False)
         flat, bounds = z.flatten(0, 1), _flat_bounds(block, z)
         floats, flags, index = self.solve(flat, flat, bounds, params, counted, block.low, marks)
-        index = index[:, : self.indices]
         return z, (floats.unflatten(0, shape), flags.unflatten(0, shape), index.unflatten(0, shape))
 
     def derive(
@@ -192,9 +189,8 @@ def _flat_bounds(block: Block, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flat_kept(kept: Kept) -> Kept:
-    """Return statistics [R, ...], with index [R, 3] even if the rule has none."""
     floats, flags, index = (x.flatten(0, -2) for x in kept)
-    return floats, flags, index if index.shape[1] else index.new_zeros(index.shape[0], 3)
+    return floats, flags, index
 
 
 def _column(number: Any, like: Tensor) -> Tensor:
@@ -210,7 +206,6 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _arrays(*tensors: Tensor) -> list[Any]:
-    """Return numpy views of contiguous tensors."""
     return [(x.detach() if x.requires_grad else x).contiguous().numpy() for x in tensors]
 
 
@@ -266,18 +261,17 @@ class Cpu(Blocked):
     schema="(Tensor z, Tensor? given, str spec, str[] names) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _normalise(z: Tensor, given: Tensor | None, spec: str, names: list[str]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (weights [R, w], floats [R, FLOATS], flags [R, FLAGS], index [R, n]) of scores z [R, w]; given [P, R]."""
+    """Return (weights [R, w], floats [R, FLOATS], flags [R, FLAGS], index [R, 3]) of scores z [R, w]; given [P, R]."""
     rows: Any = rows_of("cpu", spec)
     p, unmarked = torch.empty_like(z), z.new_empty(1, 0, dtype=torch.bool)
-    floats, flags, index = rows.solve(z.detach(), p, _whole(z), _named(names, given), False, 0, unmarked)
-    return p, floats, flags, index[:, : rows.indices].contiguous()
+    return p, *rows.solve(z.detach(), p, _whole(z), _named(names, given), False, 0, unmarked)
 
 
 @_normalise.register_fake
 def _(z, given, spec, names):  # type: ignore[no-untyped-def]
-    size, indices = z.shape[0], rows_of("cpu", spec).indices
-    flags = z.new_empty(size, FLAGS, dtype=torch.int32)
-    return torch.empty_like(z), z.new_empty(size, FLOATS), flags, z.new_empty(size, indices, dtype=torch.int64)
+    size = z.shape[0]
+    flags, index = z.new_empty(size, FLAGS, dtype=torch.int32), z.new_empty(size, 3, dtype=torch.int64)
+    return torch.empty_like(z), z.new_empty(size, FLOATS), flags, index
 
 
 @torch.library.custom_op(
@@ -292,8 +286,7 @@ def _normalise_grad(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (dL/dz [R, w], dL/dgiven [P, R])."""
     rows: Any = rows_of("cpu", spec)
-    dz, kept = torch.empty_like(z), _flat_kept((floats, flags, index))
-    nowhere = z.new_empty(z.shape[0], 0)
+    dz, nowhere, kept = torch.empty_like(z), z.new_empty(z.shape[0], 0), (floats, flags, index)
     grads = rows.differentiate(z, g, nowhere, dz, _whole(z), kept, _named(names, given), names)
     return dz, torch.stack(grads) if grads else z.new_empty(0, z.shape[0])
 
@@ -304,7 +297,6 @@ def _(g, z, given, floats, flags, index, spec, names):  # type: ignore[no-untype
 
 
 def _whole(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bounds with which every row sees all columns."""
     return z.new_zeros(z.shape[0], dtype=torch.int64), z.new_full((z.shape[0],), z.shape[1], dtype=torch.int64)
 
 
@@ -314,20 +306,14 @@ def _named(names: list[str], given: Tensor | None) -> dict[str, Tensor]:
 
 def _gradients(grad: Tensor, z: Tensor, given: Tensor | None, *kept: Any) -> tuple[Tensor | None, ...]:
     *statistics, spec, names = kept
-    if torch.is_grad_enabled():  # second derivatives: only the reference has them
-        return _plain_grads(grad, z, given, spec, names)
-    return _normalise_grad(grad.contiguous(), z, given, *statistics, spec, names)
-
-
-def _plain_grads(
-    grad: Tensor, z: Tensor, given: Tensor | None, spec: str, names: list[str]
-) -> tuple[Tensor | None, Tensor | None]:
+    if not torch.is_grad_enabled():
+        return _normalise_grad(grad.contiguous(), z, given, *statistics, spec, names)
+    # Second derivatives: only the reference has them.
     params, weighting = _named(names, given), Spec.from_json(spec).weighting
-    wanted = [x for x in (z, given) if x is not None and x.requires_grad]
     p = weighting.weights(z, weighting.fit(z, params), params)
-    found = iter(torch.autograd.grad(p, wanted, grad, create_graph=True))
-    dz, dgiven = (next(found) if x is not None and x.requires_grad else None for x in (z, given))
-    return dz, dgiven
+    wanted = [x for x in (z, given) if x is not None and x.requires_grad]
+    slopes = iter(torch.autograd.grad(p, wanted, grad, create_graph=True))
+    return tuple(next(slopes) if x is not None and x.requires_grad else None for x in (z, given))
 
 
 differentiable(_normalise, _normalise_grad, _gradients, lambda inputs, output: ((*inputs[:2], *output[1:]), inputs[2:]))

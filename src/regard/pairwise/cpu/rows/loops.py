@@ -177,13 +177,10 @@ def moments(x, g, u, kernel, r, top, reach, start, theta, cut, base):
     if not sum_up(u) > 0:
         return False, (0.0, 0.0, 0.0)
     if kernel == POWER1:
-        inside, slope_g, weight_g = _dots1(u, g, base)
-        slope = np.float64(inside)
+        slope, slope_g, weight_g = _dots1(u, g, base)
     elif kernel == POWER2:
-        sloped, slope_g, weight_g = _dots2(u, g, base)
-        slope = np.float64(sloped)
+        slope, slope_g, weight_g = _dots2(u, g, base)
     else:
-        sloped, slope_g, weight_g = _dots3(u, g, base)
-        slope = np.float64(sloped)
+        slope, slope_g, weight_g = _dots3(u, g, base)
     steep = np.float64(r) * np.float64(_inverse(x, reach))
-    return True, (slope * steep, slope_g * steep, np.float64(weight_g))
+    return True, (np.float64(slope) * steep, slope_g * steep, np.float64(weight_g))

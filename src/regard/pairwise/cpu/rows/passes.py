@@ -32,8 +32,8 @@ def _entry(**options: Any) -> Callable[[Any], Any]:
 def _parts(sources: str) -> tuple[Any, Any]:
     @_entry(nogil=True)
     def forward_part(
-        first, last, z, bits, p, lo, hi, start, kernel, rule, power, number, k, fallback, place, counted, floats, flags,
-        index, active, group,
+        first, last, z, bits, p, lo, hi, start, kernel, rule, power, number, k, fallback, in_place, counted, floats,
+        flags, index, active, group,
     ):  # fmt: skip
         """Run `forward` on rows [first, last)."""
         sources  # noqa: B018
@@ -49,7 +49,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
             out[:a] = 0
             out[b:] = 0
             forward_row(
-                z[i, a:b], bits[i, a:b], out[a:b], kernel, rule, power[i], number[i], k, fallback, place,
+                z[i, a:b], bits[i, a:b], out[a:b], kernel, rule, power[i], number[i], k, fallback, in_place,
                 tops, top_bits, kept, local, floats[i], flags[i], found,
             )  # fmt: skip
             found[0] += a
@@ -61,7 +61,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
 
     @_entry(nogil=True)
     def backward_part(
-        first, last, z, bits, g, p, dz, lo, hi, kernel, rule, power, fallback, learned, place, floats, flags, index,
+        first, last, z, bits, g, p, dz, lo, hi, kernel, rule, power, fallback, learned, in_place, floats, flags, index,
         grads,
     ):  # fmt: skip
         """Run `backward` on rows [first, last)."""
@@ -82,7 +82,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
             slopes[b:] = 0
             backward_row(
                 z[i, a:b], bits[i, a:b], g[i, a:b], weights[a:b], slopes[a:b], kernel, rule, power[i], fallback,
-                learned, place, tops, top_bits, live, w, s, floats[i], flags[i], found, grads[i],
+                learned, in_place, tops, top_bits, live, w, s, floats[i], flags[i], found, grads[i],
             )  # fmt: skip
 
     return forward_part, backward_part
@@ -91,7 +91,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
 def _whole(sources: str) -> tuple[Any, Any]:
     @_entry(parallel=True)
     def forward(chunks, z, *rest):
-        """Compute the weights and statistics of every row, in place if p is z (`place`). `start` is the position of
+        """Compute the weights and statistics of every row, in place if p is z (`in_place`). `start` is the position of
         column 0 among all keys. Row i marks active[i // group], unless `active` has no columns."""
         sources  # noqa: B018
         rows = z.shape[0]
@@ -100,8 +100,8 @@ def _whole(sources: str) -> tuple[Any, Any]:
 
     @_entry(parallel=True)
     def backward(chunks, z, *rest):
-        """Compute the weights and dL/dz of every row from its statistics, in place if p is z and dz is g (`place`), and
-        `grads` [R, 2]: dL/dpower (dL/dalpha) if `learned`, and dL/dnumber. A p without columns is not written."""
+        """Compute the weights and dL/dz of every row from its statistics, in place if p is z and dz is g (`in_place`),
+        and `grads` [R, 2]: dL/dpower (dL/dalpha) if `learned`, and dL/dnumber. A p without columns is not written."""
         sources  # noqa: B018
         rows = z.shape[0]
         for chunk in prange(chunks):
@@ -111,7 +111,6 @@ def _whole(sources: str) -> tuple[Any, Any]:
 
 
 def _sources() -> str:
-    """Return a digest of all compiled sources."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files) + SOURCE).hexdigest()
 

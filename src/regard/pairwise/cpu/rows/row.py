@@ -62,17 +62,17 @@ def _mass(x, kernel, r, tops, top, reach, local, theta, cut):
 
 
 @jit
-def _fill(x, p, kernel, r, tops, top, reach, local, theta, cut, share, place):
-    """Write p = share K of a row; p may be x (`place`)."""
+def _fill(x, p, kernel, r, tops, top, reach, local, theta, cut, share, in_place):
+    """Write p = share K of a row; p may be x (`in_place`)."""
     first, tiles = 0, (x.shape[0] + TILE - 1) // TILE
     while first < tiles:
         end, live = next_run(tops, x.shape[0], first, top, reach, cut >= 0)
         out = p[first * TILE : end * TILE]
         if live:
             part = x[first * TILE : end * TILE]
-            into = local[: part.shape[0]] if place else out
+            into = local[: part.shape[0]] if in_place else out
             weigh(part, into, kernel, r, top, reach, share, first * TILE, theta, cut)
-            if place:
+            if in_place:
                 out[:] = into
         else:
             out[:] = 0
@@ -81,13 +81,12 @@ def _fill(x, p, kernel, r, tops, top, reach, local, theta, cut, share, place):
 
 @jit
 def _invalid(rule, r, number):
-    """Return whether a row's parameters are out of range or NaN."""
     return not (r > 0 and r < np.inf) or not (number > 0 or (rule != codes.ANCHORED and number == number))
 
 
 @jit
 def forward_row(
-    x, bits, p, kernel, rule, r, number, k, fallback, place, tops, top_bits, kept, local, floats, flags, found
+    x, bits, p, kernel, rule, r, number, k, fallback, in_place, tops, top_bits, kept, local, floats, flags, found
 ):
     """Compute the weights and statistics of a row."""
     kind = x.dtype.type
@@ -139,7 +138,7 @@ def forward_row(
     if mass == 0:
         mass = _mass(x, kernel, r, tops, top, edge, local, theta, cut)
     floats[2], floats[3] = reach, mass
-    _fill(x, p, kernel, r, tops, top, edge, local, theta, cut, kind(1) / mass, place)
+    _fill(x, p, kernel, r, tops, top, edge, local, theta, cut, kind(1) / mass, in_place)
 
 
 @jit
@@ -229,8 +228,8 @@ def _row_moments(x, g, u, live, kernel, r, top, edge, theta, cut, base):
 
 
 @jit
-def _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, moved, place, w, s, base):
-    """Write p and dz of a row, which may be x and g (`place`)."""
+def _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, moved, in_place, w, s, base):
+    """Write p and dz of a row, which may be x and g (`in_place`)."""
     for t in range((x.shape[0] + SPAN - 1) // SPAN):
         a, b = t * SPAN, min(x.shape[0], (t + 1) * SPAN)
         if not live[t]:
@@ -238,12 +237,12 @@ def _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut
             dz[a:b] = 0
             continue
         part = x[a:b]
-        weights = p[a:b] if p.shape[0] > 0 and not place else w[: b - a]
-        slopes = s[: b - a] if place else dz[a:b]
+        weights = p[a:b] if p.shape[0] > 0 and not in_place else w[: b - a]
+        slopes = s[: b - a] if in_place else dz[a:b]
         weigh_and_slope(part, g[a:b], weights, slopes, kernel, r, top, edge, share, rho, a, theta, cut, base)
         if moved != 0:
             _subtract_at_best(part, slopes, best, moved)
-        if place:
+        if in_place:
             p[a:b] = weights
             dz[a:b] = slopes
 
@@ -262,7 +261,7 @@ def _best(x, bits, top, tops, top_bits):
 
 @jit
 def backward_row(
-    x, bits, g, p, dz, kernel, rule, r, fallback, learned, place, tops, top_bits, live, w, s, floats, flags, found,
+    x, bits, g, p, dz, kernel, rule, r, fallback, learned, in_place, tops, top_bits, live, w, s, floats, flags, found,
     grads,
 ):  # fmt: skip
     """Compute the weights, dL/dz and dL/dparameters of a row from its statistics."""
@@ -296,6 +295,6 @@ def backward_row(
     if rule == codes.ANCHORED and vanishes(kernel):
         best, ties = _best(x, bits, top, tops, top_bits)
         moved = total / kind(ties)
-    _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, moved, place, w, s, base)
+    _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, moved, in_place, w, s, base)
     if rule == codes.NEAREST and vanishes(kernel):
         dz[found[1]] -= total
