@@ -131,11 +131,7 @@ class Data:
         return Data(fn(self.q), fn(self.k), fn(self.v))
 
     def leaves(self) -> "Data":
-        """Fresh tensors that collect gradients."""
         return self.map(lambda x: x.detach().clone().requires_grad_())
-
-    def grads(self) -> tuple[Tensor | None, ...]:
-        return tuple(x.grad for x in self.tensors)
 
     def with_(self, **changes: Tensor) -> "Data":
         return replace(self, **changes)
@@ -267,7 +263,6 @@ def outputs(
 
 
 def impls_of(label: str) -> list[str]:
-    """The implementations that compute this spec."""
     return [impl for name, impl in PAIRS if name == label]
 
 
@@ -282,7 +277,6 @@ def gradients(
 
 
 def named(data: Data, params: Mapping[str, Tensor] | None = None, scale: Tensor | None = None) -> dict[str, Tensor]:
-    """Inputs by name, for `gradients`."""
     found = {"query": data.q, "key": data.k, "value": data.v, **(params or {})}
     return found if scale is None else {**found, "scale": scale}
 

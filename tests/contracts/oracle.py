@@ -207,7 +207,6 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {}
 
 
 def _kernel(s: Choices, a: Tensor, params: Mapping[str, Number]) -> Tensor:
-    """K(a)."""
     if s.kernel in OTHERS:
         return OTHERS[s.kernel](a)
     if s.kernel == "gaussian":

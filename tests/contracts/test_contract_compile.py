@@ -38,7 +38,6 @@ def compiles(run: Run, backend: str, steps: Iterable[Callable[[Run], None]]) -> 
 
 
 def equal(run: Run, compiled: Run, data: Data) -> None:
-    """The same output and gradients at one length."""
     eager, traced = data.leaves(), data.leaves()
     out, again = run(*eager.tensors), compiled(*traced.tensors)
     close(again, out, 2e-6, "output")
@@ -56,7 +55,6 @@ ONE_GRAPH = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "impl", "backend"), ONE_GRAPH)
 def test_one_graph_for_all_lengths(name: str, impl: str, backend: str) -> None:
-    """Causal self-attention."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return regard.attention(q, k, v, name, is_causal=True, impl=impl)
@@ -106,7 +104,6 @@ def test_two_texts_that_were_never_parsed_in_one_graph() -> None:
 
 
 def test_decoding_compiles_once() -> None:
-    """One query against a cache that grows."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return regard.attention(q, k, v, "biweight", is_causal=True)

@@ -41,7 +41,6 @@ def call_of(label: str, impl: str, how: str) -> tuple[Callable[..., Tensor], tup
 
 @pytest.mark.parametrize(("label", "impl"), [(label, impl) for label, impl in PAIRS if smooth(label)])
 def test_first_derivatives(label: str, impl: str) -> None:
-    """gradcheck with respect to everything at once."""
     run, inputs = call_of(label, impl, "padding, causal" if impl == "sdpa" else "strict")
     assert gradcheck(run, inputs, eps=1e-6, atol=1e-6, rtol=1e-5)
 
@@ -110,7 +109,6 @@ def test_torch_func(name: str) -> None:
 
 @pytest.mark.parametrize("name", HOW)
 def test_torch_func_twice(name: str) -> None:
-    """hessian of a weighted sum equals autograd's."""
     row = torch.randn(7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
     def loss(z: Tensor) -> Tensor:

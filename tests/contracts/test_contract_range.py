@@ -1,10 +1,13 @@
-"""Numbers, shapes and devices at the edge of what is allowed: sizes that overflow, empty batches, the meta device."""
+"""Numbers, shapes and devices at the edge of what is allowed: sizes that overflow, empty batches, the meta device; and
+what goes on around a call: autocast, forward mode, torch.func transforms."""
 
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from torch import Tensor
 
 import regard
@@ -45,7 +48,6 @@ def limits(sizes: tuple[int, int, int, int]) -> dict[str, dict[str, Any]]:
 
 
 def hidden_size(data: Data, size: float) -> Data:
-    """Keys and values 6 to 8 of that size."""
     k, v = data.k.detach().clone(), data.v.detach().clone()
     k[:, :, 6:] *= size / k[:, :, 6:].abs().amax()
     v[:, :, 6:] = size
@@ -200,7 +202,54 @@ def test_other_calls_on_the_meta_device() -> None:
         assert memory.read(q).shape == q.shape
 
 
-# Transforms and large whole numbers ---------------------------------------------------------------------------
+# Autocast, transforms and large whole numbers -----------------------------------------------------------------
+
+
+AUTOCAST = [*(name for name, spec in regard.presets().items() if str(spec) == name), "local-linear[biweight]"]
+AUTOCAST += ["epanechnikov*nearest(k=4)", "gaussian*nearest(k=4)", "triweight*anchored(margin=0.5)"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("spec", AUTOCAST)
+def test_autocast_changes_nothing(spec: str, impl: str, dtype: torch.dtype) -> None:
+    """Neither around the call nor, but for the reference, around its backward pass."""
+    data = draw(12, batch=1, dim=8, value_dim=8, dtype=dtype).leaves()
+
+    def run(inside: bool, after: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out = attend(regard.Spec.parse(spec), impl, data, is_causal=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=after):
+            return [] if out is None else [out.detach(), *gradients(out, named(data)).values()]
+
+    expected = run(False, False)
+    for inside, after in ((True, False), (True, impl != "reference")):  # autograd of the reference is torch's own
+        for found, wanted in zip(run(inside, after), expected, strict=True):
+            same(found, wanted)
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "relumax", "shift-cosine"])
+def test_forward_mode_through_the_default_implementation(spec: str) -> None:
+    """The tangent equals a central difference."""
+    data = draw(6, batch=1, dim=8)
+    direction, step = torch.linspace(-1, 1, data.q.numel(), dtype=torch.float64).view_as(data.q), 1e-6
+
+    def run(x: Tensor, impl: str = "auto") -> Tensor:
+        return regard.attention(x, data.k, data.v, spec, is_causal=True, impl=impl)
+
+    _, tangent = torch.func.jvp(run, (data.q,), (direction,))
+    expected = (run(data.q + step * direction) - run(data.q - step * direction)) / (2 * step)
+    assert expected.abs().max() > 1e-3
+    assert (tangent - expected).abs().max() < 1e-7
+    refuses("no forward mode", torch.func.jvp, partial(run, impl="blocked"), (data.q,), (direction,))
+
+
+def test_a_score_one_ulp_inside_the_edge_has_a_finite_gradient() -> None:
+    texts = ("0x0p0", "-0x1.c4a4ep-5", "-0x1.d97ca8p-3", "-0x1.e85b5ep-1")
+    z = torch.tensor([[float.fromhex(t) for t in texts]], requires_grad=True)
+    (grad,) = torch.autograd.grad(regard.entmax(z, 1.6)[0, 0], z)
+    assert bool(torch.isfinite(grad).all())
+    assert abs(float(grad.sum())) < 1e-5
 
 
 LOOPED = [label for label in SPECS if SPECS[label].degree and "cg" not in label and "learned" not in label]
@@ -228,8 +277,8 @@ def test_vmap_of_the_local_linear_model(label: str) -> None:
 
 def test_conjugate_gradients_under_a_transform_are_refused() -> None:
     spec, data = "gaussian*fixed*linear(ridge=0.3,solver=cg)", draw(4)
-    with pytest.raises(regard.checks.ArgumentError, match="solver=cholesky"):
-        torch.func.vmap(lambda q: regard.attention(q[None], data.k[:1], data.v[:1], spec))(data.q)
+    call = torch.func.vmap(lambda q: regard.attention(q[None], data.k[:1], data.v[:1], spec))
+    refuses("solver=cholesky", call, data.q)
 
 
 @pytest.mark.parametrize(("label", "impl"), few_first(FAST))

@@ -48,7 +48,6 @@ class Narrowing:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Narrowing:
-    """Blocks of the usual sizes, watched."""
     found, narrowed = Narrowing(), Block.narrowed
 
     def spy(self: Block, marks: Tensor) -> Block:
@@ -226,7 +225,6 @@ def test_every_rule_and_its_numbers_with_keys_left_out(label: str, narrowing: Na
 
 @pytest.mark.parametrize("queries", [1, 2, 127, 128, 129, 300])
 def test_blocks_of_the_usual_size(queries: int, watched: Narrowing) -> None:
-    """From one query against a cache to several blocks of queries."""
     for label in ("biweight", "relumax"):
         compare(label, clustered(label, queries, 2500), {"exclude_self": True}, 5e-11)
         assert watched.done == watched.asked >= 2
@@ -352,38 +350,6 @@ def test_the_last_bit_of_a_score_may_differ_when_it_is_computed_again(
 # What is hidden ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", CASES)
-def test_what_lies_far_or_hidden_never_matters(label: str, narrowing: Narrowing) -> None:
-    """NaN in hidden keys and values, infinite gradients of hidden rows: the same bits."""
-    call = arguments("padding", 1, 1)
-    data = clustered(label, QUERIES, KEYS)
-    hidden = ~call["attn_mask"][0, 0, 0]
-    corrupted = leaves(data, torch.float64)
-    with torch.no_grad():
-        corrupted["key"][:, :, hidden] = float("nan")
-        corrupted["value"][:, :, hidden] = float("inf")
-    one, other = attend(label, data, call), attend(label, corrupted, call)
-    assert torch.equal(one, other)
-    for (name, a), b in zip(gradients(one, data).items(), gradients(other, corrupted).values(), strict=True):
-        if name in ("key", "value"):
-            assert not bool(b[:, :, hidden].any())
-        assert torch.equal(a, b), name
-    assert narrowing.done > 0
-
-
-def test_a_bad_key_spoils_the_rows_that_see_it_and_no_others(narrowing: Narrowing) -> None:
-    data = clustered("biweight", 200, KEYS)
-    at = KEYS - 150
-    with torch.no_grad():
-        data["key"][:, :, at] = float("nan")
-    out = attend("biweight", data, {"is_causal": True})
-    bad = out.isnan().any(-1)[0, 0]
-    assert bad.nonzero().flatten().tolist() == list(range(50, 200))
-    grads = gradients(torch.where(bad[:, None], 0.0, out), data)
-    assert all(bool(g.isfinite().all()) for g in grads.values())
-    assert narrowing.done > 0
-
-
 @pytest.mark.parametrize("label", ["biweight", "relumax", f"gaussian*nearest(k={K})"])
 def test_a_row_changes_no_bit_of_another(label: str) -> None:
     data = leaves(clustered(label, KEYS, KEYS, batch=2, heads=2), torch.float32)
@@ -395,18 +361,6 @@ def test_a_row_changes_no_bit_of_another(label: str) -> None:
     assert torch.equal(before[0, :, :-1], after[0, :, :-1])
     assert torch.equal(before[1, 0, :-1], after[1, 0, :-1])
     assert torch.equal(before[1, 1, 9:-1], after[1, 1, 9:-1])
-
-
-def test_diagnostics_count_what_the_weights_say(narrowing: Narrowing) -> None:
-    """Support and effective sample size, also where keys are left out."""
-    for label in ("biweight", "relumax", f"gaussian*nearest(k={K})"):
-        data = clustered(label, QUERIES, KEYS)
-        _, found = attend(label, data, {"is_causal": True, "return_diagnostics": True})
-        _, p = truth(label, data, {"is_causal": True})
-        p = p.detach()
-        close(found.support.double(), (p > 0).sum(-1).double(), 0.0)
-        close(found.effective_sample_size, p.sum(-1).square() / p.square().sum(-1), 1e-10)
-    assert narrowing.done > 0
 
 
 # As torch and its callers see it -----------------------------------------------------------------------------

@@ -76,7 +76,6 @@ def test_the_reference_exports_to_operators_of_torch_alone() -> None:
 
 
 def test_auto_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is a loop for the weighting, and not where there is none."""
     z, ran = normal(3, 20), []
     plain = cpu.normalise
     monkeypatch.setattr(cpu, "normalise", lambda *given: ran.append(1) or plain(*given))
@@ -96,25 +95,6 @@ def test_auto_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         refuses("impl='cpu'", call)
     refuses("Did you mean 'cpu'", regard.entmax, z, impl="cpuu")
-
-
-WITHOUT = "needs numba, which is not installed: pip install 'regard[cpu]'"
-
-
-def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "MISSING", WITHOUT)
-    monkeypatch.setattr(cpu.NumbaRows, "solve", lambda *_: pytest.fail("the row solvers ran"))
-    z = normal(3, 40)
-    close(regard.entmax(z, 1.5), oracle.of_scores(z, "adaptive", r=2.0), 1e-12)
-    for name in CALLS:
-        refuses(r"impl='cpu' needs numba.*pip install 'regard\[cpu\]'", ours(name), z)
-    q = z[None, None]
-    refuses(r"impl='cpu' needs numba.*regard\[cpu\].*blocked", regard.attention, q, q, q, "biweight", impl="cpu")
-    explained = regard.explain("biweight", (1, 1, 20, 9))
-    assert explained.chosen == "blocked"
-    assert ("cpu", WITHOUT, None) in explained.rows
-    assert WITHOUT in str(explained)
-    close(regard.attention(q, q, q, "biweight"), regard.attention(q, q, q, "biweight", impl="reference"), 1e-12)
 
 
 NO_NUMBA = """

@@ -63,21 +63,18 @@ def scores(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def solve(label: str, z: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """The weights, through the operator."""
     spec = Spec.parse(label)
     assert cpu.unable(spec, z) is None
     return cpu.normalise(spec, z, params)
 
 
 def formula(label: str, z: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """Return the weights, dense."""
     spec = oracle.read(Spec.parse(label))
     rows = {name: x.expand(len(z), 1)[:, 0] for name, x in params.items()}
     return oracle.weights(spec, z, z > -INF, params.get("bias", spec.bias), rows)
 
 
 def compare(label: str, z: Tensor, learned: bool, tolerance: float) -> None:
-    """Check weights and every derivative against the dense formula in float64."""
     make = torch.Generator().manual_seed(7)
     g = torch.randn(z.shape, generator=make, dtype=torch.float64).to(z.dtype)
     wobble = torch.rand(len(z), 1, generator=make, dtype=torch.float64).to(z.dtype) * 0.2
@@ -274,30 +271,6 @@ print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 def test_a_forked_process_can_compute_too() -> None:
     """As workers of a data loader are."""
     assert run(FORK, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2") == 0
-
-
-THREADS = """
-import json, torch, regard
-found = []
-make = torch.Generator().manual_seed(0)
-z = torch.randn(301, 1000, generator=make)
-for threads in (1, 2, 3):
-    torch.set_num_threads(threads)
-    leaf = z.clone().requires_grad_()
-    p = regard.entmax(leaf, 1.5, impl="cpu")
-    p.square().sum().backward()
-    q = torch.randn(1, 3, 200, 16, generator=make.manual_seed(1), requires_grad=True)
-    out = regard.attention(q, q, q, "relumax", is_causal=True, impl="cpu")
-    out.square().sum().backward()
-    found.append((p.detach(), leaf.grad))
-    assert torch.get_num_threads() == threads
-print(json.dumps(all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))))
-"""
-
-
-def test_threads_really_used_change_no_bit() -> None:
-    """Three threads, whatever the machine has."""
-    assert run(THREADS, NUMBA_NUM_THREADS="3", OMP_NUM_THREADS="3")
 
 
 BOUNDS = """

@@ -8,7 +8,6 @@ from contracts import oracle
 
 from regard.pairwise.visibility import Visibility
 
-CPU = torch.device("cpu")
 ORDERS = [
     {"causal": causal, "strict": strict, "window": window}
     for (causal, strict), window in itertools.product(
