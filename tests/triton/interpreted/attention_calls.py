@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_oracles import near
+from dense_oracles import LINEAR, attend, near, seen_by
 from torch import Tensor
 
 import regard
@@ -33,15 +33,21 @@ CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 """(queries, keys, arguments of the call): every way to say which pairs are visible."""
 
+WAYS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "window": {"window": 30, "is_causal": True},
+    "offsets": {"query_offset": torch.tensor([50, -1]), "is_causal": True},
+}
+"""Calls of one query with 70 keys."""
 WIDTHS = [(1, 1), (16, 40), (40, 16), (64, 64), (100, 3), (128, 100), (256, 128), (64, 256)]
 
-LINEAR: dict[str, dict[str, Any]] = {
+DEGREE_1: dict[str, dict[str, Any]] = {
     "local-linear": {},
     "solved": {"ridge": 0.05},
     "loosely": {"ridge": 0.05, "solver": "cg", "tol": 1e-2},
-    "probe": {"solver": "learned"},
+    "learned": {"solver": "learned"},
 }
-"""Names of calls of `regard.local_linear_attention`; "probe" takes a fourth leaf."""
+"""Names of calls of `regard.local_linear_attention`; "learned" takes a probe, which may be a fourth leaf."""
 
 
 def draw(
@@ -58,11 +64,13 @@ def draw(
 
 
 def triton(leaves: list[Tensor], spec: str, /, **call: Any) -> Any:
-    """Call `regard.attention`, or `regard.local_linear_attention` for a name in `LINEAR`."""
+    """Call `regard.attention`, or `regard.local_linear_attention` for a name in `DEGREE_1`."""
     q, k, v, *probe = leaves
-    if spec in LINEAR:
-        call = {**LINEAR[spec], **({"probe": probe[0]} if probe else {}), **call}
+    if spec in DEGREE_1:
+        call = {**DEGREE_1[spec], **({"probe": probe[0]} if probe else {}), **call}
         return regard.local_linear_attention(q, k, v, impl="triton", enable_gqa=True, **call)
+    params = {name: call.pop(name) for name in ("margin", "bias") if name in call}
+    call = {"params": params, **call} if params else call
     return regard.attention(q, k, v, spec, impl="triton", enable_gqa=True, **call)
 
 
@@ -93,6 +101,21 @@ def both(leaves: list[Tensor], spec: str, weight: Tensor, **call: Any) -> list[T
         return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
+def checked(
+    leaves: list[Tensor], spec: str, most: tuple[float, float], numbers: dict[str, Any] | None = None, **call: Any
+) -> None:
+    """Compare output and gradients with the dense form. `numbers` are a scale and parameters of the spec."""
+    numbers = numbers or {}
+    tensors = {name: x for name, x in numbers.items() if isinstance(x, Tensor) and x.requires_grad}
+    out = triton(leaves, spec, **numbers, **call)
+    leaves = [*leaves, *tensors.values()]
+    q, k, v, *rest = exact = wide(leaves)
+    same = {name: x.double() if isinstance(x, Tensor) else x for name, x in numbers.items()}
+    same |= dict(zip(tensors, rest, strict=True))
+    expected = attend(q, k, v, seen_by(q, k, **call), LINEAR.get(spec, spec), **same)
+    compared(out, expected, leaves, exact, most, (spec, numbers.keys(), call.keys()))
+
+
 def compared(
     out: Tensor, expected: Tensor, leaves: list[Tensor], exact: list[Tensor], most: tuple[float, float], what: Any = ""
 ) -> None:
@@ -105,10 +128,10 @@ def compared(
     near([out, *found], [expected, *wanted], (most[0], *[most[1]] * len(leaves)), what)
 
 
-def far(x: Tensor, axis: int) -> Tensor:
-    """Copy a tensor to memory where steps along an axis are 2^31 elements and more."""
+def far(x: Tensor, axis: int, step: int = 2**31 + 16) -> Tensor:
+    """Copy a tensor to memory where steps along an axis are so many elements."""
     stride = list(torch.empty(x.shape).stride())
-    stride[axis] = 2**31 + 16
+    stride[axis] = step
     return torch.empty_strided(x.shape, stride, dtype=x.dtype).copy_(x)
 
 
@@ -118,29 +141,3 @@ def uncopied(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Triton, "clean", lambda self, *tensors: [(x, None) for x in tensors])
     patch.setattr(Triton, "seen_rows", lambda self, *given: None)
-
-
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Record the operators of regard that are called, with copies of their first arguments: some are in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[Any, tuple[Any, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "regard" and func not in self.made:
-            copied = tuple(
-                x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args
-            )
-            self.made[func] = (copied, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def check(self) -> list[str]:
-        """Check schema, autograd registration and fake of every Triton operator that was called; return their names."""
-        leaf = lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x  # noqa: E731
-        utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-        found = [func for func in self.made if "triton" in func.name()]
-        for func in found:
-            args, kwargs = self.made[func]
-            torch.library.opcheck(func, tuple(map(leaf, args)), kwargs, test_utils=utils)
-        return [func.name() for func in found]

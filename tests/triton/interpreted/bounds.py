@@ -4,9 +4,11 @@ where its mask says so must lie in one of the tensors of the launch."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 
@@ -22,9 +24,10 @@ class _Extents:
         self.start = np.array([a for a, _ in found], dtype=np.int64)
         self.stop = np.maximum.accumulate(np.array([b for _, b in found], dtype=np.int64)) if found else self.start
 
-    def check(self, what: str, pointers: Any, mask: Any, size: int) -> None:
-        pointers, mask = np.broadcast_arrays(pointers, mask)
-        at = pointers[mask.astype(bool)].astype(np.int64)
+    def check(self, what: str, pointers: Any, mask: Any) -> None:
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        addresses, mask = np.broadcast_arrays(pointers.data, mask.data)
+        at = addresses[mask.astype(bool)].astype(np.int64)
         if at.size == 0:
             return
         place = np.searchsorted(self.start, at, side="right") - 1
@@ -34,15 +37,6 @@ class _Extents:
             raise OutOfBounds(f"{what} of {int((~good).sum())} elements outside, {away} bytes from a start")
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
-    """Those among the arguments, in tuples, too."""
-    for x in given:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, tuple):
-            yield from _tensors(x)
-
-
 def _extent(x: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
@@ -50,31 +44,29 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Within it an access outside raises `OutOfBounds`."""
+    """Within it an access outside raises `OutOfBounds`; kernels use tensors where they lie, not copies of them."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store = builder.create_masked_load, builder.create_masked_store
-    begin, end = executor._init_args_hst, executor._restore_args_dev
+    begin = executor._init_args_hst
     current: list[_Extents] = []
 
     def begun(self: Any, args: Any, kwargs: Any) -> Any:
-        given = list(_tensors((*args, *kwargs.values())))
-        if any(x.device.type != "cpu" for x in given):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.device.type != "cpu" for x in tensors):
             return begin(self, args, kwargs)
-        current[:] = [_Extents(given)]
+        current[:] = [_Extents(tensors)]
         return list(args), dict(kwargs)
 
     def loaded(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        current[0].check("a load", ptrs.data, mask.data, max(1, ptrs.get_element_ty().primitive_bitwidth // 8))
+        current[0].check("a load", ptrs, mask)
         return load(self, ptrs, mask, *rest)
 
     def stored(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        current[0].check("a store", ptrs.data, mask.data, max(1, ptrs.get_element_ty().primitive_bitwidth // 8))
+        current[0].check("a store", ptrs, mask)
         return store(self, ptrs, value, mask, *rest)
 
-    builder.create_masked_load, builder.create_masked_store = loaded, stored
-    executor._init_args_hst, executor._restore_args_dev = begun, lambda *_: None  # tensors are used where they lie
-    try:
+    with (
+        patch.multiple(builder, create_masked_load=loaded, create_masked_store=stored),
+        patch.multiple(executor, _init_args_hst=begun, _restore_args_dev=lambda *_: None),
+    ):
         yield
-    finally:
-        builder.create_masked_load, builder.create_masked_store = load, store
-        executor._init_args_hst, executor._restore_args_dev = begin, end

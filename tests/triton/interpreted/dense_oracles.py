@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from contracts import oracle
 from contracts.oracle import Choices
 from contracts.oracle import visible as seen_pairs
@@ -27,8 +28,8 @@ RULES = {
     "fixed 3": "triweight*fixed(bias=-0.5,empty=nearest)",
 }
 """Short name to spec, for every rule that the kernels have."""
-NUMBERS = {"anchored": "margin", "fixed": "bias"}
-"""The number of a rule that may be given for every row."""
+LINEAR = {"linear": "local-linear", "learned": "gaussian*fixed*linear(solver=learned)"}
+"""Short name to spec, for local linear attention and Parallax."""
 
 
 @cache
@@ -50,25 +51,10 @@ def scores(q: Tensor, k: Tensor, scale: float | Tensor | None = None) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, text: str, scale: float | Tensor | None = None,
-    number: Tensor | None = None,
+    **numbers: float | Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return sum_j p_ij v_j. `number` [B, H, Tq] replaces the number of the rule, if it has one."""
-    s = choices(text)
-    numbers = {NUMBERS[s.rule]: number} if number is not None and s.rule in NUMBERS else {}
-    return oracle.attention(s, q, k, v, seen, scale, numbers)[0]
-
-
-def local_linear(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, ridge: float | Tensor, scale: float | None = None
-) -> Tensor:
-    """Return the local linear fit under softmax weights; ridge a number, [B, H, Tq] or [B, H, Tq, D]."""
-    return oracle.dense(q, k, v, seen, ridge, scale=scale)
-
-
-def with_probe(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, probe: Tensor, scale: float | None = None) -> Tensor:
-    """Return Parallax, sum_j p_ij (1 - (k_j - mean_i) . r_i) v_j."""
-    s = Choices("gaussian", "fixed", degree=1, solver="learned")
-    return oracle.attention(s, q, k, v, seen, scale, {"probe": probe})[0]
+    """Return the output of a spec; `numbers` are its parameters: margin, bias, ridge or probe."""
+    return oracle.attention(choices(text), q, k, v, seen, scale, numbers)[0]
 
 
 def ratio(found: Tensor, expected: Tensor) -> float:
@@ -77,6 +63,13 @@ def ratio(found: Tensor, expected: Tensor) -> float:
     assert found.shape == expected.shape, f"{tuple(found.shape)} for {tuple(expected.shape)}"
     gap = (found.detach().double() - expected.detach().double()).square().mean().sqrt()
     return float(gap / expected.detach().double().square().mean().sqrt().clamp(min=0.05))
+
+
+def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Check that tensors are equal to the last bit."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
 
 
 def near(

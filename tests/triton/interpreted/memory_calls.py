@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from attention_calls import weight_of as weight_of
 from dense_fast_weights import Dense, stream
+from store_programs import dense_write
 from torch import Tensor
 
 import regard
@@ -55,8 +56,7 @@ def blend(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def grads(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+    return list(torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True))
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -71,12 +71,6 @@ def gap(found: Tensor, wanted: Tensor) -> float:
 
 
 def written_by_hand(table: Tensor, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> Tensor:
-    """V_i - (1 / N_i) sum over entries of slot i of share e, one entry after another, in float64."""
-    table, number = table.double().clone(), torch.zeros(table.shape[:2])
-    for m, p, j in torch.cartesian_prod(*(torch.arange(x) for x in slots.shape)).tolist():
-        number[m, slots[m, p, j]] += float(counted[m, p])
-    for m, p, j in torch.cartesian_prod(*(torch.arange(x) for x in slots.shape)).tolist():
-        if counted[m, p]:
-            i = slots[m, p, j]
-            table[m, i] -= shares[m, p, j].double() * errors[m, p].double() / number[m, i]
-    return table
+    """Return V_i - (1 / N_i) sum over entries of slot i of share e, in float64; what is not counted may be NaN."""
+    shares, errors = (torch.where(counted[..., None], x, 0).double() for x in (shares, errors))
+    return dense_write(table.double(), slots, shares, errors, counted)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from contracts import oracle
+from dense_oracles import RULES
 from torch import Tensor
 
 from regard.grammar.kernels.base import RankedKernel, kernels
@@ -56,3 +57,4 @@ OWN = {
     **{f"own fixed, {empty}": f"test-bump*fixed(bias=0.5,empty={empty})" for empty in ("uniform", "zero", "nearest")},
 }
 """Short name to spec."""
+EVERY = {**RULES, **OWN}

@@ -10,9 +10,11 @@ from attention_calls import (
     BATCH,
     CALLS,
     HEADS,
+    WAYS,
     WIDTHS,
     T,
     both,
+    checked,
     compared,
     draw,
     pairs,
@@ -21,10 +23,11 @@ from attention_calls import (
     uncopied,
     weight_of,
     wide,
-)
+)  # fmt: skip
 from contracts import oracle
-from dense_oracles import NUMBERS, RULES, attend, choices, near, seen_by, seen_pairs
-from own_kernel import OWN
+from dense_oracles import RULES, attend, choices, near, seen_by, seen_pairs
+from mistakes import refuses
+from own_kernel import EVERY, OWN
 from torch import Tensor
 
 import regard
@@ -34,7 +37,6 @@ from regard.triton.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
-EVERY = {**RULES, **OWN}
 ORDERS = [(rule, call) for rule in EVERY for call in CALLS]
 QUICK = [ORDERS[call + len(CALLS) * (3 * call % len(RULES))] for call in range(len(CALLS))]
 """Every call, each with another rule."""
@@ -42,18 +44,7 @@ QUICK += [(rule, call) for rule in OWN for call in ("strict window", "mask of he
 WIDE = [(rule, *w) for rule in RULES for w in (WIDTHS if rule in ("softmax", "adaptive 2") else WIDTHS[::3])]
 LENGTHS = [(rule, length) for rule in EVERY for length in (1, 5, 63, 100, 129)]
 TEXTS = ("biweight*adaptive*cosine", "epanechnikov*anchored*euclidean", "rbf")
-WAYS: dict[str, dict[str, Any]] = {
-    "all": {},
-    "window": {"window": 30, "is_causal": True},
-    "offsets": {"query_offset": torch.tensor([50, -1]), "is_causal": True},
-}
 ONE = [(rule, way) for rule in EVERY for way in WAYS]
-
-
-def checked(leaves: list[Tensor], rule: str, most: tuple[float, float], **call: Any) -> None:
-    """Compare output and gradients with the dense form of the same numbers."""
-    out, exact = triton(leaves, rule, **call), wide(leaves)
-    compared(out, attend(*exact, seen_by(*exact[:2], **call), rule), leaves, exact, most, (rule, call.keys()))
 
 
 @pytest.mark.slow
@@ -113,42 +104,26 @@ def test_heads_share_keys(heads: tuple[int, int], small: None) -> None:
 @pytest.mark.parametrize("name", some(EVERY, ["anchored 1", *list(OWN)[:2]]))
 def test_numbers_of_rows(name: str, small: None, poisoned: None) -> None:
     """Scales, margins and biases as tensors, with their gradients."""
-    rule = EVERY[name]
-    leaves, make = draw(), torch.Generator().manual_seed(3)
-    scale = (torch.rand(BATCH, HEADS, T, generator=make) + 0.2).requires_grad_()
-    number = torch.rand(BATCH, HEADS, T, generator=make) + 0.3
-    named = None if name == "softmax" else NUMBERS.get(choices(rule).rule)
+    make = torch.Generator().manual_seed(3)
+    scale, number = torch.rand(BATCH, HEADS, T, generator=make) + 0.2, torch.rand(BATCH, HEADS, T, generator=make) + 0.3
+    named = None if name == "softmax" else {"anchored": "margin", "fixed": "bias"}.get(choices(EVERY[name]).rule)
     if named == "bias":
         number[..., ::2] = 0  # where the factor of scores cancels for powers, and for no other function
-    number.requires_grad_()
-    numbers = [scale] if named is None else [scale, number]
-    exact = wide([*leaves, *numbers])
-    seen = seen_pairs(BATCH, HEADS, T, T, is_causal=True)
-    out = triton(leaves, rule, is_causal=True, scale=scale, params={} if named is None else {named: number})
-    expected = attend(*exact[:3], seen, rule, exact[3], None if named is None else exact[4])
-    compared(out, expected, [*leaves, *numbers], exact, (3e-6, 4e-5), name)
+    numbers = {"scale": scale, **({named: number} if named else {})}
+    checked(draw(), EVERY[name], (3e-6, 4e-5), {n: x.requires_grad_() for n, x in numbers.items()}, is_causal=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu"])
 def test_scales_of_any_sign(spec: str, small: None) -> None:
     """A tensor of scales is not looked at: 0 makes all scores equal, less turns them over."""
-    leaves = draw(batch=1)
     scale = torch.tensor([0.5, 0.0, -0.7, 1e-30, 1.5, -2.0, 0.0])[torch.arange(T) % 7].expand(1, HEADS, T)
-    exact = wide(leaves)
-    expected = attend(*exact, seen_pairs(1, HEADS, T, T, is_causal=True), spec, scale.double())
-    compared(triton(leaves, spec, is_causal=True, scale=scale), expected, leaves, exact, (3e-6, 4e-5), spec)
+    checked(draw(batch=1), spec, (3e-6, 4e-5), {"scale": scale}, is_causal=True)
 
 
 @pytest.mark.slow
 def test_one_number_for_all_rows() -> None:
-    leaves = draw()
-    margin = torch.tensor(0.4, requires_grad=True)
-    out = triton(leaves, "relumax", params={"margin": margin}, scale=0.7)
-    exact = wide([*leaves, margin])
-    seen = seen_pairs(BATCH, HEADS, T, T)
-    expected = attend(*exact[:3], seen, RULES["anchored 1"], 0.7, exact[3].expand(BATCH, HEADS, T))
-    compared(out, expected, [*leaves, margin], exact, (3e-6, 2e-4))
+    checked(draw(), "relumax", (3e-6, 2e-4), {"margin": torch.tensor(0.4, requires_grad=True), "scale": 0.7})
 
 
 @pytest.mark.slow
@@ -220,18 +195,28 @@ def test_the_backward_pass_visits_marked_blocks_only(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("rule", "way"), pairs(ONE, [("adaptive 2", "offsets"), *((rule, "all") for rule in OWN)]))
-def test_one_query(rule: str, way: str, poisoned: None) -> None:
-    """Of which no gradient is asked, and of which one is."""
-    how = WAYS[way]
-    for dtype, most in ((torch.float32, 4e-6), (torch.bfloat16, 6e-3)):
-        leaves = draw(1, 70, 16, 24, heads=4, kv=2, dtype=dtype)
-        mask = torch.rand(BATCH, 1, 1, 70, generator=torch.Generator().manual_seed(1)) > 0.2
-        seen = seen_by(*leaves[:2], attn_mask=mask, **how)
-        expected = attend(*(x.detach().double() for x in leaves), seen, EVERY[rule])
-        with torch.no_grad(), tiles.forced(rows=16, keys=32):
-            near([triton(leaves, EVERY[rule], attn_mask=mask, **how)], [expected], most, dtype)
-        if dtype == torch.float32:
-            checked(leaves, EVERY[rule], (most, 3e-5), attn_mask=mask, **how)
+def test_gradients_of_one_query(rule: str, way: str, poisoned: None) -> None:
+    mask = torch.rand(BATCH, 1, 1, 70, generator=torch.Generator().manual_seed(1)) > 0.2
+    checked(draw(1, 70, 16, 24, heads=4, kv=2), EVERY[rule], (4e-6, 3e-5), attn_mask=mask, **WAYS[way])
+
+
+# A kernel that brings one device function, its value and derivative ----------------------------------------------
+
+
+def test_what_is_refused() -> None:
+    """The adaptive rule knows powers alone, in every implementation; a rule without kernels goes elsewhere."""
+    refuses("no power r", regard.Spec.parse, "test-bump*adaptive")
+    found = rules.rule_of(regard.Spec.parse("test-bump*nearest(k=3)"))
+    assert isinstance(found, str)
+    assert "adaptive, anchored and fixed" in found
+
+
+@pytest.mark.parametrize(("name", "value"), [("vanishes", False), ("params", ("r",)), ("compact", False)])
+def test_what_a_function_of_its_own_needs(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = regard.Spec.parse(OWN["own anchored"])
+    assert isinstance(rules.rule_of(spec), rules.Rule)
+    monkeypatch.setattr(type(spec.kernel), name, value)
+    assert "compact kernels that are continuous at the threshold and have no parameters" in rules.rule_of(spec)
 
 
 # Thresholds and marks -------------------------------------------------------------------------------------------

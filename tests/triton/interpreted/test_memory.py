@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attention_calls import compared, some, wide
-from dense_fast_weights import stream
-from dense_oracles import near
+from dense_fast_weights import all_scores, best, half_scores, stream
+from dense_oracles import equal, near
 from memory_calls import CHUNK, T, blend, dense, draw, grads, memory, rule, triton, weight_of
+from torch import Tensor
 
 import regard
 
@@ -132,18 +133,13 @@ def test_the_lowest_index_comes_first_among_equals(score: str) -> None:
     make = torch.Generator().manual_seed(0)
     whole = lambda *size: torch.randint(-1, 2, size, generator=make).float()  # noqa: E731
     query, keys = whole(2, 20, 2, 4), whole(2, 2, 9, 2)
-    told: list[Any] = []
-    observer = SimpleNamespace(on_read=lambda slots, *_: told.append(slots), on_write=lambda *_: None)
+    read: list[Any] = []
+    observer = SimpleNamespace(on_read=lambda slots, *_: read.append(slots), on_write=lambda *_: None)
     triton(
         [query, whole(2, 20, 3), torch.ones(2, 20), keys, whole(81, 3)], score=score, chunk_size=64, observer=observer
     )
-    q = query.unflatten(-1, (2, -1))[..., None, :]
-    halves = -(q - keys).square().sum(-1) if score == "idw" else (q * keys).sum(-1)
-    if score == "idw":
-        halves = -torch.log(1e-3 - halves.double())
-    total = (halves[..., 0, :, None] + halves[..., 1, None, :]).flatten(-2)
-    expected = torch.sort((total * 2**20).round(), dim=-1, descending=True, stable=True).indices[..., :4]
-    assert torch.equal(torch.cat(told, 1).view(2, 20, 2, 4), expected)
+    expected = best(all_scores(half_scores(query.double(), keys.double(), score)), 4)
+    assert torch.equal(torch.cat(read, 1).view(2, 20, 2, 4), expected)
 
 
 @pytest.mark.slow
@@ -171,46 +167,43 @@ def test_gradients_that_end_at_a_write(meta: bool | int) -> None:
     leaves = draw(1)
     out, _ = triton(leaves, rule=rule(), meta_grad=meta)
     q, v, g, keys, values = exact = wide(leaves)
-    own, parts = memory(keys, values), []
+    expected, parts = memory(keys, values), []
     for count, start in enumerate(range(0, T, CHUNK)):
         if start:
             span = slice(start - CHUNK, start)
             inputs = [q[0, span], v[0, start - CHUNK + 1 : start + 1], g[0, span], torch.ones(CHUNK, dtype=torch.bool)]
-            if not meta or count % meta == 0:
-                own.learn(*(x.detach() for x in inputs))
-                own.keys, own.values = own.keys.detach(), own.values.detach()
-            else:
-                own.learn(*inputs)
-        parts.append(own.read(q[0, start : start + CHUNK]))
+            ends = not meta or count % meta == 0
+            expected.learn(*(x.detach() if ends else x for x in inputs))
+            if ends:
+                expected.keys, expected.values = expected.keys.detach(), expected.values.detach()
+        parts.append(expected.read(q[0, start : start + CHUNK]))
     compared(out, torch.cat(parts)[None], leaves, exact, (2e-5, 5e-4))
 
 
 def test_a_state_is_not_changed_by_what_follows() -> None:
     """Two continuations of one state, a third from a file, and a call that only reads; what was given is as it was."""
-    leaves = draw(grad=False)
-    given = [x.clone() for x in leaves]
-    first = [x[:, :7] for x in leaves[:3]]
-    out, state = triton([*first, *leaves[3:]], rule=rule())
-    kept = {name: x.clone() for name, x in state.to_tensors().items()}
-    again = draw(seed=4, grad=False)[:3]
-    one, after = triton([*again, *leaves[3:]], rule=rule(), state=state)
-    triton([*(2 * x for x in again), *leaves[3:]], rule=rule(), state=state)
-    further = {name: x.clone() for name, x in after.to_tensors().items()}
-    two, other = triton([*again, *leaves[3:]], rule=rule(), state=state)
-    third, _ = triton([*again, *leaves[3:]], rule=rule(), state=type(state).from_tensors(kept))
-    frozen, same = triton([*again, *leaves[3:]], rule=rule(), state=state, frozen=True)
+    leaves, again = draw(grad=False), draw(seed=4, grad=False)[:3]
+    given, first = [x.clone() for x in leaves], [x[:, :7] for x in leaves[:3]]
+
+    def call(tokens: list[Tensor], **how: Any) -> tuple[Tensor, Any]:
+        return triton([*tokens, *leaves[3:]], rule=rule(), **how)
+
+    def copied(state: Any) -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in state.to_tensors().items()}
+
+    out, state = call(first)
+    kept = copied(state)
+    one, after = call(again, state=state)
+    call([2 * x for x in again], state=state)
+    further = copied(after)
+    two, other = call(again, state=state)
+    third, _ = call(again, state=type(state).from_tensors(kept))
+    frozen, same = call(again, state=state, frozen=True)
     assert same is state
     assert torch.equal(frozen[:, :1], one[:, :1])  # before the first write
-    assert torch.equal(one, two)
-    assert torch.equal(one, third)
-    for name, x in state.to_tensors().items():
-        assert torch.equal(x, kept[name]), name
-    for name, x in after.to_tensors().items():
-        assert torch.equal(x, further[name]), name
-        assert torch.equal(x, other.to_tensors()[name]), name
-    for x, y in zip(leaves, given, strict=True):
-        assert torch.equal(x, y)
-    assert torch.equal(out, triton([*first, *leaves[3:]], rule=rule())[0])
+    equal([*leaves, call(first)[0], two, third], [*given, out, one, one])
+    for now, before in ((state, kept), (after, further), (other, further)):
+        equal(list(copied(now).values()), list(before.values()))
 
 
 def test_gradients_of_an_early_read_after_late_writes() -> None:

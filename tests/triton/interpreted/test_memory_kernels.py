@@ -1,16 +1,17 @@
 """Kernels of fast-weight product-key memory: writing rows in place, and the exact search for the best sub-keys."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from memory_calls import draw, drawn, gap, written_by_hand
+from mistakes import refuses
 from torch import Tensor
 
 import regard
 from regard import WriteRule
-from regard.checks import ArgumentError
 from regard.triton.memory import prepare as memory_prepare
 from regard.triton.memory import write as memory_write
 from regard.triton.memory.search import best_halves
@@ -166,25 +167,15 @@ HOW: dict[str, Any] = {"rule": WriteRule(address_weight=0.3), "chunk_size": 3, "
 
 
 def test_what_kernels_do_not_do_is_said() -> None:
-    given = draw(2, 7, n=5, half=2, width=3, grad=False)
-
-    def call(dtype: torch.dtype = torch.float32, **how: Any) -> None:
-        regard.fast_weight_memory(*(x.to(dtype) for x in given), **{"impl": "triton", **HOW, **how})
-
-    with pytest.raises(ArgumentError, match=r"impl='triton' stores values in float32 and bfloat16; .*float64"):
-        call(torch.float64)
-    with pytest.raises(ArgumentError, match=r"stores values in float32 and bfloat16; .*float16"):
-        call(storage=torch.float16)
-    wide = [*given[:3], torch.zeros(1, 2, 4097, 2), torch.zeros(1, 1).expand(4097**2, 3)]
-    with pytest.raises(ArgumentError, match=r"at most 4096 sub-keys of a half; these are 4097"):
-        regard.fast_weight_memory(*wide, impl="triton", **HOW)
-    with pytest.raises(ArgumentError, match=r"joins at most 8192 pairs of a token; top_k=65"):
-        regard.fast_weight_memory(
-            *given[:3], drawn(1, 2, 66, 2), drawn(66**2, 3), impl="triton", **{**HOW, "top_k": 65}
-        )
+    given, call = draw(2, 7, n=5, half=2, width=3, grad=False), partial(regard.fast_weight_memory, impl="triton", **HOW)
+    refuses("impl='triton' stores values in float32 and bfloat16; .*float64", call, *(x.double() for x in given))
+    refuses("stores values in float32 and bfloat16; .*float16", call, *given, storage=torch.float16)
+    wide = torch.zeros(1, 2, 4097, 2), torch.zeros(1, 1).expand(4097**2, 3)
+    refuses("at most 4096 sub-keys of a half; these are 4097", call, *given[:3], *wide)
+    many = drawn(1, 2, 66, 2), drawn(66**2, 3)
+    refuses("joins at most 8192 pairs of a token; top_k=65", call, *given[:3], *many, top_k=65)
     leaf = given[1].clone().requires_grad_()
-    read, _ = regard.fast_weight_memory(given[0], leaf, *given[2:], impl="triton", **HOW)
-    with pytest.raises(ArgumentError, match="create_graph"):
-        torch.autograd.grad(read.sum(), leaf, create_graph=True)
+    read, _ = call(given[0], leaf, *given[2:])
+    refuses("create_graph", torch.autograd.grad, read.sum(), leaf, create_graph=True)
     _, state = regard.fast_weight_memory(*given, **HOW)
     assert not isinstance(state.values, TableValues)  # "auto" on a CPU

@@ -2,67 +2,58 @@
 where it does not run."""
 
 import copy
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
-from attention_calls import some
+from attention_calls import far, some
 from dense_fast_weights import stream
-from dense_oracles import near
+from dense_oracles import equal, near
 from memory_calls import CHUNK, blend, dense, draw, grads, memory, rule, triton, weight_of
+from programs import python
 from torch import Tensor
 
 import regard
 from regard import nn
+from regard.triton.memory.values import TableValues
 from regard.triton.runtime.launch import watched
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
 
 ALONE = """
-import sys
+import importlib.util, sys
+
+word = "CUDA"
+if "missing" in sys.argv:
+    word, real = "needs triton", importlib.util.find_spec
+    sys.modules["triton"] = None
+    importlib.util.find_spec = lambda name, *rest: None if name == "triton" else real(name, *rest)
 import torch
 import regard
 
-assert "triton" not in sys.modules, "importing regard imports triton"
-x = torch.randn(1, 1, 8, 4)
-calls = {
-    "attention": lambda: regard.attention(x, x, x, "biweight", impl="triton"),
-    "linear": lambda: regard.local_linear_attention(x, x, x, impl="triton"),
-    "memory": lambda: regard.fast_weight_memory(
-        torch.randn(1, 3, 1, 4), torch.randn(1, 3, 5), None, torch.randn(1, 2, 3, 2), torch.randn(9, 5), top_k=2,
-        impl="triton",
-    ),
-}
-for name, call in calls.items():
+def refused(call):
     try:
         call()
     except regard.checks.ArgumentError as error:
-        text = str(error)
-        assert "CUDA" in text and "triton" in text and "\\n" not in text, (name, text)
-        print(name, text)
-    else:
-        raise AssertionError(name + " ran")
-told = regard.explain("biweight", (1, 1, 8, 4))
-reasons = {name: reason for name, reason, _ in told.rows}
-assert told.chosen != "triton" and "CUDA" in reasons["triton"], told
-for spec in ("biweight", "softmax", "local-linear"):
-    out = regard.attention(x, x, x, spec)
-    assert out.isfinite().all()
+        assert "\\n" not in str(error)
+        return str(error)
+    raise AssertionError("ran")
+
+assert sys.modules.get("triton") is None, "importing regard imports triton"
+x = torch.randn(1, 1, 8, 4)
 given = torch.randn(1, 3, 1, 4), torch.randn(1, 3, 5), None, torch.randn(1, 2, 3, 2), torch.randn(9, 5)
-regard.fast_weight_memory(*given, top_k=2)
+assert word in refused(lambda: regard.attention(x, x, x, "biweight", impl="triton"))
+assert word in refused(lambda: regard.local_linear_attention(x, x, x, impl="triton"))
+assert word in refused(lambda: regard.fast_weight_memory(*given, top_k=2, impl="triton"))
+found = regard.explain("biweight", (1, 1, 8, 4))
+assert found.chosen != "triton" and word in {name: reason for name, reason, _ in found.rows}["triton"], found
+for spec in ("biweight", "softmax", "local-linear"):
+    assert regard.attention(x, x, x, spec).isfinite().all()
 _, state = regard.fast_weight_memory(*given, top_k=2, impl="reference")
 saved = {**state.to_tensors(), "store": torch.tensor(list(b"triton"), dtype=torch.uint8)}
-try:
-    regard.fast_weight_memory(*given, top_k=2, state=type(state).from_tensors(saved))
-except regard.checks.ArgumentError as error:
-    assert "move the state" in str(error)
-else:
-    raise AssertionError("a state of kernels was read without them")
-print("fine")
+stored = type(state).from_tensors(saved)
+assert "move the state" in refused(lambda: regard.fast_weight_memory(*given, top_k=2, state=stored))
 """
 
 
@@ -83,9 +74,7 @@ def test_padding_is_as_if_it_were_removed(mix: bool) -> None:
     assert not found[0][0][~mask].any()
     for x in found[0][1:4]:
         assert not x[~mask].any()
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
-            assert torch.equal(one, two)
+    equal(*found)
     for row, count in enumerate(counts):
         own = [x[row, mask[row]].detach().double() for x in leaves[:3]]
         expected = stream(memory(*(x.detach().double() for x in leaves[3:])), *(x[None] for x in own), CHUNK)[0]
@@ -134,13 +123,11 @@ def test_documents_begin_anew() -> None:
     for x in changed[:3]:
         x[:, 9:17] *= -7
     after = run(changed, weight)
-    for one, other in zip(before[:4], after[:4], strict=True):
-        assert torch.equal(one[:, :9], other[:, :9])
-        assert torch.equal(one[:, 17:], other[:, 17:])
+    for part in (slice(0, 9), slice(17, 23)):
+        equal([x[:, part] for x in after[:4]], [x[:, part] for x in before[:4]])
 
 
 def test_a_batch_is_a_loop() -> None:
-    """To the last bit."""
     leaves = draw(2, grad=False)
     out, state = triton(leaves, rule=rule())
     for b in range(2):
@@ -177,9 +164,7 @@ def test_repetition_autocast_and_strides_change_no_bit() -> None:
     before = everything(leaves, **how)
     for given, cast in ((leaves, False), (leaves, True), (turned, False), (sparse, False)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-            for one, other in zip(before, everything(given, **how), strict=True):
-                assert one.dtype == other.dtype
-                assert torch.equal(one, other)
+            equal(everything(given, **how), before)
 
 
 @pytest.mark.slow
@@ -188,9 +173,7 @@ def test_slots_that_lie_far_apart() -> None:
     leaves = draw(2, 7, 1, 2, 2, 3, grad=False)
     expected, _ = triton(leaves, top_k=2)
     for place, axis in ((4, 0), (3, 2), (0, 0), (1, 0)):
-        stride = list(torch.empty(leaves[place].shape).stride())
-        stride[axis] = 2**30 + 16 if place == 4 else 2**31 + 16
-        spread = torch.empty_strided(leaves[place].shape, stride).copy_(leaves[place])
+        spread = far(leaves[place], axis, 2**30 + 16 if place == 4 else 2**31 + 16)
         out, _ = triton([*leaves[:place], spread, *leaves[place + 1 :]], top_k=2)
         assert torch.equal(out, expected)
 
@@ -230,28 +213,6 @@ def a_layer(impl: str, **options: Any) -> nn.FastWeightProductKeyMemory:
     return made
 
 
-@pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_layer(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`nn.FastWeightProductKeyMemory(impl="triton")` gives mixes of what plain sums read of its projections."""
-    from regard.nn.memory import fast_weight_product_key_memory as module
-
-    layer = a_layer("triton", heads=heads)
-    seen: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
-    real = module.fast_weight_memory
-
-    def watch(*args: Any, **how: Any) -> Any:
-        found = real(*args, **how)
-        seen.append((args, how, found[0]))
-        return found
-
-    monkeypatch.setattr(module, "fast_weight_memory", watch)
-    layer(torch.randn(1, 7, 12))
-    (args, _, found), *_ = seen
-    assert args[5].impl == "triton"
-    exact = [y.detach().double() for y in args[:5]]
-    near([found], [blend(dense(exact, 4, k=3), *exact[1:3])], 3e-5)
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"learn_initial": True},
     {"heads": 2, "key_update": "pooled-entropy", "learning_rate": 0.5},
@@ -274,6 +235,7 @@ def test_the_layer_with_either_store(options: dict[str, Any]) -> None:
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         layer, hidden = a_layer(impl, **options).to(dtype), x.to(dtype).requires_grad_()
         out, state = layer(hidden, mask)
+        assert isinstance(state.values, TableValues) == (impl == "triton")
         corrupted = out.isnan()
         assert corrupted[1, 5].all()
         assert corrupted.sum() == 12
@@ -327,25 +289,7 @@ def test_a_store_of_another_kind_is_not_taken_for_it() -> None:
     assert type(triton(leaves, state=state)[1].values) is type(state.values)
 
 
-def test_what_it_cannot_do() -> None:
-    with pytest.raises(regard.checks.ArgumentError, match="tritn"):
-        regard.fast_weight_memory(*draw(), top_k=4, impl="tritn")
-    with pytest.raises(regard.checks.ArgumentError, match="float32"):
-        triton([x.detach().double() for x in draw()], rule=rule())
-
-
-@pytest.mark.parametrize("hidden", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_without_the_interpreter(hidden: bool) -> None:
+@pytest.mark.parametrize("missing", [(), pytest.param(("missing",), marks=pytest.mark.slow)], ids=len)
+def test_without_the_interpreter(missing: tuple[str, ...]) -> None:
     """On the CPU it is refused with a reason; importing regard imports no triton, which need not be there at all."""
-    code = ALONE
-    if hidden:
-        missing = "import sys\nsys.modules['triton'] = None\nimport importlib.util as u\nreal = u.find_spec\n"
-        missing += "u.find_spec = lambda n, *a: None if n == 'triton' else real(n, *a)\n"
-        code = missing + ALONE.replace('"triton" not in sys.modules', "True").replace('"CUDA" in', '"triton" in')
-        code = code.replace('"triton" in reasons["triton"]', '"needs triton" in reasons["triton"]')
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "fine" in done.stdout
+    python("-c", ALONE, *missing, TRITON_INTERPRET="0")

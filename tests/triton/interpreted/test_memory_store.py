@@ -7,10 +7,10 @@ import pytest
 import torch
 from attention_calls import some
 from memory_calls import drawn, gap, written_by_hand
+from mistakes import refuses
 from store_programs import Program
 from torch import Tensor
 
-from regard.checks import ArgumentError
 from regard.triton.memory.values import TableValues
 from regard.triton.memory.versions import Version
 
@@ -112,5 +112,4 @@ def test_files_and_copies() -> None:
     touched = (store.dense() != chunks.base).any(-1).sum(1)
     assert torch.equal(store.written(), touched)
     assert store.bytes == 3 * chunks.base.numel() * 4
-    with pytest.raises(ArgumentError, match="from_tensors"):
-        TableValues.from_tensors({"values": chunks.base})
+    refuses("from_tensors", TableValues.from_tensors, {"values": chunks.base})
