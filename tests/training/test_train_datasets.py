@@ -67,7 +67,7 @@ def test_a_data_set_is_measured_as_its_text(run, lines, tmp_path, regard):
         found.append(float(shown.split("loss")[1].split()[0]))
     assert found[0] != found[1]
     assert abs(found[0] - found[1]) < 0.01
-    error = regard("eval", out, "--data", f"datasets:{lines}", "--text-column", "x").error
+    error = regard("eval", out, "--data", f"datasets:{lines}", "--text-column", "x").err
     assert "has no column 'x'; give one of its columns with --text-column: text, number" in error
 
 
