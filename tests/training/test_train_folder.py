@@ -13,7 +13,8 @@ import pytest
 from steps import At
 from transformers import PreTrainedTokenizerBase
 
-from regard.training import TrainingStopped, train
+from regard.training import TrainingStopped
+from regard.training.run import _prepare_text
 from regard.training.storage.files import LOCK, only_run
 
 HOLD = (
@@ -98,12 +99,11 @@ def test_a_lock_from_elsewhere_writes_nowhere(run, refused, out, tmp_path, kind)
 
 def test_a_run_that_began_meanwhile_is_seen(run: Callable, refused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes look at the empty folder; one trains to the end before the other begins to write."""
-    prepare = train.__wrapped__.__globals__["_prepare_text"]
 
     def other_first(*args: object) -> object:
         monkeypatch.undo()
         run(steps=1)
-        return prepare(*args)
+        return _prepare_text(*args)
 
     monkeypatch.setattr("regard.training.run._prepare_text", other_first)
     refused("already holds a run", steps=1)
