@@ -106,8 +106,8 @@ def sinks(pattern: Tensor, from_row: int = 0) -> Sinks:
     """Return the mean weight of the columns over the texts and the rows from `from_row` on, 0 for unseen columns.
 
     With `from_row` = 0, that of column 0 is alpha of Gu et al. (arXiv 2410.10781, section 3.1). The first rows see few
-    columns and increase it: compare with `uniform`, or exclude them. `pattern` is without padding, and `from_row` is 0
-    to R - 1.
+    columns and increase it: compare with `uniform`, or exclude them. `pattern` [B, H, R, K] is without padding, and
+    `from_row` is 0 to R - 1.
     """
     _check("sinks", pattern, from_row)
     mean = pattern[:, :, from_row:].double().mean((0, 2))
@@ -181,6 +181,7 @@ def induction(pattern: Tensor, roles: Roles, period: int) -> Tensor:
     """Return the induction score on a text that repeats a block of P = `period` tokens, [H].
 
     This is the mean weight of the rows that predict token i on the column that holds token i - P, over all i > P.
+    `pattern` is [B, H, R, K], `roles` says what its rows and columns stand for, and P >= 1.
     """
     _check("induction", pattern)
     instance("induction", "roles", roles, Roles, "Roles")
@@ -352,7 +353,8 @@ def logit_lens(model: Any, input_ids: Tensor) -> Tensor:
     """Return the logits [L/2, B, T, V] that an ICLM would give if it ended after each f block.
 
     The final norm and the output matrix are applied to f, which is in the space of the embeddings from the start. With
-    `f_mlp="side"` the sum of the feed-forward outputs at the side is excluded. `input_ids` [B, T] are without padding.
+    `f_mlp="side"` the sum of the feed-forward outputs at the side is excluded. `model` is an
+    `ICLMForCausalLM`; `input_ids`, integers [B, T], are without padding.
     """
     _, cache = run_with_cache(model, input_ids, lambda name: re.fullmatch(r"f\.\d+\.hook_out", name) is not None)
     require(bool(cache), "logit_lens", f"{type(model).__name__} has no f blocks; ICLMForCausalLM has.")

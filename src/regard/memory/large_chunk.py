@@ -93,7 +93,8 @@ class LargeChunkMemory(NetworkMemory):
 
     Args:
         chunk_size: tokens between two writes, >= 1; it may change from call to call.
-        optimizer: a name in `OPTIMIZERS`.
+        optimizer: "sgd", "momentum" (its factor is the mean of m_t over the chunk), "muon" (Newton-Schulz of the
+            gradient) or "momentum-muon".
         meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
 
     Raises:

@@ -22,7 +22,8 @@ class MemoryLayer(nn.Module):
     remember also have `chunk_size` and `frozen`, which may be set at any time, and `flush(state)`.
     """
 
-    # it reads the normalised residual stream; otherwise its output is added before or after the mixer
+    # it replaces a feed-forward layer and reads the normalised stream; otherwise its output is added before or after
+    # the mixer, and it normalises the stream itself
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True  # it is written while it is read, and has a state
     honours_segments: ClassVar[bool] = False  # each document of a packed row gets the result that it gets alone

@@ -92,7 +92,8 @@ def interpolated_attention(
     both = within(CALL, None, attention, q, k, torch.cat([v, k], -1), weights, **how)
     mean, centre = both.split([value.shape[3], key.shape[3]], -1)
     given: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
-    given |= {} if segment_ids is None else {"segment_ids": segment_ids}
+    if segment_ids is not None:
+        given["segment_ids"] = segment_ids
     with full_precision(query.device.type):
         # rows that see a non-finite number are NaN in `mean`; the model must not spread it to others
         apart, k, v = (clean(x)[0] for x in (q - centre, k, v))

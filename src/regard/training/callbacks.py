@@ -32,7 +32,8 @@ _BRIEF = (
 
 
 class MetricsFile(TrainerCallback):
-    """Append every log to `metrics.jsonl`, without its `damaged` lines (counted here) and those after `step`."""
+    """Append every log to `metrics.jsonl`, from which damaged lines (counted in `damaged`) and those after `step` are
+    removed first."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         self.path = path

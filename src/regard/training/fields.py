@@ -32,7 +32,7 @@ def flag(name: str) -> str:
 
 
 def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
-    """Return the table in a `.toml` or `.json` file; raise `ArgumentError` if there is none, or a key twice."""
+    """Return the table in a `.toml` or `.json` file; raise `ArgumentError` if it cannot be read or has a key twice."""
     require(path.suffix in (".toml", ".json"), call, f"{path} is neither a .toml nor a .json file.")
     with one_error(f"{call}: cannot read config file {path}"):
         exists = path.exists()
@@ -84,7 +84,8 @@ def _plain(value: Any) -> Any:
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
-    """Return `value` as a type (plain, optional, Literal, `tuple[X, ...]`); raise `ArgumentError` at `where`."""
+    """Return `value` as a type (plain, optional, Literal, `tuple[X, ...]`); raise `ArgumentError`, whose message
+    begins with `where`."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         if value is None:

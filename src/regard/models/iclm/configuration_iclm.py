@@ -92,7 +92,8 @@ class ICLMConfig(RegardConfig):
     @classmethod
     def preset(cls, name: str, *, variant: str | None = None, **changes: Any) -> ICLMConfig:
         """Return a size of the paper, with the GPT-2 vocabulary: "small" (8 layers, width 512), "medium" (12, 512) or
-        "large" (24, 1024). The variant is the paper's by default: "full" for small and medium, "wv" for large."""
+        "large" (24, 1024). The variant is the paper's by default: "full" for small and medium, "wv" for large.
+        `changes` are further fields."""
         known = ", ".join(map(repr, PRESETS))
         require(name in PRESETS, "ICLMConfig.preset", f"unknown size {name!r}, expected one of {known}.")
         fields = {"vocab_size": 50257, **PRESETS[name], **({} if variant is None else {"variant": variant}), **changes}

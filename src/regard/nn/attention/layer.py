@@ -39,15 +39,17 @@ class Attention(nn.Module):
         layer_idx: index of the layer in a cache, also passed to observers.
         window: attend to the last `window` tokens only, the current one included; None for all.
         bias: biases in the four projections.
-        temperature: a rule of `regard.nn.temperatures` or its text; its learned values are parameters [H]. All but the
-            usual scale need a spec whose scores have a scale.
+        temperature: a rule of `regard.nn.temperatures` or its text: "fixed" (the usual scale), "learned" per head,
+            "log" or "power" of the number of visible keys. Its learned values are parameters [H]. All but the usual
+            scale need a spec whose scores have a scale.
         share_query_key: one projection for queries and keys, q = k (kernel-selection paper, section 7), without q_proj.
-            Needs as many key/value heads as query heads.
+            Needs as many key/value heads as query heads. A token is then most similar to itself: see `exclude_self`.
         exclude_self: attend to earlier tokens only; the first token's output is 0.
         qk_norm: normalisation of queries and keys per head, before rotation. "rms": to root mean square 1, times a
             learned gain [D] (`q_norm`, `k_norm`). "l2": to length 1, without a gain; the usual scale is then sqrt(D)
             instead of 1/sqrt(D).
-        ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text. The projection is `ridge_proj`.
+        ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text: "fixed" (the value of the spec),
+            "learned" from the token, one value per head, or "learned-per-dimension". The projection is `ridge_proj`.
         norm_eps: added to the mean square in `qk_norm` and `output_norm`.
         output_gate: multiply the heads' output by sigmoid(`gate_proj`(token)), channel by channel (gated attention, Qiu
             et al. 2025, arXiv:2505.06708).
