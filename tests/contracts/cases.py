@@ -202,6 +202,7 @@ def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, dict[str
         "keys by head, causal": {"attn_mask": pairs[:, :, -1:], "is_causal": True},
         "queries": {"attn_mask": pairs[..., :1]},
         "window": {"window": 2},
+        "wide window": {"window": 2**62, "is_causal": True},
         "window, causal": {"window": 3, "is_causal": True},
         "window, strict": {"window": 2, "exclude_self": True},
         "window, padding": {"window": 4, "is_causal": True, "attn_mask": padding},

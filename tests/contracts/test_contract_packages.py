@@ -109,6 +109,16 @@ def test_a_kernel_of_another_package(installed: Path) -> None:
                 grads = torch.autograd.grad(got.sin().sum(), (q, k, v))
                 assert all((a - b).abs().max() < 1e-11 for a, b in zip(grads, expected)), (spec, impl)
         assert regard.attention(q, k, v, "softplus*linear(ridge=0.1)").isfinite().all()
+        w = torch.where(seen, truth["expm1*anchored(margin=0.7)"], 0).detach()
+        away = k[..., None, :, :] - q[..., :, None, :]
+        design = torch.cat([torch.ones_like(away[..., :1]), away], -1)
+        gram = torch.einsum("bhij,bhija,bhijc->bhiac", w, design, design)
+        gram = gram + 0.2 * torch.diag(torch.tensor([0.0, 1, 1, 1], dtype=torch.float64))
+        expected = torch.linalg.solve(gram, torch.einsum("bhij,bhija,bhjd->bhiad", w, design, v))[..., 0, :]
+        for impl in ("reference", "blocked"):
+            spec = "expm1*anchored(margin=0.7)*linear(ridge=0.2,ridge_mode=absolute)"
+            got = regard.attention(q, k, v, spec, is_causal=True, impl=impl)
+            assert (got - expected).abs().max() < 1e-11, impl
         print("passed")
         """,
         installed,

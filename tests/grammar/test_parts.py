@@ -61,8 +61,10 @@ def test_guard_of_normalised_signed_sums(z: list, status: Status, impl: str) -> 
     grads = [torch.autograd.grad((x.flatten() * g).sum(), (leaf, bias)) for x in (p, plain)]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=0)
     assert found.status.flatten().tolist() == [int(status)]
-    zeros = regard.attention(one, torch.zeros_like(eye[..., :1]), eye, "linear*fixed*normalised", impl=impl, scale=1.0)
+    how = {"impl": impl, "scale": 1.0, "return_diagnostics": True}
+    zeros, found = regard.attention(one, torch.zeros_like(eye[..., :1]), eye, "linear*fixed*normalised", **how)
     assert not zeros.any()  # nothing to weigh, nothing to divide
+    assert not found.status.any()
 
 
 RNG = np.random.default_rng(0)

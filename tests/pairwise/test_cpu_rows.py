@@ -259,6 +259,9 @@ import json, os, torch, regard
 torch.set_num_threads(2)
 z = torch.linspace(-1, 1, 400000).reshape(400, 1000)
 p = regard.entmax(z, 1.5, impl="cpu")
+torch.set_num_threads(1)
+assert torch.equal(regard.entmax(z, 1.5, impl="cpu"), p)
+torch.set_num_threads(2)
 child = os.fork()
 if child == 0:
     torch.set_num_threads(1)  # as a data loader's worker does: torch's own threads do not survive a fork
@@ -268,8 +271,8 @@ print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_can_compute_too() -> None:
-    """As workers of a data loader are."""
+def test_threads_and_a_forked_process_change_no_bit() -> None:
+    """Workers of a data loader are forked."""
     assert run(FORK, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2") == 0
 
 
