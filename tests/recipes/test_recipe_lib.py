@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 import pytest
+from mistakes import refuses
 
 from regard.checks import ArgumentError
 from regard.cli import main
@@ -314,6 +315,8 @@ def test_a_value_without_a_type_is_a_new_default() -> None:
     """A dataclass alone would keep the value of the base class."""
     few: Any = type("Few", (Squares,), {"seeds": 2})
     assert (few().seeds, few.configure("quick", seeds=1).seeds, Squares().seeds) == (2, 1, 3)
+    for hidden in (property(lambda self: 2), lambda self: 2):
+        refuses("seeds is an option of the recipe, but a .* here", type, "Few", (Squares,), {"seeds": hidden})
 
 
 def test_a_folder_with_other_files_is_left_alone(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:

@@ -13,7 +13,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from regard.checks import ArgumentError, suggestion
+from regard.checks import ArgumentError, require, suggestion
 from regard.recipes import recipes
 from regard.training.config import SEEDS
 from regard.training.device import resolve_device
@@ -84,8 +84,8 @@ class Recipe(ABC):
     is sent to other processes, so its attributes must be picklable.
 
     Attributes:
-        limits: field to its least and largest number; of several numbers each holds, and each comes once. Here as in
-            `choices`, those of the base classes hold too.
+        limits: field to its least and largest number. For an option with several numbers, every number must lie in the
+            range and occur once. Here as in `choices`, those of the base classes hold too.
         choices: field of names to the known names, of which at least one is named, and each only once.
         by_size: 'quick' and 'paper' to the fields in which they differ from the defaults.
     """
@@ -114,6 +114,9 @@ class Recipe(ABC):
         bases = filter(is_dataclass, reversed(cls.__mro__[1:]))
         types = {option.name: option.type for base in bases for option in fields(base)}
         for name in types.keys() & vars(cls).keys() - get_annotations(cls).keys():  # a dataclass would ignore the value
+            own = vars(cls)[name]
+            wrong = f"{name} is an option of the recipe, but a {type(own).__name__} here; give it another name."
+            require(not callable(own) and not isinstance(own, property), cls.__name__, wrong)
             cls.__annotations__[name] = types[name]
         dataclass(kw_only=True, eq=False)(cls)
 
