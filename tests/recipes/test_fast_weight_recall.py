@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 import torch
 from tiny_runs import make, tiny
+from transformers.modeling_outputs import CausalLMOutput
 
 from regard.tasks import CrossDocumentRecall, collate
 from regard_recipes.fwpkm import fast_weight_recall as recipe
@@ -24,6 +25,23 @@ def test_values_are_labelled_in_training_after_a_first_reading() -> None:
     predicted = test.tokens.clone()
     predicted[13] = 0  # a value on the first reading of document 2
     assert [task.scores(predicted, test)[f"accuracy on reading {i}"] for i in range(6)] == [1, 1, 1, 0.5, 1, 1]
+
+
+def test_accuracy_is_by_document_and_reading() -> None:
+    """Of a model that is right everywhere but at the first value of one reading of one document."""
+    own = make("fast-weight-recall", examples=3)
+    task, model = own.task(), own.make_model(NORMALIZED, False)
+    wrong = task.length * (task.reads + 1)  # where reading 2 of document 2 begins; the value comes after the key
+
+    def right(input_ids: torch.Tensor, **_: object) -> CausalLMOutput:
+        following = input_ids.roll(-1, 1)
+        following[:, wrong] = 0  # a key
+        return CausalLMOutput(logits=torch.nn.functional.one_hot(following, task.vocabulary).float())
+
+    model.forward = right
+    shares = own.accuracy(model, task, 0)
+    assert shares.pop(task.reads + 1) == pytest.approx(1 - 2 / task.length)
+    assert shares == [1] * (task.documents * task.reads - 1)
 
 
 def test_the_loss_is_of_labels() -> None:
@@ -59,7 +77,9 @@ def test_one_reading_writes_before_the_questions_only_in_smaller_chunks() -> Non
     assert min(once[12], once[6]) > once[24] + 0.3
     (run,) = select(frame, kind="run").to_dict("records")
     assert run["hit_last"] <= run["hit_four"]
-    first, second = select(frame, kind="recall", document=1)["accuracy"][:2]
+    recall = select(frame, kind="recall")
+    assert recall[["document", "reading"]].to_numpy().tolist() == [[d, r] for d in (1, 2) for r in (1, 2, 3)]
+    first, second = recall["accuracy"][:2]
     assert second > 0.6 > 0.3 > first
     losses = select(frame, kind="loss")["loss"].tolist()
     assert losses[-1] < losses[0]
