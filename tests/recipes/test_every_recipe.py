@@ -66,7 +66,7 @@ def test_a_seed_gives_the_same_numbers_alone(name: str, monkeypatch: pytest.Monk
     own = [column for column in stored if column not in MACHINE]
     pd.testing.assert_frame_equal(stored[own], again[own], rtol=1e-5)  # float32 sums may differ in their last bits
     if name != "kernel-zoo":
-        assert not stored[own].equals(other.reindex(columns=own))  # which may draw less
+        assert not stored[own].equals(other.reindex(columns=own))  # another seed may lack columns
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -98,7 +98,7 @@ def configured(name: str, size: str = "quick", **changes: Any) -> Any:
 
 
 def checked(name: str, size: str = "small", **changes: Any) -> Any:
-    """Return the same after its options were checked."""
+    """Return a recipe of a size with some options changed, after its options were checked."""
     made = configured(name, size, **changes)
     check_shared(made)
     return made

@@ -133,7 +133,7 @@ def by_hand(text: str) -> list[int]:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Whoever asks the network is refused and noted."""
+    """Refuse every connection to the network and record it."""
     asked: list = []
 
     def refuse(*arguments: object, **_: object) -> None:

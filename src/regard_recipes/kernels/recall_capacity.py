@@ -3,7 +3,7 @@
 Keys and values are random unit vectors; a cue is a stored key, changed by the condition. Measured are the relative
 squared error, and exact matches: the stored value nearest to what is retrieved is the right one (retrieving nothing is
 no match). With clean cues the error is split as in equation 5 of the local-linear-attention paper. All kernels see the
-same keys, values, cues and damage. For a kernel that takes no scale, keys and cues are multiplied by the root of it.
+same keys, values, cues and damage. If a kernel takes no scale, keys and cues are multiplied by its square root.
 """
 
 import math

@@ -3,7 +3,7 @@ and from bfloat16 inputs (Local Linear Attention paper, appendix E, Table 2).
 
 The paper states neither data nor ridge of its Table 2; here both vary (docs/local-linear-results.md has the kinds of
 data). The truth is a dense float64 Cholesky solution of the inputs after rounding to their dtype. For bfloat16 inputs
-regard stands beside emulations of schemes that multiply in bfloat16 (`lla_numerics_schemes`).
+regard is compared with emulations of schemes that multiply in bfloat16 (`lla_numerics_schemes`).
 """
 
 import warnings

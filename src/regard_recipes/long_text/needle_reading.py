@@ -7,7 +7,8 @@ drawn with replacement. Where all examples are haystacks, attention without a me
 choosing among the numbers that it has seen; it learns in hundreds where some examples are pairs of keys and numbers
 alone, which are then asked.
 
-Protocols of reading (section 4.3 of the Fast-weight Product Key Memory paper; the first is the paper's):
+Protocols of reading (section 4.3 of the Fast-weight Product Key Memory paper; the first is the paper's, where
+after one reading the first token of the answer comes from a memory that has not seen the haystack):
 
     whole       chunk = haystack and question; written after the question was read, before the second digit
     chunked     the chunk of the training: all but the last tokens of the haystack are written before the question
