@@ -192,9 +192,9 @@ def test_a_tensor_alpha_of_one_is_softmax_and_one_below_is_nan(impl: str) -> Non
 @pytest.mark.parametrize(("call", "impl"), ENTMAX)
 @pytest.mark.parametrize("alpha", [1.0001, 1.001, 1.01])
 def test_gradient_of_alpha_near_softmax(call, impl: str, alpha: float) -> None:
-    z, g = rows(1500)
+    z, g = rows(100)
     z = z.clamp(-3, 3)
-    number = torch.full((1500, 1), alpha, requires_grad=True)
+    number = torch.full((100, 1), alpha, requires_grad=True)
     call(impl, z, number).backward(g)
     exact = oracles.entmax_derivatives(z.numpy(), float(number.detach()[0, 0]), g.numpy())[2]
     assert abs(number.grad[:, 0].numpy() - exact).max() < 1e-4
