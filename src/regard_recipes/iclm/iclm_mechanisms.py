@@ -16,19 +16,20 @@ import torch
 from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.budget import Budget, TextOptions
+from ..lib.budget import Budget, TextOptions, initial_range
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
 from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
 from ..lib.language_text import read_text, windows
 from ..lib.recipe import Cell, Frame, Results, recipe, select
+from ..lib.trained import language_config
 from ._mechanisms_measures import BLOCKS, block_corpus, choose_prompts, measure_blocks, measure_text
-from .iclm_parity import build
+from .iclm_parity import GPT2
 
 PAPER = "ICLM"
 ICLM, TRANSFORMER, ICLM_NO_MLP, TRANSFORMER_NO_MLP = "iclm", "transformer", "iclm-no-f-mlp", "transformer-no-mlp"
-OPTIONS: dict[str, dict[str, Any]] = {
-    ICLM: {}, ICLM_NO_MLP: {"f_mlp": "none"}, TRANSFORMER: {"feed_forward": "gelu"},
-    TRANSFORMER_NO_MLP: {"feed_forward": "none"},
+MODELS: dict[str, dict[str, Any]] = {
+    ICLM: {"model": "iclm"}, ICLM_NO_MLP: {"model": "iclm", "f_mlp": "none"},
+    TRANSFORMER: GPT2, TRANSFORMER_NO_MLP: {**GPT2, "feed_forward": "none"},
 }  # fmt: skip
 EXPLAINED = (ICLM, ICLM_NO_MLP)  # models whose logits are taken apart
 BLOCK_RATE = 3e-3
@@ -94,7 +95,7 @@ class Mechanisms(TextOptions):
         return {"text": text.described, "blocks": BLOCKS}
 
     def cells(self) -> list[Cell]:
-        models = {"text": OPTIONS, "blocks": (*EXPLAINED, TRANSFORMER)}
+        models = {"text": MODELS, "blocks": (*EXPLAINED, TRANSFORMER)}
         return [{"task": task, "model": name} for task, names in models.items() for name in names]
 
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
@@ -118,12 +119,14 @@ class Mechanisms(TextOptions):
                       steps=self.block_steps, learning_rate=BLOCK_RATE, device=self.device)  # fmt: skip
 
     def model(self, cell: Cell, vocabulary: int) -> Any:
-        """Return the configuration of an ICLM, or of a GPT-2 with rotary positions."""
-        text = cell["task"] == "text"
-        shape = (self.layers, self.width, self.heads) if text else (2, BLOCKS["width"], BLOCKS["heads"])
+        """Return the configuration of a model."""
+        shape: tuple[int, ...] = (BLOCKS["context"], 2, BLOCKS["width"], BLOCKS["heads"])
+        if cell["task"] == "text":
+            shape = (self.context, self.layers, self.width, self.heads)
+        names = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "num_attention_heads")
+        sizes = {"vocab_size": vocabulary, **dict(zip(names, shape, strict=True))}
         variant = {"variant": self.variant} if cell["model"] in EXPLAINED else {}
-        context = self.context if text else BLOCKS["context"]
-        return build({**variant, **OPTIONS[cell["model"]]}, shape, vocabulary, context)
+        return language_config({**sizes, **variant, **MODELS[cell["model"]]}, initial_range(sizes["hidden_size"]))
 
     def claims(self, results: Results) -> list[Claim]:
         runs = results.select(kind="run")

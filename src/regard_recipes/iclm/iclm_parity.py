@@ -7,61 +7,54 @@ narrower feed-forward layers of f, and (at the paper's size) with two heads in f
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..lib.budget import initial_range
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
-from ..lib.display import Show, dots, interval, median, pivot, spread
+from ..lib.display import Show, dots, interval, median, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
 from ..lib.text_recipe import TextRecipe
 
 PAPER = "ICLM"
-TRANSFORMER, WV = "transformer", "iclm-wv"
+TRANSFORMER, WV, MATCHED = "transformer", "iclm-wv", "iclm-full-matched"
 EQUAL = 0.005  # share by which two numbers of parameters may differ and count as equal
 CLOSE = 0.05  # share of perplexity that counts as close, and up to which a rise counts as slight
 REPORTED = 0.059  # largest share by which the paper's ICLM is above its Transformer (tables 1 and 2: 1.0 % to 5.9 %)
 SIMILAR = 0.25  # share within which times and memory count as very similar
-Shape = tuple[int, int, int]
-"""Layers, width and heads."""
-PAPER_SHAPES: Sequence[Shape] = ((8, 512, 8), (12, 512, 8), (24, 1024, 16))
+PAPER_SHAPES = ((8, 512, 8), (12, 512, 8), (24, 1024, 16))  # layers, width and heads
 GPT2_VOCABULARY = 50257
 COSTS = {"processor time": "step_cpu_seconds", "memory": "training_bytes", "parameters": "parameters"}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One of the models: fields of its configuration, the Transformer that it is compared to and whether it is brought
-    to its size, and the same model with all feed-forward layers."""
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    rival: str = TRANSFORMER
-    matched: bool = False
-    whole: str = ""
-
-
-KINDS: dict[str, Kind] = {
-    TRANSFORMER: Kind({"feed_forward": "gelu"}),
-    WV: Kind({"variant": "wv"}),
-    "iclm-full-matched": Kind({"variant": "full"}, matched=True),
-    "iclm-full": Kind({"variant": "full"}),
-    "iclm-full-two-heads": Kind({"variant": "full", "f_attention_heads": 2}),
-    "transformer-no-mlp": Kind({"feed_forward": "none"}, "transformer-no-mlp", whole=TRANSFORMER),
-    "iclm-wv-no-f-mlp": Kind({"variant": "wv", "f_mlp": "none"}, whole=WV),
-    "iclm-wv-no-phi-mlp": Kind({"variant": "wv", "phi_mlp": "none"}, whole=WV),
-    "iclm-wv-no-mlp": Kind({"variant": "wv", "phi_mlp": "none", "f_mlp": "none"}, "transformer-no-mlp", whole=WV),
-}  # fmt: skip
-MAIN = tuple(KINDS)[:5]  # with all feed-forward layers
+GPT2: dict[str, Any] = {"norm": "layer", "feed_forward": "gelu"}
+"""A Transformer with GPT-2's blocks and rotary positions."""
+MODELS: dict[str, dict[str, Any]] = {
+    TRANSFORMER: GPT2,
+    WV: {"model": "iclm", "variant": "wv"},
+    MATCHED: {"model": "iclm", "variant": "full"},  # brought to its rival's size
+    "iclm-full": {"model": "iclm", "variant": "full"},
+    "iclm-full-two-heads": {"model": "iclm", "variant": "full", "f_attention_heads": 2},
+    "transformer-no-mlp": {**GPT2, "feed_forward": "none"},
+    "iclm-wv-no-f-mlp": {"model": "iclm", "variant": "wv", "f_mlp": "none"},
+    "iclm-wv-no-phi-mlp": {"model": "iclm", "variant": "wv", "phi_mlp": "none"},
+    "iclm-wv-no-mlp": {"model": "iclm", "variant": "wv", "phi_mlp": "none", "f_mlp": "none"},
+}
+MAIN = tuple(MODELS)[:5]  # with all feed-forward layers
+UNUSUAL = ("iclm-full-two-heads", "iclm-wv-no-phi-mlp")  # trained only where --models names them
+RIVALS = {name: TRANSFORMER for name in MODELS if "iclm" in name} | {"iclm-wv-no-mlp": "transformer-no-mlp"}
+"""The Transformer that each ICLM is compared to."""
+WHOLE = {name: name.partition("-no-")[0] for name in MODELS if name not in MAIN}
+"""The same model with all feed-forward layers."""
 
 
 @recipe("iclm-parity")
 class Parity(TextRecipe):
     """ICLM beside Transformers of equal size: perplexity, time and memory, with and without feed-forward layers."""
 
-    models: tuple[str, ...] = tuple(name for name in KINDS if name not in ("iclm-full-two-heads", "iclm-wv-no-phi-mlp"))
+    models: tuple[str, ...] = tuple(
+        name for name in MODELS if name not in ("iclm-full-two-heads", "iclm-wv-no-phi-mlp")
+    )
     """Names of the models; a model comes with the Transformer it is compared to. Also known: iclm-full-two-heads and
     iclm-wv-no-phi-mlp."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
@@ -69,7 +62,8 @@ class Parity(TextRecipe):
     width = 128
     layers: int = 4
     """Layers, an even number; the paper's models have 8 or 12 of width 512 with 8 heads, or 24 of 1024 with 16."""
-    known: ClassVar[Any] = KINDS
+    known = MODELS
+    base = TRANSFORMER
     by_size: ClassVar = {
         "quick": {"layers": 2, "width": 32, "context": 32, "batch": 8, "steps": 150, "rates": (3e-3,),
                   "measured": 2048, "looks": 3, "seeds": 2},
@@ -80,9 +74,8 @@ class Parity(TextRecipe):
 
     def check(self) -> None:
         super().check()
-        for name in (TRANSFORMER, *(KINDS[name].rival for name in self.trained)):
-            if name not in self.trained:
-                raise ArgumentError(f"{self.call()}: --models lacks {name}, to which others are compared; add it.")
+        for rival in {RIVALS[name] for name in self.trained if name in RIVALS}.difference(self.trained):
+            raise ArgumentError(f"--models lacks {rival}, to which others are compared; add it.")
 
     def prepare(self) -> Mapping[str, Any]:
         return {**super().prepare(), "paper_sizes": paper_sizes()}
@@ -92,17 +85,47 @@ class Parity(TextRecipe):
 
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return the configuration; None for a model that cannot have the size of its rival."""
-        return entry(cell["model"], (self.layers, self.width, self.heads), vocabulary, self.context)
+        from regard.models.base.catalogue import match_parameters
+
+        made = super().model_config(cell, vocabulary)
+        if cell["model"] != MATCHED:
+            return made
+        try:
+            return match_parameters(made, super().model_config({"model": RIVALS[MATCHED]}, vocabulary)).config
+        except ArgumentError:  # larger than its rival even without feed-forward layers
+            return None
 
     def measure_model(self, model: Any) -> dict[str, Any]:
         return super().measure_model(model) | {"inner": getattr(model.config, model.config.size_field)}
 
     def claims(self, results: Results) -> list[Claim]:
-        counted = {shape: exact(own["iclm-full"] / own[TRANSFORMER] - 1)
-                   for shape, own in results.facts["paper_sizes"].items()}  # fmt: skip
-        told = ("section 7, table 1", "Without W_v the number of parameters is the same", counted, "within", EQUAL,
-                "Share that the full model has more, counted at the paper's sizes.")  # fmt: skip
-        return [*loss_and_cost_claims(self.runs(results), self.unlearned(results)), *claims_of(PAPER, [told])]
+        runs = self.runs(results)
+
+        def above(name: str, other: str, column: str = "perplexity") -> Estimate:
+            return share_above(select(runs, model=name), select(runs, model=other), column)
+
+        sizes = {name: above(name, TRANSFORMER, "parameters").mean for name in MAIN[1:]}
+        equal = {name: above(name, TRANSFORMER) for name, share in sizes.items() if abs(share) <= EQUAL}
+        unequal = {f"{name} ({share:+.1%} parameters)": above(name, TRANSFORMER)
+                   for name, share in sizes.items() if name not in equal}  # fmt: skip
+        without = {name: above(name, WHOLE[name]) for name in self.trained if name in WHOLE}
+        cost = {name: above(WV, TRANSFORMER, column) for name, column in COSTS.items() if runs[column].notna().all()}
+        counted = {shape: exact(counts["iclm-full"] / counts[TRANSFORMER] - 1)
+                   for shape, counts in results.facts["paper_sizes"].items()}  # fmt: skip
+        note = "Share of test perplexity above the Transformer's."
+        return claims_of(PAPER, [
+            ("section 7, tables 1 and 2", "Perplexity close to a Transformer's of equal size", equal, "at most", CLOSE,
+             note, {"effect": REPORTED}),
+            ("section 7, table 1", "Perplexity of the full model, of another size, close to a Transformer's", unequal,
+             "at most", CLOSE, note, {"effect": REPORTED}),
+            ("section 7, table 3", "Only a slight increase in perplexity without feed-forward layers", without,
+             "at most", CLOSE, "Share of test perplexity above the same model with all. The paper: +0.6 % for f's, "
+             "+4.0 % for the Transformer's.", {"effect": CLOSE}),
+            ("section 7", "Size, memory and training time are very similar", cost, "within", SIMILAR,
+             f"Share that {WV} needs more than the Transformer.", {"untestable": ""}),
+            ("section 7, table 1", "Without W_v the number of parameters is the same", counted, "within", EQUAL,
+             "Share that the full model has more, counted at the paper's sizes.", {"untestable": ""}),
+        ], untestable=self.unlearned(results))  # fmt: skip
 
     def runs(self, results: Results) -> Frame:
         """Return a row for each run at the chosen rates, with "perplexity" and "training_bytes"."""
@@ -113,29 +136,24 @@ class Parity(TextRecipe):
     def tables(self, results: Results) -> dict[str, Any]:
         runs = self.runs(results)
 
-        def beside(which: str, value: str) -> Show:
+        def above(others: Mapping[str, str], column: str, digits: int = 1) -> Show:
             def show(rows: Frame) -> str:
-                kind = rows["model"].iloc[0]
-                other = getattr(KINDS[kind], which)
-                base = select(runs, model=other)
-                if other == kind or not len(base):
-                    return ""
-                found = share_above(rows, base, value)
-                return f"{found.mean:+.2%}" if value == "parameters" else percent(found)
+                base = select(runs, model=others.get(rows["model"].iloc[0]))
+                return percent(share_above(rows, base, column), digits) if len(base) else ""
 
             return show
 
         values: dict[str, Show] = {
-            "parameters": "{parameters:,.0f}", "to rival": beside("rival", "parameters"), "rate": "{rate:g}",
+            "parameters": "{parameters:,.0f}", "to rival": above(RIVALS, "parameters", 2), "rate": "{rate:g}",
             "perplexity": spread("perplexity"), "nats/token": spread("test"),
-            "perplexity to rival": beside("rival", "perplexity"),
-            "to the same with feed-forward layers": beside("whole", "perplexity"),
-            "step": lambda rows: f"{1e3 * rows['step_seconds'].min():.0f} ms",
+            "perplexity to rival": above(RIVALS, "perplexity"),
+            "to the same with feed-forward layers": above(WHOLE, "perplexity"),
+            "step": stat("step_seconds", "min", "{:.0f} ms", 1e3),
             "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3),
             "training": median("training_bytes", "{:.0f} MiB", 2**-20),
         }  # fmt: skip
-        counts = [{"size": shape, "model": kind, "count": count_text(count, own[TRANSFORMER])}
-                  for shape, own in results.facts["paper_sizes"].items() for kind, count in own.items()]  # fmt: skip
+        counts = [{"size": shape, "model": name, "count": count_text(count, own[TRANSFORMER])}
+                  for shape, own in results.facts["paper_sizes"].items() for name, count in own.items()]  # fmt: skip
         return {
             "ICLM and Transformer": pivot(runs, ["model"], values, note=(
                 f"{self.seeds} seeds: mean ± standard deviation; shares are paired by seed, ± half the 95 % "
@@ -158,8 +176,8 @@ class Parity(TextRecipe):
 
     def notes(self, results: Results) -> list[str]:
         kept = {cell["model"] for cell in self.cells()}
-        said = [f"{kind} is left out: even without f's feed-forward layers it is larger than its rival."
-                for kind in self.trained if kind not in kept]  # fmt: skip
+        said = [f"{name} is left out: even without f's feed-forward layers it is larger than its rival."
+                for name in self.trained if name not in kept]  # fmt: skip
         rates = self.rates
         edge = select(self.chosen(results), rate=[min(rates), max(rates)])["model"].unique()
         if len(rates) > 1 and len(edge):
@@ -167,69 +185,18 @@ class Parity(TextRecipe):
         return said
 
 
-def loss_and_cost_claims(runs: Frame, untestable: str) -> list[Claim]:
-    """Return the claims about perplexity, time and memory."""
-    rows = {kind: select(runs, model=kind) for kind in KINDS if kind in set(runs["model"])}
-
-    def more(kind: str, other: str, value: str = "perplexity") -> Estimate:
-        return share_above(rows[kind], rows[other], value)
-
-    size = {kind: more(kind, KINDS[kind].rival, "parameters").mean for kind in MAIN[1:] if kind in rows}
-    equal = {kind: more(kind, KINDS[kind].rival) for kind in size if abs(size[kind]) <= EQUAL}
-    unlike = {f"{kind} ({size[kind]:+.1%} parameters)": more(kind, KINDS[kind].rival)
-              for kind in size if kind not in equal}  # fmt: skip
-    without = {kind: more(kind, KINDS[kind].whole) for kind in rows if KINDS[kind].whole in rows}
-    cost = {name: more(WV, TRANSFORMER, column) for name, column in COSTS.items()
-            if WV in rows and runs[column].notna().all()}  # fmt: skip
-    base = "Share of test perplexity above the Transformer's."
-    return claims_of(PAPER, [
-        ("section 7, tables 1 and 2", "Perplexity close to a Transformer's of equal size", equal, "at most", CLOSE,
-         base, {"effect": REPORTED}),
-        ("section 7, table 1", "Perplexity of the full model, of another size, close to a Transformer's", unlike,
-         "at most", CLOSE, base, {"effect": REPORTED}),
-        ("section 7, table 3", "Only a slight increase in perplexity without feed-forward layers", without, "at most",
-         CLOSE, "Share of test perplexity above the same model with all. The paper: +0.6 % for f's, +4.0 % for the "
-         "Transformer's.", {"effect": CLOSE}),
-        ("section 7", "Size, memory and training time are very similar", cost, "within", SIMILAR,
-         f"Share that {WV} needs more than the Transformer.", {"untestable": ""}),
-    ], untestable=untestable)  # fmt: skip
-
-
-def share_above(rows: Frame, base: Frame, value: str) -> Estimate:
+def share_above(rows: Frame, base: Frame, column: str) -> Estimate:
     """Return the share by which a column is above that of `base`, paired by seed."""
-    found = paired(rows, base, value, ratio=True)
+    found = paired(rows, base, column, ratio=True)
     return replace(found.plus(-1), count=0 if found.low == found.high else found.count)
 
 
-def percent(found: Estimate) -> str:
+def percent(share: Estimate, digits: int) -> str:
     """Return a share as text."""
-    if not found.finite:
+    if not share.finite:
         return "diverged"
-    return f"{found.mean:+.1%}" + (f" ± {found.half:.1%}" if math.isfinite(found.half) else "")
-
-
-def build(options: Mapping[str, Any], shape: Shape, vocabulary: int, context: int) -> Any:
-    """Return the configuration of an ICLM, or without a "variant" of a GPT-2 with rotary positions."""
-    from regard.models import HybridConfig, ICLMConfig
-
-    layers, width, heads = shape
-    common = {"vocab_size": vocabulary, "max_position_embeddings": context, "initializer_range": initial_range(width),
-              "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
-              **options}  # fmt: skip
-    return ICLMConfig(**common) if "variant" in options else HybridConfig(norm="layer", **common)
-
-
-def entry(kind: str, shape: Shape, vocabulary: int, context: int) -> Any:
-    """Return the configuration of a model; None where it cannot be brought to the size of its rival."""
-    from regard.models.base.catalogue import match_parameters
-
-    made, rival = (build(KINDS[name].options, shape, vocabulary, context) for name in (kind, KINDS[kind].rival))
-    if not KINDS[kind].matched:
-        return made
-    try:
-        return match_parameters(made, rival).config
-    except ArgumentError:  # larger than its rival even without feed-forward layers
-        return None
+    half = f" ± {share.half:.{digits}%}" if share.count and math.isfinite(share.half) else ""
+    return f"{share.mean:+.{digits}%}{half}"
 
 
 def paper_sizes() -> dict[str, dict[str, int | None]]:
@@ -238,10 +205,12 @@ def paper_sizes() -> dict[str, dict[str, int | None]]:
     from regard.models.base.catalogue import count_parameters
 
     found: dict[str, dict[str, int | None]] = {}
-    for shape in PAPER_SHAPES:
-        made = {kind: entry(kind, shape, GPT2_VOCABULARY, 1024) for kind in MAIN}
-        counts = {kind: None if config is None else count_parameters(config) for kind, config in made.items()}
-        found["x".join(map(str, shape))] = counts
+    for layers, width, heads in PAPER_SHAPES:
+        sized, counts = Parity(layers=layers, width=width, heads=heads, context=1024), {}
+        for name in MAIN:
+            config = sized.model_config({"model": name}, GPT2_VOCABULARY)
+            counts[name] = None if config is None else count_parameters(config)
+        found[f"{layers}x{width}x{heads}"] = counts
     return found
 
 
