@@ -22,18 +22,16 @@ from regard.inspect.tables import Table
 from regard.training import TrainingStopped
 
 from ..lib import results
-from ..lib.display import Show, means, pivot
+from ..lib.display import MISSING, Show, means, pivot
+from ..lib.recipe import frame_of
 from .demo_recall import recall_curves, recall_table
 
 MADE_BY = "regard demo"
 MARKER, TEXT, RUNS, FIGURES = "results.json", "text.txt", "runs", "figures"
 PAGE, TABLE = "report.html", "table.md"
 FREE = 64 * 2**20  # bytes that the disk must have free; a demo of four models takes less than half of it
-
-
 Result = Mapping[str, Any]
-"""What results.json says of a whole demo, and each model's `maps` and `kernels` (`demo_train.train_one`), which it does
-not hold. Settings and text are shown as they are, name to value."""
+"""The content of results.json, and each model's `maps` and `kernels` (`demo_train.train_one`), which are only drawn."""
 
 
 def check_out(out: Path, call: str) -> None:
@@ -98,22 +96,17 @@ def tables(result: Result) -> dict[str, Table]:
 
 def table(result: Result) -> Table:
     """Return a table with the baseline and each language model, in the order of the specs."""
-    import pandas as pd
-
     base = result["baseline"]
-    rows = pd.DataFrame(
-        [{"spec": base["name"], **base}, *result["models"]],
-        columns=["spec", "bits_per_char", "train_seconds", "tokens_per_second", "parameters", "support"],
-    ).astype({"bits_per_char": float})
-    rows["above"] = rows["bits_per_char"][1:] - base["bits_per_char"]
-    bits = means("{bits_per_char:.3f}")
+    shown = ["spec", "bits_per_char", "train_seconds", "tokens_per_second", "parameters", "support"]
+    rows = frame_of([{"spec": base["name"], **base}, *result["models"]]).reindex(columns=shown)
+    rows["above"] = rows["bits_per_char"][1:].astype(float) - base["bits_per_char"]
     shows: dict[str, Show] = {
-        "bits/char": lambda rows: bits(rows) if rows["bits_per_char"].notna().all() else "stopped",
+        "bits/char": lambda rows: "stopped" if (text := means("{bits_per_char:.3f}")(rows)) == MISSING else text,
         f"vs {base['name']}": "{above:+.3f}", "training": "{train_seconds:.1f} s",
         "tokens/s": "{tokens_per_second:,.0f}", "parameters": "{parameters:,.0f}", "support": "{support:.1f}",
     }  # fmt: skip
     note = (
-        f"Bits per character of held-out text, fewer are better; with one seed ({result['settings']['seed']}), small "
+        f"Bits per character of held-out text, lower is better; with one seed ({result['settings']['seed']}), small "
         f"differences may be chance. Support: keys with non-zero weight per query, of {result['visible_keys']:.1f} "
         f"visible on average."
     )

@@ -114,13 +114,9 @@ def count(text: LanguageText, order: int) -> dict[str, Any]:
 
 
 def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str, Any]:
-    """Train a model, generate a sample, and compute attention maps.
-
-    Returns:
-        What results.json says of the model: its results, of which `train_seconds` are of training steps by the clock
-        and `cpu_seconds` of the whole call, or the reason why it stopped ("failure"); and "maps" and "kernels", None
-        where the model has no weights to show.
-    """
+    """Train a model and return its results: `train_seconds` is the elapsed time of training steps, `cpu_seconds` the
+    CPU time of the whole call; "maps" and "kernels" are None where the model has no weights to show. If the training
+    stopped, return the reason as "failure"."""
     name, clock, cpu = settings.spec[0], Clock(), time.process_time()
     own = {"spec": name, "run": f"{RUNS}/{settings.out.name}"}
     try:
@@ -153,15 +149,9 @@ def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str,
 
 
 def kernel_weights(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
-    """Weigh the keys of one head by each of `KERNELS`, for the last of T tokens: the head in which most keys have
-    weight under biweight. Where one key has all weight, no kernel differs from another.
-
-    Returns:
-        `layer` and `head`, from 0, and `weights`, spec to weights [T].
-
-    Raises:
-        ArgumentError: the model has no queries and keys to read.
-    """
+    """Return the weights [T] that each of `KERNELS` gives to the keys of one head, for the query of the last token, and
+    `layer` and `head`, from 0. The head is the one in which most keys have weight under biweight: where one key has all
+    weight, kernels do not differ. Raises ArgumentError if the model has no queries and keys."""
     layers = range(model.config.num_hidden_layers)
     names = [f"layers.{layer}.self_attn.hook_{part}" for layer in layers for part in "qk"]
     _, kept = run_with_cache(model, tokens.long()[None], names)
