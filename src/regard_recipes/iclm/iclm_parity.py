@@ -206,7 +206,7 @@ def paper_sizes() -> dict[str, dict[str, int | None]]:
 
     found: dict[str, dict[str, int | None]] = {}
     for layers, width, heads in PAPER_SHAPES:
-        sized, counts = Parity(layers=layers, width=width, heads=heads, context=1024), {}
+        sized, counts = Parity.configure(layers=layers, width=width, heads=heads, context=1024), {}
         for name in MAIN:
             config = sized.model_config({"model": name}, GPT2_VOCABULARY)
             counts[name] = None if config is None else count_parameters(config)

@@ -1,9 +1,7 @@
 """How well each kernel recalls what was stored: against the number of pairs, noisy cues, partial cues, damage.
 
-Keys and values are random unit vectors; a cue is a stored key, changed by the condition. Measured are the relative
-squared error, and exact matches: the stored value nearest to what is retrieved is the right one (retrieving nothing is
-no match). With clean cues the error is split as in equation 5 of the local-linear-attention paper. All kernels see the
-same keys, values, cues and damage. If a kernel takes no scale, keys and cues are multiplied by its square root.
+Keys and values are random unit vectors; a cue is a stored key, changed by the condition. All kernels see the same keys,
+values, cues and damage. With clean cues the error is split as in equation 5 of the local-linear-attention paper.
 """
 
 import math
@@ -22,10 +20,10 @@ from regard.recurrent.linear import finite_features
 from regard.recurrent.trends import trends
 
 from ..lib.claims import Claim, claims_of, paired
-from ..lib.display import MISSING, Show, heat, only, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
+from ..lib.display import Show, heat, only, pivot, stat
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
 
-PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once
+PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once: one for every pair and channel
 ENOUGH = 0.99  # share of exact matches that counts as recalled
 PAIRS, SUMS, STATE = "pairs", "sums", "state"
 PANELS = {
@@ -36,8 +34,7 @@ WORDS = {"noise": "cue noise", "erased": "erased", "zeroed": "zeroed", "jitter":
 
 
 class Trial(NamedTuple):
-    """Keys, values and cues, unit vectors [1, 1, n, D], and the condition that they are of: a panel, its level, and the
-    seed of the damage."""
+    """Keys, values and cues, unit vectors [1, 1, n, D], in one condition: a panel, its level, a seed of damage."""
 
     keys: Tensor
     values: Tensor
@@ -82,14 +79,13 @@ class Reader(NamedTuple):
             size = lambda t: case.level * t.square().mean().sqrt()  # noqa: E731
             memory.transform(lambda t: t + size(t) * torch.randn(t.shape, generator=draw))
         cues = case.cues * stretch
-        # a read of a local linear model builds numbers for every pair and channel
         step = max(1, PAIRWISE // case.keys.numel()) if self.spec.degree else cues.shape[2]
         return torch.cat([memory.read(part) for part in cues.split(step, dim=2)], 2).double()
 
 
 def recall(reader: Reader, case: Trial) -> dict[str, Tensor]:
-    """Return relative squared error and exact-match rate; with clean cues also signal bias and interference, means of
-    squares, and the inverse signal-to-noise ratio."""
+    """Return relative squared error and exact-match rate, to which an empty result does not count; with clean cues also
+    signal bias and interference, means of squares, and the inverse signal-to-noise ratio."""
     retrieved, values = reader.read(case, case.values), case.values.double()
     count = retrieved.shape[2]
     targets = values[:, :, :count]
@@ -158,9 +154,11 @@ class RecallCapacity(Recipe):
         store = cell["store"]
         panels = ("zeroed", "jitter") if store == SUMS else PANELS  # whole sums read as whole pairs do
         cases = [trial(self, panel, level, seed) for panel in panels for level in getattr(self, panel)]
-        for scale in (1.0,) if store == STATE else self.scales:
-            state = Reader(Spec.parse("linear"), cell["kernel"])
-            reader = state if store == STATE else Reader(Spec.parse(cell["spec"]), store, scale)
+        spec = Spec.parse(cell["spec"] or "linear")
+        readers = {scale: Reader(spec, store, scale) for scale in self.scales}
+        if store == STATE:
+            readers = {1.0: Reader(spec, cell["kernel"])}
+        for scale, reader in readers.items():
             for case in cases:
                 found = {name: significant(x) for name, x in recall(reader, case).items()}
                 yield {"scale": scale, "panel": case.panel, "level": case.level, **found}
@@ -177,7 +175,7 @@ class RecallCapacity(Recipe):
     def tables(self, results: Results) -> dict[str, Any]:
         chosen = best(results)
         shown, clean = in_order(chosen), select(chosen, panel="pairs")
-        values: dict[str, Show] = {f"pairs at ≥ {ENOUGH:.0%}": self.recalled,
+        values: dict[str, Show] = {f"pairs at ≥ {ENOUGH:.0%}": only(self.recalled, panel="pairs"),
                                    f"{max(self.pairs)} pairs": matches("pairs", max(self.pairs))}  # fmt: skip
         middle = {panel: getattr(self, panel)[len(getattr(self, panel)) // 2] for panel in PANELS}
         values |= {f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()}
@@ -197,9 +195,7 @@ class RecallCapacity(Recipe):
 
     def recalled(self, rows: Frame) -> str:
         """Return the largest number of pairs of which nearly all are recalled."""
-        means = select(rows, panel="pairs").groupby("level")["match"].mean()
-        if not len(means):
-            return MISSING
+        means = rows.groupby("level")["match"].mean()
         enough = means.index[means >= ENOUGH]
         return f"{max(enough):g}" if len(enough) else f"< {min(self.pairs)}"
 
@@ -229,13 +225,11 @@ class RecallCapacity(Recipe):
 def best(results: Results) -> Frame:
     """Return the rows of each kernel at its best scale: the most exact matches over all conditions, then the smallest
     error."""
-    parts = []
-    for _, rows in results.frame.groupby("kernel", sort=False):
-        means = rows[rows["store"] != SUMS].groupby(["scale", "panel", "level"])[["match", "error"]].mean()
-        merit = means.groupby("scale").mean()
-        merit["match"] = merit["match"].round(4)
-        parts.append(select(rows, scale=merit.sort_values(["match", "error"], ascending=[False, True]).index[0]))
-    return stacked(parts)
+    kept = results.select(store=[PAIRS, STATE])
+    means = kept.groupby(["kernel", "scale", "panel", "level"])[["match", "error"]].mean()
+    merit = means.groupby(["kernel", "scale"]).mean().round({"match": 4}).reset_index("scale")
+    scales = merit.sort_values(["match", "error"], ascending=[False, True]).groupby("kernel")["scale"].first()
+    return results.frame[results.frame["scale"] == results.frame["kernel"].map(scales)]
 
 
 def in_order(rows: Frame) -> Frame:
