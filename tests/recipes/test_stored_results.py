@@ -79,7 +79,7 @@ def test_numbers_in_prose_are_those_of_the_rows() -> None:
     told += [f"{above_softmax(one, name)})" for name in ("biweight", "sparsemax", "relumax")]
     told += [f"{loss(kernels, 'elu')} nats per character with `elu`", f"{loss(kernels, 'exponential')} with softmax"]
     rbf, exponential = (select(kernels, model=name) for name in ("rbf", "exponential"))
-    found = [above_softmax(one, name) for name in ("topk-uniform", "sparsemax")]
+    found = [above_softmax(one, name) for name in ("topk-uniform", "normrelu", "sparsemax")]
     scores = sorted(select(runs("state-tracking"), model="local linear, learned ridge")["validation"])
     pages = {
         "choose-a-spec": told,
