@@ -196,6 +196,7 @@ def test_memory_is_carried_without_the_rest(memories):
     reset = models.keep_memory(net, out.past_key_values)
     models.reset_memory(reset)
     torch.testing.assert_close(net(tokens, past_key_values=reset).logits, fresh)
+    torch.testing.assert_close(net(tokens, past_key_values=models.keep_memory(net, None)).logits, fresh)
 
 
 def test_a_snapshot_is_put_back():

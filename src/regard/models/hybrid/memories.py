@@ -62,8 +62,9 @@ def flush_memory(model: nn.Module, cache: Cache) -> None:
             mixer.write_waiting(layer)
 
 
-def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurrent: bool = False) -> Cache:
+def keep_memory(model: nn.Module, cache: Cache | None, *, memory: bool = True, recurrent: bool = False) -> Cache:
     """Return a new cache with some states of `cache`, which is not changed, for a text whose positions begin at 0.
+    Without a cache (None), nothing was read yet, and the new one is empty.
 
     Args:
         memory: keep the states of memories.
@@ -72,7 +73,7 @@ def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurren
             values, and sums are never kept: their keys would have later positions than the new text.
     """
     fresh = getattr(model, "model", model).new_cache()
-    for old, new in zip(cache.layers, fresh.layers, strict=True):
+    for old, new in zip(fresh.layers if cache is None else cache.layers, fresh.layers, strict=True):
         if not isinstance(new, StateCacheLayer) or not (memory if isinstance(new, MemoryCacheLayer) else recurrent):
             continue
         for name in new.held:
