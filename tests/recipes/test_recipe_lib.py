@@ -16,7 +16,7 @@ from regard.checks import ArgumentError
 from regard.cli import main
 from regard.errors import missing
 from regard.recipes import recipes
-from regard_recipes.lib.claims import Claim, Estimate, claims_of, exact, mean_interval, one, paired
+from regard_recipes.lib.claims import Claim, Estimate, claims_of, exact, mean_interval, mean_intervals, one, paired
 from regard_recipes.lib.display import first, gap, interval, lines, means, median, only, pivot, spread, stat
 from regard_recipes.lib.pages import marks
 from regard_recipes.lib.recipe import Cell, Recipe, Results, check_shared, recipe
@@ -93,6 +93,9 @@ def test_intervals_are_those_of_statsmodels() -> None:
     assert mean_interval([1.0]).half == math.inf
     assert mean_interval([1.0, math.nan]).text() == "diverged"
     assert exact(0.5).text() == "0.500"
+    groups = pd.DataFrame({"rule": ["b", "b", "a"], "chunk": [8.0, 8.0, 4.0], "x": [1.0, 3.0, 5.0]})
+    wanted = {"b, 8": mean_interval([1.0, 3.0]), "a, 4": mean_interval([5.0])}
+    assert mean_intervals(groups, ["rule", "chunk"], "x") == wanted
 
 
 def test_pairs_are_of_equal_seeds() -> None:

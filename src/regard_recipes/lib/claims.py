@@ -85,6 +85,19 @@ def mean_interval(values: Iterable[float]) -> Estimate:
     return _student(mean, error, len(samples) - 1, len(samples))
 
 
+def label(value: Any) -> str:
+    """Return a value of a column for people; nothing for NaN and None."""
+    if value is None or value != value:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def mean_intervals(frame: Frame, by: Sequence[str], value: str) -> dict[str, Estimate]:
+    """Return the mean of a column with its interval for each combination of values of `by`, which name it."""
+    groups = frame.groupby(list(by), sort=False)[value]
+    return {", ".join(map(label, key)): mean_interval(values) for key, values in groups}
+
+
 def log_slope(frame: Frame, x: str, y: str) -> Estimate:
     """Return the slope of log mean `y` against log `x`, with the standard errors of the means over seeds carried
     through."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .claims import mean_interval, paired
+from .claims import label, mean_interval, paired
 from .recipe import Frame, select
 
 ToText = Callable[[Frame], str]
@@ -123,13 +123,6 @@ def only(show: Show, **values: Any) -> ToText:
 def first(show: Show) -> ToText:
     """Return `show` for the first row alone."""
     return lambda rows: means(show)(rows.iloc[:1])
-
-
-def label(value: Any) -> str:
-    """Return a value of a column for people; nothing for NaN and None."""
-    if value is None or value != value:
-        return ""
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def panels(frame: Frame, title: str) -> dict[str, Frame]:
