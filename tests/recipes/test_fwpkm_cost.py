@@ -19,7 +19,7 @@ FWPKM = 3 * (WIDTH * 512 + 512) + WIDTH * 8 + 8
 
 @pytest.fixture(scope="module")
 def counted() -> dict[Row, Any]:
-    return {Row(*key): recipe.counted(Row(*key), recipe.PAPER_SIZES, 8) for key in recipe.TABLE_2}
+    return {Row(*key): recipe.counted(Row(*key)) for key in recipe.TABLE_2}
 
 
 def test_table_2_to_its_last_digit(counted: dict[Row, Any]) -> None:

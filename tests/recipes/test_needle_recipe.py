@@ -34,8 +34,8 @@ def test_words_are_tokens(data: Path) -> None:
     assert made.decode(made.encode("number K3f 0742 . and")) == "number K3f 0742 . and"
     assert len(made.encode("0742")) == 2
     known = {word for word, _ in Counter(TEXT.split()).most_common(3)}
-    assert known <= set(made.words)
-    assert len(made.words) == len(set(made.words)) == made.vocabulary
+    assert known <= set(made.words.words)
+    assert len(made.words) == len(set(made.words.words)) == made.vocabulary
     assert len(made.text) == 200 * len(TEXT.split())
     for length in (40, 200):
         task = made.haystacks(length, 3)
@@ -68,7 +68,7 @@ def test_examples_ask_for_needles_of_the_haystack(data: Path, digits: int) -> No
         assert torch.equal(made.oracle(example)[example.asked], example.labels[example.asked])
         seen, wanted = set(), []
         for place, token in enumerate(example.tokens.tolist()):
-            if made.words[token].startswith("K") and token in seen:
+            if made.words.words[token].startswith("K") and token in seen:
                 wanted += list(range(place + 1, place + 1 + digits // 2))
             seen.add(token)
         assert example.asked.nonzero()[:, 0].tolist() == wanted

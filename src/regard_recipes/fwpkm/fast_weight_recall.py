@@ -1,14 +1,12 @@
 """How well a fast-weight memory recalls what it read once, and what it read before it was given other values.
 
-docs/memory-results.md says what is read. What a model knows on the second reading it wrote in one step, which
-"Fast-weight Product Key Memory" calls one-step rewriting (section 3.2). Also measured: fewer slots than pairs need; one
-reading with smaller chunks; who wrote the slots that are read; and whether the entropy of section 3.3 spreads clustered
-queries over more slots.
+docs/memory-results.md describes the texts. What a model knows on the second reading it wrote in one step, which
+"Fast-weight Product Key Memory" calls one-step rewriting (section 3.2).
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -17,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 
 from regard.memory.fast_weights import WriteRule, fast_weight_memory
-from regard.nn.memory_trace import SlotStatistics, WriterTrace, observed
+from regard.nn.memory_trace import Hits, SlotStatistics, WriterTrace, observed
 from regard.tasks import CrossDocumentRecall
 
-from ..lib.claims import Claim, Estimate, claims_of, mean_interval, ratio_interval
-from ..lib.display import Show, label, lines, panels, pivot, stat
+from ..lib.claims import Claim, Estimate, claims_of, mean_intervals, ratio_interval
+from ..lib.display import Show, lines, panels, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
@@ -37,7 +35,6 @@ HITS = (0.75, 0.95)  # least share of retrieved slots that hold the right value,
 WIDER = 2.0  # times the slots that queries must use with the entropy
 SPREADS, WEIGHTS = (0.25, 0.5, 1.0, 1.5), (0.0, 1.0, 10.0)  # of clustered queries, and of the entropy
 TRAINED_READS = 2
-WRITERS = 4  # kept of every slot
 PARTS = 8  # of the training, for which losses are stored
 
 
@@ -132,8 +129,7 @@ class FastWeightRecall(Recipe):
         model.eval()
         once, exact = self.task(documents=1, reads=2), not small and rule in EXACT
         hits = self.hits(model, once, seed) if exact else (None, None)
-        parameters = sum(weight.numel() for weight in model.parameters())
-        yield {"kind": "run", "slots": model.memory.slots, "parameters": parameters, "seconds": seconds,
+        yield {"kind": "run", "slots": model.memory.slots, "parameters": model.num_parameters(), "seconds": seconds,
                "fast_weights": model.memory.fast_numbers(), "hit_last": hits[0], "hit_four": hits[1]}  # fmt: skip
         yield from ({"kind": "loss", "part": part, "loss": loss} for part, loss in enumerate(losses, 1))
         task = self.task()
@@ -160,45 +156,43 @@ class FastWeightRecall(Recipe):
         """Return, of the slots that keys retrieve on the second of two readings, the share to which the last writer,
         and any of the last four, gave the right value."""
         stream = once.examples(seed, range(min(16, self.examples))).stream
-        with observed(model, lambda slots: WriterTrace(slots, WRITERS)) as seen:
+        with observed(model, WriterTrace) as traces:
             model(stream.to(model.device))
-        (trace,) = seen.values()
-        retrieved = trace.retrieved()
+        retrieved = traces["memory"].retrieved()
         asked = (retrieved.position >= once.length) & (retrieved.position % 2 == 0)
-        hit = retrieved.hits(stream).hit[asked]
-        return tuple(hit[..., :last].any(-1).double().mean().item() for last in (1, WRITERS))
+        hits = Hits(retrieved.hits(stream).hit, asked)
+        return hits.rate(1), hits.rate(4)
 
     def claims(self, results: Results) -> list[Claim]:
         recall = results.select(kind="recall", memory=ROOM)
+        second, whole = select(recall, reading=2), 4 * self.pairs
         once, runs = once_of(results), results.select(kind="run", memory=ROOM).dropna(subset=["hit_last"])
-        whole, exact = 4 * self.pairs, [rule for rule in EXACT if rule in self.rules]
+        exact = [rule for rule in EXACT if rule in self.rules]
 
-        def means(rows: Frame, by: list[str], value: str = "accuracy") -> dict[str, Estimate]:
-            return {", ".join(map(label, key)): mean_interval(own[value]) for key, own in rows.groupby(by, sort=False)}
+        def shares(rows: Frame, by: Sequence[str] = ("rule",), **where: Any) -> dict[str, Estimate]:
+            return mean_intervals(select(rows, **where), by, "accuracy")
 
-        def second(named: list[str], document: int) -> dict[str, Estimate]:
-            return means(select(recall, rule=named, document=document, reading=2), ["rule"])
-
-        rewriting, second_reading = "One-step rewriting", "Share of right values on the second reading of document"
+        rewriting, on_second = "One-step rewriting", "Share of right values on the second reading of document"
         single = "Share of right answers about a document that is read once"
         stored = "Share of the slots that keys retrieve on the second reading: the right value was written"
         return claims_of("FwPKM", [
-            ("protocol", "Nothing is known on a first reading", means(select(recall, reading=1), ["rule", "document"]),
+            ("protocol", "Nothing is known on a first reading", shares(recall, ["rule", "document"], reading=1),
              "below", CHANCE, "Share of right values."),
-            ("section 3.2", rewriting, second(exact, 1), "at least", ONCE, f"{second_reading} 1."),
-            ("section 3.2", f"{rewriting} of other values", second(exact, 2), "at least", REMAPPED,
-             f"{second_reading} 2, whose keys had other values before."),
-            ("section 3.2", f"{rewriting} with equation 35", second([PAPER], 2), "at least", REMAPPED,
-             f"{second_reading} 2; equation 35 moves a slot by its weight alone."),
+            ("section 3.2", rewriting, shares(second, rule=exact, document=1), "at least", ONCE, f"{on_second} 1."),
+            ("section 3.2", f"{rewriting} of other values", shares(second, rule=exact, document=2), "at least",
+             REMAPPED, f"{on_second} 2, whose keys had other values before."),
+            ("section 3.2", f"{rewriting} with equation 35", shares(second, rule=PAPER, document=2), "at least",
+             REMAPPED, f"{on_second} 2; equation 35 moves a slot by its weight alone."),
             ("protocol", "One reading is enough where writes come before questions",
-             means(once[once["chunk"] < whole], ["rule", "chunk"]), "at least", REMAPPED,
+             shares(once[once["chunk"] < whole], ["rule", "chunk"]), "at least", REMAPPED,
              f"{single}, by tokens of a chunk."),
-            ("protocol", "One reading is not enough where the whole text is one chunk",
-             means(select(once, chunk=whole), ["rule"]), "below", CHANCE, f"{single}."),
-            ("section 5.1", "Retrieved slots hold what was asked for", means(runs, ["rule"], "hit_last"), "at least",
-             HITS[0], f"{stored} last."),
-            ("section 5.1", "One of the last four writes is what was asked for", means(runs, ["rule"], "hit_four"),
-             "at least", HITS[1], f"{stored} by one of the last four writes."),
+            ("protocol", "One reading is not enough where the whole text is one chunk", shares(once, chunk=whole),
+             "below", CHANCE, f"{single}."),
+            ("section 5.1", "Retrieved slots hold what was asked for", mean_intervals(runs, ["rule"], "hit_last"),
+             "at least", HITS[0], f"{stored} last."),
+            ("section 5.1", "One of the last four writes is what was asked for",
+             mean_intervals(runs, ["rule"], "hit_four"), "at least", HITS[1],
+             f"{stored} by one of the last four writes."),
             ("section 3.3", "The entropy of the addresses keeps clustered queries from few slots",
              widest(results.select(kind="clustered")), "at least", WIDER,
              "Slots in use, in units of those without the entropy; the largest of all spreads and weights."),
@@ -208,10 +202,9 @@ class FastWeightRecall(Recipe):
         recall, runs, clustered = (results.select(kind=kind) for kind in ("recall", "run", "clustered"))
         recall = recall.assign(document="document " + recall["document"].astype(int).astype(str))
         note = f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: {self.seeds}."
-        worst = partial(stat, how="min", form="{:.3f}")
         hits: dict[str, Show] = {
-            "last writer": "{hit_last:.3f}", "worst seed": worst("hit_last"),
-            "one of the last 4": "{hit_four:.3f}", "its worst seed": worst("hit_four"),
+            "last writer": "{hit_last:.3f}", "worst seed": stat("hit_last", "min", "{:.3f}"),
+            "one of the last 4": "{hit_four:.3f}", "its worst seed": stat("hit_four", "min", "{:.3f}"),
         }  # fmt: skip
         models: dict[str, Show] = {
             "slots": "{slots:.0f}", "learned": "{parameters:,.0f}", "written": "{fast_weights:,.0f}",
@@ -291,4 +284,4 @@ def coverage(
     read = partial(fast_weight_memory, rule=rule, top_k=top_k, chunk_size=chunk)
     _, state = read(query[:, :early], value[:, :early], None, keys, values)
     read(query[:, early:], value[:, early:], None, keys, values, state=state, observer=watched)
-    return float((watched.reads > 0).double().mean())
+    return watched.summary()["coverage"]

@@ -1,8 +1,6 @@
 """Two looks into a fast-weight memory: the slots that answer a question about a needle, and the gates over a text.
 
-Section 5 of "Fast-weight Product Key Memory"; what it says of both is counted over many questions and documents. Every
-slot that is retrieved for an answer's tokens is shown with what its last write stored. The gate of every memory layer
-is shown by token, read with smaller chunks than in training.
+Section 5 of "Fast-weight Product Key Memory"; what it says of both is counted over many questions and documents.
 
 Shapes: E questions, L tokens of a haystack, n readings, Q tokens of a question, A of an answer.
 """
@@ -10,6 +8,7 @@ Shapes: E questions, L tokens of a haystack, n readings, Q tokens of a question,
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +18,11 @@ from regard.inspect.gates import GateTrace, gate_trace, layer_name
 from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer, slot_readings, slot_table
 from regard.nn.memory_trace import WriterTrace, observed
 
-from ..lib.claims import Claim, claims_of, mean_interval, paired
+from ..lib.claims import Claim, claims_of, mean_interval, mean_intervals, paired
 from ..lib.display import dots, interval, pivot
-from ..lib.recipe import Frame, Results, recipe, select
+from ..lib.recipe import Results, recipe, select
 from ..long_text.needle_reading import asked, greedy
-from ..long_text.streaming import passed, read_names
+from ..long_text.streaming import read_names
 from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe, Row
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
@@ -71,7 +70,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
 
     def prepare(self) -> Mapping[str, Any]:
         needles, names = self.training_tasks().values()
-        return {**super().prepare(), "words": {NEEDLES: list(needles.words), NAMES: list(names.words.words)}}
+        return {**super().prepare(), "words": {NEEDLES: list(needles.words.words), NAMES: list(names.words.words)}}
 
     def scored(self, model: Any, name: str, test: Any) -> Iterator[dict[str, Any]]:
         from regard.models.hybrid.memories import chunk_size
@@ -91,13 +90,13 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         The chunk is the haystack: each reading is written once, the last one before the question's first token is read.
         A row of kind "layer" for each memory layer has counts over all questions; one of kind "slots" has the share of
         right answers ("exact"), and the slots of the first question that was answered correctly, if any."""
-        from regard.models.hybrid.memories import chunk_size
+        from regard.models.hybrid.memories import chunk_size, keep_memory
 
         haystacks, questions, examples = asked(text, self.haystack, self.needles, range(self.examples), self.seed)
         answers, cache = torch.tensor([text.encode(example.answer) for example in examples]), None
         with chunk_size(model, self.haystack), observed(model, lambda slots: WriterTrace(slots, WRITERS)) as traces:
             for _ in range(self.reads):
-                cache = passed(model, cache, memory=True, recurrent=False)
+                cache = keep_memory(model, cache)
                 model(input_ids=haystacks.to(model.device), cache=cache, logits_to_keep=1)
             spoken = greedy(model, questions.to(model.device), answers.shape[1], cache)
         retrieved = {layer_name(name): trace.retrieved() for name, trace in traces.items()}
@@ -114,9 +113,8 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         yield {**case_row(readings[shown], bool(right[shown])), "exact": right.double().mean().item()}
 
     def claims(self, results: Results) -> list[Claim]:
-        slots, gates = (self.layers_of(results, task) for task in (NEEDLES, NAMES))
-        of = lambda column: {name: mean_interval(rows[column].dropna())  # noqa: E731
-                             for name, rows in slots.groupby("layer", sort=False)}  # fmt: skip
+        slots, gates = (self.chosen(results, "layer", task=task) for task in (NEEDLES, NAMES))
+        of = lambda column: mean_intervals(slots.dropna(subset=[column]), ["layer"], column)  # noqa: E731
         low, high = (select(gates, layer=gates["layer"].iloc[at]) for at in (0, -1))
         read = self.chosen(results, "document")
         gain = paired(select(read, rule="paper"), select(read, rule="frozen"), "within")
@@ -150,26 +148,21 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
             ], untestable=nothing),
         ]  # fmt: skip
 
-    def layers_of(self, results: Results, task: str) -> Frame:
-        """Return a row for each memory layer and seed."""
-        return select(self.chosen(results, "layer"), task=task)
-
     def tables(self, results: Results) -> dict[str, Any]:
-        slots = {"hits, last writer": "hits", f"hits, one of the last {WRITERS}": "hits_of_four",
-                 "weight on hits": "weight", "misses by the same token": "same_query",
-                 "the same by chance": "same_by_chance", "never written": "never",
-                 "right answers with a miss": "mixed"}  # fmt: skip
-        gates = {"mean gate": "mean", "deviation": "deviation", **{f"on {said}": part for part, said in PLACES.items()}}
-        exact = self.chosen(results, "slots")["exact"].mean()
+        slots = {"hits, last writer": "{hits:.0%}", f"hits, one of the last {WRITERS}": "{hits_of_four:.0%}",
+                 "weight on hits": "{weight:.0%}", "misses by the same token": "{same_query:.0%}",
+                 "the same by chance": "{same_by_chance:.0%}", "never written": "{never:.0%}",
+                 "right answers with a miss": "{mixed:.0%}"}  # fmt: skip
+        gates = {"mean gate": interval("mean", 2), "deviation": interval("deviation", 2),
+                 **{f"on {said}": interval(part, 2) for part, said in PLACES.items()}}  # fmt: skip
+        layers, exact = partial(self.chosen, results, "layer"), self.chosen(results, "slots")["exact"].mean()
         note = f"After {self.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {self.seeds}."
         read = (f"On {self.documents} documents of {self.gate_tokens:,} tokens, written after every {self.gate_chunk}; "
                 f"a gate at a name decides what is predicted for it. ± half the 95 % interval over seeds.")  # fmt: skip
         loss = {f"nats, {said}": interval(part) for part, said in PLACES.items()}
         return {
-            "Retrieved slots": pivot(self.layers_of(results, NEEDLES), {"layer": "memory"},
-                                     {head: f"{{{column}:.0%}}" for head, column in slots.items()}, note=note),
-            "Gates": pivot(self.layers_of(results, NAMES), {"layer": "memory"},
-                           {head: interval(column, 2) for head, column in gates.items()}, note=read),
+            "Retrieved slots": pivot(layers(task=NEEDLES), {"layer": "memory"}, slots, note=note),
+            "Gates": pivot(layers(task=NAMES), {"layer": "memory"}, gates, note=read),
             "Loss with the memory written, and frozen": pivot(self.chosen(results, "document"), {"rule": "memory"},
                                                               loss, note="paper: written, and carried on."),
             "One answer, slot by slot": slot_table(self.case(results)[0], reach=REACH),
@@ -180,7 +173,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         from regard.inspect.figures import gate_text, slot_figure
 
         case, title = self.case(results)
-        gates = self.layers_of(results, NAMES).melt(["layer", "seed"], list(PLACES), "place", "mean gate")
+        gates = self.chosen(results, "layer", task=NAMES).melt(["layer", "seed"], list(PLACES), "place", "mean gate")
         gates = gates.assign(place=gates["place"].map(PLACES))
         return {
             "slots": slot_figure(case, title=title),
@@ -205,7 +198,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
     def case(self, results: Results) -> tuple[Any, str]:
         """Return the retrieved slots that are drawn, and what they are."""
         words = results.facts["words"][NEEDLES]
-        row = select(self.chosen(results, "slots"), seed=self.seed).iloc[0]
+        row = self.chosen(results, "slots", seed=self.seed).iloc[0]
         asked = "".join(words[token] for _, token in row["answers"])
         said = "".join(words[row["tokens"][position + 1]] for position, _ in row["answers"])
         how = "correctly" if row["right"] else "wrongly"
@@ -213,7 +206,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
 
     def gates(self, results: Results) -> GateTrace:
         """Return the first model's gates on the part of the text that is drawn."""
-        rows = select(self.chosen(results, "gates"), seed=self.seed)
+        rows = self.chosen(results, "gates", seed=self.seed)
         labels = tuple(f" {results.facts['words'][NAMES][token]}" for token in rows["tokens"].iloc[0])
         return GateTrace(labels, tuple(rows["layer"]), torch.tensor(rows["gates"].tolist()))
 
@@ -253,11 +246,10 @@ def case_row(seen: SlotReadings, right: bool) -> dict[str, Any]:
 def case_of(row: Any, words: Sequence[str]) -> SlotReadings:
     """Return the slots of such a row, labelled with words."""
     readings = tuple(
-        SlotReading(each["layer"], each["position"], tuple(
-            RetrievedSlot(slot["slot"], slot["weight"], tuple(Writer(**writer) for writer in slot["writers"]))
-            for slot in each["slots"]
-        ))
-        for each in row["readings"]
+        SlotReading(**{**reading, "slots": tuple(
+            RetrievedSlot(**{**slot, "writers": tuple(Writer(**writer) for writer in slot["writers"])})
+            for slot in reading["slots"])})
+        for reading in row["readings"]
     )  # fmt: skip
     labels = tuple(f" {words[token]}" for token in row["tokens"])
     return SlotReadings(tuple(row["tokens"]), labels, readings, dict(row["answers"]))

@@ -4,30 +4,27 @@ Small models do not learn in minutes to copy six digits from bytes, so the commo
 one), and a needle is "number K3f 42 .", with a token for the key and for every two digits. If each needle of an example
 were asked once, a model could answer without the keys, by leaving out numbers that were asked before; so needles are
 drawn with replacement. Where all examples are haystacks, attention without a memory stays for thousands of steps at
-choosing among the numbers that it has seen; it learns in hundreds where some examples are pairs of keys and numbers
-alone, which are then asked.
+choosing among the numbers that it has seen; it learns in hundreds of steps where some examples are pairs.
 
-Protocols of reading (section 4.3 of the Fast-weight Product Key Memory paper; the first is the paper's, where
-after one reading the first token of the answer comes from a memory that has not seen the haystack):
+Protocols of reading (section 4.3 of the Fast-weight Product Key Memory paper):
 
-    whole       chunk = haystack and question; written after the question was read, before the second digit
-    chunked     the chunk of the training: all but the last tokens of the haystack are written before the question
-    flushed     chunk = haystack; written before the question
+    whole       chunk = haystack and question, written after the question, before the second token of the answer
+    chunked     the chunk of the training
+    flushed     chunk = haystack, written before the question
 
-The chunk is changed only for memories with slots. Fast-weight MLPs and LaCT, which make one step a chunk, keep theirs,
-as in the paper; tokens that wait are written at the same moments. In all protocols keys and values, recurrent states
-and positions begin anew at every read; only the memory is kept, and for LaCT its fast weights.
+The chunk is changed only for memories with slots: fast-weight MLPs and LaCT, which make one step a chunk, keep theirs,
+as in the paper. At every read all but the memory (for LaCT its fast weights) begins anew.
 
 Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an answer.
 """
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import pairwise
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Literal, get_args
@@ -40,18 +37,16 @@ from regard.inspect.capture import eval_mode
 from regard.nn import FastWeightProductKeyMemory
 from regard.nn.hooks import temporarily
 from regard.tasks import NeedleInHaystack, NeedleResult, NeedleScore, TokenExample, TokenTask
-from regard.tasks.tokens import example_of
+from regard.tasks.tokens import Words, example_of
 
 from ..lib.language_text import source_text
-from .streaming import copied, passed
 
 UNKNOWN, NUMBER, STOP = "<unk>", "number", "."
 SENTENCE, PAIR = f"{NUMBER} {{key}} {{value}} {STOP}", "{key} {value}"
 VALUES = 100
 SHARES = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 """Parts of the text that the haystacks of each split are made of."""
-LEAST = 1000
-"""Least number of words of a text."""
+LEAST = 1000  # words of a text
 Protocol = Literal["whole", "chunked", "flushed"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 AT_ONCE = 65_536  # tokens that are read side by side at most
@@ -60,45 +55,30 @@ PIECE = 4096  # tokens that are read in one pass, to bound the memory of attenti
 
 @dataclass(frozen=True)
 class NeedleText(TokenTask):
-    """Haystacks of a text, each followed by its needles again as questions with answers.
-
-    Attributes:
-        text: the words of a text as tokens; words: the word of each token.
-        length: tokens of an example; most: its largest number of needles; the least is 1.
-        digits: of a needle's number, even.
-        key_digits: hexadecimal digits of a key.
-        pairs: share of the training examples that are pairs, as many as needles at most.
-    """
+    """Haystacks of a text, each followed by its needles again as questions with answers."""
 
     name: ClassVar[str] = "needle-text"
 
-    text: tuple[int, ...] = field(repr=False)
-    words: tuple[str, ...] = field(repr=False)
-    length: int = 128
-    most: int = 8
-    digits: int = 2
-    key_digits: int = 1
-    pairs: float = 0.0
+    text: tuple[int, ...] = field(repr=False)  # the words of a text as tokens
+    words: Words = field(repr=False)  # the word of each token
+    length: int = 128  # tokens of an example
+    most: int = 8  # needles of an example; there is at least one
+    digits: int = 2  # of a needle's number, even
+    key_digits: int = 1  # hexadecimal digits of a key
+    pairs: float = 0.0  # share of the training examples that are `most` keys with their numbers alone, then the same
 
     @property
     def vocabulary(self) -> int:
         return len(self.words)
 
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """Return a mapping of words to tokens."""
-        return {word: i for i, word in enumerate(self.words)}
-
     def encode(self, sentence: str) -> list[int]:
         """Return the tokens of words separated by spaces; a number is split into pairs of digits."""
-        pieces = (re.findall("..", word) if word.isdigit() else [word] for word in sentence.split())
-        return [self.numbers[piece] for word in pieces for piece in word]
+        return [self.words.numbers[piece] for piece in re.findall(r"\d\d|[^\d\s]\S*", sentence)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return words separated by spaces, and pairs of digits joined."""
-        words = [self.words[token] for token in tokens]
-        joined = (" " * (not (one.isdigit() and other.isdigit())) + other for one, other in pairwise(words))
-        return "".join([*words[:1], *joined])
+        sentence = " ".join(self.words.words[token] for token in tokens)
+        return re.sub(r"\b(\d\d) (?=\d\d\b)", r"\1", sentence)
 
     def haystacks(self, length: int, needles: int, split: str = "test", sentence: str = SENTENCE) -> NeedleInHaystack:
         """Return the task of finding a needle in a haystack of `length` tokens."""
@@ -129,7 +109,7 @@ class NeedleText(TokenTask):
         tokens, predicted = example.tokens.tolist(), example.tokens.clone()
         first: dict[int, int] = {}
         for position, token in enumerate(tokens):
-            if self.words[token].startswith("K"):
+            if self.words.words[token].startswith("K"):
                 before = first.setdefault(token, position)
                 for after in range(1, self.digits // 2 + 1):
                     predicted[position + after] = tokens[before + after]
@@ -137,7 +117,7 @@ class NeedleText(TokenTask):
 
     def trivial(self, example: TokenExample) -> Tensor:
         """Return one number for all, int64 [T]."""
-        return torch.full_like(example.tokens, self.numbers["00"])
+        return torch.full_like(example.tokens, self.words.numbers["00"])
 
 
 @cache
@@ -150,11 +130,9 @@ def needle_text(data: Path | None, common: int, digits: int, key_digits: int, le
     if len(learned) < LEAST:
         raise ArgumentError(f"the text has {len(learned)} words, expected at least {LEAST:,}; give more --data.")
     numbers, keys = (f"{i:02d}" for i in range(VALUES)), (f"K{i:0{key_digits}x}" for i in range(16**key_digits))
-    fixed = [UNKNOWN, NUMBER, STOP, *numbers, *keys]
-    counts = Counter(word.lower() for word in learned).most_common(common)
-    words = (*fixed, *(word for word, _ in counts if word not in fixed))
-    number = {word: i for i, word in enumerate(words)}
-    tokens = tuple(number.get(word.lower(), 0) for word in learned)
+    commonest = Counter(word.lower() for word in learned).most_common(common)
+    words = Words([UNKNOWN, NUMBER, STOP, *numbers, *keys, *(word for word, _ in commonest)])
+    tokens = tuple(words.numbers.get(word.lower(), 0) for word in learned)
     text = NeedleText(tokens, words, length, most, digits, key_digits)
     text.haystacks(length - most * (3 + digits // 2), most).example(0, 0)
     return text
@@ -169,10 +147,8 @@ def read_and_answer(
 
     Args:
         model: any causal language model of `regard.models`; its mode is restored.
-        haystacks: int [E, B, L]: E examples for each of B rows, one after another.
-        questions: int [E, B, Q].
+        haystacks, questions: int [E, B, L] and [E, B, Q]: E examples for each of B rows, one after another.
         length: A, tokens of an answer.
-        protocol: see above.
         reads: n.
         reset: memories begin anew with every example. Otherwise (the paper's program) there is one stream for each
             number of reads, whose memory keeps all earlier examples and answers.
@@ -180,7 +156,7 @@ def read_and_answer(
 
     Cost: n reads with a reset, n (n + 1) / 2 without.
     """
-    from regard.models.hybrid.memories import flush_memory
+    from regard.models.hybrid.memories import flush_memory, keep_memory
 
     device = next(model.parameters()).device
 
@@ -189,7 +165,7 @@ def read_and_answer(
         read again, unless the protocol is the training's."""
         if again and protocol != "chunked":
             flush_memory(model, before)
-        cache = passed(model, before, memory=True, recurrent=recurrent)
+        cache = keep_memory(model, before, recurrent=recurrent)
         for piece in haystack.split(PIECE, dim=1):
             model(input_ids=piece.to(device).long(), cache=cache, logits_to_keep=1)
         return cache
@@ -221,6 +197,13 @@ def read_and_answer(
                     cache = read(haystack, cache, turn > 0)
                 answers[many, example] = answer(question, cache)
     return answers
+
+
+def copied(cache: Any) -> Any:
+    """Return a cache that can be extended without changing this one: its tensors are never changed in place."""
+    from transformers.cache_utils import Cache
+
+    return Cache(layers=[copy.copy(layer) for layer in cache.layers])
 
 
 def greedy(model: Any, tokens: Tensor, length: int, cache: Any, flush: bool = False) -> Tensor:

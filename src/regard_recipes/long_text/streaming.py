@@ -1,18 +1,12 @@
-"""Read long texts segment by segment: the loss of a language model, and what it carries from one segment to the next.
-
-The caller says how long each kind of state lives (Fast-weight Product Key Memory paper, section 4.2):
-
-    memory      memories that are written while reading (`regard.nn.memory_layers`)
-    recurrent   states of fixed size of token mixers without positions (Gated DeltaNet, the fast weights of LaCT)
+"""Read long texts segment by segment: the loss of a language model, and what it carries from one segment to the next
+(Fast-weight Product Key Memory paper, section 4.2).
 
 Keys and values of attention are new at every segment, since positions begin anew there. Segments follow each other
-without a gap, and every token of a document except the first is predicted once. The documents of recipes are those of
-`regard.tasks.RecurringNames`.
+without a gap, and every token of a document except the first is predicted once.
 
 Shapes: B rows read side by side, S tokens of a segment, L of a document.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -37,8 +31,9 @@ Span = Literal["stream", "document", "segment"]
 
 @dataclass(frozen=True)
 class Carry:
-    """How long the states of written memories and of recurrent mixers live: "segment" (new at every one), "document",
-    or "stream" (never new). The default is the paper's protocol."""
+    """How long the states of written memories, and of recurrent mixers without positions (Gated DeltaNet, the fast
+    weights of LaCT), live: "segment" (new at every one), "document", or "stream" (never new). The default is the
+    paper's protocol."""
 
     memory: Span = "stream"
     recurrent: Span = "segment"
@@ -79,7 +74,7 @@ def streamed(
         frozen: memories are read and never written.
         statistics: keep gates and count slots.
     """
-    from regard.models.hybrid.memories import frozen_memory
+    from regard.models.hybrid.memories import frozen_memory, keep_memory
 
     device = next(model.parameters()).device
     losses: list[Tensor] = []
@@ -88,7 +83,7 @@ def streamed(
     observers: dict[str, Any] = {}
 
     def record(name: str, gate: Tensor, hook: Any) -> None:
-        pending[name].append(gate.detach().float().flatten(1).cpu())
+        pending[name].append(gate.float().flatten(1).cpu())
 
     with ExitStack() as active:
         active.enter_context(eval_mode(model))
@@ -101,14 +96,15 @@ def streamed(
         cache = None
         for first in range(0, len(documents), rows):
             batch = torch.stack(list(documents[first : first + rows])).long().to(device)
-            cache = passed(model, cache, memory=carry.memory == "stream", recurrent=carry.recurrent == "stream")
-            if len(batch) < min(rows, first):
-                narrow(cache, len(batch))
+            cache = keep_memory(model, cache, memory=carry.memory == "stream", recurrent=carry.recurrent == "stream")
+            if len(batch) < min(rows, first):  # the last documents may be fewer than the streams
+                cache.batch_select_indices(torch.arange(len(batch)))
             parts = []
             for start in range(0, batch.shape[1] - 1, segment):
                 piece = batch[:, start : start + segment + 1]  # inputs and the token after them
                 if start:
-                    cache = passed(model, cache, carry.memory != "segment", carry.recurrent != "segment")
+                    memory, recurrent = (span != "segment" for span in (carry.memory, carry.recurrent))
+                    cache = keep_memory(model, cache, memory=memory, recurrent=recurrent)
                 logits = model(input_ids=piece[:, :-1], cache=cache).logits.float()
                 parts.append(F.cross_entropy(logits.transpose(1, 2), piece[:, 1:], reduction="none").cpu())
             losses += torch.cat(parts, 1).unbind()
@@ -116,28 +112,6 @@ def streamed(
                 gates[name] += torch.cat(values, 1).unbind()
             pending.clear()
     return Streamed(losses, gates, {name: observer.summary() for name, observer in observers.items()})
-
-
-def passed(model: Any, cache: Any, memory: bool, recurrent: bool) -> Any:
-    """Return a new cache that keeps the memories, or the states of recurrent mixers, of `cache` (None: there are none),
-    which is not changed; positions begin at 0."""
-    from regard.models.hybrid.memories import keep_memory
-
-    return model.model.new_cache() if cache is None else keep_memory(model, cache, memory=memory, recurrent=recurrent)
-
-
-def copied(cache: Any) -> Any:
-    """Return a cache that can be extended without changing this one: its tensors are never changed in place."""
-    from transformers.cache_utils import Cache
-
-    return Cache(layers=[copy.copy(layer) for layer in cache.layers])
-
-
-def narrow(cache: Any, rows: int) -> None:
-    """Keep the first rows only, where the last documents are fewer than the streams."""
-    for layer in cache.layers:
-        if any(getattr(layer, name) is not None for name in getattr(layer, "held", ())):
-            layer.batch_select_indices(torch.arange(rows))
 
 
 RULES: dict[str, tuple[Carry, str]] = {
