@@ -100,8 +100,8 @@ def _columns_in(form: str) -> list[str]:
 
 
 def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> ToText:
-    """Return a function that shows a statistic times `scale`; `how` is "mean", "median", "min" or "max". Nothing where
-    no row has a number."""
+    """Return a function that shows a statistic times `scale`; `how` is "mean", "median", "min", "max" or "sum". A dash
+    where it is not a number."""
 
     def show(rows: Frame) -> str:
         number = float(getattr(rows[column].astype(float), how)()) * scale

@@ -18,7 +18,7 @@ from regard.checks import ArgumentError
 from regard.grammar import Spec
 from regard.pairwise.attention import attention
 
-from ..lib.claims import Claim, log_slope, paired
+from ..lib.claims import Claim, claims_of, log_slope, paired
 from ..lib.display import Show, ToText, interval, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, stacked
 
@@ -142,16 +142,14 @@ class BoundaryBias(Recipe):
         of = lambda name, d, **at: select(chosen, d=d, estimator=name, **at)  # noqa: E731
         last = {"n": max(self.sizes)}
         ratio = {f"d = {d}": paired(of(CONSTANT, d, **last), of(LINEAR, d, **last), "whole", True) for d in dims}
-        note = f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n."
-        made = [
-            Claim(PAPER, "propositions 2.1 and 2.2", f"The error of {name} regression falls as {LAWS[name]}",
-                  {f"d = {d}": log_slope(of(name, d), "n", "whole").plus(-theory(d)) for d in dims},
-                  "within", NEAR, NEAR, note=note)
-            for name, theory in THEORY.items()
-        ]  # fmt: skip
-        errs = "Local linear regression errs less than local constant regression"
-        note = "Errors at the largest n, local constant over local linear."
-        return [*made, Claim(PAPER, "section 2", errs, ratio, "above", 1, 0.1, note=note)]
+        return claims_of(PAPER, [
+            *(("propositions 2.1 and 2.2", f"The error of {name} regression falls as {LAWS[name]}",
+               {f"d = {d}": log_slope(of(name, d), "n", "whole").plus(-theory(d)) for d in dims}, "within", NEAR,
+               f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n.")
+              for name, theory in THEORY.items()),
+            ("section 2", "Local linear regression errs less than local constant regression", ratio, "above", 1,
+             "Errors at the largest n, local constant over local linear.", {"effect": 0.1}),
+        ], effect=NEAR)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         chosen, upper = best(results), sorted(self.sizes)[-max(2, len(self.sizes) // 2) :]
@@ -195,7 +193,7 @@ def best(results: Results) -> Frame:
     """Return the rows with the bandwidth that has the least mean error; for the global estimator, whose error does not
     depend on it, with the bandwidth of the local constant."""
     parts = []
-    for (_, _), rows in results.frame.groupby(["d", "n"], sort=False):
+    for _, rows in results.frame.groupby(["d", "n"], sort=False):
         means = rows.groupby(["estimator", "place"])["whole"].mean()
         place = {name: int(means[name].idxmin()) for name in (CONSTANT, LINEAR)}
         parts += [select(rows, estimator=name, place=place.get(name, place[CONSTANT])) for name in THEORY]

@@ -20,7 +20,7 @@ from regard.pairwise.local_linear_attention import local_linear_attention
 
 from ..lib.budget import DTYPES
 from ..lib.claims import Claim, claims_of, exact
-from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot
+from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
 from .lla_numerics_schemes import SCHEMES, Times, dense, output, product, rounded
 
@@ -103,12 +103,6 @@ def run_regard(
     }, blocks  # fmt: skip
 
 
-def run_scheme(heads: Sequence[Data], ridge: float, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the steps of an emulated scheme with the outputs [H, T, D] there."""
-    for found in zip(*(SCHEMES[name](*head, ridge, steps) for head in heads), strict=True):
-        yield found[0][0], torch.stack([rounded(out) for _, out in found])
-
-
 @recipe("lla-numerics")
 class Numerics(Recipe):
     """Error of local linear attention against solver steps, in float32 and bfloat16, beside bfloat16 schemes."""
@@ -146,9 +140,10 @@ class Numerics(Recipe):
                 yield from ({"kind": "block", **common, **block} for block in blocks)
             for name, outs in floors.items():
                 yield {"kind": "floor", "ridge": ridge, "method": name, **errors(outs[ridge], truth)}
-            for name in SCHEMES if low else ():
-                for step, out in run_scheme(heads, ridge, name, steps):
-                    yield {"kind": "scheme", "ridge": ridge, "method": name, "step": step, **errors(out, truth)}
+            for name, scheme in SCHEMES.items() if low else ():
+                for of_heads in zip(*(scheme(*head, ridge, steps) for head in heads), strict=True):
+                    row = {"kind": "scheme", "ridge": ridge, "method": name, "step": of_heads[0][0]}
+                    yield {**row, **errors(torch.stack([rounded(out) for _, out in of_heads]), truth)}
 
     def claims(self, results: Results) -> list[Claim]:
         found = results.select(kind="budget")
@@ -179,9 +174,8 @@ class Numerics(Recipe):
             ("Relative error of the output", "relative"),
             ("Absolute error of the output (root mean square)", "absolute"),
             ("Largest relative error of a row", "worst_row"))}  # fmt: skip
-        default = (frame["budget"] == "default") & (frame["kind"] == "budget")
-        low = frame[(frame["dtype"] == "bfloat16")
-                    & (default | (frame["kind"] == "floor") | frame["step"].isin([16, EMULATED]))]  # fmt: skip
+        beside = [select(found, budget="default"), select(frame, kind="floor"), select(frame, step=[16, EMULATED])]
+        low = select(stacked(beside), dtype="bfloat16")
         steps = low["step"].map(lambda step: "" if step != step else f", {step:g}")
         made["Relative error from bfloat16 inputs, beside emulated bfloat16 schemes"] = pivot(
             low.assign(method=low["method"] + steps), ["data", "ridge"], {"": said("relative", lost=True)},
@@ -195,8 +189,7 @@ class Numerics(Recipe):
         limited = found[~found["budget"].str.startswith("steps")]
         note = "Mean (largest) iterations of a row; largest true relative residual of a row."
         made["Iterations and residuals"] = pivot(limited, index, {"": solver}, columns="budget", note=note)
-        total: Callable[[str], Show] = lambda column: lambda rows: f"{rows[column].sum():g}"  # noqa: E731
-        statuses = {kind.name: total(kind.name) for kind in SolveStatus}
+        statuses = {kind.name: stat(kind.name, "sum", "{:g}") for kind in SolveStatus}
         made["Rows by status"] = pivot(limited, index, statuses, note="Over all tolerances, the default and auto.")
         return made
 
@@ -217,8 +210,8 @@ class Numerics(Recipe):
 
     def notes(self, results: Results) -> list[str]:
         low = select(results.frame, dtype="bfloat16").set_index(["data", "ridge"])
-        default = low[(low["budget"] == "default") & (low["kind"] == "budget")]["relative"]
-        most = {name: (default / low[low["method"] == name]["relative"]).max() for name in ("rounding", "floor")}
+        default = select(low, kind="budget", budget="default")["relative"]
+        most = {name: (default / select(low, method=name)["relative"]).max() for name in ("rounding", "floor")}
         return [
             f"T = {self.length}, D = {self.dim}, {self.draws} heads of each kind of data, seed {self.seed}.",
             f"From bfloat16 inputs regard's error is at most {most['rounding']:.3g} times that of rounding the output "

@@ -276,9 +276,9 @@ def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: in
     """Return every estimator: kernels (`specs`) as local constants and as local linear models solved to `tol`, linear
     states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
     of which one draws with `seed`."""
-    kernels = {name: _constant(name) for name in specs}
-    made: list[Any] = [(name, partial(_kernel, spec), spec.takes_scale) for name, spec in kernels.items()]
-    for spec in kernels.values():
+    kernels = [(name, _constant(name)) for name in specs]
+    made: list[Any] = [(name, partial(_kernel, spec), spec.takes_scale) for name, spec in kernels]
+    for _, spec in kernels:
         model = local_linear(spec)
         solved = replace(model, solver=ConjugateGradient(tol=tol))
         made.append((str(model), partial(_kernel, solved), spec.takes_scale, True))
