@@ -87,7 +87,7 @@ def updates(w: Weights, at: str, phi: Tensor, values: Tensor, spec: str, config:
             v = split(w, f"{at}.attn.v_proj", values, count)[h]
         if config.variant == "slice":
             v = values.chunk(count, 1)[h]
-        v = torch.cat([v, torch.zeros_like(v[:1])])[: len(k)]  # nobody sees the last slot
+        v = torch.cat([v, v.new_zeros(1, v.shape[1])])[: len(k)]  # nobody sees the last slot
         rows.append(averages(spec, q, k, v, strict=True, divide=config.f_average) @ outputs[h].T)
     return torch.stack(rows)
 
