@@ -45,8 +45,9 @@ from regard.models.base.arguments import CACHE_NAMES
 every_case_with_embeddings = cases([case for case in CASES if takes_embeddings(case)])
 WITHIN_CHUNKS = ("mixer-gated-deltanet", "mixer-lact", "memory-of-two-kinds")
 """Mixers that multiply later tokens of a chunk by zero: what is not a number there reaches earlier tokens."""
-ABSOLUTE = {"transformer-elu", "transformer-window", *PARTS}
-"""Features of rotated queries and keys, such as elu's, depend on more than the distance; so may token mixers."""
+ABSOLUTE = {"transformer-elu", "transformer-window", "transformer-local-linear", *PARTS}
+"""Features of rotated queries and keys, such as elu's, and a ridge for each of their channels depend on more than the
+distance; so may token mixers."""
 
 
 @torch.no_grad()
@@ -251,6 +252,14 @@ def test_positions_are_relative_and_those_of_hidden_tokens_do_not_matter(case):
     if case not in ABSOLUTE:
         later = model(tokens, attention_mask=mask, position_ids=places + 5).logits[mask.bool()]
         torch.testing.assert_close(later, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("ridge", "relative"), [("learned", True), ("learned-per-dimension", False)])
+def test_positions_are_relative_unless_rotated_channels_have_ridges_of_their_own(ridge, relative):
+    model, tokens, places = make("transformer-local-linear", ridges=ridge), text(), torch.arange(T)[None]
+    logits, later = (model(tokens, position_ids=places + by).logits for by in (0, 5))
+    assert ((later - logits).abs().max() < 1e-5) == relative
 
 
 @plain_case

@@ -63,7 +63,8 @@ class HybridConfig(RegardConfig):
             older files is read as "learned" or "fixed".
         ridges: ridge of local linear layers: one rule (text or `regard.nn.Ridge`: "fixed", "learned",
             "learned-per-dimension", ...) for all layers with a ridge, or a sequence with one per layer. Stored like
-            `mixers`, with "fixed" for layers without a ridge.
+            `mixers`, with "fixed" for layers without a ridge. One per dimension makes predictions depend on absolute
+            positions.
         qk_norm: normalise queries and keys in every layer: None, "rms" or "l2" (see `regard.nn.Attention`).
         share_query_key: one projection for queries and keys (see `regard.nn.Attention`).
         exclude_self: attend to earlier tokens only.

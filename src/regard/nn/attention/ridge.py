@@ -91,7 +91,11 @@ class LearnedRidge(Ridge):
 @ridges.register("learned-per-dimension")
 @dataclass(frozen=True)
 class LearnedRidgePerDimension(LearnedRidge):
-    """As "learned", with one value per channel of a head, in the coordinates after rotation."""
+    """As "learned", with one value per channel of a head, in the coordinates after rotation.
+
+    With rotary positions, predictions then depend on absolute positions: a rotation of all keys and queries changes
+    which directions have which ridge.
+    """
 
     def numbers(self, dim: int) -> int:
         return dim
