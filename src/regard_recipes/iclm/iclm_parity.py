@@ -52,9 +52,7 @@ WHOLE = {name: name.partition("-no-")[0] for name in MODELS if name not in MAIN}
 class Parity(TextRecipe):
     """ICLM beside Transformers of equal size: perplexity, time and memory, with and without feed-forward layers."""
 
-    models: tuple[str, ...] = tuple(
-        name for name in MODELS if name not in ("iclm-full-two-heads", "iclm-wv-no-phi-mlp")
-    )
+    models: tuple[str, ...] = tuple(name for name in MODELS if name not in UNUSUAL)
     """Names of the models; a model comes with the Transformer it is compared to. Also known: iclm-full-two-heads and
     iclm-wv-no-phi-mlp."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
@@ -74,8 +72,9 @@ class Parity(TextRecipe):
 
     def check(self) -> None:
         super().check()
-        for rival in {RIVALS[name] for name in self.trained if name in RIVALS}.difference(self.trained):
-            raise ArgumentError(f"--models lacks {rival}, to which others are compared; add it.")
+        for rival in (RIVALS.get(name, name) for name in self.trained):
+            if rival not in self.trained:
+                raise ArgumentError(f"--models lacks {rival}, to which others are compared; add it.")
 
     def prepare(self) -> Mapping[str, Any]:
         return {**super().prepare(), "paper_sizes": paper_sizes()}
