@@ -73,7 +73,9 @@ def keep_memory(model: nn.Module, cache: Cache | None, *, memory: bool = True, r
             values, and sums are never kept: their keys would have later positions than the new text.
     """
     fresh = getattr(model, "model", model).new_cache()
-    for old, new in zip(fresh.layers if cache is None else cache.layers, fresh.layers, strict=True):
+    if cache is None:
+        return fresh
+    for old, new in zip(cache.layers, fresh.layers, strict=True):
         if not isinstance(new, StateCacheLayer) or not (memory if isinstance(new, MemoryCacheLayer) else recurrent):
             continue
         for name in new.held:
