@@ -22,7 +22,7 @@ from regard.inspect.tables import Table
 from regard.training import TrainingStopped
 
 from ..lib import results
-from ..lib.display import MISSING, Show, means, pivot
+from ..lib.display import Show, means, pivot
 from ..lib.recipe import frame_of
 from .demo_recall import recall_curves, recall_table
 
@@ -100,8 +100,9 @@ def table(result: Result) -> Table:
     shown = ["spec", "bits_per_char", "train_seconds", "tokens_per_second", "parameters", "support"]
     rows = frame_of([{"spec": base["name"], **base}, *result["models"]]).reindex(columns=shown)
     rows["above"] = rows["bits_per_char"][1:].astype(float) - base["bits_per_char"]
+    bits = means("{bits_per_char:.3f}")
     shows: dict[str, Show] = {
-        "bits/char": lambda rows: "stopped" if (text := means("{bits_per_char:.3f}")(rows)) == MISSING else text,
+        "bits/char": lambda rows: bits(rows) if rows["bits_per_char"].notna().all() else "stopped",
         f"vs {base['name']}": "{above:+.3f}", "training": "{train_seconds:.1f} s",
         "tokens/s": "{tokens_per_second:,.0f}", "parameters": "{parameters:,.0f}", "support": "{support:.1f}",
     }  # fmt: skip
