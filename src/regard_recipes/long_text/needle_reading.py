@@ -4,16 +4,19 @@ Small models do not learn in minutes to copy six digits from bytes, so the commo
 one), and a needle is "number K3f 42 .", with a token for the key and for every two digits. If each needle of an example
 were asked once, a model could answer without the keys, by leaving out numbers that were asked before; so needles are
 drawn with replacement. Where all examples are haystacks, attention without a memory stays for thousands of steps at
-choosing among the numbers that it has seen; it learns in hundreds of steps where some examples are pairs.
+choosing among the numbers that it has seen; it learns in hundreds of steps where some examples are pairs of keys and
+numbers alone.
 
-Protocols of reading (section 4.3 of the Fast-weight Product Key Memory paper):
+Protocols of reading (section 4.3 of the Fast-weight Product Key Memory paper, which has the first):
 
-    whole       chunk = haystack and question, written after the question, before the second token of the answer
-    chunked     the chunk of the training
-    flushed     chunk = haystack, written before the question
+    whole       chunk = haystack and question; written after the question, before the second token of the answer, so
+                that after one reading the first token comes from a memory that has not seen the haystack
+    chunked     the chunk of the training; all but the last tokens of the haystack are written before the question
+    flushed     chunk = haystack; written before the question
 
 The chunk is changed only for memories with slots: fast-weight MLPs and LaCT, which make one step a chunk, keep theirs,
-as in the paper. At every read all but the memory (for LaCT its fast weights) begins anew.
+as in the paper. Every read begins with new keys and values, recurrent states and positions; only the memory, and for
+LaCT its fast weights, is kept.
 
 Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an answer.
 """
@@ -46,7 +49,7 @@ SENTENCE, PAIR = f"{NUMBER} {{key}} {{value}} {STOP}", "{key} {value}"
 VALUES = 100
 SHARES = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 """Parts of the text that the haystacks of each split are made of."""
-LEAST = 1000  # words of a text
+LEAST = 1000  # number of words that a text must have
 Protocol = Literal["whole", "chunked", "flushed"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 AT_ONCE = 65_536  # tokens that are read side by side at most
