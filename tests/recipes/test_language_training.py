@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
+from regard.training.task import TaskBudget
 from regard_recipes.kernels.kernel_selection import KernelSelection
 from regard_recipes.lib import language_training as runs
 from regard_recipes.lib.budget import initial_range
@@ -23,9 +24,7 @@ from regard_recipes.lib.results import plain
 from regard_recipes.lib.running import run_calls
 
 V = 17
-BUDGET = runs.Budget(
-    context=12, batch=4, steps=7, learning_rate=2e-2, final_share=0.2, warmup=0.3, looks=3, measured=12, clip=0.7
-)
+BUDGET = runs.Budget(context=12, batch=4, steps=7, learning_rate=2e-2, looks=3, measured=12)
 
 
 def config(**changes: object) -> HybridConfig:
@@ -66,8 +65,9 @@ def starts(seed: int, step: int, count: int, positions: int) -> list[int]:
     return [int(torch.randint(positions, (1,), generator=drawn)) for _ in range(count)]
 
 
-def test_training_is_a_plain_loop(text: runs.Corpus) -> None:
+def test_training_is_a_plain_loop(text: runs.Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW, decay of matrices, warm-up over two of seven steps, cosine, clipped gradients, windows of (seed, step)."""
+    monkeypatch.setattr(runs, "TaskBudget", partial(TaskBudget, final_share=0.2, warmup=0.3, clip=0.7))
     run, train_losses, held_out_losses = train(text, 5)
     torch.manual_seed(5)
     model = HybridForCausalLM(config()).train()
@@ -99,6 +99,11 @@ def test_training_is_a_plain_loop(text: runs.Corpus) -> None:
     assert held_out_losses == pytest.approx([held_out[1], held_out[4], held_out[6]], rel=1e-5)
     assert run["parameters"] == sum(w.numel() for w in model.parameters())
     assert run["step_seconds"] > 0
+
+
+def test_weights_decay_and_gradients_are_clipped_as_on_tasks() -> None:
+    schedule = TaskBudget()
+    assert (schedule.weight_decay, schedule.clip, schedule.warmup, schedule.final_share) == (0.1, 1.0, 0.05, 0.1)
 
 
 def test_a_step_in_parts_is_the_step(text: runs.Corpus) -> None:
@@ -182,25 +187,6 @@ def test_what_a_model_leaves_out_of_its_loss_is_left_out(text: runs.Corpus) -> N
     targets = windows[:, 1:].reshape(-1)
     expected = F.cross_entropy(logits[targets % 2 == 0], targets[targets % 2 == 0]).item()
     assert loss == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context": 1}, "--context is 1, expected at least 2"),
-        ({"batch": 0}, "--batch is 0, expected at least 1"),
-        ({"parts": 3}, "--parts 3 does not divide --batch 4"),
-        ({"learning_rate": 0.0}, "--learning-rate is 0.0, expected 1e-12 to"),
-        ({"warmup": 1.5}, "--warmup is 1.5, expected 0 to 1"),
-        ({"weight_decay": -1.0}, "--weight-decay is -1.0"),
-        ({"dtype": "float16"}, "--dtype is 'float16', expected one of float32, bfloat16"),
-        ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"clip": math.nan}, "--clip is nan"),
-    ],
-)
-def test_budgets_out_of_range(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        replace(BUDGET, **changes).check("here")
 
 
 def test_what_no_model_is_made_from(text: runs.Corpus) -> None:

@@ -39,7 +39,7 @@ def test_the_size_of_the_paper() -> None:
     paper = made("paper", device="cpu")
     assert (paper.layers, paper.rates) == ((1, 8, 12), (5e-3, 1e-3))
     budget = paper.budget(5e-3)
-    assert (budget.context, budget.batch, budget.steps, budget.weight_decay) == (512, 512, 80_000, 0.1)
+    assert (budget.context, budget.batch, budget.steps) == (512, 512, 80_000)
     with torch.device("meta"):
         found = MemoryMosaicForCausalLM(paper.model_config(cell("biweight"), 50304))
     assert found.config.persistent_slots == 2688

@@ -60,11 +60,10 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
     }  # fmt: skip
 
     def check(self) -> None:
-        call = self.call()
+        super().check()
         if "none" not in self.memories:
-            raise ArgumentError(f"{call}: --memories lacks none, to which all others are compared; add it.")
-        check_sizes(call, self, self.layouts)
-        self.budget().check(call)
+            raise ArgumentError("--memories lacks none, to which all others are compared; add it.")
+        check_sizes(self.call(), self, self.layouts)
         for cell in self.cells():
             row_config(Row(cell["layout"], cell["memory"]), self, self.vocabulary)
 

@@ -13,7 +13,7 @@ import torch
 from regard.checks import ArgumentError
 from regard.nn.memory.fast_weight_product_key_memory import PRESETS
 
-from ..lib.recipe import Limits, check_names, check_number
+from ..lib.recipe import Limits, check_number
 from ..lib.task_recipe import TaskRecipe, first_range
 from ..long_text.needle_reading import NeedleText, needle_text
 from ..long_text.streaming import NamesText
@@ -177,12 +177,11 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
     suits its 512 sub-keys."""
     feed_forward: str = "none"  # Of every layer: none, swiglu or gelu.
     limits: ClassVar[Limits] = {"top_k": (1, 2**16)}
+    choices: ClassVar = {"rule": tuple(RULES)}
 
     def check(self) -> None:
         super(TaskRecipe, self).check()  # the tasks, which it would make next, are made below: sizes are checked first
-        call = self.call()
-        check_names(call, "--rule", [self.rule], list(RULES))
-        check_sizes(call, self, [self.row(name).layout for name in self.trained])
+        check_sizes(self.call(), self, [self.row(name).layout for name in self.trained])
         with torch.device("meta"):  # options that do not fit are errors, and nothing is allocated
             for task, name in product(self.training_tasks().values(), self.trained):
                 self.make_model(name, task)

@@ -71,18 +71,14 @@ class Mechanisms(TextOptions):
     }  # fmt: skip
 
     def check(self) -> None:
-        from regard.training import TOKENIZERS
-
-        call = self.call()
+        super().check()
         if self.prompt > self.context:
-            raise ArgumentError(f"{call}: --prompt is {self.prompt}, more than the --context of {self.context}.")
-        TOKENIZERS.get(self.tokenizer)
-        self.budget("text").check(call)
+            raise ArgumentError(f"--prompt is {self.prompt}, more than the --context of {self.context}.")
         try:
             for cell in self.cells():
                 self.model(cell, 100)
         except ArgumentError as error:
-            raise ArgumentError(f"{call}: --layers, --width or --heads: {error}") from None
+            raise ArgumentError(f"--layers, --width or --heads: {error}") from None
 
     def prepare(self) -> Mapping[str, Any]:
         text = read_text(self.data, self.tokenizer, context=self.context, measured=self.measured, call=self.call())

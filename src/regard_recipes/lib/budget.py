@@ -3,15 +3,14 @@
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError
-from regard.training.device import resolve_device
 
-from .recipe import Recipe, check_number
+from .recipe import Limits, Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,7 +37,16 @@ class LanguageOptions(Recipe):
     looks: int = 4
     """How often the losses are noted."""
     dtype: str = "float32"
-    """Of the products: float32 or bfloat16."""
+    """Of matrix products: float32 or bfloat16 (autocast; weights and updates are float32)."""
+    limits: ClassVar[Limits] = {
+        **dict.fromkeys(("batch", "parts", "steps", "looks"), (1, math.inf)), "context": (2, math.inf),
+    }  # fmt: skip
+    choices: ClassVar = {"dtype": tuple(DTYPES)}
+
+    def check(self) -> None:
+        super().check()
+        if self.batch % self.parts:
+            raise ArgumentError(f"--parts {self.parts} does not divide --batch {self.batch}.")
 
 
 class TextOptions(LanguageOptions):
@@ -52,29 +60,24 @@ class TextOptions(LanguageOptions):
     """Train through torch.compile."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
+    limits: ClassVar[Limits] = {"measured": (2, math.inf)}
+
+    def check(self) -> None:
+        from regard.training import TOKENIZERS
+
+        super().check()
+        TOKENIZERS.get(self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How a model is trained and measured: the options of `TextOptions`, and what no option sets.
-
-    Attributes:
-        learning_rate: the highest, reached after the share `warmup` of the steps; then a cosine falls to the share
-            `final_share` of it.
-        weight_decay: of matrices; vectors and scalars have none.
-        clip: largest norm of the gradient.
-        looks: number of times that the losses are noted, at equal intervals, the last one at the end.
-        dtype: precision of matrix products, "float32" or "bfloat16" (autocast; weights and updates are float32).
-    """
+    """How a model is trained and measured: the options of `TextOptions` and the highest learning rate. Warm-up, cosine,
+    weight decay and clipping are those of `regard.training.task.TaskBudget` by default."""
 
     context: int
     batch: int
     steps: int
     learning_rate: float
-    final_share: float = 0.1
-    warmup: float = 0.05
-    weight_decay: float = 0.1
-    clip: float = 1.0
     looks: int = 8
     measured: int = 16_384
     parts: int = 1
@@ -88,24 +91,8 @@ class Budget:
         given = {f.name: getattr(recipe, f.name) for f in fields(cls) if hasattr(recipe, f.name)}
         return cls(**{**given, **changes})
 
-    def check(self, call: str) -> None:
-        """Raise an ArgumentError, which starts with `call` and names a flag, where a number is out of range or the
-        device does not exist."""
-        ranges: dict[str, tuple[float, float]] = {
-            **dict.fromkeys(("batch", "steps", "looks", "parts"), (1, math.inf)),
-            **dict.fromkeys(("context", "measured"), (2, math.inf)), "final_share": (0, 1), "warmup": (0, 1),
-            "weight_decay": (0, 1e6), **dict.fromkeys(("learning_rate", "clip"), (1e-12, 1e6)),
-        }  # fmt: skip
-        for name, limits in ranges.items():
-            check_number(f"{call}: --{name.replace('_', '-')}", getattr(self, name), *limits)
-        if self.batch % self.parts:
-            raise ArgumentError(f"{call}: --parts {self.parts} does not divide --batch {self.batch}.")
-        if self.dtype not in DTYPES:
-            raise ArgumentError(f"{call}: --dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}.")
-        resolve_device(self.device, call=call)
-
     def look_steps(self) -> tuple[int, ...]:
-        """Return the steps after which the losses are noted."""
+        """Return the steps after which the losses are noted, at equal intervals, the last one at the end."""
         return tuple(sorted({max(1, round(self.steps * (i + 1) / self.looks)) for i in range(self.looks)}))
 
 

@@ -61,10 +61,9 @@ def train_language_model(
         `held_out`; then those of `measure`.
 
     Raises:
-        ArgumentError: a budget out of range, a text shorter than a window, a config that no model is made from.
+        ArgumentError: a text shorter than a window, a config that no model is made from.
     """
     call = f"train_language_model: {name}, seed {seed}"
-    budget.check(call)
     tokens = material.train_tokens
     if len(tokens) < budget.context or len(material.held_out_tokens) < 2:
         raise ArgumentError(
@@ -111,8 +110,8 @@ def train_with_trainer(
 ) -> tuple[list[tuple[float, float]], dict[str, float]]:
     """Train a model; return the losses of each look, none after one that is not finite, and medians of step times."""
     device = next(model.parameters()).device
-    optimizer = make_optimizer(model, budget)
-    schedule = TaskBudget(steps=budget.steps, warmup=budget.warmup, final_share=budget.final_share)
+    schedule = TaskBudget(steps=budget.steps)
+    optimizer = make_optimizer(model, budget.learning_rate, schedule.weight_decay)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.rate)
     windows = SampledWindows(
         material.train_tokens, context=budget.context, steps=budget.steps, per_step=budget.batch, seed=seed
@@ -122,7 +121,7 @@ def train_with_trainer(
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, max_steps=budget.steps, per_device_train_batch_size=budget.batch // budget.parts,
-            gradient_accumulation_steps=budget.parts, max_grad_norm=budget.clip, seed=seed,
+            gradient_accumulation_steps=budget.parts, max_grad_norm=schedule.clip, seed=seed,
             use_cpu=device.type == "cpu", bf16=budget.dtype == "bfloat16", torch_compile=budget.compile,
             dataloader_pin_memory=device.type == "cuda", remove_unused_columns=False, logging_strategy="no",
             save_strategy="no", report_to="none", disable_tqdm=True,
@@ -197,14 +196,12 @@ def global_generators(device: torch.device, seed: int) -> Iterator[None]:
             np.random.set_state(states[1])  # noqa: NPY002
 
 
-def make_optimizer(model: nn.Module, budget: Budget) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, rate: float, decay: float) -> torch.optim.Optimizer:
     """Return AdamW with weight decay of matrices only."""
-    groups: dict[float, list[Tensor]] = {budget.weight_decay: [], 0.0: []}
-    for weight in model.parameters():
-        if weight.requires_grad:
-            groups[budget.weight_decay if weight.dim() >= 2 else 0.0].append(weight)
-    used = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items() if weights]
-    return torch.optim.AdamW(used, lr=budget.learning_rate, betas=BETAS)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices, others = ([w for w in weights if (w.dim() >= 2) == matrix] for matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=rate, betas=BETAS)
 
 
 def held_out_loss(model: nn.Module, material: Corpus, budget: Budget) -> float:

@@ -86,7 +86,7 @@ class Recipe(ABC):
     Attributes:
         limits: field to its least and largest number. For an option with several numbers, every number must lie in the
             range and occur once. Here as in `choices`, those of the base classes hold too.
-        choices: field of names to the known names, of which at least one is named, and each only once.
+        choices: field to the known names. Of an option with several names, at least one is named, and each only once.
         by_size: 'quick' and 'paper' to the fields in which they differ from the defaults.
     """
 
@@ -204,7 +204,8 @@ def check_shared(made: Recipe) -> None:
     for name, (low, high) in made.declared("limits").items():
         check_number(f"{call}: --{name.replace('_', '-')}", getattr(made, name), low, high)
     for name, known in made.declared("choices").items():
-        check_names(call, f"--{name.replace('_', '-')}", getattr(made, name), list(known))
+        given = getattr(made, name)
+        check_names(call, f"--{name.replace('_', '-')}", [given] if isinstance(given, str) else given, list(known))
     try:
         made.check()
     except ArgumentError as error:  # what a recipe makes, such as a task, does not know who makes it

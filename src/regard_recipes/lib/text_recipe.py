@@ -39,17 +39,12 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
         return self.known[cell["model"]]
 
     def check(self) -> None:
-        from regard.training import TOKENIZERS
-
         super().check()
-        TOKENIZERS.get(self.tokenizer)
-        for rate in self.rates:
-            self.budget(rate).check(self.call())
         try:
             for cell in self.cells():
                 self.model_config(cell, 256)
         except ArgumentError as error:
-            raise ArgumentError(f"{self.call()}: --width, --layers or --heads: {error}") from None
+            raise ArgumentError(f"--width, --layers or --heads: {error}") from None
 
     def budget(self, rate: float) -> Budget:
         """Return how a model is trained."""

@@ -88,6 +88,7 @@ class TrainedRecipe(Recipe):
         self.check_models()
         if self.base and self.base not in self.trained:
             raise ArgumentError(f"--models lacks {self.base}, to which all others are compared; add it.")
+        super().check()
 
     def cells(self) -> Sequence[Cell]:
         return [{"model": model, "rate": rate} for model in self.trained for rate in self.rates]

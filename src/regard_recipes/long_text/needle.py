@@ -14,7 +14,7 @@ from regard.checks import ArgumentError
 from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NeedleRecipe, known_rows
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
-from ..lib.recipe import Frame, Results, check_names, recipe, select
+from ..lib.recipe import Frame, Results, recipe, select
 from .needle_reading import PROTOCOLS, Protocol, answer_rows
 
 GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
@@ -48,6 +48,7 @@ class Needle(NeedleRecipe):
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
     limits: ClassVar = {"lengths": (1, math.inf), "kept": (0, math.inf), "pairs": (0.0, 1.0)}
+    choices: ClassVar = {"qk_norm": ("none", "rms")}
     known = ROWS
     slow: ClassVar = [name for name in ROWS if name not in SMALL]
     scorings = 60  # models with a memory learn in tens of steps, those without in many hundreds
@@ -63,7 +64,6 @@ class Needle(NeedleRecipe):
         return {**super().fields(), "qk_norm": None if norm == "none" else norm}
 
     def check(self) -> None:
-        check_names(self.call(), "--qk-norm", [self.qk_norm], ["none", "rms"])
         if self.kept > self.examples:
             raise ArgumentError(f"--kept is {self.kept}, expected at most the {self.examples} --examples.")
         super().check()
