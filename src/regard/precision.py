@@ -53,6 +53,8 @@ def clean(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def clean_each(*tensors: Tensor) -> list[tuple[Tensor, Tensor | None]]:
     """Call `clean` for each tensor."""
+    if all_clean(*tensors):
+        return [(x.contiguous(), None) for x in tensors]
     return [clean(x) for x in tensors]
 
 
@@ -88,10 +90,9 @@ def overflowing(query: Tensor, scale: float | Tensor) -> Tensor | None:
 
 def _within(x: Tensor) -> bool:
     """Return whether no entry of x is NaN or too large. Usually the sum of squares decides, in one pass."""
-    most = SQUARES.get(x.dtype)
-    x = x.detach() if x.requires_grad else x
+    x, most = x.detach() if x.requires_grad else x, SQUARES.get(x.dtype)
     if most is not None and x.is_contiguous():
-        flat = x.view(-1)
+        flat = x.ravel()
         if torch.dot(flat, flat).item() < most:  # not so for NaN
             return True
     if x.numel() == 0:

@@ -143,3 +143,4 @@ def test_an_implementation_of_ones_own() -> None:
         refuses("'zeros' is registered already", dispatch.register_impl("zeros", priority=1), Zeros)
     finally:
         dispatch._ranking.remove(registry._objects.pop("zeros"))
+        dispatch.plans.clear()

@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
 from regard.pairwise.blocked import implementation as blocked
+from regard.pairwise.dispatch import plans
+from regard.pairwise.plan import MOST
 from regard.precision import all_clean, clean
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -76,3 +79,28 @@ def test_what_is_clean(dtype: torch.dtype, turned: bool) -> None:
         assert rows.nonzero().tolist() == [[1]]
         assert (cleaned[1] == 0).all()
     assert all_clean(x[:0])
+
+
+def test_a_call_that_was_planned_before_is_checked_again() -> None:
+    """Checks of a call are kept; equal arguments of another type, other tensors and other settings are another call."""
+    q, k, v = draw()
+    for keywords in ({"is_causal": True, "window": 2}, {"scale": 1.0}):
+        first = regard.attention(q, k, v, "biweight", **keywords)
+        assert torch.equal(regard.attention(q, k, v, "biweight", **keywords), first)
+        assert not torch.equal(regard.attention(q, 2 * k, v, "biweight", **keywords), first)
+    refuses("is_causal is 1", regard.attention, q, k, v, "biweight", is_causal=1, window=2)
+    refuses(r"window is 2\.0", regard.attention, q, k, v, "biweight", is_causal=True, window=2.0)
+    refuses("scale is True", regard.attention, q, k, v, "biweight", scale=True)
+    refuses("key is torch.float64", regard.attention, q, k.double(), v, "biweight", scale=1.0)
+    k[0, 0, 0, 0] = torch.nan
+    out = regard.attention(q, k, v, "biweight", scale=1.0)
+    assert out[0, 0].isnan().all()
+    assert not out[1].isnan().any()
+    assert regard.attention(q.requires_grad_(), k, v, "biweight", scale=1.0).requires_grad
+
+
+def test_few_plans_are_kept() -> None:
+    for length in range(1, 1030):
+        x = torch.ones(1, 1, length, 1)
+        regard.attention(x[:, :, :1], x, x)
+    assert 0 < len(plans) <= MOST

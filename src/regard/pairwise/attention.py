@@ -2,26 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import ArgumentError, refuse, shape
+from ..checks import ArgumentError, refuse
 from ..grammar import Spec, as_spec
-from ..grammar.spec import LOCAL_LINEAR
 from ..grammar.systems import LARGEST
-from ..precision import all_clean, clean, clean_each, either, full_precision, overflowing, row_number, transformed
-from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
+from ..precision import clean, clean_each, either, full_precision, overflowing
+from .dispatch import Explanation, Inputs, Problem, explain_problem
 from .layout import Layout, any_layout, repeat_heads
-from .visibility import Visibility, runs_of
-
-CALL = "attention"
-FAR = 2**48
-"""Positions are cut here, which leaves room for their sums in int64."""
-Sizes: TypeAlias = "tuple[int, int, int, int, int, int, int]"
-"""B, H, Hkv, Tq, Tk, D and Dv of a call."""
+from .plan import CALL, FAR, Plan, check_sizes, check_window, plan_of
+from .visibility import Visibility
 
 
 def _diagnostics_without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,39 +91,16 @@ def attention(
     implementation, see `regard.explain`.
     """
     spec = as_spec(spec, CALL)
-    checks.flags(CALL, is_causal=is_causal, exclude_self=exclude_self)
-    checks.flags(CALL, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics)
-    sizes, device = _check_tensors(query, key, value, enable_gqa), query.device
-    batch, heads, _, queries, keys, dim, _ = sizes
-    rows = (batch, heads, queries)
-    offset = _check_offset(query_offset, batch, keys - queries, device)
-    visible = Visibility(
-        queries=queries,
-        keys=keys,
-        causal=is_causal or exclude_self,
-        strict=exclude_self,
-        window=window if window is None else _check_window(CALL, window),
-        offset=offset,
-        mask=_check_mask(attn_mask, (*rows, keys), device),
-        runs=_check_segments(segment_ids, offset, batch, queries, keys, device),
-    )
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    named = {} if params is None else checks.mapping(CALL, "params", params)
-    given = {n: _number(n, p, (*rows, dim), dtype, device) for n, p in named.items()}
-    if scale is not None:
-        checks.in_range(CALL, "scale", scale, low=0.0, strict=True)
-        scale = row_number(CALL, "scale", scale, rows, dtype, device)
-    scale, numbers = spec.resolve(dim, scale, given)
-    local = {n: given[n] for n in LOCAL_LINEAR if n in given}
-    problem = _problem(spec, sizes, (query, key, value), visible, scale, {**numbers, **local}, return_diagnostics)
-    implementation = choose(problem, impl)
-    with full_precision(device.type):
-        inputs, non_finite = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
-        bad = _clean_numbers(inputs, local)
+    options = (is_causal, exclude_self, window, query_offset, scale, enable_gqa, return_diagnostics)
+    plan = plan_of(spec, (query, key, value), options, impl, attn_mask, segment_ids, params)
+    problem, visible = plan.problem, Visibility(*plan.visibility)
+    with full_precision(problem.device):
+        inputs, non_finite = _prepare(query, key, value, plan, visible)
+        bad = _clean_numbers(inputs, plan.local)
         if bad is not None:
-            ones = bad.new_ones(batch, heads, keys)
+            ones = bad.new_ones(problem.batch, problem.heads, problem.keys)
             non_finite = either(non_finite, bad & visible.any_seen(ones))
-        out, diagnostics = implementation.run(inputs)
+        out, diagnostics = plan.implementation.run(inputs)
         out = out if non_finite is None else torch.where(non_finite[..., None], torch.nan, out)
         out = out if out.dtype == query.dtype else out.to(query.dtype)
     return (out, diagnostics) if return_diagnostics else out
@@ -140,56 +111,13 @@ def diagnosed_attention(query: Tensor, key: Tensor, value: Tensor, spec: Spec | 
     return attention.__wrapped__(query, key, value, spec, return_diagnostics=True, **arguments)  # type: ignore[attr-defined]
 
 
-def _never(problem: Problem) -> bool:
-    return False
-
-
-def _problem(
-    spec: Spec,
-    sizes: Sizes,
-    tensors: tuple[Tensor, ...],
-    visible: Visibility,
-    scale: float | Tensor,
-    numbers: dict[str, float | Tensor],
-    diagnostics: bool,
-) -> Problem:
-    mask, offset = visible.mask, visible.offset
-    return Problem(
-        spec,
-        *sizes,
-        dtype=tensors[0].dtype,
-        device=tensors[0].device.type,
-        causal=visible.causal,
-        strict=visible.strict,
-        window=visible.window,
-        offset=None if isinstance(offset, Tensor) else offset,
-        mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
-        params=tuple([n for n, p in numbers.items() if isinstance(p, Tensor)]) if numbers else (),
-        numbers=tuple([(n, p) for n, p in numbers.items() if not isinstance(p, Tensor)]) if numbers else (),
-        scale="tensor" if isinstance(scale, Tensor) else "number",
-        gradient=torch.is_grad_enabled()
-        and any(x.requires_grad for x in (*tensors, scale, *numbers.values()) if isinstance(x, Tensor)),
-        diagnostics=diagnostics,
-        transformed=transformed(),
-        segments=visible.runs is not None,
-    )
-
-
 def _prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    visible: Visibility,
-    scale: float | Tensor,
-    numbers: dict[str, float | Tensor],
-    implementation: Any,
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan, visible: Visibility
 ) -> tuple[Inputs, Tensor | None]:
     """Return the inputs of the implementation, and which rows [B, H, Tq] see a non-finite number (None for none), which
     the caller turns into NaN. Non-finite vectors become 0, so that a zero weight never multiplies a NaN, forward or
     backward. A `raw` implementation does both itself."""
-    native = getattr(implementation, "native", _never)(problem)
-    raw = native and getattr(implementation, "raw", _never)(problem)
+    problem, implementation, scale, native, raw = plan.problem, plan.implementation, plan.scale, plan.native, plan.raw
     look: Any = getattr(implementation, "clean", clean_each)
     spec, shared = problem.spec, key is query
     if checks.debugging():
@@ -198,13 +126,10 @@ def _prepare(
     if not native and query.dtype not in (torch.float32, torch.float64):
         query, key, value = query.float(), key.float(), value.float()
     given = (query, value) if shared else (query, key, value)
-    if raw:
-        looked: Any = [(x, None) for x in given]
-    elif look is clean_each and all_clean(*given):
-        looked = [(x.contiguous(), None) for x in given]  # the layout of `clean_each`
-    else:
+    query_bad = key_bad = value_bad = None
+    if not raw:
         looked = look(*given)
-    (query, query_bad), (key, key_bad), (value, value_bad) = looked[0], looked[-2], looked[-1]
+        (query, query_bad), (key, key_bad), (value, value_bad) = looked[0], looked[-2], looked[-1]
     q, k = (query, key) if native else spec.similarity.features(query, key)
     if not native and getattr(spec.similarity, "grows", True):
         (q, q_bad), (k, k_bad) = clean(q), clean(k)
@@ -213,9 +138,10 @@ def _prepare(
     if over is not None:
         shared, query_bad, q = False, either(query_bad, over), torch.where(over[..., None], 0, q)
         scale = torch.where(over, 1, scale) if isinstance(scale, Tensor) else scale  # zero times NaN is NaN
-    see = _seen_rows if raw else getattr(implementation, "seen_rows", _seen_rows)
-    sound = raw and over is None  # or left to the implementation
-    non_finite = None if sound else see(visible, query.shape[1], query_bad, key_bad, value_bad)
+    non_finite = None
+    if query_bad is not None or key_bad is not None or value_bad is not None:
+        see = _seen_rows if raw else getattr(implementation, "seen_rows", _seen_rows)
+        non_finite = see(visible, query.shape[1], query_bad, key_bad, value_bad)
     factor: float | Tensor = 1.0
     if native:
         factor = scale
@@ -229,22 +155,7 @@ def _prepare(
     else:
         q = q * scale
     x, y = (query, key) if spec.degree else (None, None)
-    return Inputs(q, k, value, x, y, visible, problem, scale, numbers, factor=factor, raw=raw), non_finite
-
-
-def _number(
-    name: str, value: float | Tensor, rows: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-) -> float | Tensor:
-    """Check a parameter; return a number or a tensor [B, H, Tq], [B, H, Tq, 1 or D] for a local linear model."""
-    label = f"params[{name!r}]"
-    if name not in LOCAL_LINEAR or not isinstance(value, Tensor):
-        return row_number(CALL, label, value, rows[:3], dtype, device)
-    if value.dim() < 4:
-        return row_number(CALL, label, value, rows[:3], dtype, device)[..., None]  # type: ignore[index]
-    checks.floating(CALL, label, value)
-    checks.broadcastable(CALL, label, value, rows)
-    checks.on_device(CALL, label, value, device)
-    return value.to(dtype).expand(*rows[:3], value.shape[3])
+    return Inputs(q, k, value, x, y, visible, problem, scale, dict(plan.numbers), factor=factor, raw=raw), non_finite
 
 
 def _clean_numbers(inputs: Inputs, local: Mapping[str, float | Tensor]) -> Tensor | None:
@@ -292,90 +203,6 @@ def _seen_rows(
         ones = query_bad.new_ones(*query_bad.shape[:2], visible.keys)
         seen = either(seen, query_bad & visible.any_seen(ones))
     return seen
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Sizes:
-    dtype = device = None
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        checks.floating(CALL, name, tensor)
-        if tensor.ndim != 4:
-            raise ArgumentError(
-                f"{CALL}: {name} has shape {shape(tensor)}, expected [batch, heads, length, dim]; add the "
-                f"missing axes with unsqueeze."
-            )
-        dtype, device = dtype or tensor.dtype, device or tensor.device
-        if tensor.dtype != dtype or tensor.device != device:
-            raise ArgumentError(
-                f"{CALL}: {name} is {tensor.dtype} on {tensor.device}, but query is {dtype} on {device}; convert one "
-                f"with .to()."
-            )
-    return _sizes(CALL, query.shape, key.shape, value.shape, enable_gqa)
-
-
-def _sizes(call: str, query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> Sizes:
-    """Return the sizes of a call after checking that these shapes fit together."""
-    (batch, heads, queries, dim), (key_batch, kv_heads, keys, key_dim) = query, key
-    value_batch, value_heads, values, value_dim = value
-    wrong = None
-    if not batch == key_batch == value_batch:
-        wrong = "batch sizes differ"
-    elif dim != key_dim:
-        wrong = "query and key differ in their last axis"
-    elif dim == 0:
-        wrong = "query and key have no features"
-    elif value_dim == 0:
-        wrong = "value has no features"
-    elif kv_heads != value_heads or keys != values:
-        wrong = "key and value differ in heads or length"
-    elif heads != kv_heads and not enable_gqa:
-        wrong = "query and key differ in heads; pass enable_gqa=True to let a key head serve several query heads"
-    elif heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        wrong = f"{heads} query heads cannot be shared out among {kv_heads} key heads; the former must be a multiple"
-    if wrong is not None:
-        raise ArgumentError(f"{call}: {wrong}: query {list(query)}, key {list(key)}, value {list(value)}.")
-    return batch, heads, kv_heads, queries, keys, dim, value_dim
-
-
-def _check_window(call: str, window: int | None) -> int | None:
-    window = checks.optional_whole(call, "window", window, 1)
-    return window if window is None else min(window, FAR)
-
-
-def _check_offset(offset: int | Tensor | None, batch: int, default: int, device: torch.device) -> int | Tensor:
-    if offset is None:
-        return default
-    if isinstance(offset, Tensor):
-        if not checks.is_integer(offset) or offset.shape != (batch,) or offset.is_meta != (device.type == "meta"):
-            raise ArgumentError(
-                f"{CALL}: query_offset is {offset.dtype} {shape(offset)}, expected integers [{batch}], one a sequence."
-            )
-        return offset.to(device=device, dtype=torch.int64)
-    return max(-FAR, min(checks.whole(CALL, "query_offset", offset, why=" or integers [B]"), FAR))
-
-
-def _check_segments(
-    ids: Tensor | None, first: int | Tensor, batch: int, queries: int, keys: int, device: torch.device
-) -> Tensor | None:
-    if ids is None:
-        return None
-    checks.segments(CALL, ids, batch, keys, device)
-    if isinstance(first, Tensor) or first < 0 or first + queries > keys:
-        raise ArgumentError(
-            f"{CALL}: with segment_ids the position of every query must be that of one of the {keys} keys, whose "
-            f"segment it shares; query_offset={'a tensor' if isinstance(first, Tensor) else first} gives {queries} "
-            f"queries other positions."
-        )
-    return runs_of(ids)
-
-
-def _check_mask(mask: Tensor | None, target: tuple[int, ...], device: torch.device) -> Tensor | None:
-    if mask is None:
-        return None
-    checks.boolean_mask(CALL, "attn_mask", mask)
-    checks.on_device(CALL, "attn_mask", mask, device)
-    checks.broadcastable(CALL, "attn_mask", mask, target)
-    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    return mask.expand(*mask.shape[:3], target[3])
 
 
 def explain(
@@ -427,8 +254,9 @@ def explain(
     checks.optional_whole(call, "query_offset", query_offset)
     values = (*key_shape[:3], value_dim or query_shape[3])
     problem = Problem(
-        as_spec(spec, call), *_sizes(call, query_shape, key_shape, values, True), dtype, _device_type(call, device),
-        causal=is_causal or exclude_self, strict=exclude_self, window=_check_window(call, window),
+        as_spec(spec, call), *check_sizes(call, query_shape, key_shape, values, True), dtype,
+        _device_type(call, device),
+        causal=is_causal or exclude_self, strict=exclude_self, window=check_window(call, window),
         offset=key_shape[2] - query_shape[2] if query_offset is None else query_offset, mask=mask,
         diagnostics=return_diagnostics, segments=segments,
     )  # fmt: skip

@@ -139,12 +139,17 @@ _ranking: list[_Entry] = []
 """Entries of the registry, highest priority first."""
 
 
+plans: dict[Any, Any] = {}
+"""`plan.plan_of` keeps its results here, by the arguments of calls."""
+
+
 def register_impl(name: str, priority: int) -> Callable[[type], type]:
     """Register a class as an implementation (decorator). `impl="auto"` prefers the highest priority."""
 
     def add(cls: type) -> type:
         _ranking.append(implementations_registry.register(name)(_Entry(name, priority, cls())))
         _ranking.sort(key=attrgetter("priority"), reverse=True)
+        plans.clear()
         return cls
 
     return add

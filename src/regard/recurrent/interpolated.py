@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..checks import ArgumentError, flags, optional_whole, shape, shown, within
 from ..grammar import Spec, as_spec
-from ..pairwise.attention import _check_tensors, attention
+from ..pairwise.attention import attention
 from ..pairwise.layout import Layout, any_layout
+from ..pairwise.plan import check_tensors
 from ..precision import clean, full_precision
 from .arguments import key_mask, order
 from .trends import as_trend, predict_from
@@ -74,7 +75,7 @@ def interpolated_attention(
     causal = order(CALL, is_causal, exclude_self)
     optional_whole(CALL, "query_offset", query_offset)
     flags(CALL, enable_gqa=enable_gqa)
-    within(CALL, None, _check_tensors, query, key, value, enable_gqa)
+    within(CALL, None, check_tensors, query, key, value, enable_gqa)
     mask = _key_mask(attn_mask, key)
     how: dict[str, Any] = {
         "attn_mask": None if mask is None else mask[:, None, None], "is_causal": causal, "exclude_self": exclude_self,

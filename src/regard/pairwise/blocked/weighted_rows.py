@@ -80,7 +80,7 @@ class WeightedRows(System):
         status, left = torch.zeros_like(residual, dtype=torch.int32), torch.ones_like(residual, dtype=torch.bool)
         dim = flat.shape[-1]
         for rows, index, weights in live_rows.groups(p, dim):
-            away = self._keys((rows // q)[:, None] * w + index) - means[rows, None]
+            away = self._keys(rows // q, index) - means[rows, None]
             source = None if sources is None else sources[rows].gather(1, index)
             found = live_rows.solve(weights, away, flat[rows], self._ridge_of(rows), source, self.counted)
             value[rows], left[rows] = found.value, ~found.sound
@@ -89,7 +89,7 @@ class WeightedRows(System):
             own = corrections.new_zeros(rows.shape[0], w)
             corrections[rows] = own.scatter_add_(1, index, found.corrections)  # padding adds 0
         for rows in live_rows.parts(left.nonzero()[:, 0], w * dim):
-            away = self._keys((rows // q)[:, None] * w + torch.arange(w, device=rows.device)) - means[rows, None]
+            away = self._keys(rows // q, torch.arange(w, device=rows.device)[None]) - means[rows, None]
             alone = live_rows.alone(p[rows], away, flat[rows], self._ridge_of(rows))
             value[rows], status[rows] = alone.value, alone.status
             residual[rows], jitter[rows] = (alone.statistics[name] for name in ("residual", "jitter"))
@@ -99,9 +99,9 @@ class WeightedRows(System):
         statistics = {"iterations": torch.zeros_like(residual), "residual": residual, "jitter": jitter}
         return Solved(solution, status.view(n, q), {name: x.view(n, q) for name, x in statistics.items()})
 
-    def _keys(self, at: Tensor) -> Tensor:
-        """Return the coordinates of keys at flat positions among [n w]."""
-        return self.y.flatten(0, 1)[at]
+    def _keys(self, head: Tensor, at: Tensor) -> Tensor:
+        """Return the coordinates [R, s, D] of the keys of heads [R] at positions [R or 1, s]."""
+        return self.y[head[:, None], at]
 
     def _ridge_of(self, rows: Tensor) -> Tensor:
         """Return the ridge of rows: [R, 1 or D]."""
@@ -206,11 +206,12 @@ class FewRows(WeightedRows):
 
     def _set_keys(self, y: Tensor, common: Tensor) -> None:
         self.raw, p = y, self.p
-        near = common
+        near, first = common, 0
         if common.shape[-1] > NEAREST:
             near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
+            first = int(near.any(0).int().argmax())  # before it no head has a share
         self.share = near / near.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
-        self.origin = self._origin(near)
+        self.origin = self._origin(first)
         self.mean = p.new_zeros(p.shape[0], p.shape[1], y.shape[-1])
         if self._moved:
             for at, part in self._chunks():
@@ -218,9 +219,9 @@ class FewRows(WeightedRows):
         if not self._all_moved:
             self.mean = torch.where(self._far, self.mean, p @ y)
 
-    def _origin(self, near: Tensor) -> Tensor:
-        """Return the mean of the near keys [n, 1, D]; zero if the keys spread wider than its length."""
-        first = int(near.any(0).int().argmax()) if near.shape[1] else 0  # before it no head has a share
+    def _origin(self, first: int) -> Tensor:
+        """Return the mean of the near keys [n, 1, D], all from the first on; zero if they spread wider than its
+        length."""
         share, y = self.share[:, None, first:], self.raw[:, first:]
         origin = share @ y
         far = origin.square().sum(-1, keepdim=True) > 0.5 * (share @ y.square().sum(-1, keepdim=True))
@@ -265,5 +266,5 @@ class FewRows(WeightedRows):
         spread.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
         return spread
 
-    def _keys(self, at: Tensor) -> Tensor:
-        return self.raw.flatten(0, 1)[at] - self.origin.flatten(0, 1)[at[:, 0] // self.raw.shape[1], None]
+    def _keys(self, head: Tensor, at: Tensor) -> Tensor:
+        return self.raw[head[:, None], at] - self.origin[head]
