@@ -9,7 +9,7 @@ import pytest
 
 from regard.cli import main
 from regard.recipes import recipes
-from regard_recipes.lib.pages import PAPERS, page, paper_of, stored
+from regard_recipes.lib.pages import PAPERS, page, stored
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -52,7 +52,7 @@ def test_every_table_and_figure_has_a_row(paper: str) -> None:
 def test_every_claim_of_a_paper_is_shown_once(found: list[Any]) -> None:
     for paper in PAPERS:
         text = page(paper, found)
-        own = [claim for *_, claim in found if paper_of(claim) == paper]
+        own = [claim for *_, claim in found if claim.paper == paper]
         assert all(f"“{claim.wording}” | {claim.verdict} |" in text for claim in own)
 
 

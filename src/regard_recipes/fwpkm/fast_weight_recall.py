@@ -175,7 +175,7 @@ class FastWeightRecall(Recipe):
         rewriting, on_second = "One-step rewriting", "Share of right values on the second reading of document"
         single = "Share of right answers about a document that is read once"
         stored = "Share of the slots that keys retrieve on the second reading: the right value was written"
-        return claims_of("FwPKM", [
+        return claims_of("Fast-weight Product Key Memory", [
             ("protocol", "Nothing is known on a first reading", shares(recall, ["rule", "document"], reading=1),
              "below", CHANCE, "Share of right values."),
             ("section 3.2", rewriting, shares(second, rule=exact, document=1), "at least", ONCE, f"{on_second} 1."),

@@ -98,7 +98,7 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         worst = lambda column: {name: exact(gaps[column][name])  # noqa: E731
                                 for name in gaps[column].abs().nlargest(1).index}  # fmt: skip
         less = f"less the paper's; the furthest of {len(gaps)}."
-        return claims_of("FwPKM", [
+        return claims_of("Fast-weight Product Key Memory", [
             ("table 2", "The parameters", worst("millions"), "within", 0.005,
              f"Millions, trained and test-time-updated together, {less}"),
             ("table 2", "The FLOPs", worst("tera"), "within", 0.02,

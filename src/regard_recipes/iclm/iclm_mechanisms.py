@@ -18,7 +18,7 @@ from regard.inspect.mechanisms import EPSILON
 
 from ..lib.budget import Budget, TextOptions, initial_range
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
-from ..lib.display import Show, dots, first, label, lines, only, pivot, spread, stat
+from ..lib.display import Show, dots, label, lines, only, pivot, spread, stat
 from ..lib.language_text import read_text, windows
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..lib.trained import language_config
@@ -143,7 +143,7 @@ class Mechanisms(TextOptions):
             "sinks": sinks("strongest"), "evenness": "{even:.2f}",
         }  # fmt: skip
         copy: dict[str, Show] = {
-            "on the predicted": "{predicted:.3f}", "equal weights": first("{predicted_uniform:.3f}"),
+            "on the predicted": "{predicted:.3f}", "equal weights": "{predicted_uniform:.3f}",
             "lift": "{predicted_lift:.2f}", "best head": stat("predicted_lift", "max", "{:.2f}"),
             "lift on the following": "{following_lift:.2f}",
             "best head, following": stat("following_lift", "max", "{:.2f}"),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
-from ..lib.display import Show, dots, interval, median, pivot, spread, stat
+from ..lib.display import Show, dots, interval, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
 from ..lib.text_recipe import TextRecipe
 
@@ -148,8 +148,8 @@ class Parity(TextRecipe):
             "perplexity to rival": above(RIVALS, "perplexity"),
             "to the same with feed-forward layers": above(WHOLE, "perplexity"),
             "step": stat("step_seconds", "min", "{:.0f} ms", 1e3),
-            "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3),
-            "training": median("training_bytes", "{:.0f} MiB", 2**-20),
+            "CPU, a step": stat("step_cpu_seconds", "median", "{:.0f} ms", 1e3),
+            "training": stat("training_bytes", "median", "{:.0f} MiB", 2**-20),
         }  # fmt: skip
         counts = [{"size": shape, "model": name, "count": count_text(count, own[TRANSFORMER])}
                   for shape, own in results.facts["paper_sizes"].items() for name, count in own.items()]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from regard import Spec
 
 from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
-from ..lib.display import Show, dots, gap, lines, median, pivot, spread
+from ..lib.display import Show, dots, gap, lines, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select, stacked
 from ..lib.text_recipe import TextRecipe
 from .shared_query_key import CACHED, PAPER, PAPER_SIZE, memory_bytes, memory_columns
@@ -140,7 +140,7 @@ class KernelSelection(TextRecipe):
             "rate": "{rate:g}", "test nats/char": spread("test", 4),
             "above exponential": gap("test", base, 4), "training": spread("train", 4),
             "falls steadily": lambda rows: "yes" if falls[tuple(rows[list(FORM)].iloc[0])] else "no",
-            "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
+            "CPU, a step": stat("step_cpu_seconds", "median", "{:.1f} ms", 1e3),
         }  # fmt: skip
         apart = {kernel: select(runs, model=kernel, weights=default_weights(kernel), query_key=APART)
                  for kernel in self.trained}  # fmt: skip

@@ -10,7 +10,6 @@ import numpy as np
 
 Frame = Any
 """A pandas DataFrame; pandas is slow to import."""
-CONFIDENCE = 0.95
 HOLDS, FAILS, UNDECIDED, NOT_TESTABLE = "holds", "fails", "undecided", "not testable at this size"
 Says = Literal["above", "at least", "below", "at most", "within"]
 
@@ -33,11 +32,6 @@ class Estimate:
     def finite(self) -> bool:
         """Whether no sample was NaN or infinite."""
         return math.isfinite(self.mean)
-
-    @property
-    def measured(self) -> bool:
-        """Whether there is a sample, or the number is exact."""
-        return self.count > 0 or self.low != -math.inf
 
     @property
     def half(self) -> float:
@@ -71,7 +65,7 @@ def _student(mean: float, error: float, freedom: int, count: int) -> Estimate:
 
     if freedom < 1 or not math.isfinite(mean):
         return Estimate(mean, -math.inf, math.inf, count)
-    half = error * float(t.ppf((1 + CONFIDENCE) / 2, freedom))
+    half = error * float(t.ppf(0.975, freedom))
     return Estimate(mean, mean - half, mean + half, count)
 
 
@@ -222,11 +216,6 @@ class Claim:
         return {**{name: getattr(self, name) for name in names}, "estimates": estimates}
 
 
-def one(estimate: Estimate) -> dict[str, Estimate]:
-    """Return `estimates` of a claim about a single number."""
-    return {"": estimate}
-
-
 def claims_of(paper: str, rows: Iterable[Sequence[Any]], **common: Any) -> list[Claim]:
     """Return claims of a paper, without estimates that have no sample and without claims that are left with none.
 
@@ -237,8 +226,8 @@ def claims_of(paper: str, rows: Iterable[Sequence[Any]], **common: Any) -> list[
     """
     made = []
     for where, wording, estimates, says, margin, note, *changes in rows:
-        named = one(estimates) if isinstance(estimates, Estimate) else estimates
-        measured = {name: estimate for name, estimate in named.items() if estimate.measured}
+        named = {"": estimates} if isinstance(estimates, Estimate) else estimates
+        measured = {name: estimate for name, estimate in named.items() if estimate.count or estimate.low != -math.inf}
         if measured:
             fields = {**common, **dict(*changes), "note": note}
             made.append(Claim(paper, where, wording, measured, says, margin, **fields))

@@ -56,10 +56,8 @@ def spread(column: str, digits: int = 3) -> ToText:
 
     def show(rows: Frame) -> str:
         values = rows[column].astype(float)
-        if not all(map(math.isfinite, values)):
-            return "diverged"
-        text = f"{values.mean():.{digits}f}"
-        return f"{text} ± {values.std():.{digits}f}" if len(values) > 1 else text
+        deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
+        return f"{values.mean():.{digits}f}{deviation}" if np.isfinite(values).all() else "diverged"
 
     return show
 
@@ -110,19 +108,9 @@ def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> ToT
     return show
 
 
-def median(column: str, form: str = "{:.3g}", scale: float = 1.0) -> ToText:
-    """Return a function that shows the median times `scale`."""
-    return stat(column, "median", form, scale)
-
-
 def only(show: Show, **values: Any) -> ToText:
     """Return `show` for the rows whose columns have these values; nothing where there is no such row."""
     return lambda rows: means(show)(kept) if len(kept := select(rows, **values)) else MISSING
-
-
-def first(show: Show) -> ToText:
-    """Return `show` for the first row alone."""
-    return lambda rows: means(show)(rows.iloc[:1])
 
 
 def panels(frame: Frame, title: str) -> dict[str, Frame]:

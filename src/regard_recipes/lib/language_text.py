@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,15 +137,10 @@ def python_manual(call: str) -> str:
 def join_topics(topics: dict[str, str]) -> str:
     """Join topics in sorted order, every paragraph once (compared without blanks and line breaks): topics overlap, so
     that part of the held-out text would also be in the training text."""
-    seen: set[str] = set()
-    parts = []
+    kept: dict[str, tuple[str, str]] = {}  # words of a paragraph to its topic and text
     for name in sorted(topics):
-        kept = []
         for paragraph in topics[name].split("\n\n"):
-            words = " ".join(paragraph.split())
-            if words and words not in seen:
-                seen.add(words)
-                kept.append(paragraph.strip("\n"))
-        if kept:
-            parts.append("\n\n".join(kept))
-    return "\n\n\n".join(parts) + "\n"
+            kept.setdefault(" ".join(paragraph.split()), (name, paragraph.strip("\n")))
+    kept.pop("", None)
+    by_topic = groupby(kept.values(), key=itemgetter(0))
+    return "\n\n\n".join("\n\n".join(text for _, text in group) for _, group in by_topic) + "\n"

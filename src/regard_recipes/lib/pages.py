@@ -97,8 +97,6 @@ NOTE = (
     "of a run. What the full sizes need: "
     "[run a recipe at full size on a GPU](../cookbook/full-size-on-a-gpu.md#what-the-full-sizes-need)."
 )
-NAMES = {"FwPKM": "Fast-weight Product Key Memory"}
-"""Short names in claims."""
 
 
 @dataclass(frozen=True)
@@ -107,83 +105,69 @@ class Item:
 
     Attributes:
         recipe, gpu: the recipe that measures it, or if there is none the command that does where there is a GPU.
-        where: parts of `Claim.where` that belong to it; empty for the place itself.
-        verdict: what is shown where nothing measures it.
+        where: the part of `Claim.where` that tells it from other items of the recipe.
     """
 
     place: str
     what: str
     recipe: str = ""
-    where: tuple[str, ...] = ()
+    where: str = ""
     gpu: str = ""
-    verdict: str = "nothing to measure"
 
     def unmeasured(self) -> tuple[str, str]:
         """Return the verdict and the command where no claim is stored."""
         if self.gpu:
             return NOT_TESTABLE, f"on a GPU: `{self.gpu}`"
-        return ("not run", f"`regard reproduce {self.recipe}`") if self.recipe else (self.verdict, "")
-
-    def holds(self, name: str, claim: Claim) -> bool:
-        """Return whether a claim of a recipe belongs here."""
-        return name == self.recipe and any(part in claim.where for part in self.where or (self.place,))
+        return ("not run", f"`regard reproduce {self.recipe}`") if self.recipe else ("nothing to measure", "")
 
 
 PAPERS: dict[str, tuple[Item, ...]] = {
     "Sparse attention": (
-        Item("section 2.1", "softmax disperses over long contexts", "dispersion", ("section",)),
+        Item("section 2.1", "softmax disperses over long contexts", "dispersion"),
         Item("table 1", "RegBench: accuracy and total variation", "in-context-language"),
-        Item("figures 2 and 3", "loss of Memory Mosaics by kernel and depth", "mosaic-kernels",
-             ("figure 3", "released")),
+        Item("figures 2 and 3", "loss of Memory Mosaics by kernel and depth", "mosaic-kernels"),
         Item("figures 2 and 3 at 8 and 12 blocks", "loss of Memory Mosaics by kernel",
              gpu="regard reproduce mosaic-kernels --size paper --device cuda --workers 1"),
-        Item("tables 2 and 7", "exact answers at up to 64 times the training length", "length-generalization",
-             ("table 2",)),
-        Item("table 4, stories", "stories by kernel", "stories", ("stories",)),
-        Item("figure 5, Wikipedia", "loss along another text than the one trained on", "out-of-distribution",
-             ("figure 5",)),
+        Item("tables 2 and 7", "exact answers at up to 64 times the training length", "length-generalization"),
+        Item("table 4, stories", "stories by kernel", "stories"),
+        Item("figure 5, Wikipedia", "loss along another text than the one trained on", "out-of-distribution"),
         Item("figures 1 and 4, tables 3 to 6", "kernels, examples of tasks, settings, size of the data"),
     ),
     "Local Linear Attention": (
-        Item("propositions 2.1, 2.2", "rates of the integrated error", "boundary-bias", ("proposition", "section 2")),
-        Item("figures 2, 3 and 6", "test-time regression on piecewise linear data", "test-time-regression",
-             ("section 4",)),
+        Item("propositions 2.1, 2.2", "rates of the integrated error", "boundary-bias"),
+        Item("figures 2, 3 and 6", "test-time regression on piecewise linear data", "test-time-regression"),
         Item("figure 4a", "in-context regression", "in-context-regression"),
-        Item("figures 4b and 9", "associative recall", "associative-recall", ("figure 4",)),
+        Item("figures 4b and 9", "associative recall", "associative-recall"),
         Item("figure 5", "state tracking", "state-tracking"),
-        Item("table 1, appendix E", "windows and diagonal blocks", "lla-variants", ("section 4", "appendix E")),
-        Item("table 2", "precision of the solver in bfloat16", "lla-numerics", ("ridge", "float32", "all data")),
+        Item("table 1, appendix E", "windows and diagonal blocks", "lla-variants"),
+        Item("table 2", "precision of the solver in bfloat16", "lla-numerics"),
         Item("figures 1 and 7", "memory and latency of prefill", gpu="python benchmarks/gpu.py --write"),
-        Item("figure 8, appendix F.3", "language-model pretraining", "lla-pretraining", ("F.3",)),
+        Item("figure 8, appendix F.3", "language-model pretraining", "lla-pretraining"),
     ),
     "Fast-weight Product Key Memory": (
-        Item("section 3", "one-step rewriting, addressing", "fast-weight-recall", ("section 3", "protocol")),
-        Item("section 4.2, findings 1 to 3, figures 2 and 3", "streaming perplexity and gates", "streaming-perplexity",
-             ("finding", "check")),
-        Item("sections 4.2 and 5.2, on names", "a written memory against a frozen one", "recurring-names",
-             ("section 4.2", "section 5.2")),
-        Item("section 4.3, findings 3 to 6, figure 4", "needles in repeated readings", "needle",
-             ("finding", "check")),
-        Item("section 5, figures 5, 6 and 10", "two case studies: slots, gates", "fwpkm-case-studies", ("section 5",)),
+        Item("sections 3 and 5.1", "one-step rewriting, addressing, what slots hold", "fast-weight-recall"),
+        Item("section 4.2, findings 1 to 3, figures 2 and 3", "streaming perplexity and gates", "streaming-perplexity"),
+        Item("sections 4.2 and 5.2, on names", "a written memory against a frozen one", "recurring-names"),
+        Item("section 4.3, findings 3 to 6, figure 4", "needles in repeated readings", "needle"),
+        Item("section 5, figures 5, 6 and 10", "two case studies: slots, gates", "fwpkm-case-studies"),
         Item("table 2", "parameters, FLOPs and speed", "fwpkm-cost"),
-        Item("appendix B, figures 7 to 9", "ablations", "fwpkm-ablation", ("appendix B", "section 4")),
+        Item("appendix B, figures 7 to 9", "ablations", "fwpkm-ablation"),
         Item("section 3.3.1", "use of slots: 64.4 to 97.9 % with batch norm of the queries", "slot-use"),
         Item("figure 1, tables 1 and 3", "architecture, kinds of memories, settings"),
     ),
     "ICLM": (
-        Item("tables 1 and 2", "perplexity beside a Transformer of equal size", "iclm-parity", ("section 7",)),
-        Item("figure 2, section 7", "attention maps: sinks, copying, induction", "iclm-mechanisms", ("section 7",)),
-        Item("table 3", "TinyMath with and without feed-forward layers", "tinymath"),
-        Item("figure 3", "attention of f to the token that it predicts", "tinymath"),
-        Item("table 1, stories", "stories graded by a judge", "stories", ("table 1",)),
+        Item("tables 1 and 2", "perplexity beside a Transformer of equal size", "iclm-parity"),
+        Item("figure 2, section 7", "attention maps: sinks, copying, induction", "iclm-mechanisms"),
+        Item("table 3", "TinyMath with and without feed-forward layers", "tinymath", "table 3"),
+        Item("figure 3", "attention of f to the token that it predicts", "tinymath", "figure 3"),
+        Item("table 1, stories", "stories graded by a judge", "stories"),
         Item("table 2, zero-shot tasks", "accuracy of the models of 353 million parameters",
              gpu="regard eval FOLDER --lm-eval hellaswag winogrande piqa arc_challenge arc_easy --limit 500"),
         Item("figure 1", "architecture"),
     ),
     "Kernel selection": (
-        Item("section 7, kernels", "losses of ten kernels on Shakespeare (here the Python manual)", "kernel-selection",
-             ("section 7",)),
-        Item("section 7, q = k", "memory and loss with shared queries and keys", "shared-query-key", ("section 7",)),
+        Item("section 7, kernels", "losses of ten kernels on Shakespeare (here the Python manual)", "kernel-selection"),
+        Item("section 7, q = k", "memory and loss with shared queries and keys", "shared-query-key"),
     ),
 }  # fmt: skip
 """Papers by the name that claims give them, with the errata in docs/errata.md."""
@@ -204,28 +188,19 @@ def stored(folder: Path) -> Iterator[Stored]:
             yield from ((name, command, time, claim) for claim in claims)
 
 
-def paper_of(claim: Claim) -> str:
-    """Return the name in `PAPERS` of a claim's paper."""
-    return NAMES.get(claim.paper, claim.paper)
-
-
 def page(paper: str, claims: Sequence[Stored]) -> str:
     """Return the page of a paper as Markdown."""
     from regard.inspect.tables import Table
 
-    def row(place: str, _: str, command: str, time: str, claim: Claim) -> tuple[str, ...]:
-        return place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`", time
-
-    papers, rows, shown = (paper, "regard's targets"), [], []
+    rows = []
     for item in PAPERS[paper]:
-        measured = [each for each in claims if paper_of(each[-1]) in papers and item.holds(each[0], each[-1])]
-        shown += measured
-        rows += [row(item.place, *each) for each in measured]
-        if not measured:
-            verdict, command = item.unmeasured()
-            rows.append((item.place, item.what, verdict, "", command, ""))
-    others = (each for each in claims if paper_of(each[-1]) == paper and each not in shown)
-    rows += [row(each[-1].where, *each) for each in others]
+        measured = [
+            (item.place, f"“{claim.wording}”", claim.verdict, claim.measured(), f"`{command}`", time)
+            for name, command, time, claim in claims
+            if name == item.recipe and item.where in claim.where and claim.paper in (paper, "regard's targets")
+        ]
+        verdict, command = item.unmeasured()
+        rows += measured or [(item.place, item.what, verdict, "", command, "")]
     counts = Counter(each[2] for each in rows)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     table = Table(("place", "claim", "verdict", "measured", "command", "time"), tuple(rows), NOTE)

@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.checks import ArgumentError
 
 from .budget import Budget, Corpus, TextOptions, initial_range
-from .display import Show, interval, lines, median, pivot
+from .display import Show, interval, lines, pivot, stat
 from .language_text import LanguageText, read_text
 from .recipe import Cell, Frame, Results
 from .trained import Sizes, TrainedRecipe, language_config
@@ -99,7 +99,7 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
         """Return a table of the chosen rates and the losses."""
         shows: dict[str, Show] = {
             "rate": "{rate:g}", "parameters": "{parameters:,.0f}", "validation": interval("held_out"),
-            "test": interval("test"), "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3),
+            "test": interval("test"), "CPU, a step": stat("step_cpu_seconds", "median", "{:.0f} ms", 1e3),
         }  # fmt: skip
         note = (f"Nats per token, ± half the 95 % interval over seeds. Without context, by the frequencies of the "
                 f"training text: {results.facts['floor']:.2f}.")  # fmt: skip

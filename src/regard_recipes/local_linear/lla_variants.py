@@ -23,7 +23,7 @@ from regard.recurrent.mesa import mesa_attention
 from regard.tasks import ConeExamples, ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
-from ..lib.display import MISSING, Show, first, lines, only, panels, pivot, stat
+from ..lib.display import MISSING, Show, lines, only, panels, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
 from .lla_numerics_schemes import q_centred_blocks
 from .regression_at_test_time import PAPER, PAST, PROTOCOLS, SELF
@@ -229,7 +229,7 @@ class Variants(Recipe):
         regards = frame[frame["group"] != SIGMA]
         values: dict[str, Show] = {
             SELF: only(_pair, protocol=SELF), PAST: only(_pair, protocol=PAST), "µs a query": "{microseconds:.3g}",
-            "steps": first("{steps:.3g}"),
+            "steps": only("{steps:.3g}", protocol=SELF),
         }  # fmt: skip
         parts = select(frame, group=["blocks", SIGMA]).sort_values(["protocol", "ridge", "blocks"], kind="stable")
         note = (

@@ -16,7 +16,7 @@ from regard.inspect.capture import capture, eval_mode
 from regard.nn import ContextualMemory
 
 from ..lib.claims import Claim, Estimate, claims_of, paired
-from ..lib.display import Show, dots, gap, lines, median, pivot, spread
+from ..lib.display import Show, dots, gap, lines, pivot, spread, stat
 from ..lib.language_text import LanguageText, windows
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe
@@ -162,7 +162,7 @@ class MosaicKernels(TextRecipe):
             losses: dict[str, Show] = {
                 "rate": "{rate:g}", "test nats/token": spread("test"), "above softmax": gap("test", base),
                 "training": spread("train"), "pairs with weight": "{support:.1f}", "empty rows": "{empty:.2%}",
-                "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
+                "CPU, a step": stat("step_cpu_seconds", "median", "{:.1f} ms", 1e3),
                 "in softmax's": gap("step_cpu_seconds", base, 2, ratio=True),
                 "parameters": "{parameters:,.0f}",
             }  # fmt: skip
