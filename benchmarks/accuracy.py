@@ -1,4 +1,4 @@
-"""Worst errors against independent answers: `python benchmarks/accuracy.py`. Needs the `dev` extra."""
+"""Measure the largest errors against independent references: `python benchmarks/accuracy.py`. Needs the `dev` extra."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""What regard costs on a CPU, side by side with what else one could run: `python benchmarks/cpu.py --write`.
+"""Measure the cost of regard on a CPU, side by side with alternatives: `python benchmarks/cpu.py --write`.
 
 Seven parts, each with times, memory and its own provenance:
 
@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "results.md"
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="*", choices=PARTS, default=PARTS, help="parts to run; with none, only --write")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; stored elsewhere")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that it runs; stored elsewhere")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch and numba (default 2)")
     parser.add_argument("--out", type=Path, help=f"the JSON, of which other parts are kept (default {STORED})")
     parser.add_argument("--write", action="store_true", help="write the tables of the JSON into --page")

@@ -1,4 +1,4 @@
-"""Part 3 of `cpu.py`: linear-time forms, and what a decoded token costs, beside scaled_dot_product_attention."""
+"""Part 3 of `cpu.py`: linear-time forms and the cost of a decoded token, against scaled_dot_product_attention."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How `cpu.py` measures: times in turns, memory in fresh processes, and where and with what it was done."""
+"""Measure for `cpu.py`: times in turns, memory in fresh processes, and the machine and versions."""
 
 import contextlib
 import datetime

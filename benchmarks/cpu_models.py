@@ -1,4 +1,4 @@
-"""Part 5 of `cpu.py`: what a training step of the language models costs, and what their caches save in decoding."""
+"""Part 5 of `cpu.py`: training steps of the language models, and the time that their caches save in decoding."""
 
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""Part 7 of `cpu.py`: one decoded token against few keys, where a call costs more than its arithmetic."""
+"""Part 7 of `cpu.py`: one decoded token against few keys, where calls cost more than arithmetic."""
 
 import time
 from collections.abc import Callable

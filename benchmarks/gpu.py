@@ -1,4 +1,4 @@
-"""What regard's kernels do on a GPU, side by side with what else one could run: `python benchmarks/gpu.py --write`.
+"""Measure regard's kernels on a GPU, side by side with alternatives: `python benchmarks/gpu.py --write`.
 
 Rows of eight parts, the most important first, until the time is up:
 
@@ -64,13 +64,13 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--part", nargs="*", choices=PARTS, default=PARTS, help="parts to run; with none, only --write")
     parser.add_argument("--match", default="", help="only rows whose name holds this")
     parser.add_argument(
-        "--list", action="store_true", help="print the rows in their order, and stop; with --resume those alone that "
+        "--list", action="store_true", help="print the rows in their order, and stop; with --resume only those that "
         "were not measured, or with other sources of the kernels",
     )  # fmt: skip
     parser.add_argument("--dry", action="store_true", help="toy sizes in Triton's interpreter, stored elsewhere")
     parser.add_argument("--resume", action="store_true", help="keep what --out holds and measure what is not in it")
-    parser.add_argument("--again", default="", help="with --resume: measure rows anew whose name matches this pattern")
-    parser.add_argument("--keep-errors", action="store_true", help="with --resume: do not try again what failed")
+    parser.add_argument("--again", default="", help="with --resume: measure again rows whose name matches this")
+    parser.add_argument("--keep-errors", action="store_true", help="with --resume: do not repeat rows that failed")
     parser.add_argument("--cold", action="store_true", help="do not compile in several processes first")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--logs", type=Path, help="folder for what the compiling processes print")

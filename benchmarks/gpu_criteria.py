@@ -1,4 +1,4 @@
-"""What regard's kernels must reach on a GPU, judged from the JSON of `gpu.py` alone; torch is not needed."""
+"""Compare the JSON of `gpu.py` with the targets of regard's kernels; torch is not needed."""
 
 import datetime
 from collections.abc import Callable, Iterable, Iterator

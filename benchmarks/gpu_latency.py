@@ -1,4 +1,4 @@
-"""How long a chunk of the fast-weight memory takes, by counting instructions: no GPU is needed.
+"""Estimate the time of a chunk of the fast-weight memory by counting instructions; no GPU is needed.
 
     python benchmarks/gpu_latency.py            # print the table
     python benchmarks/gpu_latency.py --write    # and store it

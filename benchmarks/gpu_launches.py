@@ -1,4 +1,4 @@
-"""Count what a call starts on a GPU, on a machine without one: `python benchmarks/gpu_launches.py --write`.
+"""Count the kernels that a call starts on a GPU, on a machine without one: `python benchmarks/gpu_launches.py --write`.
 
 The tensors lie on the CPU, kernels are recorded instead of started, and operations of torch are counted by its
 profiler. Views and allocations start nothing and are left out; every other operation counts as one kernel, though a sum

@@ -1,5 +1,5 @@
-"""How `gpu.py` measures: medians by triton's do_bench, peaks of the allocator, the ceilings of the device, and with
-what it was done."""
+"""Measure for `gpu.py`: medians by triton's do_bench, peaks of the allocator, the limits of the device, and the
+versions."""
 
 import contextlib
 import datetime

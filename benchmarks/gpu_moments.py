@@ -1,7 +1,7 @@
 """Compare ways to sum the covariance of a decoding step of local linear attention: `python benchmarks/gpu_moments.py`.
 
 Most of the step's time on a GPU goes into sum w (k - o)(k - o)', D^2 products a key, for bfloat16 keys on tensor cores.
-Fewer bfloat16 terms take less time. This script says what they cost in accuracy, without a GPU: the products of a tile
+Fewer bfloat16 terms take less time. This script measures their errors, without a GPU: the products of a tile
 of keys are summed in float64 and rounded to float32.
 """
 

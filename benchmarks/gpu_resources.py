@@ -1,13 +1,13 @@
-"""What the kernels take of a GPU, without one: `python benchmarks/gpu_resources.py --write`.
+"""List the registers and memory that kernels take of a GPU, without one: `python benchmarks/gpu_resources.py --write`.
 
 Every case below is a call of a public function. What it would launch is compiled for sm_80 and sm_90
 (`gpu_compiled`), and registers, local memory and shared memory of every kernel go into
-tests/triton/resources/VERSION.json, which `tests/triton/test_compile.py` holds the kernels to, and as a table into
-benchmarks/results/gpu-resources-VERSION.md. VERSION is that of Triton, such as 3.9: another compiler takes other
-registers. To compile with another one, `pip install --target FOLDER --no-deps triton==3.6.0` and set PYTHONPATH=FOLDER.
+tests/triton/resources/VERSION.json, with which `tests/triton/test_compile.py` compares the kernels, and as a table into
+benchmarks/results/gpu-resources-VERSION.md. VERSION is that of Triton, such as 3.9: another compiler uses other numbers
+of registers. For another one, `pip install --target FOLDER --no-deps triton==3.6.0` and set PYTHONPATH=FOLDER.
 
-Ceilings may only fall: where a kernel would take more local memory than the file says, --write refuses, unless --reason
-says why it must be so.
+Limits may only fall: if a kernel takes more local memory than the file says, --write stops with an error, unless
+--reason gives the reason.
 """
 
 import argparse
@@ -291,11 +291,11 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--family", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--match", default="", help="only cases whose name holds this")
     parser.add_argument("--case", default="", help="only the case of this name")
-    parser.add_argument("--core", action="store_true", help="only the few of the fast tests")
+    parser.add_argument("--core", action="store_true", help="only the cases of the fast tests")
     parser.add_argument("--arch", nargs="*", type=int, choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--out", type=Path, help="write the rows there, as JSON")
     parser.add_argument("--write", action="store_true", help=f"renew {STORED.name} and {TABLE.name}")
-    parser.add_argument("--reason", default="", help="why ceilings must rise")
+    parser.add_argument("--reason", default="", help="why limits must rise")
     return parser.parse_args(arguments)
 
 

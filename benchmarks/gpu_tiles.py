@@ -1,7 +1,7 @@
-"""How fast every kernel is with other tiles: `python benchmarks/gpu_tiles.py --minutes 4 --out tiles.json`.
+"""Time every kernel with other tiles: `python benchmarks/gpu_tiles.py --minutes 4 --out tiles.json`.
 
-A target is a table of tiles (`TileTable`) and a call that asks it. Of every target the launch is timed alone, with the
-tiles that are shipped and with those of a grid (`candidates`); what does not fit or spills more than SPILL bytes is not
+A target is a table of tiles (`TileTable`) and a call that uses it. Of every target the launch is timed alone, with the
+default tiles and with those of a grid (`candidates`); tiles that do not fit or spill more than SPILL bytes are not
 timed. Many processes compile the targets in their order, while those that are compiled are timed. The JSON is written
 after every target: its tables, tiles and milliseconds, registers, spilled bytes.
 

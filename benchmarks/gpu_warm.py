@@ -1,4 +1,4 @@
-"""Before and while `gpu.py` measures: compile the kernels of its rows in several processes, into Triton's cache.
+"""Compile the kernels of `gpu.py` in several processes into Triton's cache, before and while it measures.
 
 Compiling takes longer than measuring, and one process compiles one kernel after another. Here every process goes
 through all rows with nothing launched, and compiles the kernels that no other process has claimed; of kernels that tune

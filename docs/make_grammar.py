@@ -1,4 +1,4 @@
-"""Writes docs/grammar.md from the registries: `python docs/make_grammar.py`. A test checks that it was run."""
+"""Write docs/grammar.md from the registries: `python docs/make_grammar.py`. A test checks that it was run."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Linear attention over a sequence that is split between processes: only a state of fixed size travels.
+"""Compute linear attention over a sequence that is split between processes, which send only a state of fixed size.
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 
@@ -6,7 +6,7 @@ Process r has the r-th part of every sequence. It waits for the state after the 
 that state, and passes the state on. The backward pass sends the state's gradient the other way. The processes work one
 after the other, so this saves memory, not time; with several batches in turn they work at the same time, as a pipeline.
 The same code serves `regard.delta_rule` and `regard.mesa_attention`, whose states are dataclasses of tensors too. The
-flag `non_finite` of a state does not travel: a NaN makes the rest of its own part NaN, not that of later parts.
+flag `non_finite` of a state is not sent: a NaN makes the rest of its own part NaN, but not later parts.
 """
 
 from __future__ import annotations
