@@ -75,7 +75,7 @@ REFUSED = [
     ("a function of the score itself", lambda kernel, rule, degree, s, n: kernel not in RANKED and rule != "fixed"),
     ("the limit alpha -> 1", lambda kernel, rule, degree, s, n: (kernel, rule) == ("gaussian", "adaptive")),
     ("a 0/1 kernel jumps", lambda kernel, rule, degree, s, n: (kernel, rule) == ("uniform", "adaptive")),
-    ("so normalise=False has no meaning", lambda kernel, rule, degree, s, n: rule != "fixed" and not n),
+    ("so normalise=False cannot be used", lambda kernel, rule, degree, s, n: rule != "fixed" and not n),
     ("non-negative weights that sum to one", lambda kernel, rule, degree, s, n: degree and not n),
     (
         "non-negative weights that sum to one",

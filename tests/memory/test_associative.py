@@ -290,8 +290,8 @@ MISTAKES = {
     "write: values: Dv is 2, expected 3, that of": lambda memory: memory.write(torch.zeros(4, 3), torch.zeros(4, 2)),
     "expected torch.float32, that of the memory; convert one with .to()": lambda memory: memory.read(DOUBLE),
     "mask has shape [4], expected [2, 4]": lambda memory: memory.write(torch.zeros(2, 1, 4, 3), mask=torch.ones(4) > 0),
-    "AssociativeMemory.forget: named nothing; name one of indices, oldest, everything.": lambda memory: memory.forget(),
-    "named indices, oldest; name one of": lambda memory: memory.forget([0], oldest=1),
+    "AssociativeMemory.forget: got nothing; give one of indices, oldest, everything.": lambda memory: memory.forget(),
+    "got indices, oldest; give one of": lambda memory: memory.forget([0], oldest=1),
     "pairs does not apply: stored pairs are named by their places": lambda memory: memory.forget(
         pairs=(DOUBLE, DOUBLE)
     ),
@@ -310,10 +310,10 @@ def test_mistakes_are_named(words: str) -> None:
     ("arguments", "words"),
     [
         ({"store": "sums"}, "softmax has no finite features"),
-        ({"store": "sums", "spec": "relu", "capacity": 3}, "sums do not know which pair is the oldest"),
-        ({"store": "mesa"}, "a global linear model (mesa) is read as one; give spec='linear' with it"),
+        ({"store": "sums", "spec": "relu", "capacity": 3}, "sums do not store which pair is the oldest"),
+        ({"store": "mesa"}, "the store mesa, a global linear model, needs spec='linear'"),
         ({"store": "mesa(ridge=0)", "spec": "linear"}, "mesa: ridge is 0, expected ridge > 0"),
-        ({"store": "delta", "spec": "linear", "capacity": 3}, "sums do not know which pair is the oldest"),
+        ({"store": "delta", "spec": "linear", "capacity": 3}, "sums do not store which pair is the oldest"),
         ({"store": "messa", "spec": "linear"}, "unknown store='messa'"),
         ({"slots": 2}, "slots need dim"),
         ({"value_dim": 2}, "value_dim needs dim"),

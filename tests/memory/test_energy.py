@@ -153,10 +153,10 @@ def test_what_has_no_energy() -> None:
     shifted = AssociativeMemory("biweight*fixed(bias=1)*euclidean", slots=2, dim=2, tied=True, combine="separate")
     shifted.write(drawn(3, 2).float())
     for memory, words in (
-        (hetero, "the energy belongs to a memory whose values are its keys"),
+        (hetero, "there is an energy only if the values are the keys"),
         (sums, "the energy needs the pairs"),
         (untied, "slots with tied=True"),
-        (shifted, "no energy is known for two reads"),
+        (shifted, "no energy is known for the sum of two reads"),
     ):
         refuses(words, memory.energy, drawn(1, 2).float() if memory in (untied, shifted) else drawn(1, 2))
     hetero.forget(everything=True)

@@ -215,7 +215,7 @@ def test_options_and_names_of_gated_delta_net():
     for fields, message in [
         ({"mixer_options": {"gdn": {"heads": 2}}}, "gated-deltanet has no option 'heads'.*num_heads"),
         ({"mixer_options": {"nothing": {}}}, "unknown token mixer 'nothing'"),
-        ({"mixer_options": "{"}, "which is no JSON"),
+        ({"mixer_options": "{"}, "which is not JSON"),
         ({"mixers": "gdn", "temperatures": "learned"}, "takes neither a temperature nor a ridge"),
     ]:
         refuses(message, HybridConfig, **{"num_hidden_layers": 2, **fields})

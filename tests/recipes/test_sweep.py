@@ -111,7 +111,7 @@ def test_the_grid_of_the_page(tmp_path: Path) -> None:
         ("symbols = [3, 4]", "symbol = 3", "unknown key 'symbol'. Did you mean 'symbols'"),
         ("symbols = [3, 4]", "symbols = [3, 1]", "symbols"),
         ("symbols = [3, 4]", "symbols = []", "symbols is an empty list"),
-        ('name = "sort"', 'name = "cone-regression"', "no task of tokens"),
+        ('name = "sort"', 'name = "cone-regression"', "not a token task"),
         ("steps = 4", "metric = 'loss'", "unknown metric 'loss'"),
         ("hidden_size = 16", "vocab_size = 9", "[models.softmax]: vocab_size is set by the task"),
         ("steps = 4", "step = 4", "unknown key 'step'. Did you mean 'steps'"),

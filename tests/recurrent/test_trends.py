@@ -44,7 +44,7 @@ def test_mistakes_are_named(text: str, message: str) -> None:
 
 
 def test_an_object_must_be_a_trend() -> None:
-    refuses("is no trend; give a name or an instance of: ", as_trend, 3.0)
+    refuses("is not a trend; give a name or an instance of: ", as_trend, 3.0)
     refuses("beta is 0, expected beta > 0", Delta, 0.0)
 
 

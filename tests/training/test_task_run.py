@@ -64,7 +64,7 @@ def test_a_run_is_in_float32_whatever_torchs_default(run: Callable, out: Path) -
         (["--task", "mqar", "--tokenizer", "byte"], "--tokenizer is for runs on a text"),
         (["--data", "x", "--stop-at", "1"], "--stop-at is for runs on a task"),
         (["--task", "tiny-math", "--task-option", "distractors=1"], "--task-option: TinyMath: distractors is (1,)"),
-        (["--task", "needle"], "no task of tokens"),
+        (["--task", "needle"], "not a token task"),
         (["--task", "mqar", "--data", "x"], "give one of them"),
         (["--task", "mqar", "--accumulate", "2"], "none of --accumulate, --dtype, --report-to and --shard"),
     ],

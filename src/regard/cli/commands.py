@@ -126,7 +126,7 @@ def evaluate(argv: list[str]) -> int:
         return _eval_harness(model.to(device), tokenizer, options)
     text, chunks, saved = _eval_text(options)
     usual = saved.context if saved else getattr(model.config, "max_position_embeddings", None)
-    require(bool(options.context or usual), "eval", "the model has no longest context; give one with --context.")
+    require(bool(options.context or usual), "eval", "the model has no longest context; set one with --context.")
     context: Any = options.context or usual
     fits = options.stride is None or options.stride < context
     require(fits, "eval", f"--stride is {options.stride}, expected 1 to {context - 1} (context - 1).")

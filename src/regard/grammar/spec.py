@@ -110,7 +110,7 @@ class Spec:
         smooth = getattr(self.bandwidth, "gradient", "hard") != "hard"  # these weights are not kernel values
         if smooth or not (self.kernel.ranked and has_mass):
             raise ArgumentError(
-                f"Spec: an absolute ridge is weighed against the total kernel weight, which {self.kernel.name} under "
+                f"Spec: an absolute ridge needs the total kernel weight, which {self.kernel.name} under "
                 f"{self.bandwidth.name} does not have; use ridge_mode='relative', the gaussian kernel, or the rule "
                 f"fixed or anchored."
             )
@@ -248,7 +248,7 @@ def instance_of(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
     if not isinstance(value, str):
         if isinstance(value, type) or getattr(value, "name", None) not in registry:
             raise ArgumentError(
-                f"Spec: {shown(value)} is no {registry.kind}; give a name or an instance of: "
+                f"Spec: {shown(value)} is not a {registry.kind}; give a name or an instance of: "
                 f"{', '.join(registry.names())}."
             )
         _require_registered(registry, value)
@@ -270,8 +270,8 @@ def _require_registered(registry: Registry[Any], value: Any) -> None:
         same = instance_of(registry, name, **arguments)
     if type(same) is not type(value) or same != value:
         raise ArgumentError(
-            f"Spec: {value!r} is not what the {registry.kind} registered as {value.name!r} makes; register its class "
-            f"under a name of its own."
+            f"Spec: {value!r} differs from the {registry.kind} that is registered as {value.name!r}; "
+            f"register its class under another name."
         )
 
 
@@ -375,7 +375,7 @@ def local_linear(spec: Spec, ridge: float = 0.1) -> Spec:
 
 
 def presets() -> dict[str, Spec]:
-    """Return every preset by name. Each can replace softmax in any model."""
+    """Return every preset by name. Each can replace softmax in a layer."""
     return dict(presets_registry.items())
 
 

@@ -20,7 +20,7 @@ LARGEST = 1e36
 
 
 class SolveStatus(IntEnum):
-    """How a system was solved."""
+    """Status of the solution of a linear system."""
 
     OK = 0
     MINIMUM_NORM = 1  # singular with ridge 0: the least-squares solution of minimum norm

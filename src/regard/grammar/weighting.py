@@ -1,6 +1,6 @@
 """A weighting: a kernel and a thresholding rule as one object that maps a row of scores to a row of weights.
 
-Implementations need only the weights and their derivative, so there is no code per pair of kernel and rule. With
+Implementations need only the weights and their derivative, so no pair of kernel and rule needs code of its own. With
 G = dL/dp, a weighting gives A and B such that, for every row,
 
     rho = sum_j B_j G_j,        dL/dz_j = A_j (G_j - rho)  (+ `finish`, for the remaining terms).
@@ -30,7 +30,7 @@ from .kernels import ParamInfo, Params, least_reach
 
 
 class Status(IntEnum):
-    """Status of a row."""
+    """Status of a row of scores."""
 
     OK = 0
     UNCONVERGED = 1  # the threshold search ran out of steps; the weights still sum to one
@@ -69,8 +69,8 @@ class RowStats:
 
 
 class Weighting(ABC):
-    """Scores to weights, and the derivative; by default of normalised weights without parameters, to which the rows of
-    `jacobian` are all there is. Implementations hold no tensors and are hashable."""
+    """A map from rows of scores to weights, and its derivative. The defaults are for normalised weights without
+    parameters, whose derivative is `jacobian` alone. Implementations hold no tensors and are hashable."""
 
     nonnegative: bool = True  # no weight is negative
     normalised: bool = True  # the weights of a row sum to one

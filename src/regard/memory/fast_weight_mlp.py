@@ -108,7 +108,7 @@ class NetworkState(StreamState):
 
     @classmethod
     def from_tensors(cls: type[N], tensors: Mapping[str, Tensor]) -> N:
-        """Return the state that `to_tensors` wrote. A tensor that is missing or unknown is an ArgumentError."""
+        """Return the state that `to_tensors` wrote. Raise ArgumentError for a missing or unknown tensor."""
         fast = {f.name for f in fields(cls)} - {"waiting"}
         known = fast | {*cls.WAITING, "valid", "finite", "waits"}
         wrong = f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}."

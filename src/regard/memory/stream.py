@@ -143,7 +143,7 @@ class StreamState(State):
         return replace(self, **rows, waiting=self.waiting.select(index), writes=picked(self.writes, indices))
 
     def repeat(self: S, n: int) -> S:
-        """Repeat every sequence `n` times in a row. It is an ArgumentError if the batch shares one memory."""
+        """Repeat every sequence `n` times in a row. Raise ArgumentError if the batch shares one memory."""
         self._require_own("repeat")
         again = lambda x: x.repeat_interleave(n, 0)  # noqa: E731
         rows = {name: again(x) for name, x in self._tensors().items() if name not in self._firsts}

@@ -157,7 +157,7 @@ class Retrieved(NamedTuple):
 
     def hits(self, tokens: Tensor) -> "Hits":
         """Return which writers wrote the token that really comes next, given `tokens`, integers [rows, T]: the stream
-        of every row without padding; negative: unknown. It is an ArgumentError if they are fewer rows or tokens than
+        of every row without padding; negative: unknown. Raise ArgumentError if they are fewer rows or tokens than
         were traced."""
         places = ((self.row, self.writers.row), (self.position, self.writers.target))
         reach = [max((int(x.max()) for x in pair if x.numel()), default=-1) for pair in places]
@@ -186,7 +186,7 @@ class Hits(NamedTuple):
 
     def rate(self, writers: int | None = None) -> float:
         """Return the share of retrieved slots for which one of the last `writers` writers (None: all that were kept;
-        more are an ArgumentError) wrote the next token; slots without a writer are misses. NaN if no next token is
+        ArgumentError for more) wrote the next token; slots without a writer are misses. NaN if no next token is
         known."""
         kept = self.hit.shape[2]
         if writers is not None:
@@ -259,7 +259,7 @@ class WriterTrace(MemoryObserver):
         self._push(place, Writers(of(row), of(position) + offset, of(target) + offset, share))
 
     def retrieved(self) -> Retrieved:
-        """Return all reads so far. It is an ArgumentError if there is none."""
+        """Return all reads so far; raise ArgumentError if there is none."""
         mend = "the trace recorded no read; call the model inside `observed(...)`."
         require(bool(self._reads), "WriterTrace.retrieved", mend)
         row, position, slots, weights, writers = zip(*self._reads, strict=True)

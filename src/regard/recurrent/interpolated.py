@@ -42,7 +42,7 @@ def interpolated_attention(
     enable_gqa: bool = False,
     layout: Layout = "bhtd",
 ) -> Tensor:
-    """Return the prediction of a global linear model plus the weighted mean of its residuals (equation 9).
+    """Return the prediction of a global linear model plus the weighted mean of its residuals.
 
     Args:
         query: [B, H, Tq, D].
@@ -52,7 +52,7 @@ def interpolated_attention(
             "mesa", "mesa(ridge=0.5)", "delta", "gated-delta"), or, for learned numbers, a function of (query, key,
             value, attn_mask=, is_causal=, exclude_self=, and segment_ids= if given) that returns W_i q_i, such as
             lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
-        spec: the weights s: a spec whose weights sum to one, or its text.
+        spec: a spec whose weights s sum to one, or its text.
         attn_mask: boolean over the keys, broadcastable to [B, 1, 1, Tk]; True where a key may be attended.
         is_causal, exclude_self: as in `regard.attention`, for weights and model.
         query_offset: the key position of query 0, a whole number; default Tk - Tq (end-aligned). A function as trend

@@ -45,9 +45,9 @@ class LinearState(State):
     """The state of linear attention, of fixed size.
 
     Attributes:
-        values: sum psi v^T [B, Hkv, F, Dv], float32 or float64 (equation 13).
-        keys: sum psi [B, Hkv, F] (equation 14); its last entry counts the keys, with a decay per head or token as
-            they have faded.
+        values: sum psi v^T [B, Hkv, F, Dv], float32 or float64.
+        keys: sum psi [B, Hkv, F]; its last entry counts the keys. With a decay per head or token, each counts as
+            much as it has decayed.
         squares: sum psi psi^T [B, Hkv, F, F], for normalised signed weights; None elsewhere.
         non_finite: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.

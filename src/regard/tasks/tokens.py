@@ -202,7 +202,7 @@ def token_task(call: str, argument: str, name: Any) -> type[TokenTask]:
     kind = tasks.given(call, argument, name)
     known = {name: each for name, each in tasks.items() if isinstance(each, type) and issubclass(each, TokenTask)}
     if kind not in known.values():
-        raise ArgumentError(f"{call}: {argument}: {name} is no task of tokens; choose from {', '.join(known)}.")
+        raise ArgumentError(f"{call}: {argument}: {name} is not a token task; choose from {', '.join(known)}.")
     return kind
 
 

@@ -50,8 +50,8 @@ def entmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 1.5, n
     """Return the alpha-entmax loss of every row.
 
     As `sparsemax_loss`; `alpha` (a number, or a tensor that expands to [n, 1]) and `n_iter` as in `entmax_bisect`. At
-    alpha = 1 the loss is torch's cross entropy, which this function does not compute: a number is refused, rows of a
-    tensor are NaN.
+    alpha = 1 the loss is torch's cross entropy, which this function does not compute: a number raises an error, and
+    rows of a tensor are NaN.
     """
     if not isinstance(alpha, Tensor) and alpha == 1:
         raise ArgumentError(

@@ -31,7 +31,7 @@ class RuleBase(ABC):
         """Return the weighting of this rule and `kernel`.
 
         Raises:
-            ArgumentError: the combination has no meaning; the message says why and what to use instead.
+            ArgumentError: rule and kernel cannot be combined; the message says why and what to use instead.
         """
 
     def own_params(self) -> Mapping[str, ParamInfo]:
@@ -113,12 +113,12 @@ def require_ranked(rule: str, kernel: Any, normalise: bool) -> None:
     if not kernel.ranked:
         raise ArgumentError(
             f"{kernel.name}*{rule}: the {kernel.name} kernel is a function of the score itself, not of its "
-            f"distance to a threshold, so that only the fixed rule has a meaning; use {kernel.name}*fixed."
+            f"distance to a threshold, so only the fixed rule applies; use {kernel.name}*fixed."
         )
     if not normalise:
         raise ArgumentError(
-            f"{kernel.name}*{rule}: the {rule} rule defines weights that sum to one, so normalise=False has no "
-            f"meaning; use the fixed rule for unnormalised sums."
+            f"{kernel.name}*{rule}: the {rule} rule defines weights that sum to one, so normalise=False cannot "
+            f"be used; use the fixed rule for unnormalised sums."
         )
 
 

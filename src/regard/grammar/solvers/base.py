@@ -18,11 +18,11 @@ solvers: Registry[Any] = Registry("solver", "regard.solvers")
 
 
 class Solver(ABC):
-    """Solver of systems."""
+    """Base class of solvers of the linear systems in local linear models."""
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True  # whether autograd differentiates `solve`; else gradients are those of the solution
-    needs_ridge: ClassVar[bool] = False  # whether ridge 0 is refused
+    needs_ridge: ClassVar[bool] = False  # whether ridge 0 raises an error
 
     @abstractmethod
     def solve(self, system: System, right: Tensor) -> Solved:

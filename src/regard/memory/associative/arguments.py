@@ -36,7 +36,7 @@ def one_way(call: str, given: Mapping[str, bool], able: tuple[str, ...], why: st
     """Check that exactly one argument is given, and one that the store supports (`able`)."""
     ways = [name for name, there in given.items() if there]
     if len(ways) != 1:
-        raise ArgumentError(f"{call}: named {', '.join(ways) or 'nothing'}; name one of {', '.join(able)}.")
+        raise ArgumentError(f"{call}: got {', '.join(ways) or 'nothing'}; give one of {', '.join(able)}.")
     require(ways[0] in able, call, f"{ways[0]} does not apply: {why}; use {' or '.join(able)}.")
 
 
@@ -49,7 +49,7 @@ def places_of(call: str, indices: Any, held: int) -> list[int]:
     for place in indices:
         if isinstance(place, bool) or not isinstance(place, int) or not -held <= place < held:
             mend = f"there are {held} pairs, numbered from 0"
-            raise ArgumentError(f"{call}: indices: index {shown(place)} is not held; {mend}.")
+            raise ArgumentError(f"{call}: indices: there is no pair {shown(place)}; {mend}.")
     return list(indices)
 
 

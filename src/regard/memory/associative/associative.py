@@ -61,9 +61,9 @@ class AssociativeMemory(nn.Module):
         scale: of the scores; None for the spec's default.
         params: numbers of the spec (`spec.params`); `read` takes tensors for both.
         store: "pairs" keeps every pair: O(n) memory, and O(n) time per read. "sums" keeps sum phi(k) v^T and
-            sum phi(k): O(D Dv) whatever n; to forget a pair, give it again. A global linear model, such as "delta" or
-            "mesa(ridge=0.1)" (`regard.recurrent.trends`), keeps its state, needs spec="linear" and forgets all or
-            nothing.
+            sum phi(k): O(D Dv) whatever n; to forget a pair, pass it to `forget`. A global linear model, such as
+            "delta" or "mesa(ridge=0.1)" (`regard.recurrent.trends`), keeps its state, needs spec="linear" and forgets
+            all or nothing.
         capacity: the largest number of short-term pairs; None for no limit. Needs `store="pairs"`.
         overflow: a write beyond the capacity drops the "oldest" pairs, or raises an "error" and writes nothing.
         slots: the number of learned pairs per head.
@@ -118,7 +118,7 @@ class AssociativeMemory(nn.Module):
         if store == "sums":
             require_finite_features(self.spec, self.trend, CALL)
             if capacity is not None:
-                raise ArgumentError(f"{CALL}: sums do not know which pair is the oldest; leave capacity out.")
+                raise ArgumentError(f"{CALL}: sums do not store which pair is the oldest; leave capacity out.")
         self.capacity = optional_whole(CALL, "capacity", capacity, 1)
         self._sizes: tuple[int, int] | None = None  # D and Dv, once known
         self._short: Pairs | Sums | None = None
@@ -163,7 +163,7 @@ class AssociativeMemory(nn.Module):
         return not self._own_values and self.slot_values is None
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the short-term keys [B, H, n, D] and values [B, H, n, Dv], the oldest first. It is an ArgumentError if
+        """Return the short-term keys [B, H, n, D] and values [B, H, n, Dv], the oldest first. Raise ArgumentError if
         nothing was written yet, or if the memory keeps sums."""
         if not isinstance(self._short, Pairs):
             what = "nothing was written yet" if self._short is None else "sums do not hold the pairs"
@@ -185,7 +185,7 @@ class AssociativeMemory(nn.Module):
         return self
 
     def detach(self) -> "AssociativeMemory":
-        """Cut off the gradients of what was written so far, and return the memory itself."""
+        """Detach all pairs written so far from the graph, and return the memory itself."""
         return self._map(Tensor.detach)
 
     def transform(self, fn: Callable[[Tensor], Tensor]) -> "AssociativeMemory":
@@ -333,7 +333,7 @@ class AssociativeMemory(nn.Module):
         if (steps > 1 or return_trajectory) and width != query.shape[3]:
             given = f"keys have {query.shape[3]} channels and values {width}"
             mend = f"use steps=1{' and no trajectory' * return_trajectory}"
-            raise ArgumentError(f"{call}: {given}, so that what is retrieved cannot be the next query; {mend}.")
+            raise ArgumentError(f"{call}: {given}, so the result cannot be the next query; {mend}.")
         if return_diagnostics and self.store == "sums":
             raise ArgumentError(f"{call}: sums hold no weights to diagnose; use store='pairs'.")
         numbers = (self.scale if scale is None else scale, self.params if params is None else params)
@@ -374,13 +374,13 @@ class AssociativeMemory(nn.Module):
             raise ArgumentError(f"{call}: the energy needs the pairs; use store='pairs'.")
         if not self.autoassociative:
             mend = f"write(keys) without values{', slots with tied=True' if self.slot_keys is not None else ''}"
-            raise ArgumentError(f"{call}: the energy belongs to a memory whose values are its keys; {mend}.")
+            raise ArgumentError(f"{call}: there is an energy only if the values are the keys; {mend}.")
         query = checked_queries(call, queries, self._sizes, self._short, self.slot_keys)
         scale = self.scale if scale is None else scale
         numbers = row_numbers(call, query, scale, self.params if params is None else params)
         parts = [part for part in self._parts(query.shape[0]) if isinstance(part, Pairs)]
         if len(parts) > 1 and not found.additive:
-            raise ArgumentError(f"{call}: no energy is known for two reads of {self.spec} added; use combine='shared'.")
+            raise ArgumentError(f"{call}: no energy is known for the sum of two reads; use combine='shared'.")
         square = query.to(torch.promote_types(query.dtype, torch.float32)).square().sum(-1) / 2
         for part in parts:
             mask = None if part.mask is None else part.mask[:, None]

@@ -97,7 +97,7 @@ def trend_of(store: Any, call: str = "AssociativeMemory", argument: str = "store
 def require_finite_features(spec: Spec, trend: Any, call: str) -> None:
     """Check that the pairs of `spec` can be summed, or be the state of a global linear model."""
     if trend is not None and str(spec) != "linear":
-        raise ArgumentError(f"{call}: a global linear model ({trend.name}) is read as one; give spec='linear' with it.")
+        raise ArgumentError(f"{call}: the store {trend.name}, a global linear model, needs spec='linear'.")
     if not finite_features(spec):
         able = ", ".join(name for name, preset in presets_registry.items() if finite_features(preset))
         none = f"{spec} has no finite features, so its pairs cannot be stored as sums"

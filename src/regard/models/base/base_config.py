@@ -54,8 +54,8 @@ class RegardConfig(PreTrainedConfig):
         num_attention_heads: number of attention heads per layer.
         mixers: one spec (text, preset or `Spec`) for all layers, or a sequence with one per layer; stored as a list of
             canonical texts.
-        max_position_embeddings: longest sequence in training. Longer ones can be computed, but `generate` refuses
-            longer prompts.
+        max_position_embeddings: longest sequence in training. Longer ones can be computed, but `generate` raises
+            an error for longer prompts.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: use the embedding matrix as the output matrix.
         use_cache: return a cache from calls outside training.

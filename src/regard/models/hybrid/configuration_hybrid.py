@@ -309,7 +309,7 @@ def read_options(
         try:
             given = json.loads(given) if given.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise ArgumentError(f"{call}: {field} is {shown(given)}, which is no JSON: {error}.") from None
+            raise ArgumentError(f"{call}: {field} is {shown(given)}, which is not JSON: {error}.") from None
     given = {} if given is None else given
     example = next(iter(registry.names()), "name")
     items = given.items() if isinstance(given, Mapping) else [(None, given)]

@@ -45,7 +45,7 @@ class TokenMixer(nn.Module, ABC):
     increase by one where a document begins, and no cache. Each document must give the same output as it gives alone.
 
     Attributes:
-        honours_segments: whether `segment_ids` are accepted; if not, packed documents are refused.
+        honours_segments: whether `segment_ids` are accepted; if not, packed documents raise an error.
         defaults: the options with their default values.
         cache_layer: the class of the mixer's layer in a transformers `Cache`; created without arguments.
     """

@@ -37,7 +37,7 @@ class ICLMConfig(RegardConfig):
         start: the token y_0 before the first. "param": a learned vector. "bos": the first token of every row, which is
             then never a value and never predicted.
         f_reads: covariates that an f block reads: "post", after the covariate block of its pair; or "pre", before it
-            (equation 11 to the letter: the first f block reads embeddings, and the last pair has no covariate block).
+            (exactly equation 11: the first f block reads embeddings, and the last pair has no covariate block).
         phi_mlp: the feed-forward layer on phi, one of `regard.nn.feed_forwards` ("gelu", "swiglu", "none", ...).
         f_mlp: where the output of the feed-forward layer on f goes: "inline" to f, so that later ones read it; "side"
             to a separate sum, added to f before the last norm; "none": no such layer.

@@ -319,7 +319,7 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
     model_class = ICLMModel
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize as transformers does; refused with `tie_phi=False`, where there are two tables."""
+        """Resize as transformers does; raise ArgumentError with `tie_phi=False`, where there are two tables."""
         if self.model.embed_covariates is not None and (args or kwargs):
             second = "with tie_phi=False there is a second table, of covariates, which would not be resized"
             call = f"{type(self).__name__}.resize_token_embeddings"

@@ -126,7 +126,7 @@ class FastWeightConfig:
         check_meta_grad(call, self.meta_grad)
 
     def with_options(self, **options: Any) -> "FastWeightConfig":
-        """Return the settings with these options changed; one that is unknown or does not fit is an ArgumentError."""
+        """Return the settings with these options changed; ArgumentError for one that is unknown or does not fit."""
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             if name not in PLACES:

@@ -228,7 +228,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         return self.keys, self.values, self._held
 
     def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
-        """Set a resident memory back to what `snapshot` returned. It is an ArgumentError if that was taken from a
+        """Set a resident memory back to what `snapshot` returned. Raise ArgumentError if that was taken from a
         memory of another shape, or if this one is not resident."""
         require(self.resident, f"{CALL}.restore", "only a resident memory keeps something; pass the state instead.")
         keys, values, held = snapshot
