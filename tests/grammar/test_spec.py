@@ -235,7 +235,7 @@ def test_constructor_messages() -> None:
     assert "ridge belongs to the local linear model" in error_of(Spec, "biweight", ridge=0.1)
     assert "solver belongs to the local linear model" in error_of(Spec, "biweight", solver="cholesky")
     assert "3 is not a kernel" in error_of(Spec, 3)
-    assert "is no kernel" in error_of(Spec, kernels.get("gaussian"))  # the class, not an instance
+    assert "is not a kernel" in error_of(Spec, kernels.get("gaussian"))  # the class, not an instance
     assert "is not a thresholding rule" in error_of(Spec, "gaussian", kernels.get("gaussian")())
     assert "is not a solver" in error_of(Spec, "gaussian", degree=1, solver=0.5)
     assert "expected a Spec or its text, got 3" in error_of(regard.explain, 3, (1, 1, 2, 2))

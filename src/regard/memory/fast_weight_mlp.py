@@ -134,7 +134,7 @@ class FastMLPState(NetworkState):
 
 
 def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, tuple[int, ...]]) -> None:
-    """Check that `state` is of the kind and sizes of `empty`, for so many rows and waiting tokens of these sizes."""
+    """Check that `state` has the kind and sizes of `empty`, `rows` rows, and waiting tokens of `sizes`."""
     kind = type(empty)
     if not isinstance(state, kind):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")

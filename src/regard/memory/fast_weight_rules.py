@@ -176,8 +176,8 @@ def _sets(x: Tensor) -> Tensor:
 
 
 def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int, pooled: int) -> Tensor:
-    """Return d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the tokens counted [G, P], and over
-    so many heads as are `pooled`, of the softmax of their scores at the sub-keys `index`."""
+    """Return d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the tokens counted [G, P] and over
+    `pooled` heads of the softmax of their scores at the sub-keys `index`."""
     p = scores.softmax(-1)
     own = counted.to(p.dtype) / (counted.sum(-1, keepdim=True).clamp(min=1) * pooled)
     flat = index.flatten(1)

@@ -57,7 +57,7 @@ def observed_attention(
     """Call `regard.attention` with the spec of a layer, call its observer, and let hooks at its `hook_pattern` replace
     the weights. Return the output, and the weights or None.
 
-    Weights have as many columns as keys or, with `columns`, so many, filled with zeros. `share`, broadcastable to
+    Weights have one column per key, or `columns` of them, filled with zeros. `share`, broadcastable to
     [B, H, Tq, 1], is a factor of output and weights, which the diagnostics do not include.
     """
     observed = layer.observer is not None and layer.observe_weights

@@ -1,6 +1,6 @@
 """Observers of memory layers: statistics of slots for training logs, and a trace of who wrote each slot.
 
-An observer is set as the `observer` of a memory layer, or of all layers of a model by `observed`. It is told of every
+An observer is set as the `observer` of a memory layer, or of all layers of a model by `observed`. It receives every
 read and write, and changes nothing.
 
 Shapes: M memories, N = n^2 slots, P tokens of one chunk, K slots of a token, W writers kept of a slot, R reads.

@@ -1,8 +1,8 @@
 """Multi-query associative recall (MQAR): pairs of keys and values, and after them some of the keys again.
 
 "Zoology" (Arora et al., 2023), and the Local Linear Attention paper, section 5. A sequence begins k_1 v_1 ... k_n v_n.
-Each key comes once more in the rest, and the model is asked for its value there; the value itself is not written. The
-gap to the key follows a power law.
+Each key occurs once more in the rest, where the model must predict its value; the value itself is not written. The gap
+to the key follows a power law.
 
 Fillers are never keys of the sequence, unlike those of the reference program.
 """

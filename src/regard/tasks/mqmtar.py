@@ -34,7 +34,7 @@ class MQMTAR(TokenTask):
         least, most: the length of the source before queries, drawn uniformly.
         queries: drawn with replacement, as in the reference program, or without where `distinct`.
         share: of the source that pairs fill.
-        distinct: whether no key is asked for twice.
+        distinct: whether no key is queried twice.
     """
 
     settings: ClassVar[Settings] = {
@@ -91,7 +91,7 @@ class MQMTAR(TokenTask):
         return FIRST + pair // self.letters, FIRST + pair % self.letters
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the values that stand behind the keys that are asked for, int64 [T]."""
+        """Return the values of the queried keys, int64 [T]."""
         prompt = example.tokens[: example.prompt].tolist()
         known = {tuple(prompt[i - 2 : i]): prompt[i + 1 : i + 3] for i, x in enumerate(prompt) if x == PAIR}
         answer: list[int] = []

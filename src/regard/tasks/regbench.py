@@ -25,7 +25,7 @@ Edges = tuple[dict[int, int], ...]
 
 
 def minimised(edges: Edges) -> Edges:
-    """Return the least automaton with the same strings, its states in the order in which a breadth-first search by
+    """Return the smallest automaton with the same strings, its states in the order in which a breadth-first search by
     symbols meets them from the first: automata with the same strings give the same result.
 
     All states accept; a missing edge rejects. Cost: O(n^2 m) for n states and m symbols.

@@ -64,7 +64,7 @@ def python_manual() -> str:
 
 @lru_cache(maxsize=4)
 def dataset(name: str, most: int) -> str:
-    """Return at most so many characters of the column "text" of the training split of a dataset on the Hub."""
+    """Return at most `most` characters of the column "text" of the training split of a dataset on the Hub."""
     try:
         from datasets import load_dataset
 
