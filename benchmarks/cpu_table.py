@@ -13,7 +13,7 @@ PAIRS = (
     ("regard alpha=1.5", "entmax entmax_bisect 1.5"),
     ("regard alpha=4/3", "entmax entmax_bisect 4/3"),
 )
-"""The same function, ours and the package's."""
+"""The same function in regard and in the package."""
 DENSE = "dense entmax15"
 DENSE_LOCAL = "dense local-linear"
 BARS = {
@@ -99,7 +99,7 @@ def certainty(times: list[Entry]) -> str:
     apart = sorted(abs(c["ratio_min"] / c["ratio"] - 1) for c in cells)
     middle, high = len(cells) // 2, int(0.95 * (len(cells) - 1))
     return (
-        f"Interquartile range over median: {spreads[middle]:.0%} in the middle, {spreads[high]:.0%} for one in twenty; "
+        f"Interquartile range over median: {spreads[middle]:.0%} typically, at most {spreads[high]:.0%} for 95%; "
         f"ratios of the fastest samples differ from those of the medians by {apart[middle]:.0%} and {apart[high]:.0%}."
     )
 
@@ -127,8 +127,8 @@ def normalisers(part: Entry) -> Iterable[str]:
         )
         yield ratios(part, which, configs)
     yield (
-        "The same function, ours and the entmax package's, forward + backward: how many times faster ours is. Targets: "
-        "25 against entmax15, 60 against entmax_bisect."
+        "The same function in regard and in the package entmax, forward + backward: how many times faster regard is. "
+        "Targets: 25 against entmax15, 60 against entmax_bisect."
     )
     cells = [select(part["times"], "both", **c) for c in configs]
     rows = []
@@ -156,10 +156,10 @@ def exactness(part: Entry) -> Iterable[str]:
     length = part["accuracy"][0]["length"]
     mib = {m["name"]: m["tensors"] for m in part["memory"]}
     yield (
-        f"Worst errors over the three standard deviations at row length {length}, of a row's sum from 1 and of a "
+        f"Largest errors over the three standard deviations at row length {length}, of a row's sum from 1 and of a "
         f"weight from float64 (for alpha-entmax 100 bisections); targets of the sums: 2e-6 and 4e-3. Peak memory "
-        f"beside scores and cotangent, in score tensors, output and gradient counted; target: 2.6 (a fresh process "
-        f"each, {settings(part)})."
+        f"in addition to scores and cotangent, in score tensors; output and gradient count; target: 2.6 (a fresh "
+        f"process each, {settings(part)})."
     )
     head = ["", "sum, float32", "sum, bfloat16", "weight, float32", "weight, bfloat16", *PASSES.values()]
     rows = []
@@ -190,8 +190,8 @@ def attention(part: Entry) -> Iterable[str]:
             + ("" if causal else " Targets for biweight at T 2048, H 8, forward + backward: 1.8 (10x).")
         )
         yield against_sdpa(part, sizes, causal)
-    yield "Exponent of T in the time (one head, fitted over all lengths), and peak memory of full attention in MiB " + (
-        f"beside q, k, v and the cotangent, output and gradients counted (a fresh process each, {settings(part)})."
+    yield "Exponent of T in the time (one head, fitted over all lengths). Peak memory of full attention in MiB, in " + (
+        f"addition to q, k, v and the cotangent; output and gradients count (a fresh process each, {settings(part)})."
     )
     yield growth_and_memory(part)
     yield from clusters(part)
@@ -243,8 +243,8 @@ def clusters(part: Entry) -> Iterable[str]:
     config, base = part["clustered"][0]["config"], part["baseline"]
     yield (
         f"Keys in clusters of {config['cluster']} along time (T {config['length']}, H {config['heads']}, full): each "
-        f"query has weight in its own cluster alone, so that most blocks of keys have none and are left out of what "
-        f"follows the scores. Shuffled in time, the same keys give the same outputs and every block has some."
+        f"query has weight in its own cluster only. Most blocks of keys then have no weight and are skipped after the "
+        f"scores. Shuffled in time, the same keys give the same outputs, and every block has some weight."
     )
     cells = [c["contestants"] for c in part["clustered"]]
     rows = [[f"{base}, ms", *(number(c[base]["median_ms"]) for c in cells)]]
@@ -262,7 +262,7 @@ def linear(part: Entry) -> Iterable[str]:
     yield (
         f"Causal, chunked, {heads} heads of 64 features, float32, forward + backward: milliseconds by length, exponent "
         f"of T (fitted over all lengths, and between the two longest), and peak memory in MiB, counted as above. "
-        f"Presets as they are; linear and cosine, which leave their weights as they are, also divided by their sum."
+        f"The presets linear and cosine do not normalise weights; they are also timed with weights that sum to one."
     )
     cells = [select(part["times"], "both", length=length) for length in lengths]
     fits = {g["pass"]: g["contestants"] for g in part["growth"]}["both"]
@@ -281,8 +281,8 @@ def linear(part: Entry) -> Iterable[str]:
 def decoding(found: list[Entry]) -> Iterable[str]:
     lengths = [d["config"]["length"] for d in found]
     yield (
-        f"One decoded token, {found[0]['config']['heads']} heads, microseconds after so many tokens: a state of fixed "
-        f"size costs the same after any number, a cache of keys and values is read whole."
+        f"One decoded token, {found[0]['config']['heads']} heads, microseconds after that many tokens: a state of "
+        f"fixed size costs the same after any number, a cache of keys and values is read as a whole."
     )
     rows = []
     for name in found[0]["contestants"]:
@@ -389,9 +389,10 @@ def models(part: Entry) -> Iterable[str]:
     yield "### Language models\n\n" + machine(part)
     yield (
         f"A training step (forward, backward, clipping, AdamW), float32: milliseconds, and in brackets as a ratio to "
-        f"the first row of its kind; ICLM has the inner width at which it learns as many numbers as the Transformer "
-        f"(GPT-2's blocks with rotary positions). Peak memory in MiB of forward + backward beside the parameters, "
-        f"gradients counted, at the first size. Target of {biweight} against softmax: {number(bars[biweight])}."
+        f"the first row of its kind; ICLM has the inner width that gives it as many parameters as the Transformer "
+        f"(GPT-2's blocks with rotary positions). Peak memory in MiB of forward + backward, in addition to the "
+        f"parameters, at the first size; gradients count. Target of {biweight} against softmax: "
+        f"{number(bars[biweight])}."
     )
     sizes = list(dict.fromkeys(shape_of(t["config"]) for t in part["times"]))
     cells = {(shape_of(t["config"]), name): c for t in part["times"] for name, c in t["contestants"].items()}
@@ -441,7 +442,7 @@ def fast_weights(part: Entry) -> Iterable[str]:
     yield (
         f"Reading and writing {config['sub_keys']}^2 slots of {config['width']} numbers, top {config['top_k']}, chunks "
         f"of {config['chunk']} tokens, search included, float32, one thread: milliseconds, and how many times as fast "
-        f"as the dense form, which gives the same numbers (the released program's rule). {package} Peak memory in MiB, "
+        f"as the dense form, which gives the same results (the released program's rule). {package} Peak memory in MiB, "
         f"as above, of two chunks. Targets: {number(bars['ms'])} ms forward, {number(bars['dense'])} times."
     )
     mib = {m["name"]: m["mib"] for m in part["memory"] if m["config"]["chunks"] == two["config"]["chunks"]}
@@ -483,8 +484,8 @@ def memory_steps(found: list[Entry], bar: float) -> Iterable[str]:
 def token(part: Entry) -> Iterable[str]:
     yield "### One decoded token against few keys\n\n" + machine(part)
     yield (
-        "One query on one thread, 8 heads of 64 features, float32, no gradients. Processor time is the least of all "
-        "samples, which other processes on the machine disturb least. Targets at 64 keys: softmax 4 x sdpa, biweight "
+        "One query on one thread, 8 heads of 64 features, float32, no gradients. Processor time is the smallest of all "
+        "samples. Targets at 64 keys: softmax 4 x sdpa, biweight "
         "600 us, local-linear[biweight] 2000 us."
     )
     head = ("call", "keys", "median us", "x sdpa", "processor us", "x sdpa")

@@ -71,7 +71,7 @@ def provenance(stored: Entry) -> Iterator[str]:
 
 
 def judged(stored: Entry) -> Iterator[str]:
-    yield "What the kernels must reach, and the worst of what was measured:"
+    yield "Targets, and the worst measured value for each:"
     rows = []
     for c in criteria(stored):
         found = "–" if c.found is None else f"{c.found:.3g}"
@@ -109,7 +109,7 @@ def compact(stored: Entry) -> Iterator[str]:
         yield (
             f"Causal attention, {dim} features a head, bfloat16; {share} of the visible blocks of 64 x 64 pairs have "
             f"entmax-1.5 weight. Milliseconds, forward / forward + backward; in brackets the TFLOP/s of the latter if "
-            f"all visible pairs are counted, and MiB at most."
+            f"all visible pairs are counted, and the peak MiB."
         )
         yield by_length(own, lengths, lambda row: cell(row, "dense_tflops"))
 
@@ -138,7 +138,7 @@ def row_sums(stored: Entry) -> Iterator[str]:
     rows = [row for row in rows_of(stored, "compact") if "from_one" in row]
     if rows:
         length = rows[0]["config"]["length"]
-        yield f"How far a row's weights are from a sum of one at most, float32, T {length}."
+        yield f"Largest deviation of a row's sum of weights from one, float32, T {length}."
         yield markdown(
             ["", "normal scores", "nearly equal scores"],
             [
@@ -153,8 +153,8 @@ def local_linear(stored: Entry) -> Iterator[str]:
     for dim in sorted({row["config"]["dim"] for row in rows}):
         own = [row for row in rows if row["config"]["dim"] == dim]
         yield (
-            f"Local linear attention and its relatives, causal, {dim} features, bfloat16, 32 heads in all up to 16 K: "
-            f"milliseconds, forward / forward + backward (TFLOP/s of what the algorithm multiplies, MiB at most)."
+            f"Local linear attention and related methods, causal, {dim} features, bfloat16, 32 heads in all up to "
+            f"16 K: milliseconds, forward / forward + backward (TFLOP/s of the algorithm's products, peak MiB)."
         )
         yield by_length(own, sorted({row["config"]["length"] for row in own}), lambda row: cell(row, "tflops"))
     steps = [row for row in rows_of(stored, "local_linear") if "steps" in row]
@@ -170,7 +170,7 @@ def local_linear(stored: Entry) -> Iterator[str]:
 def floors(stored: Entry) -> Iterator[str]:
     rows = [row for row in rows_of(stored, "local_linear") if "floor" in row]
     if rows:
-        yield "Local linear attention of bfloat16 inputs: error against float64, and the floor that rounding leaves."
+        yield "Local linear attention of bfloat16 inputs: error against float64, and the error of rounding alone."
         table = [
             [
                 f"{row['config']['data']}, ridge {row['config']['ridge']:g}{marked(row)}",
@@ -187,8 +187,8 @@ def decoding(stored: Entry) -> Iterator[str]:
     if rows:
         yield (
             "One decoded token against a cache, bfloat16: microseconds on the device (a CUDA graph), and GB/s if keys "
-            "and values are read once. A whole call of "
-            "`regard.attention` also looks for numbers that are not finite, by compact rules in every value."
+            "and values are read once. A whole call of `regard.attention` also checks for non-finite numbers; "
+            "compact rules read every value for this."
         )
         places = list(dict.fromkeys((r["config"]["length"], r["config"]["batch"], r["config"]["dim"]) for r in rows))
         names = list(dict.fromkeys(row["contestant"] for row in rows))
@@ -210,7 +210,7 @@ def memory(stored: Entry) -> Iterator[str]:
         own = next(iter(rows.values()))["config"]
         yield (
             f"A memory of {own['sub_keys']}^2 slots of {own['width']} numbers, {own['tokens']} tokens read and written "
-            f"in chunks of {own['chunk']}: milliseconds as a CUDA graph, from Python, and MiB at most."
+            f"in chunks of {own['chunk']}: milliseconds as a CUDA graph, from Python, and peak MiB."
         )
         table = []
         for name, row in rows.items():
