@@ -90,6 +90,7 @@ def test_it_is_the_double_loop(spec, average, divide, variant):
     torch.testing.assert_close(weights, pattern[:, :, 1:], atol=1e-10, rtol=0)
     assert not out[:, 0].any(), "the first row has no pair"
     assert not layer(phi[:, :1], values[:, :0])[0].any()
+    assert layer(phi, values[:, :0], output_attentions=True, is_causal=False)[1].shape == (2, 2, 7, 0)
     if divide == "sum":
         assert (weights >= 0).all()
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 6, dtype=torch.float64), atol=1e-12, rtol=0)

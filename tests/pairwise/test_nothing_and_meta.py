@@ -61,6 +61,18 @@ def check(out: Tensor, x: Inputs, device: str) -> None:
         assert grad is None or (grad.shape == leaf.shape and (device == "meta" or bool(grad.isfinite().all())))
 
 
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "local-linear[softmax]"])
+def test_weights_of_no_keys_have_no_columns(spec: str) -> None:
+    x = draw(2, 5, 0, "cpu")
+    out, found = regard.attention(
+        x["q"], x["k"], x["v"], spec, enable_gqa=True, impl="reference", return_diagnostics=True
+    )
+    check(out, x, "cpu")
+    assert found.weights.shape == (2, 4, 5, 0)
+    if found.effective_weights is not None:
+        assert found.effective_weights.shape == (2, 4, 5, 0)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("trend", ["linear-attention", "mesa", "delta", "gated-delta"])
 def test_under_a_trend(trend: str, sizes: str) -> None:

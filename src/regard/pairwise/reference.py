@@ -57,7 +57,8 @@ class Reference(Implementation):
         return Cost(2 * pairs * (problem.dim + problem.value_dim) * width, 12 * pairs * width)
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-        if inputs.k.shape[2] == 0:
+        keys = inputs.k.shape[2]
+        if keys == 0:
             inputs = _with_hidden_key(inputs)
         spec, heads, visible = inputs.spec, inputs.q.shape[1], inputs.visible
         q, k, v = inputs.q, repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
@@ -74,8 +75,9 @@ class Reference(Implementation):
         if not inputs.diagnostics:
             return signed @ v, None
         row = (*counts(p.detach()), inputs.scale, rows, visible)
-        effective = signed if spec.degree else None
-        found = diagnose(spec, stats.map(Tensor.detach), *row, weights=p, solver=solver, effective=effective)
+        shown = (p, signed if spec.degree else None)
+        weights, effective = shown if keys else (None if x is None else x[..., :0] for x in shown)
+        found = diagnose(spec, stats.map(Tensor.detach), *row, weights=weights, solver=solver, effective=effective)
         return signed @ v, found
 
 
