@@ -30,7 +30,7 @@ VERBS = ("keeps", "wants", "likes", "paints")
 @tasks.register("recurring-names")
 @dataclass(frozen=True)
 class RecurringNames(WordTask):
-    """Facts about the persons of a document, each stated many times.
+    """Facts about the people of a document, each stated many times.
 
     Args:
         sentences: of a document.

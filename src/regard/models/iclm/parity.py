@@ -55,7 +55,7 @@ def parity_report(*sizes: str) -> ParityReport:
         "At parity: within 0.01 % (a start vector) of the Transformer with the same layers, width, heads and "
         "vocabulary. Variant full is at parity with two heads of f, or with a narrower feed-forward layer on f."
     )
-    return ParityReport(("size", "model", "parameters", "beside the Transformer", "at parity"), tuple(rows), note)
+    return ParityReport(("size", "model", "parameters", "minus the Transformer", "at parity"), tuple(rows), note)
 
 
 def _of(base: ICLMConfig, size: str) -> list[Cells]:
