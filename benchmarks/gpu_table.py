@@ -105,7 +105,7 @@ def compact(stored: Entry) -> Iterator[str]:
         own = [row for row in rows if (row["config"]["dim"], -row["config"]["share"]) == (dim, minus)]
         lengths = sorted({row["config"]["length"] for row in own})
         live = sorted({row["live"]["biweight"] for row in own})
-        share = f"{live[0]:.0%}" if live[0] == live[-1] else f"{live[0]:.0%} to {live[-1]:.0%}"
+        share = " to ".join(dict.fromkeys(f"{x:.0%}" for x in (live[0], live[-1])))
         yield (
             f"Causal attention, {dim} features a head, bfloat16; {share} of the visible blocks of 64 x 64 pairs have "
             f"entmax-1.5 weight. Milliseconds, forward / forward + backward; in brackets the TFLOP/s of the latter if "
