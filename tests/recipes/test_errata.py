@@ -2,8 +2,7 @@
 
 import pytest
 
-from regard_recipes.errata import errata  # noqa: F401  (registers the errata)
-from regard_recipes.errata._listing import ERRATA
+from regard_recipes.errata.errata import ERRATA
 
 PAIRS = [
     "ridge-factor", "homogeneity", "signs-of-the-backward-pass", "product-in-conjugate-gradients",

@@ -12,14 +12,14 @@ from ._listing import Numbers, erratum
     "eight heads that average whole embeddings need (2 + H) d² for 4 d²; only with heads on W_v are they equal",
 )
 def parameters_of_whole_embeddings() -> Numbers:
-    from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
+    from regard.models import HybridConfig, ICLMConfig
+    from regard.models.base.catalogue import count_parameters
 
     shape = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 50257}
-    with torch.device("meta"):
-        transformer = HybridForCausalLM(HybridConfig(**shape, mixers="softmax", feed_forward="gelu"))
-        full, heads = (ICLMForCausalLM(ICLMConfig(**shape, variant=variant)) for variant in ("full", "wv"))
+    transformer = HybridConfig(**shape, mixers="softmax", feed_forward="gelu")
+    full, heads = (ICLMConfig(**shape, variant=variant) for variant in ("full", "wv"))
     models = {"Transformer": transformer, "ICLM, whole embeddings": full, "ICLM, heads on W_v": heads}
-    return {f"million parameters, {name}": model.num_parameters() / 1e6 for name, model in models.items()}
+    return {f"million parameters, {name}": count_parameters(config) / 1e6 for name, config in models.items()}
 
 
 @erratum(

@@ -1,15 +1,14 @@
-"""The list of errata: `@erratum` adds a function that shows one."""
+"""What an erratum is. `@erratum` makes one of a function that shows it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 Numbers = Mapping[str, float]
 """What a number is, to the number."""
-Show = Callable[[], Numbers]
 
 
-@dataclass(frozen=True)
-class Erratum:
+class Erratum(NamedTuple):
     """One error of a paper or its program: where, what is `printed` or released, what is `correct`, and a function that
     returns `numbers` which show it."""
 
@@ -17,19 +16,9 @@ class Erratum:
     place: str
     printed: str
     correct: str
-    numbers: Show
+    numbers: Callable[[], Numbers]
 
 
-ERRATA: dict[str, Erratum] = {}
-
-
-def erratum(paper: str, place: str, printed: str, correct: str) -> Callable[[Show], Show]:
-    """Return a decorator that adds a function under its name, with hyphens for underscores."""
-
-    def add(function: Show) -> Show:
-        name = function.__name__.replace("_", "-")
-        assert name not in ERRATA, name
-        ERRATA[name] = Erratum(paper, place, printed, correct, function)
-        return function
-
-    return add
+def erratum(paper: str, place: str, printed: str, correct: str) -> Callable[[Callable[[], Numbers]], Erratum]:
+    """Return a decorator that makes an erratum of a function."""
+    return partial(Erratum, paper, place, printed, correct)

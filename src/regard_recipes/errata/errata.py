@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..lib.recipe import Cell, Recipe, Results, Row, recipe
-from . import _fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention  # noqa: F401  (they register errata)
-from ._listing import ERRATA
+from . import _fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention
+from ._listing import Erratum
+
+ERRATA = {name.replace("_", "-"): found
+          for module in (_fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention)
+          for name, found in vars(module).items() if isinstance(found, Erratum)}  # fmt: skip
+"""Errata by the names of their functions, with hyphens for underscores."""
 
 
 @recipe("errata")
@@ -21,11 +26,8 @@ class Errata(Recipe):
         return [{"erratum": name} for name in self.only]
 
     def measure(self, cell: Cell, seed: int) -> Iterable[Row]:
-        numbers = ERRATA[cell["erratum"]].numbers()
-        for name, number in numbers.items():
-            yield {"quantity": name, "number": number}
-        if not numbers:
-            yield {"quantity": None, "number": None}
+        numbers: Mapping[Any, Any] = ERRATA[cell["erratum"]].numbers() or {None: None}
+        yield from ({"quantity": name, "number": number} for name, number in numbers.items())
 
     def tables(self, results: Results) -> Mapping[str, Any]:
         from regard.inspect.tables import Table
