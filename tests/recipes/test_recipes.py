@@ -72,7 +72,7 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
     error = ((read - v[:, :10]) ** 2).sum(-1).mean(-1)
     nearest = ((read[:, :, None] - v[:, None]) ** 2).sum(-1).argmin(-1)
     for store in ("pairs", "sums"):
-        found = capacity.recall(capacity.Reader(package.Spec.parse("linear"), store, 1.0), case)
+        found = capacity.recall(package.Spec.parse("linear"), store, 1.0, case)
         assert abs(found["error"] - error[0]) < 1e-4
         assert found["match"] == pytest.approx((nearest == np.arange(10)).mean())
     assert torch.equal(case.keys, capacity.trial(config, "pairs", 20, 0).keys)  # a function of the seed
@@ -93,7 +93,7 @@ def test_signal_and_interference_are_those_of_equation_5() -> None:
     weights = softmax(7.0 * np.einsum("scd,sjd->scj", k[:, :10], k).reshape(-1, 20)).reshape(1, 10, 20)
     made = (("linear", "pairs", 2.0, linear), ("linear", "mesa", None, mesa), ("softmax", "pairs", 7.0, weights))
     for name, store, scale, a in made:
-        found = capacity.recall(capacity.Reader(package.Spec.parse(name), store, scale), case)
+        found = capacity.recall(package.Spec.parse(name), store, scale, case)
         own = np.einsum("scc->sc", a[:, :, :10])[..., None] * v[:, :10]
         others = a @ v - own
         assert abs(found["bias"] - ((own - v[:, :10]) ** 2).sum(-1).mean()) < 1e-4

@@ -5,7 +5,7 @@ score vector [0, u1, u2]; also the weights along the line (t, 0, -t), with their
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +19,6 @@ from ..lib.recipe import Cell, Recipe, Results, recipe, select
 
 ALONE = "by itself"  # in place of a rule: the kernel as a function of distance or score
 DIGITS = 4  # decimals of stored numbers
-CORRECTION = (
-    "The caption of the paper's Figure 1 swaps two names: 1.5-entmax is r = 2, the biweight kernel, and 4/3-entmax is "
-    "r = 3, the triweight kernel (its Proposition 1 and the text after it)."
-)
 
 
 def distinct_kernels() -> dict[str, Any]:
@@ -33,32 +29,32 @@ def distinct_kernels() -> dict[str, Any]:
     return {" = ".join(sorted(names, key=lambda n: n == kernel.name)): kernel for kernel, names in groups.items()}
 
 
+def with_slope(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of a function at the numbers x [n], and their derivatives."""
+    found: tuple[Tensor, Tensor] = torch.func.jvp(function, (x,), (torch.ones_like(x),))
+    return found
+
+
+def drawn_scores(kernel: Any, config: "KernelZoo") -> tuple[float, float]:
+    """Return what a score of 1 is drawn as, so that a kernel with a limit reaches it at the edge, and what all scores
+    must be less than."""
+    return getattr(kernel, "limit", config.reach) / config.reach, getattr(kernel, "below", math.inf)
+
+
 def shape(kernel: Any, config: "KernelZoo") -> dict[str, Any]:
     """Return value and slope of a kernel over x, of mass 1 where it is a function of the distance u: compact kernels
     end at u = 1, with a = 1 - u^2, and the Gaussian has standard deviation 1, with a = -u^2 / 2."""
-    side = torch.linspace(-config.reach, config.reach, config.points, dtype=torch.float64) * _unit(kernel, config)
-    x = side.requires_grad_()
-    excess = lambda u: 1 - u * u if kernel.compact else -u * u / 2  # noqa: E731
+    unit, below = drawn_scores(kernel, config)
+    x = torch.linspace(-config.reach, config.reach, config.points, dtype=torch.float64) * unit
     if kernel.ranked:
+        raw = lambda u: kernel.value(1 - u * u if kernel.compact else -u * u / 2, {})  # noqa: E731
         fine = torch.linspace(-8, 8, 32001, dtype=torch.float64)
-        value = kernel.value(excess(x), {}) / torch.trapezoid(kernel.value(excess(fine), {}), fine)
+        mass = torch.trapezoid(raw(fine), fine)
+        value, slope = with_slope(lambda u: raw(u) / mass, x)
     else:
-        below = getattr(kernel, "below", None)
-        seen = x.detach() < (torch.inf if below is None else below - 1e-9)
-        value = torch.where(seen, kernel.value(torch.where(seen, x, 0), {}), torch.nan)
-    slope = torch.where(value.isnan(), torch.nan, _slope(value.nansum(), x))
+        curves = with_slope(lambda z: kernel.value(z, {}), x)
+        value, slope = (curve.masked_fill(x >= below - 1e-9, torch.nan) for curve in curves)
     return {"over": "distance" if kernel.ranked else "score", "x": x, "value": value, "slope": slope}
-
-
-def _unit(kernel: Any, config: "KernelZoo") -> float:
-    """Return what a score of 1 is drawn as: a kernel with a limit reaches it at the edge."""
-    return getattr(kernel, "limit", config.reach) / config.reach
-
-
-def _slope(total: Tensor, x: Tensor) -> Tensor:
-    """Return the derivative of a sum of functions of single entries of x."""
-    found = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)[0] if total.requires_grad else None
-    return torch.zeros_like(x) if found is None else found
 
 
 def product(kernel: Any, rule: str, config: "KernelZoo") -> dict[str, Any]:
@@ -70,17 +66,14 @@ def product(kernel: Any, rule: str, config: "KernelZoo") -> dict[str, Any]:
     chosen: dict[str, Any] = {"k": config.nearest} if rule == "nearest" else {}
     if rule == "fixed" and kernel.compact:
         chosen = {"bias": config.bias}
-    below = getattr(kernel, "below", None)
+    unit, below = drawn_scores(kernel, config)
     try:
-        similarity = "dot" if below is None else "cosine"
-        spec = Spec(kernel, bandwidths.get(rule)(**chosen), similarity=similarity)
+        spec = Spec(kernel, bandwidths.get(rule)(**chosen), similarity="dot" if below == math.inf else "cosine")
     except ArgumentError as error:
         return {"spec": "no meaning", "reason": str(error)}
-    edge = config.reach if below is None else min(config.reach, below - 1e-3)
-    t = torch.linspace(-edge, edge, config.points, dtype=torch.float64).requires_grad_()
-    unit = _unit(kernel, config)
-    line = weigh(spec, torch.stack([t, torch.zeros_like(t), -t], -1) * unit)
-    slopes = torch.stack([_slope(line[:, j].sum(), t) for j in range(3)], -1)
+    edge = min(config.reach, below - 1e-3)
+    along = lambda t: spec.weighting.fit_weights(torch.stack([t, 0 * t, -t], -1) * unit, {})[1]  # noqa: E731
+    line, slopes = with_slope(along, torch.linspace(-edge, edge, config.points, dtype=torch.float64))
     weights = plane(spec, edge, unit, config.plane)
     support = ["".join(map(str, row)) for row in (weights != 0).sum(-1).tolist()]
     curves = {"line": line, "slopes": slopes, "plane": weights[..., 0], "support": support}
@@ -92,12 +85,7 @@ def plane(spec: Spec, edge: float, unit: float, points: int) -> Tensor:
     side = torch.linspace(-edge, edge, points, dtype=torch.float64)
     u2, u1 = torch.meshgrid(side, side, indexing="ij")
     scores = torch.stack([torch.zeros_like(u1), u1, u2], -1)
-    return weigh(spec, scores.flatten(0, 1) * unit).view_as(scores)
-
-
-def weigh(spec: Spec, scores: Tensor) -> Tensor:
-    """Return the weights of rows of scores [m, 3]."""
-    return spec.weighting.weights(scores, spec.weighting.fit(scores, {}), {})
+    return spec.weighting.fit_weights(scores.flatten(0, 1) * unit, {})[1].view_as(scores)
 
 
 @recipe("kernel-zoo")
@@ -111,10 +99,8 @@ class KernelZoo(Recipe):
     plane: int = 40  # Points along each side of the plane of scores [0, u1, u2]; an even number leaves out ties with 0.
     nearest: int = 2  # How many of the three keys the nearest rule keeps.
     bias: float = 1.0  # What the fixed rule adds to the scores of kernels that end at a threshold.
-    limits: ClassVar = {  # nothing is random: one seed
-        "points": (3, math.inf), "plane": (3, math.inf), "nearest": (1, math.inf), "reach": (1e-3, 100),
-        "seeds": (1, 1),
-    }  # fmt: skip
+    limits: ClassVar = {"points": (3, math.inf), "plane": (3, math.inf), "nearest": (1, math.inf), "reach": (1e-3, 100),
+                        "seeds": (1, 1)}  # nothing is random  # fmt: skip
     by_size: ClassVar = {"quick": {"points": 41, "plane": 20}}
 
     def cells(self) -> list[Cell]:
@@ -124,7 +110,7 @@ class KernelZoo(Recipe):
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         kernel, rule = distinct_kernels()[cell["kernel"]], cell["rule"]
         found = shape(kernel, self) if rule == ALONE else product(kernel, rule, self)
-        yield {name: value.detach().round(decimals=DIGITS).tolist() if isinstance(value, Tensor) else value
+        yield {name: value.round(decimals=DIGITS).tolist() if isinstance(value, Tensor) else value
                for name, value in found.items()}  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
@@ -142,4 +128,5 @@ class KernelZoo(Recipe):
         return {"kernels": drawing.kernels(alone), "plane": drawing.planes(found, plane), "line": drawing.lines(found)}
 
     def notes(self, results: Results) -> list[str]:
-        return [CORRECTION]
+        return ["The caption of the paper's Figure 1 swaps two names: 1.5-entmax is r = 2, the biweight kernel, and "
+                "4/3-entmax is r = 3, the triweight kernel (its Proposition 1 and the text after it)."]  # fmt: skip

@@ -6,6 +6,8 @@ values, cues and damage. With clean cues the error is split as in equation 5 of 
 
 import math
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from regard.recurrent.linear import finite_features
 from regard.recurrent.trends import trends
 
 from ..lib.claims import Claim, claims_of, paired
-from ..lib.display import Show, heat, only, pivot, stat
+from ..lib.display import Show, heat, only, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
 
 PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once: one for every pair and channel
@@ -58,35 +60,26 @@ def trial(config: "RecallCapacity", panel: str, level: float, seed: int) -> Tria
     return Trial(keys, values, cues, panel, float(level), seed + 1)
 
 
-class Reader(NamedTuple):
-    """One kernel or model: its spec, its scale, and where the memory keeps the pairs (`store` of AssociativeMemory)."""
-
-    spec: Spec
-    store: str
-    scale: float | None = None
-
-    def read(self, case: Trial, values: Tensor) -> Tensor:
-        """Return what the cues retrieve after the damage, [1, 1, C, Dv], float64."""
-        scale, stretch = self.scale, 1.0
-        if self.scale is not None and not self.spec.takes_scale:
-            scale, stretch = None, self.scale**0.5
-        memory = AssociativeMemory(self.spec, scale=scale, store=self.store, impl="reference")
-        memory.write(case.keys * stretch, values)
-        draw = torch.Generator().manual_seed(case.seed)
-        if case.panel == "zeroed":
-            memory.transform(lambda t: t * (torch.rand(t.shape, generator=draw) >= case.level))
-        elif case.panel == "jitter":
-            size = lambda t: case.level * t.square().mean().sqrt()  # noqa: E731
-            memory.transform(lambda t: t + size(t) * torch.randn(t.shape, generator=draw))
-        cues = case.cues * stretch
-        step = max(1, PAIRWISE // case.keys.numel()) if self.spec.degree else cues.shape[2]
-        return torch.cat([memory.read(part) for part in cues.split(step, dim=2)], 2).double()
+def retrieve(spec: Spec, store: str, scale: float | None, case: Trial, values: Tensor) -> Tensor:
+    """Return what the cues retrieve after the damage, [1, 1, C, Dv], float64, from a memory that keeps the pairs as
+    `store` says (of AssociativeMemory). A spec without a scale has keys and cues of that squared length instead."""
+    length = 1.0 if scale is None or spec.takes_scale else scale**0.5
+    memory = AssociativeMemory(spec, scale=scale if spec.takes_scale else None, store=store, impl="reference")
+    memory.write(case.keys * length, values)
+    draw = torch.Generator().manual_seed(case.seed)
+    if case.panel == "zeroed":
+        memory.transform(lambda t: t * (torch.rand(t.shape, generator=draw) >= case.level))
+    elif case.panel == "jitter":
+        memory.transform(lambda t: t + case.level * t.square().mean().sqrt() * torch.randn(t.shape, generator=draw))
+    parts = (case.cues * length).split(max(1, PAIRWISE // case.keys.numel()), dim=2)
+    return torch.cat([memory.read(part) for part in parts], 2).double()
 
 
-def recall(reader: Reader, case: Trial) -> dict[str, Tensor]:
+def recall(spec: Spec, store: str, scale: float | None, case: Trial) -> dict[str, Tensor]:
     """Return relative squared error and exact-match rate, to which an empty result does not count; with clean cues also
     signal bias and interference, means of squares, and the inverse signal-to-noise ratio."""
-    retrieved, values = reader.read(case, case.values), case.values.double()
+    read, values = partial(retrieve, spec, store, scale, case), case.values.double()
+    retrieved = read(case.values)
     count = retrieved.shape[2]
     targets = values[:, :, :count]
     nearest = (retrieved @ values.mT).argmax(-1)  # of unit vectors the nearest
@@ -95,7 +88,7 @@ def recall(reader: Reader, case: Trial) -> dict[str, Tensor]:
     if case.panel != "pairs":
         return found
     marks = torch.eye(case.keys.shape[2], count, dtype=case.values.dtype)[None, None]
-    signal = reader.read(case, marks).diagonal(dim1=-2, dim2=-1)[..., None] * targets  # weight of the cue's own value
+    signal = read(marks).diagonal(dim1=-2, dim2=-1)[..., None] * targets  # weight of the cue's own value
     interference, power = (retrieved - signal).square().sum(-1), signal.square().sum()
     return {
         **found, "bias": (signal - targets).square().sum(-1).mean(), "interference": interference.mean(),
@@ -151,20 +144,21 @@ class RecallCapacity(Recipe):
         return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.models)]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
-        store = cell["store"]
-        panels = ("zeroed", "jitter") if store == SUMS else PANELS  # whole sums read as whole pairs do
+        panels = ("zeroed", "jitter") if cell["store"] == SUMS else PANELS  # whole sums read as whole pairs do
         cases = [trial(self, panel, level, seed) for panel in panels for level in getattr(self, panel)]
-        spec = Spec.parse(cell["spec"] or "linear")
-        readers = {scale: Reader(spec, store, scale) for scale in self.scales}
-        if store == STATE:
-            readers = {1.0: Reader(spec, cell["kernel"])}
-        for scale, reader in readers.items():
-            for case in cases:
-                found = {name: significant(x) for name, x in recall(reader, case).items()}
-                yield {"scale": scale, "panel": case.panel, "level": case.level, **found}
+        store, scales = (cell["kernel"], (None,)) if cell["store"] == STATE else (cell["store"], self.scales)
+        for scale, case in product(scales, cases):
+            found = recall(Spec.parse(cell["spec"] or "linear"), store, scale, case)
+            yield {"scale": scale or 1.0, "panel": case.panel, "level": case.level,
+                   **{name: significant(x) for name, x in found.items()}}  # fmt: skip
+
+    @property
+    def middle(self) -> dict[str, float]:
+        """Return the level of each panel that tables show."""
+        return {panel: getattr(self, panel)[len(getattr(self, panel)) // 2] for panel in PANELS}
 
     def claims(self, results: Results) -> list[Claim]:
-        level = self.zeroed[len(self.zeroed) // 2]
+        level = self.middle["zeroed"]
         rows = select(best(results), kernel="linear", panel="zeroed", level=level)
         sums, pairs = (select(rows, store=store) for store in (SUMS, PAIRS))
         wording = "A distributed memory withstands the loss of its parts better than stored examples"
@@ -173,22 +167,25 @@ class RecallCapacity(Recipe):
         return claims_of("Cooper, 1973", [told], effect=0.05)
 
     def tables(self, results: Results) -> dict[str, Any]:
-        chosen = best(results)
-        shown, clean = in_order(chosen), select(chosen, panel="pairs")
-        values: dict[str, Show] = {f"pairs at ≥ {ENOUGH:.0%}": only(self.recalled, panel="pairs"),
-                                   f"{max(self.pairs)} pairs": matches("pairs", max(self.pairs))}  # fmt: skip
-        middle = {panel: getattr(self, panel)[len(getattr(self, panel)) // 2] for panel in PANELS}
-        values |= {f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()}
-        split = {f"{name}, {middle['pairs']} pairs": only(part, level=middle["pairs"])
-                 for name, part in (("signal bias", "{bias:.2g}"), ("interference", "{interference:.2g}"))}  # fmt: skip
-        split |= {f"1/SNR, {n} pairs": only("{inverse_snr:.2g}", level=n) for n in self.pairs}
+        chosen, middle, n = best(results), self.middle, self.middle["pairs"]
+        matches = lambda panel, level: only(spread("percent", 0), panel=panel, level=level)  # noqa: E731
+        values: dict[str, Show] = {
+            f"pairs at ≥ {ENOUGH:.0%}": only(self.recalled, panel="pairs"),
+            f"{max(self.pairs)} pairs": matches("pairs", max(self.pairs)),
+            **{f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()},
+        }
+        split: dict[str, Show] = {
+            f"signal bias, {n} pairs": only("{bias:.2g}", level=n),
+            f"interference, {n} pairs": only("{interference:.2g}", level=n),
+            **{f"1/SNR, {count} pairs": only("{inverse_snr:.2g}", level=count) for count in self.pairs},
+        }
         percent = stat("match", "mean", "{:.1f}", 100)
         index, note = ["kernel", "scale", "store"], f"Percent; mean ± standard deviation over {self.seeds} seeds."
         return {
-            "Exact matches in percent": pivot(shown, index, values, note=note),
+            "Exact matches in percent": pivot(chosen, index, values, note=note),
             "Exact matches in percent by scale, over all conditions": pivot(
                 select(results.frame, store=PAIRS), ["kernel"], {"match": percent}, columns="scale"),
-            "Signal and interference": pivot(clean, index, split, note=(
+            "Signal and interference": pivot(select(chosen, panel="pairs"), index, split, note=(
                 "Means of squares relative to the values'. Signal bias: the weight of the cue's own value, less one; "
                 "interference: all others; 1/SNR: interference relative to what is left of the signal.")),
         }  # fmt: skip
@@ -200,7 +197,7 @@ class RecallCapacity(Recipe):
         return f"{max(enough):g}" if len(enough) else f"< {min(self.pairs)}"
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        shown = in_order(best(results))
+        shown = best(results)
         shown = shown.assign(row=shown["kernel"] + shown["scale"].map(", {:g}".format)
                              + shown["store"].map({PAIRS: "", SUMS: ", sums", STATE: ", state"}))  # fmt: skip
         panels = {title: select(shown, panel=panel) for panel, title in PANELS.items()}
@@ -223,23 +220,14 @@ class RecallCapacity(Recipe):
 
 
 def best(results: Results) -> Frame:
-    """Return the rows of each kernel at its best scale: the most exact matches over all conditions, then the smallest
-    error."""
+    """Return the rows of each kernel at its best scale, that with the most exact matches over all conditions, then the
+    smallest error: the best kernels first, pairs before sums before models. "percent" has the exact matches."""
     kept = results.select(store=[PAIRS, STATE])
     means = kept.groupby(["kernel", "scale", "panel", "level"])[["match", "error"]].mean()
     merit = means.groupby(["kernel", "scale"]).mean().round({"match": 4}).reset_index("scale")
     scales = merit.sort_values(["match", "error"], ascending=[False, True]).groupby("kernel")["scale"].first()
-    return results.frame[results.frame["scale"] == results.frame["kernel"].map(scales)]
-
-
-def in_order(rows: Frame) -> Frame:
-    """Return rows with the best kernels first, pairs before sums before models."""
-    mean = rows.groupby(["kernel", "store"])["match"].transform("mean")
+    rows = results.frame[results.frame["scale"] == results.frame["kernel"].map(scales)]
     place = rows["store"].map([PAIRS, SUMS, STATE].index)
-    return rows.assign(mean=-mean, place=place).sort_values(["place", "mean"], kind="stable")
-
-
-def matches(panel: str, level: float) -> Show:
-    """Return a function that shows exact matches in percent."""
-    spread = lambda match: f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}"  # noqa: E731
-    return only(lambda rows: spread(100 * rows["match"]), panel=panel, level=level)
+    mean = rows.groupby(["kernel", "store"])["match"].transform("mean")
+    rows = rows.assign(percent=100 * rows["match"], place=place, mean=-mean)
+    return rows.sort_values(["place", "mean"], kind="stable")
