@@ -11,7 +11,7 @@ from tiny_runs import checked
 from regard.models import MemoryMosaicForCausalLM
 from regard_recipes.mosaic import mosaic_kernels as recipe
 from regard_recipes.mosaic.mosaic_kernels import DEFINED, HARD
-from regard_recipes.mosaic.released_weightings import FORMS, Released, use_released
+from regard_recipes.mosaic.released_weightings import FORMS, use_released
 
 made = partial(checked, "mosaic-kernels")
 
@@ -24,7 +24,7 @@ def model(kind: dict[str, object]) -> MemoryMosaicForCausalLM:
     torch.manual_seed(0)
     found = MemoryMosaicForCausalLM(made("quick").model_config(kind, 20))
     if kind["form"] in FORMS:
-        use_released(found, Released(kind["model"], kind["form"]))
+        use_released(found, kind["model"], kind["form"])
     return found
 
 

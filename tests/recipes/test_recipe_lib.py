@@ -152,6 +152,8 @@ def test_pivots() -> None:
     base = frame[frame["k"] == "b"]
     several = pivot(frame, ["k"], {"gap": gap("x", base, 1), "mid": stat("x", "median", "{:.1f}", 10)})
     assert several.rows == (("b", "", "15.0"), ("a", "+1.5", "40.0"))
+    same = pivot(frame, ["k", "c"], {"gap": gap("x", base, 1, same=["c"])})
+    assert same.rows == (("b", "1", ""), ("b", "2", ""), ("a", "1", "+2.0"))
     assert interval("x", 1)(frame[2:]) == mean_interval([3, 5]).text(1)
     assert spread("x")(pd.DataFrame({"x": [1.0, math.nan]})) == "diverged"
     frame["y"] = [None, 2, 4, None]

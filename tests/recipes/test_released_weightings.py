@@ -6,7 +6,7 @@ import torch
 
 from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM
 from regard.nn import ContextualMemory
-from regard_recipes.mosaic.released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
+from regard_recipes.mosaic.released_weightings import FORMS, RULES, ReleasedMemory, use_released, weigh
 
 
 def row(rule: str, form: str, cosines: np.ndarray, token: int, beta2: float) -> tuple[np.ndarray, bool]:
@@ -34,7 +34,7 @@ def row(rule: str, form: str, cosines: np.ndarray, token: int, beta2: float) -> 
 def test_weights_are_the_formulas(rule: str, form: str, beta2: float) -> None:
     cosines = torch.rand(2, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
     cosines[0, 0, 4] = -cosines[0, 0, 4].abs()  # a row without a positive cosine
-    found, empty = Released(rule, form).weigh(cosines, torch.full((3,), beta2, dtype=torch.float64))
+    found, empty = weigh(rule, form, cosines, torch.full((3,), beta2, dtype=torch.float64))
     for at in np.ndindex(2, 3, 9):
         wanted, none = row(rule, form, cosines[at].numpy(), at[2], beta2)
         assert np.abs(found[at].numpy() - wanted).max() < 1e-12
@@ -53,7 +53,7 @@ def test_the_mended_relumax_is_the_defined_one_at_its_first_margin() -> None:
     changed, defined = mosaic(), mosaic("relumax", learned=[])
     defined.load_state_dict(changed.state_dict())
     before = changed(tokens).logits
-    use_released(changed, Released("relumax", "mended"))
+    use_released(changed, "relumax", "mended")
     assert (changed(tokens).logits - defined(tokens).logits).abs().max() < 1e-5
     assert (before - changed(tokens).logits).abs().max() > 1e-4
 
@@ -62,7 +62,7 @@ def test_the_mended_relumax_is_the_defined_one_at_its_first_margin() -> None:
 def test_a_changed_model_learns_and_sees_no_future(form: str) -> None:
     model = mosaic()
     parameters = dict(model.named_parameters())
-    use_released(model, Released("relumax", form))
+    use_released(model, "relumax", form)
     assert all(parameters[name] is weight for name, weight in model.named_parameters())
     memories = [module for module in model.modules() if isinstance(module, ContextualMemory)]
     assert [type(memory) for memory in memories] == [ReleasedMemory] * 2
@@ -79,7 +79,7 @@ def test_a_changed_model_learns_and_sees_no_future(form: str) -> None:
 
 def test_normalised_relu_of_the_fast_program_learns_no_sharpness() -> None:
     model = mosaic()
-    use_released(model, Released("normrelu", "fast"))
+    use_released(model, "normrelu", "fast")
     tokens = torch.randint(11, (1, 12), generator=torch.Generator().manual_seed(3))
     model(input_ids=tokens, labels=tokens).loss.backward()
     without = {name for name, weight in model.named_parameters() if weight.grad is None}

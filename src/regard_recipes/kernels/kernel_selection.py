@@ -16,7 +16,7 @@ from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
 from ..lib.display import Show, dots, gap, lines, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select, stacked
 from ..lib.text_recipe import TextRecipe
-from .shared_query_key import CACHED, PAPER, PAPER_SIZE, memory_bytes, memory_columns
+from .shared_query_key import CACHED, PAPER, PAPER_SIZE, memory_bytes, memory_columns, query_key_ratio
 
 # The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.
 KERNELS = ("exponential", "linear", "geometric", "cosine", "shift-cosine", "rbf", "clipped-geometric", "relu",
@@ -104,31 +104,28 @@ class KernelSelection(TextRecipe):
 
     def claims(self, results: Results) -> list[Claim]:
         runs, bigram = self.chosen(results), results.facts["bigram"]
-        falls = falling(self.chosen(results, "look"))
-        mean = select(runs, model=MEAN)
-        cell = lambda kernel, weights=NORMALISED: select(runs, model=kernel, weights=weights, query_key=APART)  # noqa: E731
-        forms = {query_key: [flag for (kernel, _, own), flag in falls.items() if own == query_key and kernel != MEAN]
-                 for query_key in (APART, SHARED)}  # fmt: skip
+        falls = falling(self.chosen(results, "look")).drop(MEAN)
+        apart, shared = (falls.xs(query_key, level="query_key") for query_key in (APART, SHARED))
         steady = f"training loss lower at the end than at first, and never up by more than {RISE:g} nats between looks"
-        share = lambda query_key: exact(sum(forms[query_key]) / len(forms[query_key]))  # noqa: E731
-        linear, clipped = cell("linear", PLAIN), falls.get(("clipped-geometric", NORMALISED, APART))
-        shared = select(runs, query_key=SHARED, model="exponential")
-        shared_bytes, apart_bytes = (rows["query_key_bytes"].iloc[0] for rows in (shared, cell("exponential")))
+        cell = lambda kernel, weights=NORMALISED: select(runs, model=kernel, weights=weights, query_key=APART)  # noqa: E731
+        linear, clipped = cell("linear", PLAIN), apart.get(("clipped-geometric", NORMALISED))
+        less = {"equal weights": paired(linear, select(runs, model=MEAN), "test"),
+                "bigram": mean_interval(linear["test"] - bigram)}  # fmt: skip
+        ratio = query_key_ratio(select(runs, query_key=SHARED, model="exponential"), cell("exponential"))
         nats = "Nats per character of the test text"
         rows: list[Any] = [
-            ("All tested kernels converge", share(APART), "at least", 1,
-             f"Share of {len(forms[APART])} forms, normalised and not: {steady}."),
-            ("The linear kernel suffices without normalisation",
-             {"equal weights": paired(linear, mean, "test"), "bigram": mean_interval(linear["test"] - bigram)}, "below",
-             0, f"{nats}, less equal weights' and a bigram model's."),
+            ("All tested kernels converge", exact(float(apart.mean())), "at least", 1,
+             f"Share of {len(apart)} forms, normalised and not: {steady}."),
+            ("The linear kernel suffices without normalisation", less, "below", 0,
+             f"{nats}, less equal weights' and a bigram model's."),
             ("RBF is marginally better than the exponential kernel",
              paired(cell("rbf"), cell("exponential"), "test"), "below", 0,
              f"{nats}, RBF less exponential; marginal is taken as {MARGINAL:g}.", {"effect": MARGINAL}),
             ("The clipped geometric series converges with normalised weights",
              {} if clipped is None else exact(float(clipped)), "at least", 1, f"1 if {steady}."),
-            ("Models converge with q = k", share(SHARED), "at least", 1,
-             f"Share of {len(forms[SHARED])} kernels: {steady}."),
-            ("q = k halves the memory of queries and keys", exact(float(shared_bytes / apart_bytes)), "at most", 0.5,
+            ("Models converge with q = k", exact(float(shared.mean())), "at least", 1,
+             f"Share of {len(shared)} kernels: {steady}."),
+            ("q = k halves the memory of queries and keys", ratio, "at most", 0.5,
              "Bytes of queries and keys in a training step, q = k over apart. The cache never holds queries."),
         ]  # fmt: skip
         return claims_of(PAPER, [("section 7", *each) for each in rows])
@@ -142,9 +139,7 @@ class KernelSelection(TextRecipe):
             "falls steadily": lambda rows: "yes" if falls[tuple(rows[list(FORM)].iloc[0])] else "no",
             "CPU, a step": stat("step_cpu_seconds", "median", "{:.1f} ms", 1e3),
         }  # fmt: skip
-        apart = {kernel: select(runs, model=kernel, weights=default_weights(kernel), query_key=APART)
-                 for kernel in self.trained}  # fmt: skip
-        costs = gap("test", lambda rows: apart[rows["model"].iloc[0]], 4)
+        costs = gap("test", select(runs, query_key=APART), 4, same=["model", "weights"])
         sharing = {"costs, nats/char": costs, **memory_columns("{:,.0f} KiB")}
         shared = select(runs, query_key=[SHARED, EARLIER])
         shared = shared.sort_values("model", kind="stable", key=lambda column: column.map(KERNELS.index))
@@ -161,11 +156,10 @@ class KernelSelection(TextRecipe):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         looks, runs = self.chosen(results, "look"), self.chosen(results)
-        mean = select(looks, model=MEAN)
-        apart, kernels = select(looks, query_key=APART), list(self.trained)
-        panels = {f"weights {weights}": select(apart, weights=weights) for weights in (NORMALISED, PLAIN)}
-        panels["q = k"] = select(looks, query_key=SHARED)
-        panels = {name: stacked([select(rows, model=kernels), mean]) for name, rows in panels.items()}
+        kernels, mean = looks[looks["model"] != MEAN], select(looks, model=MEAN)
+        panels = {f"weights {weights}": select(kernels, weights=weights, query_key=APART)
+                  for weights in (NORMALISED, PLAIN)} | {"q = k": select(kernels, query_key=SHARED)}  # fmt: skip
+        panels = {title: stacked([rows, mean]) for title, rows in panels.items()}
         kind = runs["weights"].where(runs["query_key"] == APART, runs["query_key"])
         y = {"train": "training loss, nats/char", "held_out": "validation loss, nats/char"}
         return {
@@ -186,12 +180,11 @@ class KernelSelection(TextRecipe):
         ]
 
 
-def falling(looks: Frame) -> dict[tuple[str, ...], bool]:
-    """Return for each model (its columns `FORM`) whether the training loss falls steadily in every seed."""
+def falling(looks: Frame) -> Any:
+    """Return for each model, by its columns `FORM`, whether the training loss falls steadily in every seed."""
 
-    def steady(rows: Frame) -> bool:
-        train = rows.sort_values("step")["train"].astype(float)
-        return bool(train.notna().all() and train.iloc[-1] <= train.iloc[0] and not (train.diff() > RISE).any())
+    def steady(train: Any) -> bool:
+        return train.notna().all() and train.iloc[-1] <= train.iloc[0] and not (train.diff() > RISE).any()
 
-    models = looks.groupby(list(FORM), sort=False)
-    return {model: all(steady(own) for _, own in rows.groupby("seed")) for model, rows in models}
+    runs = looks.astype({"train": float}).sort_values("step").groupby([*FORM, "seed"], sort=False)["train"]
+    return runs.agg(steady).groupby(level=list(FORM), sort=False).all()

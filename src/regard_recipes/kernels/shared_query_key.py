@@ -4,23 +4,20 @@ The kernel-selection paper (section 7) reports that models still converge when q
 this halves the memory for the two. Here models with and without sharing are trained on the same windows.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook
 
 from regard.training.fields import read_spec
 
-from ..lib.claims import Claim, exact, paired
+from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import Show, dots, gap, pivot, spread, stat
-from ..lib.recipe import Cell, Results, check_names, recipe, select
+from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe
-
-if TYPE_CHECKING:
-    from regard.models import HybridForCausalLM
 
 CACHED = 512  # tokens in the cache whose bytes are counted
 APART, SHARED = "apart", "shared"
@@ -70,12 +67,10 @@ class SharedQueryKey(TextRecipe):
         return {**found, "bits_per_char": found["test"] / math.log(2), **memory_bytes(model, self.batch, self.context)}
 
     def claims(self, results: Results) -> list[Claim]:
-        runs = self.chosen(results)
-        kinds = {spec: [select(runs, model=spec, **{"q and k": kind}) for kind in (APART, SHARED)]
-                 for spec in dict.fromkeys(runs["model"])}  # fmt: skip
-        ratio = {spec: exact(float(shared["query_key_bytes"].iloc[0] / apart["query_key_bytes"].iloc[0]))
-                 for spec, (apart, shared) in kinds.items()}  # fmt: skip
-        cost = {spec: paired(shared, apart, "bits_per_char") for spec, (apart, shared) in kinds.items()}
+        ratio, cost = {}, {}
+        for spec, runs in self.chosen(results).groupby("model", sort=False):
+            shared, apart = (select(runs, **{"q and k": kind}) for kind in (SHARED, APART))
+            ratio[spec], cost[spec] = query_key_ratio(shared, apart), paired(shared, apart, "bits_per_char")
         return [
             Claim(PAPER, "section 7", "q = k halves the memory of queries and keys", ratio, "at most", 0.5,
                   note="Bytes of queries and keys in a training step, shared over apart."),
@@ -85,10 +80,9 @@ class SharedQueryKey(TextRecipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         runs = self.chosen(results)
-        apart = {spec: select(runs, model=spec, **{"q and k": APART}) for spec in dict.fromkeys(runs["model"])}
         values: dict[str, Show] = {
             "rate": "{rate:g}", "test bits/char": spread("bits_per_char", 4),
-            "sharing costs": gap("bits_per_char", lambda rows: apart[rows["model"].iloc[0]], 4),
+            "sharing costs": gap("bits_per_char", select(runs, **{"q and k": APART}), 4, same=["model"]),
             "parameters": "{parameters:,.0f}", **memory_columns("{:.1f} KiB"),
         }  # fmt: skip
         note = (
@@ -102,17 +96,36 @@ class SharedQueryKey(TextRecipe):
         return {"loss": dots(self.chosen(results), "bits_per_char", "model", "q and k", x_label=label)}
 
 
-def memory_bytes(model: HybridForCausalLM, batch: int, context: int, cached: int = CACHED) -> dict[str, int]:
+def query_key_ratio(shared: Frame, apart: Frame) -> Estimate:
+    """Return the bytes of queries and keys in runs that share them, over those in runs that keep the two apart."""
+    return exact(float(shared["query_key_bytes"].iloc[0] / apart["query_key_bytes"].iloc[0]))
+
+
+def memory_bytes(model: Any, batch: int, context: int) -> dict[str, int]:
     """Return bytes of queries and keys and of all that the backward pass keeps in a training step on `batch` windows of
-    `context` tokens, and of the cache after `cached` tokens."""
-    device = next(model.parameters()).device
-    query_key, kept = activations(model, torch.zeros(batch, context, dtype=torch.long, device=device))
+    `context` tokens, and of the cache after `CACHED` tokens of one sequence."""
+    window = torch.zeros(batch, context, dtype=torch.long, device=next(model.parameters()).device)
+    projections = {module for name, module in model.named_modules() if name.endswith(("q_proj", "k_proj"))}
+    projected, kept = list[int](), dict[int, int]()
+
+    def count(module: nn.Module, inputs: Any, output: Any) -> None:
+        if module in projections:
+            projected.append(output.nbytes)
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with register_module_forward_hook(count), saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.train()(input_ids=window, labels=window)
+    for weight in model.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
     with torch.no_grad():
-        tokens = torch.zeros(1, cached, dtype=torch.long, device=device)
         cache = model.model.new_cache()
-        model.eval()(input_ids=tokens, cache=cache)
+        model.eval()(input_ids=window.new_zeros(1, CACHED), cache=cache)
     held = sum(getattr(layer, "bytes", 0) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return {"query_key_bytes": query_key, "kept_bytes": kept, "cache_bytes": held}
+    return {"query_key_bytes": sum(projected), "kept_bytes": sum(kept.values()), "cache_bytes": held}
 
 
 def memory_columns(cache: str) -> dict[str, Show]:
@@ -120,30 +133,3 @@ def memory_columns(cache: str) -> dict[str, Show]:
     kib = lambda column, form: stat(column, "mean", form, 1 / 1024)  # noqa: E731
     step = {"q + k, a step": "query_key_bytes", "kept for backward": "kept_bytes"}
     return {**{name: kib(column, "{:,.0f} KiB") for name, column in step.items()}, "cache": kib("cache_bytes", cache)}
-
-
-def activations(model: HybridForCausalLM, window: Tensor) -> tuple[int, int]:
-    """Return bytes of queries and keys, and of all that is kept for the backward pass, in one training step."""
-    projected, kept = 0, {}
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-
-    def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        nonlocal projected
-        projected += output.nbytes
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    named = [m for name, m in model.named_modules() if name.endswith(("q_proj", "k_proj"))]
-    handles = [module.register_forward_hook(count) for module in named]
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = model.train()(input_ids=window, labels=window).loss
-    finally:
-        for handle in handles:
-            handle.remove()
-    del loss  # alive until here, so that no storage was counted twice
-    return projected, sum(kept.values())

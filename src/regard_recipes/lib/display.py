@@ -67,12 +67,13 @@ def interval(column: str, digits: int = 3, signed: bool = False) -> ToText:
     return lambda rows: mean_interval(rows[column]).text(digits, signed)
 
 
-def gap(column: str, base: Frame | Callable[[Frame], Frame], digits: int = 3, ratio: bool = False) -> ToText:
+def gap(column: str, base: Frame, digits: int = 3, ratio: bool = False, same: Sequence[str] = ()) -> ToText:
     """Return a function that shows the mean less that of `base`, paired by seed, ± half the 95 % interval; with `ratio`
-    divided by it. `base` may depend on the rows. Nothing for the rows of the base itself."""
+    divided by it. Rows are compared to those of `base` with the same values in the columns `same`. Nothing for the
+    rows of the base itself."""
 
     def show(rows: Frame) -> str:
-        other = base(rows) if callable(base) else base
+        other = select(base, **{name: rows[name].iloc[0] for name in same})
         if rows.index.equals(other.index):
             return ""
         return paired(rows, other, column, ratio).text(digits, signed=not ratio) if len(other) else MISSING

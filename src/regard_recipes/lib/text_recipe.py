@@ -6,6 +6,7 @@ validation text; what is shown is measured on a text after it.
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,13 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
 
         config, budget = self.model_config(cell, self.vocabulary), self.budget(cell["rate"])
         call = ", ".join(f"{name} {value}" for name, value in cell.items())
-        return train_language_model(config, self.corpus, budget, seed, name=call, measure=self.measure_model)
+        return train_language_model(
+            config, self.corpus, budget, seed, name=call, prepare=partial(self.change_model, cell),
+            measure=self.measure_model,
+        )  # fmt: skip
+
+    def change_model(self, cell: Cell, model: Any) -> None:
+        """Change the model of a cell before its training."""
 
     def untrained(self, cell: Cell) -> tuple[Any, int]:
         from regard.models.base.catalogue import model_of

@@ -5,7 +5,7 @@ budget. Uniform nearest keys have a straight-through gradient, and with k = 32 a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,11 +16,11 @@ from regard.inspect.capture import capture, eval_mode
 from regard.nn import ContextualMemory
 
 from ..lib.claims import Claim, Estimate, claims_of, paired
-from ..lib.display import Show, dots, gap, lines, pivot, spread, stat
-from ..lib.language_text import LanguageText, windows
-from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
+from ..lib.display import Show, dots, gap, lines, panels, pivot, spread, stat
+from ..lib.language_text import windows
+from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select, stacked
 from ..lib.text_recipe import TextRecipe
-from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
+from .released_weightings import FORMS, RULES, ReleasedMemory, use_released
 
 PAPER = "Sparse attention"
 # Spec of each weighting. The bandwidth h of normalised ReLU (equation 11: distances between unit keys) and the margin
@@ -82,10 +82,6 @@ class MosaicKernels(TextRecipe):
             check_names(self.call(), "--released", self.released, FORMS)
         super().check()
 
-    def load(self, text: LanguageText) -> dict[str, Any]:
-        self.windows = windows(text.held_out_tokens, self.context)[:LOOKED_AT].clone()
-        return super().load(text)
-
     def cells(self) -> list[Cell]:
         kinds: list[tuple[int, str, int | None, str]] = []
         for place, layers in enumerate(self.layers):
@@ -98,23 +94,17 @@ class MosaicKernels(TextRecipe):
                     kinds += [(layers, model, None, form) for form in self.released]
         return [{**dict(zip(KIND, kind, strict=True)), "rate": rate} for kind in kinds for rate in self.rates]
 
-    def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
-        from ..lib.language_training import train_language_model
-
-        start: dict[str, float] = {}
-
-        def prepare(model: Any) -> None:
-            if cell["form"] in FORMS:
-                use_released(model, Released(cell["model"], cell["form"]))
-            start["empty_at_start"] = inside(model, self.windows)["empty"]
-
-        return train_language_model(
-            self.model_config(cell, self.vocabulary), self.corpus, self.budget(cell["rate"]), seed, name=str(cell),
-            prepare=prepare, measure=lambda model: self.measure_model(model) | start,
-        )  # fmt: skip
+    def change_model(self, cell: Cell, model: Any) -> None:
+        if cell["form"] in FORMS:
+            use_released(model, cell["model"], cell["form"])
+        self.empty_at_start = self.inside(model)["empty"]
 
     def measure_model(self, model: Any) -> dict[str, Any]:
-        return super().measure_model(model) | inside(model, self.windows)
+        return super().measure_model(model) | self.inside(model) | {"empty_at_start": self.empty_at_start}
+
+    def inside(self, model: Any) -> dict[str, Any]:
+        """Look into a model as it reads the first windows of the test text."""
+        return inside(model, windows(self.test_tokens, self.context)[:LOOKED_AT])
 
     @property
     def shown_k(self) -> int:
@@ -128,6 +118,14 @@ class MosaicKernels(TextRecipe):
         return {"model": "memory-mosaic", "num_hidden_layers": cell["layers"], "mixers": spec,
                 "uniform_gradient": gradient}  # fmt: skip
 
+    def chosen(self, results: Results, kind: str = "", **where: Any) -> Frame:
+        """Add the columns "blocks", the depth as text, and "label", the name of a model in a legend."""
+        rows = super().chosen(results, kind, **where)
+        near = rows["k"].map(", k = {:g}".format, na_action="ignore").fillna("")
+        form = (", " + rows["form"]).where(rows["form"] != DEFINED, "")
+        depth = rows["layers"].map(lambda layers: f"{layers} block{'s' * (layers > 1)}")
+        return rows.assign(blocks=depth, label=rows["model"] + near + form)
+
     def compared(self, results: Results, kind: str = "run", **where: Any) -> Frame:
         """Return the rows of a kind at the chosen rates; of nearest keys only those with the k of comparisons."""
         rows = self.chosen(results, kind, **where)
@@ -135,9 +133,8 @@ class MosaicKernels(TextRecipe):
 
     def claims(self, results: Results) -> list[Claim]:
         rows: list[Any] = []
-        for layers in self.layers:
-            gaps = partial(gaps_of, self.compared(results, layers=layers, form=DEFINED))
-            where = f"figure 3, {blocks(layers)}"
+        for blocks, runs in self.compared(results, form=DEFINED).groupby("blocks", sort=False):
+            where, gaps = f"figure 3, {blocks}", partial(gaps_of, runs)
             rows += [
                 (where, "Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS),
                 (where, "Compact kernels are below softmax and nearest keys", gaps(COMPACT, BASELINES), "below", 0),
@@ -156,9 +153,9 @@ class MosaicKernels(TextRecipe):
         return claims_of(PAPER, [(*row, note) for row in rows], effect=MATTERS, untestable=self.unlearned(results))
 
     def tables(self, results: Results) -> dict[str, Any]:
-        every, named, made = self.chosen(results), {"model": "weighting", "k": "k", "form": "form"}, {}
-        for layers in self.layers:
-            base = select(every, layers=layers, model="softmax")
+        named, made = {"model": "weighting", "k": "k", "form": "form"}, {}
+        for blocks, rows in self.chosen(results).groupby("blocks", sort=False):
+            base = select(rows, model="softmax")
             losses: dict[str, Show] = {
                 "rate": "{rate:g}", "test nats/token": spread("test"), "above softmax": gap("test", base),
                 "training": spread("train"), "pairs with weight": "{support:.1f}", "empty rows": "{empty:.2%}",
@@ -166,22 +163,19 @@ class MosaicKernels(TextRecipe):
                 "in softmax's": gap("step_cpu_seconds", base, 2, ratio=True),
                 "parameters": "{parameters:,.0f}",
             }  # fmt: skip
-            made[blocks(layers)] = pivot(select(every, layers=layers), named, losses, note=(
+            made[blocks] = pivot(rows, named, losses, note=(
                 f"Seeds: {self.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
                 f"interval. Empty: rows after the first token's in which no pair had weight by itself."))  # fmt: skip
-        first_depth = self.compared(results, layers=self.layers[0])
-        forms = select(first_depth, model=[*RULES, "topk-uniform"])
-
-        def above(rival: Mapping[str, str], form: str) -> Show:
-            named = lambda rows: rival.get(rows["model"].iloc[0], rows["model"].iloc[0])  # noqa: E731
-            return gap("test", lambda rows: select(first_depth, model=named(rows), form=form))
-
+        runs = self.compared(results, layers=self.layers[0])
+        forms = select(runs, model=list(RIVALS))
         if len(forms):
+            defined, mended = (select(runs, form=form) for form in (DEFINED, "mended"))
+            rivals = stacked(select(defined, model=rival).assign(model=model) for model, rival in RIVALS.items())
+            above = partial(gap, "test", same=["model"])
             made["As released and as defined"] = pivot(
                 forms, {"model": "weighting", "form": "form"},
-                {"test nats/token": spread("test"), "above defined": above({}, DEFINED),
-                 "above mended": above({}, "mended"),
-                 "above sparsemax (relumax), softmax (others)": above(RIVALS, DEFINED), "empty rows": "{empty:.2%}"},
+                {"test nats/token": spread("test"), "above defined": above(defined), "above mended": above(mended),
+                 "above sparsemax (relumax), softmax (others)": above(rivals), "empty rows": "{empty:.2%}"},
                 note="fast: the paper's language models (no bandwidth, or a margin that is not learned; one pair too "
                      "many masked); mended: fast with the right mask; regular: the temperature applied twice.",
             )  # fmt: skip
@@ -189,42 +183,26 @@ class MosaicKernels(TextRecipe):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         runs, looks = self.chosen(results), self.compared(results, "look")
-        runs, looks = (rows.assign(label=list(map(kind_of, rows["model"], rows["k"], rows["form"])))
-                       for rows in (runs, looks))  # fmt: skip
-        depths = self.layers
         y = {"train": "training loss, nats/token", "held_out": "validation loss, nats/token"}
         along = partial(lines, x="step", y=y, hue="label", x_label="optimiser step")
         made = {
-            "curves": along({blocks(layers): select(looks, layers=layers, form=DEFINED) for layers in depths}),
+            "curves": along(panels(select(looks, form=DEFINED), "{blocks}")),
             "final": dots(runs, "test", "label", "layers", x_label="test nats per token"),
         }
-        if len(released := select(looks, layers=depths[0], model=RULES)):
+        if len(released := select(looks, layers=self.layers[0], model=RULES)):
             made["released"] = along({"as defined and as released": released})
         return made
 
     def notes(self, results: Results) -> list[str]:
-        made = []
-        for layers in self.layers:
-            where: dict[str, Any] = {"layers": layers, "model": "normrelu", "form": DEFINED}
-            rows, heads = self.chosen(results, **where), self.chosen(results, "head", **where)
-            if len(rows):
-                made.append(
-                    f"Normalised ReLU, {blocks(layers)}: {rows['empty_at_start'].mean():.2%} of the rows are empty at "
-                    f"the start and {rows['empty'].mean():.2%} after training; h is then {heads['h'].min():.2f} to "
-                    f"{heads['h'].max():.2f}."
-                )
+        made, kind = [], {"model": "normrelu", "form": DEFINED}
+        heads = self.chosen(results, "head", **kind)
+        for blocks, rows in self.chosen(results, **kind).groupby("blocks", sort=False):
+            h = select(heads, blocks=blocks)["h"]
+            made.append(
+                f"Normalised ReLU, {blocks}: {rows['empty_at_start'].mean():.2%} of the rows are empty at the start "
+                f"and {rows['empty'].mean():.2%} after training; h is then {h.min():.2f} to {h.max():.2f}."
+            )
         return made
-
-
-def blocks(layers: int) -> str:
-    """Return a number of blocks as text."""
-    return f"{layers} block{'s' * (layers > 1)}"
-
-
-def kind_of(model: str, k: float | None, form: str) -> str:
-    """Return the name of a kind for a legend."""
-    near = [] if k is None or k != k else [f"k = {k:g}"]
-    return ", ".join([model, *near, *([] if form == DEFINED else [form])])
 
 
 def gaps_of(runs: Frame, names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
@@ -240,24 +218,19 @@ def inside(model: Any, windows: Tensor) -> dict[str, Any]:
     memories = [module for module in model.modules() if isinstance(module, ContextualMemory)]
     with torch.no_grad(), eval_mode(model), capture(model) as seen:
         model(input_ids=windows.to(next(model.parameters()).device).long(), use_cache=False)
+    later = lambda rows: rows[..., 1:].double().mean().item()  # noqa: E731  # the first token sees no pair
     empty, support, rows = list[float](), list[float](), list[dict[str, Any]]()
     for block, memory in enumerate(memories):
-        learned = {} if memory.sharpness is None else {"sharpness": memory.sharpness()}
         if isinstance(memory, ReleasedMemory):
-            empty.append(_later_rows(memory.fallen))
+            empty.append(later(memory.fallen))
         else:
             found = seen.layers[block]
-            empty.append(_later_rows(found.empty | found.fallback))
-            support.append(_later_rows(found.support))
-            learned |= memory.numbers()
-        values = zip(*(number.detach().flatten().tolist() for number in learned.values()), strict=True)
+            empty.append(later(found.empty | found.fallback))
+            support.append(later(found.support))
+        learned = {} if memory.sharpness is None else {"sharpness": memory.sharpness()}
+        heads = {name: number.flatten().tolist() for name, number in (learned | memory.numbers()).items()}
         rows += [{"kind": "head", "block": block, "head": head,
-                  **{name: round(x, 4) for name, x in zip(learned, own, strict=True)}}
-                 for head, own in enumerate(values)]  # fmt: skip
+                  **{name: round(numbers[head], 4) for name, numbers in heads.items()}}
+                 for head in range(memory.num_heads)]  # fmt: skip
     mean = lambda parts: sum(parts) / len(parts) if parts else None  # noqa: E731
     return {"empty": mean(empty), "support": mean(support), "rows": rows}
-
-
-def _later_rows(rows: Tensor) -> float:
-    """Return the mean of [B, H, T] without the first token, which sees no pair."""
-    return rows[..., 1:].double().mean().item()

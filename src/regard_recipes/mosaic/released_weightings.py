@@ -15,10 +15,9 @@ With cosines s, the largest of a row m, and the learned sharpness beta^2:
 two faults. `use_released` puts a form into a Memory Mosaic, for comparison only: dense and without diagnostics.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from regard.nn.mosaic.contextual_memory import ContextualMemory
 
@@ -27,46 +26,36 @@ FORMS = ("fast", "mended", "regular")
 LEAST_SUM = 1e-6  # rows are divided by at least this
 
 
-@dataclass(frozen=True)
-class Released:
-    """A weighting of the released programs: one of `RULES` in one of `FORMS`."""
-
-    rule: str
-    form: str
-
-    def weigh(self, cosines: Tensor, sharpness: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights [B, H, T, P] from cosines of T tokens with P pairs, of which the last token comes after the
-        last pair, and beta^2 [H]; and boolean [B, H, T], True in rows where no pair has weight by itself: the weights
-        of the visible pairs are then equal, without a gradient to the cosines, and 0 where no pair is visible."""
-        tokens, pairs = cosines.shape[-2:]
-        row = torch.arange(tokens, device=cosines.device)[:, None] + pairs - tokens
-        seen = torch.arange(pairs, device=cosines.device) <= row - int(self.form == "fast")
-        square = sharpness.to(cosines.dtype)[:, None, None] ** (2 if self.form == "regular" else 1)
-        raw = self._normrelu(cosines, seen, square) if self.rule == "normrelu" else _relumax(cosines, seen, square)
-        raw = raw * (row >= 0)  # rows without a pair were never written
-        total = raw.sum(-1, keepdim=True)
-        even = seen.to(raw.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
-        weights = torch.where(total == 0, even, raw / total.clamp(min=LEAST_SUM))
-        return weights, total[..., 0] == 0
-
-    def _normrelu(self, cosines: Tensor, seen: Tensor, square: Tensor) -> Tensor:
-        if self.form != "regular":
-            return cosines.relu() * seen
-        # As released: masked pairs have cosine 0, so that for beta^2 < 1/2 they have weight.
-        return ((2 * square * cosines).masked_fill(~seen, 0) + 1 - 2 * square.sqrt()).relu()
-
-
-def _relumax(cosines: Tensor, seen: Tensor, square: Tensor) -> Tensor:
-    scores = (square * cosines).masked_fill(~seen, -torch.inf)
-    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
-    return (scores - torch.where(top == -torch.inf, 0, top) + 1).relu()
+def weigh(rule: str, form: str, cosines: Tensor, sharpness: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights of one of `RULES` in one of `FORMS`, [B, H, T, P], from cosines of T tokens with P pairs, of
+    which the last token comes after the last pair, and beta^2 [H]; and boolean [B, H, T], True in rows where no pair
+    has weight by itself: the weights of the visible pairs are then equal, without a gradient to the cosines, and 0
+    where no pair is visible."""
+    tokens, pairs = cosines.shape[-2:]
+    row = torch.arange(tokens, device=cosines.device)[:, None] + pairs - tokens
+    seen = torch.arange(pairs, device=cosines.device) <= row - int(form == "fast")
+    square = sharpness.to(cosines.dtype)[:, None, None] ** (2 if form == "regular" else 1)
+    if rule == "relumax":
+        scores = (square * cosines).masked_fill(~seen, -torch.inf)
+        top = pad(scores, (0, 1), value=-torch.inf).amax(-1, keepdim=True)  # -inf where no pair is visible
+        raw = (scores - torch.where(top == -torch.inf, 0, top) + 1).relu()
+    elif form == "regular":  # masked pairs have cosine 0, so that for beta^2 < 1/2 they have weight
+        raw = ((2 * square * cosines).masked_fill(~seen, 0) + 1 - 2 * square.sqrt()).relu()
+    else:
+        raw = cosines.relu() * seen
+    raw = raw * (row >= 0)  # rows without a pair were never written
+    total = raw.sum(-1, keepdim=True)
+    even = seen.to(raw.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
+    weights = torch.where(total == 0, even, raw / total.clamp(min=LEAST_SUM))
+    return weights, total[..., 0] == 0
 
 
 class ReleasedMemory(ContextualMemory):
-    """A contextual memory with the weights of a released program. `fallen` [B, H, T] says in which rows of the last
-    call no pair had weight by itself."""
+    """A contextual memory with the weights of a released program, `rule` and `form` as in `weigh`. `fallen` [B, H, T]
+    says in which rows of the last call no pair had weight by itself."""
 
-    released: Released
+    rule: str
+    form: str
     fallen: Tensor
 
     def _attend(
@@ -76,14 +65,14 @@ class ReleasedMemory(ContextualMemory):
         assert mask is segment_ids is None
         assert self.sharpness is not None
         cosines = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
-        weights, fallen = self.released.weigh(cosines, self.sharpness())
+        weights, fallen = weigh(self.rule, self.form, cosines, self.sharpness())
         self.fallen = fallen.detach()
         return weights.to(value.dtype) @ value, None
 
 
-def use_released(model: nn.Module, released: Released) -> None:
+def use_released(model: nn.Module, rule: str, form: str) -> None:
     """Give every contextual memory of a model, whose spec is "softmax", the weights of a released program."""
     for module in model.modules():
         if isinstance(module, ContextualMemory):
             module.__class__ = ReleasedMemory
-            module.released = released
+            module.rule, module.form = rule, form
