@@ -5,13 +5,11 @@ import torch
 from ._listing import Numbers, erratum
 
 
-@erratum(
-    "ICLM",
-    "section 7",
-    "ICLM and Transformer have the same number of parameters; W_v is removed and the projections are adjusted",
-    "eight heads that average whole embeddings need (2 + H) d² for 4 d²; only with heads on W_v are they equal",
-)
+@erratum("ICLM", "section 7")
 def parameters_of_whole_embeddings() -> Numbers:
+    """Found: ICLM and Transformer have the same number of parameters; W_v is removed and the projections are adjusted.
+    Correct: eight heads that average whole embeddings need (2 + H) d² for 4 d²; only with heads on W_v are they
+    equal."""
     from regard.models import HybridConfig, ICLMConfig
     from regard.models.base.catalogue import count_parameters
 
@@ -22,13 +20,10 @@ def parameters_of_whole_embeddings() -> Numbers:
     return {f"million parameters, {name}": count_parameters(config) / 1e6 for name, config in models.items()}
 
 
-@erratum(
-    "Generalized memory and kernel selection",
-    "equation 8b",
-    "every kernel may be divided by the sum of its values",
-    "linear and cosine kernels are signed: their sum is often near 0 or below it",
-)
+@erratum("Generalized memory and kernel selection", "equation 8b")
 def sums_of_signed_kernels() -> Numbers:
+    """Found: every kernel may be divided by the sum of its values. Correct: linear and cosine kernels are signed: their
+    sum is often near 0 or below it."""
     q, k = torch.randn(2, 256, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     total = (q @ k.T).tril().sum(1)
     return {"share of rows with a sum below 0": float((total < 0).double().mean())}

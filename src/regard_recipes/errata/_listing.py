@@ -9,16 +9,19 @@ Numbers = Mapping[str, float]
 
 
 class Erratum(NamedTuple):
-    """One error of a paper or its program: where, what is `printed` or released, what is `correct`, and a function that
-    returns `numbers` which show it."""
+    """An error at a place of a paper or its program, and a function that returns `numbers` which show it. Its docstring
+    says what is printed or released, and what is correct: "Found: ... Correct: ..."."""
 
     paper: str
     place: str
-    printed: str
-    correct: str
     numbers: Callable[[], Numbers]
 
+    def texts(self) -> list[str]:
+        """Return what is printed or released, and what is correct."""
+        said = " ".join(str(self.numbers.__doc__).split())
+        return said.removeprefix("Found: ").removesuffix(".").split(". Correct: ")
 
-def erratum(paper: str, place: str, printed: str, correct: str) -> Callable[[Callable[[], Numbers]], Erratum]:
+
+def erratum(paper: str, place: str) -> Callable[[Callable[[], Numbers]], Erratum]:
     """Return a decorator that makes an erratum of a function."""
-    return partial(Erratum, paper, place, printed, correct)
+    return partial(Erratum, paper, place)

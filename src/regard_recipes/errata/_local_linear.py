@@ -48,8 +48,9 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@here("equation 6", "½ Σ w‖v − b − W z‖² + λ‖W‖² leads to equations 7 and 8", "it leads to them with 2λ for λ")
+@here("equation 6")
 def ridge_factor() -> Numbers:
+    """Found: ½ Σ w‖v − b − W z‖² + λ‖W‖² leads to equations 7 and 8. Correct: it leads to them with 2λ for λ."""
     q, k, v = data()
     w, ridge, exact = weights(q, k), 0.5, torch.zeros_like(v)
     for i in range(len(q)):  # least squares: rows of data, then one row per entry of W
@@ -63,12 +64,10 @@ def ridge_factor() -> Numbers:
     }
 
 
-@here(
-    "section 3.2, equation 13, algorithms 1 and 2",
-    "equation 8 is homogeneous in w, so that the row's largest score may be subtracted",
-    "only if λ scales with w, as the published program's λω does",
-)
+@here("section 3.2, equation 13, algorithms 1 and 2")
 def homogeneity() -> Numbers:
+    """Found: equation 8 is homogeneous in w, so that the row's largest score may be subtracted. Correct: only if λ
+    scales with w, as the published program's λω does."""
     q, k, v = data()
     w = weights(q, k)
     low = w / w.amax(1, keepdim=True)
@@ -78,12 +77,10 @@ def homogeneity() -> Numbers:
     }
 
 
-@here(
-    "published program, backward pass",
-    "the gradient takes ω in its ridge λω as a constant",
-    "ω depends on q and k; the missing term is λ tr(dL/dΣ)",
-)
+@here("published program, backward pass")
 def gradient_of_the_ridge() -> Numbers:
+    """Found: the gradient takes ω in its ridge λω as a constant. Correct: ω depends on q and k; the missing term is λ
+    tr(dL/dΣ)."""
     q, k, v = (x.requires_grad_() for x in data(128, 64))
     g = data(128, 64, seed=1)[0]
 
@@ -102,12 +99,10 @@ def gradient_of_the_ridge() -> Numbers:
     }
 
 
-@here(
-    "equations 42, 43 and 50",
-    "½ (z·u)(z·ρ) stands outside of W ∘ (…), and Δ_Q = Δ_W + Δ_Z",
-    "it belongs inside, and Δ_Q = Δ_W − Δ_Z, as in equation 36",
-)
+@here("equations 42, 43 and 50")
 def signs_of_the_backward_pass() -> Numbers:
+    """Found: ½ (z·u)(z·ρ) stands outside of W ∘ (…), and Δ_Q = Δ_W + Δ_Z. Correct: it belongs inside, and Δ_Q = Δ_W −
+    Δ_Z, as in equation 36."""
     q, k, v = (x.requires_grad_() for x in data())
     g = data(seed=1)[0]
     w = weights(q, k)
@@ -128,12 +123,10 @@ def signs_of_the_backward_pass() -> Numbers:
     return {"error of dq as printed": error(printed, exact), "as corrected": error(correct, exact)}
 
 
-@here(
-    "algorithm 2, line 9",
-    "P_Q = brsum(Y ∘ Q) in the product with Σ",
-    "P_Q = brsum(P ∘ Q), of the search direction, as in the published program",
-)
+@here("algorithm 2, line 9")
 def product_in_conjugate_gradients() -> Numbers:
+    """Found: P_Q = brsum(Y ∘ Q) in the product with Σ. Correct: P_Q = brsum(P ∘ Q), of the search direction, as in the
+    published program."""
     q, k, _ = data()
     w = weights(q, k)
     _, omega, mu, sigma = statistics(w, q, k, 0.5)
@@ -149,12 +142,10 @@ def product_in_conjugate_gradients() -> Numbers:
     }
 
 
-@here(
-    "appendix E.1, block-diagonal LLA",
-    "Σ of equation 7 is replaced by its diagonal blocks",
-    "they make the denominator δ of equation 8 negative; take the blocks of the covariance around the mean key",
-)
+@here("appendix E.1, block-diagonal LLA")
 def block_diagonal() -> Numbers:
+    """Found: Σ of equation 7 is replaced by its diagonal blocks. Correct: they make the denominator δ of equation 8
+    negative; take the blocks of the covariance around the mean key."""
     q, k, _ = data(256, 16)
     w = weights(q, k)
     w, ridge, late = w / total(w), 0.1, slice(32, None)
@@ -168,12 +159,10 @@ def block_diagonal() -> Numbers:
     return {"share of rows with δ <= 0": share(printed), "with the covariance": share(correct)}
 
 
-@here(
-    "README of the published program",
-    "an infinite bandwidth recovers MesaNet",
-    "it gives ridge regression with a free intercept, which MesaNet does not have",
-)
+@here("README of the published program")
 def limit_of_the_bandwidth() -> Numbers:
+    """Found: an infinite bandwidth recovers MesaNet. Correct: it gives ridge regression with a free intercept, which
+    MesaNet does not have."""
     q, k, v = data()
     flat = torch.ones(len(q), len(k), dtype=q.dtype).tril()
     found = predict(flat, q, k, v, 0.5)[8:]
@@ -189,12 +178,10 @@ def limit_of_the_bandwidth() -> Numbers:
     }
 
 
-@here(
-    "section 2.1 and equation 14",
-    "one bandwidth h = 2√d, for exp(−‖k − q‖² / h) and for exp(q·k / h)",
-    "the second needs h = √d, and keys of equal length, to have the same weights",
-)
+@here("section 2.1 and equation 14")
 def two_bandwidths() -> Numbers:
+    """Found: one bandwidth h = 2√d, for exp(−‖k − q‖² / h) and for exp(q·k / h). Correct: the second needs h = √d, and
+    keys of equal length, to have the same weights."""
     q, k, v = (torch.nn.functional.normalize(x, dim=1) for x in data())
     root = q.shape[1] ** 0.5
     mean = lambda z: z.exp().tril() / z.exp().tril().sum(1, keepdim=True) @ v  # noqa: E731

@@ -37,7 +37,7 @@ class Errata(Recipe):
             known, found = ERRATA[str(name)], rows.dropna(subset=["quantity"])
             numbers = "; ".join(f"{row.quantity}: {row.number:.3g}" for row in found.itertuples())
             script = f"`{name}` in {Path(known.numbers.__code__.co_filename).name}"
-            cells = (known.place, known.printed, known.correct, numbers or "read in the source", script)
+            cells = (known.place, *known.texts(), numbers or "read in the source", script)
             tables.setdefault(known.paper, []).append(cells)
         header = ("place", "printed or released", "correct", "measured", "script")
         return {paper: Table(header, tuple(rows)) for paper, rows in tables.items()}
