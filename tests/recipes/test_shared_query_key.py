@@ -1,6 +1,9 @@
 """`regard reproduce shared-query-key`, as small as it goes."""
 
-from tiny_runs import tiny
+from tiny_runs import checked, tiny
+
+from regard.models import HybridForCausalLM
+from regard_recipes.kernels.shared_query_key import memory_bytes
 
 
 def test_what_is_counted() -> None:
@@ -16,3 +19,17 @@ def test_what_is_counted() -> None:
         assert apart["kept_bytes"] - shared["kept_bytes"] >= 2 * 8 * 64 * 64 * 4
         assert apart["cache_bytes"] == shared["cache_bytes"] == cache
         assert 4 < apart["bits_per_char"] < 9
+
+
+def test_memory_that_is_freed_and_used_again_is_counted_again() -> None:
+    made = checked("shared-query-key", width=32, layers=1)
+    cell = {"model": "softmax", "q and k": "apart"}
+    model = HybridForCausalLM(made.model_config(cell, 50))
+    before = memory_bytes(model, 2, 16)["kept_bytes"]
+
+    def save(module: object, inputs: object, output: object) -> None:
+        for _ in range(4):  # each result takes the memory of the one before
+            output.exp()
+
+    model.lm_head.register_forward_hook(save)
+    assert memory_bytes(model, 2, 16)["kept_bytes"] == before + 4 * 2 * 16 * 50 * 4

@@ -102,30 +102,30 @@ def query_key_ratio(shared: Frame, apart: Frame) -> Estimate:
 
 
 def memory_bytes(model: Any, batch: int, context: int) -> dict[str, int]:
-    """Return bytes of queries and keys and of all that the backward pass keeps in a training step on `batch` windows of
-    `context` tokens, and of the cache after `CACHED` tokens of one sequence."""
+    """Return bytes of queries and keys and of all that is saved for the backward pass in a training step on `batch`
+    windows of `context` tokens, and of the cache after `CACHED` tokens of one sequence."""
     window = torch.zeros(batch, context, dtype=torch.long, device=next(model.parameters()).device)
     projections = {module for name, module in model.named_modules() if name.endswith(("q_proj", "k_proj"))}
-    projected, kept = list[int](), dict[int, int]()
+    projected, saved = list[int](), dict[int, torch.UntypedStorage]()  # held, so that no address is used twice
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:
         if module in projections:
             projected.append(output.nbytes)
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with register_module_forward_hook(count), saved_tensors_hooks(pack, lambda tensor: tensor):
         model.train()(input_ids=window, labels=window)
     for weight in model.parameters():
-        kept.pop(weight.untyped_storage().data_ptr(), None)
+        saved.pop(weight.untyped_storage().data_ptr(), None)
+    kept = sum(storage.nbytes() for storage in saved.values())
     with torch.no_grad():
         cache = model.model.new_cache()
         model.eval()(input_ids=window.new_zeros(1, CACHED), cache=cache)
     held = sum(getattr(layer, "bytes", 0) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return {"query_key_bytes": sum(projected), "kept_bytes": sum(kept.values()), "cache_bytes": held}
+    return {"query_key_bytes": sum(projected), "kept_bytes": kept, "cache_bytes": held}
 
 
 def memory_columns(cache: str) -> dict[str, Show]:
