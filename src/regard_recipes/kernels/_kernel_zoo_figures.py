@@ -53,14 +53,13 @@ def kernels(shapes: Sequence[Any]) -> bytes:
 def planes(products: Sequence[Any], weights: Callable[..., Any]) -> bytes:
     """Draw the weight of the first of the scores [0, u1, u2] over the plane, with the edges of the support; `weights`
     is `kernel_zoo.plane`."""
-    images: list[Any] = []
 
     def draw(axes: Axes, row: Any) -> None:
         edge, weight = row.edge, numbers(row.plane)
         fine = FINE * len(weight)
         support = (weights(Spec.parse(row.spec), edge, row.unit, fine) != 0).sum(-1).numpy()
         extent = (-edge, edge, -edge, edge)
-        images.append(axes.imshow(weight, origin="lower", extent=extent, cmap="cividis", vmin=0, vmax=1))
+        axes.imshow(weight, origin="lower", extent=extent, cmap="cividis", vmin=0, vmax=1)
         if weight.min() == weight.max():
             axes.text(0, 0, f"{weight.min():g} everywhere", color="white", ha="center", va="center", fontsize=8)
         if support.min() < support.max():
@@ -73,7 +72,7 @@ def planes(products: Sequence[Any], weights: Callable[..., Any]) -> bytes:
     marks = [Line2D([], [], color="#777777", linestyle=style, label=label) for style, label in edges.items()]
     figure.legend(handles=marks, loc="outside lower left", frameon=False, ncols=2)
     label = "weight of the key with score 0, among scores [0, u1, u2]"
-    figure.colorbar(images[0], ax=figure.axes, location="right", shrink=0.4, aspect=30, label=label)
+    figure.colorbar(figure.axes[0].images[0], ax=figure.axes, location="right", shrink=0.4, aspect=30, label=label)
     return png(figure)
 
 

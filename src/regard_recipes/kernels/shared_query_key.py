@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from regard.training.fields import read_spec
 
-from ..lib.claims import Claim, Estimate, exact, paired
+from ..lib.claims import Claim, Estimate, claims_of, exact, paired
 from ..lib.display import Show, dots, gap, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
 from ..lib.text_recipe import TextRecipe
@@ -71,12 +71,13 @@ class SharedQueryKey(TextRecipe):
         for spec, runs in self.chosen(results).groupby("model", sort=False):
             shared, apart = (select(runs, **{"q and k": kind}) for kind in (SHARED, APART))
             ratio[spec], cost[spec] = query_key_ratio(shared, apart), paired(shared, apart, "bits_per_char")
-        return [
-            Claim(PAPER, "section 7", "q = k halves the memory of queries and keys", ratio, "at most", 0.5,
-                  note="Bytes of queries and keys in a training step, shared over apart."),
-            Claim(PAPER, "section 7, check", "q = k costs little loss", cost, "at most", LITTLE, LITTLE,
-                  note=f"Bits per character of the test text, shared less apart; above {LITTLE:g} is taken as a cost."),
-        ]  # fmt: skip
+        return claims_of(PAPER, [
+            ("section 7", "q = k halves the memory of queries and keys", ratio, "at most", 0.5,
+             "Bytes of queries and keys in a training step, shared over apart."),
+            ("section 7, check", "q = k costs little loss", cost, "at most", LITTLE,
+             f"Bits per character of the test text, shared less apart; above {LITTLE:g} is taken as a cost.",
+             {"effect": LITTLE}),
+        ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         runs = self.chosen(results)
