@@ -1,8 +1,6 @@
 """Errata of the ICLM paper and of the paper on generalized memory and kernel selection."""
 
-import torch
-
-from ._listing import Numbers, erratum
+from ._listing import Numbers, erratum, normal
 
 
 @erratum("ICLM", "section 7")
@@ -24,6 +22,6 @@ def parameters_of_whole_embeddings() -> Numbers:
 def sums_of_signed_kernels() -> Numbers:
     """Found: every kernel may be divided by the sum of its values. Correct: linear and cosine kernels are signed: their
     sum is often near 0 or below it."""
-    q, k = torch.randn(2, 256, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k = normal(2, 256, 32)
     total = (q @ k.T).tril().sum(1)
     return {"share of rows with a sum below 0": float((total < 0).double().mean())}

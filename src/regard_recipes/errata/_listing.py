@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 Numbers = Mapping[str, float]
 """What a number is, to the number."""
 
@@ -25,3 +28,8 @@ class Erratum(NamedTuple):
 def erratum(paper: str, place: str) -> Callable[[Callable[[], Numbers]], Erratum]:
     """Return a decorator that makes an erratum of a function."""
     return partial(Erratum, paper, place)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return numbers from N(0, 1) in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

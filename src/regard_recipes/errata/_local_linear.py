@@ -7,15 +7,9 @@ from torch import Tensor
 
 import regard
 
-from ._listing import Numbers, erratum
+from ._listing import Numbers, erratum, normal
 
 here = partial(erratum, "Local Linear Attention")
-
-
-def data(rows: int = 24, dim: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values [rows, dim] from N(0, 1) in float64."""
-    q, k, v = torch.randn(3, rows, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return q, k, v
 
 
 def weights(q: Tensor, k: Tensor) -> Tensor:
@@ -51,7 +45,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @here("equation 6")
 def ridge_factor() -> Numbers:
     """Found: ½ Σ w‖v − b − W z‖² + λ‖W‖² leads to equations 7 and 8. Correct: it leads to them with 2λ for λ."""
-    q, k, v = data()
+    q, k, v = normal(3, 24, 4)
     w, ridge, exact = weights(q, k), 0.5, torch.zeros_like(v)
     for i in range(len(q)):  # least squares: rows of data, then one row per entry of W
         rows = (w[i] / 2).sqrt()[:, None] * torch.cat([torch.ones(len(k), 1), k - q[i]], 1)
@@ -68,7 +62,7 @@ def ridge_factor() -> Numbers:
 def homogeneity() -> Numbers:
     """Found: equation 8 is homogeneous in w, so that the row's largest score may be subtracted. Correct: only if λ
     scales with w, as the published program's λω does."""
-    q, k, v = data()
+    q, k, v = normal(3, 24, 4)
     w = weights(q, k)
     low = w / w.amax(1, keepdim=True)
     return {
@@ -81,8 +75,8 @@ def homogeneity() -> Numbers:
 def gradient_of_the_ridge() -> Numbers:
     """Found: the gradient takes ω in its ridge λω as a constant. Correct: ω depends on q and k; the missing term is λ
     tr(dL/dΣ)."""
-    q, k, v = (x.requires_grad_() for x in data(128, 64))
-    g = data(128, 64, seed=1)[0]
+    q, k, v = (x.requires_grad_() for x in normal(3, 128, 64))
+    g = normal(3, 128, 64, seed=1)[0]
 
     def gradients(constant: bool) -> tuple[Tensor, ...]:
         w = weights(q, k)
@@ -103,8 +97,8 @@ def gradient_of_the_ridge() -> Numbers:
 def signs_of_the_backward_pass() -> Numbers:
     """Found: ½ (z·u)(z·ρ) stands outside of W ∘ (…), and Δ_Q = Δ_W + Δ_Z. Correct: it belongs inside, and Δ_Q = Δ_W −
     Δ_Z, as in equation 36."""
-    q, k, v = (x.requires_grad_() for x in data())
-    g = data(seed=1)[0]
+    q, k, v = (x.requires_grad_() for x in normal(3, 24, 4))
+    g = normal(3, 24, 4, seed=1)[0]
     w = weights(q, k)
     exact = torch.autograd.grad((predict(w, q, k, v, 0.5) * g).sum(), q)[0]
     q, k, v, w, h = q.detach(), k.detach(), v.detach(), w.detach(), q.shape[1] ** 0.5
@@ -127,10 +121,10 @@ def signs_of_the_backward_pass() -> Numbers:
 def product_in_conjugate_gradients() -> Numbers:
     """Found: P_Q = brsum(Y ∘ Q) in the product with Σ. Correct: P_Q = brsum(P ∘ Q), of the search direction, as in the
     published program."""
-    q, k, _ = data()
+    q, k, _ = normal(3, 24, 4)
     w = weights(q, k)
     _, omega, mu, sigma = statistics(w, q, k, 0.5)
-    raw, p = w @ k, data(seed=1)[0]  # p is a search direction; Y is the right-hand side mu
+    raw, p = w @ k, normal(3, 24, 4, seed=1)[0]  # p is a search direction; Y is the right-hand side mu
 
     def product(along: Tensor) -> Tensor:
         return (w * (p @ k.T)) @ k - along * raw - total(p * raw) * q + omega * along * q + 0.5 * p
@@ -146,7 +140,7 @@ def product_in_conjugate_gradients() -> Numbers:
 def block_diagonal() -> Numbers:
     """Found: Σ of equation 7 is replaced by its diagonal blocks. Correct: they make the denominator δ of equation 8
     negative; take the blocks of the covariance around the mean key."""
-    q, k, _ = data(256, 16)
+    q, k, _ = normal(3, 256, 16)
     w = weights(q, k)
     w, ridge, late = w / total(w), 0.1, slice(32, None)
     mask = torch.block_diag(*[torch.ones(4, 4, dtype=q.dtype)] * 4)
@@ -163,7 +157,7 @@ def block_diagonal() -> Numbers:
 def limit_of_the_bandwidth() -> Numbers:
     """Found: an infinite bandwidth recovers MesaNet. Correct: it gives ridge regression with a free intercept, which
     MesaNet does not have."""
-    q, k, v = data()
+    q, k, v = normal(3, 24, 4)
     flat = torch.ones(len(q), len(k), dtype=q.dtype).tril()
     found = predict(flat, q, k, v, 0.5)[8:]
     mesa = regard.mesa_attention(q[None, None], k[None, None], v[None, None], ridge=0.5)[0][0, 0, 8:]
@@ -182,7 +176,7 @@ def limit_of_the_bandwidth() -> Numbers:
 def two_bandwidths() -> Numbers:
     """Found: one bandwidth h = 2√d, for exp(−‖k − q‖² / h) and for exp(q·k / h). Correct: the second needs h = √d, and
     keys of equal length, to have the same weights."""
-    q, k, v = (torch.nn.functional.normalize(x, dim=1) for x in data())
+    q, k, v = (torch.nn.functional.normalize(x, dim=1) for x in normal(3, 24, 4))
     root = q.shape[1] ** 0.5
     mean = lambda z: z.exp().tril() / z.exp().tril().sum(1, keepdim=True) @ v  # noqa: E731
     exact = mean(-torch.cdist(q, k).square() / (2 * root))

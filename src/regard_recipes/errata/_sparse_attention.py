@@ -7,14 +7,9 @@ from torch import Tensor
 
 import regard
 
-from ._listing import Numbers, erratum
+from ._listing import Numbers, erratum, normal
 
 here = partial(erratum, "Sparse attention as compact-kernel regression")
-
-
-def scores(length: int, rows: int = 64) -> Tensor:
-    """Return scores [rows, length] from N(0, 1) in float64."""
-    return torch.randn(rows, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def bend(z: Tensor, p: Tensor, power: float) -> float:
@@ -28,7 +23,7 @@ def bend(z: Tensor, p: Tensor, power: float) -> float:
 def caption() -> Numbers:
     """Found: 4/3- and 1.5-entmax mirror biweight (r = 2) and triweight (r = 3). Correct: 1.5-entmax is r = 2, the
     biweight kernel; 4/3-entmax is r = 3, the triweight kernel, as proposition 1 says."""
-    z = scores(64)
+    z = normal(64, 64)
     p = regard.entmax(z, alpha=1.5)
     return {"bend of (1.5-entmax)^(1/3)": bend(z, p, 3), "of its square root": bend(z, p, 2)}
 
@@ -36,7 +31,7 @@ def caption() -> Numbers:
 @here("proposition 1")
 def powers_below_one() -> Numbers:
     """Found: the identity needs r >= 1. Correct: it holds for every r > 0."""
-    z = 0.2 * scores(64)
+    z = 0.2 * normal(64, 64)
     return {"bend of (α-entmax)^(1/r) at r = 0.5, α = 3": bend(z, regard.entmax(z, alpha=3.0), 0.5)}
 
 
@@ -56,7 +51,7 @@ def bandwidth_of_normalised_relu() -> Numbers:
 def normalised_relu_without_bandwidth() -> Numbers:
     """Found: weights 2s/h² + 1 − 2/h² (equation 11). Correct: weights relu(s) over their sum: h = √2 for ever, and no
     gradient reaches β."""
-    s = scores(64).tanh()
+    s = normal(64, 64).tanh()
     released = s.relu() / s.relu().sum(-1, keepdim=True)
     paper = lambda h: regard.normrelu(2 * s / h**2, bias=1 - 2 / h**2)  # noqa: E731
     return {
@@ -78,9 +73,9 @@ def mask_of_the_row_before() -> Numbers:
 def uniform_nearest_keys() -> Numbers:
     """Found: keys are learned. Correct: a 0/1 mask passes no gradient to the scores, so projections of keys, rates and
     β keep their first values."""
-    z = scores(64).requires_grad_()
+    z = normal(64, 64).requires_grad_()
     chosen = torch.zeros_like(z).scatter(-1, z.topk(8).indices, 1 / 8)
-    value = scores(64, rows=1)[0]
+    value = normal(1, 64)[0]
     return {"operations through which gradients reach the scores": float((chosen @ value).requires_grad)}
 
 
@@ -88,7 +83,7 @@ def uniform_nearest_keys() -> Numbers:
 def relumax_with_temperature_twice() -> Numbers:
     """Found: weights relu(β² (s − m) + b), m the largest cosine (equation 21). Correct: β is in the keys already and is
     multiplied again: relu(β⁴ (s − m) + 1)."""
-    s = scores(64, rows=1).tanh()
+    s = normal(1, 64).tanh()
     near = lambda power: float(((2.0**power * (s - s.max()) + 1) > 0).sum())  # noqa: E731
     return {"of 64 keys, with weight at β = 2": near(4), "as defined, b = 1": near(2)}
 
@@ -105,7 +100,7 @@ def exact_match_of_letters() -> Numbers:
 @here("appendix B, RegBench")
 def total_variation() -> Numbers:
     """Found: total variation distance. Correct: the program sums |p − q| without the factor ½."""
-    p, q = scores(18).softmax(-1), scores(18).flip(0).softmax(-1)
+    p, q = normal(64, 18).softmax(-1), normal(64, 18).flip(0).softmax(-1)
     distance = (p - q).abs().sum(-1).mean()
     return {"as released": float(distance), "total variation": float(distance / 2)}
 
@@ -138,7 +133,7 @@ def distance_from_softmax() -> Numbers:
     − E_q x²| / 2, x = −log q, q = softmax."""
     n, found = 100, {}
     for length in (16, 8192):
-        z = scores(length)
+        z = normal(64, length)
         gap = (regard.entmax(z, alpha=1 + 1 / n) - z.softmax(-1)).abs().sum(-1).mean()
         found[f"n ‖·‖₁ at {length} keys"] = float(n * gap)
     return found

@@ -114,26 +114,22 @@ class MosaicKernels(TextRecipe):
     def fields(self, cell: Cell) -> dict[str, Any]:
         # released forms replace the weights of softmax, whose sharpness they need
         spec = "softmax" if cell["form"] in FORMS else WEIGHTINGS[cell["model"]].format(k=cell["k"])
-        gradient = "hard" if cell["form"] == HARD else "straight-through"
         return {"model": "memory-mosaic", "num_hidden_layers": cell["layers"], "mixers": spec,
-                "uniform_gradient": gradient}  # fmt: skip
+                "uniform_gradient": "hard" if cell["form"] == HARD else "straight-through"}  # fmt: skip
 
     def chosen(self, results: Results, kind: str = "", **where: Any) -> Frame:
-        """Add the columns "blocks", the depth as text, and "label", the name of a model in a legend."""
-        rows = super().chosen(results, kind, **where)
+        """Add columns: "blocks", the depth as text; "label", the name of a model in a legend; and "compared", not true
+        of nearest keys with another k than that of comparisons."""
+        rows = super().chosen(results, kind)
         near = rows["k"].map(", k = {:g}".format, na_action="ignore").fillna("")
         form = (", " + rows["form"]).where(rows["form"] != DEFINED, "")
         depth = rows["layers"].map(lambda layers: f"{layers} block{'s' * (layers > 1)}")
-        return rows.assign(blocks=depth, label=rows["model"] + near + form)
-
-    def compared(self, results: Results, kind: str = "run", **where: Any) -> Frame:
-        """Return the rows of a kind at the chosen rates; of nearest keys only those with the k of comparisons."""
-        rows = self.chosen(results, kind, **where)
-        return rows[rows["k"].isna() | (rows["k"] == self.shown_k)]
+        compared = rows["k"].isna() | (rows["k"] == self.shown_k)
+        return select(rows.assign(blocks=depth, label=rows["model"] + near + form, compared=compared), **where)
 
     def claims(self, results: Results) -> list[Claim]:
         rows: list[Any] = []
-        for blocks, runs in self.compared(results, form=DEFINED).groupby("blocks", sort=False):
+        for blocks, runs in self.chosen(results, compared=True, form=DEFINED).groupby("blocks", sort=False):
             where, gaps = f"figure 3, {blocks}", partial(gaps_of, runs)
             rows += [
                 (where, "Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS),
@@ -141,7 +137,7 @@ class MosaicKernels(TextRecipe):
                 (where, "Uniform nearest keys and normalised ReLU are worse than softmax",
                  gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0),
             ]  # fmt: skip
-        runs = self.compared(results, layers=self.layers[0])
+        runs = self.chosen(results, compared=True, layers=self.layers[0])
         of = lambda model, form: select(runs, model=model, form=form)  # noqa: E731
         released = {
             f"{model}, {form}": paired(of(model, form), of(model, DEFINED), "test")
@@ -166,7 +162,7 @@ class MosaicKernels(TextRecipe):
             made[blocks] = pivot(rows, named, losses, note=(
                 f"Seeds: {self.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
                 f"interval. Empty: rows after the first token's in which no pair had weight by itself."))  # fmt: skip
-        runs = self.compared(results, layers=self.layers[0])
+        runs = self.chosen(results, compared=True, layers=self.layers[0])
         forms = select(runs, model=list(RIVALS))
         if len(forms):
             defined, mended = (select(runs, form=form) for form in (DEFINED, "mended"))
@@ -182,7 +178,7 @@ class MosaicKernels(TextRecipe):
         return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        runs, looks = self.chosen(results), self.compared(results, "look")
+        runs, looks = self.chosen(results), self.chosen(results, "look", compared=True)
         y = {"train": "training loss, nats/token", "held_out": "validation loss, nats/token"}
         along = partial(lines, x="step", y=y, hue="label", x_label="optimiser step")
         made = {
