@@ -127,7 +127,7 @@ def test_pairs_are_new_at_every_segment() -> None:
 def test_frozen_memories_do_not_depend_on_what_was_read() -> None:
     model = hybrid("FA", "FwPKM@1")
     documents = texts(25, 25)
-    read = [sums(streamed(model, documents, 8, carry, frozen=True)) for carry in (Carry("segment"), Carry("stream"))]
+    read = [sums(streamed(model, documents, 8, Carry(span, frozen=True))) for span in ("segment", "stream")]
     assert read[0] == pytest.approx(read[1], rel=1e-6)
     assert sums(streamed(model, documents, 8, Carry("stream"))) != pytest.approx(read[0], rel=1e-4)
     assert not any(module.frozen for module in model.modules() if hasattr(module, "frozen"))

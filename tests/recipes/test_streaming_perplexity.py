@@ -12,34 +12,27 @@ from tiny_runs import checked
 from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
 from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
-from regard_recipes.fwpkm.memory_recipe import LACT, MEMORIES, PAPER_VOCABULARY, Row, row_config
+from regard_recipes.fwpkm.memory_recipe import LACT, MEMORIES, PAPER_VOCABULARY, Row, depths_of, row_config
 from regard_recipes.lib.results import load
 from regard_recipes.long_text import streaming_perplexity as recipe
-from regard_recipes.long_text.streaming import Carry, NamesText, read_names, reading_rules, streamed
+from regard_recipes.long_text.streaming import Carry, mentions, read_names, reading_rules, streamed
 
 made = partial(checked, "streaming-perplexity")
 
 
 def test_documents_have_their_length_and_ask_for_everything() -> None:
-    text = NamesText.of(50, 4, 8)
+    text = made(people=4, chunk=8).names(50)
     for index in range(30):
         example = text.example(0, index)
-        assert example.tokens.shape == example.labels.shape == (50,)
+        assert example.tokens.shape == (50,)
         assert torch.equal(example.tokens, example.labels)
-        assert all(where.shape == (50,) for where in example.parts.values())
-        right = text.scores(text.oracle(example), example)
-        assert right["accuracy"] == 1.0
     assert text.floor(count=20)["accuracy on far"] < 0.5
-    documents = text.documents(3, 1)
-    assert [document.tolist() for document in documents] == [
-        text.example(1, i, "test").tokens.tolist() for i in (0, 1, 2)
-    ]
 
 
 def test_mentions_are_told_by_segment() -> None:
-    text = NamesText.of(400, 3, 8)
-    (tokens,) = text.documents(1, 0)
-    masks, segment = text.mentions(tokens, 40), 40
+    text = made(people=3, chunk=8).names(400)
+    tokens = text.example(0, 0, "test").tokens
+    masks, segment = mentions(text, tokens, 40), 40
     assert torch.equal(sum(mask.int() for mask in masks.values()), torch.ones(399, dtype=torch.int32))
     assert all(masks[part].any() for part in masks)
     words = [text.words.words[token] for token in tokens.tolist()]
@@ -80,7 +73,7 @@ def test_models_of_the_rows(row: Row) -> None:
 
 def test_the_size_of_the_paper() -> None:
     paper = made("paper", device="cpu")
-    assert paper.depths("PKM+FwPKM") == {"PKM": (6,), "FwPKM": (2, 10)}
+    assert depths_of("PKM+FwPKM", paper.layers) == {"PKM": (6,), "FwPKM": (2, 10)}
     assert (paper.context, paper.steps, paper.segments) == (4096, 20_000, 16)
     with torch.device("meta"):
         memories = memory_modules(HybridForCausalLM(paper.model_config("GDN | FwPKM", 1000)))
@@ -128,14 +121,14 @@ def test_only_rules_that_differ_are_read(name: str, rules: list[str]) -> None:
 
 def test_rows_are_means_of_what_was_read() -> None:
     net, _ = model("GDN | FwPKM")
-    text = NamesText.of(73, 3, 8)
-    documents = text.documents(4, 0)
-    rows = list(read_names(net, text, documents, 24, ("paper", "frozen"), side_by_side=2))
+    text = made(people=3, chunk=8).names(73)
+    documents = [example.tokens for example in text.examples(0, range(4), "test")]
+    rows = list(read_names(net, text, 24, ("paper", "frozen"), count=4, seed=0, rows=2))
     read = streamed(net, documents, 24, Carry("stream", "segment"), rows=2, statistics=True)
     told = [row for row in rows if row["kind"] == "document" and row["rule"] == "paper"]
     for row, losses, document in zip(told, read.losses, documents, strict=True):
         assert row["loss"] == pytest.approx(float(losses.mean()))
-        for part, at in text.mentions(document, 24).items():
+        for part, at in mentions(text, document, 24).items():
             assert row[part] == (pytest.approx(float(losses[at].mean())) if at.any() else None)
     segments = [row["loss"] for row in rows if row["kind"] == "segment" and row["rule"] == "paper"]
     assert segments == pytest.approx([float(torch.stack(read.losses)[:, i : i + 24].mean()) for i in (0, 24, 48)])
@@ -143,7 +136,7 @@ def test_rows_are_means_of_what_was_read() -> None:
     (gates,) = read.gates.values()
     assert (layer["layer"], sum(layer["counts"])) == ("layer 2", 4 * 72)
     assert layer["mean"] == pytest.approx(float(torch.cat(gates).mean()))
-    over = torch.cat([text.mentions(document, 24)["across"] for document in documents])
+    over = torch.cat([mentions(text, document, 24)["across"] for document in documents])
     assert layer["across"] == pytest.approx(float(torch.cat(gates)[over].mean()))
     assert layer["reads"] == 4 * 72 * 2
 

@@ -1,5 +1,6 @@
 """Facts of single tasks: lengths, splits, floors and graders."""
 
+from dataclasses import replace
 from itertools import product
 from statistics import mean
 from typing import Any
@@ -115,6 +116,21 @@ def test_what_a_person_has_stays_the_same_in_a_document(setting: str) -> None:
             assert text[at] == thing
             assert places == {"new" if before is None else "near" if at - before <= task.window else "far"}
             last[fact] = at, text[at]
+
+
+@pytest.mark.parametrize("verbs", [0, 2])
+def test_documents_with_a_length_are_cut(verbs: int) -> None:
+    whole = RecurringNames(40, 3, verbs=verbs, everything=True)
+    for length in (1, 2, 17, 50):
+        task = replace(whole, length=length)
+        for index in range(10):
+            long, cut = whole.example(0, index), task.example(0, index)
+            assert torch.equal(cut.tokens, long.tokens[:length])
+            assert torch.equal(cut.labels, cut.tokens)
+            assert all(torch.equal(where, long.parts[part][:length]) for part, where in cut.parts.items())
+            assert task.scores(task.oracle(cut), cut)["accuracy"] == 1.0
+    with pytest.raises(ArgumentError, match="length is 0"):
+        replace(whole, length=0)
 
 
 def test_mqar_fillers_are_never_keys_of_the_sequence() -> None:

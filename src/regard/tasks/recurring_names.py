@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..checks import flag, require
+from ..checks import flag, optional_whole, require
 from .base import Settings, tasks
 from .tiny_math import NAMES, OBJECTS
 from .tokens import TokenExample, Words, WordTask, check_share, check_sizes, example_of
@@ -40,6 +40,7 @@ class RecurringNames(WordTask):
             which small models learn to recall in a few hundred steps.
         window: tokens; an earlier statement further away than that is "far".
         everything: whether every token has a label (for training a language model), not recurring last words alone.
+        length: tokens after which a document ends, within a sentence too; None for whole sentences.
     """
 
     settings: ClassVar[Settings] = {
@@ -54,12 +55,14 @@ class RecurringNames(WordTask):
     verbs: int = len(VERBS)
     window: int = 64
     everything: bool = False
+    length: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, sentences=2, people=1, verbs=0, window=1)
         check_share(self)
-        flag(type(self).__name__, "everything", self.everything)
         call = type(self).__name__
+        flag(call, "everything", self.everything)
+        optional_whole(call, "length", self.length, 1)
         require(self.people <= len(NAMES), call, f"people is {self.people}, expected at most {len(NAMES)}.")
         require(self.verbs <= len(VERBS), call, f"verbs is {self.verbs}, expected at most {len(VERBS)}.")
 
@@ -85,15 +88,18 @@ class RecurringNames(WordTask):
             part = "new" if fact not in last else "near" if at - last[fact] <= self.window else "far"
             places[part].append(at)
             last[fact] = at
+        tokens = tokens[: self.length]
+        places = {part: [at for at in found if at < len(tokens)] for part, found in places.items()}
         asked = range(len(tokens)) if self.everything else sorted(places["near"] + places["far"])
         return example_of(tokens, {at: tokens[at] for at in asked}, places)
 
     def statements(self, tokens: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield of each statement the words that it is about and the position of its last word."""
+        """Yield of each statement that is complete the words that it is about and the position of its last word."""
         names, (words, further) = {self.words.numbers[name] for name in NAMES}, (2, 3) if self.verbs else (1, 1)
-        for at, token in enumerate(tokens):
-            if token in names:
-                yield tuple(tokens[at : at + words]), at + further
+        for last in range(further, len(tokens)):
+            first = last - further
+            if tokens[first] in names:
+                yield tuple(tokens[first : first + words]), last
 
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the last word of each statement from its earlier occurrence, int64 [T]; elsewhere the token itself,

@@ -63,7 +63,7 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         if name == NEEDLES:
             return answer_rows(model, test, self.haystack, self.needles, self.examples, self.seed, reads=self.reads)
         text = self.names(self.segments * self.context + 1)
-        return read_names(model, text, text.documents(self.documents, self.seed), self.context, ("paper", "frozen"))
+        return read_names(model, text, self.context, ("paper", "frozen"), count=self.documents, seed=self.seed)
 
     def claims(self, results: Results) -> list[Claim]:
         if WHOLE not in self.trained:

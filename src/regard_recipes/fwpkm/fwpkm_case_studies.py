@@ -59,11 +59,10 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         "paper": {**PAPER_BOTH, "seeds": 3, "gate_chunk": 32, "gate_tokens": 10_000, "examples": 100, "drawn": 600},
     }
 
-    def depths(self, memory: str) -> dict[str, tuple[int, ...]]:
-        """Fast memories low and high, a slow one between them."""
-        layers = self.layers
-        few = {"PKM": (layers // 2,), "FwPKM": (min(1, layers - 1), layers - 1)}
-        return super().depths(memory) if layers >= 12 else few
+    def fields(self) -> dict[str, Any]:
+        """With fewer layers than the paper's there are fast memories low and high, and a slow one between them."""
+        few = {"memories": f"PKM@{self.layers // 2}+FwPKM@1,{self.layers - 1}"}
+        return super().fields() | (few if self.layers < 12 else {})
 
     def training_tasks(self) -> Mapping[str, Any]:
         return {NEEDLES: self.needle_task(), NAMES: self.names(self.context)}
@@ -79,10 +78,10 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
             yield from self.look_at_slots(model, test)
             return
         text = self.names(self.gate_tokens + 1)
-        documents = text.documents(self.documents, self.seed)
         with chunk_size(model, self.gate_chunk):
-            yield from read_names(model, text, documents, self.gate_tokens, ("paper", "frozen"))
-            yield from gate_rows(model, documents[0][: self.drawn])
+            yield from read_names(model, text, self.gate_tokens, ("paper", "frozen"), count=self.documents,
+                                  seed=self.seed)  # fmt: skip
+            yield from gate_rows(model, text.example(self.seed, 0, "test").tokens[: self.drawn])
 
     @torch.no_grad()
     def look_at_slots(self, model: Any, text: Any) -> Iterator[dict[str, Any]]:

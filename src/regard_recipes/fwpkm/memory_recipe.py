@@ -12,19 +12,18 @@ import torch
 
 from regard.checks import ArgumentError
 from regard.nn.memory.fast_weight_product_key_memory import PRESETS
+from regard.tasks import RecurringNames
 
 from ..lib.recipe import Limits, check_number
 from ..lib.task_recipe import TaskRecipe, first_range
 from ..long_text.needle_reading import NeedleText, needle_text
-from ..long_text.streaming import NamesText
 
 PAPER = "Fast-weight Product Key Memory"
 LAYOUTS = ("GDN", "GDN+SWA", "GDN+FA", "FA", "FA-pSWA")
 MEMORIES = ("none", "PKM", "FwPKM", "PKM+FwPKM", "FwMLP")
 LACT = "LaCT"
-FULL, RESTRICTED = ("GDN+FA", "FA"), {"FA-pSWA": "FA", "GDN+FA-pSWA": "GDN+FA"}
-"""Layouts with attention that sees everything; those whose attention sees little in most training steps, and what they
-are without that."""
+RESTRICTED = {"FA-pSWA": "FA", "GDN+FA-pSWA": "GDN+FA"}
+"""Layouts whose attention sees little in most training steps, and what they are without that."""
 PAPER_MODEL: dict[str, Any] = {
     "width": 768, "layers": 12, "heads": 12, "kv_heads": 4, "delta_heads": 8, "context": 4096, "chunk": 512,
     "sub_keys": 512, "memory_dim": 512, "device": "auto",
@@ -32,8 +31,6 @@ PAPER_MODEL: dict[str, Any] = {
 """The paper's models and contexts (table 3, sections 4.2 and 4.3): 112.11 M parameters, 519.12 M with FwPKM, where the
 vocabulary has its 32,000 tokens."""
 PAPER_VOCABULARY = 32_000
-PKM_HEADS, PKM_TOP_K, TOP_K = 4, 32, 8
-"""Heads of a slow memory and slots that each reads; slots that a fast memory reads, as far as there are sub-keys."""
 RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}
 NAMES, NEEDLES = "names", "needles"
 QUICK: dict[str, Any] = {"width": 32, "sub_keys": 16, "memory_dim": 32, "batch": 8, "steps": 12, "examples": 8,
@@ -114,19 +111,16 @@ def depths_of(memory: str, layers: int) -> dict[str, tuple[int, ...]]:
     return {kind: slow if kind == "PKM" else fast for kind in memory.split("+") if kind != "none"}
 
 
-def row_config(
-    row: Row, sizes: Any, vocabulary: int, fast: Mapping[str, Any] | None = None,
-    depths: Mapping[str, tuple[int, ...]] | None = None, **fields: Any,
-) -> Any:  # fmt: skip
+def row_config(row: Row, sizes: Any, vocabulary: int, fast: Mapping[str, Any] | None = None, **fields: Any) -> Any:
     """Return the configuration of a row in the sizes of an object with the options of `MemoryOptions`, with further
     options of a FwPKM memory (`fast`) and `fields`."""
     from regard.models import HybridConfig
 
     head = sizes.width // sizes.heads
     memory = {"key_dim": sizes.memory_dim, "value_dim": sizes.memory_dim, "sub_keys": sizes.sub_keys}
-    options = {
-        "PKM": {**memory, "heads": PKM_HEADS, "top_k": min(PKM_TOP_K, sizes.sub_keys)},
-        "FwPKM": {**memory, "top_k": min(TOP_K, sizes.sub_keys), "chunk_size": sizes.chunk, **(fast or {})},
+    options = {  # the paper's numbers of heads and of slots that are read, as far as there are sub-keys
+        "PKM": {**memory, "heads": 4, "top_k": min(32, sizes.sub_keys)},
+        "FwPKM": {**memory, "top_k": min(8, sizes.sub_keys), "chunk_size": sizes.chunk, **(fast or {})},
         "FwMLP": {"in_dim": sizes.memory_dim, "value_dim": sizes.memory_dim, "hidden_dim": 9 * sizes.memory_dim // 2,
                   "chunk_size": sizes.chunk},
     }  # fmt: skip
@@ -134,18 +128,18 @@ def row_config(
         "GDN": {"gated-deltanet": {"num_heads": sizes.delta_heads or sizes.heads, "head_dim": head}},
         LACT: {"lact": {"window": 4 * sizes.chunk, "chunk_size": sizes.chunk}},  # the paper's best preset
     }
-    depths = depths or depths_of(row.memory, sizes.layers)
+    depths = depths_of(row.memory, sizes.layers)
     common: dict[str, Any] = {
         "vocab_size": vocabulary, "hidden_size": sizes.width, "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads or sizes.heads, "head_dim": head,
         "intermediate_size": 3 * sizes.width, "max_position_embeddings": sizes.context,
         "mixer_options": mixers.get(row.layout.partition("+")[0]),
+        "memories": "+".join(f"{kind}@{','.join(map(str, layers))}" for kind, layers in depths.items()) or None,
         "memory_options": {kind.lower(): options[kind] for kind in depths} or None,
     }  # fmt: skip
     if row.layout == "GDN+SWA" or row.layout in RESTRICTED:
         common["window"] = sizes.chunk
-    memories = "+".join(f"{kind}@{','.join(map(str, layers))}" for kind, layers in depths.items()) or None
-    return HybridConfig.layout(row.layout, memories, **{**common, **fields})
+    return HybridConfig.layout(row.layout, **{**common, **fields})
 
 
 def check_sizes(call: str, config: Any, layouts: Iterable[str]) -> None:
@@ -192,8 +186,8 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
 
     def model_config(self, name: str, vocabulary: int) -> Any:
         """Return the configuration of a model."""
-        return row_config(self.row(name), self, vocabulary, self.fast(name), self.depths(self.row(name).memory),
-                          initializer_range=first_range(self.width), **self.fields())  # fmt: skip
+        fields = {"initializer_range": first_range(self.width), **self.fields()}
+        return row_config(self.row(name), self, vocabulary, self.fast(name), **fields)
 
     def fields(self) -> dict[str, Any]:
         """Return further fields of every model's configuration."""
@@ -203,10 +197,6 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
         """Return the options of a model's FwPKM memories beside their sizes."""
         common = {"top_k": min(self.top_k, self.sub_keys**2), "address_weight": self.address_weight}
         return {**common, **RULES[self.rule], **self.known[name].get("fast", {})}
-
-    def depths(self, memory: str) -> dict[str, tuple[int, ...]]:
-        """Return the kinds of a memory with their depths."""
-        return depths_of(memory, self.layers)
 
     def make_model(self, name: str, task: Any) -> Any:
         from regard.models import HybridForCausalLM
@@ -220,9 +210,11 @@ class NamesRecipe(MemoryRecipe):
     people: int = 4  # People of a document.
     limits: ClassVar[Limits] = {"people": (1, 100)}
 
-    def names(self, length: int) -> NamesText:
-        """Return the text of names, in documents of so many tokens."""
-        return NamesText.of(length, self.people, self.chunk)
+    def names(self, length: int) -> RecurringNames:
+        """Return the text of names, in documents of so many tokens, of which every one is to be predicted. A name
+        recurs far where attention to a chunk does not see it."""
+        return RecurringNames(-(-length // 3), self.people, 0.8, verbs=0, window=self.chunk, everything=True,
+                              length=length)  # fmt: skip
 
 
 class NeedleRecipe(MemoryRecipe):

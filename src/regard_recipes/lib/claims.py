@@ -221,13 +221,14 @@ def claims_of(paper: str, rows: Iterable[Sequence[Any]], **common: Any) -> list[
 
     Args:
         rows: (where, wording, estimates, says, margin, note) of each, and where it differs from `common` a dictionary
-            of further fields. An estimate may stand for itself.
+            of further fields. A single estimate needs no name, and samples, one for each seed, stand for their mean.
         common: further fields of all claims.
     """
     made = []
     for where, wording, estimates, says, margin, note, *changes in rows:
-        named = {"": estimates} if isinstance(estimates, Estimate) else estimates
-        measured = {name: estimate for name, estimate in named.items() if estimate.count or estimate.low != -math.inf}
+        named = estimates if isinstance(estimates, Mapping) else {"": estimates}
+        found = {name: e if isinstance(e, Estimate) else mean_interval(e) for name, e in named.items()}
+        measured = {name: estimate for name, estimate in found.items() if estimate.count or estimate.low != -math.inf}
         if measured:
             fields = {**common, **dict(*changes), "note": note}
             made.append(Claim(paper, where, wording, measured, says, margin, **fields))

@@ -10,10 +10,8 @@ Shapes: B rows read side by side, S tokens of a segment, L of a document.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
-from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,24 +21,33 @@ from regard.inspect.capture import eval_mode
 from regard.inspect.gates import GATE, bin_counts, layer_name
 from regard.inspect.hooks import hooked, named_hook_points
 from regard.nn.memory_trace import observed
-from regard.tasks import TokenExample
-from regard.tasks.recurring_names import RecurringNames
+from regard.tasks import RecurringNames
 
 Span = Literal["stream", "document", "segment"]
 
 
-@dataclass(frozen=True)
-class Carry:
-    """How long the states of written memories, and of recurrent mixers without positions (Gated DeltaNet, the fast
-    weights of LaCT), live: "segment" (new at every one), "document", or "stream" (never new). The default is the
-    paper's protocol."""
+class Carry(NamedTuple):
+    """How a text is read: how long the states of written memories, and of recurrent mixers without positions (Gated
+    DeltaNet, the fast weights of LaCT), live: "segment" (new at every one), "document", or "stream" (never new);
+    whether memories are only read (`frozen`); and what a table says of it (`meaning`)."""
 
-    memory: Span = "stream"
+    memory: Span
     recurrent: Span = "segment"
+    frozen: bool = False
+    meaning: str = ""
 
 
-@dataclass(frozen=True)
-class Streamed:
+RULES = {
+    "new": Carry("segment", meaning="all new at every segment"),
+    "frozen": Carry("segment", frozen=True, meaning="memory never written"),
+    "document": Carry("document", meaning="memory through a document"),
+    "paper": Carry("stream", meaning="memory through everything (the paper)"),
+    "carried": Carry("document", "document", meaning="all states through a document"),
+}
+"""How a text is read. Keys and values of attention are new at every segment by every rule."""
+
+
+class Streamed(NamedTuple):
     """What a model did on documents.
 
     Attributes:
@@ -54,13 +61,10 @@ class Streamed:
     slots: dict[str, dict[str, float]]
 
 
-PAPER = Carry()
-
-
 @torch.no_grad()
 def streamed(
-    model: Any, documents: Sequence[Tensor], segment: int, carry: Carry = PAPER, *, rows: int = 1,
-    frozen: bool = False, statistics: bool = False,
+    model: Any, documents: Sequence[Tensor], segment: int, carry: Carry = RULES["paper"], *, rows: int = 1,
+    statistics: bool = False,
 ) -> Streamed:  # fmt: skip
     """Read documents in order, segment by segment, in one forward pass over all tokens.
 
@@ -68,10 +72,9 @@ def streamed(
         model: any causal language model of `regard.models`; its mode is restored.
         documents: int [L] each, at least two tokens.
         segment: S.
-        carry: how long each kind of state lives.
+        carry: how long each kind of state lives, and whether memories are written.
         rows: B streams side by side, each with its own memory: document i goes to stream i modulo B. Documents that are
             read at the same time must have the same length, since padding would count as time.
-        frozen: memories are read and never written.
         statistics: keep gates and count slots.
     """
     from regard.models.hybrid.memories import frozen_memory, keep_memory
@@ -87,24 +90,22 @@ def streamed(
 
     with ExitStack() as active:
         active.enter_context(eval_mode(model))
-        if frozen:
+        if carry.frozen:
             active.enter_context(frozen_memory(model))
         if statistics:
             observers = active.enter_context(observed(model))
             names = [name for name in named_hook_points(model) if name.endswith(f".{GATE}")]
             active.enter_context(hooked(model, [(name, partial(record, name)) for name in names], required=False))
-        cache = None
+        cache: Any = None
         for first in range(0, len(documents), rows):
             batch = torch.stack(list(documents[first : first + rows])).long().to(device)
-            cache = keep_memory(model, cache, memory=carry.memory == "stream", recurrent=carry.recurrent == "stream")
             if len(batch) < min(rows, first):  # the last documents may be fewer than the streams
                 cache.batch_select_indices(torch.arange(len(batch)))
             parts = []
             for start in range(0, batch.shape[1] - 1, segment):
                 piece = batch[:, start : start + segment + 1]  # inputs and the token after them
-                if start:
-                    memory, recurrent = (span != "segment" for span in (carry.memory, carry.recurrent))
-                    cache = keep_memory(model, cache, memory=memory, recurrent=recurrent)
+                kept = ("document", "stream") if start else ("stream",)
+                cache = keep_memory(model, cache, memory=carry.memory in kept, recurrent=carry.recurrent in kept)
                 logits = model(input_ids=piece[:, :-1], cache=cache).logits.float()
                 parts.append(F.cross_entropy(logits.transpose(1, 2), piece[:, 1:], reduction="none").cpu())
             losses += torch.cat(parts, 1).unbind()
@@ -114,64 +115,30 @@ def streamed(
     return Streamed(losses, gates, {name: observer.summary() for name, observer in observers.items()})
 
 
-RULES: dict[str, tuple[Carry, str]] = {
-    "new": (Carry("segment", "segment"), "all new at every segment"),
-    "frozen": (Carry("segment", "segment"), "memory never written"),
-    "document": (Carry("document", "segment"), "memory through a document"),
-    "paper": (Carry("stream", "segment"), "memory through everything (the paper)"),
-    "carried": (Carry("document", "document"), "all states through a document"),
-}
-"""How a text is read. Pairs of attention are new at every segment by every rule."""
-SHORTEST = 3  # tokens of a sentence
-
-
-@dataclass(frozen=True)
-class NamesText(RecurringNames):
-    """Documents of exactly `length` tokens, of which every one is to be predicted."""
-
-    length: int = 96
-
-    @classmethod
-    def of(cls, length: int, people: int, near: int) -> "NamesText":
-        """Return documents of so many tokens; a name recurs far where attention to `near` tokens does not see it."""
-        return cls(-(-length // SHORTEST), people, 0.8, verbs=0, window=near, everything=True, length=length)
-
-    def draw(self, random: Random, split: str) -> TokenExample:
-        example, end = super().draw(random, split), self.length
-        parts = {part: mask[:end] for part, mask in example.parts.items()}
-        return replace(example, tokens=example.tokens[:end], labels=example.labels[:end], parts=parts)
-
-    def statements(self, tokens: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield the statements, without one that the end cuts."""
-        yield from ((fact, at) for fact, at in super().statements(tokens) if at < len(tokens))
-
-    def documents(self, count: int, seed: int) -> list[Tensor]:
-        """Return documents of the test split, int64 [L] each."""
-        return [example.tokens for example in self.examples(seed, range(count), "test")]
-
-    def mentions(self, tokens: Tensor, segment: int) -> dict[str, Tensor]:
-        """Return masks [L - 1] of the tokens but the first that say what a name has: "new", or mentioned before
-        "within" the same segment, or only "across" segments; and of all "other" tokens."""
-        masks = {part: torch.zeros(len(tokens) - 1, dtype=torch.bool) for part in ("new", "within", "across")}
-        last: dict[tuple[int, ...], int] = {}
-        for fact, at in self.statements(tokens.tolist()):
-            before, start = last.get(fact), (at - 1) // segment * segment
-            part = "new" if before is None else "within" if before >= start else "across"
-            masks[part][at - 1] = True
-            last[fact] = at
-        return {**masks, "other": ~torch.stack(list(masks.values())).any(0)}
+def mentions(text: RecurringNames, tokens: Tensor, segment: int) -> dict[str, Tensor]:
+    """Return masks [L - 1] of the tokens but the first that say what a name has: "new", or mentioned before "within"
+    the same segment, or only "across" segments; and of all "other" tokens."""
+    masks = {part: torch.zeros(len(tokens) - 1, dtype=torch.bool) for part in ("new", "within", "across")}
+    last: dict[tuple[int, ...], int] = {}
+    for fact, at in text.statements(tokens.tolist()):
+        before, start = last.get(fact), (at - 1) // segment * segment
+        part = "new" if before is None else "within" if before >= start else "across"
+        masks[part][at - 1] = True
+        last[fact] = at
+    return {**masks, "other": ~torch.stack(list(masks.values())).any(0)}
 
 
 def read_names(
-    model: Any, text: NamesText, documents: Sequence[Tensor], segment: int, rules: Iterable[str], side_by_side: int = 1
+    model: Any, text: RecurringNames, segment: int, rules: Iterable[str], *, count: int, seed: int, rows: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """Read documents by `RULES` and yield rows: the loss of each document, all in all and of each kind of mention, the
-    loss of each segment, and, by the paper's rule, the gates and the use of slots of each memory layer."""
-    masks = [text.mentions(document, segment) for document in documents]
+    """Read `count` documents of the test split by `RULES` and yield rows: the loss of each document, all in all and of
+    each kind of mention, the loss of each segment, and, by the paper's rule, the gates and the use of slots of each
+    memory layer."""
+    documents = [example.tokens for example in text.examples(seed, range(count), "test")]
+    masks = [mentions(text, document, segment) for document in documents]
     joined = {part: torch.cat([mask[part] for mask in masks]) for part in masks[0]}
     for rule in rules:
-        read = streamed(model, documents, segment, RULES[rule][0], rows=side_by_side, frozen=rule == "frozen",
-                        statistics=rule == "paper")  # fmt: skip
+        read = streamed(model, documents, segment, RULES[rule], rows=rows, statistics=rule == "paper")
         for number, (losses, mask) in enumerate(zip(read.losses, masks, strict=True)):
             yield {"kind": "document", "rule": rule, "document": number, "loss": float(losses.mean()),
                    **means_of(losses, mask)}  # fmt: skip

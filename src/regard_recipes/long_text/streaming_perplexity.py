@@ -6,16 +6,16 @@ the recurrent states of all models carried through a document as well.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, ClassVar
 
 from regard.inspect.gates import BINS
 
-from ..fwpkm.memory_recipe import FULL, NAMES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NamesRecipe, Row, known_rows
-from ..lib.claims import Claim, Estimate, claims_of, mean_interval
-from ..lib.display import MISSING, Show, dots, heat, interval, lines, panels, pivot, spread
-from ..lib.recipe import Frame, Results, recipe, select
+from ..fwpkm.memory_recipe import LAYOUTS, NAMES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NamesRecipe, Row, known_rows
+from ..lib.claims import Claim, claims_of, paired
+from ..lib.display import Show, dots, heat, interval, lines, only, panels, pivot, spread
+from ..lib.recipe import Frame, Results, recipe, select, stacked
 from .streaming import RULES, read_names, reading_rules
 
 TEXTS = ("short", "long")
@@ -57,88 +57,74 @@ class StreamingPerplexity(NamesRecipe):
         rules = reading_rules(model)
         for text, segments in zip(TEXTS, (1, self.segments), strict=True):
             source = self.names(segments * self.context + 1)
-            documents, together = source.documents(self.examples, self.seed), max(1, self.examples // 4)
-            rows = read_names(model, source, documents, self.context, rules, side_by_side=together)
+            rows = read_names(model, source, self.context, rules, count=self.examples, seed=self.seed,
+                              rows=max(1, self.examples // 4))  # fmt: skip
             yield from ({**row, "text": text} for row in rows)
 
     def claims(self, results: Results) -> list[Claim]:
-        read = self.by_layout(self.as_read(results, "paper"), "loss")
-        layers = self.chosen(results, "layer")
-        gates: Any = self.by_layout(select(layers, text="long"), "mean").get("FwPKM", ()) if len(layers) else ()
-        written = self.by_layout(select(self.as_read(results, "paper"), text="long"), "across")
-        frozen = self.by_layout(select(self.chosen(results, "document"), text="long", rule="frozen"), "across")
+        if not any(self.row(name).remembers for name in self.trained):
+            return []
+        read, by_rule = self.as_read(results, "document", "paper"), self.chosen(results, "document", text="long")
+        seeds = lambda rows, column: rows.pivot_table(column, "seed", "model")  # noqa: E731
+        nats = {text: seeds(select(read, text=text), "loss") for text in TEXTS}
+        gates = seeds(self.chosen(results, "layer", text="long"), "mean")
 
-        def less(one: str, other: str, text: str = "long") -> dict[str, Estimate]:
-            """Return by layout the nats per token with one memory less those with another."""
-            if not {one, other} <= {*read}:
-                return {}
-            gaps = (read[one] - read[other]).xs(text, level="text")
-            return {str(layout): mean_interval(own) for layout, own in gaps.groupby("layout", sort=False)
-                    if {Row(str(layout), one).name, Row(str(layout), other).name} <= {*self.trained}}  # fmt: skip
+        def less(one: str, other: str, text: str = "long") -> dict[str, Frame]:
+            """Return by layout the nats per token with one memory less those with another, for each seed."""
+            pairs = {layout: (Row(layout, one).name, Row(layout, other).name) for layout in LAYOUTS}
+            return {layout: nats[text][one] - nats[text][other] for layout, (one, other) in pairs.items()
+                    if {one, other} <= {*nats[text]}}  # fmt: skip
 
-        def between(values: Any, pairs: Sequence[tuple[str, str]]) -> dict[str, Estimate]:
-            """Return numbers by seed of a layout less those of another."""
-            return {f"{one} less {other}": mean_interval(values[one] - values[other]) for one, other in pairs}
+        def between(values: Mapping[str, Frame], pairs: Iterable[tuple[str, str]]) -> dict[str, Frame]:
+            """Return the values of a layout less those of another."""
+            return {f"{one} less {other}": values[one] - values[other]
+                    for one, other in pairs if {one, other} <= values.keys()}  # fmt: skip
 
-        gains = less("FwPKM", "none")
-        full = [(layout, "GDN") for layout in FULL if {layout, "GDN"} <= gains.keys()]
-        windows = [pair for pair in RESTRICTED.items() if {*pair} <= gains.keys()]
-        gained = (read["FwPKM"] - read["none"]).xs("long", level="text") if gains else {}
-        opened = gates.xs("long", level="text") if len(gates) else {}
+        gains, full = less("FwPKM", "none"), [("GDN+FA", "GDN"), ("FA", "GDN")]
+        opened = {layout: gates[Row(layout, "FwPKM").name] for layout in gains}
+        more = gains | {f"{layout}, less PKM": gap for layout, gap in less("FwPKM", "PKM").items()}
         both = {f"{layout}: less {other} on {text}": gap for other, text in product(("PKM", "FwPKM"), TEXTS)
                 for layout, gap in less("PKM+FwPKM", other, text).items()}  # fmt: skip
-        lower = {
-            Row(str(layout), memory).name: mean_interval(own)
-            for memory in frozen for layout, own in (written[memory] - frozen[memory]).groupby("layout", sort=False)
-            if Row(str(layout), memory).name in self.trained
-        }  # fmt: skip
+        lower = {name: paired(select(by_rule, model=name, rule="paper"), select(by_rule, model=name, rule="frozen"),
+                              "across") for name in self.trained}  # fmt: skip
         unit = "Nats per token, read by the paper's protocol"
-        beside_slow = {f"{layout}, less PKM": gap for layout, gap in less("FwPKM", "PKM").items()}
-        nothing = self.unlearned(results, NAMES)
         return claims_of(PAPER, [
-            ("finding 1", "Fast memories gain on long documents", {**gains, **beside_slow}, "below", 0,
+            ("finding 1", "Fast memories gain on long documents", more, "below", 0,
              f"{unit}, on long documents: FwPKM less no memory, and less PKM."),
             ("finding 1", "Both together are best", both, "below", 0, f"{unit}: PKM+FwPKM less each alone."),
-            ("finding 2", "FwPKM gains less beside full attention", between(gained, full), "above", 0,
+            ("finding 2", "FwPKM gains less beside full attention", between(gains, full), "above", 0,
              f"{unit}: the gain on long documents."),
             ("finding 2", "Its gates close beside full attention", between(opened, full), "below", 0,
              "Mean gate on long documents."),
-            ("finding 3", "Windows in training open the gates", between(opened, windows), "above", 0,
+            ("finding 3", "Windows in training open the gates", between(opened, RESTRICTED.items()), "above", 0,
              "Mean gate on long documents."),
             ("check", "Writing lowers the loss on names that recur beyond a segment", lower, "below", 0,
              "Loss (nats) on facts that recur in a later segment, with writes minus without."),
-        ], effect=CLEAR, untestable=nothing)  # fmt: skip
+        ], effect=CLEAR, untestable=self.unlearned(results, NAMES))  # fmt: skip
 
     def notes(self, results: Results) -> list[str]:
         return [*super().notes(results), NO_KNOWLEDGE]
 
-    def as_read(self, results: Results, protocol: str) -> Frame:
-        """Return the documents, each model read by what a protocol ("paper" or "fair") means for it."""
-        rows = self.chosen(results, "document")
-        rules = {name: rule_of(self.row(name), protocol) for name in self.trained}
-        return rows[rows["rule"] == rows["model"].map(rules)]
-
-    def by_layout(self, rows: Frame, value: str) -> Frame:
-        """Return means of a column by layout, text and seed, a column for each memory."""
-        kinds = [self.row(name) for name in rows["model"]]
-        rows = rows.assign(layout=[row.layout for row in kinds], memory=[row.memory for row in kinds])
-        return rows.groupby(["layout", "text", "seed", "memory"], sort=False)[value].mean().unstack("memory")
+    def as_read(self, results: Results, kind: str, protocol: str) -> Frame:
+        """Return the rows of a kind, each model read by what a protocol ("paper" or "fair") means for it."""
+        rows = self.chosen(results, kind)
+        return rows[rows["rule"] == rows["model"].map(lambda name: rule_of(self.row(name), protocol))]
 
     def tables(self, results: Results) -> dict[str, Any]:
         import pandas as pd
 
-        told = []
-        for protocol, text in product(("paper", "fair"), TEXTS):
-            own = select(self.as_read(results, protocol), text=text).groupby(["model", "seed"], sort=False)["loss"]
-            own = own.mean().map(lambda loss: math.exp(min(loss, 700))).rename("perplexity").reset_index()
-            told.append(own.assign(read=f"{text}, {protocol}"))
+        read = stacked(self.as_read(results, "document", protocol).assign(read=protocol)
+                       for protocol in ("paper", "fair"))  # fmt: skip
+        read = read.assign(read=read["text"] + ", " + read["read"])
+        losses = read.groupby(["model", "seed", "read"], sort=False)["loss"].mean()
+        perplexity = losses.clip(upper=700).map(math.exp).rename("perplexity").reset_index()
         long = select(self.chosen(results, "document"), text="long")
         long = long.groupby(["model", "rule", "seed"], sort=False)[["within", "across"]].mean().reset_index()
         long = long.assign(rule=pd.Categorical(long["rule"], list(RULES)))
         nats: dict[str, Show] = {"": interval("across")}
-        told_of = "; ".join(f"{name}: {meaning}" for name, (_, meaning) in RULES.items())
+        told_of = "; ".join(f"{name}: {rule.meaning}" for name, rule in RULES.items())
         made = {
-            "Perplexity": pivot(pd.concat(told), ["model"], {"": interval("perplexity", 2)}, "read", note=(
+            "Perplexity": pivot(perplexity, ["model"], {"": interval("perplexity", 2)}, "read", note=(
                 "Perplexity per token, ± half the 95 % interval over seeds. paper: the fast memory is carried through "
                 "all documents, all else is new at every segment. fair: memory and recurrent states are carried "
                 "through a document and no further; attention sees its segment.")),
@@ -149,12 +135,10 @@ class StreamingPerplexity(NamesRecipe):
                 long, ["model"], {"": interval("within")}, "rule", note="The same for what attention can see."),
         }  # fmt: skip
         gates = self.chosen(results, "layer")
-        across = spread("across", 2)
         if len(gates):
             made["Gates and slots"] = pivot(gates, ["model", "text", "layer"], {
                 "mean gate": spread("mean", 2),
-                "on names from earlier segments":
-                    lambda rows: MISSING if (rows["text"] == "short").all() else across(rows),  # of one segment
+                "on names from earlier segments": only(spread("across", 2), text="long"),
                 "on other tokens": spread("other", 2),
                 "slots read": "{coverage:.2f}", "reads of shared slots": "{collisions:.2f}",
                 "KL to uniform, nats": "{kl_uniform:.2f}",
@@ -164,11 +148,10 @@ class StreamingPerplexity(NamesRecipe):
     def figures(self, results: Results) -> dict[str, bytes]:
         rows = self.chosen(results, "document")
         rows = rows.groupby(["model", "seed", "rule", "text"], sort=False)["loss"].mean().reset_index()
-        rows = rows.assign(rule=rows["rule"].map({name: meaning for name, (_, meaning) in RULES.items()}))
+        rows = rows.assign(rule=rows["rule"].map(lambda name: RULES[name].meaning))
         made = {text: dots(select(rows, text=text), "loss", "model", "rule", x_label="nats per token",
                            title=f"{text} documents") for text in TEXTS}  # fmt: skip
-        along = select(self.chosen(results, "segment"), text="long")
-        along = along[along["rule"] == along["model"].map(lambda name: rule_of(self.row(name), "fair"))]
+        along = select(self.as_read(results, "segment", "fair"), text="long")
         made["segments"] = lines({"": along}, "segment", {"loss": "nats per token, fair"}, "model",
                                  x_label="segment of a long document")  # fmt: skip
         if len(gates := self.chosen(results, "layer")):
@@ -184,6 +167,8 @@ class StreamingPerplexity(NamesRecipe):
 def rule_of(row: Row, protocol: str) -> str:
     """Return the rule by which the paper reads a model ("paper"), or the one that carries every state of fixed size
     through a document and none further ("fair")."""
-    if protocol == "fair":
-        return "carried" if row.recurrent else "document" if row.remembers else "new"
-    return protocol if row.remembers or protocol != "paper" else "new"
+    if protocol == "fair" and row.recurrent:
+        return "carried"
+    if not row.remembers:
+        return "new"
+    return "document" if protocol == "fair" else "paper"
