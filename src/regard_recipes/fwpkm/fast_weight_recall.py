@@ -6,8 +6,9 @@ docs/memory-results.md describes the texts. What a model knows on the second rea
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
@@ -30,12 +31,8 @@ RULES: dict[str, dict[str, Any]] = {
 ROOM, SMALL, CLUSTERED = "room enough", "too few slots", "clustered queries"
 EXACT = (NORMALIZED, REFERENCE)  # rules that should rewrite in one step
 CHANCE = 0.03  # share of right values that counts as chance
-ONCE, REMAPPED = 0.99, 0.95  # least share on the second reading of the first document, and of the second
-HITS = (0.75, 0.95)  # least share of retrieved slots that hold the right value, by the last write and by the last four
-WIDER = 2.0  # times the slots that queries must use with the entropy
+REMAPPED = 0.95  # least share of right values where keys had other values before
 SPREADS, WEIGHTS = (0.25, 0.5, 1.0, 1.5), (0.0, 1.0, 10.0)  # of clustered queries, and of the entropy
-TRAINED_READS = 2
-PARTS = 8  # of the training, for which losses are stored
 
 
 @recipe("fast-weight-recall")
@@ -81,8 +78,7 @@ class FastWeightRecall(Recipe):
 
     def task(self, **changes: Any) -> CrossDocumentRecall:
         """Return the task of the measurement, or one with other documents and reads."""
-        numbers: dict[str, Any] = {"documents": self.documents, "reads": self.reads, **changes}
-        return CrossDocumentRecall(self.keys, self.keys, self.pairs, **numbers)
+        return replace(CrossDocumentRecall(self.keys, self.keys, self.pairs, self.documents, self.reads), **changes)
 
     def make_model(self, rule: str, small: bool) -> Any:
         """Return a model whose memory has the size of the options, or is too small."""
@@ -101,8 +97,9 @@ class FastWeightRecall(Recipe):
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         """Yield rows of the kinds "run" (the model, its seconds, and shares of retrieved slots that hold the right
-        value), "loss" (nats, means of parts of the training; none if it diverged), "recall" (share of right values) and
-        "once" (the same of a document that is read once); of clustered queries "clustered" (share of slots in use)."""
+        value), "loss" (nats, means of eighths of the training; none if it diverged), "recall" (share of right values)
+        and "once" (the same of a document that is read once); of clustered queries "clustered" (share of slots in
+        use)."""
         from regard.models.hybrid.memories import chunk_size
         from regard.training.task import TaskBudget, train_on_task
         from regard.training.task.training import LossNotFinite
@@ -120,17 +117,17 @@ class FastWeightRecall(Recipe):
         steps = self.stress_steps if small else self.steps
         budget = TaskBudget(
             steps=steps, batch=self.batch, learning_rate=self.learning_rate, warmup=0.0, final_share=0.0,
-            weight_decay=0.0, seed=seed, eval_every=-(-steps // PARTS), eval_examples=1,
+            weight_decay=0.0, seed=seed, eval_every=-(-steps // 8), eval_examples=1,
         )  # fmt: skip
         losses: tuple[float, ...] = ()
         with suppress(LossNotFinite):  # a model that diverged is measured as it is
-            losses = train_on_task(model, RecallTokens(self.task(reads=TRAINED_READS)), budget).loss
+            losses = train_on_task(model, RecallTokens(self.task(reads=2)), budget).loss
         seconds = time.perf_counter() - start
         model.eval()
         once, exact = self.task(documents=1, reads=2), not small and rule in EXACT
-        hits = self.hits(model, once, seed) if exact else (None, None)
+        last, four = self.hits(model, once, seed) if exact else (None, None)
         yield {"kind": "run", "slots": model.memory.slots, "parameters": model.num_parameters(), "seconds": seconds,
-               "fast_weights": model.memory.fast_numbers(), "hit_last": hits[0], "hit_four": hits[1]}  # fmt: skip
+               "fast_weights": model.memory.fast_numbers(), "hit_last": last, "hit_four": four}  # fmt: skip
         yield from ({"kind": "loss", "part": part, "loss": loss} for part, loss in enumerate(losses, 1))
         task = self.task()
         for place, share in enumerate(self.accuracy(model, task, seed)):
@@ -164,37 +161,33 @@ class FastWeightRecall(Recipe):
         return hits.rate(1), hits.rate(4)
 
     def claims(self, results: Results) -> list[Claim]:
-        recall = results.select(kind="recall", memory=ROOM)
-        second, whole = select(recall, reading=2), 4 * self.pairs
-        once, runs = once_of(results), results.select(kind="run", memory=ROOM).dropna(subset=["hit_last"])
-        exact = [rule for rule in EXACT if rule in self.rules]
-
-        def shares(rows: Frame, by: Sequence[str] = ("rule",), **where: Any) -> dict[str, Estimate]:
-            return mean_intervals(select(rows, **where), by, "accuracy")
-
+        recall, runs = (results.select(kind=kind, memory=ROOM) for kind in ("recall", "run"))
+        second, once, whole = select(recall, reading=2), once_of(results), 4 * self.pairs
+        shares = lambda rows, **where: mean_intervals(select(rows, **where), ["rule"], "accuracy")  # noqa: E731
+        hits = lambda column: mean_intervals(runs.dropna(subset=[column]), ["rule"], column)  # noqa: E731
         rewriting, on_second = "One-step rewriting", "Share of right values on the second reading of document"
         single = "Share of right answers about a document that is read once"
         stored = "Share of the slots that keys retrieve on the second reading: the right value was written"
         return claims_of("Fast-weight Product Key Memory", [
-            ("protocol", "Nothing is known on a first reading", shares(recall, ["rule", "document"], reading=1),
-             "below", CHANCE, "Share of right values."),
-            ("section 3.2", rewriting, shares(second, rule=exact, document=1), "at least", ONCE, f"{on_second} 1."),
-            ("section 3.2", f"{rewriting} of other values", shares(second, rule=exact, document=2), "at least",
+            ("protocol", "Nothing is known on a first reading",
+             mean_intervals(select(recall, reading=1), ["rule", "document"], "accuracy"), "below", CHANCE,
+             "Share of right values."),
+            ("section 3.2", rewriting, shares(second, rule=EXACT, document=1), "at least", 0.99, f"{on_second} 1."),
+            ("section 3.2", f"{rewriting} of other values", shares(second, rule=EXACT, document=2), "at least",
              REMAPPED, f"{on_second} 2, whose keys had other values before."),
             ("section 3.2", f"{rewriting} with equation 35", shares(second, rule=PAPER, document=2), "at least",
              REMAPPED, f"{on_second} 2; equation 35 moves a slot by its weight alone."),
             ("protocol", "One reading is enough where writes come before questions",
-             shares(once[once["chunk"] < whole], ["rule", "chunk"]), "at least", REMAPPED,
+             mean_intervals(once[once["chunk"] < whole], ["rule", "chunk"], "accuracy"), "at least", REMAPPED,
              f"{single}, by tokens of a chunk."),
             ("protocol", "One reading is not enough where the whole text is one chunk", shares(once, chunk=whole),
              "below", CHANCE, f"{single}."),
-            ("section 5.1", "Retrieved slots hold what was asked for", mean_intervals(runs, ["rule"], "hit_last"),
-             "at least", HITS[0], f"{stored} last."),
-            ("section 5.1", "One of the last four writes is what was asked for",
-             mean_intervals(runs, ["rule"], "hit_four"), "at least", HITS[1],
+            ("section 5.1", "Retrieved slots hold what was asked for", hits("hit_last"), "at least", 0.75,
+             f"{stored} last."),
+            ("section 5.1", "One of the last four writes is what was asked for", hits("hit_four"), "at least", 0.95,
              f"{stored} by one of the last four writes."),
             ("section 3.3", "The entropy of the addresses keeps clustered queries from few slots",
-             widest(results.select(kind="clustered")), "at least", WIDER,
+             widest(results.select(kind="clustered")), "at least", 2.0,
              "Slots in use, in units of those without the entropy; the largest of all spreads and weights."),
         ])  # fmt: skip
 
@@ -211,19 +204,11 @@ class FastWeightRecall(Recipe):
             "training": "{seconds:.0f} s",
         }  # fmt: skip
         without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
-
-        def by_reading(memory: str) -> Any:
-            rows = select(recall, memory=memory)
-            means: Show = lambda own: " / ".join(map("{:.3f}".format, own.groupby("reading")["accuracy"].mean()))  # noqa: E731
-            return pivot(rows, ["rule"], {"": means}, "document", note=note)
-
-        def times(rows: Frame) -> str:
-            mean, base = rows["coverage"].mean(), without[rows["spread"].iloc[0]]
-            return f"{mean:.3f} ({mean / base:.1f} times)" if rows["weight"].iloc[0] else f"{mean:.3f}"
-
+        clustered = clustered.assign(times=clustered["coverage"] / clustered["spread"].map(without),
+                                     entropy=clustered["weight"].map("entropy weight {:g}".format))  # fmt: skip
+        readings: Show = lambda own: " / ".join(map("{:.3f}".format, own.groupby("reading")["accuracy"].mean()))  # noqa: E731
         return {
-            "Recall by document and reading": by_reading(ROOM),
-            "Recall with too few slots": by_reading(SMALL),
+            "Recall by document and reading": pivot(recall, ["memory", "rule"], {"": readings}, "document", note=note),
             "One reading, by tokens of a chunk": pivot(
                 once_of(results), ["rule"], {"": "{accuracy:.3f}"}, "chunk",
                 note="A document followed by the same document as questions, read once: share of right answers."),
@@ -232,8 +217,7 @@ class FastWeightRecall(Recipe):
                 note="Share of retrieved slots that hold the right value on the second reading of document 1."),
             "Models": pivot(runs, ["memory", "rule"], models),
             "Clustered queries: share of the slots in use": pivot(
-                clustered.assign(entropy=clustered["weight"].map("entropy weight {:g}".format)), ["spread"],
-                {"": times}, "entropy",
+                clustered, ["spread"], {"": "{coverage:.3f} ({times:.1f} times)"}, "entropy",
                 note="All queries are one point, moved by noise of the spread. Times: of those without entropy."),
         }  # fmt: skip
 

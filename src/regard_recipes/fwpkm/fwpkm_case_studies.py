@@ -18,7 +18,7 @@ from regard.inspect.gates import GateTrace, gate_trace, layer_name
 from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer, slot_readings, slot_table
 from regard.nn.memory_trace import WriterTrace, observed
 
-from ..lib.claims import Claim, claims_of, mean_interval, mean_intervals, paired
+from ..lib.claims import Claim, claims_of, mean_intervals, paired
 from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Results, recipe, select
 from ..long_text.needle_reading import asked, greedy
@@ -29,7 +29,6 @@ ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow mem
 MAJORITY = 0.5
 MARGIN = 0.05  # by which two means or two deviations must differ to count
 WRITERS = 4  # kept of every slot
-DIGITS = 4  # decimals of stored gates
 REACH = 4  # words on each side of a writer that tables and pages show
 PLACES = {"new": "new names", "within": "repeated names", "other": "other tokens"}
 NOTHING = "writing does not lower the loss on names that come back, so that gates have nothing to follow"
@@ -59,10 +58,10 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         "paper": {**PAPER_BOTH, "seeds": 3, "gate_chunk": 32, "gate_tokens": 10_000, "examples": 100, "drawn": 600},
     }
 
-    def fields(self) -> dict[str, Any]:
+    def shared(self) -> Mapping[str, Any]:
         """With fewer layers than the paper's there are fast memories low and high, and a slow one between them."""
         few = {"memories": f"PKM@{self.layers // 2}+FwPKM@1,{self.layers - 1}"}
-        return super().fields() | (few if self.layers < 12 else {})
+        return {**super().shared(), **(few if self.layers < 12 else {})}
 
     def training_tasks(self) -> Mapping[str, Any]:
         return {NEEDLES: self.needle_task(), NAMES: self.names(self.context)}
@@ -119,33 +118,27 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         gain = paired(select(read, rule="paper"), select(read, rule="frozen"), "within")
         selective = {"mean, lower less higher": paired(low, high, "mean"),
                      "deviation, higher less lower": paired(high, low, "deviation")}  # fmt: skip
-        over = lambda part, other: mean_interval(high[part] - high[other])  # noqa: E731
+        over = lambda part, other: high[part] - high[other]  # noqa: E731
         spikes = {"repeated less other tokens": over("within", "other"), "new less other tokens": over("new", "other")}
         shown = "Share of the slots that the tokens of all answers retrieve"
-        unread = self.unlearned(results, NEEDLES)
-        nothing = self.unlearned(results, NAMES) or (NOTHING if 0 <= gain.high < math.inf else "")
-        return [
-            *claims_of(PAPER, [
-                ("section 5.1", "The majority of retrieved slots contain the correct target tokens", of("hits"),
-                 "above", MAJORITY, f"{shown}: the last write stored the true next token."),
-                ("section 5.1", "Incorrect retrievals share the query token", of("same_query"), "above", MAJORITY,
-                 f"{shown} and that miss: their last writer is the same token as the one that asks."),
-                ("section 5.1", "Answers are right in spite of slots that miss", of("mixed"), "above", MAJORITY,
-                 "Share of the right answers with at least one miss."),
-            ], untestable=unread),
-            *claims_of(PAPER, [
-                ("section 5.2", "Writing lowers the loss on names that come back", gain, "below", 0.0,
-                 "Loss (nats) on the items of repeated names: written memory minus the same memory without writes."),
-            ], untestable=self.unlearned(results, NAMES)),
-            *claims_of(PAPER, [
-                ("section 5.2", "The lower memory keeps its gate open on all tokens, the higher one is selective",
-                 selective if len(set(gates["layer"])) > 1 else {}, "above", MARGIN, "Gates on names text."),
-                ("section 5.2", "In the higher memory gates spike on names", spikes, "above", MARGIN,
-                 "Mean gate at the name, from which what it has is predicted."),
-                ("section 5.2", "They spike on repeated names more than on new ones", over("within", "new"), "above",
-                 MARGIN, "Mean gate of the higher memory; on a new name the memory holds nothing."),
-            ], untestable=nothing),
-        ]  # fmt: skip
+        needles, names = ({"untestable": self.unlearned(results, task)} for task in (NEEDLES, NAMES))
+        unmoved = {"untestable": names["untestable"] or (NOTHING if 0 <= gain.high < math.inf else "")}
+        return claims_of(PAPER, [
+            ("section 5.1", "The majority of retrieved slots contain the correct target tokens", of("hits"),
+             "above", MAJORITY, f"{shown}: the last write stored the true next token.", needles),
+            ("section 5.1", "Incorrect retrievals share the query token", of("same_query"), "above", MAJORITY,
+             f"{shown} and that miss: their last writer is the same token as the one that asks.", needles),
+            ("section 5.1", "Answers are right in spite of slots that miss", of("mixed"), "above", MAJORITY,
+             "Share of the right answers with at least one miss.", needles),
+            ("section 5.2", "Writing lowers the loss on names that come back", gain, "below", 0.0,
+             "Loss (nats) on the items of repeated names: written memory minus the same memory without writes.", names),
+            ("section 5.2", "The lower memory keeps its gate open on all tokens, the higher one is selective",
+             selective if len(set(gates["layer"])) > 1 else {}, "above", MARGIN, "Gates on names text.", unmoved),
+            ("section 5.2", "In the higher memory gates spike on names", spikes, "above", MARGIN,
+             "Mean gate at the name, from which what it has is predicted.", unmoved),
+            ("section 5.2", "They spike on repeated names more than on new ones", over("within", "new"), "above",
+             MARGIN, "Mean gate of the higher memory; on a new name the memory holds nothing.", unmoved),
+        ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         slots = {"hits, last writer": "{hits:.0%}", f"hits, one of the last {WRITERS}": "{hits_of_four:.0%}",
@@ -217,46 +210,44 @@ def layer_counts(readings: Sequence[SlotReadings], right: list[bool], layer: str
     token among all that were read before); never (share of slots never written); mixed (of the right answers, the share
     with a miss, None where there is none)."""
     mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
-    misses, never, chance = [], [], []
-    for seen in readings:
-        for reading in (r for r in seen.readings if r.layer == layer):
-            before, asks = seen.tokens[: reading.position], seen.tokens[reading.position]
-            chance.append(before.count(asks) / len(before))
-            never += [not slot.writers for slot in reading.slots]
-            missed = [slot for slot in reading.slots if slot.writers and not seen.hit(reading, slot)]
-            misses += [seen.tokens[slot.writers[0].query] == asks for slot in missed]
+    found = [(seen, reading) for seen in readings for reading in seen.readings if reading.layer == layer]
+    slots = [(seen, seen.tokens[reading.position], slot, seen.hit(reading, slot))
+             for seen, reading in found for slot in reading.slots]  # fmt: skip
+    missed = [seen.tokens[slot.writers[0].query] == asks for seen, asks, slot, hit in slots if slot.writers and not hit]
+    chance = [seen.tokens[: at.position].count(seen.tokens[at.position]) / at.position for seen, at in found]
     answered = [seen for seen, good in zip(readings, right, strict=True) if good]
     return {
         "hits": mean([seen.hits(1, layer) for seen in readings]),
         "hits_of_four": mean([seen.hits(WRITERS, layer) for seen in readings]),
         "weight": mean([seen.hit_weight(layer) for seen in readings]),
-        "same_query": mean(misses), "same_by_chance": mean(chance), "misses": len(misses), "never": mean(never),
+        "same_query": mean(missed), "same_by_chance": mean(chance), "misses": len(missed),
+        "never": mean([not slot.writers for _, _, slot, _ in slots]),
         "mixed": mean([seen.hits(1, layer) < 1 for seen in answered]) if answered else None, "answered": len(answered),
     }  # fmt: skip
 
 
 def case_row(seen: SlotReadings, right: bool) -> dict[str, Any]:
     """Return a question's slots as a row of kind "slots", without labels; `case_of` reads it."""
-    readings = [asdict(reading) for reading in seen.readings]
     answers = [list(pair) for pair in sorted((seen.answers or {}).items())]
-    return {"kind": "slots", "right": right, "tokens": list(seen.tokens), "answers": answers, "readings": readings}
+    return {"kind": "slots", "right": right, "tokens": list(seen.tokens), "answers": answers,
+            "readings": [asdict(reading) for reading in seen.readings]}  # fmt: skip
 
 
 def case_of(row: Any, words: Sequence[str]) -> SlotReadings:
     """Return the slots of such a row, labelled with words."""
-    readings = tuple(
-        SlotReading(**{**reading, "slots": tuple(
-            RetrievedSlot(**{**slot, "writers": tuple(Writer(**writer) for writer in slot["writers"])})
-            for slot in reading["slots"])})
-        for reading in row["readings"]
-    )  # fmt: skip
+
+    def slot_of(slot: Any) -> RetrievedSlot:
+        return RetrievedSlot(slot["slot"], slot["weight"], tuple(Writer(**own) for own in slot["writers"]))
+
+    readings = [
+        SlotReading(own["layer"], own["position"], tuple(map(slot_of, own["slots"]))) for own in row["readings"]
+    ]
     labels = tuple(f" {words[token]}" for token in row["tokens"])
-    return SlotReadings(tuple(row["tokens"]), labels, readings, dict(row["answers"]))
+    return SlotReadings(tuple(row["tokens"]), labels, tuple(readings), dict(row["answers"]))
 
 
 def gate_rows(model: Any, tokens: Tensor) -> Iterator[dict[str, Any]]:
     """Yield a row of kind "gates" for each memory layer: the tokens and their gates."""
     trace = gate_trace(model, tokens, [""] * len(tokens))
     for name, gates in zip(trace.layers, trace.gates.double().tolist(), strict=True):
-        rounded = [round(gate, DIGITS) for gate in gates]
-        yield {"kind": "gates", "layer": name, "tokens": tokens.tolist(), "gates": rounded}
+        yield {"kind": "gates", "layer": name, "tokens": tokens.tolist(), "gates": [round(gate, 4) for gate in gates]}

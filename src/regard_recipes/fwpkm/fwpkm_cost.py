@@ -19,7 +19,7 @@ from ..lib.budget import Budget, Corpus, LanguageOptions, initial_range
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
-from .memory_recipe import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, check_sizes, row_config
+from .memory_recipe import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers
@@ -63,17 +63,13 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         super().check()
         if "none" not in self.memories:
             raise ArgumentError("--memories lacks none, to which all others are compared; add it.")
-        check_sizes(self.call(), self, self.layouts)
+        self.check_sizes(self.layouts)
         for cell in self.cells():
             row_config(Row(cell["layout"], cell["memory"]), self, self.vocabulary)
 
     def cells(self) -> list[Cell]:
         rows = [Row(layout, memory) for layout in self.layouts for memory in self.memories]
         return [{"model": row.name, "layout": row.layout, "memory": row.memory} for row in rows]
-
-    def budget(self) -> Budget:
-        """Return a few steps."""
-        return Budget.of(self, learning_rate=1e-4, measured=2)
 
     @property
     def vocabulary(self) -> int:
@@ -88,20 +84,19 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         draw, count = torch.Generator().manual_seed(self.seed), max(TEXT, 2 * self.context)
         tokens = torch.randint(self.vocabulary, (count,), dtype=torch.int32, generator=draw)
         config = row_config(row, self, self.vocabulary, initializer_range=initial_range(self.width))
-        corpus = Corpus(tokens, tokens[: self.context])
-        yield train_language_model(config, corpus, self.budget(), seed, name=row.name)[0]
+        corpus, budget = Corpus(tokens, tokens[: self.context]), Budget.of(self, learning_rate=1e-4, measured=2)
+        yield train_language_model(config, corpus, budget, seed, name=row.name)[0]
 
     def claims(self, results: Results) -> list[Claim]:
         counts = beside_paper(results, "count").groupby("model").first().dropna(subset=["paper_tera"])
-        gaps = counts.assign(millions=counts["millions"] - counts["paper_millions"],
-                             tera=counts["tera"] - counts["paper_tera"])  # fmt: skip
-        worst = lambda column: {name: exact(gaps[column][name])  # noqa: E731
-                                for name in gaps[column].abs().nlargest(1).index}  # fmt: skip
-        less = f"less the paper's; the furthest of {len(gaps)}."
+        gaps = {column: counts[column] - counts[f"paper_{column}"] for column in ("millions", "tera")}
+        worst = {column: {name: exact(gap[name]) for name in gap.abs().nlargest(1).index}
+                 for column, gap in gaps.items()}  # fmt: skip
+        less = f"less the paper's; the furthest of {len(counts)}."
         return claims_of("Fast-weight Product Key Memory", [
-            ("table 2", "The parameters", worst("millions"), "within", 0.005,
+            ("table 2", "The parameters", worst["millions"], "within", 0.005,
              f"Millions, trained and test-time-updated together, {less}"),
-            ("table 2", "The FLOPs", worst("tera"), "within", 0.02,
+            ("table 2", "The FLOPs", worst["tera"], "within", 0.02,
              f"T, six for each token and learned number that is not looked up, {less}"),
         ], digits=4)  # fmt: skip
 

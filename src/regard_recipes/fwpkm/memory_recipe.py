@@ -66,6 +66,18 @@ class MemoryOptions:
         **dict.fromkeys(("kv_heads", "delta_heads"), (0, math.inf)),
     }
 
+    def check_sizes(self, layouts: Iterable[str]) -> None:
+        """Raise an ArgumentError where no sizes can be made of the options."""
+        if any("+" in layout for layout in layouts):
+            check_number("--layers", self.layers, 4, math.inf)
+        if self.memory_dim % 2:
+            raise ArgumentError(f"--memory-dim is {self.memory_dim}, expected an even number: keys have halves.")
+        if self.context < 2 * self.chunk:
+            raise ArgumentError(
+                f"--context {self.context} has less than two chunks of {self.chunk}: nothing that is written would be "
+                f"read; take a smaller --chunk."
+            )
+
 
 @dataclass(frozen=True)
 class Row:
@@ -142,19 +154,6 @@ def row_config(row: Row, sizes: Any, vocabulary: int, fast: Mapping[str, Any] | 
     return HybridConfig.layout(row.layout, **{**common, **fields})
 
 
-def check_sizes(call: str, config: Any, layouts: Iterable[str]) -> None:
-    """Raise an ArgumentError where no sizes can be made of the options."""
-    if any("+" in layout for layout in layouts):
-        check_number(f"{call}: --layers", config.layers, 4, math.inf)
-    if config.memory_dim % 2:
-        raise ArgumentError(f"{call}: --memory-dim is {config.memory_dim}, expected an even number: keys have halves.")
-    if config.context < 2 * config.chunk:
-        raise ArgumentError(
-            f"{call}: --context {config.context} has less than two chunks of {config.chunk}: nothing that is written "
-            f"would be read; take a smaller --chunk."
-        )
-
-
 class MemoryRecipe(MemoryOptions, TaskRecipe):
     """A recipe of models with memories; a name in `known` has a row ("row") and options of FwPKM memories ("fast")."""
 
@@ -175,7 +174,7 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
 
     def check(self) -> None:
         super(TaskRecipe, self).check()  # the tasks, which it would make next, are made below: sizes are checked first
-        check_sizes(self.call(), self, [self.row(name).layout for name in self.trained])
+        self.check_sizes(self.row(name).layout for name in self.trained)
         with torch.device("meta"):  # options that do not fit are errors, and nothing is allocated
             for task, name in product(self.training_tasks().values(), self.trained):
                 self.make_model(name, task)
@@ -186,11 +185,10 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
 
     def model_config(self, name: str, vocabulary: int) -> Any:
         """Return the configuration of a model."""
-        fields = {"initializer_range": first_range(self.width), **self.fields()}
+        fields = {"initializer_range": first_range(self.width), **self.shared()}
         return row_config(self.row(name), self, vocabulary, self.fast(name), **fields)
 
-    def fields(self) -> dict[str, Any]:
-        """Return further fields of every model's configuration."""
+    def shared(self) -> Mapping[str, Any]:
         return {"feed_forward": self.feed_forward}
 
     def fast(self, name: str) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from regard.memory.product_key import product_key_search
 from regard.nn import ProductKeyMemory
 
 from ..lib.claims import Claim, claims_of, mean_interval, paired
-from ..lib.display import dots, interval, pivot, stat
+from ..lib.display import Show, dots, interval, pivot, stat
+from ..lib.language_text import windows
 from ..lib.recipe import Cell, Results, recipe, select
 from ..lib.text_recipe import TextRecipe
 
@@ -66,10 +67,8 @@ class SlotUse(TextRecipe):
         return {"mixers": "softmax", "memories": f"PKM@{self.layers // 2}", "memory_options": {"pkm": memory}}
 
     def measure_model(self, model: Any) -> dict[str, Any]:
-        context = self.context
-        tokens = self.test_tokens[: len(self.test_tokens) // context * context].view(-1, context)
         batch = max(1, self.batch // self.parts)
-        return {**super().measure_model(model), **slots_read(model, tokens, batch)}
+        return {**super().measure_model(model), **slots_read(model, windows(self.test_tokens, self.context), batch)}
 
     def claims(self, results: Results) -> list[Claim]:
         runs = self.chosen(results)
@@ -77,19 +76,20 @@ class SlotUse(TextRecipe):
         plain, batch, narrow = (select(runs, model=f"{NORMS[norm]}, {reads}")
                                 for norm, reads in (("none", WIDE), ("batch", WIDE), ("batch", FEW)))  # fmt: skip
         share = "Share of slots that are read, over that of even use."
-        told: list[Any] = [
+        return claims_of(PAPER, [
             (WHERE, "Batch norm of the queries raises the share of slots in use", paired(batch, plain, "use"), "above",
              0.0, f"{share} Less no norm; the paper has 97.9 % and 64.4 %."),
-            (WHERE, "With batch norm nearly all slots are in use", mean_interval(batch["use"]), "at least", 0.95,
-             share),
+            (WHERE, "With batch norm nearly all slots are in use", batch["use"], "at least", 0.95, share),
             (WHERE, "Batch norm is less efficient where a token reads few slots", paired(narrow, batch, "use"), "below",
              0.0, f"{share} One head x {self.few} slots, less four heads x {self.top_k}."),
-        ]  # fmt: skip
-        return claims_of(PAPER, told, effect=0.1, untestable=self.unlearned(results))
+        ], effect=0.1, untestable=self.unlearned(results))  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        shows = {"slots read": percent("coverage"), "even use": stat("even", "mean", "{:.1f} %", 100),
-                 "KL to even use, nats": interval("kl"), "reads of a slot": "{reads:.1f}"}  # fmt: skip
+        shows: dict[str, Show] = {
+            "slots read": lambda rows: f"{mean_interval(100 * rows['coverage']).text(1)} %",
+            "even use": stat("even", "mean", "{:.1f} %", 100), "KL to even use, nats": interval("kl"),
+            "reads of a slot": "{reads:.1f}",
+        }  # fmt: skip
         note = ("Share of all slots that are read at least once in the test text, ± half the 95 % interval over "
                 "seeds. Even use: what as many reads of random slots would reach.")  # fmt: skip
         use = pivot(self.chosen(results), ["model"], shows, note=note)
@@ -97,15 +97,9 @@ class SlotUse(TextRecipe):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         runs = self.chosen(results)
-        reads = [str(MODELS[name]["reads"]) for name in runs["model"]]
-        runs = runs.assign(reads_of=reads)
+        runs = runs.assign(reads_of=runs["model"].map(lambda name: MODELS[name]["reads"]))
         return {"slots": dots(runs, "coverage", "model", "reads_of", x_label="share of slots that are read"),
                 "curves": self.curves(results)}  # fmt: skip
-
-
-def percent(column: str) -> Any:
-    """Return a function that shows the mean of a share in percent, with its interval."""
-    return lambda rows: f"{mean_interval(100 * rows[column].astype(float)).text(1)} %" if len(rows) else ""
 
 
 @torch.no_grad()
@@ -121,12 +115,9 @@ def slots_read(model: Any, tokens: Tensor, batch: int) -> dict[str, float]:
         found = product_key_search(heads, memory.keys.float(), memory.top_k, score=memory.score)
         counts.add_(found.slots.flatten().cpu().bincount(minlength=len(counts)))
 
-    handle = memory.q_norm.register_forward_hook(count)
-    try:
+    with memory.q_norm.register_forward_hook(count):
         for part in tokens.split(batch):
             model(input_ids=part.long().to(memory.keys.device), use_cache=False)
-    finally:
-        handle.remove()
     total, slots = int(counts.sum()), len(counts)
     share = counts.double() / total
     return {"coverage": float((counts > 0).double().mean()), "even": -math.expm1(total * math.log1p(-1 / slots)),

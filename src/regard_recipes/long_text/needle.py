@@ -5,7 +5,7 @@ haystacks as long as in training and longer, by the three protocols of `needle_r
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -47,7 +47,6 @@ class Needle(NeedleRecipe):
     rates = (3e-3, 1e-2)
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
-    choices: ClassVar = {"qk_norm": ("none", "rms")}
     limits: ClassVar = {"lengths": (1, math.inf), "kept": (0, math.inf), "pairs": (0.0, 1.0)}
     choices: ClassVar = {"qk_norm": ("none", "rms")}
     known = ROWS
@@ -60,9 +59,8 @@ class Needle(NeedleRecipe):
                   "examples": 500, "kept": 20},
     }  # fmt: skip
 
-    def fields(self) -> dict[str, Any]:
-        norm = self.qk_norm
-        return {**super().fields(), "qk_norm": None if norm == "none" else norm}
+    def shared(self) -> Mapping[str, Any]:
+        return {**super().shared(), "qk_norm": None if self.qk_norm == "none" else self.qk_norm}
 
     def check(self) -> None:
         if self.kept > self.examples:
@@ -85,39 +83,41 @@ class Needle(NeedleRecipe):
             )  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
-        answers, lengths, context = self.chosen(results, "answers"), self.lengths, self.context
-        short, long = lengths[0], lengths[-1]
+        answers, context, short, long = self.chosen(results, "answers"), self.context, self.lengths[0], self.lengths[-1]
+        ways_of = ["model", "protocol", "read"]
+        shares = select(answers, length=short, state="new").groupby(ways_of)["share"].mean().groupby("model").max()
+        able = [name for name in self.trained if shares.get(name, 0.0) >= GOOD]
         models = [name for name in self.trained if self.row(name).rereads]
-        able = [name for name in self.trained if best(select(answers, model=name, length=short)) >= GOOD]
         learned = [name for name in models if name in able]
         rest = [name for name in models if name not in learned]
         left_out = f" Left out, since they never answer {GOOD:.0%}: {', '.join(rest)}." if rest else ""
         never = "" if learned else f"no model answers {GOOD:.0%} at {short} tokens"
+        asked = lambda model, how: select(answers, **{"state": "new", "model": model, **how})  # noqa: E731
+        ways = lambda how, how_else: {name: less(name, how, name, how_else) for name in learned}  # noqa: E731
 
-        def gaps(pairs: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]]) -> dict[str, Estimate]:
-            """Return by name the share of one model and way of reading less that of another, where both were asked."""
-            parts = {name: [select(answers, **{"state": "new", "model": model, **how}) for model, how in pair]
-                     for name, pair in pairs.items()}  # fmt: skip
-            return {
-                name: paired(one, other, "share") for name, (one, other) in parts.items() if len(one) and len(other)
-            }
+        def less(one: str, how: Mapping[str, Any], other: str, how_else: Mapping[str, Any]) -> Estimate:
+            """Return the share of one model and way of reading less that of another."""
+            return paired(asked(one, how), asked(other, how_else), "share")
 
-        ways = lambda one, other: gaps({name: ((name, one), (name, other)) for name in learned})  # noqa: E731
+        def reads_needed(name: str, length: int) -> float:
+            rows = asked(name, {"length": length, "protocol": "whole"})
+            return min(first_good(rows), rows["read"].nunique() + 1)
+
         whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
         last = {"length": long, "protocol": "flushed", "read": self.reads}
-        without = {name: ((name, last), (self.row(name).layout, {**whole, "length": long})) for name in learned
+        without = {name: less(name, last, self.row(name).layout, {**whole, "length": long}) for name in learned
                    if self.row(name).remembers and self.row(name).layout in able}  # fmt: skip
         pairs = {one: other for one, other in RESTRICTED.items() if {f"{one} | FwPKM", f"{other} | FwPKM"} & {*learned}}
-        windows = {f"{one} less {other}": ((f"{one} | FwPKM", last), (f"{other} | FwPKM", last))
+        windows = {f"{one} less {other}": less(f"{one} | FwPKM", last, f"{other} | FwPKM", last)
                    for one, other in pairs.items()}  # fmt: skip
-        reads = {name: exact(self.needed(answers, name, long) - self.needed(answers, name, short)) for name in learned}
+        reads = {name: exact(reads_needed(name, long) - reads_needed(name, short)) for name in learned}
         at_short, at_long = (f"Share of exact answers at {length} tokens" for length in (short, long))
         cases: list[tuple[Any, ...]] = [
             ("check", "One read is enough if it is written before the question", ways(flushed, whole), 0, GOOD, never,
              f"{at_short}, written before the question less after it (the paper's protocol)."),
             ("finding 4", "A second read boosts retrieval", ways({**whole, "read": 2}, whole), 0, GOOD, never,
              f"{at_short} by the paper's protocol, second read less first."),
-            ("finding 5", "Memories generalise to longer texts", gaps(without), 0, GOOD,
+            ("finding 5", "Memories generalise to longer texts", without, 0, GOOD,
              "no haystack is longer than a training window" if long <= context else "" if without else
              f"no layout without a memory answers {GOOD:.0%} at {short} tokens",
              f"{at_long} after windows of {context}, last read, written before the question, less the same layout "
@@ -126,22 +126,17 @@ class Needle(NeedleRecipe):
              f"the paper sees it from {LONG} tokens on" if long < LONG else never,
              f"Reads until {GOOD:.0%} of the answers are exact, at {long} tokens less at {short}: "
              f"{', '.join(f'{name} {count.mean:+.0f}' for name, count in reads.items())}."),
-            ("finding 3", "Windows in training make attention's models use the memory", gaps(windows), 0, GOOD,
+            ("finding 3", "Windows in training make attention's models use the memory", windows, 0, GOOD,
              "" if windows else f"no pair of them answers {GOOD:.0%} at {short} tokens",
              f"{at_long}, last read, FwPKM with windows less without."),
             ("check", "A memory kept from sample to sample costs less than a quarter of the answers",
              ways({**flushed, "state": "kept"}, flushed), -COST, GOOD, never,
              f"{at_short}, one read, written before the question, kept less new."),
         ]  # fmt: skip
-        return [Claim(PAPER, where, wording, estimates, "above", margin, effect, untestable, note + left_out)
+        return [Claim(PAPER, where, wording, {name: e for name, e in estimates.items() if e.measured}, "above", margin,
+                      effect, untestable, note + left_out)
                 for where, wording, estimates, margin, effect, untestable, note
                 in cases[: None if self.kept else -1]]  # fmt: skip
-
-    def needed(self, answers: Frame, name: str, length: int) -> int:
-        """Return after how many reads by the paper's protocol the share is first `GOOD` or more; if never, one more
-        than were tried."""
-        rows = select(answers, model=name, length=length, protocol="whole", state="new")
-        return int(min(first_good(rows), rows["read"].nunique() + 1))
 
     def tables(self, results: Results) -> dict[str, Any]:
         answers = self.chosen(results, "answers")
@@ -188,11 +183,6 @@ class Needle(NeedleRecipe):
                              {"best": "exact answers"}, "model", x_label="tokens of a haystack", log_x=True),
             "curves": self.curves(results),
         }  # fmt: skip
-
-
-def best(rows: Frame) -> float:
-    """Return the largest mean share by any protocol after any number of reads, memories new."""
-    return float(select(rows, state="new").groupby(["protocol", "read"])["share"].mean().max())
 
 
 def first_good(rows: Frame) -> float:
