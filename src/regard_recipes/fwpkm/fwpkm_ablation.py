@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..lib.claims import Claim, claims_of, mean_interval, paired
+from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import Show, gap, interval, lines, pivot
 from ..lib.recipe import Frame, Results, recipe, select
 from ..long_text.needle_reading import answer_rows
@@ -69,40 +69,28 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         if WHOLE not in self.trained:
             return []
         seen = self.by_seed(results)
-        of = lambda name: select(seen, model=name)  # noqa: E731
-        gaps = lambda column, name, others: {  # noqa: E731
-            other * (len(others) > 1): paired(of(name), of(other), column)
-            for other in others
-        }  # fmt: skip
-        parts = [name for name in PARTS if name != LOOK_AHEAD]
+        less = lambda column, one, other: paired(select(seen, model=one), select(seen, model=other), column)  # noqa: E731
+        most = lambda column: {part: less(column, LOOK_AHEAD, part) for part in PARTS if part != LOOK_AHEAD}  # noqa: E731
         harm = "Removing look-ahead values yields the most significant harm"
         nats = "Loss (nats) on the items of names from earlier segments"
         share = "Share of needles answered after all readings"
-        dot, whole = (of(name).set_index("seed") for name in (DOT, WHOLE))
+        dot, whole = (select(seen, model=name).set_index("seed") for name in (DOT, WHOLE))
         poor = dot["diverged"] | (dot["coverage"] < COLLAPSED * whole["coverage"].reindex(dot.index))
-        written = mean_interval(whole["across"] - whole["frozen"])
-        on_names, on_needles = (self.unlearned(results, task) for task in (NAMES, NEEDLES))
-        return [
-            *claims_of(PAPER, [
-                ("section 4", "Writing lowers the loss on text", written, "below", 0.0,
-                 f"{nats}: written memory minus the same memory without writes."),
-                ("section 4", "A memory lowers the loss on text", gaps("across", WHOLE, [NONE]), "below", 0.0,
-                 f"{nats}: with minus without a memory."),
-                ("appendix B", f"{harm}, to perplexity", gaps("across", LOOK_AHEAD, parts), "above", 0.0,
-                 f"{nats}: without look-ahead minus without another part."),
-            ], effect=CLEAR, untestable=on_names),
-            *claims_of(PAPER, [
-                ("section 4.3", "The memory answers needles", gaps("share", WHOLE, [NONE]), "above", 0.0,
-                 f"{share}: with minus without a memory."),
-                ("appendix B", f"{harm}, to needles", gaps("share", LOOK_AHEAD, parts), "below", 0.0,
-                 f"{share}: without look-ahead minus without another part."),
-            ], effect=CLEAR, untestable=on_needles),
-            *claims_of(PAPER, [
-                ("appendix B", "Dot-product scores often result in memory collapsing and loss divergence",
-                 mean_interval(poor), "above", 0.0,
-                 f"Share of trainings that diverge or use less than {COLLAPSED:g} times the whole memory's slots."),
-            ]),
-        ]  # fmt: skip
+        names, needles = ({"effect": CLEAR, "untestable": self.unlearned(results, task)} for task in (NAMES, NEEDLES))
+        return claims_of(PAPER, [
+            ("section 4", "Writing lowers the loss on text", whole["across"] - whole["frozen"], "below", 0.0,
+             f"{nats}: written memory minus the same memory without writes.", names),
+            ("section 4", "A memory lowers the loss on text", less("across", WHOLE, NONE), "below", 0.0,
+             f"{nats}: with minus without a memory.", names),
+            ("appendix B", f"{harm}, to perplexity", most("across"), "above", 0.0,
+             f"{nats}: without look-ahead minus without another part.", names),
+            ("section 4.3", "The memory answers needles", less("share", WHOLE, NONE), "above", 0.0,
+             f"{share}: with minus without a memory.", needles),
+            ("appendix B", f"{harm}, to needles", most("share"), "below", 0.0,
+             f"{share}: without look-ahead minus without another part.", needles),
+            ("appendix B", "Dot-product scores often result in memory collapsing and loss divergence", poor, "above",
+             0.0, f"Share of trainings that diverge or use less than {COLLAPSED:g} times the whole memory's slots."),
+        ])  # fmt: skip
 
     def by_seed(self, results: Results) -> Frame:
         """Return a row for each model and seed: the losses of the text read in order, and "frozen" of what recurs with
@@ -147,10 +135,9 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         y = {"share": "share of right answers"}
         made = {"curves": self.curves(results),
                 "needles": lines({"needles": self.chosen(results, "answers")}, "read", y, "model")}  # fmt: skip
-        layers = select(self.chosen(results, "layer"), seed=self.seed)
+        layers = select(self.chosen(results, "layer"), seed=self.seed).dropna(subset=["counts"])
         gates: dict[str, dict[str, Any]] = {}
         for model, layer, counts in layers[["model", "layer", "counts"]].itertuples(index=False):
-            if isinstance(counts, list):
-                own = torch.tensor(counts, dtype=torch.float64)
-                gates.setdefault(model, {})[layer] = own / own.sum()
+            own = torch.tensor(counts, dtype=torch.float64)
+            gates.setdefault(model, {})[layer] = own / own.sum()
         return {**made, "gates": gate_histograms(gates, title="Gates on held-out text")} if gates else made

@@ -101,11 +101,6 @@ class Row:
         """Return whether it has fast weights, which reads can change."""
         return self.remembers or self.layout == LACT
 
-    @property
-    def recurrent(self) -> bool:
-        """Return whether a mixer has a state of fixed size."""
-        return self.layout.startswith("GDN") or self.layout == LACT
-
 
 def known_rows(*more_layouts: str) -> dict[str, dict[str, Row]]:
     """Return `known` of a recipe with every layout, each with every memory, and LaCT."""

@@ -46,7 +46,6 @@ from ..lib.language_text import source_text
 
 UNKNOWN, NUMBER, STOP = "<unk>", "number", "."
 SENTENCE, PAIR = f"{NUMBER} {{key}} {{value}} {STOP}", "{key} {value}"
-VALUES = 100
 SHARES = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 """Parts of the text that the haystacks of each split are made of."""
 LEAST = 1000  # number of words that a text must have
@@ -132,7 +131,7 @@ def needle_text(data: Path | None, common: int, digits: int, key_digits: int, le
     learned = re.findall(r"[^\W\d_]+|[.,;:()]", content)
     if len(learned) < LEAST:
         raise ArgumentError(f"the text has {len(learned)} words, expected at least {LEAST:,}; give more --data.")
-    numbers, keys = (f"{i:02d}" for i in range(VALUES)), (f"K{i:0{key_digits}x}" for i in range(16**key_digits))
+    numbers, keys = (f"{i:02d}" for i in range(100)), (f"K{i:0{key_digits}x}" for i in range(16**key_digits))
     commonest = Counter(word.lower() for word in learned).most_common(common)
     words = Words([UNKNOWN, NUMBER, STOP, *numbers, *keys, *(word for word, _ in commonest)])
     tokens = tuple(words.numbers.get(word.lower(), 0) for word in learned)

@@ -167,7 +167,7 @@ class StreamingPerplexity(NamesRecipe):
 def rule_of(row: Row, protocol: str) -> str:
     """Return the rule by which the paper reads a model ("paper"), or the one that carries every state of fixed size
     through a document and none further ("fair")."""
-    if protocol == "fair" and row.recurrent:
+    if protocol == "fair" and row.layout.startswith(("GDN", "LaCT")):
         return "carried"
     if not row.remembers:
         return "new"
