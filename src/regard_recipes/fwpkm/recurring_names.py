@@ -100,19 +100,16 @@ class RecurringNamesRecipe(TaskRecipe):
                  "loss on far": "nats, far"}  # fmt: skip
         scores = self.chosen(results)
         scores = select(scores, metric=list(names)).assign(metric=lambda rows: rows["metric"].map(names))
-        made = {
+        return {
             "What recurs": pivot(scores, ["model", "memory"], {"": interval("score")}, "metric", note=(
                 f"Things of names that were mentioned before, within {self.window} tokens (near) or not (far); "
                 f"± half the 95 % interval over seeds. The thing of the last statement is right for "
                 f"{floor.get('accuracy on near', 0):.2f} of near and {floor.get('accuracy on far', 0):.2f} of far "
                 f"names.")),
             "Training": self.training_table(results),
+            "Gates": pivot(self.chosen(results, "gate"), ["model"], {"": interval("gate")}, "place", note=(
+                "Mean gate on the name, from whose place its thing is predicted; 1 reads the memory alone.")),
         }  # fmt: skip
-        gates = self.chosen(results, "gate") if FWPKM in self.trained else ()
-        if len(gates):
-            note = "Mean gate on the name, from whose place its thing is predicted; 1 reads the memory alone."
-            made["Gates"] = pivot(gates, ["model"], {"": interval("gate")}, "place", note=note)
-        return made
 
 
 def gate_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,8 @@ def pivot(
     frame: Frame, index: Sequence[str] | Mapping[str, str], values: Mapping[str, Show],
     columns: str | None = None, *, note: str = "",
 ) -> Any:  # fmt: skip
-    """Return a table (`regard.inspect.tables.Table`) with a row for each combination of `index`.
+    """Return a table (`regard.inspect.tables.Table`) with a row for each combination of `index`. Pages leave out a table
+    without rows, that of a frame without rows.
 
     Args:
         index: columns that name the rows, or column to heading; rows are in the order in which they first come.
@@ -34,6 +35,8 @@ def pivot(
     from regard.inspect.tables import Table
 
     heads: list[Any] = [None]
+    if frame.empty:
+        return Table((), (), note)
     if columns is not None:
         named = frame[columns]
         heads = list(named.cat.categories) if named.dtype == "category" else list(dict.fromkeys(named))

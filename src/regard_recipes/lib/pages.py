@@ -57,7 +57,7 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
     claims = made.claims(results)
     if claims:
         parts += [f"{head} Claims", claims_table(claims).markdown().strip()]
-    tables = made.tables(results)
+    tables = {title: table for title, table in made.tables(results).items() if table.rows}
     for place, (title, table) in enumerate(tables.items()):
         if not folder or len(table.rows) <= (LONGEST if place else FIRST):
             parts += [f"{head} {title}", table.markdown().strip()]

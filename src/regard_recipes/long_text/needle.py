@@ -143,27 +143,26 @@ class Needle(NeedleRecipe):
         fast = [name for name in self.trained if self.row(name).rereads]
         new = select(answers, state="new").assign(at=lambda rows: [
             f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)])  # fmt: skip
+        kept = select(answers, length=self.lengths[0], protocol=list(KEPT), model=fast if self.kept else [])
         note = (
             f"Share of exact answers, ± half the 95 % interval over seeds; they learned {self.context} tokens. "
             f"Without fast weights a model answers the same after all reads and by all protocols."
         )
-        made = {}
-        for protocol, meaning in PROTOCOL_NAMES.items():
-            rows = new[(new["protocol"] == protocol) | ~new["model"].isin(fast)]
-            made[f"Exact answers, {meaning}"] = pivot(rows, ["model"], {"": interval("share", 2)}, "at", note=note)
-        if fast:
-            note = f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."
-            needed: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
-            made["Reads needed"] = pivot(select(new, model=fast), ["model", "protocol"], {"reads": needed}, "length",
-                                         note=note)  # fmt: skip
-        kept = select(answers, length=self.lengths[0], protocol=list(KEPT), model=fast)
-        if self.kept and len(kept):
-            note = "By read: memory new for every haystack / kept from one to the next."
-            both: Show = lambda own: " / ".join(  # noqa: E731
-                f"{select(own, state=state)['share'].mean():.0%}" for state in ("new", "kept"))  # fmt: skip
-            made["Memory kept from sample to sample"] = pivot(kept, ["model", "protocol"], {"read": both}, "read",
-                                                              note=note)  # fmt: skip
-        return {**made, "Training": self.training_table(results)}
+        needed: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
+        both: Show = lambda own: " / ".join(  # noqa: E731
+            f"{select(own, state=state)['share'].mean():.0%}" for state in ("new", "kept"))  # fmt: skip
+        return {
+            **{f"Exact answers, {meaning}": pivot(
+                new[(new["protocol"] == protocol) | ~new["model"].isin(fast)], ["model"], {"": interval("share", 2)},
+                "at", note=note) for protocol, meaning in PROTOCOL_NAMES.items()},
+            "Reads needed": pivot(
+                select(new, model=fast), ["model", "protocol"], {"reads": needed}, "length",
+                note=f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."),
+            "Memory kept from sample to sample": pivot(
+                kept, ["model", "protocol"], {"read": both}, "read",
+                note="By read: memory new for every haystack / kept from one to the next."),
+            "Training": self.training_table(results),
+        }  # fmt: skip
 
     def notes(self, results: Results) -> list[str]:
         runs = self.chosen(results, "run").groupby("model", sort=False)["validation"].mean()

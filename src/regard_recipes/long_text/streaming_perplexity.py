@@ -14,7 +14,7 @@ from regard.inspect.gates import BINS
 
 from ..fwpkm.memory_recipe import LAYOUTS, NAMES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NamesRecipe, Row, known_rows
 from ..lib.claims import Claim, claims_of, paired
-from ..lib.display import Show, dots, heat, interval, lines, only, panels, pivot, spread
+from ..lib.display import dots, heat, interval, lines, only, panels, pivot, spread
 from ..lib.recipe import Frame, Results, recipe, select, stacked
 from .streaming import RULES, read_names, reading_rules
 
@@ -121,29 +121,26 @@ class StreamingPerplexity(NamesRecipe):
         long = select(self.chosen(results, "document"), text="long")
         long = long.groupby(["model", "rule", "seed"], sort=False)[["within", "across"]].mean().reset_index()
         long = long.assign(rule=pd.Categorical(long["rule"], list(RULES)))
-        nats: dict[str, Show] = {"": interval("across")}
         told_of = "; ".join(f"{name}: {rule.meaning}" for name, rule in RULES.items())
-        made = {
+        return {
             "Perplexity": pivot(perplexity, ["model"], {"": interval("perplexity", 2)}, "read", note=(
                 "Perplexity per token, ± half the 95 % interval over seeds. paper: the fast memory is carried through "
                 "all documents, all else is new at every segment. fair: memory and recurrent states are carried "
                 "through a document and no further; attention sees its segment.")),
             "Names that recur in a later segment": pivot(
-                long, ["model"], nats, "rule",
+                long, ["model"], {"": interval("across")}, "rule",
                 note=f"Loss (nats) on the items of these names, long documents. {told_of}."),
             "Names that recur within a segment": pivot(
                 long, ["model"], {"": interval("within")}, "rule", note="The same for what attention can see."),
-        }  # fmt: skip
-        gates = self.chosen(results, "layer")
-        if len(gates):
-            made["Gates and slots"] = pivot(gates, ["model", "text", "layer"], {
+            "Gates and slots": pivot(self.chosen(results, "layer"), ["model", "text", "layer"], {
                 "mean gate": spread("mean", 2),
                 "on names from earlier segments": only(spread("across", 2), text="long"),
                 "on other tokens": spread("other", 2),
                 "slots read": "{coverage:.2f}", "reads of shared slots": "{collisions:.2f}",
                 "KL to uniform, nats": "{kl_uniform:.2f}",
-            }, note="By the paper's protocol; a gate on a name decides what is predicted for it.")  # fmt: skip
-        return {**made, "Training": self.training_table(results)}
+            }, note="By the paper's protocol; a gate on a name decides what is predicted for it."),
+            "Training": self.training_table(results),
+        }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         rows = self.chosen(results, "document")
