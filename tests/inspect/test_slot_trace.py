@@ -1,5 +1,6 @@
 """Memories over a text: retrieved slots as tables, figures and pages, with hits against a count by hand; and gates."""
 
+import json
 import math
 import re
 from typing import Any
@@ -51,6 +52,11 @@ def test_hits_are_counted() -> None:
     assert (nothing.hits(), nothing.hit_weight()) == (0.0, 0.0)
     without = SlotReadings(TOKENS, LABELS, found.readings)  # after the last token nothing is known
     assert (without.hits(layer="high"), without.hits(layer="low")) == (0.0, 1 / 2)
+
+
+def test_a_trace_is_stored_as_json() -> None:
+    for trace in (readings(), SlotReadings(TOKENS, LABELS, ())):
+        assert SlotReadings.from_dict(json.loads(json.dumps(trace.to_dict())), LABELS) == trace
 
 
 def test_rows_say_who_wrote_and_mark_hits() -> None:

@@ -8,7 +8,7 @@ Legend: T tokens of the stream.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..checks import ArgumentError
@@ -64,6 +64,21 @@ class SlotReadings:
         tokens, labels = len(self.tokens), len(self.labels)
         if tokens != labels:
             raise ArgumentError(f"SlotReadings: {labels} labels for {tokens} tokens, expected one each.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace without labels as data for JSON."""
+        answers = [list(pair) for pair in sorted((self.answers or {}).items())]
+        return {"tokens": list(self.tokens), "answers": answers, "readings": [asdict(each) for each in self.readings]}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any], labels: Sequence[str]) -> "SlotReadings":
+        """Return the trace that `to_dict` stored, with the tokens as text."""
+
+        def slot_of(slot: Mapping[str, Any]) -> RetrievedSlot:
+            return RetrievedSlot(slot["slot"], slot["weight"], tuple(Writer(**each) for each in slot["writers"]))
+
+        readings = (SlotReading(r["layer"], r["position"], tuple(map(slot_of, r["slots"]))) for r in stored["readings"])
+        return cls(tuple(stored["tokens"]), tuple(labels), tuple(readings), dict(stored["answers"]) or None)
 
     def answer(self, reading: SlotReading) -> int | None:
         """Return the expected next token of a reading, or None after the last token of the stream."""

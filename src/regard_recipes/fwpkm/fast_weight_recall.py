@@ -194,28 +194,26 @@ class FastWeightRecall(Recipe):
     def tables(self, results: Results) -> dict[str, Any]:
         recall, runs, clustered = (results.select(kind=kind) for kind in ("recall", "run", "clustered"))
         recall = recall.assign(document="document " + recall["document"].astype(int).astype(str))
-        note = f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: {self.seeds}."
-        hits: dict[str, Show] = {
-            "last writer": "{hit_last:.3f}", "worst seed": stat("hit_last", "min", "{:.3f}"),
-            "one of the last 4": "{hit_four:.3f}", "its worst seed": stat("hit_four", "min", "{:.3f}"),
-        }  # fmt: skip
-        models: dict[str, Show] = {
-            "slots": "{slots:.0f}", "learned": "{parameters:,.0f}", "written": "{fast_weights:,.0f}",
-            "training": "{seconds:.0f} s",
-        }  # fmt: skip
         without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
         clustered = clustered.assign(times=clustered["coverage"] / clustered["spread"].map(without),
                                      entropy=clustered["weight"].map("entropy weight {:g}".format))  # fmt: skip
         readings: Show = lambda own: " / ".join(map("{:.3f}".format, own.groupby("reading")["accuracy"].mean()))  # noqa: E731
         return {
-            "Recall by document and reading": pivot(recall, ["memory", "rule"], {"": readings}, "document", note=note),
+            "Recall by document and reading": pivot(
+                recall, ["memory", "rule"], {"": readings}, "document",
+                note=f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: "
+                f"{self.seeds}."),
             "One reading, by tokens of a chunk": pivot(
                 once_of(results), ["rule"], {"": "{accuracy:.3f}"}, "chunk",
                 note="A document followed by the same document as questions, read once: share of right answers."),
-            "Slots that hold the answer": pivot(
-                runs.dropna(subset=["hit_last"]), ["rule"], hits,
-                note="Share of retrieved slots that hold the right value on the second reading of document 1."),
-            "Models": pivot(runs, ["memory", "rule"], models),
+            "Slots that hold the answer": pivot(runs.dropna(subset=["hit_last"]), ["rule"], {
+                "last writer": "{hit_last:.3f}", "worst seed": stat("hit_last", "min", "{:.3f}"),
+                "one of the last 4": "{hit_four:.3f}", "its worst seed": stat("hit_four", "min", "{:.3f}"),
+            }, note="Share of retrieved slots that hold the right value on the second reading of document 1."),
+            "Models": pivot(runs, ["memory", "rule"], {
+                "slots": "{slots:.0f}", "learned": "{parameters:,.0f}", "written": "{fast_weights:,.0f}",
+                "training": "{seconds:.0f} s",
+            }),
             "Clustered queries: share of the slots in use": pivot(
                 clustered, ["spread"], {"": "{coverage:.3f} ({times:.1f} times)"}, "entropy",
                 note="All queries are one point, moved by noise of the spread. Times: of those without entropy."),

@@ -7,7 +7,6 @@ Shapes: E questions, L tokens of a haystack, n readings, Q tokens of a question,
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.gates import GateTrace, gate_trace, layer_name
-from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer, slot_readings, slot_table
+from regard.inspect.slot_trace import SlotReadings, slot_readings, slot_table
 from regard.nn.memory_trace import WriterTrace, observed
 
 from ..lib.claims import Claim, claims_of, mean_intervals, paired
@@ -108,7 +107,8 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         for name in retrieved:
             yield {"kind": "layer", "layer": name, **layer_counts(readings, right.tolist(), name)}
         shown = int(right.int().argmax())
-        yield {**case_row(readings[shown], bool(right[shown])), "exact": right.double().mean().item()}
+        yield {"kind": "slots", "right": bool(right[shown]), **readings[shown].to_dict(),
+               "exact": right.double().mean().item()}  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
         slots, gates = (self.chosen(results, "layer", task=task) for task in (NEEDLES, NAMES))
@@ -141,22 +141,25 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        slots = {"hits, last writer": "{hits:.0%}", f"hits, one of the last {WRITERS}": "{hits_of_four:.0%}",
-                 "weight on hits": "{weight:.0%}", "misses by the same token": "{same_query:.0%}",
-                 "the same by chance": "{same_by_chance:.0%}", "never written": "{never:.0%}",
-                 "right answers with a miss": "{mixed:.0%}"}  # fmt: skip
-        gates = {"mean gate": interval("mean", 2), "deviation": interval("deviation", 2),
-                 **{f"on {said}": interval(part, 2) for part, said in PLACES.items()}}  # fmt: skip
         layers, exact = partial(self.chosen, results, "layer"), self.chosen(results, "slots")["exact"].mean()
-        note = f"After {self.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {self.seeds}."
-        read = (f"On {self.documents} documents of {self.gate_tokens:,} tokens, written after every {self.gate_chunk}; "
-                f"a gate at a name decides what is predicted for it. ± half the 95 % interval over seeds.")  # fmt: skip
-        loss = {f"nats, {said}": interval(part) for part, said in PLACES.items()}
+        # documents of one model are not independent
+        read = self.chosen(results, "document").groupby(["rule", "seed"], sort=False)[list(PLACES)].mean().reset_index()
         return {
-            "Retrieved slots": pivot(layers(task=NEEDLES), {"layer": "memory"}, slots, note=note),
-            "Gates": pivot(layers(task=NAMES), {"layer": "memory"}, gates, note=read),
-            "Loss with the memory written, and frozen": pivot(self.chosen(results, "document"), {"rule": "memory"},
-                                                              loss, note="paper: written, and carried on."),
+            "Retrieved slots": pivot(layers(task=NEEDLES), {"layer": "memory"}, {
+                "hits, last writer": "{hits:.0%}", f"hits, one of the last {WRITERS}": "{hits_of_four:.0%}",
+                "weight on hits": "{weight:.0%}", "misses by the same token": "{same_query:.0%}",
+                "the same by chance": "{same_by_chance:.0%}", "never written": "{never:.0%}",
+                "right answers with a miss": "{mixed:.0%}",
+            }, note=f"After {self.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {self.seeds}."),
+            "Gates": pivot(layers(task=NAMES), {"layer": "memory"}, {
+                "mean gate": interval("mean", 2), "deviation": interval("deviation", 2),
+                **{f"on {said}": interval(part, 2) for part, said in PLACES.items()},
+            }, note=f"On {self.documents} documents of {self.gate_tokens:,} tokens, written after every "
+                    f"{self.gate_chunk}; a gate at a name decides what is predicted for it. ± half the 95 % interval "
+                    f"over seeds."),
+            "Loss with the memory written, and frozen": pivot(
+                read, {"rule": "memory"}, {f"nats, {said}": interval(part) for part, said in PLACES.items()},
+                note="paper: written, and carried on."),
             "One answer, slot by slot": slot_table(self.case(results)[0], reach=REACH),
             "Training": self.training_table(results),
         }  # fmt: skip
@@ -187,14 +190,15 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         )
         return {"look": render_memory(page, reach=REACH)}
 
-    def case(self, results: Results) -> tuple[Any, str]:
+    def case(self, results: Results) -> tuple[SlotReadings, str]:
         """Return the retrieved slots that are drawn, and what they are."""
         words = results.facts["words"][NEEDLES]
         row = self.chosen(results, "slots", seed=self.seed).iloc[0]
         asked = "".join(words[token] for _, token in row["answers"])
         said = "".join(words[row["tokens"][position + 1]] for position, _ in row["answers"])
         how = "correctly" if row["right"] else "wrongly"
-        return case_of(row, words), f"The answer {asked}, given {how} as {said}, after {self.reads} readings"
+        readings = SlotReadings.from_dict(row, [f" {words[token]}" for token in row["tokens"]])
+        return readings, f"The answer {asked}, given {how} as {said}, after {self.reads} readings"
 
     def gates(self, results: Results) -> GateTrace:
         """Return the first model's gates on the part of the text that is drawn."""
@@ -224,26 +228,6 @@ def layer_counts(readings: Sequence[SlotReadings], right: list[bool], layer: str
         "never": mean([not slot.writers for _, _, slot, _ in slots]),
         "mixed": mean([seen.hits(1, layer) < 1 for seen in answered]) if answered else None, "answered": len(answered),
     }  # fmt: skip
-
-
-def case_row(seen: SlotReadings, right: bool) -> dict[str, Any]:
-    """Return a question's slots as a row of kind "slots", without labels; `case_of` reads it."""
-    answers = [list(pair) for pair in sorted((seen.answers or {}).items())]
-    return {"kind": "slots", "right": right, "tokens": list(seen.tokens), "answers": answers,
-            "readings": [asdict(reading) for reading in seen.readings]}  # fmt: skip
-
-
-def case_of(row: Any, words: Sequence[str]) -> SlotReadings:
-    """Return the slots of such a row, labelled with words."""
-
-    def slot_of(slot: Any) -> RetrievedSlot:
-        return RetrievedSlot(slot["slot"], slot["weight"], tuple(Writer(**own) for own in slot["writers"]))
-
-    readings = [
-        SlotReading(own["layer"], own["position"], tuple(map(slot_of, own["slots"]))) for own in row["readings"]
-    ]
-    labels = tuple(f" {words[token]}" for token in row["tokens"])
-    return SlotReadings(tuple(row["tokens"]), labels, tuple(readings), dict(row["answers"]))
 
 
 def gate_rows(model: Any, tokens: Tensor) -> Iterator[dict[str, Any]]:

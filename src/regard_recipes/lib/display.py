@@ -22,8 +22,8 @@ def pivot(
     frame: Frame, index: Sequence[str] | Mapping[str, str], values: Mapping[str, Show],
     columns: str | None = None, *, note: str = "",
 ) -> Any:  # fmt: skip
-    """Return a table (`regard.inspect.tables.Table`) with a row for each combination of `index`. Pages leave out a table
-    without rows, that of a frame without rows.
+    """Return a table (`regard.inspect.tables.Table`) with a row for each combination of `index`. Of a frame without
+    rows it has none, and pages leave it out.
 
     Args:
         index: columns that name the rows, or column to heading; rows are in the order in which they first come.

@@ -21,11 +21,11 @@ LaCT its fast weights, is kept.
 Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an answer.
 """
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -158,6 +158,8 @@ def read_and_answer(
 
     Cost: n reads with a reset, n (n + 1) / 2 without.
     """
+    from transformers.cache_utils import Cache
+
     from regard.models.hybrid.memories import flush_memory, keep_memory
 
     device = next(model.parameters()).device
@@ -191,7 +193,8 @@ def read_and_answer(
             cache = None
             for turn in range(reads):
                 cache = read(haystack, cache, turn > 0)
-                answers[turn, example] = answer(question, copied(cache))
+                # tensors of a cache are never changed in place
+                answers[turn, example] = answer(question, Cache(layers=[copy(layer) for layer in cache.layers]))
         for many in range(0 if reset else reads):
             cache = None
             for example, (haystack, question) in enumerate(pairs):
@@ -199,13 +202,6 @@ def read_and_answer(
                     cache = read(haystack, cache, turn > 0)
                 answers[many, example] = answer(question, cache)
     return answers
-
-
-def copied(cache: Any) -> Any:
-    """Return a cache that can be extended without changing this one: its tensors are never changed in place."""
-    from transformers.cache_utils import Cache
-
-    return Cache(layers=[copy.copy(layer) for layer in cache.layers])
 
 
 def greedy(model: Any, tokens: Tensor, length: int, cache: Any, flush: bool = False) -> Tensor:
