@@ -31,7 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     WIDER: {}, HEADS: {"heads": 4}, **PARTS, DOT: {"score": "dot"},
 }  # fmt: skip
 """What a variant's memory has that the whole memory (all parts, the normalised rule) has not; WIDER reads 4 k slots."""
-STATISTICS = ("gate", "coverage", "collisions", "kl_uniform")
 CLEAR = 0.1  # nats, and share of needles, that a part must be worth to matter
 COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory counts as collapsed
 
@@ -100,7 +99,7 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         documents = self.chosen(results, "document")
         read = means(select(documents, rule="paper"), ["loss", "within", "across"])
         frozen = means(select(documents, rule="frozen"), ["across"]).rename(columns={"across": "frozen"})
-        layers = means(self.chosen(results, "layer"), list(STATISTICS))
+        layers = means(self.chosen(results, "layer"), ["gate", "coverage", "collisions", "kl_uniform"])
         answers = means(select(self.chosen(results, "answers"), read=self.reads), ["share"])
         lost = self.chosen(results, "run").groupby(key, sort=False)["diverged"].max().astype(bool)
         return read.join([frozen, layers, answers, lost], how="outer").reset_index()

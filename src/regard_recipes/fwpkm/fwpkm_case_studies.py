@@ -7,7 +7,6 @@ Shapes: E questions, L tokens of a haystack, n readings, Q tokens of a question,
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -141,17 +140,18 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        layers, exact = partial(self.chosen, results, "layer"), self.chosen(results, "slots")["exact"].mean()
+        slots, gates = (self.chosen(results, "layer", task=task) for task in (NEEDLES, NAMES))
+        exact = self.chosen(results, "slots")["exact"].mean()
         # documents of one model are not independent
         read = self.chosen(results, "document").groupby(["rule", "seed"], sort=False)[list(PLACES)].mean().reset_index()
         return {
-            "Retrieved slots": pivot(layers(task=NEEDLES), {"layer": "memory"}, {
+            "Retrieved slots": pivot(slots, {"layer": "memory"}, {
                 "hits, last writer": "{hits:.0%}", f"hits, one of the last {WRITERS}": "{hits_of_four:.0%}",
                 "weight on hits": "{weight:.0%}", "misses by the same token": "{same_query:.0%}",
                 "the same by chance": "{same_by_chance:.0%}", "never written": "{never:.0%}",
                 "right answers with a miss": "{mixed:.0%}",
             }, note=f"After {self.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {self.seeds}."),
-            "Gates": pivot(layers(task=NAMES), {"layer": "memory"}, {
+            "Gates": pivot(gates, {"layer": "memory"}, {
                 "mean gate": interval("mean", 2), "deviation": interval("deviation", 2),
                 **{f"on {said}": interval(part, 2) for part, said in PLACES.items()},
             }, note=f"On {self.documents} documents of {self.gate_tokens:,} tokens, written after every "

@@ -35,7 +35,6 @@ TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
 PAPER_SIZES = SimpleNamespace(**PAPER_MODEL)
 PAPER_BATCH = 8
 PARTS = ("projections", "attention", "delta rule", "search", "read", "write")
-TEXT = 8192  # tokens that the measured models are trained on
 
 
 @recipe("fwpkm-cost")
@@ -81,7 +80,7 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
 
         row = Row(cell["layout"], cell["memory"])
         yield {"kind": "count", **counted(row)}
-        draw, count = torch.Generator().manual_seed(self.seed), max(TEXT, 2 * self.context)
+        draw, count = torch.Generator().manual_seed(self.seed), max(8192, 2 * self.context)
         tokens = torch.randint(self.vocabulary, (count,), dtype=torch.int32, generator=draw)
         config = row_config(row, self, self.vocabulary, initializer_range=initial_range(self.width))
         corpus, budget = Corpus(tokens, tokens[: self.context]), Budget.of(self, learning_rate=1e-4, measured=2)

@@ -15,17 +15,12 @@ from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, RESTRICTED,
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
 from ..lib.recipe import Frame, Results, recipe, select
-from .needle_reading import PROTOCOLS, Protocol, answer_rows
+from .needle_reading import PROTOCOLS, answer_rows
 
 GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
 LONG = 4096  # tokens from which the paper needs more reads
 COST = 0.25  # share of the answers that a memory without resets may lose
-PROTOCOL_NAMES = {
-    "whole": "written after the question (the paper)",
-    "chunked": "the chunk of the training",
-    "flushed": "written before the question",
-}
-KEPT: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
+KEPT = ("whole", "flushed")  # protocols that are also measured without a reset between samples
 ROWS = known_rows("GDN+FA-pSWA")
 SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")
 """Models that are trained by default."""
@@ -74,7 +69,7 @@ class Needle(NeedleRecipe):
         """Yield the scores by length, protocol and number of reads, memories new for each haystack and kept. A model
         without fast weights reads once: it would answer the same after any number of reads."""
         fast = any(hasattr(module, "frozen") for module in model.modules())
-        cases = [(length, protocol, 0) for length in self.lengths for protocol in PROTOCOLS[: None if fast else 1]]
+        cases = [(length, protocol, 0) for length in self.lengths for protocol in (PROTOCOLS if fast else ["whole"])]
         cases += [(self.lengths[0], protocol, self.kept) for protocol in KEPT if fast and self.kept]
         for length, protocol, kept in cases:
             yield from answer_rows(
@@ -143,7 +138,7 @@ class Needle(NeedleRecipe):
         fast = [name for name in self.trained if self.row(name).rereads]
         new = select(answers, state="new").assign(at=lambda rows: [
             f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)])  # fmt: skip
-        kept = select(answers, length=self.lengths[0], protocol=list(KEPT), model=fast if self.kept else [])
+        kept = select(answers, length=self.lengths[0], protocol=KEPT, model=fast if self.kept else [])
         note = (
             f"Share of exact answers, ± half the 95 % interval over seeds; they learned {self.context} tokens. "
             f"Without fast weights a model answers the same after all reads and by all protocols."
@@ -154,7 +149,7 @@ class Needle(NeedleRecipe):
         return {
             **{f"Exact answers, {meaning}": pivot(
                 new[(new["protocol"] == protocol) | ~new["model"].isin(fast)], ["model"], {"": interval("share", 2)},
-                "at", note=note) for protocol, meaning in PROTOCOL_NAMES.items()},
+                "at", note=note) for protocol, meaning in PROTOCOLS.items()},
             "Reads needed": pivot(
                 select(new, model=fast), ["model", "protocol"], {"reads": needed}, "length",
                 note=f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."),

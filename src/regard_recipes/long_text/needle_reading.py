@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,8 +49,11 @@ SENTENCE, PAIR = f"{NUMBER} {{key}} {{value}} {STOP}", "{key} {value}"
 SHARES = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 """Parts of the text that the haystacks of each split are made of."""
 LEAST = 1000  # number of words that a text must have
-Protocol = Literal["whole", "chunked", "flushed"]
-PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
+PROTOCOLS = {
+    "whole": "written after the question (the paper)",
+    "chunked": "the chunk of the training",
+    "flushed": "written before the question",
+}
 AT_ONCE = 65_536  # tokens that are read side by side at most
 PIECE = 4096  # tokens that are read in one pass, to bound the memory of attention; changes nothing else
 
@@ -142,7 +145,7 @@ def needle_text(data: Path | None, common: int, digits: int, key_digits: int, le
 
 @torch.no_grad()
 def read_and_answer(
-    model: Any, haystacks: Tensor, questions: Tensor, length: int, *, protocol: Protocol = "flushed", reads: int = 4,
+    model: Any, haystacks: Tensor, questions: Tensor, length: int, *, protocol: str = "flushed", reads: int = 4,
     reset: bool = True, recurrent: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return greedy answers after 1 to n reads, int64 [n, E, B, A].
@@ -222,12 +225,12 @@ def greedy(model: Any, tokens: Tensor, length: int, cache: Any, flush: bool = Fa
 def asked(text: NeedleText, length: int, needles: int, indices: range, seed: int) -> tuple[Tensor, Tensor, list[Any]]:
     """Return haystacks [E, L] and questions [E, Q] of the test text, int64, and the examples."""
     examples = text.haystacks(length, needles).examples(seed, indices)
-    haystacks, questions = ([getattr(example, part) for example in examples] for part in ("haystack", "question"))
-    return torch.tensor(haystacks), torch.tensor(questions), examples
+    haystacks = torch.tensor([example.haystack for example in examples])
+    return haystacks, torch.tensor([example.question for example in examples]), examples
 
 
 def answer_rows(
-    model: Any, text: NeedleText, length: int, needles: int, count: int, seed: int, *, protocol: Protocol = "flushed",
+    model: Any, text: NeedleText, length: int, needles: int, count: int, seed: int, *, protocol: str = "flushed",
     reads: int = 4, kept: int = 0, recurrent: bool = False,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield a row with the scores after each number of reads. `kept` examples of a stream are read without a reset in
