@@ -108,8 +108,8 @@ class FastWeightRecall(Recipe):
 
         if cell["memory"] == CLUSTERED:
             for spread, weight in product(SPREADS, WEIGHTS):
-                share = coverage(spread, weight, seed)
-                yield {"kind": "clustered", "spread": spread, "weight": weight, "coverage": share}
+                yield {"kind": "clustered", "spread": spread, "weight": weight,
+                       "coverage": coverage(spread, weight, seed)}  # fmt: skip
             return
         rule, small, start = cell["rule"], cell["memory"] == SMALL, time.perf_counter()
         torch.manual_seed(seed)
@@ -129,9 +129,8 @@ class FastWeightRecall(Recipe):
         yield {"kind": "run", "slots": model.memory.slots, "parameters": model.num_parameters(), "seconds": seconds,
                "fast_weights": model.memory.fast_numbers(), "hit_last": last, "hit_four": four}  # fmt: skip
         yield from ({"kind": "loss", "part": part, "loss": loss} for part, loss in enumerate(losses, 1))
-        task = self.task()
-        for place, share in enumerate(self.accuracy(model, task, seed)):
-            document, reading = divmod(place, task.reads)
+        for place, share in enumerate(self.accuracy(model, self.task(), seed)):
+            document, reading = divmod(place, self.reads)
             yield {"kind": "recall", "document": document + 1, "reading": reading + 1, "accuracy": share}
         # a document is read once and then comes again as questions; a chunk of both is written after the questions
         for chunk in (2 * once.length // parts for parts in (1, 2, 4, 8) if exact):
@@ -162,7 +161,8 @@ class FastWeightRecall(Recipe):
 
     def claims(self, results: Results) -> list[Claim]:
         recall, runs = (results.select(kind=kind, memory=ROOM) for kind in ("recall", "run"))
-        second, once, whole = select(recall, reading=2), once_of(results), 4 * self.pairs
+        once = results.select(kind="once").reindex(columns=["rule", "chunk", "accuracy"])  # there may be none
+        second, whole = select(recall, reading=2), 4 * self.pairs
         shares = lambda rows, **where: mean_intervals(select(rows, **where), ["rule"], "accuracy")  # noqa: E731
         hits = lambda column: mean_intervals(runs.dropna(subset=[column]), ["rule"], column)  # noqa: E731
         rewriting, on_second = "One-step rewriting", "Share of right values on the second reading of document"
@@ -204,7 +204,7 @@ class FastWeightRecall(Recipe):
                 note=f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: "
                 f"{self.seeds}."),
             "One reading, by tokens of a chunk": pivot(
-                once_of(results), ["rule"], {"": "{accuracy:.3f}"}, "chunk",
+                results.select(kind="once"), ["rule"], {"": "{accuracy:.3f}"}, "chunk",
                 note="A document followed by the same document as questions, read once: share of right answers."),
             "Slots that hold the answer": pivot(runs.dropna(subset=["hit_last"]), ["rule"], {
                 "last writer": "{hit_last:.3f}", "worst seed": stat("hit_last", "min", "{:.3f}"),
@@ -229,11 +229,6 @@ class FastWeightRecall(Recipe):
             "clustered": lines({"slots that clustered queries use": clustered}, "spread",
                                {"coverage": "share of the slots"}, "entropy"),
         }  # fmt: skip
-
-
-def once_of(results: Results) -> Frame:
-    """Return the rows of a single reading; none if no rule of `EXACT` was trained."""
-    return results.select(kind="once").reindex(columns=["rule", "seed", "chunk", "accuracy"])
 
 
 def widest(rows: Frame) -> dict[str, Estimate]:

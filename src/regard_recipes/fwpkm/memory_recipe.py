@@ -179,7 +179,6 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
         return self.known[name]["row"]
 
     def model_config(self, name: str, vocabulary: int) -> Any:
-        """Return the configuration of a model."""
         fields = {"initializer_range": first_range(self.width), **self.shared()}
         return row_config(self.row(name), self, vocabulary, self.fast(name), **fields)
 
@@ -190,11 +189,6 @@ class MemoryRecipe(MemoryOptions, TaskRecipe):
         """Return the options of a model's FwPKM memories beside their sizes."""
         common = {"top_k": min(self.top_k, self.sub_keys**2), "address_weight": self.address_weight}
         return {**common, **RULES[self.rule], **self.known[name].get("fast", {})}
-
-    def make_model(self, name: str, task: Any) -> Any:
-        from regard.models import HybridForCausalLM
-
-        return HybridForCausalLM(self.model_config(name, task.vocabulary))
 
 
 class NamesRecipe(MemoryRecipe):

@@ -69,14 +69,17 @@ class TaskRecipe(TrainedRecipe):
         return {name: self.training_tasks()[name]}
 
     def make_model(self, name: str, task: TokenTask) -> Any:
-        """Return a model with first weights from torch's generator, by its fields in `known` and those of `shared`."""
+        """Return a model with first weights from torch's generator."""
         from regard.models.base.catalogue import model_of
 
-        own: Any = self  # with the options `Sizes`
-        width = own.width
-        fields = {"vocab_size": task.vocabulary, "hidden_size": width, **self.shared(), **self.known[name]}
-        config = language_config(fields, first_range(width))
+        config = self.model_config(name, task.vocabulary)
         return model_of(config)(config)
+
+    def model_config(self, name: str, vocabulary: int) -> Any:
+        """Return the configuration of a model, by its fields in `known` and those of `shared`."""
+        own: Any = self  # with the options `Sizes`
+        fields = {"vocab_size": vocabulary, "hidden_size": own.width, **self.shared(), **self.known[name]}
+        return language_config(fields, first_range(own.width))
 
     def untrained(self, cell: Cell) -> tuple[Any, int]:
         task = self.training_tasks()[cell["task"]]
