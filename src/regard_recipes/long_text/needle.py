@@ -128,7 +128,7 @@ class Needle(NeedleRecipe):
              ways({**flushed, "state": "kept"}, flushed), -COST, GOOD, never,
              f"{at_short}, one read, written before the question, kept less new."),
         ]  # fmt: skip
-        return [Claim(PAPER, where, wording, {name: e for name, e in estimates.items() if e.measured}, "above", margin,
+        return [Claim(PAPER, where, wording, {name: e for name, e in estimates.items() if e.finite}, "above", margin,
                       effect, untestable, note + left_out)
                 for where, wording, estimates, margin, effect, untestable, note
                 in cases[: None if self.kept else -1]]  # fmt: skip
