@@ -94,9 +94,10 @@ class Needle(NeedleRecipe):
             """Return the share of one model and way of reading less that of another."""
             return paired(asked(one, how), asked(other, how_else), "share")
 
-        def reads_needed(name: str, length: int) -> float:
+        def reads_needed(name: str, length: int) -> int:
+            """Return after how many reads by the paper's protocol `GOOD` is reached; if never, one more than tried."""
             rows = asked(name, {"length": length, "protocol": "whole"})
-            return min(first_good(rows), rows["read"].nunique() + 1)
+            return int(min(first_good(rows), rows["read"].nunique() + 1))
 
         whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
         last = {"length": long, "protocol": "flushed", "read": self.reads}
