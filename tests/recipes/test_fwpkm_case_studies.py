@@ -123,7 +123,7 @@ def test_gates_of_a_text_are_kept() -> None:
 def test_intervals_of_losses_are_over_models() -> None:
     """Documents that one model reads are no samples of their own."""
     own, results = load(FwPKMCaseStudies, Path(__file__).parents[2] / "docs" / "results")
-    read = results.select(kind="document", rule="paper").astype({"within": float})
+    read = own.chosen(results, "document", rule="paper").astype({"within": float})
     samples = [rows["within"].mean() for _, rows in read.groupby("seed")]
     half = stats.t.ppf(0.975, len(samples) - 1) * stats.sem(samples)
     table = own.tables(results)["Loss with the memory written, and frozen"]
