@@ -140,7 +140,7 @@ MISTAKES = [
     ("lla-pretraining", "--heads 5", "--width, --layers or --heads: HybridConfig"),
     ("test-time-regression", "--segments 24", "length 1024 and segment 24 make"),
     ("test-time-regression", "--specs biweight", "--specs lacks softmax"),
-    ("test-time-regression", "--specs softmax softmax", "softmax would be measured twice"),
+    ("test-time-regression", "--specs softmax softmax", "--specs or --residuals names 'softmax' twice"),
     ("test-time-regression", "--specs softmax softmx", "unknown spec 'softmx'. Did you mean"),
     ("test-time-regression", "--specs softmax local-linear", "is a local linear model already"),
     ("test-time-regression", "--residuals softmax+meza", "unknown state 'meza' of 'softmax+meza'. Did you mean"),

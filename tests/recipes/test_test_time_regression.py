@@ -51,7 +51,7 @@ def test_every_method_is_its_formula(strict: bool) -> None:
     q, k, v = (getattr(examples, name).double().numpy() for name in ("queries", "keys", "values"))
     known = recipe.methods(("softmax", "biweight"), ("softmax+mesa", "biweight+linear", "softmax+linear"), 1e-6, 0)
     for method in known:
-        found = method.predict(examples, 1.5, 0.3, strict).double().numpy()
+        found = method.predict(examples, recipe.Setting(1.5, 0.3, strict)).double().numpy()
         if method.name in ("random", "zero"):
             continue
         scale = 1.5 if method.takes_scale else 1.0
@@ -65,11 +65,11 @@ def test_the_random_predictor_has_the_law_of_a_value() -> None:
     task = ConeRegression(dim=16, length=256, segment=64, noise=0.0)
     examples = task.examples(0, range(8))
     (method,) = (m for m in recipe.methods((), (), 1e-3, 3) if m.name == "random")
-    guess = method.predict(examples, 1.0, 0.1, False)
+    guess = method.predict(examples, recipe.Setting(1.0, 0.1, False))
     size = examples.values.square().sum().item()
     assert abs(guess.square().sum().item() / size - 1) < 0.05
     assert abs((guess * examples.values).sum().item() / size) < 0.02
-    assert torch.equal(guess, method.predict(examples, 2.0, 1.0, True))
+    assert torch.equal(guess, method.predict(examples, recipe.Setting(2.0, 1.0, True)))
 
 
 @pytest.mark.parametrize("protocol", ["self-included", "strictly-past"])

@@ -58,12 +58,14 @@ def weighted_pairs(p: Tensor, y: Tensor) -> Tensor:
     return (p @ (y[:, :, None] * y[:, None, :]).flatten(1)).unflatten(-1, (y.shape[-1], -1))
 
 
-def centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return p, and from the keys' mean as origin: keys, queries, and the means p y."""
+def centred(
+    q: Tensor, k: Tensor, times: Times = torch.matmul, moved: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return p; keys and queries, if `moved` with the keys' mean as origin; and the means p y of those keys."""
     w = kernel(q, k)
     p = w / w.sum(-1, keepdim=True)
-    y = k - k.mean(0)
-    return p, y, q - k.mean(0), p @ y
+    origin = k.mean(0) if moved else torch.zeros_like(k[0])
+    return p, k - origin, q - origin, times(p, k - origin)
 
 
 def output(q: Tensor, k: Tensor, v: Tensor, t: Tensor, times: Times = torch.matmul) -> Tensor:
@@ -116,11 +118,7 @@ def covariance(
 ) -> Iterator[tuple[int, Tensor]]:
     """Run the covariance form, (C + ridge) t = q - kbar, o = sum p (1 + (k - kbar) . t) v; `moved`: the mean of all
     keys is taken off keys and queries first, but for the scores."""
-    w = kernel(q, k)
-    p = w / w.sum(-1, keepdim=True)
-    origin = k.mean(0) if moved else torch.zeros_like(k[0])
-    y, x = k - origin, q - origin
-    mean = product(p, y)
+    p, y, x, mean = centred(q, k, product, moved)
 
     def slopes(d: Tensor) -> Tensor:
         return product(d, y.T) - dot(mean, d)

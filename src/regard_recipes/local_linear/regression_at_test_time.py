@@ -8,7 +8,7 @@ for Mesa.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -28,15 +28,15 @@ from regard.tasks import ConeExamples, ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
 from ..lib.display import MISSING, Show, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, Results, frame_of, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select, significant
 
 PAPER = "Local Linear Attention"
 SELF, PAST = PROTOCOLS = ("self-included", "strictly-past")
 GIVEN, CHOSEN = "given", "chosen"
 SHOWN = {SELF: GIVEN, PAST: CHOSEN}  # which measurement figures and tables show
+CLEAN = {"query noise": 0.0}
 KEY = ["protocol", "d", "S", "query noise"]
 LLA = "local-linear"
-PARTS = ("first", "later", "late", "whole")  # see `parts`
 PAPERS = (LLA, "softmax", "linear", "mesa")  # the methods that the paper compares
 DRAWN = (
     "local-linear", "softmax", "local-linear[biweight]", "biweight", "local-linear[relumax]", "local-linear[triweight]",
@@ -46,26 +46,33 @@ POINTS = 128  # of a curve: errors of neighbouring positions are averaged
 BATCH = 8  # sequences at a time
 FULL = 32  # channels up to which a cell has all sequences
 
-Setting = tuple[float, float]
-"""The scale, in units of the estimator's own, and the ridge."""
-Form = Callable[[Tensor, Tensor, Tensor, float, float, bool], Tensor]
-"""(query, key, value [B, 1, L, d], scale, ridge, strictly past) -> what is predicted at the queries."""
+
+class Setting(NamedTuple):
+    """The scale, in units of the estimator's own, the ridge, and whether a query sees only the pairs before it."""
+
+    scale: float
+    ridge: float
+    strict: bool
+
+
+Form = Callable[[Tensor, Tensor, Tensor, Setting], Tensor]
+"""(query, key, value [B, 1, L, d], setting) -> what is predicted at the queries."""
 
 
 class Method(NamedTuple):
-    """An estimator: its name, (examples with a batch axis, scale, ridge, strictly past) -> predictions [B, L, d], and
-    whether scale and ridge matter to it."""
+    """An estimator: its name, (examples with a batch axis, setting) -> predictions [B, L, d], and whether scale and
+    ridge matter to it."""
 
     name: str
-    predict: Callable[[ConeExamples, float, float, bool], Tensor]
+    predict: Callable[[ConeExamples, Setting], Tensor]
     takes_scale: bool = False
     takes_ridge: bool = False
 
 
-def errors(task: ConeRegression, method: Method, setting: Setting, strict: bool, seed: int, count: int) -> Tensor:
+def errors(task: ConeRegression, method: Method, setting: Setting, seed: int, count: int) -> Tensor:
     """Return the squared errors [count, L] on the first sequences of a stream."""
     batches = [task.examples(seed, part.tolist()) for part in torch.arange(count).split(BATCH)]
-    return torch.cat([task.error(method.predict(batch, *setting, strict), batch) for batch in batches])
+    return torch.cat([task.error(method.predict(batch, setting), batch) for batch in batches])
 
 
 def parts(length: int, segment: int) -> dict[str, Tensor]:
@@ -122,11 +129,9 @@ class Regression(Recipe):
         for cell in self.cells():
             self.task(cell)
         names = [method.name for method in methods(self.specs, self.residuals, self.tol, self.seed)]
+        check_names(self.call(), "--specs or --residuals", names, names)
         if "softmax" not in self.specs:
             raise ArgumentError("--specs lacks softmax, to which all others are compared; add it.")
-        for name in names:
-            if names.count(name) > 1:
-                raise ArgumentError(f"{name} would be measured twice; name every kernel once.")
 
     def task(self, cell: Cell) -> ConeRegression:
         """Return the data of a cell."""
@@ -137,11 +142,11 @@ class Regression(Recipe):
         return min(self.sequences, max(2, self.sequences * FULL // dim))
 
     def choose(self, task: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
-        """Return the scale and ridge of the grid with the least error on held-out sequences; of equals the first."""
+        """Return the setting of the grid with the least error on held-out sequences; of equals the first."""
         scales = self.scales if method.takes_scale else (1.0,)
         ridges = self.ridges if method.takes_ridge else (self.ridge,)
-        settings = list(itertools.product(scales, ridges))
-        score = lambda s: float(errors(task, method, s, strict, seed + 1, self.held_out).mean())  # noqa: E731
+        settings = [Setting(*pair, strict) for pair in itertools.product(scales, ridges)]
+        score = lambda setting: float(errors(task, method, setting, seed + 1, self.held_out).mean())  # noqa: E731
         return min(settings, key=score) if len(settings) > 1 else settings[0]
 
     def cells(self) -> list[Cell]:
@@ -152,16 +157,16 @@ class Regression(Recipe):
     @torch.no_grad()
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         task, strict = self.task(cell), cell["protocol"] == PAST
-        oracle = Method("oracle", lambda examples, *_: task.oracle(examples, exclude_self=strict))
+        oracle = Method("oracle", lambda examples, setting: task.oracle(examples, exclude_self=setting.strict))
         known = [*methods(self.specs, self.residuals, self.tol, seed), oracle]
-        given, sequences, measured = (1.0, self.ridge), self.count(cell["d"]), {}
+        given, sequences, measured = Setting(1.0, self.ridge, strict), self.count(cell["d"]), {}
         for how in (GIVEN, CHOSEN) if strict else (GIVEN,):
             for method in known:
                 setting = self.choose(task, method, strict, seed) if how == CHOSEN else given
                 if how == GIVEN or setting != given:  # else it is measured already
-                    measured[method.name] = errors(task, method, setting, strict, seed, sequences)
+                    measured[method.name] = errors(task, method, setting, seed, sequences)
                 error = measured[method.name]
-                row = {"method": method.name, "how": how, "scale": setting[0], "ridge": setting[1]}
+                row = {"method": method.name, "how": how, "scale": setting.scale, "ridge": setting.ridge}
                 means = {part: error[:, at].mean(-1) for part, at in parts(self.length, cell["S"]).items()}
                 for sequence in range(sequences):
                     yield {"kind": "error", **row, "sequence": sequence, "seed": seed + sequence,
@@ -170,62 +175,57 @@ class Regression(Recipe):
                     yield {"kind": "curve", **row, "curve": curve(error)}
 
     def claims(self, results: Results) -> list[Claim]:
-        clean = select(in_view(results), **{"query noise": 0.0})
+        clean = select(in_view(results), **CLEAN)
         wide = clean[(clean["d"] >= 16) & (clean["S"] < self.length)]
+        over = lambda protocol: {  # noqa: E731
+            cell: over_softmax(rows, "later")
+            for cell, rows in panels(select(wide, protocol=protocol), "d = {d}, S = {S}").items()
+        }
         rows = select(clean, protocol=SELF, method=PAPERS)
         cells = rows.groupby(["d", "S", "method"])["first"].mean().unstack()[list(PAPERS)]
         least = float((cells.idxmin(axis=1) == "mesa").mean())
         note = "Error of LLA over that of softmax after the first segment, each cell with d >= 16, {}."
-        over = {protocol: ratios(select(wide, protocol=protocol), "later") for protocol in PROTOCOLS}
         return claims_of(PAPER, [
-            ("section 4", "LLA adapts to a changed map better than softmax attention", over[SELF], "below", 1,
+            ("section 4", "LLA adapts to a changed map better than softmax attention", over(SELF), "below", 1,
              note.format("self-included")),
             ("section 4", "Mesa has the least error in the first segment", exact(least), "at least", 1,
              f"Share of cells, self-included, of {', '.join(PAPERS)}."),
-            ("section 4", "The same without the pair itself among the data", over[PAST], "below", 1,
+            ("section 4", "The same without the pair itself among the data", over(PAST), "below", 1,
              note.format("strictly-past, scale and ridge chosen")),
         ], effect=0.1)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        shown = with_shares(in_view(results))
-        clean = select(shown, **{"query noise": 0.0})
-        softmax = select(clean, method="softmax")
-        over: Callable[[str], Show] = lambda part: lambda rows: versus(rows, softmax, part)  # noqa: E731
+        rows = in_view(results)
         note = (
             "Self-included: given; strictly past: chosen. Later: after the first segment; late: in the second halves "
             "of those segments; whole: all positions. ± half the 95 % interval."
         )
-        ratios = {part: over(part) for part in PARTS}
-        lla = pivot(select(clean, method=LLA), ["protocol", "d", "S"], ratios, note=note)
-        tables = {"Squared error of LLA in units of softmax attention's": lla}
-        share: Show = lambda rows: small(rows["share"].mean())  # noqa: E731
-        shown = shown[shown["method"] != "zero"]
-        for protocol in PROTOCOLS:
-            rows = select(shown, protocol=protocol, **{"query noise": 0.0})
-            title = f"Squared error in units of the zero predictor's, {protocol}"
-            tables[title] = pivot(rows, ["d", "S"], {"": share}, columns="method", note="All positions.")
-        swept = select(shown[shown["query noise"] > 0], method=DRAWN)
-        if len(swept):
-            tables["The same against query noise"] = pivot(swept, KEY, {"": share}, columns="method")
+        shows: dict[str, Show] = {part: partial(versus_softmax, part) for part in ("first", "later", "late", "whole")}
+        pairs = select(rows, method=[LLA, "softmax"], **CLEAN)
+        tables = {"Squared error of LLA in units of softmax attention's": pivot(
+            pairs, ["protocol", "d", "S"], shows, note=note)}  # fmt: skip
+        shares = partial(pivot, index=KEY[1:], values={"": "{share:#.4g}"}, columns="method", note="All positions.")
+        for protocol, own in panels(rows[rows["method"] != "zero"], "{protocol}").items():
+            tables[f"Squared error in units of the zero predictor's, {protocol}"] = shares(own)
         return tables
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        shown = with_shares(in_view(results))
-        mean = select(shown, **{"query noise": 0.0}).groupby([*KEY, "method"], sort=False)["whole"].mean()
+        rows, curves = in_view(results), in_view(results, "curve")
+        mean = select(rows, **CLEAN).groupby([*KEY, "method"], sort=False)["whole"].mean()
         ratio = (mean / mean.xs(LLA, level="method")).rename("ratio").reset_index()
         ratio = ratio[~ratio["method"].isin(["zero", "oracle"])]
         draw = partial(lines, hue="method", log_y=True)
         over = panels(ratio.sort_values(["S", "protocol"], kind="stable"), "S = {S}, {protocol}")
         figures = {"ratio": draw(over, "d", {"ratio": "error / LLA's"}, log_x=True, wrap=2)}
         if self.query_noise:
-            swept = panels(select(shown, S=self.noisy_segment, method=DRAWN), "d = {d}, {protocol}")
+            swept = panels(select(rows, S=self.noisy_segment, method=DRAWN), "d = {d}, {protocol}")
             figures["noise"] = draw(swept, "query noise", {"share": "error / zero predictor's"}, wrap=2)
-        curves = in_view(results, "curve").sort_values(["S", "d"], kind="stable")
-        for protocol in PROTOCOLS:
-            each = panels(select(curves, protocol=protocol), "d = {d}, S = {S}")
-            over = {title: points(rows, self.length) for title, rows in each.items()}
-            title = f"{protocol} ({SHOWN[protocol]})"
-            figures[protocol] = draw(over, "position", {"error": "squared error"}, wrap=len(self.dims), title=title)
+        points = curves.sort_values(["S", "d"], kind="stable").explode("curve").astype({"curve": float})
+        place = points.groupby(level=0).cumcount() + 0.5
+        points["position"] = place * self.length / (place.max() + 0.5)
+        for protocol, own in panels(points[points["curve"] > 0], "{protocol}").items():
+            each, title = panels(own, "d = {d}, S = {S}"), f"{protocol} ({SHOWN[protocol]})"
+            figures[protocol] = draw(each, "position", {"curve": "squared error"}, wrap=len(self.dims), title=title)
         return figures
 
     def notes(self, results: Results) -> list[str]:
@@ -238,116 +238,91 @@ class Regression(Recipe):
 
 
 def in_view(results: Results, kind: str = "error") -> Frame:
-    """Return the rows that figures and tables show: self-included as given, strictly past as chosen."""
+    """Return the rows that figures and tables show, self-included as given, strictly past as chosen, with a column
+    "share": the error in units of the zero predictor's mean error in the same cell."""
     rows = results.select(kind=kind)
-    return rows[rows["how"] == rows["protocol"].map(SHOWN)]
-
-
-def with_shares(rows: Frame) -> Frame:
-    """Return rows with a column "share": their error in units of the zero predictor's mean error in the same cell."""
+    rows = rows[rows["how"] == rows["protocol"].map(SHOWN)]
     zero = select(rows, method="zero").groupby(KEY)["whole"].mean()
     return rows.assign(share=rows["whole"] / rows[KEY].join(zero, on=KEY)["whole"])
 
 
-def points(rows: Frame, length: int) -> Frame:
-    """Return curves with a row for each point."""
-    return frame_of({"method": row.method, "position": (i + 0.5) * length / len(row.curve), "error": error}
-                    for row in rows.itertuples() for i, error in enumerate(row.curve) if error > 0)  # fmt: skip
+def over_softmax(rows: Frame, part: str) -> Estimate:
+    """Return the error of LLA over that of softmax on the same sequences."""
+    return ratio_interval(*(select(rows, method=name)[part] for name in (LLA, "softmax")))
 
 
-def ratios(rows: Frame, part: str) -> dict[str, Estimate]:
-    """Return the error of LLA over that of softmax for each d and S."""
-    return {f"d = {d}, S = {s}": ratio_interval(*(select(cell, method=name)[part] for name in (LLA, "softmax")))
-            for (d, s), cell in rows.groupby(["d", "S"])}  # fmt: skip
+def versus_softmax(part: str, rows: Frame) -> str:
+    """Return `over_softmax` as text; a dash where there is no such part."""
+    return MISSING if rows[part].isna().all() else over_softmax(rows, part).text()
 
 
-def versus(rows: Frame, base: Frame, part: str) -> str:
-    """Return the ratio of the error of rows to that of base in the same cell, as text."""
-    same = select(base, **{name: rows[name].iloc[0] for name in KEY})
-    return MISSING if rows[part].isna().all() else ratio_interval(rows[part], same[part]).text(3)
-
-
-def small(x: float) -> str:
-    """Return a share as text."""
-    return f"{x:.3f}" if 0.001 <= x < 10 else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e")
-
-
-def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: int) -> list[Method]:
-    """Return every estimator: kernels (`specs`) as local constants and as local linear models solved to `tol`, linear
-    states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
-    of which one draws with `seed`."""
-    kernels = [(name, _constant(name)) for name in specs]
-    made: list[Any] = [(name, partial(_kernel, spec), spec.takes_scale) for name, spec in kernels]
-    for _, spec in kernels:
-        model = local_linear(spec)
-        solved = replace(model, solver=ConjugateGradient(tol=tol))
-        made.append((str(model), partial(_kernel, solved), spec.takes_scale, True))
-    made += [("elu", _elu), ("linear", _linear), ("mesa", _mesa, False, True)]
-    for name in residuals:
-        kernel, _, state = name.rpartition("+")
-        if state not in STATES:
-            raise ArgumentError(f"unknown state {state!r} of {name!r}.{suggestion(state, STATES)}")
-        spec = _constant(kernel)
-        made.append((name, partial(_interpolated, spec, STATES[state]), spec.takes_scale, state == "mesa"))
-    made += [("random", partial(_random, seed)), ("zero", lambda q, k, v, *_: torch.zeros_like(v))]
-    return [Method(name, partial(_predict, form), *takes) for name, form, *takes in made]
-
-
-def _predict(form: Form, examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
-    q, k, v = (x[:, None] for x in (examples.queries, examples.keys, examples.values))
-    return form(q, k, v, scale, ridge, strict)[:, 0]
-
-
-def _constant(name: str) -> Spec:
+def kernel(name: str) -> Spec:
+    """Return the spec of a kernel, a local constant."""
     spec = Spec.parse(name)
     if spec.degree:
         raise ArgumentError(f"{name} is a local linear model already; give its kernel alone.")
     return spec
 
 
-def _kernel(spec: Spec, q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
-    spec = replace(spec, ridge=ridge) if spec.degree else spec
-    out: Tensor = attention(q, k, v, spec, is_causal=True, exclude_self=strict, scale=_scale(spec, k, scale))
-    return out
+def methods(specs: Sequence[str], residuals: Sequence[str], tol: float, seed: int) -> list[Method]:
+    """Return every estimator: kernels (`specs`) as local constants and as local linear models solved to `tol`, linear
+    states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
+    of which one draws with `seed`."""
+    constants = [kernel(name) for name in specs]
+    made: list[Any] = [(name, smoother(spec), spec.takes_scale) for name, spec in zip(specs, constants, strict=True)]
+    for model in map(local_linear, constants):
+        solved = replace(model, solver=ConjugateGradient(tol=tol))
+        made.append((str(model), smoother(solved), model.takes_scale, True))
+    elu: Form = lambda q, k, v, setting: linear_attention(q, k, v, "elu", exclude_self=setting.strict)[0]  # noqa: E731
+    made += [("elu", elu), ("linear", linear), ("mesa", mesa, False, True)]
+    for name in residuals:
+        weights, _, state = name.rpartition("+")
+        if state not in STATES:
+            raise ArgumentError(f"unknown state {state!r} of {name!r}.{suggestion(state, STATES)}")
+        spec = kernel(weights)
+        made.append((name, smoother(spec, STATES[state]), spec.takes_scale, state == "mesa"))
+    made += [("random", partial(random, seed)), ("zero", lambda q, k, v, setting: torch.zeros_like(v))]
+    return [Method(name, partial(predict, form), *takes) for name, form, *takes in made]
 
 
-def _scale(spec: Spec, k: Tensor, scale: float) -> float | None:
-    """Return `scale` times the scale that the spec has by itself."""
-    return spec.similarity.default_scale(k.shape[-1]) * scale if spec.takes_scale else None
+def predict(form: Form, examples: ConeExamples, setting: Setting) -> Tensor:
+    """Return the predictions [B, L, d] of a form."""
+    q, k, v = (x[:, None] for x in (examples.queries, examples.keys, examples.values))
+    return form(q, k, v, setting)[:, 0]
 
 
-def _elu(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
-    """Predict by linear attention as it was published, with the feature map 1 + elu and weights that sum to one."""
-    return linear_attention(q, k, v, "elu", exclude_self=strict)[0]
+def smoother(spec: Spec, state: Form | None = None) -> Form:
+    """Return attention; with a state the local constant of its residuals v_j - W_i k_j, and W_i q_i on top (equation
+    9)."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
+        scale = spec.similarity.default_scale(k.shape[-1]) * setting.scale if spec.takes_scale else None
+        how: dict[str, Any] = {"is_causal": True, "exclude_self": setting.strict, "scale": scale}
+        if state is not None:
+            return interpolated_attention(q, k, v, lambda *qkv, **_: state(*qkv, setting), spec, **how)
+        return attention(q, k, v, replace(spec, ridge=setting.ridge) if spec.degree else spec, **how)
+
+    return form
 
 
-def _linear(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
+def linear(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
     """Return S_i q / (n + d + 1) with S_i the sum of the n visible v k^T (equation 2 with a multiple of the identity
     for H), the best multiple for normal keys and a single map: E|c S q - A q|^2 is least at c = 1 / (n + d + 1)."""
-    visible = torch.arange(q.shape[-2]) + (0 if strict else 1)
-    return linear_attention(q, k, v, "linear", exclude_self=strict, scale=1 / (visible + q.shape[-1] + 1.0))[0]
+    visible = torch.arange(q.shape[-2]) + (not setting.strict)
+    return linear_attention(q, k, v, "linear", exclude_self=setting.strict, scale=1 / (visible + q.shape[-1] + 1.0))[0]
 
 
-def _mesa(q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
+def mesa(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
     """Return the ridge regression through the origin of all visible values on their keys (equation 2), in float64:
     with a small ridge and fewer pairs than channels its systems have condition numbers near 1e6."""
-    out: Tensor = mesa_attention(q.double(), k.double(), v.double(), ridge=ridge, exclude_self=strict)[0]
-    return out.to(v.dtype)
+    q, k, double = q.double(), k.double(), v.double()
+    return mesa_attention(q, k, double, ridge=setting.ridge, exclude_self=setting.strict)[0].to(v.dtype)
 
 
-STATES: dict[str, Form] = {"linear": _linear, "mesa": _mesa}
+STATES: dict[str, Form] = {"linear": linear, "mesa": mesa}
 """Linear states, which equation 9 lets a kernel correct."""
 
 
-def _interpolated(
-    spec: Spec, state: Form, q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool
-) -> Tensor:
-    """Predict by equation 9: the local constant of the residuals v_j - W_i k_j, and W_i q_i on top."""
-    trend = lambda q, k, v, **_: state(q, k, v, 1.0, ridge, strict)  # noqa: E731
-    out: Tensor = interpolated_attention(q, k, v, trend, spec, exclude_self=strict, scale=_scale(spec, k, scale))
-    return out
-
-
-def _random(seed: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def random(seed: int, q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
     """Predict a vector with the law of a value, v ~ N(0, |q|^2 I), and nothing else in common with it."""
     return torch.randn(v.shape, generator=torch.Generator().manual_seed(seed)) * q.norm(dim=-1, keepdim=True)
