@@ -120,7 +120,7 @@ def test_costs_are_those_of_counted_operations() -> None:
     """Written out as sums of products: an [a, b] by [b, c] product is 2 a b c operations."""
     n, d, steps, g, tile = 100, 16, 5, 4, 128
     rows = pd.DataFrame(
-        {"variant": "", "cost": list(variants.COSTS), "keys": n, "steps": steps, "blocks": g, "microseconds": 2.0},
+        {"cost": list(variants.COSTS), "keys": n, "steps": steps, "blocks": g, "microseconds": 2.0},
         list(variants.COSTS),
     )
     found = variants.costs(rows, d)

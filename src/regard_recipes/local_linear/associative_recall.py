@@ -26,6 +26,8 @@ from ..lib.task_recipe import TaskRecipe, mamba
 PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
 MAMBA, ICLM, GATED = "Mamba", "ICLM", "gated delta rule"
 STATES = ("linear", "delta rule", GATED, "Mesa", MAMBA)
+DECAYS = (0.001, 0.1)
+"""Least and largest share that the gated delta rule first forgets with each token."""
 
 
 def models(head: int, state: int) -> dict[str, dict[str, Any]]:
@@ -138,12 +140,13 @@ class AssociativeRecall(TaskRecipe):
     def tables(self, results: Results) -> dict[str, Any]:
         floors = [f"{n} pairs {values['accuracy']:.2f}" for n, values in results.facts["floors"].items()]
         note = f"± half the 95 % interval over seeds. Guessing one of the sequence's values: {'; '.join(floors)}."
-        scores = pivot(self.scores(results), ["model"], {"": interval("score")}, "test", note=note)
-        states = pivot(self.chosen(results, "state"), ["model"], {"": "{numbers:,.0f}"}, "test", note=(
-            "Numbers kept for a sequence at its end, mean over layers: keys and values of all tokens, or a state with "
-            "the last inputs of its short convolution."))  # fmt: skip
-        return {"Accuracy by number of pairs": scores, "State by number of pairs": states,
-                "Training": self.training_table(results)}  # fmt: skip
+        scores, states = self.scores(results), self.chosen(results, "state")
+        made = {"Accuracy by number of pairs": pivot(scores, ["model"], {"": interval("score")}, "test", note=note)}
+        if len(states):
+            made["State by number of pairs"] = pivot(states, ["model"], {"": "{numbers:,.0f}"}, "test", note=(
+                "Numbers kept for a sequence at its end, mean over layers: keys and values of all tokens, or a state "
+                "with the last inputs of its short convolution."))  # fmt: skip
+        return {**made, "Training": self.training_table(results)}
 
     def figures(self, results: Results) -> dict[str, bytes]:
         scores = self.scores(results).assign(pairs=lambda rows: rows["test"].astype(int))
@@ -151,17 +154,17 @@ class AssociativeRecall(TaskRecipe):
         return {"pairs": by_pairs, "curves": self.curves(results)}
 
 
-@torch.no_grad()
 def begin_slowly(model: Any) -> Any:
-    """Let the gated delta rule first forget 0.001 to 0.1 of its state with each token, log-uniform. With the first
-    values of transformers, which is made to load trained weights, it forgets nearly all, so that no value is still
-    there when its key is read again, and training does not begin."""
-    low, high = torch.tensor((0.001, 0.1)).log()
+    """Let the gated delta rule first forget a share of its state out of `DECAYS` with each token, log-uniform. With the
+    first values of transformers, which is made to load trained weights, it forgets nearly all, so that no value is
+    still there when its key is read again, and training does not begin."""
     for module in model.modules():
         if hasattr(module, "dt_bias"):
+            low, high = torch.tensor(DECAYS).log()
             share = (low + (high - low) * torch.rand(module.dt_bias.shape)).exp()
-            module.A_log.zero_()
-            module.dt_bias.copy_(share.expm1().log())  # of which softplus gives the share
+            with torch.no_grad():
+                module.A_log.zero_()
+                module.dt_bias.copy_(share.expm1().log())  # of which softplus gives the share
     return model
 
 
@@ -172,5 +175,6 @@ def state_numbers(model: Any, task: TokenTask) -> float | None:
     cache = getattr(model(input_ids=tokens, use_cache=True), "past_key_values", None)
     if cache is None:
         return None
-    held = sum(getattr(layer, "bytes", 0) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return float(held / 4 / model.config.num_hidden_layers)
+    sizes = [layer.bytes if hasattr(layer, "bytes") else layer.keys.nbytes + layer.values.nbytes
+             for layer in cache.layers]  # fmt: skip
+    return float(sum(sizes) / 4 / model.config.num_hidden_layers)

@@ -20,8 +20,8 @@ from regard.pairwise.local_linear_attention import local_linear_attention
 
 from ..lib.budget import DTYPES
 from ..lib.claims import Claim, claims_of, exact
-from ..lib.display import Show, lines, means, panels, pivot, stat
-from ..lib.recipe import Cell, Recipe, Results, recipe, select, significant, stacked
+from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot, stat
+from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
 from .lla_numerics_schemes import SCHEMES, Times, dense, output, product, rounded
 
 BLOCK = 128  # rows to one number of the iterations by block
@@ -166,28 +166,29 @@ class Numerics(Recipe):
         ], digits=4)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        found, frame, index = results.select(kind="budget"), results.frame, ["data", "ridge", "dtype"]
-        by_budget = partial(pivot, index=index, columns="budget")
+        found, frame = results.select(kind="budget"), results.frame
+        index = ["data", "ridge", "dtype"]
         note = "Against a float64 Cholesky solution of the same (rounded) inputs; budgets of conjugate gradients."
-        made = {title: by_budget(found, values={"": f"{{{column}:.1e}}"}, note=note) for title, column in (
+        by_budget = lambda column: pivot(found, index, {"": said(column)}, columns="budget", note=note)  # noqa: E731
+        made = {title: by_budget(column) for title, column in (
             ("Relative error of the output", "relative"),
             ("Absolute error of the output (root mean square)", "absolute"),
             ("Largest relative error of a row", "worst_row"))}  # fmt: skip
         beside = [select(found, budget="default"), select(frame, kind="floor"), select(frame, step=[16, EMULATED])]
         low = select(stacked(beside), dtype="bfloat16")
-        steps = low["step"].map(", {:g}".format, na_action="ignore").fillna("")
-        lost = lambda rows: "".join(f" [{n:g}]" for n in rows["not_finite"] if n)  # noqa: E731
-        error: Show = lambda rows: means("{relative:.1e}")(rows) + lost(rows)  # noqa: E731
+        steps = low["step"].map(lambda step: "" if step != step else f", {step:g}")
         made["Relative error from bfloat16 inputs, beside emulated bfloat16 schemes"] = pivot(
-            low.assign(method=low["method"] + steps), ["data", "ridge"], {"": error}, columns="method",
+            low.assign(method=low["method"] + steps), ["data", "ridge"], {"": said("relative", lost=True)},
+            columns="method",
             note="rounding: a dense float32 solution rounded once. floor: one whose last two products are in emulated "
             "bfloat16. The schemes, with numbers of steps, multiply in it throughout; q-centred is the paper's. [n]: "
             "rows not finite, left out.",
         )  # fmt: skip
+        steps_of = means("{mean_steps:.3g} ({max_steps:g})")
+        solver: Show = lambda rows: f"{steps_of(rows)}; {said('max_residual')(rows)}"  # noqa: E731
         limited = found[~found["budget"].str.startswith("steps")]
-        solver = {"": "{mean_steps:.3g} ({max_steps:g}); {max_residual:.1e}"}
         note = "Mean (largest) iterations of a row; largest true relative residual of a row."
-        made["Iterations and residuals"] = by_budget(limited, values=solver, note=note)
+        made["Iterations and residuals"] = pivot(limited, index, {"": solver}, columns="budget", note=note)
         statuses = {kind.name: stat(kind.name, "sum", "{:g}") for kind in SolveStatus}
         made["Rows by status"] = pivot(limited, index, statuses, note="Over all tolerances, the default and auto.")
         return made
@@ -216,3 +217,14 @@ class Numerics(Recipe):
             f"From bfloat16 inputs regard's error is at most {most['rounding']:.3g} times that of rounding the output "
             f"alone, and {most['floor']:.2g} times the floor.",
         ]
+
+
+def said(column: str, lost: bool = False) -> ToText:
+    """Return a function that shows a small number, with how many rows are not finite."""
+
+    def show(rows: Frame) -> str:
+        x, gone = rows[column].iloc[0], rows["not_finite"].iloc[0]
+        text = MISSING if x is None or x != x else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+        return f"{text} [{gone:g}]" if lost and gone else text
+
+    return show

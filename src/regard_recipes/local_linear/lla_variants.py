@@ -29,7 +29,6 @@ from .lla_numerics_schemes import q_centred_blocks
 from .regression_at_test_time import PAPER, PAST, PROTOCOLS, SELF
 
 SIGMA = "blocks of Sigma"  # the paper's
-ERROR = "{error:.3g} ± {half:.1g}"
 ROWS = 128  # the B of the formulas: regard's own blocks of queries
 COSTS = {
     "softmax": ("O(nd)", "4*n*d", "2nd/B", "2*n*d/B"),
@@ -227,34 +226,44 @@ class Variants(Recipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         frame = results.frame
-        regards = costs(frame[frame["group"] != SIGMA], self.dim)
-        shows: dict[str, Show] = {
-            "steps": "{steps:.3g}", "kFLOP": stat("flops", "mean", "{:.4g}", 1e-3),
-            "kB": stat("numbers", "mean", "{:.4g}", 4e-3), "GFLOP/s": "{speed:.4g}",
-        }  # fmt: skip
-        values = {
-            SELF: only(ERROR, protocol=SELF), PAST: only(ERROR, protocol=PAST), "µs a query": "{microseconds:.4g}",
-            **{name: only(show, protocol=SELF) for name, show in shows.items()},
+        regards = frame[frame["group"] != SIGMA]
+        values: dict[str, Show] = {
+            SELF: only(_pair, protocol=SELF), PAST: only(_pair, protocol=PAST), "µs a query": "{microseconds:.3g}",
+            "steps": only("{steps:.3g}", protocol=SELF),
         }  # fmt: skip
         parts = select(frame, group=["blocks", SIGMA]).sort_values(["protocol", "ridge", "blocks"], kind="stable")
         note = (
             f"Squared error after the first segment in units of the zero predictor's, ± half the 95 % interval over "
-            f"{self.sequences} sequences; forward, median of {self.repeats} timings, self-included. kFLOP and kB of a "
-            f"query are those of the corrected formulas at n = the mean number of keys that it sees, d = {self.dim}, "
-            f"T = the steps, B = {ROWS}, 4 bytes a number: traffic is not measured."
+            f"{self.sequences} sequences; forward, median of {self.repeats} timings, self-included."
         )
         return {
-            "Error, time and cost of the variants": pivot(
-                regards, {"variant": "variant", "ridge": "ridge", "cost": "form"}, values, note=note),
+            "Error and time of the variants": pivot(regards, ["variant", "ridge"], values, note=note),
             "The paper's Table 1, corrected": formulas(),
+            "Operations and numbers moved, beside the time": self.cost_table(regards),
             "Diagonal blocks: the paper's, centred at the query, and of the covariance": pivot(
                 parts, ["protocol", "ridge", "blocks"],
-                {"of Sigma, as in the paper": only(ERROR, group=SIGMA),
+                {"of Sigma, as in the paper": only(_pair, group=SIGMA),
                  "rows with delta <= 0": only("{not_positive:.1%}", group=SIGMA),
-                 "of the covariance (regard)": only(ERROR, group="blocks")},
+                 "of the covariance (regard)": only(_pair, group="blocks")},
                 note="One block is local linear attention itself, twice.",
             ),
         }  # fmt: skip
+
+    def cost_table(self, rows: Frame) -> Any:
+        """Return the corrected formulas beside the times, at the first ridge."""
+        rows = select(rows[rows["ridge"].isna() | (rows["ridge"] == self.ridges[0])], protocol=SELF)
+        rows = rows[(rows["variant"] != "auto") & ~rows["group"].isin(["steps", "softmax windows"])]
+        shows: dict[str, Show] = {
+            "mean steps": "{steps:.3g}", "kFLOP a query": stat("flops", "mean", "{:.4g}", 1e-3),
+            "kB a query": stat("numbers", "mean", "{:.4g}", 4e-3), "µs a query": "{microseconds:.4g}",
+            "GFLOP/s": "{speed:.4g}",
+        }  # fmt: skip
+        note = (
+            f"Corrected formulas at n = the mean number of keys a query sees, d = {self.dim}, T = the steps, "
+            f"B = {ROWS}, ridge {self.ridges[0]:g}, 4 bytes a number. Times are measured; traffic is the formula's."
+        )
+        rows = costs(rows, self.dim).sort_values("cost", key=lambda c: c.map(list(COSTS).index), kind="stable")
+        return pivot(rows, {"cost": "form", "variant": "variant"}, shows, note=note)
 
     def figures(self, results: Results) -> dict[str, bytes]:
         rows = self.at_every_ridge(results)
@@ -273,11 +282,15 @@ class Variants(Recipe):
         ]
 
 
+def _pair(rows: Frame) -> str:
+    (row,) = rows.itertuples()
+    return f"{row.error:.3g} ± {row.half:.1g}"
+
+
 def costs(rows: Frame, dim: int) -> Frame:
-    """Return rows with the corrected formulas of their `cost` evaluated: `flops`, `numbers`, and GFLOP/s as `speed`;
-    not of "auto", which solves some systems directly."""
+    """Return rows with the corrected formulas of their `cost` evaluated: `flops`, `numbers`, and GFLOP/s as `speed`."""
     rows = rows.assign(n=rows["keys"], d=dim, T=rows["steps"].astype(float).fillna(0.0), g=rows["blocks"], B=ROWS)
-    for name, part in rows[rows["variant"] != "auto"].groupby("cost"):
+    for name, part in rows.groupby("cost"):
         for column, formula in (("flops", COSTS[name][1]), ("numbers", COSTS[name][3])):
             rows.loc[part.index, column] = part.eval(formula)
     return rows.assign(speed=rows["flops"] / rows["microseconds"] / 1e3)

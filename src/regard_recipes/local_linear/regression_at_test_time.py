@@ -299,7 +299,7 @@ def smoother(spec: Spec, state: Form | None = None) -> Form:
         scale = spec.similarity.default_scale(k.shape[-1]) * setting.scale if spec.takes_scale else None
         how: dict[str, Any] = {"is_causal": True, "exclude_self": setting.strict, "scale": scale}
         if state is not None:
-            return interpolated_attention(q, k, v, lambda *qkv, **_: state(*qkv, setting), spec, **how)
+            return interpolated_attention(q, k, v, lambda q, k, v, **_: state(q, k, v, setting), spec, **how)
         return attention(q, k, v, replace(spec, ridge=setting.ridge) if spec.degree else spec, **how)
 
     return form
