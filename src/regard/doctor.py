@@ -2,7 +2,9 @@
 
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -31,8 +33,16 @@ def _versions() -> dict[str, str]:
     return entries | {"torch": str(torch.__version__)}  # with the build, such as +cu130
 
 
+def _processor() -> str:
+    with suppress(OSError):  # only Linux has this file
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def _devices() -> dict[str, str]:
-    entries = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use"}
+    entries = {"cpu": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use"}
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)

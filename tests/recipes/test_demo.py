@@ -14,9 +14,10 @@ import torch
 import regard
 from regard.checks import ArgumentError
 from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped, generate_text, load_model
+from regard.training.fields import read_spec, split_specs
 from regard.training.storage.files import LOCK, only_run
 from regard_recipes.demo import demo_output, demo_recall, demo_train
-from regard_recipes.demo.demo import DemoConfig, parse_specs, run_demo
+from regard_recipes.demo.demo import DemoConfig, run_demo
 from regard_recipes.demo.ngram import NGram
 
 SPECS = "softmax,gaussian*nearest(k=4)"
@@ -56,8 +57,8 @@ def results(out: Path) -> dict[str, Any]:
 
 
 def test_specs_are_parsed() -> None:
-    assert list(map(str, parse_specs(DemoConfig().specs))) == ["softmax", "biweight"]
-    found = parse_specs("triweight*anchored(margin=0.5),local-linear[biweight],topk-softmax")
+    parts = split_specs("triweight*anchored(margin=0.5),local-linear[biweight],topk-softmax")
+    found = [read_spec(part, "--specs", "demo") for part in parts]
     assert found == [
         regard.Spec("triweight", regard.Spec.parse("triweight*anchored(margin=0.5)").bandwidth),
         regard.Spec("biweight", degree=1, ridge=0.1),

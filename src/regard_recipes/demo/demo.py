@@ -7,6 +7,7 @@ models learn to recall values by keys. Slow modules are imported after the check
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,15 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regard.cli.options import parse
-from regard.errors import ArgumentError
 from regard.training.config import check_seed
-from regard.training.fields import read_spec, split_specs
+from regard.training.fields import flag, read_spec, split_specs
 from regard.training.storage.files import only_run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from regard import Spec
     from regard.training.config import TrainConfig
 
     from ..lib.language_text import LanguageText
@@ -71,20 +70,21 @@ def run_demo(config: DemoConfig) -> int:
         TrainingInterrupted: Ctrl-C or SIGTERM.
     """
     start = time.perf_counter()
-    specs = parse_specs(config.specs)
-    for name, least in (("steps", 1), ("recall_steps", 0), ("workers", 0)):
-        if getattr(config, name) < least:
-            flag = name.replace("_", "-")
-            raise ArgumentError(f"{CALL}: --{flag} is {getattr(config, name)}, expected at least {least}.")
-    check_seed(config.seed, CALL)
+    from ..lib.recipe import check_names, check_number
     from ..lib.reproduce import consoles
 
+    specs = [read_spec(part, "--specs", CALL) for part in split_specs(config.specs)]
+    check_names(CALL, "--specs", list(map(str, specs)), list(map(str, specs)))
+    for name, least in (("steps", 1), ("recall_steps", 0), ("workers", 0)):
+        check_number(CALL, flag(name), getattr(config, name), least, math.inf)
+    check_seed(config.seed, CALL)
     progress, screen = consoles(120)
     with progress.status("loading"):
+        from ..lib.language_text import read_text
         from . import demo_output, demo_train
     demo_output.check_out(config.out, CALL)
     with progress.status("reading the text, trying every spec once"):
-        text = demo_train.text_of(config.data, CALL)
+        text = read_text(config.data, "char", context=demo_train.CONTEXT, call=CALL, longest=demo_train.LONGEST)
         plans = [
             demo_train.plan(text, spec, place, steps=config.steps, seed=config.seed, out=config.out)
             for place, spec in enumerate(specs)
@@ -140,12 +140,3 @@ def brief(record: Mapping[str, Any]) -> str:
     if "final" in record:
         return f"accuracy {record['final']:.3f} after {record['steps'][-1]} steps, {record['seconds']:.0f} s"
     return f"{record['bits_per_char']:.3f} bits/char after {record['train_seconds']:.0f} s"
-
-
-def parse_specs(text: str) -> list[Spec]:
-    """Return the specs of a list with commas between them."""
-    specs = [read_spec(part, "--specs", CALL) for part in split_specs(text)]
-    for spec in specs:
-        if specs.count(spec) > 1:
-            raise ArgumentError(f"{CALL}: --specs names {str(spec)!r} twice; name every spec once.")
-    return specs

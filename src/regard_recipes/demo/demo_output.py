@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from regard.checks import ArgumentError
+from regard.checks import ArgumentError, require
 from regard.inspect import figures
 from regard.inspect.figures import Curve
 from regard.inspect.report import Page, Part, Sample, Section, layer_table, render
@@ -37,10 +37,8 @@ Result = Mapping[str, Any]
 def check_out(out: Path, call: str) -> None:
     """Check that a demo may be written to `out`, without changing anything."""
     free = shutil.disk_usage(results.check_out(out, call, MADE_BY)).free
-    if free < FREE:
-        raise ArgumentError(
-            f"{call}: the disk of --out {out} has {free / 2**20:.0f} MiB free; {FREE / 2**20:.0f} are needed."
-        )
+    few = f"the disk of --out {out} has {free / 2**20:.0f} MiB free; {FREE / 2**20:.0f} are needed."
+    require(free >= FREE, call, few)
 
 
 def begin(out: Path, text: str, call: str) -> None:

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from regard.training.callbacks import Clock
 from regard.training.config import SEEDS
 from regard.training.validation import validate
 
-from ..lib.language_text import LanguageText, read_text
+from ..lib.language_text import LanguageText
 from .demo_output import RUNS, TEXT, folder_name
 from .ngram import NGram
 
@@ -45,12 +44,7 @@ EXCERPT = 64  # characters in the attention maps: as many as can be read in a fi
 INITIAL = 0.05  # standard deviation of the first weights
 SAMPLE, TEMPERATURE = 400, 0.8  # characters of generated text
 KERNELS = ("softmax", "sparsemax", "biweight", "relumax")  # specs that weigh the same scores
-_OWN = ("data", "spec", "out", "resume", "overwrite", "steps", "seed")
-
-
-def text_of(data: Path | None, call: str) -> LanguageText:
-    """Return the user's text, or the interpreter's manual, with a token for each character."""
-    return read_text(data, "char", context=CONTEXT, call=call, longest=LONGEST)
+NOT_SHARED = ("data", "spec", "out", "resume", "overwrite")  # settings that are not shown as shared
 
 
 def first_paragraph(text: str, length: int = EXCERPT) -> slice:
@@ -81,9 +75,8 @@ def build_model(settings: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pr
 
 def shared_settings(settings: TrainConfig) -> dict[str, str]:
     """Return the settings that all models share, name to value."""
-    named = ((field.name, getattr(settings, field.name)) for field in fields(settings))
-    first = {"steps": str(settings.steps), "seed": str(settings.seed), "initializer_range": str(INITIAL)}
-    return first | {name: str(value) for name, value in named if name not in _OWN}
+    named = {"steps": settings.steps, "seed": settings.seed, "initializer_range": INITIAL, **vars(settings)}
+    return {name: str(value) for name, value in named.items() if name not in NOT_SHARED}
 
 
 def rehearse(plans: Sequence[TrainConfig], text: LanguageText, call: str) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from regard.checks import ArgumentError
+from regard.checks import require
 
 LEAST = 0.05  # least discount: with none, tokens that never followed a context would have probability zero
 
@@ -40,10 +40,9 @@ class NGram:
 
     def __init__(self, tokens: Sequence[int], vocabulary: int, order: int = 5) -> None:
         tokens = tuple(tokens)
-        if order < 1 or len(tokens) < order:
-            raise ArgumentError(f"NGram: {len(tokens)} tokens cannot be counted with order {order}.")
-        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise ArgumentError(f"NGram: token ids must lie in 0 .. {vocabulary - 1}.")
+        require(0 < order <= len(tokens), "NGram", f"{len(tokens)} tokens cannot be counted with order {order}.")
+        inside = 0 <= min(tokens) <= max(tokens) < vocabulary
+        require(inside, "NGram", f"token ids must lie in 0 .. {vocabulary - 1}.")
         self.vocabulary, self.order = vocabulary, order
         grams = Counter(tokens[i : i + order] for i in range(len(tokens) - order + 1))
         levels = [_with_totals(grams)]
@@ -69,8 +68,7 @@ class NGram:
     def loss(self, tokens: Sequence[int]) -> float:
         """Return the mean negative log-likelihood in nats of all tokens but the first."""
         tokens = tuple(tokens)
-        if len(tokens) < 2:
-            raise ArgumentError(f"NGram.loss: {len(tokens)} tokens, expected at least 2.")
+        require(len(tokens) > 1, "NGram.loss", f"{len(tokens)} tokens, expected at least 2.")
         reach = self.order - 1
         logs = (math.log(self.probability(tokens[i], tokens[max(0, i - reach) : i])) for i in range(1, len(tokens)))
         return -math.fsum(logs) / (len(tokens) - 1)

@@ -14,7 +14,7 @@ from regard.checks import ArgumentError
 from regard.nn.memory.fast_weight_product_key_memory import PRESETS
 from regard.tasks import RecurringNames
 
-from ..lib.recipe import Limits, check_number
+from ..lib.recipe import Limits
 from ..lib.task_recipe import TaskRecipe, first_range
 from ..long_text.needle_reading import NeedleText, needle_text
 
@@ -68,8 +68,8 @@ class MemoryOptions:
 
     def check_sizes(self, layouts: Iterable[str]) -> None:
         """Raise an ArgumentError where no sizes can be made of the options."""
-        if any("+" in layout for layout in layouts):
-            check_number("--layers", self.layers, 4, math.inf)
+        if any("+" in layout for layout in layouts) and self.layers < 4:
+            raise ArgumentError(f"--layers is {self.layers}, expected at least 4.")
         if self.memory_dim % 2:
             raise ArgumentError(f"--memory-dim is {self.memory_dim}, expected an even number: keys have halves.")
         if self.context < 2 * self.chunk:

@@ -16,7 +16,7 @@ import torch
 from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.budget import Budget, TextOptions, initial_range
+from ..lib.budget import Budget, Corpus, TextOptions, initial_range
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
 from ..lib.display import Show, dots, label, lines, only, pivot, spread, stat
 from ..lib.language_text import read_text, windows
@@ -87,7 +87,7 @@ class Mechanisms(TextOptions):
         self.drawn = choose_prompts(text.held_out_tokens, self.prompt, self.prompts)
         self.vocabulary, self.words = text.vocabulary, text.words(torch.arange(len(text.tokenizer)))
         self.words += [""] * (self.vocabulary - len(self.words))
-        self.corpora = {"text": text.corpus, "blocks": block_corpus(self.seed)}
+        self.corpora = {"text": Corpus(text.train_tokens, text.held_out_tokens), "blocks": block_corpus(self.seed)}
         return {"text": text.described, "blocks": BLOCKS}
 
     def cells(self) -> list[Cell]:

@@ -153,7 +153,8 @@ def lines(
         axes.set_title(heading if wrap or axes in grid[0] else "", fontsize=10)
         if axes in grid[:, 0]:
             axes.set_ylabel(y_label)
-        plain_axes(axes, log_x, log_y)
+        axes.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
+        plain_axes(axes)
         if log_x and len(measured := sorted(set(rows[x]))) <= 8:  # marks at few values say more than powers of ten
             axes.set_xticks(measured, [f"{value:g}" for value in measured])
             axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
@@ -190,7 +191,7 @@ def dots(frame: Frame, value: str, rows: str, hue: str, *, x_label: str, title: 
         heights = [names.index(name) + shift for name in group[rows]]
         colour = COLOURS[at % len(COLOURS)]
         axes.plot(group[value], heights, "o", color=colour, markersize=4, alpha=0.8, label=label(kind))
-    plain_axes(axes)  # before the ticks: it sets scales, which resets them
+    plain_axes(axes)
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel=x_label, title=title)
@@ -236,11 +237,7 @@ def heat(
     return png(figure)
 
 
-def plain_axes(axes: Any, log_x: bool = False, log_y: bool = False) -> None:
+def plain_axes(axes: Any) -> None:
     """Give axes a light grid and no frame at the top and right."""
-    if log_x:
-        axes.set_xscale("log")
-    if log_y:
-        axes.set_yscale("log")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -29,15 +29,13 @@ PADDED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageText:
+class LanguageText(Corpus):
     """A text, of which the last `share` is held out, and its tokens, int32 [n] each: to learn, then to choose settings
     on (none where nothing is chosen), then to measure results on. `described` is for people."""
 
     content: str
     share: float
     tokenizer: PreTrainedTokenizerBase
-    train_tokens: Tensor
-    held_out_tokens: Tensor
     choice_tokens: Tensor
     described: dict[str, str]
 
@@ -53,11 +51,6 @@ class LanguageText:
         from regard.training import split_text
 
         return split_text(self.content, self.share)[1]
-
-    @property
-    def corpus(self) -> Corpus:
-        """Return the text to train on and to measure results on."""
-        return Corpus(self.train_tokens, self.held_out_tokens)
 
     def words(self, tokens: Tensor) -> list[str]:
         """Return the text of every token [n]."""
@@ -107,8 +100,8 @@ def read_text(
         "SHA-256": hashlib.sha256(content.encode()).hexdigest(),
     }  # fmt: skip
     return LanguageText(
-        content=content, share=share, tokenizer=encoder, train_tokens=train_tokens, held_out_tokens=held_out_tokens,
-        choice_tokens=choice_tokens, described=described,
+        train_tokens, held_out_tokens, content=content, share=share, tokenizer=encoder, choice_tokens=choice_tokens,
+        described=described,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from regard.checks import ArgumentError
+from regard.checks import require
 from regard.models.base.catalogue import model_of
 from regard.training.data.windows import SampledWindows
 from regard.training.device import float32_by_default, resolve_device
@@ -65,11 +65,10 @@ def train_language_model(
     """
     call = f"train_language_model: {name}, seed {seed}"
     tokens = material.train_tokens
-    if len(tokens) < budget.context or len(material.held_out_tokens) < 2:
-        raise ArgumentError(
-            f"{call}: the text has {len(tokens)} tokens to train on and {len(material.held_out_tokens)} held out, "
-            f"expected at least a context of {budget.context} and 2; give more text or a smaller context."
-        )
+    sizes = f"{len(tokens)} tokens to train on and {len(material.held_out_tokens)} held out"
+    least = f"at least a context of {budget.context} and 2; give more text or a smaller context"
+    enough = len(tokens) >= budget.context and len(material.held_out_tokens) >= 2
+    require(enough, call, f"the text has {sizes}, expected {least}.")
     kind = model_of(config)
     device = torch.device(resolve_device(budget.device, call=call))
     before = held_bytes("VmRSS", device, restart=True)

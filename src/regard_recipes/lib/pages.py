@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regard.checks import ArgumentError
+from regard.checks import ArgumentError, require
 from regard.recipes import recipes
 
 from .claims import NOT_TESTABLE, Claim, claims_table
@@ -79,8 +79,8 @@ def write_block(page: Path, made: Recipe, results: Results, folder: str) -> None
     """Replace what stands on a page between `<!-- regard reproduce NAME: begin -->` and `... end -->`."""
     text = page.read_text(encoding="utf-8")
     begin, end = marks(made.name)
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ArgumentError(f"{made.call()}: {page} needs one line {begin!r} and one {end!r}.")
+    fault = f"{page} needs one line {begin!r} and one {end!r}."
+    require(text.count(begin) == text.count(end) == 1, made.call(), fault)
     files = [f"{made.name}-{part}.png" for part in made.figures(results)]
     body = markdown(made, results, files, folder, level=3)
     new = re.sub(f"(?s){re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n\n{body}\n{end}", text)
@@ -211,8 +211,7 @@ def page(paper: str, claims: Sequence[Stored]) -> str:
 def write_pages(folder: Path) -> list[Path]:
     """Write the page of each paper to a folder with stored results, and return their paths."""
     claims = list(stored(folder))
-    if not claims:
-        raise ArgumentError(f"reproduce: --papers: {folder} holds no results of recipes with claims (NAME.json).")
+    require(bool(claims), "reproduce: --papers", f"{folder} holds no results of recipes with claims (NAME.json).")
     paths = {paper: folder / f"paper-{paper.lower().replace(' ', '-')}.md" for paper in PAPERS}
     for paper, path in paths.items():
         path.write_text(page(paper, claims), encoding="utf-8")

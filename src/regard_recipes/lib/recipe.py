@@ -17,6 +17,7 @@ from regard.checks import ArgumentError, require, suggestion
 from regard.recipes import recipes
 from regard.training.config import SEEDS
 from regard.training.device import resolve_device
+from regard.training.fields import flag
 
 from .claims import Claim, Frame
 
@@ -128,8 +129,8 @@ class Recipe(ABC):
     @classmethod
     def configure(cls, size: str = "small", **changes: Any) -> Any:
         """Return the recipe of a size with some options changed; an ArgumentError says that there is no such size."""
-        if size != "small" and size not in cls.by_size:
-            raise ArgumentError(f"{cls.call()}: --size is {size!r}, expected {' or '.join(['small', *cls.by_size])}.")
+        known = ["small", *cls.by_size]
+        require(size in known, cls.call(), f"--size is {size!r}, expected {' or '.join(known)}.")
         return replace(cls(), **{"size": size, **cls.by_size.get(size, {}), **changes})
 
     @classmethod
@@ -202,39 +203,32 @@ def check_shared(made: Recipe) -> None:
     call = made.call()
     resolve_device(made.device, call=call)
     for name, (low, high) in made.declared("limits").items():
-        check_number(f"{call}: --{name.replace('_', '-')}", getattr(made, name), low, high)
+        check_number(call, flag(name), getattr(made, name), low, high)
     for name, known in made.declared("choices").items():
         given = getattr(made, name)
-        check_names(call, f"--{name.replace('_', '-')}", [given] if isinstance(given, str) else given, list(known))
+        check_names(call, flag(name), [given] if isinstance(given, str) else given, list(known))
     try:
         made.check()
     except ArgumentError as error:  # what a recipe makes, such as a task, does not know who makes it
         raise ArgumentError(str(error) if str(error).startswith(call) else f"{call}: {error}") from None
     last = SEEDS - max([made.seeds, *map(made.seeds_of, made.cells())])
-    if not 0 <= made.seed <= last:
-        raise ArgumentError(f"{call}: --seed is {made.seed}, expected 0 to {last}.")
+    require(0 <= made.seed <= last, call, f"--seed is {made.seed}, expected 0 to {last}.")
 
 
-def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]) -> None:
+def check_names(call: str, option: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Raise an ArgumentError where a name is not known or comes twice, or there is none."""
-    if not names:
-        raise ArgumentError(f"{call}: {flag} names nothing; choose from {', '.join(known)}.")
+    require(len(names) > 0, call, f"{option} names nothing; choose from {', '.join(known)}.")
     for name in names:
-        if name not in known:
-            raise ArgumentError(f"{call}: {flag} names {name!r}, which is unknown.{suggestion(name, known)}")
-        if names.count(name) > 1:
-            raise ArgumentError(f"{call}: {flag} names {name!r} twice; name it once.")
+        require(name in known, call, f"{option} names {name!r}, which is unknown.{suggestion(name, known)}")
+        require(names.count(name) == 1, call, f"{option} names {name!r} twice; name it once.")
 
 
-def check_number(option: str, value: Any, low: float, high: float) -> None:
-    """Raise an ArgumentError, which starts with `option`, where a number or one of several is out of range, or one of
-    several comes twice or there is none."""
+def check_number(call: str, option: str, value: Any, low: float, high: float) -> None:
+    """Raise an ArgumentError where a number or one of several is out of range, or one of several comes twice or there
+    is none."""
     numbers = value if isinstance(value, tuple) else (value,)
-    if not numbers:
-        raise ArgumentError(f"{option} names no number; give at least one.")
+    limits = f"at least {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
+    require(len(numbers) > 0, call, f"{option} names no number; give at least one.")
     for number in numbers:
-        if not low <= number <= high:
-            limits = f"at least {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
-            raise ArgumentError(f"{option} is {number}, expected {limits}.")
-        if numbers.count(number) > 1:
-            raise ArgumentError(f"{option} names {number} twice; name it once.")
+        require(low <= number <= high, call, f"{option} is {number}, expected {limits}.")
+        require(numbers.count(number) == 1, call, f"{option} names {number} twice; name it once.")

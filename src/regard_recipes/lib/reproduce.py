@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.cli.options import parse
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, require
 from regard.recipes import recipes
 
 from .recipe import Recipe, check_shared
@@ -25,9 +25,9 @@ def reproduce(argv: list[str]) -> int:
         return _run_all(argv[1:])
     if argv[0] == "--papers":
         return _papers(argv[1:])
-    if argv[0].startswith("-"):
-        raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(sorted(recipes.names()))}.")
-    name, rest = argv[0], argv[1:]
+    name, *rest = argv
+    first = f"the name of a recipe comes first: {', '.join(sorted(recipes.names()))}."
+    require(not name.startswith("-"), CALL, first)
     recipe = recipes.get(name)
     if "--estimate" in rest:
         from .trained import estimate
@@ -55,8 +55,8 @@ def _run(kind: type[Recipe], argv: list[str]) -> int:
 
 def _run_all(argv: list[str]) -> int:
     """Run every recipe with the same options, each in its folder NAME-out; return 1 if one failed."""
-    if "--out" in argv:
-        raise ArgumentError(f"{CALL}: --all writes NAME-out for each recipe; omit --out and run it in another folder.")
+    folders = "--all writes NAME-out for each recipe; omit --out and run it in another folder."
+    require("--out" not in argv, CALL, folders)
     known = dict(sorted(recipes.items()))
     for kind in known.values():  # mistakes are found before anything runs
         check_shared(options(kind, argv))
@@ -75,8 +75,7 @@ def _run_all(argv: list[str]) -> int:
 def _papers(argv: list[str]) -> int:
     from .pages import write_pages
 
-    if len(argv) != 1:
-        raise ArgumentError(f"{CALL}: expected --papers FOLDER, with the results of recipes.")
+    require(len(argv) == 1, CALL, "expected --papers FOLDER, with the results of recipes.")
     for path in write_pages(Path(argv[0])):
         print(path)
     return 0
@@ -86,8 +85,8 @@ def options(kind: type[Recipe], argv: list[str]) -> Any:
     """Return the recipe from flags, over the values of the chosen size."""
     command, about = f"{CALL} {kind.name}", sizes_text(kind)
     given: Any = parse(kind, argv, command=command, about=kind.__doc__, epilogue=about)
-    if given.quick and given.size == "paper":
-        raise ArgumentError(f"{command}: --quick and --size paper were both given; give one of them.")
+    both = given.quick and given.size == "paper"
+    require(not both, command, "--quick and --size paper were both given; give one of them.")
     size = "quick" if given.quick else given.size
     if size != "small":
         given = parse(kind, argv, command=command, base=kind.configure(size))
@@ -111,9 +110,8 @@ def _rebuild(kind: type[Recipe], argv: list[str]) -> int:
     from .pages import write, write_block
     from .results import load, showing
 
-    usage = f"{CALL} {kind.name}: expected --rebuild FOLDER, or --rebuild FOLDER --page PAGE.md."
-    if len(argv) not in (1, 3) or (len(argv) == 3 and argv[1] != "--page"):
-        raise ArgumentError(usage)
+    usage = "expected --rebuild FOLDER, or --rebuild FOLDER --page PAGE.md."
+    require(len(argv) == 1 or (len(argv) == 3 and argv[1] == "--page"), f"{CALL} {kind.name}", usage)
     folder = Path(argv[0])
     made, results = load(kind, folder)
     with showing(kind.name, folder):

@@ -7,7 +7,6 @@ NAME.json    the record: what was run, claims with verdicts, and all rows
 import json
 import math
 import os
-import platform
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from regard.checks import ArgumentError
+from regard.checks import ArgumentError, require
 from regard.doctor import report as installation
 from regard.training.errors import expect, one_error, one_line
 from regard.training.fields import from_mapping, to_mapping
@@ -54,7 +53,7 @@ class Journal:
         header = {
             "made_by": MADE_BY, "recipe": made.name, "command": shlex.join(["regard", "reproduce", made.name, *argv]),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "config": plain(to_mapping(made)),
-            "installation": {**installation(), "hardware": hardware()},
+            "installation": installation(),
         }  # fmt: skip
         before, lines, finished = read_journal(path) if path.exists() else (None, [], False)
         if before is None:
@@ -148,18 +147,17 @@ def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
     if record.exists():
         with one_error(f"{kind.call()}: cannot read {record}"):
             stored = json.loads(record.read_text(encoding="utf-8"))
-            expect("rows" in stored, "it has no rows; it was written by an older version")
+            expect({"rows", "config"} <= {*stored}, "it has no rows; it was written by an older version")
             rows = [dict(zip(stored["columns"], row, strict=True)) for row in stored["rows"]]
             about = {name: stored[name] for name in stored if name not in ("rows", "columns", "claims")}
-            results, config = Results(frame_of(rows), stored["facts"], about), stored["config"]
+            results = Results(frame_of(rows), stored["facts"], about)
     elif journal.exists():
         header, lines, _ = read_journal(journal)
-        if header is None:
-            raise ArgumentError(f"{kind.call()}: {journal} has no first line.")
-        results, config = Journal(journal, header, lines).results(), header["config"]
+        require(header is not None, kind.call(), f"{journal} has no first line.")
+        results = Journal(journal, header or {}, lines).results()
     else:
         raise ArgumentError(f"{kind.call()}: {folder} holds neither {record.name} nor {journal.name}.")
-    return from_mapping(kind(), config, call=kind.call(), source=str(record)), results
+    return from_mapping(kind(), results.record["config"], call=kind.call(), source=str(record)), results
 
 
 @contextmanager
@@ -204,19 +202,16 @@ def _key(cell: Cell, seed: int) -> str:
 def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
     """Check that a command may write to `out`, without changing anything; return the nearest folder that exists, `out`
     itself or one above it."""
-    if out.exists() and not out.is_dir():
-        raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
+    require(out.is_dir() or not out.exists(), call, f"--out {out} is a file; give a folder.")
     home = out.absolute()
     while not home.exists():
         home = home.parent
-    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
-        raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
-    files = [path for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
-    if files and not any(_is_result(path, made_by) for path in out.glob("*.json*")):
-        raise ArgumentError(
-            f"{call}: --out {out} is not empty and holds no result of `{made_by}`; choose another folder (nothing "
-            f"was deleted)."
-        )
+    usable = home.is_dir() and os.access(home, os.W_OK | os.X_OK)
+    require(usable, call, f"--out {out} cannot be written; choose another folder.")
+    empty = not out.is_dir() or all(path.name == LOCK for path in out.iterdir())
+    holds = f"--out {out} is not empty and holds no result of `{made_by}`"
+    ours = empty or any(_is_result(path, made_by) for path in out.glob("*.json*"))
+    require(ours, call, f"{holds}; choose another folder (nothing was deleted).")
     return home
 
 
@@ -227,14 +222,3 @@ def _is_result(path: Path, made_by: str) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(header, dict) and header.get("made_by") == made_by
-
-
-def hardware() -> dict[str, str]:
-    """Return the name of the processor and the number of its cores."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass  # not Linux
-    return {"processor": model, "cores": str(os.cpu_count()), "threads": os.environ.get("OMP_NUM_THREADS", "not set")}

@@ -62,9 +62,8 @@ class Sweep(TaskRecipe):
         made = super().configure(size, **changes)
         table = made.table if made.file is None else read_mapping(made.file, call=cls.call())
         cls._known("", table, PARTS)
-        for part in PARTS:
-            if not isinstance(table.get(part, {}), dict):
-                raise ArgumentError(f"{cls.call()}: [{part}] is {table[part]!r}, expected a table.")
+        for part, given in table.items():
+            require(isinstance(given, dict), cls.call(), f"[{part}] is {given!r}, expected a table.")
         train = {name: value for name, value in table.get("train", {}).items() if name != "metric"}
         cls._known("train", train, TRAIN)
         made = from_mapping(made, train, call=cls.call(), source=f"[train] of {made.file}")
@@ -85,27 +84,23 @@ class Sweep(TaskRecipe):
     def known(self) -> dict[str, Any]:  # type: ignore[override]
         found = {}
         for name, own in self.table.get("models", {}).items():
-            if not isinstance(own, dict):
-                raise ArgumentError(f"{self.call()}: [models.{name}] is {own!r}, expected a table.")
+            require(isinstance(own, dict), self.call(), f"[models.{name}] is {own!r}, expected a table.")
             found[name] = {**self.table.get("model", {}), **own}
         return found
 
     @classmethod
     def _known(cls, part: str, table: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        where = f"[{part}]" if part else "the file"
         for name in table:
-            if name not in names:
-                where = f"[{part}]" if part else "the file"
-                raise ArgumentError(f"{cls.call()}: {where} has an unknown key {name!r}.{suggestion(name, names)}")
+            require(name in names, cls.call(), f"{where} has an unknown key {name!r}.{suggestion(name, names)}")
 
     def check(self) -> None:
-        if not self.known:
-            raise ArgumentError(f"{self.call()}: the file names no model; add a table [models.NAME].")
+        require(bool(self.known), self.call(), "the file names no model; add a table [models.NAME].")
         super().check()
         for task in self.training_tasks().values():
             metrics = list(task.floor(count=2))
-            if self.metric not in metrics:
-                close = suggestion(str(self.metric), metrics)
-                raise ArgumentError(f"{self.call()}: [train] metric: unknown metric {self.metric!r}.{close}")
+            close = suggestion(str(self.metric), metrics)
+            require(self.metric in metrics, self.call(), f"[train] metric: unknown metric {self.metric!r}.{close}")
             wrong = f"[train] metric {self.metric!r} is smaller for better answers"
             mend = "the learning rate with the largest is taken, so choose another metric."
             require(not task.is_error(self.metric), self.call(), f"{wrong}; {mend}")
