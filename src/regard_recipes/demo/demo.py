@@ -59,16 +59,8 @@ def command(argv: list[str]) -> int:
 
 
 def run_demo(config: DemoConfig) -> int:
-    """Train the models, write the folder, print the table.
-
-    Returns:
-        0, or 1 if a model could not be trained to the end; the results of the others are written.
-
-    Raises:
-        ArgumentError: a mistake in the config, the text or the folder; found before any training starts.
-        TrainingStopped: the results cannot be written.
-        TrainingInterrupted: Ctrl-C or SIGTERM.
-    """
+    """Train the models, write the folder, print the tables. Return 0, or 1 if a model could not be trained to the end;
+    the results of the others are written. Mistakes are found before any training starts."""
     start = time.perf_counter()
     from ..lib.recipe import check_names, check_number
     from ..lib.reproduce import consoles

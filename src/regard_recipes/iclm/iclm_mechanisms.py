@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from regard.checks import ArgumentError
+from regard.checks import ArgumentError, within
 from regard.inspect.mechanisms import EPSILON
 
 from ..lib.budget import Budget, Corpus, TextOptions, initial_range
@@ -74,11 +74,8 @@ class Mechanisms(TextOptions):
         super().check()
         if self.prompt > self.context:
             raise ArgumentError(f"--prompt is {self.prompt}, more than the --context of {self.context}.")
-        try:
-            for cell in self.cells():
-                self.model(cell, 100)
-        except ArgumentError as error:
-            raise ArgumentError(f"--layers, --width or --heads: {error}") from None
+        for cell in self.cells():
+            within(self.call(), "--layers, --width or --heads", self.model, cell, 100)
 
     def prepare(self) -> Mapping[str, Any]:
         text = read_text(self.data, self.tokenizer, context=self.context, measured=self.measured, call=self.call())

@@ -11,7 +11,6 @@ import numpy as np
 Frame = Any
 """A pandas DataFrame; pandas is slow to import."""
 HOLDS, FAILS, UNDECIDED, NOT_TESTABLE = "holds", "fails", "undecided", "not testable at this size"
-Says = Literal["above", "at least", "below", "at most", "within"]
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,7 @@ class Claim:
     elsewhere.
 
     Attributes:
-        paper, where: the source, such as "Kernel selection", "section 7".
-        wording: the claim in the paper's words or close to them.
+        paper, where, wording: the source, such as "Kernel selection", "section 7", and its words or close to them.
         estimates: what was measured, by name of the cell or comparison.
         effect: the size of the effect that the paper reports or that would matter. An interval that contains the
             margin and reaches further than this to both sides could not have shown it: not testable at this size.
@@ -152,7 +150,7 @@ class Claim:
     where: str
     wording: str
     estimates: Mapping[str, Estimate]
-    says: Says
+    says: Literal["above", "at least", "below", "at most", "within"]
     margin: float = 0.0
     effect: float | None = None
     untestable: str = ""

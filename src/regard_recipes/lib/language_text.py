@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from regard.checks import ArgumentError
+from regard.checks import ArgumentError, require
 
 from .budget import Corpus
 
@@ -85,13 +85,12 @@ def read_text(
     train_tokens, unseen = encode(encoder, learn), encode(encoder, held_out)
     cut = min(choice, len(unseen) // 3)
     choice_tokens, held_out_tokens = unseen[:cut], unseen[cut:]
-    if min(len(train_tokens), len(held_out_tokens), len(choice_tokens) if choice else context) < context:
-        raise ArgumentError(
-            f"{call}: {source} has {len(content):,} characters, {len(train_tokens):,} tokens to learn and "
-            f"{len(unseen):,} held out; each part must have at least a context of {context}, so give about "
-            f"{round((3 if choice else 1) * context / HELD_OUT):,} tokens or more, or a smaller --context if the "
-            f"command has this option."
-        )
+    shortest = min(len(train_tokens), len(held_out_tokens), len(choice_tokens) if choice else context)
+    has = f"{len(content):,} characters, {len(train_tokens):,} tokens to learn and {len(unseen):,} held out"
+    least = f"each part must have at least a context of {context}"
+    more = f"about {round((3 if choice else 1) * context / HELD_OUT):,} tokens or more"
+    mend = f"give {more}, or a smaller --context if the command has this option"
+    require(shortest >= context, call, f"{source} has {has}; {least}, so {mend}.")
     chosen_on = f", {cut:,} more to choose on" if choice else ""
     described = {
         "source": source, "characters": f"{len(content):,}",

@@ -31,8 +31,6 @@ from regard.training.trainer import RegardTrainer
 
 from .budget import Budget, Corpus
 
-BETAS = (0.9, 0.95)  # of AdamW
-
 
 def train_language_model(
     config: Any, material: Corpus, budget: Budget, seed: int, *, name: str,
@@ -41,24 +39,22 @@ def train_language_model(
     """Train a model with the Trainer of `regard.training` on the windows that `seed` draws.
 
     AdamW with a linear warm-up and a cosine, one learning rate for all weights, memories included. A loss that is not
-    finite ends the training; it is NaN from there on.
+    finite ends the training; it is NaN from there on. The state of the global generators is restored.
 
     Args:
         config: of any model in `regard.models.base.catalogue`.
-        material: a text with at least one window to train on and two tokens held out.
-        seed: of first weights, windows and dropout; the state of the global generators is restored.
+        seed: of first weights, windows and dropout.
         name: of the model, for errors.
         measure: called with the trained model in evaluation mode; returns columns of the row "run", plain data, and
             further rows as "rows".
         prepare: called with the model before its training.
 
     Returns:
-        Rows for `Recipe.measure`. The first is of kind "run": `parameters` (shared ones count once), the losses at the
-        end, `step_seconds` and `step_cpu_seconds` (medians, elapsed and of the processor; on an accelerator both
-        elapsed), `peak_bytes` and `before_bytes` (largest memory while it trained, and memory before the model was
-        made; None where the system does not report it), and what `measure` found. Then one of kind "look" for each time
-        that the losses were noted: `step`, `train` (nats per token, the mean over the windows since the last look) and
-        `held_out`; then those of `measure`.
+        Rows for `Recipe.measure`. The first is of kind "run": `parameters`, the losses at the end, `step_seconds` and
+        `step_cpu_seconds` (medians; on an accelerator both elapsed), `peak_bytes` and `before_bytes` (most memory in
+        training, and memory before the model was made; None where the system does not report it), and what `measure`
+        found. Then one of kind "look" for each time that the losses were noted: `step`, `train` (nats per token, the
+        mean over the windows since the last look) and `held_out`; then those of `measure`.
 
     Raises:
         ArgumentError: a text shorter than a window, a config that no model is made from.
@@ -147,8 +143,7 @@ class Looks(TrainerCallback):
     def __init__(self, held_out: Callable[[], float], steps: set[int], device: torch.device) -> None:
         self.evaluate, self.steps, self.device = held_out, steps, device
         self.losses: list[tuple[float, float]] = []
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
+        self.wall, self.cpu = list[float](), list[float]()
         self.since: list[Tensor] = []  # training losses since the last look
         self.begun = (0.0, 0.0)
 
@@ -200,7 +195,7 @@ def make_optimizer(model: nn.Module, rate: float, decay: float) -> torch.optim.O
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     matrices, others = ([w for w in weights if (w.dim() >= 2) == matrix] for matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=rate, betas=BETAS)
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
 
 
 def held_out_loss(model: nn.Module, material: Corpus, budget: Budget) -> float:

@@ -1,9 +1,4 @@
-"""What a recipe declares. `lib/README.md` shows one from start to end.
-
-A recipe measures cells: points of a grid, each with several seeds. `measure` returns rows, plain dictionaries; all rows
-together are one table (`Results.frame`), from which claims, tables and figures are computed. Computing them needs no
-measurement, so a page can be rebuilt from stored rows.
-"""
+"""What a recipe declares. `lib/README.md` explains it from start to end."""
 
 import math
 from abc import ABC, abstractmethod
@@ -80,9 +75,7 @@ class Recipe(ABC):
     """An experiment with its options. The first sentence of the docstring is what `regard list recipes` shows.
 
     Every subclass is a dataclass, whose fields are options with their values at the size 'small', and a text each; a
-    value without a type changes the default of an inherited option. It sets `by_size`, and implements `cells` and
-    `measure`, then `claims`, `tables` and `figures` as far as it has any. Register it with `@recipe(name)`. An instance
-    is sent to other processes, so its attributes must be picklable.
+    value without a type changes the default of an inherited option. Its attributes must be picklable.
 
     Attributes:
         limits: field to its least and largest number. For an option with several numbers, every number must lie in the

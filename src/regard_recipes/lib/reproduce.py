@@ -16,18 +16,15 @@ CALL = "reproduce"
 
 def reproduce(argv: list[str]) -> int:
     """Run `regard reproduce NAME [options]`."""
+    known = ", ".join(sorted(recipes.names()))
     if not argv or {"-h", "--help"} & set(argv if argv[0] == "--all" else argv[:1]):
         print(usage())
-        if argv:
-            return 0
-        raise ArgumentError(f"{CALL}: name a recipe: {', '.join(sorted(recipes.names()))}.")
-    if argv[0] == "--all":
-        return _run_all(argv[1:])
-    if argv[0] == "--papers":
-        return _papers(argv[1:])
+        require(bool(argv), CALL, f"name a recipe: {known}.")
+        return 0
     name, *rest = argv
-    first = f"the name of a recipe comes first: {', '.join(sorted(recipes.names()))}."
-    require(not name.startswith("-"), CALL, first)
+    if name in ("--all", "--papers"):
+        return _run_all(rest) if name == "--all" else _papers(rest)
+    require(not name.startswith("-"), CALL, f"the name of a recipe comes first: {known}.")
     recipe = recipes.get(name)
     if "--estimate" in rest:
         from .trained import estimate

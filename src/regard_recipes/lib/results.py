@@ -102,11 +102,11 @@ class Journal:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not append:  # the rows of an earlier run are in the old file
+            if append:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(text)
+            else:  # the rows of an earlier run are in the old file
                 write_atomically(self.path, text)
-                return
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
         except OSError as error:
             raise ArgumentError(f"reproduce: cannot write {self.path}: {error.strerror or error}.") from None
 

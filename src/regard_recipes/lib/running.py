@@ -22,8 +22,6 @@ from .recipe import Recipe, Results, Row, check_shared
 from .results import Journal, Unit, unfinished_units
 
 T = TypeVar("T")
-Measured = tuple[Unit, list[Row], float]
-"""A cell and seed, its rows, and the seconds they took."""
 
 
 def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
@@ -45,8 +43,9 @@ def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
     return results
 
 
-def measure_units(made: Recipe, units: Sequence[Unit], progress: Progress) -> Iterator[Measured]:
-    """Measure cells and yield each as it is done, `made.workers` at a time; errors are those of `run_calls`."""
+def measure_units(made: Recipe, units: Sequence[Unit], progress: Progress) -> Iterator[tuple[Unit, list[Row], float]]:
+    """Measure cells, `made.workers` at a time, and yield each as it is done with its rows and the seconds they took;
+    errors are those of `run_calls`."""
     begun = time.perf_counter()
     named = {", ".join(f"{name} {value}" for name, value in {**cell, "seed": seed}.items()): (cell, seed)
              for cell, seed in units}  # fmt: skip

@@ -1,8 +1,5 @@
-"""Recipes that train models on a task (`regard.tasks`) and score them on others of its kind.
-
-Each model is trained with every learning rate and seed. The rate is chosen for each model by its mean score on the
-validation split; what is shown are scores on the test split.
-"""
+"""Recipes that train models on a task (`regard.tasks`) and score them on others of its kind. The learning rate is
+chosen by the score on the validation split; what is shown are scores on the test split."""
 
 import time
 from abc import abstractmethod

@@ -1,8 +1,5 @@
-"""Recipes that train language models on a text and compare what they do.
-
-Each model is trained with every learning rate and seed. The rate is chosen for each model by its mean loss on a
-validation text; what is shown is measured on a text after it.
-"""
+"""Recipes that train language models on a text and compare what they do. The learning rate is chosen by the loss on a
+validation text; what is shown is measured on a text after it."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError
+from regard.checks import within
 
 from .budget import Budget, Corpus, TextOptions, initial_range
 from .display import Show, interval, lines, pivot, stat
@@ -41,11 +38,8 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
 
     def check(self) -> None:
         super().check()
-        try:
-            for cell in self.cells():
-                self.model_config(cell, 256)
-        except ArgumentError as error:
-            raise ArgumentError(f"--width, --layers or --heads: {error}") from None
+        configs = lambda: [self.model_config(cell, 256) for cell in self.cells()]  # noqa: E731
+        within(self.call(), "--width, --layers or --heads", configs)
 
     def budget(self, rate: float) -> Budget:
         """Return how a model is trained."""

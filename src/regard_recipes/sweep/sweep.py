@@ -43,7 +43,6 @@ EXAMPLE: dict[str, Any] = {
     "models": {"softmax": {"mixers": "softmax"}, "biweight": {"mixers": "biweight"}},
 }
 """What is run without a file."""
-PARTS = ("task", "train", "model", "models")
 TRAIN = ("seeds", "rates", "steps", "batch", "stop_at", "examples")
 """Options that [train] may set, besides the metric."""
 
@@ -61,7 +60,7 @@ class Sweep(TaskRecipe):
     def configure(cls, size: str = "small", **changes: Any) -> Any:
         made = super().configure(size, **changes)
         table = made.table if made.file is None else read_mapping(made.file, call=cls.call())
-        cls._known("", table, PARTS)
+        cls._known("", table, ("task", "train", "model", "models"))
         for part, given in table.items():
             require(isinstance(given, dict), cls.call(), f"[{part}] is {given!r}, expected a table.")
         train = {name: value for name, value in table.get("train", {}).items() if name != "metric"}
