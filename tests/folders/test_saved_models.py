@@ -61,7 +61,7 @@ def test_a_model_without_a_longest_context_needs_one(tmp_path: Path, capsys: pyt
     text = tmp_path / "text.txt"
     text.write_text("abc " * 20)
     assert main(["eval", str(tmp_path), "--data", str(text)]) == 2
-    assert "give one with --context" in capsys.readouterr().err
+    assert "set one with --context" in capsys.readouterr().err
     assert main(["eval", str(tmp_path), "--data", str(text), "--context", "8"]) == 0
 
 

@@ -92,7 +92,7 @@ def test_numbers_in_prose_are_those_of_the_rows() -> None:
         + [above_transformer(name) for name in ("iclm-wv", "iclm-full-matched")],
         "iclm": [above_transformer("iclm-wv")],
         "language-model-results": [
-            f"{above_softmax(four, name, signed=True)} " for name in ("biweight", "sparsemax", "topk-softmax")
+            above_softmax(four, name, signed=True) for name in ("biweight", "sparsemax", "topk-softmax")
         ]
         + [above_transformer("iclm-wv", "six-layers"), f"({' and '.join(leads)})"]
         + [f"by {gaps.min():.2f} to {gaps.max():.2f} nats"],

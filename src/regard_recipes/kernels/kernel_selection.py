@@ -104,7 +104,7 @@ class KernelSelection(TextRecipe):
 
     def claims(self, results: Results) -> list[Claim]:
         runs, bigram = self.chosen(results), results.facts["bigram"]
-        falls = falling(self.chosen(results, "look")).drop(MEAN)
+        falls = falling(self.chosen(results, "look")).drop(MEAN, level="model")
         apart, shared = (falls.xs(query_key, level="query_key") for query_key in (APART, SHARED))
         steady = f"training loss lower at the end than at first, and never up by more than {RISE:g} nats between looks"
         cell = lambda kernel, weights=NORMALISED: select(runs, model=kernel, weights=weights, query_key=APART)  # noqa: E731
