@@ -10,6 +10,7 @@ from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCa
 from regard_recipes.iclm import _mechanisms_figures as figures
 from regard_recipes.iclm import _mechanisms_measures as measure
 from regard_recipes.iclm.iclm_mechanisms import Mechanisms
+from regard_recipes.lib.budget import Corpus
 from regard_recipes.lib.recipe import frame_of, select
 
 WORDS = [f"w{i}" for i in range(19)]
@@ -31,10 +32,10 @@ def windows():
 
 
 def test_the_stream_has_every_block_two_to_four_times():
-    stream = measure.block_stream(64, 5, 9, 3000, seed=2).tolist()
-    assert len(stream) == 3000
+    stream = measure.block_stream(12_000, seed=2).tolist()
+    assert len(stream) == 12_000
     at, lengths, times = 0, set(), set()
-    while at < 2900:
+    while at < 11_900:
         period = stream.index(stream[at], at + 1) - at  # a block has no token twice
         said = 1
         while stream[at + said * period : at + (said + 1) * period] == stream[at : at + period]:
@@ -42,10 +43,10 @@ def test_the_stream_has_every_block_two_to_four_times():
         lengths.add(period)
         times.add(said)
         at += said * period
-    assert lengths == {5, 6, 7, 8, 9}
+    assert lengths == set(range(8, 25))
     assert times == {2, 3, 4}
-    assert measure.block_stream(64, 5, 9, 3000, seed=2).tolist() == stream
-    assert measure.block_stream(64, 5, 9, 3000, seed=3).tolist() != stream
+    assert measure.block_stream(12_000, seed=2).tolist() == stream
+    assert measure.block_stream(12_000, seed=3).tolist() != stream
 
 
 def test_losses_with_and_without_heads(iclm, windows):
@@ -127,9 +128,9 @@ def test_prompts_end_with_what_they_held_before():
 
 def test_maps_are_labelled_by_role():
     said = ["a", "b", " "]
-    assert figures.labels("f", said, "a", (3, 3)) == (["b", "␣", "a ?"], ["a", "b", "␣"])
-    assert figures.labels("phi", said, "a", (4, 4)) == (["a", "b", "␣", "a ?"], ["start", "a", "b", "␣"])
-    assert figures.labels("transformer", said, "b", (3, 3)) == (["b", "␣", "b ?"], ["a", "b", "␣"])
+    assert figures.labels("f", said, "a") == (["b", "␣", "a ?"], ["a", "b", "␣"])
+    assert figures.labels("phi", said, "a") == (["a", "b", "␣", "a ?"], ["start", "a", "b", "␣"])
+    assert figures.labels("transformer", said, "b") == (["b", "␣", "b ?"], ["a", "b", "␣"])
 
 
 def test_induction_heads_form_in_f():
@@ -138,8 +139,8 @@ def test_induction_heads_form_in_f():
     from regard_recipes.lib.language_training import train_language_model
 
     own = Mechanisms.configure("quick", block_steps=150)
-    corpus = measure.block_corpus(0)
-    assert (len(corpus.train_tokens), len(corpus.held_out_tokens)) == (400_000, 8192)
+    cell = {"task": "blocks", "model": "iclm"}
+    corpus = Corpus(measure.block_stream(400_000, 0), measure.block_stream(8192, 1))
     generator = torch.Generator().manual_seed(9)
     block = torch.stack([torch.randperm(64, generator=generator)[:16] for _ in range(8)])
     texts, kept = block.repeat(1, 3), {}
@@ -149,7 +150,7 @@ def test_induction_heads_form_in_f():
         return max(f[:, head, range(16, 48), range(1, 33)].mean().item() for head in range(f.shape[1]))
 
     run, *rows = train_language_model(
-        own.model({"task": "blocks", "model": "iclm"}, 64), corpus, own.budget("blocks"), 0, name="blocks",
+        own.model_config(cell, 64), corpus, own.budget(cell), 0, name="blocks",
         prepare=lambda model: kept.update(before=best(model.eval())) or model.train(),
         measure=lambda model: {"best": best(model), **measure.measure_blocks(model, seed=0)},
     )  # fmt: skip

@@ -168,12 +168,10 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         from regard.inspect.figures import gate_text, slot_figure
 
         case, title = self.case(results)
-        gates = self.chosen(results, "layer", task=NAMES).melt(["layer", "seed"], list(PLACES), "place", "mean gate")
-        gates = gates.assign(place=gates["place"].map(PLACES))
         return {
             "slots": slot_figure(case, title=title),
             "gates": gate_text(self.gates(results), title="Gates on held-out text"),
-            "places": dots(gates, "mean gate", "layer", "place", x_label="mean gate"),
+            "places": dots(self.chosen(results, "layer", task=NAMES), PLACES, "layer", x_label="mean gate"),
         }  # fmt: skip
 
     def pages(self, results: Results) -> dict[str, str]:

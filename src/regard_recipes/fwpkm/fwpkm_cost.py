@@ -127,11 +127,10 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        runs = beside_paper(results, "run").drop(columns="step")
-        runs = runs[runs["memory"] != "none"].rename(columns={"relative": "here", "paper_relative": "paper"})
-        shown = runs.melt("model", ["here", "paper"], "where", "step")
+        runs, times = beside_paper(results, "run"), {"relative": "here", "paper_relative": "paper"}
+        runs = runs[runs["memory"] != "none"]
         label = "a training step, in units of the same layout without a memory"
-        return {"steps": dots(shown, "step", "model", "where", x_label=label)} if len(runs) else {}
+        return {"steps": dots(runs, times, "model", x_label=label)} if len(runs) else {}
 
 
 def beside_paper(results: Results, kind: str) -> Frame:

@@ -45,7 +45,7 @@ def _map(axes: Axes, stream: str, prompt: Mapping[str, Any]) -> Any:
     hidden = np.triu(np.ones_like(weights, dtype=bool), 1)
     norm = PowerNorm(0.5, 0, 1)
     image = axes.imshow(np.ma.masked_where(hidden, weights), cmap="Blues", norm=norm, interpolation="nearest")
-    rows, columns = labels(stream, prompt["words"], prompt["predicted_word"], weights.shape)
+    rows, columns = labels(stream, prompt["words"], prompt["predicted_word"])
     axes.set_yticks(range(len(rows)), rows, fontsize=6, family="monospace")
     axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
     axes.xaxis.set_label_position("top")
@@ -62,15 +62,11 @@ def _name_columns(axes: Axes, names: Sequence[str], size: int) -> None:
     axes.tick_params(length=0)
 
 
-def labels(stream: str, words: Sequence[str], predicted: str, shape: tuple[int, ...]) -> tuple[list[str], list[str]]:
+def labels(stream: str, words: Sequence[str], predicted: str) -> tuple[list[str], list[str]]:
     """Return the token that each row of a map predicts (of the last one the model's prediction, marked "?") and the
     token that each column carries."""
-    roles = ROLES[stream]
-    shown = [visible(word) for word in words]
-    after = [*shown, f"{visible(predicted)} ?"]
-    rows = [after[roles.predicts + row] for row in range(shape[0])]
-    columns = [shown[place] if (place := roles.holds + column) >= 0 else START for column in range(shape[1])]
-    return rows, columns
+    roles, shown = ROLES[stream], [visible(word) for word in words]
+    return [*shown, f"{visible(predicted)} ?"][roles.predicts :], [START] * -roles.holds + shown
 
 
 def _sources(axes: Axes, name: str, prompt: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ Shapes: B texts, T tokens, H heads, L layers of f.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 
 from regard.inspect import mechanisms
 from regard.inspect.hooks import run_with_hooks
-
-from ..lib.budget import Corpus
 
 Row = dict[str, Any]
 DIGITS = 4  # decimals of stored weights
@@ -26,24 +23,18 @@ BLOCKS = {"vocabulary": 64, "shortest": 8, "longest": 24, "width": 64, "heads": 
 models and their windows; and what heads are measured on, `texts` of `length` tokens with blocks of `period`."""
 
 
-def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed: int) -> Tensor:
+def block_stream(length: int, seed: int) -> Tensor:
     """Return tokens to learn induction from, int32 [length]: random blocks, each two to four times. Their length
     varies, since with one length the distance would tell the next token."""
     generator = torch.Generator().manual_seed(seed)
     parts: list[Tensor] = []
     total = 0
     while total < length:
-        period = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
+        period = int(torch.randint(BLOCKS["shortest"], BLOCKS["longest"] + 1, (1,), generator=generator))
         times = int(torch.randint(2, 5, (1,), generator=generator))
-        parts.append(mechanisms.repeated_blocks(vocabulary, period, period * times, 1, generator)[0])
+        parts.append(mechanisms.repeated_blocks(BLOCKS["vocabulary"], period, period * times, 1, generator)[0])
         total += period * times
     return torch.cat(parts)[:length].int()
-
-
-def block_corpus(seed: int) -> Corpus:
-    """Return the repeated blocks that models learn from, and others to measure their losses on."""
-    stream = partial(block_stream, BLOCKS["vocabulary"], BLOCKS["shortest"], BLOCKS["longest"])
-    return Corpus(stream(BLOCKS["tokens"], seed), stream(2 * BLOCKS["measured"], seed + 1))
 
 
 def measure_blocks(model: Any, seed: int) -> Row:
@@ -153,9 +144,12 @@ def choose_prompts(tokens: Tensor, length: int, count: int) -> list[list[int]]:
     return windows
 
 
+@torch.no_grad()
 def measure_prompt(model: Any, prompt: Sequence[int], words: Sequence[str]) -> Row:
-    """Return a row with the prediction after T tokens, the weights of the middle layer of every stream (the mean of its
-    heads), and the sources of the predicted token's logit."""
+    """Return a row with the prediction after T tokens, and the weights of the middle layer of every stream, the mean of
+    its heads. Of an ICLM also what context tokens (`parts`, T x L), feed-forward layers and bias add to the predicted
+    token's logit, what its own earlier occurrences add (`same`, None without any), and by how much the parts miss the
+    logit."""
     tokens = torch.tensor([list(prompt)], device=model.device)
     logits, layers = mechanisms.patterns(model, tokens)
     chance = logits[0, -1].double().softmax(-1)
@@ -168,23 +162,15 @@ def measure_prompt(model: Any, prompt: Sequence[int], words: Sequence[str]) -> R
         mean = middle.weights[0].double().mean(0)
         rounded = [[round(weight, DIGITS) for weight in weights] for weights in mean.tolist()]
         row["maps"][stream] = {"layer": middle.layer + 1, "layers": len(own), "weights": rounded}
-    if hasattr(model, "contributions"):
-        row |= logit_sources(model, tokens, predicted, logits[0, -1, predicted].item())
-    return row
-
-
-@torch.no_grad()
-def logit_sources(model: Any, tokens: Tensor, predicted: int, logit: float) -> Row:
-    """Return what context tokens (`parts`, T x L), feed-forward layers and bias add to the logit of a token, what its
-    own earlier occurrences add (`same`, None without any), and by how much the parts miss the logit."""
-    asked = torch.tensor([predicted], device=tokens.device)
-    added = model.contributions(tokens, positions=[-1])
+    if not hasattr(model, "contributions"):
+        return row
+    added, asked = model.contributions(tokens, positions=[-1]), torch.tensor([predicted], device=tokens.device)
     parts = added.parts(asked)[0, 0, ..., 0].double().sum(-1)  # [T, L]
-    opaque = added.mlp(asked)[0, 0, :, 0].double().sum().item()
-    bias = float(added.bias(asked).flatten()[0])
+    feed_forward = added.mlp(asked)[0, 0, :, 0].double().sum().item()
+    logit, bias = logits[0, -1, predicted].item(), float(added.bias(asked).flatten()[0])
     same = parts[tokens[0] == predicted]
-    return {
+    return row | {
         "logit": logit, "context": parts.sum().item(), "same": same.sum().item() if len(same) else None,
-        "feed_forward": opaque, "bias": bias,
-        "missed": abs(math.fsum([*parts.flatten().tolist(), opaque, bias]) - logit), "parts": parts.tolist(),
+        "feed_forward": feed_forward, "bias": bias,
+        "missed": abs(math.fsum([*parts.flatten().tolist(), feed_forward, bias]) - logit), "parts": parts.tolist(),
     }  # fmt: skip

@@ -11,18 +11,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 
-from regard.checks import ArgumentError, within
+from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.budget import Budget, Corpus, TextOptions, initial_range
+from ..lib.budget import Budget, Corpus, TextOptions
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
-from ..lib.display import Show, dots, label, lines, only, pivot, spread, stat
+from ..lib.display import Show, dots, lines, only, pivot, spread, stat
 from ..lib.language_text import read_text, windows
 from ..lib.recipe import Cell, Frame, Results, recipe, select
-from ..lib.trained import language_config
-from ._mechanisms_measures import BLOCKS, block_corpus, choose_prompts, measure_blocks, measure_text
+from ._mechanisms_measures import BLOCKS, block_stream, choose_prompts, measure_blocks, measure_text
 from .iclm_parity import GPT2
 
 PAPER = "ICLM"
@@ -32,7 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     TRANSFORMER: GPT2, TRANSFORMER_NO_MLP: {**GPT2, "feed_forward": "none"},
 }  # fmt: skip
 EXPLAINED = (ICLM, ICLM_NO_MLP)  # models whose logits are taken apart
-BLOCK_RATE = 3e-3
+BLOCK_SIZES = {"max_position_embeddings": BLOCKS["context"], "hidden_size": BLOCKS["width"],
+               "num_hidden_layers": 2, "num_attention_heads": BLOCKS["heads"]}  # fmt: skip
 DOMINATES = 0.5  # share of a layer's weight above which the next token dominates
 FORMED, CHANCE = 0.8, 0.1  # induction score of the best head after training, and of any head before
 COPIES = 1.5  # lift over equal weights above which a head copies
@@ -44,9 +45,9 @@ RARE = 0.05  # share of phi's heads with a sink up to which nothing is said of s
 class Mechanisms(TextOptions):
     """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
 
-    layers: int = 4  # Layers of the models of text, an even number: half as many of phi and of f.
-    width: int = 128  # Width of the models of text.
-    heads: int = 4  # Heads of every layer.
+    layers: int = 4
+    """Layers of the models of text, an even number: half as many of phi and of f."""
+    width = 128
     variant: Literal["wv", "full"] = "wv"
     """What f's heads average: wv, of the Transformer's size, as in the paper's heatmaps; or full."""
     steps: int = 1000
@@ -59,7 +60,7 @@ class Mechanisms(TextOptions):
     texts: int = 64  # Held-out windows on which heads are measured.
     prompts: int = 3  # Prompts that are drawn.
     prompt: int = 48  # Tokens of a prompt.
-    limits: ClassVar = {"prompts": (0, math.inf), "prompt": (4, math.inf),
+    limits: ClassVar = {"learning_rate": (1e-8, 1.0), "prompts": (0, math.inf), "prompt": (4, math.inf),
                         **dict.fromkeys(("block_steps", "texts"), (1, math.inf))}  # fmt: skip
     by_size: ClassVar = {
         "quick": {"width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
@@ -71,11 +72,9 @@ class Mechanisms(TextOptions):
     }  # fmt: skip
 
     def check(self) -> None:
-        super().check()
         if self.prompt > self.context:
             raise ArgumentError(f"--prompt is {self.prompt}, more than the --context of {self.context}.")
-        for cell in self.cells():
-            within(self.call(), "--layers, --width or --heads", self.model, cell, 100)
+        super().check()
 
     def prepare(self) -> Mapping[str, Any]:
         text = read_text(self.data, self.tokenizer, context=self.context, measured=self.measured, call=self.call())
@@ -84,7 +83,8 @@ class Mechanisms(TextOptions):
         self.drawn = choose_prompts(text.held_out_tokens, self.prompt, self.prompts)
         self.vocabulary, self.words = text.vocabulary, text.words(torch.arange(len(text.tokenizer)))
         self.words += [""] * (self.vocabulary - len(self.words))
-        self.corpora = {"text": Corpus(text.train_tokens, text.held_out_tokens), "blocks": block_corpus(self.seed)}
+        blocks = Corpus(block_stream(BLOCKS["tokens"], self.seed), block_stream(2 * BLOCKS["measured"], self.seed + 1))
+        self.corpora = {"text": Corpus(text.train_tokens, text.held_out_tokens), "blocks": blocks}
         return {"text": text.described, "blocks": BLOCKS}
 
     def cells(self) -> list[Cell]:
@@ -94,37 +94,28 @@ class Mechanisms(TextOptions):
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
         from ..lib.language_training import train_language_model
 
-        task = cell["task"]
+        task, name = cell["task"], f"{cell['model']} on {cell['task']}"
         look, vocabulary = partial(measure_blocks, seed=seed), BLOCKS["vocabulary"]
         if task == "text":
-            shown = self.drawn if seed == self.seed else []
+            shown, vocabulary = self.drawn if seed == self.seed else [], self.vocabulary
             look = partial(measure_text, windows=self.windows, prompts=shown, words=self.words,
                            from_row=self.context // 4)  # fmt: skip
-            vocabulary = self.vocabulary
-        config, name = self.model(cell, vocabulary), f"{cell['model']} on {task}"
-        return train_language_model(config, self.corpora[task], self.budget(task), seed, name=name, measure=look)
+        config = self.model_config(cell, vocabulary)
+        return train_language_model(config, self.corpora[task], self.budget(cell), seed, name=name, measure=look)
 
-    def budget(self, task: str) -> Budget:
-        """Return how the models of a task are trained."""
-        if task == "text":
+    def budget(self, cell: Cell) -> Budget:
+        if cell["task"] == "text":
             return Budget.of(self)
         return Budget(context=BLOCKS["context"], batch=BLOCKS["batch"], measured=BLOCKS["measured"], looks=8,
-                      steps=self.block_steps, learning_rate=BLOCK_RATE, device=self.device)  # fmt: skip
+                      steps=self.block_steps, learning_rate=3e-3, device=self.device)  # fmt: skip
 
-    def model(self, cell: Cell, vocabulary: int) -> Any:
-        """Return the configuration of a model."""
-        shape: tuple[int, ...] = (BLOCKS["context"], 2, BLOCKS["width"], BLOCKS["heads"])
-        if cell["task"] == "text":
-            shape = (self.context, self.layers, self.width, self.heads)
-        names = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "num_attention_heads")
-        sizes = {"vocab_size": vocabulary, **dict(zip(names, shape, strict=True))}
+    def fields(self, cell: Cell) -> Mapping[str, Any]:
         variant = {"variant": self.variant} if cell["model"] in EXPLAINED else {}
-        return language_config({**sizes, **variant, **MODELS[cell["model"]]}, initial_range(sizes["hidden_size"]))
+        return {**variant, **MODELS[cell["model"]], **(BLOCK_SIZES if cell["task"] == "blocks" else {})}
 
     def claims(self, results: Results) -> list[Claim]:
         runs = results.select(kind="run")
-        losses = runs["held_out"].astype(float)
-        lost = runs[~losses.map(math.isfinite)]
+        lost = runs[~np.isfinite(runs["held_out"].astype(float))]
         reason = f"the training of {', '.join(lost['model'] + ' on ' + lost['task'])} diverged" if len(lost) else ""
         heads = heads_of_text(results)
         told = [*sink_claims(heads), *copy_claims(heads), *block_claims(results)]
@@ -178,25 +169,22 @@ class Mechanisms(TextOptions):
     def figures(self, results: Results) -> dict[str, bytes]:
         from ._mechanisms_figures import prompt_figure
 
-        weights = {"first": "column 0", "strongest": "strongest column"}
-        heads = heads_of_text(results).astype({"layer": int}).rename(columns=weights)
-        heads = heads.assign(layer=heads["stream"] + ", layer " + heads["layer"].astype(str))
-        heads = heads.melt("layer", list(weights.values()), "column", "weight")
-        blocks = results.select(kind=["head", "look"], task="blocks", model=[ICLM, TRANSFORMER])
-        blocks = blocks.astype({"score": float})
-        held_out = {"held_out": "held-out nats per token"}
+        blocks = results.select(task="blocks", model=[ICLM, TRANSFORMER])
         made = {
-            "sinks": dots(heads, "weight", "layer", "column", x_label=f"mean weight of a head; a sink: > {EPSILON}"),
+            "sinks": dots(
+                heads_of_text(results), {"first": "column 0", "strongest": "strongest column"},
+                "{stream}, layer {layer:.0f}", x_label=f"mean weight of a head; a sink: > {EPSILON}"),
             "induction": dots(select(blocks, kind="head"), "score", "stream", "when", x_label="induction score"),
-            "curves": lines({"repeated blocks": select(blocks, kind="look")}, "step", held_out, "model"),
-        }
+            "curves": lines({"repeated blocks": select(blocks, kind="look")}, "step",
+                            {"held_out": "held-out nats per token"}, "model"),
+        }  # fmt: skip
         for prompt, rows in results.select(kind="prompt", seed=self.seed).groupby("prompt", sort=False):
             name = prompt if prompt == "blocks" else f"prompt-{prompt}"
             made[name] = prompt_figure({row["model"]: row for row in rows.to_dict("records")}, EXPLAINED)
         return made
 
     def notes(self, results: Results) -> list[str]:
-        counts = heads_of_text(results).groupby("stream", sort=False).size()
+        counts = heads_of_text(results)["stream"].value_counts(sort=False)
         heads = ", ".join(f"{stream} {count}" for stream, count in counts.items())
         alone = " With one seed nothing is known about other trainings." if self.seeds == 1 else ""
         return [f"Claims about heads rest on these heads of the models of text, over all seeds: {heads}.{alone}"]
@@ -290,8 +278,7 @@ def block_table(results: Results) -> Any:
     """Return a table with a row for each stream on repeated blocks."""
     rows = results.select(task="blocks", model=[ICLM, TRANSFORMER])
     right = ["accuracy_before", "accuracy_after"]
-    heads = select(rows, kind="head").drop(columns=right)
-    heads = heads.merge(select(rows, kind="run")[["model", "seed", *right]], "left", ["model", "seed"])
+    heads = rows.assign(**rows.groupby(["model", "seed"])[right].transform("max")).dropna(subset="score")
     values: dict[str, Show] = {
         "best before": only(stat("score", "max", "{:.3f}"), when="before"),
         "heads after": only(lambda own: ", ".join(f"{score:.3f}" for score in own["score"]), when="after"),
@@ -307,18 +294,15 @@ def block_table(results: Results) -> Any:
 def ablation_table(results: Results) -> Any:
     """Return a table with a row for each model of text."""
     frame = results.select(task="text")
-    frame = frame.assign(perplexity=frame["held_out"].astype(float).map(lambda x: math.exp(min(x, 700))))
-
-    def by(key: str, value: str, form: str) -> Show:
-        means = lambda rows: rows.groupby(key, sort=False)[value].mean().items()  # noqa: E731
-        return lambda rows: "; ".join(f"{label(name)} {x:{form}}" for name, x in means(rows))
-
+    frame = frame.assign(perplexity=np.exp(frame["held_out"].astype(float)))
+    lens = frame["layer"][frame["kind"] == "lens"].unique()
     values = {
         "parameters": only("{parameters:,.0f}", kind="run"),
         "perplexity": only(spread("perplexity"), kind="run"),
-        "equal weights in": only(by("stream", "cost", "+.3f"), kind="equal weights"),
+        **{f"equal weights in {stream}": only("{cost:+.3f}", kind="equal weights", stream=stream)
+           for stream in ("phi", "f", TRANSFORMER)},
         "dearest head": only(largest("cost", "{stream} {layer:.0f}.{head:.0f} {cost:+.3f}"), kind="head"),
-        "lens after each f block": only(by("layer", "loss", ".3f"), kind="lens"),
-    }
+        **{f"lens after f block {layer:.0f}": only("{loss:.3f}", kind="lens", layer=layer) for layer in lens},
+    }  # fmt: skip
     return pivot(frame, ["model"], values, note="Nats per token more than the whole model has on the windows on which "
                  "heads are measured. Lens: nats per token if the model ended there.")  # fmt: skip

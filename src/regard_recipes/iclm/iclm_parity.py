@@ -8,13 +8,14 @@ narrower feed-forward layers of f, and (at the paper's size) with two heads in f
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
+
+import numpy as np
 
 from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
-from ..lib.display import Show, dots, interval, pivot, spread, stat
+from ..lib.display import Show, dots, gap, interval, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
 from ..lib.text_recipe import TextRecipe
 
@@ -101,12 +102,12 @@ class Parity(TextRecipe):
         runs = self.runs(results)
 
         def above(name: str, other: str, column: str = "perplexity") -> Estimate:
-            return share_above(select(runs, model=name), select(runs, model=other), column)
+            return paired(select(runs, model=name), select(runs, model=other), column, ratio=True).plus(-1)
 
-        sizes = {name: above(name, TRANSFORMER, "parameters").mean for name in MAIN[1:]}
-        equal = {name: above(name, TRANSFORMER) for name, share in sizes.items() if abs(share) <= EQUAL}
-        unequal = {f"{name} ({share:+.1%} parameters)": above(name, TRANSFORMER)
-                   for name, share in sizes.items() if name not in equal}  # fmt: skip
+        sizes = select(runs, model=MAIN[1:]).groupby("model", sort=False)["more_parameters"].first()
+        equal = {name: above(name, TRANSFORMER) for name, more in sizes.items() if abs(more) <= EQUAL}
+        unequal = {f"{name} ({more:+.1%} parameters)": above(name, TRANSFORMER)
+                   for name, more in sizes.items() if name not in equal}  # fmt: skip
         without = {name: above(name, WHOLE[name]) for name in self.trained if name in WHOLE}
         cost = {name: above(WV, TRANSFORMER, column) for name, column in COSTS.items() if runs[column].notna().all()}
         counted = {shape: exact(counts["iclm-full"] / counts[TRANSFORMER] - 1)
@@ -127,51 +128,48 @@ class Parity(TextRecipe):
         ], untestable=self.unlearned(results))  # fmt: skip
 
     def runs(self, results: Results) -> Frame:
-        """Return a row for each run at the chosen rates, with "perplexity" and "training_bytes"."""
+        """Return a row for each run at the chosen rates, with "perplexity", "training_bytes" and "more_parameters", the
+        share that it has more than its rival."""
         runs = self.chosen(results)
         test, peak, before = (runs[name].astype(float) for name in ("test", "peak_bytes", "before_bytes"))
-        return runs.assign(perplexity=test.map(math.exp), training_bytes=peak - before)
+        rivals = runs["model"].map(RIVALS).map(runs.groupby("model")["parameters"].first())
+        return runs.assign(perplexity=np.exp(test), training_bytes=peak - before,
+                           more_parameters=runs["parameters"] / rivals - 1)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         runs = self.runs(results)
 
-        def above(others: Mapping[str, str], column: str, digits: int = 1) -> Show:
-            def show(rows: Frame) -> str:
-                base = select(runs, model=others.get(rows["model"].iloc[0]))
-                return percent(share_above(rows, base, column), digits) if len(base) else ""
-
-            return show
+        def times(others: Mapping[str, str]) -> Show:
+            return gap("perplexity", lambda rows: select(runs, model=others.get(rows["model"].iloc[0])), ratio=True)
 
         values: dict[str, Show] = {
-            "parameters": "{parameters:,.0f}", "to rival": above(RIVALS, "parameters", 2), "rate": "{rate:g}",
-            "perplexity": spread("perplexity"), "nats/token": spread("test"),
-            "perplexity to rival": above(RIVALS, "perplexity"),
-            "to the same with feed-forward layers": above(WHOLE, "perplexity"),
+            "parameters": "{parameters:,.0f}", "to rival": "{more_parameters:+.2%}", "rate": "{rate:g}",
+            "perplexity": spread("perplexity"), "nats/token": spread("test"), "perplexity / rival's": times(RIVALS),
+            "perplexity / the same with feed-forward layers": times(WHOLE),
             "step": stat("step_seconds", "min", "{:.0f} ms", 1e3),
             "CPU, a step": stat("step_cpu_seconds", "median", "{:.0f} ms", 1e3),
             "training": stat("training_bytes", "median", "{:.0f} MiB", 2**-20),
         }  # fmt: skip
-        counts = [{"size": shape, "model": name, "count": count_text(count, own[TRANSFORMER])}
+        counts = [{"size": shape, "model": name, "millions": (count or math.nan) / 1e6,
+                   "more": (count or math.nan) / own[TRANSFORMER] - 1}
                   for shape, own in results.facts["paper_sizes"].items() for name, count in own.items()]  # fmt: skip
         return {
             "ICLM and Transformer": pivot(runs, ["model"], values, note=(
-                f"{self.seeds} seeds: mean ± standard deviation; shares are paired by seed, ± half the 95 % "
+                f"{self.seeds} seeds: mean ± standard deviation; ratios are paired by seed, ± half the 95 % "
                 f"interval. Rival: the Transformer; of models without any feed-forward layer, the one without. "
                 f"Training: peak memory less what was held before the model was made.")),
             "Validation loss by learning rate": pivot(
                 results.select(kind="run"), ["model"], {"nats/token": interval("held_out")}, "rate",
                 note="± half the 95 % interval over seeds."),
             "Parameters at the paper's sizes": pivot(
-                frame_of(counts), ["size"], {"": lambda rows: rows["count"].iloc[0]}, "model",
-                note="Layers x width x heads, GPT-2's vocabulary, tied; in brackets: less the Transformer's."),
+                frame_of(counts), ["size"], {"": "{millions:.2f}M ({more:+.2%})"}, "model",
+                note="Layers x width x heads, GPT-2's vocabulary, tied; in brackets: less the Transformer's. "
+                     "A dash: even without f's feed-forward layers the model is larger."),
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        runs = self.runs(results).assign(text="test")
-        return {
-            "perplexity": dots(runs, "perplexity", "model", "text", x_label="test perplexity"),
-            "curves": self.curves(results),
-        }
+        perplexity = dots(self.runs(results), "perplexity", "model", x_label="test perplexity")
+        return {"perplexity": perplexity, "curves": self.curves(results)}
 
     def notes(self, results: Results) -> list[str]:
         kept = {cell["model"] for cell in self.cells()}
@@ -182,20 +180,6 @@ class Parity(TextRecipe):
         if len(rates) > 1 and len(edge):
             said.append(f"Learning rates at the edge of the grid, where one beyond may be better: {', '.join(edge)}.")
         return said
-
-
-def share_above(rows: Frame, base: Frame, column: str) -> Estimate:
-    """Return the share by which a column is above that of `base`, paired by seed."""
-    found = paired(rows, base, column, ratio=True)
-    return replace(found.plus(-1), count=0 if found.low == found.high else found.count)
-
-
-def percent(share: Estimate, digits: int) -> str:
-    """Return a share as text."""
-    if not share.finite:
-        return "diverged"
-    half = f" ± {share.half:.{digits}%}" if share.count and math.isfinite(share.half) else ""
-    return f"{share.mean:+.{digits}%}{half}"
 
 
 def paper_sizes() -> dict[str, dict[str, int | None]]:
@@ -211,10 +195,3 @@ def paper_sizes() -> dict[str, dict[str, int | None]]:
             counts[name] = None if config is None else count_parameters(config)
         found[f"{layers}x{width}x{heads}"] = counts
     return found
-
-
-def count_text(count: int | None, base: int) -> str:
-    """Return a number of parameters and its difference to the Transformer's as text."""
-    if count is None:
-        return "cannot"
-    return f"{count / 1e6:.2f}M" + ("" if count == base else f" ({count / base - 1:+.2%})")

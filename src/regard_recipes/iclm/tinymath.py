@@ -111,11 +111,10 @@ class TinyMathRecipe(TaskRecipe, Sizes):
     def figures(self, results: Results) -> dict[str, bytes]:
         from ._mechanisms_figures import prompt_figure
 
-        heads = self.heads_of(results).rename(columns={"predicted": "trained model", "uniform": "equal weights"})
-        heads = heads.assign(layer=heads["stream"] + ", layer " + heads["layer"].astype(int).astype(str))
-        heads = heads.melt("layer", ["trained model", "equal weights"], "weights", "weight")
+        weights = {"predicted": "trained model", "uniform": "equal weights"}
         label = "mean weight of a head on the operand that is written"
-        made = {**super().figures(results), "heads": dots(heads, "weight", "layer", "weights", x_label=label)}
+        heads = dots(self.heads_of(results), weights, "{stream}, layer {layer:.0f}", x_label=label)
+        made = {**super().figures(results), "heads": heads}
         stories = select(self.chosen(results, "prompt"), seed=self.seed).to_dict("records")
         rows = {row["model"]: row for row in stories}
         if {ICLM, TRANSFORMER} <= rows.keys():

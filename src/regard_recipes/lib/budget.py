@@ -1,6 +1,8 @@
 """Options of recipes that train language models, and how a model is trained on a text."""
 
 import math
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError
+from regard.checks import ArgumentError, within
 
-from .recipe import Limits, Recipe
+from .recipe import Cell, Limits, Recipe
+from .trained import Sizes, language_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,8 +52,8 @@ class LanguageOptions(Recipe):
             raise ArgumentError(f"--parts {self.parts} does not divide --batch {self.batch}.")
 
 
-class TextOptions(LanguageOptions):
-    """Options of recipes that train on one text."""
+class TextOptions(LanguageOptions, Sizes):
+    """Options of recipes that train on one text, and the models and budgets that follow from them."""
 
     tokenizer: str = "char"
     """char, byte, bpe or gpt2."""
@@ -62,11 +65,29 @@ class TextOptions(LanguageOptions):
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
     limits: ClassVar[Limits] = {"measured": (2, math.inf)}
 
+    @abstractmethod
+    def fields(self, cell: Cell) -> Mapping[str, Any]:
+        """Return the fields of a model's configuration beside the sizes, and "model", its kind."""
+
+    def model_config(self, cell: Cell, vocabulary: int) -> Any:
+        """Return the configuration of the model of a cell."""
+        fields = {
+            "vocab_size": vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "max_position_embeddings": self.context, **self.fields(cell),
+        }  # fmt: skip
+        return language_config(fields, initial_range(fields["hidden_size"]))
+
+    def budget(self, cell: Cell) -> "Budget":
+        """Return how the model of a cell is trained."""
+        return Budget.of(self, learning_rate=cell["rate"])
+
     def check(self) -> None:
         from regard.training import TOKENIZERS
 
         super().check()
         TOKENIZERS.get(self.tokenizer)
+        configs = lambda: [self.model_config(cell, 256) for cell in self.cells()]  # noqa: E731
+        within(self.call(), "--width, --layers or --heads", configs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,26 +176,38 @@ def _line(axes: Any, rows: Frame, x: str, y: str, style: tuple[str, str], name: 
         axes.fill_between(points.index, points["min"], points["max"], color=style[0], alpha=0.15, linewidth=0)
 
 
-def dots(frame: Frame, value: str, rows: str, hue: str, *, x_label: str, title: str = "") -> bytes:
-    """Draw a dot for each seed: a line of the figure for each value of `rows`, a colour for each value of `hue`."""
+def dots(
+    frame: Frame, value: str | Mapping[str, str], rows: str, hue: str = "", *, x_label: str, title: str = ""
+) -> bytes:
+    """Draw a dot for each seed.
+
+    Args:
+        value: a column; or several with their names, a colour each.
+        rows: a line of the figure for each value of this column, or of a text with columns as in "d = {d}".
+        hue: with a single `value`, a colour for each value of this column.
+    """
     from matplotlib.figure import Figure
 
     from regard.inspect.figures import COLOURS, png
 
-    names, kinds = (list(dict.fromkeys(frame[column])) for column in (rows, hue))
+    frame = frame.assign(row=frame[rows] if rows in frame else list(map(rows.format_map, frame.to_dict("records"))))
+    names = list(dict.fromkeys(frame["row"]))
+    columns = {value: ""} if isinstance(value, str) else value
+    shown = [(column, name, frame) for column, name in columns.items()]
+    if hue:
+        shown = [(*columns, label(kind), group) for kind, group in frame.groupby(hue, sort=False)]
     figure = Figure(figsize=(7.6, 1.6 + 0.34 * len(names)), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for at, kind in enumerate(kinds):
-        group = frame[frame[hue] == kind]
-        shift = 0.5 * (at - (len(kinds) - 1) / 2) / len(kinds)
-        heights = [names.index(name) + shift for name in group[rows]]
+    for at, (column, kind, group) in enumerate(shown):
+        shift = 0.5 * (at - (len(shown) - 1) / 2) / len(shown)
+        heights = [names.index(name) + shift for name in group["row"]]
         colour = COLOURS[at % len(COLOURS)]
-        axes.plot(group[value], heights, "o", color=colour, markersize=4, alpha=0.8, label=label(kind))
+        axes.plot(group[column], heights, "o", color=colour, markersize=4, alpha=0.8, label=kind)
     plain_axes(axes)
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel=x_label, title=title)
-    if len(kinds) > 1:
+    if len(shown) > 1:
         axes.legend(frameon=False, fontsize=8)
     return png(figure)
 

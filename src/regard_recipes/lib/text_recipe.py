@@ -9,41 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checks import within
-
-from .budget import Budget, Corpus, TextOptions, initial_range
+from .budget import Budget, Corpus, TextOptions
 from .display import Show, interval, lines, pivot, stat
 from .language_text import LanguageText, read_text
 from .recipe import Cell, Frame, Results
-from .trained import Sizes, TrainedRecipe, language_config
+from .trained import TrainedRecipe
 
 VOCABULARIES = {"char": 100, "byte": 258, "bpe": 32_000, "gpt2": 50_257}
 """Tokens of a tokenizer, at most or about (char), where the text has not been read."""
 
 
-class TextRecipe(TrainedRecipe, TextOptions, Sizes):
+class TextRecipe(TrainedRecipe, TextOptions):
     """A recipe of language models trained on one text."""
 
-    def model_config(self, cell: Cell, vocabulary: int) -> Any:
-        """Return the configuration of the model of a cell."""
-        sizes = {
-            "vocab_size": vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "max_position_embeddings": self.context,
-        }  # fmt: skip
-        return language_config({**sizes, **self.fields(cell)}, initial_range(self.width))
-
     def fields(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the fields of a model's configuration that are not sizes, and "model", its kind."""
         return self.known[cell["model"]]
-
-    def check(self) -> None:
-        super().check()
-        configs = lambda: [self.model_config(cell, 256) for cell in self.cells()]  # noqa: E731
-        within(self.call(), "--width, --layers or --heads", configs)
-
-    def budget(self, rate: float) -> Budget:
-        """Return how a model is trained."""
-        return Budget.of(self, learning_rate=rate)
 
     def prepare(self) -> Mapping[str, Any]:
         sizes = {"context": self.context, "measured": self.measured, "choice": max(self.context, self.measured // 2)}
@@ -63,7 +43,7 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
     def measure(self, cell: Cell, seed: int) -> Iterable[dict[str, Any]]:
         from .language_training import train_language_model
 
-        config, budget = self.model_config(cell, self.vocabulary), self.budget(cell["rate"])
+        config, budget = self.model_config(cell, self.vocabulary), self.budget(cell)
         call = ", ".join(f"{name} {value}" for name, value in cell.items())
         return train_language_model(
             config, self.corpus, budget, seed, name=call, prepare=partial(self.change_model, cell),
@@ -83,7 +63,7 @@ class TextRecipe(TrainedRecipe, TextOptions, Sizes):
         """Return columns of the row "run" of a trained model, and further rows as "rows"."""
         from .language_training import held_out_loss
 
-        budget = self.budget(self.rates[0])
+        budget = Budget.of(self, learning_rate=self.rates[0])
         return {"test": held_out_loss(model, Corpus(self.corpus.train_tokens, self.test_tokens), budget)}
 
     def merit(self, runs: Frame) -> Frame:

@@ -93,9 +93,9 @@ class Pretraining(TextRecipe):
         return {"Losses": self.losses_table(results), "Weights": pivot(runs, ["model"], shows, note=note)}
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        runs = self.chosen(results).assign(text="test")
         label = f"positions with an absolute weight above {DENSE:g}"
-        return {"curves": self.curves(results), "density": dots(runs, "density", "model", "text", x_label=label)}
+        density = dots(self.chosen(results), "density", "model", x_label=label)
+        return {"curves": self.curves(results), "density": density}
 
 
 @torch.no_grad()
