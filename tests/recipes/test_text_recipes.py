@@ -19,7 +19,7 @@ from regard_recipes.lib.recipe import Results, frame_of
 from regard_recipes.lib.results import load
 from regard_recipes.lib.text_recipe import TextRecipe
 from regard_recipes.local_linear.lla_pretraining import PLAIN, RIDGES, weights_seen
-from regard_recipes.sparse_attention.out_of_distribution import losses_along, other_text, windows
+from regard_recipes.sparse_attention.out_of_distribution import losses_along, stories, windows
 
 TEXTS = [name for name, kind in recipes.items() if isinstance(kind, type) and issubclass(kind, TextRecipe)]
 FACTS = {"floor": 3.0}
@@ -97,10 +97,9 @@ def test_losses_along_a_window_are_those_of_its_tokens() -> None:
 
 
 def test_stories_are_the_same_every_time() -> None:
-    source, text = other_text(None, 2000, "test")
-    assert source == "stories of a grammar"
+    text = stories(2000)
     assert len(text) >= 2000 - 1
-    assert text == other_text(None, 2000, "test")[1]
+    assert text == stories(2000)
     assert " ." not in text
 
 

@@ -32,7 +32,7 @@ TINY: dict[str, dict[str, Any]] = {
     "fwpkm-cost": {"layouts": ("GDN",), "memories": ("none", "FwPKM"), "steps": 2},
     "iclm-mechanisms": {
         "layers": 2, "width": 16, "steps": 2, "block_steps": 2, "measured": 300, "looks": 1, "texts": 2, "prompt": 12,
-        "context": 16,
+        "context": 16, "seeds": 1,
     },
     "iclm-parity": {**TEXT, "steps": 3, "rates": (1e-3, 3e-3), "looks": 2, "seeds": 1},
     "in-context-language": TASK,

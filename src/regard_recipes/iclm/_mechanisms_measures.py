@@ -15,7 +15,6 @@ from regard.inspect import mechanisms
 from regard.inspect.hooks import run_with_hooks
 
 Row = dict[str, Any]
-DIGITS = 4  # decimals of stored weights
 BATCH = 16  # texts at a time where a loss is measured
 BLOCKS = {"vocabulary": 64, "shortest": 8, "longest": 24, "width": 64, "heads": 2, "context": 64, "batch": 16,
           "tokens": 400_000, "measured": 4096, "period": 16, "length": 48, "texts": 32}  # fmt: skip
@@ -160,7 +159,7 @@ def measure_prompt(model: Any, prompt: Sequence[int], words: Sequence[str]) -> R
         own = [layer for layer in layers if layer.stream == stream]
         middle = own[len(own) // 2]
         mean = middle.weights[0].double().mean(0)
-        rounded = [[round(weight, DIGITS) for weight in weights] for weights in mean.tolist()]
+        rounded = [[round(weight, 4) for weight in weights] for weights in mean.tolist()]
         row["maps"][stream] = {"layer": middle.layer + 1, "layers": len(own), "weights": rounded}
     if not hasattr(model, "contributions"):
         return row

@@ -18,7 +18,7 @@ from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
 from ..lib.budget import Budget, Corpus, TextOptions
-from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
+from ..lib.claims import Claim, claims_of, exact, mean_interval, unpaired
 from ..lib.display import Show, dots, lines, only, pivot, spread, stat
 from ..lib.language_text import read_text, windows
 from ..lib.recipe import Cell, Frame, Results, recipe, select
@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     TRANSFORMER: GPT2, TRANSFORMER_NO_MLP: {**GPT2, "feed_forward": "none"},
 }  # fmt: skip
 EXPLAINED = (ICLM, ICLM_NO_MLP)  # models whose logits are taken apart
+OTHERS = {"phi": "phi", "the Transformer": TRANSFORMER}  # streams beside f
 BLOCK_SIZES = {"max_position_embeddings": BLOCKS["context"], "hidden_size": BLOCKS["width"],
                "num_hidden_layers": 2, "num_attention_heads": BLOCKS["heads"]}  # fmt: skip
 DOMINATES = 0.5  # share of a layer's weight above which the next token dominates
@@ -45,6 +46,8 @@ RARE = 0.05  # share of phi's heads with a sink up to which nothing is said of s
 class Mechanisms(TextOptions):
     """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
 
+    seeds: int = 3
+    """Models of each kind; they differ in first weights and data."""
     layers: int = 4
     """Layers of the models of text, an even number: half as many of phi and of f."""
     width = 128
@@ -63,7 +66,7 @@ class Mechanisms(TextOptions):
     limits: ClassVar = {"learning_rate": (1e-8, 1.0), "prompts": (0, math.inf), "prompt": (4, math.inf),
                         **dict.fromkeys(("block_steps", "texts"), (1, math.inf))}  # fmt: skip
     by_size: ClassVar = {
-        "quick": {"width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
+        "quick": {"seeds": 2, "width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
                   "block_steps": 150, "measured": 2048, "looks": 3, "texts": 16, "prompts": 1, "prompt": 32},
         "paper": {"layers": 24, "width": 1024, "heads": 16, "tokenizer": "gpt2", "context": 512, "batch": 32,
                   "parts": 2, "steps": 20_000, "learning_rate": 3e-4, "block_steps": 4000, "measured": 262_144,
@@ -183,12 +186,6 @@ class Mechanisms(TextOptions):
             made[name] = prompt_figure({row["model"]: row for row in rows.to_dict("records")}, EXPLAINED)
         return made
 
-    def notes(self, results: Results) -> list[str]:
-        counts = heads_of_text(results)["stream"].value_counts(sort=False)
-        heads = ", ".join(f"{stream} {count}" for stream, count in counts.items())
-        alone = " With one seed nothing is known about other trainings." if self.seeds == 1 else ""
-        return [f"Claims about heads rest on these heads of the models of text, over all seeds: {heads}.{alone}"]
-
 
 def heads_of_text(results: Results) -> Frame:
     """Return the rows of the heads of the two whole models of text."""
@@ -198,9 +195,9 @@ def heads_of_text(results: Results) -> Frame:
 def sink_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
     """Yield what `claims_of` needs of the claims about sinks and evenness."""
     phi, f, other = (select(heads, stream=stream) for stream in ("phi", "f", TRANSFORMER))
-    share = lambda rows, column: over_seeds((rows[column] > EPSILON).groupby(rows["seed"]).mean())  # noqa: E731
+    share = lambda rows, column: mean_interval((rows[column] > EPSILON).groupby(rows["seed"]).mean())  # noqa: E731
     sunk, sunk_f, sunk_other = (rows[rows["strongest"] > EPSILON] for rows in (phi, f, other))
-    start, start_other = share(sunk, "first"), share(sunk_other, "first")
+    start, start_other = (share(rows, "first") if len(rows) else exact(math.nan) for rows in (sunk, sunk_other))
     none = "" if len(sunk) > RARE * len(phi) else f"sinks are too rare: {len(sunk)} of phi's {len(phi)} heads"
     no_other = "" if len(sunk_other) else f"none of the Transformer's {len(other)} heads has a sink"
     yield ("Sinks of phi always manifest within (at least) the start token", start, "at least", 1,
@@ -218,7 +215,7 @@ def sink_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
          "mean weight of the strongest column, less is more balanced"),
     ):  # fmt: skip
         means = ", ".join(f"{name} {x:.2f}" for name, x in heads.groupby("stream", sort=False)[column].mean().items())
-        yield (f"f's scores are significantly more balanced than phi's, {what}", over_seeds(more), "above", EVEN,
+        yield (f"f's scores are significantly more balanced than phi's, {what}", mean_interval(more), "above", EVEN,
                f"How many times as balanced as phi. {unit}: {means}.")  # fmt: skip
 
 
@@ -227,15 +224,14 @@ def copy_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
     f, lift = select(heads, stream="f"), by_stream(heads, "predicted_lift")
     unit = "Weight on earlier occurrences of the predicted token, times that of equal weights"
     best = f"best head {f['predicted_lift'].max():.2f}, Transformer {lift[TRANSFORMER].mean():.2f}"
-    yield "Heads of f copy", over_seeds(lift["f"]), "above", COPIES, f"{unit}; {best}."
-    more = {f"than {name}": over_seeds(lift["f"] - lift[stream])
-            for name, stream in (("phi", "phi"), ("the Transformer", TRANSFORMER))}  # fmt: skip
+    yield "Heads of f copy", mean_interval(lift["f"]), "above", COPIES, f"{unit}; {best}."
+    more = {f"than {name}": mean_interval(lift["f"] - lift[stream]) for name, stream in OTHERS.items()}
     yield "Heads of f copy more than others", more, "above", 0, f"{unit}, f less others."
     layers = ", ".join(f"{x:.2f}" for x in f.groupby("layer")["predicted"].mean())
     strong = (f.groupby(["seed", "layer"])["predicted"].mean() > DOMINATES).groupby("seed").mean()
-    yield ("f's weight on the next token dominates at most layers", over_seeds(strong), "above", 0.5,
+    yield ("f's weight on the next token dominates at most layers", mean_interval(strong), "above", 0.5,
            f"Share of layers with a mean weight above {DOMINATES}; it is {layers}.")  # fmt: skip
-    yield "phi shows nothing of the next token", over_seeds(lift["phi"]), "at most", COPIES, f"{unit}."
+    yield "phi shows nothing of the next token", mean_interval(lift["phi"]), "at most", COPIES, f"{unit}."
 
 
 def block_claims(results: Results) -> Iterator[tuple[Any, ...]]:
@@ -244,7 +240,7 @@ def block_claims(results: Results) -> Iterator[tuple[Any, ...]]:
     for when, says, bound in (("after", "at least", FORMED), ("before", "at most", CHANCE)):
         best = select(blocks, model=ICLM, stream="f", when=when).groupby("seed")["score"].max()
         rival = select(blocks, model=TRANSFORMER, when=when)["score"].max()
-        yield (f"Induction heads form in f: the best head {when} training", over_seeds(best), says, bound,
+        yield (f"Induction heads form in f: the best head {when} training", mean_interval(best), says, bound,
                f"Induction score on repeated blocks; the Transformer's best: {rival:.2f}.")  # fmt: skip
     prompts = results.select(kind="prompt", model=list(EXPLAINED))
     yield ("A logit is the sum of what context tokens, feed-forward layers and bias add",
@@ -261,12 +257,7 @@ def block_claims(results: Results) -> Iterator[tuple[Any, ...]]:
 
 def by_stream(heads: Frame, column: str) -> Frame:
     """Return the means over the heads of each seed (rows) and stream (columns)."""
-    return heads.groupby(["seed", "stream"])[column].mean().unstack()
-
-
-def over_seeds(numbers: Any) -> Estimate:
-    """Return the mean of a series with a number for each seed: exact with one seed, NaN with none."""
-    return mean_interval(numbers) if len(numbers) > 1 else exact(float(numbers.sum(min_count=1)))
+    return heads.groupby(["seed", "stream"])[column].mean().unstack().reindex(columns=["f", *OTHERS.values()])
 
 
 def largest(column: str, form: str) -> Show:

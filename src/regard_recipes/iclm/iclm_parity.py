@@ -17,7 +17,7 @@ from regard.checks import ArgumentError
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
 from ..lib.display import Show, dots, gap, interval, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
-from ..lib.text_recipe import TextRecipe
+from ..lib.text_recipe import VOCABULARIES, TextRecipe
 
 PAPER = "ICLM"
 TRANSFORMER, WV, MATCHED = "transformer", "iclm-wv", "iclm-full-matched"
@@ -26,7 +26,6 @@ CLOSE = 0.05  # share of perplexity that counts as close, and up to which a rise
 REPORTED = 0.059  # largest share by which the paper's ICLM is above its Transformer (tables 1 and 2: 1.0 % to 5.9 %)
 SIMILAR = 0.25  # share within which times and memory count as very similar
 PAPER_SHAPES = ((8, 512, 8), (12, 512, 8), (24, 1024, 16))  # layers, width and heads
-GPT2_VOCABULARY = 50257
 COSTS = {"processor time": "step_cpu_seconds", "memory": "training_bytes", "parameters": "parameters"}
 GPT2: dict[str, Any] = {"norm": "layer", "feed_forward": "gelu"}
 """A Transformer with GPT-2's blocks and rotary positions."""
@@ -42,7 +41,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "iclm-wv-no-mlp": {"model": "iclm", "variant": "wv", "phi_mlp": "none", "f_mlp": "none"},
 }
 MAIN = tuple(MODELS)[:5]  # with all feed-forward layers
-UNUSUAL = ("iclm-full-two-heads", "iclm-wv-no-phi-mlp")  # trained only where --models names them
 RIVALS = {name: TRANSFORMER for name in MODELS if "iclm" in name} | {"iclm-wv-no-mlp": "transformer-no-mlp"}
 """The Transformer that each ICLM is compared to."""
 WHOLE = {name: name.partition("-no-")[0] for name in MODELS if name not in MAIN}
@@ -53,15 +51,13 @@ WHOLE = {name: name.partition("-no-")[0] for name in MODELS if name not in MAIN}
 class Parity(TextRecipe):
     """ICLM beside Transformers of equal size: perplexity, time and memory, with and without feed-forward layers."""
 
-    models: tuple[str, ...] = tuple(name for name in MODELS if name not in UNUSUAL)
-    """Names of the models; a model comes with the Transformer it is compared to. Also known: iclm-full-two-heads and
-    iclm-wv-no-phi-mlp."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
     """Learning rates, of which each model takes the one with the least mean loss on the validation text."""
     width = 128
     layers: int = 4
     """Layers, an even number; the paper's models have 8 or 12 of width 512 with 8 heads, or 24 of 1024 with 16."""
     known = MODELS
+    slow = ("iclm-full-two-heads", "iclm-wv-no-phi-mlp")
     base = TRANSFORMER
     by_size: ClassVar = {
         "quick": {"layers": 2, "width": 32, "context": 32, "batch": 8, "steps": 150, "rates": (3e-3,),
@@ -191,7 +187,7 @@ def paper_sizes() -> dict[str, dict[str, int | None]]:
     for layers, width, heads in PAPER_SHAPES:
         sized, counts = Parity.configure(layers=layers, width=width, heads=heads, context=1024), {}
         for name in MAIN:
-            config = sized.model_config({"model": name}, GPT2_VOCABULARY)
+            config = sized.model_config({"model": name}, VOCABULARIES["gpt2"])
             counts[name] = None if config is None else count_parameters(config)
         found[f"{layers}x{width}x{heads}"] = counts
     return found

@@ -64,10 +64,8 @@ class StoriesRecipe(TaskRecipe, Sizes):
         for example in task.examples(0, range(self.graded), "test"):
             prompt = example.tokens[: example.prompt][None].to(model.device)
             wanted = len(example.answer)
-            length = {"max_new_tokens": wanted, "min_new_tokens": wanted}
-            how = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-            with torch.no_grad():
-                out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **length, **how)
+            how = {"max_new_tokens": wanted, "min_new_tokens": wanted, "do_sample": False, "pad_token_id": 0}
+            out = model.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=None, **how)
             texts = [task.words.decode(row.tolist()) for row in (prompt[0], out[0, prompt.shape[1] :])]
             grades = task.grade(*texts)
             for metric, grade in {**grades, MEAN: fmean(grades.values())}.items():

@@ -8,7 +8,9 @@ that the model predicts, where the story has it.
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from regard.inspect.mechanisms import Copying, copying, patterns
+import numpy as np
+
+from regard.inspect.mechanisms import copying, patterns
 from regard.tasks import TokenTask
 from regard.tasks.tiny_math import TinyMath
 
@@ -18,7 +20,7 @@ from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
 from ._mechanisms_measures import measure_prompt
-from .iclm_mechanisms import COPIES, DOMINATES, by_stream
+from .iclm_mechanisms import COPIES, DOMINATES, OTHERS, by_stream
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 CLOSE = 0.05  # nats per word; the paper's gaps in perplexity are 0.6 % (ICLM) and 4.0 % (Transformer)
@@ -70,7 +72,18 @@ class TinyMathRecipe(TaskRecipe, Sizes):
             yield from operand_rows(model, test, min(STORIES, self.examples))
 
     def claims(self, results: Results) -> list[Claim]:
-        told: list[Any] = [("figure 3", *each) for each in attention_claims(self.heads_of(results))]
+        heads = self.heads_of(results)
+        weight, lift = (by_stream(heads, column) for column in ("predicted", "lift"))
+        layers = ", ".join(f"{x:.2f}" for x in select(heads, stream="f").groupby("layer")["predicted"].mean())
+        told: list[Any] = [
+            ("figure 3", "f's weight on the operand that is written dominates", mean_interval(weight["f"].dropna()),
+             "above", DOMINATES, f"Mean weight over heads and layers; by layer: {layers}."),
+            ("figure 3", "f gives it more weight than others",
+             {f"than {name}": mean_interval((weight["f"] - weight[each]).dropna()) for name, each in OTHERS.items()},
+             "above", 0, "Mean weight of f's heads, less that of others."),
+            *(("figure 3", f"{name} shows no such pattern", mean_interval(lift[stream].dropna()), "at most", COPIES,
+               "Weight on the operand, times that of equal weights.") for name, stream in OTHERS.items()),
+        ]  # fmt: skip
         for whole, bare in ((TRANSFORMER, BARE), (ICLM, ICLM_BARE)):
             drop, copy, loss = (self.gap(results, bare, whole, metric=metric, test=SEEN)
                                 for metric in (ANSWER, EQUATION, "loss"))  # fmt: skip
@@ -127,38 +140,21 @@ def operand_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, 
     so many stories, and a row with the maps of the first story, up to the first operand."""
     device = next(model.parameters()).device
     examples = task.examples(0, range(count), "test")
-    layers: dict[tuple[str, int], list[Copying]] = {}
+    sums: dict[tuple[str, int], Any] = {}  # by stream and layer: weights of the heads, equal weights, and rows
     for example in examples:
         tokens, operands = example.tokens[None].to(device), example.parts["equation"][None].long().to(device)
         logits, found = patterns(model, tokens)
         for each in found:
             written = each.roles.rows(operands, each.weights.shape[2]) == 1
-            wanted = each.wanted(logits).masked_fill(~written, -1)
-            own = copying(each.weights, each.roles, tokens, wanted)
-            layers.setdefault((each.stream, each.layer + 1), []).append(own)
-    for (stream, layer), many in layers.items():
-        rows = max(sum(own.rows for own in many), 1)
-        uniform = sum(own.uniform * own.rows for own in many) / rows
-        for head, predicted in enumerate((sum(own.weight * own.rows for own in many) / rows).tolist(), 1):
+            own = copying(each.weights, each.roles, tokens, each.wanted(logits).masked_fill(~written, -1))
+            key = each.stream, each.layer + 1
+            sums[key] = sums.get(key, 0) + own.rows * np.array([*own.weight.tolist(), own.uniform, 1.0])
+    for (stream, layer), total in sums.items():
+        *weights, uniform, _ = (total / max(total[-1], 1)).tolist()
+        for head, predicted in enumerate(weights, 1):
             yield {"kind": "head", "stream": stream, "layer": layer, "head": head, "predicted": predicted,
                    "uniform": uniform, "lift": predicted / uniform if uniform else 0.0}  # fmt: skip
     first: Any = examples[0]
     story = first.tokens[: int(first.parts["equation"].nonzero()[0])].tolist()
     words: Any = task
     yield measure_prompt(model, story, words.words.words)
-
-
-def attention_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
-    """Yield what `claims_of` needs of the claims about the weight on the operand that is written."""
-    streams = ["f", "phi", "transformer"]
-    weight, lift = (by_stream(heads, column).reindex(columns=streams) for column in ("predicted", "lift"))
-    by_layer = select(heads, stream="f").groupby("layer")["predicted"].mean()
-    layers = ", ".join(f"{x:.2f}" for x in by_layer)
-    yield ("f's weight on the operand that is written dominates", mean_interval(weight["f"].dropna()), "above",
-           DOMINATES, f"Mean weight over heads and layers; by layer: {layers}.")  # fmt: skip
-    more = {f"than {name}": mean_interval((weight["f"] - weight[stream]).dropna())
-            for name, stream in (("phi", "phi"), ("the Transformer", "transformer"))}  # fmt: skip
-    yield "f gives it more weight than others", more, "above", 0, "Mean weight of f's heads, less that of others."
-    for name, stream in (("phi", "phi"), ("the Transformer", "transformer")):
-        yield (f"{name} shows no such pattern", mean_interval(lift[stream].dropna()), "at most", COPIES,
-               "Weight on the operand, times that of equal weights.")  # fmt: skip

@@ -179,13 +179,8 @@ def _line(axes: Any, rows: Frame, x: str, y: str, style: tuple[str, str], name: 
 def dots(
     frame: Frame, value: str | Mapping[str, str], rows: str, hue: str = "", *, x_label: str, title: str = ""
 ) -> bytes:
-    """Draw a dot for each seed.
-
-    Args:
-        value: a column; or several with their names, a colour each.
-        rows: a line of the figure for each value of this column, or of a text with columns as in "d = {d}".
-        hue: with a single `value`, a colour for each value of this column.
-    """
+    """Draw a dot for each seed: a line of the figure for each value of `rows`, a column or a text with columns as in
+    "d = {d}"; a colour for each column of `value`, which has their names, or of a single column each value of `hue`."""
     from matplotlib.figure import Figure
 
     from regard.inspect.figures import COLOURS, png

@@ -21,11 +21,9 @@ from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Cell, Recipe, Results, recipe
 
 PAPER, SOFTMAX, LOG = "Sparse attention", "softmax", "softmax, scale × log n"
-WEIGHT = 0.9
-"""Mean weight of the right key among the fewest keys, to which each scale is fitted."""
+WEIGHT = 0.9  # mean weight of the right key among the fewest keys, to which each scale is fitted
 SPARSE = ("sparsemax", "biweight", "triweight", "relumax")
-STEPS = 24
-"""Bisections of the scale, from 2^-4 to 2^12."""
+STEPS = 24  # bisections of the scale, from 2^-4 to 2^12
 
 
 @recipe("dispersion")

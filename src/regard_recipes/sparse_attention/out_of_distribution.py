@@ -18,16 +18,14 @@ from regard.tasks.tokens import stream
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, lines, panels, pivot
-from ..lib.language_text import LanguageText, windows
+from ..lib.language_text import LanguageText, source_text, windows
 from ..lib.recipe import Results, recipe, select
 from ..lib.text_recipe import TextRecipe
 from ..mosaic.mosaic_kernels import WEIGHTINGS
 
 PAPER, SOFTMAX, RELUMAX, OTHER, OWN = "Sparse attention", "softmax", "relumax", "other text", "own text"
-COMPACT = ("normrelu", "biweight", "triweight")
-"""The kernels of figure 5 with compact support, beside ReLUmax."""
-PARTS = 16
-"""Parts of a window whose mean losses are stored."""
+COMPACT = ("normrelu", "biweight", "triweight")  # those of figure 5, beside ReLUmax
+PARTS = 16  # parts of a window whose mean losses are stored
 
 
 @recipe("out-of-distribution")
@@ -61,7 +59,9 @@ class OutOfDistribution(TextRecipe):
         from regard.training import encode
 
         facts = super().load(text)
-        source, content = other_text(self.other, 8 * self.measured, self.call())
+        source, content = "stories of a grammar", stories(8 * self.measured)
+        if self.other is not None:
+            source, content = source_text(self.other, self.call())
         tokens = encode(text.tokenizer, content)[: self.measured]
         if len(tokens) < 2 * self.context:
             few = f"{source} has {len(tokens):,} tokens, expected at least two windows of {self.context}"
@@ -130,18 +130,14 @@ class OutOfDistribution(TextRecipe):
         return [f"Models learned {results.facts['text']['source']} and read {results.facts['other']}."]
 
 
-def other_text(path: Path | None, characters: int, call: str) -> tuple[str, str]:
-    """Return where a text comes from, and the text: a file or folder, or so many characters of stories."""
-    if path is not None:
-        from regard.training import load_text
-
-        return str(path), load_text(path, call=call).content
+def stories(characters: int) -> str:
+    """Return so many characters of stories, or a few more."""
     task, text, count = Stories.named("long"), "", 0
     while len(text) < characters:
         story = " ".join(task.story(stream("out-of-distribution", count)))
         text += story.replace(" .", ".").replace(" ,", ",") + "\n"
         count += 1
-    return "stories of a grammar", text.removesuffix("\n")
+    return text.removesuffix("\n")
 
 
 @torch.no_grad()
