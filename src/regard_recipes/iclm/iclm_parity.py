@@ -136,7 +136,8 @@ class Parity(TextRecipe):
         runs = self.runs(results)
 
         def times(others: Mapping[str, str]) -> Show:
-            return gap("perplexity", lambda rows: select(runs, model=others.get(rows["model"].iloc[0])), ratio=True)
+            base = lambda rows: select(runs, model=others.get(rows["model"].iloc[0]))  # noqa: E731
+            return lambda rows: gap("perplexity", base(rows), ratio=True)(rows)
 
         values: dict[str, Show] = {
             "parameters": "{parameters:,.0f}", "to rival": "{more_parameters:+.2%}", "rate": "{rate:g}",
