@@ -80,7 +80,7 @@ class WeightedRows(System):
         status, left = torch.zeros_like(residual, dtype=torch.int32), torch.ones_like(residual, dtype=torch.bool)
         dim = flat.shape[-1]
         for rows, index, weights in live_rows.groups(p, dim):
-            away = self._keys(rows // q, index) - means[rows, None]
+            away = self._keys(self._heads(rows), index) - means[rows, None]
             source = None if sources is None else sources[rows].gather(1, index)
             found = live_rows.solve(weights, away, flat[rows], self._ridge_of(rows), source, self.counted)
             value[rows], left[rows] = found.value, ~found.sound
@@ -89,7 +89,7 @@ class WeightedRows(System):
             own = corrections.new_zeros(rows.shape[0], w)
             corrections[rows] = own.scatter_add_(1, index, found.corrections)  # padding adds 0
         for rows in live_rows.parts(left.nonzero()[:, 0], w * dim):
-            away = self._keys(rows // q, torch.arange(w, device=rows.device)[None]) - means[rows, None]
+            away = self._keys(self._heads(rows), torch.arange(w, device=rows.device)[None]) - means[rows, None]
             alone = live_rows.alone(p[rows], away, flat[rows], self._ridge_of(rows))
             value[rows], status[rows] = alone.value, alone.status
             residual[rows], jitter[rows] = (alone.statistics[name] for name in ("residual", "jitter"))
@@ -98,6 +98,10 @@ class WeightedRows(System):
         self._last = (solution, corrections.view(n, q, w))
         statistics = {"iterations": torch.zeros_like(residual), "residual": residual, "jitter": jitter}
         return Solved(solution, status.view(n, q), {name: x.view(n, q) for name, x in statistics.items()})
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        """Return the heads [R] of rows [R] among [n q]."""
+        return rows.div(self.p.shape[1], rounding_mode="floor")
 
     def _keys(self, head: Tensor, at: Tensor) -> Tensor:
         """Return the coordinates [R, s, D] of the keys of heads [R] at positions [R or 1, s]."""
