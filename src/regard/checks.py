@@ -158,11 +158,11 @@ def is_integer(value: Any) -> bool:
     return not (other or value.dtype == torch.bool)
 
 
-def integers(call: str, name: str, value: Any, *axes: int | str) -> Tensor:
-    """Return `value` after checking that it is an integer tensor with these axes."""
+def integers(call: str, name: str, value: Any, *axes: int | str, why: str = "") -> Tensor:
+    """Return `value` after checking that it is an integer tensor with these axes; `why` ends the message about them."""
     if not is_integer(value):
-        raise refuse(call, name, value, f"integers {sizes(axes)}")
-    _has_axes(call, name, value, axes, "")
+        raise refuse(call, name, value, f"integers {sizes(axes)}{why}")
+    _has_axes(call, name, value, axes, why)
     return value
 
 

@@ -121,6 +121,7 @@ class Real(Kind):
             return known and any(broadcasts(value.shape, rows) for rows in self.rows)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= 1e300:
             return False
+        value = float(value)  # as the checks compare it
         above = self.low is None or (value > self.low if self.strict else value >= self.low)
         return above and (self.high is None or (value < self.high if self.strict else value <= self.high))
 

@@ -213,7 +213,7 @@ def test_bad_arguments(options, message):
 def test_bad_calls(x):
     refuses("a cache was given to a layer without layer_idx", layer(), x, past_key_values=Memory())
     given = {"past_key_values": DynamicCache(), "segment_ids": torch.zeros(1, T, dtype=torch.long)}
-    refuses("segment_ids were given with a cache", layer(layer_idx=0), x, **given)
+    refuses("segment_ids were given with past_key_values", layer(layer_idx=0), x, **given)
 
 
 @pytest.mark.parametrize("kind", ["rms", "l2"])

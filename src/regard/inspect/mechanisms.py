@@ -67,14 +67,14 @@ def _visible(pattern: Tensor) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool, device=pattern.device).tril(columns - rows)
 
 
-def _check(call: str, pattern: Tensor, from_row: int | None = None) -> None:
+def _check(call: str, pattern: Tensor, *from_row: Any) -> None:
     floating(call, "pattern", pattern)
     if pattern.dim() != 4 or pattern.is_meta or pattern.shape[2] > pattern.shape[3]:
         expected = "floating weights [B, H, R, K] of a causal layer, with no more rows than columns"
         got = f"shape {shape(pattern)} and dtype {pattern.dtype}"
         raise ArgumentError(f"{call}: pattern has {got}, expected {expected}.")
-    if from_row is not None:
-        whole(call, "from_row", from_row, 0, pattern.shape[2] - 1)
+    for row in from_row:
+        whole(call, "from_row", row, 0, pattern.shape[2] - 1)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Co
     instance("copying", "roles", roles, Roles, "Roles")
     batch, _, rows, columns = pattern.shape
     for name, given, length in (("tokens", tokens, "T"), ("wanted", wanted, rows)):
-        integers("copying", name, given, batch, length)
+        integers("copying", name, given, batch, length, why=", with the axes of pattern")
         on_device("copying", name, given, pattern.device, "pattern")
     held = roles.columns(tokens, columns)
     same = (held[:, None, :] == wanted[:, :, None]) & (held[:, None, :] >= 0) & _visible(pattern)

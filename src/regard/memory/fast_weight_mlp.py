@@ -284,7 +284,7 @@ def fast_weight_mlp(
     flags(CALL, frozen=frozen)
     memory = FastMLPMemory.of(CALL, memory, options)
     tensor(CALL, "query", query, "B", "T", "Din")
-    tensor(CALL, "value", value, *query.shape[:2], "Dv", like=query)
+    tensor(CALL, "value", value, *query.shape[:2], "Dv", like=query, why=", with the B and T of query")
     if 0 in query.shape[1:] or 0 in value.shape[1:]:  # torch.compile cannot trace the text of a symbolic length
         given = f"query {shape(query)} and value {shape(value)}"
         raise ArgumentError(f"{CALL}: got {given}, expected [B, T, Din] and [B, T, Dv] with T >= 1.")
@@ -317,6 +317,6 @@ def first_network(call: str, weights: Any, query: Tensor, sizes: tuple[int, ...]
     into, back = [*heads, wide, inputs + biases], [*heads, outputs, wide + biases]
     for name, w, size in zip(NAMES, weights, (into, into, back), strict=True):
         if list(w.shape) != size:
-            told = f"for query {shape(query)} and values of width {outputs}{', biases last' if biases else ''}"
+            told = f"for query {shape(query)} and value of width {outputs}{', biases last' if biases else ''}"
             raise ArgumentError(f"{call}: weights {name} are {shape(w)}, expected {size} {told}.")
     return SwiGLU(*(w.to(torch.promote_types(query.dtype, torch.float32)) for w in weights))

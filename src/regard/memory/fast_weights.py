@@ -354,9 +354,11 @@ def _check_tensors(query: Tensor, value: Tensor, gate: Tensor | None, keys: Tens
     batch, tokens, heads, width = query.shape
     if width == 0 or width % 2:
         raise ArgumentError(f"{CALL}: query has shape {shape(query)}, expected [B, T, H, Dk] with an even Dk.")
-    tensor(CALL, "keys", keys, heads, 2, "n", width // 2, like=query)
-    tensor(CALL, "values", values, keys.shape[2] ** 2, "Dv", like=query)
-    tensor(CALL, "value", value, batch, tokens, values.shape[1], like=query)
+    axes = ", with the heads of query and half its width"
+    tensor(CALL, "keys", keys, heads, 2, "n", width // 2, like=query, why=axes)
+    tensor(CALL, "values", values, keys.shape[2] ** 2, "Dv", like=query, why=", with the square of n in keys")
+    axes = ", with the B and T of query and the width of values"
+    tensor(CALL, "value", value, batch, tokens, values.shape[1], like=query, why=axes)
     if gate is not None:
         tensor(CALL, "gate", gate, batch, tokens, like=query)
     require_top_k(CALL, top_k, keys.shape[2])

@@ -200,7 +200,7 @@ def large_chunk_ttt(
         raise ArgumentError(f"{CALL}: query has shape {shape(query)}, expected [B, T, H, D] with T >= 1.")
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():
-        tensor(CALL, name, new[name], *size, like=query)
+        tensor(CALL, name, new[name], *size, like=query, why=", with the axes of query")
     check_tokens(CALL, query, mask, segment_ids, False)
     first = first_network(CALL, weights, query, (*query.shape[2:], query.shape[3]), 0)
     out, after = memory.run(CALL, new, first, state, (mask, segment_ids), frozen)

@@ -254,7 +254,7 @@ def explain(
     checks.optional_whole(call, "query_offset", query_offset)
     values = (*key_shape[:3], value_dim or query_shape[3])
     problem = Problem(
-        as_spec(spec, call), *check_sizes(call, query_shape, key_shape, values, True), dtype,
+        as_spec(spec, call), *check_sizes(call, query_shape, key_shape, values, True, "_shape"), dtype,
         _device_type(call, device),
         causal=is_causal or exclude_self, strict=exclude_self, window=check_window(call, window),
         offset=key_shape[2] - query_shape[2] if query_offset is None else query_offset, mask=mask,

@@ -185,8 +185,10 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     return check_sizes(CALL, query.shape, key.shape, value.shape, enable_gqa)
 
 
-def check_sizes(call: str, query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> Sizes:
-    """Return the sizes of a call after checking that these shapes fit together."""
+def check_sizes(
+    call: str, query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool, suffix: str = ""
+) -> Sizes:
+    """Return the sizes of a call after checking that these shapes fit together. `suffix` ends their names."""
     (batch, heads, queries, dim), (key_batch, kv_heads, keys, key_dim) = query, key
     value_batch, value_heads, values, value_dim = value
     wrong = None
@@ -205,7 +207,8 @@ def check_sizes(call: str, query: Sequence[int], key: Sequence[int], value: Sequ
     elif heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         wrong = f"{heads} query heads cannot be shared out among {kv_heads} key heads; the former must be a multiple"
     if wrong is not None:
-        raise ArgumentError(f"{call}: {wrong}: query {list(query)}, key {list(key)}, value {list(value)}.")
+        given = f"query{suffix} {list(query)}, key{suffix} {list(key)}, value{suffix} {list(value)}"
+        raise ArgumentError(f"{call}: {wrong}: {given}.")
     return batch, heads, kv_heads, queries, keys, dim, value_dim
 
 

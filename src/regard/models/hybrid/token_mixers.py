@@ -108,7 +108,7 @@ class StateMixer(TokenMixer):
         call, kept = type(self).__name__, None
         batch, tokens, _ = hidden_states.shape
         if segment_ids is not None:
-            require(past_key_values is None, call, "segment_ids were given with a cache; leave one out.")
+            require(past_key_values is None, call, "segment_ids were given with past_key_values; leave one out.")
             segments(call, segment_ids, batch, tokens, hidden_states.device)
         if past_key_values is not None:
             kept = own_layer(call, past_key_values, self.layer_idx or 0, self.cache_layer)

@@ -196,7 +196,7 @@ class Attention(nn.Module):
             raise refuse(CALL, "past_key_values", past_key_values, expected)
         if segment_ids is not None:
             if past_key_values is not None:
-                why = "a cache, which holds one document per row; leave one out"
+                why = "past_key_values, a cache that holds one document per row; leave one out"
                 raise ArgumentError(f"{CALL}: segment_ids were given with {why}.")
             segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
         query, key, value = self._project(hidden_states, position_embeddings)
