@@ -8,8 +8,8 @@ from mistakes import refuses
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
+from regard.pairwise import dispatch
 from regard.pairwise.blocked import implementation as blocked
-from regard.pairwise.dispatch import plans
 from regard.pairwise.plan import MOST
 from regard.precision import all_clean, clean
 
@@ -103,4 +103,4 @@ def test_few_plans_are_kept() -> None:
     for length in range(1, 1030):
         x = torch.ones(1, 1, length, 1)
         regard.attention(x[:, :, :1], x, x)
-    assert 0 < len(plans) <= MOST
+    assert 0 < len(dispatch.plans) <= MOST

@@ -185,8 +185,8 @@ class Hits(NamedTuple):
     known: Tensor
 
     def rate(self, writers: int | None = None) -> float:
-        """Return the share of retrieved slots for which one of the last `writers` writers (None: all that were kept;
-        ArgumentError for more) wrote the next token; slots without a writer are misses. NaN if no next token is
+        """Return the share of retrieved slots for which one of the last `writers` writers (None: all that were
+        kept; more raise ArgumentError) wrote the next token; slots without a writer are misses. NaN if no next token is
         known."""
         kept = self.hit.shape[2]
         if writers is not None:

@@ -105,7 +105,11 @@ class Cost(NamedTuple):
 
 
 class Implementation(Protocol):
-    """One way to compute `regard.attention`."""
+    """One way to compute `regard.attention`.
+
+    impl="auto" keeps the answers of all methods but `cost` and `run` for later calls with the same arguments, so they
+    must depend on the problem alone, and on what does not change in a process.
+    """
 
     def available(self) -> str | None:
         """Return None if it can run on this machine (the default), else why not."""
@@ -147,9 +151,10 @@ def register_impl(name: str, priority: int) -> Callable[[type], type]:
     """Register a class as an implementation (decorator). `impl="auto"` prefers the highest priority."""
 
     def add(cls: type) -> type:
+        global plans
         _ranking.append(implementations_registry.register(name)(_Entry(name, priority, cls())))
         _ranking.sort(key=attrgetter("priority"), reverse=True)
-        plans.clear()
+        plans = {}  # a new one: calls that are being planned now keep their plans in the old one
         return cls
 
     return add

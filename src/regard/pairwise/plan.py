@@ -15,7 +15,8 @@ from ..checks import ArgumentError, shape
 from ..grammar import Spec
 from ..grammar.spec import LOCAL_LINEAR
 from ..precision import PLAIN, row_number, transformed
-from .dispatch import Problem, choose, plans
+from . import dispatch
+from .dispatch import Problem, choose
 from .visibility import runs_of
 
 CALL = "attention"
@@ -59,10 +60,9 @@ def plan_of(
     params: Mapping[str, float | Tensor] | None,
 ) -> Plan:
     """Return the plan of a call with options (is_causal, exclude_self, window, query_offset, scale, enable_gqa,
-    return_diagnostics). Plans of calls without masks and parameters are kept for impl="auto"; whether another `impl`
-    can run may change, as in tests of kernels."""
+    return_diagnostics). Plans of calls without masks and parameters are kept for impl="auto"."""
     plain = impl == "auto" and attn_mask is None and segment_ids is None and params is None
-    signature = _signature(spec, tensors, options) if plain else None
+    signature, plans = _signature(spec, tensors, options) if plain else None, dispatch.plans
     try:
         plan: Plan | None = None if signature is None else plans.get(signature)
     except TypeError:  # a kernel without a hash

@@ -71,7 +71,8 @@ class ModelOptions:
     temperature: str = "fixed"
     """Temperature: 'fixed', 'learned' (one per head), 'log' or 'power' (growing with the number of visible tokens)."""
     ridge: str = "fixed"
-    """Ridge of local linear layers: 'fixed' (in the spec), 'learned' or 'learned-per-dimension' from each token."""
+    """Ridge of local linear layers: 'fixed' (in the spec), or computed from each token: 'learned' (one per head) or
+    'learned-per-dimension' (one per channel)."""
     qk_norm: Literal["none", "rms", "l2"] = "none"
     """Normalisation of queries and keys per head: 'rms' with a learned gain, 'l2' to length one."""
     share_query_key: bool = False

@@ -185,7 +185,7 @@ class AssociativeMemory(nn.Module):
         return self
 
     def detach(self) -> "AssociativeMemory":
-        """Detach all pairs written so far from the graph, and return the memory itself."""
+        """Detach all that was written so far from the graph, and return the memory itself."""
         return self._map(Tensor.detach)
 
     def transform(self, fn: Callable[[Tensor], Tensor]) -> "AssociativeMemory":
@@ -380,7 +380,8 @@ class AssociativeMemory(nn.Module):
         numbers = row_numbers(call, query, scale, self.params if params is None else params)
         parts = [part for part in self._parts(query.shape[0]) if isinstance(part, Pairs)]
         if len(parts) > 1 and not found.additive:
-            raise ArgumentError(f"{call}: no energy is known for the sum of two reads; use combine='shared'.")
+            reads = f"two reads of {self.spec}"
+            raise ArgumentError(f"{call}: no energy is known for the sum of {reads}; use combine='shared'.")
         square = query.to(torch.promote_types(query.dtype, torch.float32)).square().sum(-1) / 2
         for part in parts:
             mask = None if part.mask is None else part.mask[:, None]

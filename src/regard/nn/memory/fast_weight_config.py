@@ -126,7 +126,7 @@ class FastWeightConfig:
         check_meta_grad(call, self.meta_grad)
 
     def with_options(self, **options: Any) -> "FastWeightConfig":
-        """Return the settings with these options changed; ArgumentError for one that is unknown or does not fit."""
+        """Return the settings with these options changed. Raise ArgumentError for one that is unknown."""
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             if name not in PLACES:
