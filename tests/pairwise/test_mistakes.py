@@ -188,7 +188,7 @@ LOCAL = [
     ("8 coordinates do not divide into 3 blocks", {"solver": BlockDiagonal(3)}),
     ("solver", {"solver": 3}),
     ("ridge_mode is 'both'", {"ridge_mode": "both"}),
-    ("an absolute ridge is weighed", {"spec": "biweight", "ridge_mode": "absolute"}),
+    ("an absolute ridge needs the total", {"spec": "biweight", "ridge_mode": "absolute"}),
     ("non-negative weights that sum to one", {"spec": "linear"}),
     *(("a probe was given, which only solver='learned' takes", {"solver": x, "probe": PROBE})
       for x in ("auto", "cg", "cholesky")),
