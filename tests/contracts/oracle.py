@@ -280,8 +280,9 @@ def _adaptive(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number])
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
             if bool((torch.nextafter(low, high) >= high).all()):
                 break  # adjacent numbers: further halving changes nothing
-    # one Newton step whose value is taken off again: the implicit function theorem
-    step = (powers(low, r).sum(-1, keepdim=True) - 1) / powers(low, r - 1).sum(-1, keepdim=True)
+    # One Newton step whose value is taken off again: the implicit function theorem. Where r < 1 the derivative of its
+    # denominator is huge, and would multiply what rounding leaves of the numerator.
+    step = (powers(low, r).sum(-1, keepdim=True) - 1) / powers(low, r - 1).sum(-1, keepdim=True).detach()
     return powers(low + step - step.detach(), r)
 
 
