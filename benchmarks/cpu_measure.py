@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.doctor import processor
+
 ROOT = Path(__file__).resolve().parents[1]
 PASSES = ("forward", "both")
 """The forward pass without a graph, and forward and backward through autograd."""
@@ -173,7 +175,7 @@ def provenance(quick: bool) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
         "quick": quick,
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": [round(x, 2) for x in os.getloadavg()],
@@ -189,12 +191,6 @@ def provenance(quick: bool) -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "changed_files": len(_git("status", "--porcelain", "--untracked-files=no").splitlines()),
     }
-
-
-def _cpu() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return platform.processor() or "unknown"
 
 
 def _git(*arguments: str) -> str:

@@ -33,7 +33,8 @@ def _versions() -> dict[str, str]:
     return entries | {"torch": str(torch.__version__)}  # with the build, such as +cu130
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the processor."""
     with suppress(OSError):  # only Linux has this file
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -42,7 +43,7 @@ def _processor() -> str:
 
 
 def _devices() -> dict[str, str]:
-    entries = {"cpu": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use"}
+    entries = {"cpu": f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use"}
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)

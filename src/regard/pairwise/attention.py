@@ -92,7 +92,7 @@ def attention(
     """
     spec = as_spec(spec, CALL)
     options = (is_causal, exclude_self, window, query_offset, scale, enable_gqa, return_diagnostics)
-    plan = plan_of(spec, (query, key, value), options, impl, attn_mask, segment_ids, params)
+    plan = plan_of(spec, (query, key, value), options, (attn_mask, segment_ids, params), impl)
     problem, visible = plan.problem, Visibility(*plan.visibility)
     with full_precision(problem.device):
         inputs, non_finite = _prepare(query, key, value, plan, visible)

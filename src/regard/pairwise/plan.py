@@ -54,13 +54,13 @@ def plan_of(
     spec: Spec,
     tensors: tuple[Tensor, Tensor, Tensor],
     options: tuple[Any, ...],
+    others: tuple[Any, Any, Any],
     impl: str,
-    attn_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    params: Mapping[str, float | Tensor] | None,
 ) -> Plan:
     """Return the plan of a call with options (is_causal, exclude_self, window, query_offset, scale, enable_gqa,
-    return_diagnostics). Plans of calls without masks and parameters are kept for impl="auto"."""
+    return_diagnostics) and others (attn_mask, segment_ids, params). It is kept if there are no others and impl is
+    "auto"."""
+    attn_mask, segment_ids, params = others
     plain = impl == "auto" and attn_mask is None and segment_ids is None and params is None
     signature, plans = _signature(spec, tensors, options) if plain else None, dispatch.plans
     try:
@@ -68,7 +68,7 @@ def plan_of(
     except TypeError:  # a kernel without a hash
         plan = signature = None
     if plan is None:
-        plan = _plan(spec, tensors, options, impl, attn_mask, segment_ids, params)
+        plan = _plan(spec, tensors, options, others, impl)
         if signature is not None:
             if len(plans) >= MOST:
                 plans.clear()
@@ -96,13 +96,12 @@ def _plan(
     spec: Spec,
     tensors: tuple[Tensor, Tensor, Tensor],
     options: tuple[Any, ...],
+    others: tuple[Any, Any, Any],
     impl: str,
-    attn_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    params: Mapping[str, float | Tensor] | None,
 ) -> Plan:
     """Check the arguments of a call and choose the implementation."""
     is_causal, exclude_self, window, query_offset, scale, enable_gqa, return_diagnostics = options
+    attn_mask, segment_ids, params = others
     checks.flags(CALL, is_causal=is_causal, exclude_self=exclude_self)
     checks.flags(CALL, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics)
     query, key, value = tensors
@@ -168,6 +167,7 @@ def _number(
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Sizes:
+    """Return the sizes of a call after checking its tensors."""
     dtype = device = None
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         checks.floating(CALL, name, tensor)
