@@ -2,6 +2,8 @@
 
 import pytest
 
+from regard_recipes.errata import _fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention
+from regard_recipes.errata._listing import Erratum
 from regard_recipes.errata.errata import ERRATA
 
 PAIRS = [
@@ -9,6 +11,12 @@ PAIRS = [
     "limit-of-the-bandwidth", "two-bandwidths", "caption", "one-step-rewriting",
 ]  # fmt: skip
 """Errata with an error as printed first, and the error of the correction second."""
+
+
+def test_every_erratum_has_a_name_and_texts_of_its_own() -> None:
+    modules = (_fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention)
+    assert sum(isinstance(x, Erratum) for module in modules for x in vars(module).values()) == len(ERRATA)
+    assert all(len(each.texts()) == 2 for each in ERRATA.values())
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -72,7 +72,7 @@ class SlotReadings:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], labels: Sequence[str]) -> "SlotReadings":
-        """Return the trace that `to_dict` stored, with the tokens as text."""
+        """Return the trace that `to_dict` stored; `labels` are the texts of its tokens. Empty answers become None."""
 
         def slot_of(slot: Mapping[str, Any]) -> RetrievedSlot:
             return RetrievedSlot(slot["slot"], slot["weight"], tuple(Writer(**each) for each in slot["writers"]))

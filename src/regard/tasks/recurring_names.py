@@ -40,7 +40,8 @@ class RecurringNames(WordTask):
             which small models learn to recall in a few hundred steps.
         window: tokens; an earlier statement further away than that is "far".
         everything: whether every token has a label (for training a language model), not recurring last words alone.
-        length: tokens after which a document ends, within a sentence too; None for whole sentences.
+        length: tokens after which a document ends, even within a sentence; None for whole sentences. Without
+            `everything`, a document in which nothing recurs has no label.
     """
 
     settings: ClassVar[Settings] = {

@@ -62,11 +62,11 @@ def run_demo(config: DemoConfig) -> int:
     """Train the models, write the folder, print the tables. Return 0, or 1 if a model could not be trained to the end;
     the results of the others are written. Mistakes are found before any training starts."""
     start = time.perf_counter()
-    from ..lib.recipe import check_names, check_number
+    from ..lib.recipe import check_number, check_once
     from ..lib.reproduce import consoles
 
     specs = [read_spec(part, "--specs", CALL) for part in split_specs(config.specs)]
-    check_names(CALL, "--specs", list(map(str, specs)), list(map(str, specs)))
+    check_once(CALL, "--specs", list(map(str, specs)))
     for name, least in (("steps", 1), ("recall_steps", 0), ("workers", 0)):
         check_number(CALL, flag(name), getattr(config, name), least, math.inf)
     check_seed(config.seed, CALL)

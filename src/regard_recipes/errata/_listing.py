@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.checks import require
+
 Numbers = Mapping[str, float]
 """What a number is, to the number."""
 
@@ -22,7 +24,10 @@ class Erratum(NamedTuple):
     def texts(self) -> list[str]:
         """Return what is printed or released, and what is correct."""
         said = " ".join(str(self.numbers.__doc__).split())
-        return said.removeprefix("Found: ").removesuffix(".").split(". Correct: ")
+        texts = said.removeprefix("Found: ").removesuffix(".").split(". Correct: ")
+        lacks = f"{self.numbers.__name__} has no docstring 'Found: ... Correct: ...'; python -OO removes docstrings."
+        require(len(texts) == 2, "errata", lacks)
+        return texts
 
 
 def erratum(paper: str, place: str) -> Callable[[Callable[[], Numbers]], Erratum]:

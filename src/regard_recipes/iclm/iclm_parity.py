@@ -56,6 +56,9 @@ class Parity(TextRecipe):
     width = 128
     layers: int = 4
     """Layers, an even number; the paper's models have 8 or 12 of width 512 with 8 heads, or 24 of 1024 with 16."""
+    models: tuple[str, ...] = ()
+    """Names of the models, each with the Transformer that it is compared to; by default all but iclm-full-two-heads and
+    iclm-wv-no-phi-mlp."""
     known = MODELS
     slow = ("iclm-full-two-heads", "iclm-wv-no-phi-mlp")
     base = TRANSFORMER
@@ -140,9 +143,9 @@ class Parity(TextRecipe):
             return lambda rows: gap("perplexity", base(rows), ratio=True)(rows)
 
         values: dict[str, Show] = {
-            "parameters": "{parameters:,.0f}", "to rival": "{more_parameters:+.2%}", "rate": "{rate:g}",
-            "perplexity": spread("perplexity"), "nats/token": spread("test"), "perplexity / rival's": times(RIVALS),
-            "perplexity / the same with feed-forward layers": times(WHOLE),
+            "parameters": "{parameters:,.0f}", "over the rival": "{more_parameters:+.2%}", "rate": "{rate:g}",
+            "perplexity": spread("perplexity"), "nats/token": spread("test"),
+            "perplexity over the rival's": times(RIVALS), "over that with feed-forward layers": times(WHOLE),
             "step": stat("step_seconds", "min", "{:.0f} ms", 1e3),
             "CPU, a step": stat("step_cpu_seconds", "median", "{:.0f} ms", 1e3),
             "training": stat("training_bytes", "median", "{:.0f} MiB", 2**-20),

@@ -16,7 +16,7 @@ from regard.training.fields import read_spec
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
 from ..lib.display import Show, dots, gap, pivot, spread, stat
-from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select
+from ..lib.recipe import Cell, Frame, Results, check_once, recipe, select
 from ..lib.text_recipe import TextRecipe
 
 CACHED = 512  # tokens in the cache whose bytes are counted
@@ -52,7 +52,7 @@ class SharedQueryKey(TextRecipe):
         return [str(read_spec(name, "--models", self.call())) for name in self.trained]
 
     def check_models(self) -> None:
-        check_names(self.call(), "--models", self.spec_names, self.spec_names)
+        check_once(self.call(), "--models", self.spec_names)
 
     def cells(self) -> list[Cell]:
         return [{"model": spec, "q and k": kind, "rate": rate}
@@ -107,7 +107,8 @@ def memory_bytes(model: Any, batch: int, context: int) -> dict[str, int]:
     windows of `context` tokens, and of the cache after `CACHED` tokens of one sequence."""
     window = torch.zeros(batch, context, dtype=torch.long, device=next(model.parameters()).device)
     projections = {module for name, module in model.named_modules() if name.endswith(("q_proj", "k_proj"))}
-    projected, saved = list[int](), dict[int, torch.UntypedStorage]()  # held, so that no address is used twice
+    projected: list[int] = []
+    saved: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:
         if module in projections:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError, within
+from regard.checks import ArgumentError, require, within
 
 from .recipe import Cell, Limits, Recipe
 from .trained import Sizes, language_config
@@ -86,6 +86,8 @@ class TextOptions(LanguageOptions, Sizes):
 
         super().check()
         TOKENIZERS.get(self.tokenizer)
+        windows = f"--measured is {self.measured}, expected at least a window: --context is {self.context}."
+        require(self.measured >= self.context, self.call(), windows)
         configs = lambda: [self.model_config(cell, 256) for cell in self.cells()]  # noqa: E731
         within(self.call(), "--width, --layers or --heads", configs)
 

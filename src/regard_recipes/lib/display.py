@@ -59,8 +59,10 @@ def spread(column: str, digits: int = 3) -> ToText:
 
     def show(rows: Frame) -> str:
         values = rows[column].astype(float)
+        if not np.isfinite(values).all():
+            return "diverged"
         deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
-        return f"{values.mean():.{digits}f}{deviation}" if np.isfinite(values).all() else "diverged"
+        return f"{values.mean():.{digits}f}{deviation}"
 
     return show
 

@@ -143,7 +143,8 @@ class Looks(TrainerCallback):
     def __init__(self, held_out: Callable[[], float], steps: set[int], device: torch.device) -> None:
         self.evaluate, self.steps, self.device = held_out, steps, device
         self.losses: list[tuple[float, float]] = []
-        self.wall, self.cpu = list[float](), list[float]()
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
         self.since: list[Tensor] = []  # training losses since the last look
         self.begun = (0.0, 0.0)
 

@@ -189,7 +189,7 @@ def stored(folder: Path) -> Iterator[Stored]:
 
 
 def page(paper: str, claims: Sequence[Stored]) -> str:
-    """Return the page of a paper as Markdown."""
+    """Return the page of a paper as Markdown: its items in `PAPERS` with the claims of their recipes."""
     from regard.inspect.tables import Table
 
     rows = []

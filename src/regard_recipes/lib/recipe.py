@@ -212,7 +212,13 @@ def check_names(call: str, option: str, names: Sequence[str], known: Sequence[st
     """Raise an ArgumentError where a name is not known or comes twice, or there is none."""
     require(len(names) > 0, call, f"{option} names nothing; choose from {', '.join(known)}.")
     for name in names:
-        require(name in known, call, f"{option} names {name!r}, which is unknown.{suggestion(name, known)}")
+        require(name in known, call, f"{option} names {name!r}, which is unknown here.{suggestion(name, known)}")
+    check_once(call, option, names)
+
+
+def check_once(call: str, option: str, names: Sequence[str]) -> None:
+    """Raise an ArgumentError where a name comes twice."""
+    for name in names:
         require(names.count(name) == 1, call, f"{option} names {name!r} twice; name it once.")
 
 

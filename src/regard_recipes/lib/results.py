@@ -153,8 +153,9 @@ def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
             results = Results(frame_of(rows), stored["facts"], about)
     elif journal.exists():
         header, lines, _ = read_journal(journal)
-        require(header is not None, kind.call(), f"{journal} has no first line.")
-        results = Journal(journal, header or {}, lines).results()
+        if header is None:
+            raise ArgumentError(f"{kind.call()}: {journal} has no first line.")
+        results = Journal(journal, header, lines).results()
     else:
         raise ArgumentError(f"{kind.call()}: {folder} holds neither {record.name} nor {journal.name}.")
     return from_mapping(kind(), results.record["config"], call=kind.call(), source=str(record)), results

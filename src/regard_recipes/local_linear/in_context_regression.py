@@ -77,7 +77,7 @@ class InContextRegressionRecipe(TaskRecipe):
     segments: tuple[int, ...] = (8, 16, 64)  # Pairs of a segment.
     width: int = 32  # Channels of the model; the paper has 128.
     stop_at: float = 2.0
-    """At least 0, which minus the error never exceeds: every model is trained for all steps."""
+    """Has no effect here: every model is trained for all steps, since its score is minus the error."""
     limits: ClassVar = {"stop_at": (0, math.inf), "dim": (1, 1024), "length": (2, 2**20), "segments": (1, 2**20),
                         "width": (4, 8192)}  # fmt: skip
     known = MODELS

@@ -28,7 +28,7 @@ from regard.tasks import ConeExamples, ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
 from ..lib.display import MISSING, Show, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, Results, check_names, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, check_once, recipe, select, significant
 
 PAPER = "Local Linear Attention"
 SELF, PAST = PROTOCOLS = ("self-included", "strictly-past")
@@ -129,7 +129,7 @@ class Regression(Recipe):
         for cell in self.cells():
             self.task(cell)
         names = [method.name for method in methods(self.specs, self.residuals, self.tol, self.seed)]
-        check_names(self.call(), "--specs or --residuals", names, names)
+        check_once(self.call(), "--specs or --residuals", names)
         if "softmax" not in self.specs:
             raise ArgumentError("--specs lacks softmax, to which all others are compared; add it.")
 
