@@ -21,7 +21,11 @@ from mkdocs.structure.files import File, Files
 from site_claims import filled
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "src/regard_recipes/lib/README.md": "writing-recipes.md",
+}
 """Pages that lie outside docs/, and their places in the site."""
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 WORKER = "javascripts/search-worker.js"
@@ -58,7 +62,8 @@ def outside(page: Path) -> Iterator[str]:
 def on_files(files: Files, config: Any) -> Files:
     """Add linked files of the repository, and a page for each notebook."""
     docs = ROOT / "docs"
-    linked = {name for page in docs.rglob("*.md") for name in outside(page)} - set(PAGES)
+    pages = [*docs.rglob("*.md"), *(ROOT / name for name in PAGES)]
+    linked = {name for page in pages for name in outside(page)} - set(PAGES)
     for name in sorted(linked):
         files.append(File.generated(config, f"repository/{name}", abs_src_path=str(ROOT / name)))
     for name, page in PAGES.items():

@@ -135,7 +135,7 @@ def test_the_navigation_of_the_site_names_every_page() -> None:
     notebooks = [f"notebooks/{path.stem}.md" for path in DOCS.glob("notebooks/*.ipynb")]
     pages = [str(page.relative_to(DOCS)) for page in [*PAGES, *DOCS.glob("results/paper-*.md")]]
     named = re.findall(r"[\w/-]+\.md", json.dumps(config["nav"]))
-    assert sorted(named) == sorted(["contributing.md", "changelog.md", *notebooks, *pages])
+    assert sorted(named) == sorted(["contributing.md", "writing-recipes.md", "changelog.md", *notebooks, *pages])
 
 
 @pytest.mark.parametrize("page", MECHANISMS, ids=lambda page: page.stem)

@@ -142,6 +142,17 @@ def test_a_token_that_is_not_finite_is_neither_seen_nor_learned():
         made(leaf)
 
 
+def test_a_mask_has_a_column_for_every_token_so_far():
+    made, hidden, kept = layer(), tokens(), cache()
+    batch, length, _ = hidden.shape
+    made(hidden, past_key_values=kept)
+    for seen, held in ((length, None), (2 * length, kept)):
+        wrong = torch.ones(batch, seen + 1, dtype=torch.bool)
+        with pytest.raises(ArgumentError, match=rf"attention_mask .* expected \[{batch}, {seen}\]"):
+            made(hidden, attention_mask=wrong, past_key_values=held)
+        made(hidden, attention_mask=wrong[:, 1:], past_key_values=held)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fast_weights_are_wide_whatever_the_layer_is(dtype):
     made, hidden, kept = layer().to(dtype), tokens().to(dtype), cache()

@@ -183,7 +183,7 @@ class LargeChunkTTT(nn.Module):
         """
         layer = self._layer(past_key_values)
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.o_proj)
-        tokens = clean_tokens(CALL, hidden_states, self._new(attention_mask, hidden_states), self.hidden_size)
+        tokens = clean_tokens(CALL, hidden_states, self._new(attention_mask, hidden_states, layer), self.hidden_size)
         batch, length, _ = hidden_states.shape
         check_held(CALL, "hidden_states", hidden_states)
         segments(CALL, segment_ids, batch, length, hidden_states.device)
@@ -256,13 +256,14 @@ class LargeChunkTTT(nn.Module):
         seen += query.shape[2]
         return out, weights, WindowState(key[:, :, kept], value[:, :, kept], valid[:, kept], tokens=seen)
 
-    def _new(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+    def _new(self, mask: Tensor | None, hidden: Tensor, layer: Any) -> Tensor | None:
         if mask is None:
             return None
         tokens, pairs = hidden.shape[1], isinstance(mask, Tensor) and mask.dim() == 3
         mask = mask if pairs else columns_of(CALL, mask, tokens, hidden.device)
-        if pairs or mask.shape[1:3] != (1, 1) or len(mask) != len(hidden):
-            expected = f"[B, Tk], a column for every token so far of hidden_states {shape(hidden)}"
+        seen = tokens + getattr(getattr(layer, "window_state", None), "tokens", 0)
+        if pairs or mask.shape[1:3] != (1, 1) or len(mask) != len(hidden) or mask.shape[3] != seen:
+            expected = f"[{len(hidden)}, {seen}], a column for every token so far"
             mend = "a mask of pairs cannot say what fast weights may learn: give segment_ids for packed documents"
             raise ArgumentError(f"{CALL}: attention_mask has shape {shape(mask)}, expected {expected}; {mend}.")
         return mask[:, 0, 0, -tokens:]
