@@ -111,19 +111,20 @@ def fast_mlp(draw: Draw) -> Arguments:
 
 @public("nn.FastWeightProductKeyMemory", nn.FastWeightProductKeyMemory)
 def fwpkm(draw: Draw) -> Arguments:
-    norm, shared, learn = draw.flag(), draw.flag(), draw.flag()
+    norm, shared, learn, ahead = draw.flag(), draw.flag(), draw.flag(), draw.flag()
     dtypes = ("float33", "int8", "Tensor", torch.int8, torch.float8_e4m3fn)
     return arguments(
         sub_keys=(4, SUB_KEYS),
         key_dim=(4, HALVES),
         value_dim=(3, Whole(low=2 if norm else 1, most=10**6)),
         top_k=(2, Whole(low=1, high=4)),
-        chunk_size=(4, Whole(low=2, high=2**48)),
+        chunk_size=(4, Whole(low=2 if ahead else 1, high=2**48)),
         step_rule=draw.word("normalized", "paper", "reference", "program"),
         key_update=draw.word("entropy", "mse", "none"),
         score=draw.word(*SCORES),
         spec=("softmax", SIGNED),
-        **draw.flags("look_ahead", "border"),
+        look_ahead=ahead,
+        border=draw.flag(),
         value_norm=norm,
         **draw.flags("gating", "gate_loss"),
         meta_grad=(draw.one(True, 2), STEPS),

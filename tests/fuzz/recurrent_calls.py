@@ -26,7 +26,8 @@ def _tensors(draw: Draw) -> Arguments:
         value=(draw.normal(*pairs, draw.whole(1, 3), dtype=dtype), Floats(fixed=(2,))),
         log_decay=(
             draw.one(None, -0.2, -draw.uniform(0.0, 1.0, *pairs, dtype=dtype)),
-            Real(high=0.0, none=True, rows=(pairs,)),
+            # [H, T] may be refused
+            Real(high=0.0, none=True, rows=(pairs,), skip=lambda value, _: isinstance(value, Tensor) and value.dim() == 2),
         ),
         state=(None, Kind(none=True, also=(regard.FastWeightState,))),
         form=draw.word(*FORMS),
@@ -105,11 +106,12 @@ def delta(draw: Draw) -> Call:
 @public("mesa_attention")
 def mesa(draw: Draw) -> Call:
     found = _tensors(draw)
+    rows = tuple(found["query"][0].shape)
     return _call(
         "mesa_attention",
         "mesa",
         **found,
-        ridge=(draw.one(0.5, 1.5), Real(low=0.0, strict=True, rows=(tuple(found["query"][0].shape),))),
+        ridge=(draw.one(0.5, 1.5), Real(low=0.0, strict=True, rows=(rows, rows[1::2]))),
         beta=_steps(draw, found["key"][0], None),
         solver=(draw.one("auto", "cholesky"), Word(words=("auto", "cholesky", "cg"))),
         return_diagnostics=draw.often(True, False),

@@ -91,7 +91,8 @@ class Spec:
             raise refuse("Spec", "normalise", self.normalise, "True, False or None")
         if self.normalise is None:
             put("normalise", self._normalised_by_default())
-        weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
+        parts = (self.kernel, self.normalise, self.similarity)
+        weighting = within("Spec", "bandwidth", self.bandwidth.weighting, *parts)
         put("_weighting", weighting)  # built once; raises for combinations without a meaning
         axes = {f.name: getattr(self, f.name) for f in fields(self)}
         put("_json", json.dumps({k: _to_dict(v) if k in AXES and v is not None else v for k, v in axes.items()}))
