@@ -26,8 +26,7 @@ def _tensors(draw: Draw) -> Arguments:
         value=(draw.normal(*pairs, draw.whole(1, 3), dtype=dtype), Floats(fixed=(2,))),
         log_decay=(
             draw.one(None, -0.2, -draw.uniform(0.0, 1.0, *pairs, dtype=dtype)),
-            # [H, T] may be refused
-            Real(high=0.0, none=True, rows=(pairs,), skip=lambda value, _: isinstance(value, Tensor) and value.dim() == 2),
+            Real(high=0.0, none=True, rows=(pairs,), skip=lambda value, _: getattr(value, "ndim", 0) == 2),  # [H, T]
         ),
         state=(None, Kind(none=True, also=(regard.FastWeightState,))),
         form=draw.word(*FORMS),
