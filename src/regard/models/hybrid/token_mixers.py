@@ -279,7 +279,7 @@ def gates(projected: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return vectors of length one along the last axis, computed in float32 at least."""
+    """Return vectors divided by sqrt(|x|^2 + 1e-6), computed in float32 at least."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
