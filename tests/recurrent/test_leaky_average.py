@@ -42,7 +42,7 @@ def test_long_sequences_in_float32():
         ({"segment_ids": torch.zeros(2, 3)}, "expected integers"),
         ({"chunk_size": 0}, "chunk_size"),
         ({"state": LeakyState.empty(1, 4, 2)}, "state holds sums"),
-        ({"state": 3}, "expected a LeakyState"),
+        ({"state": 3}, "expected None or the LeakyState"),
     ],
 )
 def test_bad_arguments(change, words):

@@ -166,7 +166,7 @@ EVERY: list[tuple[dict[str, Any], str]] = [
     ({"log_decay": torch.zeros(4)}, "log_decay has shape [4], which does not broadcast to [2]"),
     ({"log_decay": torch.zeros(2, 9)}, "expected [2] (per key head)"),
     ({"log_decay": "fast"}, "log_decay is 'fast' (str), expected a number or tensor"),
-    ({"state": 3}, "state is a int, expected a "),
+    ({"state": 3}, "state is 3 (int), expected None or the "),
 ]
 OWN: list[tuple[str, dict[str, Any], str]] = [
     ("linear", {"spec": "softmax"}, "softmax has no finite features"),

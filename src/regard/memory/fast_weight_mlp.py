@@ -136,8 +136,7 @@ class FastMLPState(NetworkState):
 def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, tuple[int, ...]]) -> None:
     """Check that `state` has the kind and sizes of `empty`, `rows` rows, and waiting tokens of `sizes`."""
     kind = type(empty)
-    if not isinstance(state, kind):
-        raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")
+    instance(call, "state", state, kind, f"None or the {kind.__name__} of an earlier call")
     require(state.shared == empty.shared, call, f"state has shared={state.shared}, but this call {empty.shared}.")
     waiting = state.waiting.tokens()
     held = next((len(x) for x in waiting.values()), rows if state.shared else len(state.writes))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, require, shape
+from ..checks import ArgumentError, instance, require, shape
 from .stores.slot_values import SlotValues, preferred, slot_values
 from .stream import StreamState
 from .token_fields import Waiting, picked, repeated
@@ -187,8 +187,7 @@ def check_state(
     call: str, state: Any, keys: Tensor, values: Tensor, batch: int, shared: bool, top_k: int
 ) -> FastWeightState:
     """Check that `state` fits the tensors of a call, and return it."""
-    if not isinstance(state, FastWeightState):
-        raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a FastWeightState or None.")
+    instance(call, "state", state, FastWeightState, "None or the FastWeightState of an earlier call")
     sizes = (tuple(state.keys.shape[1:]), (state.values.slots, state.values.width))
     wanted = (tuple(keys.shape), tuple(values.shape))
     if sizes != wanted:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, require, shape, whole
+from ..checks import ArgumentError, instance, require, shape, whole
 
 S = TypeVar("S", bound="State")
 Size: TypeAlias = tuple[int, ...] | None
@@ -138,10 +138,9 @@ def joined(states: Sequence[S], order: Tensor) -> S:
     return replace(states[0], **tensors, tokens=max(state.tokens for state in states))
 
 
-def require_state(call: str, state: object, kind: type[State], sizes: Mapping[str, Size], like: Tensor) -> None:
+def require_state(call: str, state: Any, kind: type[State], sizes: Mapping[str, Size], like: Tensor) -> None:
     """Raise ArgumentError unless `state` is a `kind` with tensors like `like` of these sizes (None: missing)."""
-    if not isinstance(state, kind):
-        raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")
+    instance(call, "state", state, kind, f"None or the {kind.__name__} of an earlier call")
     if hasattr(state, "non_finite"):
         sizes = {**sizes, "non_finite": next(size for size in sizes.values() if size is not None)[:2]}
     for name, size in sizes.items():
