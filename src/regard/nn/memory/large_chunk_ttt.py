@@ -259,14 +259,17 @@ class LargeChunkTTT(nn.Module):
     def _new(self, mask: Tensor | None, hidden: Tensor, layer: Any) -> Tensor | None:
         if mask is None:
             return None
-        tokens, pairs = hidden.shape[1], isinstance(mask, Tensor) and mask.dim() == 3
-        mask = mask if pairs else columns_of(CALL, mask, tokens, hidden.device)
+        batch, tokens, _ = hidden.shape
+        columns = columns_of(CALL, mask, tokens, hidden.device) if getattr(mask, "ndim", 2) != 3 else None
+        pairs = columns is None or columns.shape[1:3] != (1, 1)
         seen = tokens + getattr(getattr(layer, "window_state", None), "tokens", 0)
-        if pairs or mask.shape[1:3] != (1, 1) or len(mask) != len(hidden) or mask.shape[3] != seen:
-            expected = f"[{len(hidden)}, {seen}], a column for every token so far"
-            mend = "a mask of pairs cannot say what fast weights may learn: give segment_ids for packed documents"
+        if columns is None or pairs or len(columns) != batch or columns.shape[3] != seen:
+            mend = "give one row for each sequence, earlier tokens included"
+            if pairs:
+                mend = "a mask of pairs cannot say what fast weights may learn: give segment_ids for packed documents"
+            expected = f"[{batch}, {seen}], a column for every token so far"
             raise ArgumentError(f"{CALL}: attention_mask has shape {shape(mask)}, expected {expected}; {mend}.")
-        return mask[:, 0, 0, -tokens:]
+        return columns[:, 0, 0, -tokens:]
 
     def _layer(self, cache: Any) -> Any:
         if cache is None:
