@@ -26,7 +26,8 @@ def _tensors(draw: Draw) -> Arguments:
         value=(draw.normal(*pairs, draw.whole(1, 3), dtype=dtype), Floats(fixed=(2,))),
         log_decay=(
             draw.one(None, -0.2, -draw.uniform(0.0, 1.0, *pairs, dtype=dtype)),
-            Real(high=0.0, none=True, rows=(pairs,), skip=lambda value, _: getattr(value, "ndim", 0) == 2),  # [H, T]
+            # [H, T] is refused, though it broadcasts
+            Real(high=0.0, none=True, rows=(pairs,), skip=lambda value, _: getattr(value, "shape", ()) == pairs[1:]),
         ),
         state=(None, Kind(none=True, also=(regard.FastWeightState,))),
         form=draw.word(*FORMS),
@@ -110,7 +111,7 @@ def mesa(draw: Draw) -> Call:
         "mesa_attention",
         "mesa",
         **found,
-        ridge=(draw.one(0.5, 1.5), Real(low=0.0, strict=True, rows=(rows, rows[1::2]))),
+        ridge=(draw.one(0.5, 1.5), Real(low=0.0, strict=True, rows=(rows, rows[1:2], rows[1::2]))),
         beta=_steps(draw, found["key"][0], None),
         solver=(draw.one("auto", "cholesky"), Word(words=("auto", "cholesky", "cg"))),
         return_diagnostics=draw.often(True, False),
