@@ -99,21 +99,21 @@ def find_use(
     tl.store(bounds + (set_ * blocks + block) * 2, begin)
     tl.store(bounds + (set_ * blocks + block) * 2 + 1, end)
     tl.debug_barrier()  # other threads of the program read what was stored
-    own = low + tl.arange(0, KT)
+    sub_key = low + tl.arange(0, KT)
     total = tl.zeros((KT,), tl.float32)
     for start in range(begin, end, E):
         _, index, mine, _, fits, p = _load(halves, scores, entries, memory, member, start, end, tokens, SETS, K, KP, E)
         if not RAW:
             p = _softmax(p, (tl.arange(0, KP) < K)[:, None])
         p = tl.sum(tl.where(mine & fits, p, 0.0), 0)
-        total += tl.sum(tl.where(index[None, :] == own[:, None], p[None, :], 0.0), 1)
-    to = set_ * n + own
+        total += tl.sum(tl.where(index[None, :] == sub_key[:, None], p[None, :], 0.0), 1)
+    to = set_ * n + sub_key
     if RAW:
-        tl.store(out + to, total, mask=own < n)
+        tl.store(out + to, total, mask=sub_key < n)
     else:
         mean = total / _counts(counted, memory, tokens)
-        tl.store(out + to, mean, mask=own < n)
-        tl.store(slope + to, tl.log(mean + _FLOOR) + mean / (mean + _FLOOR), mask=own < n)
+        tl.store(out + to, mean, mask=sub_key < n)
+        tl.store(slope + to, tl.log(mean + _FLOOR) + mean / (mean + _FLOOR), mask=sub_key < n)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -126,7 +126,7 @@ def _moved(
     """Compute `moved_keys` for a block of sub-keys of one set, GROUPS groups."""
     set_ = tl.program_id(2).to(tl.int64)
     memory, member = set_ // SETS, set_ % SETS
-    own = tl.program_id(0) * KT + tl.arange(0, KT)
+    sub_key = tl.program_id(0) * KT + tl.arange(0, KT)
     column = tl.program_id(1) * DT + tl.arange(0, DT)
     query += memory * stride_q + (member // 2) * stride_h + (member % 2) * D
     group = set_ * blocks + tl.program_id(0) * GROUPS
@@ -143,7 +143,7 @@ def _moved(
             if DISTANCE:
                 c = -c * tl.exp(s)
         c = tl.sum(tl.where(mine & fits, c, 0.0), 0)
-        spread = tl.where(index[None, :] == own[:, None], c[None, :], 0.0)
+        spread = tl.where(index[None, :] == sub_key[:, None], c[None, :], 0.0)
         inside = (index >= 0)[:, None] & (column < D)[None, :]
         row = (token - memory * tokens).to(tl.int32)
         from_ = query + row * stride_t
@@ -152,15 +152,15 @@ def _moved(
         q = tl.load(from_[:, None] + column[None, :], mask=inside, other=0.0)
         pulled = tl.dot(spread, q, pulled, input_precision="tf32x3")
         weight += tl.sum(spread, 1)
-    fits = (own < n)[:, None] & (column < D)[None, :]
-    at = sub_keys + memory * stride_m + (member * n + own)[:, None] * D + column[None, :]
+    fits = (sub_key < n)[:, None] & (column < D)[None, :]
+    at = sub_keys + memory * stride_m + (member * n + sub_key)[:, None] * D + column[None, :]
     key = tl.load(at, mask=fits, other=0.0)
     gradient = pulled
     if DISTANCE:
         gradient = 2.0 * (key * weight[:, None] - pulled)
     if slope is not None:
         gradient = key - gradient * (rate / _counts(counted, memory, tokens))
-    tl.store(out + (set_ * n + own)[:, None] * D + column[None, :], gradient, mask=fits)
+    tl.store(out + (set_ * n + sub_key)[:, None] * D + column[None, :], gradient, mask=fits)
 
 
 @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""Find what a write must know of its chunk: the use of sub-keys (`keys`), the order of entries by slot (`write`), and
+"""Prepare the write of a chunk: compute the use of sub-keys (`keys`), the order of entries by slot (`write`), and the
 errors and shares (`targets`). One launch does these three independent jobs: each alone leaves most of a device idle.
 
 Legend: R streams of L tokens, M memories (R, or 1 for all) of P tokens, H heads, n sub-keys of a half, K = H k slots.
@@ -20,12 +20,12 @@ from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, power_of_two
 from .keys import MARGINAL, find_use
 from .search import bytes_of
-from .targets import ERRORS, RULES, find_errors
+from .targets import ERRORS, STEP_CODES, find_errors
 from .write import ORDER, find_order
 
 COUNTED = 8192
-"""Most entries of a table that a kernel sorts, by ranking each against all others. torch sorts more, and slots of
-tables of 2^30 rows and more, which the kernel would double in 32 bits."""
+"""Maximum number of entries of a table that a kernel sorts, by ranking each against the rest. torch sorts larger
+numbers, and slots of tables of at least 2^30 rows, since the kernel doubles slots in 32 bits."""
 Some: TypeAlias = Tensor | None
 
 
@@ -38,8 +38,8 @@ def _prepare(
     KP: tl.constexpr = 1, RULE: tl.constexpr = 0, AHEAD: tl.constexpr = False, RE: tl.constexpr = 1,
     NT: tl.constexpr = 1, DT: tl.constexpr = 1, K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Find the use of sub-keys in the first `uses` programs, the order of entries in the next `orders`, errors in all
-    others. An argument that may be None is not in a tuple: Triton 3.6 takes no None there."""
+    """Find the use of sub-keys in the first `uses` programs, the order of entries in the next `orders`, and errors in
+    the rest. Arguments that may be None are not in a tuple, where Triton 3.6 does not accept None."""
     program = tl.program_id(0)
     if use is not None and program < uses:
         find_use(program, good, *use, tokens, n, 2 * H, TOP, TP, RAW, RU, KT, E)
@@ -53,17 +53,34 @@ def _prepare(
 
 
 class Job(NamedTuple):
-    """One of the three jobs of a launch; without tensors it has no programs."""
+    """Arguments of the kernel for one of its three jobs."""
 
     numbers: tuple[float, ...]
     programs: int
-    tensors: tuple[Tensor, ...] | None
+    tensors: tuple[Tensor, ...] | None  # None: the job is skipped
     sizes: dict[str, Any]
-    found: Any  # what it computes
+    results: Any
 
 
-_TWO, _EIGHT = (Job((0,) * count, 0, None, {}, None) for count in (2, 8))  # jobs that are not done, of so many numbers
-TILES = Tiles(warps=4, stages=1)  # tables of the three jobs only say how large their blocks are
+_SKIPPED = Job((0, 0), 0, None, {}, None)  # for `use` and `order`
+_SKIPPED_ERRORS = _SKIPPED._replace(numbers=(0,) * 8)
+TILES = Tiles(warps=4, stages=1)  # only block sizes are taken from the tile tables of the jobs
+
+
+class Chunk(NamedTuple):
+    """What a chunk read and writes: `read` and `value` float32 [R, L, Dv], weights and slots [R, L, H, k], gates [R, L]
+    (None: 1), `good` bool [R, L] (None: all are). `following` [R, 1, Dv] is the value of the token after the chunk,
+    None if nothing is bound to it."""
+
+    read: Tensor
+    value: Tensor
+    following: Some
+    weights: Tensor
+    gate: Some
+    slots: Tensor
+    good: Some
+
+
 Use = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]
 """p- and the slope of the entropy's loss, float32 [M * H * 2, n], and groups: the entries of counted tokens, int32
 [M * H * 2, P k], by blocks of sub-keys, each in the order of tokens, and where each block's begin and end, int32
@@ -87,13 +104,11 @@ def order_of(slots: Tensor, counted: Some, n: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def prepared(
-    use: tuple[Any, ...] | None, order: tuple[Any, ...], read: Tensor, value: Tensor, following: Some,
-    weights: Tensor, gate: Some, slots: Tensor, good: Some, good_next: Some, memories: int, rule: WriteRule,
-) -> tuple[Use | None, tuple[Tensor, Tensor], Errors]:  # fmt: skip
+    use: tuple[Any, ...] | None, order: tuple[Any, ...], chunk: Chunk, good_next: Some, memories: int, rule: WriteRule
+) -> tuple[Use | None, tuple[Tensor, Tensor], Errors]:
     """Return the use of sub-keys, given scores float32 and halves int64 [B, T, H, 2, k], M and n; `order_of` of its
-    arguments; and errors and shares. `read` and `value` are float32 [R, L, Dv], weights and slots [R, L, H, k], gates
-    [R, L] (None: 1), `good` and `good_next` bool [R, L] and [R, 1] (None: all are); `following` [R, 1, Dv] is the value
-    of the token after the chunk, None if nothing is bound to it."""
+    arguments; and errors and shares. `good_next` is bool [R, 1] for the token after the chunk (None: all are good)."""
+    read, value, following, weights, gate, slots, good = chunk
     (streams, length, width), (heads, k) = read.shape, weights.shape[2:]
     read, value, weights, slots = read.contiguous(), rows_together(value), weights.contiguous(), slots.contiguous()
     after = None if following is None else rows_together(following)
@@ -102,14 +117,14 @@ def prepared(
     place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
     steps = 0 if after is None else after.stride(0), *((0, 0) if gate is None else gate.stride())
     tiles = ERRORS.pick(width, read.dtype)
-    sizes = {"D": width, "H": heads, "K": heads * k, "KP": power_of_two(heads * k), "RULE": RULES[rule.name]}
+    sizes = {"D": width, "H": heads, "K": heads * k, "KP": power_of_two(heads * k), "RULE": STEP_CODES[rule.name]}
     sizes |= {"AHEAD": rule.look_ahead, "RE": tiles.rows, "NT": tiles.keys, "DT": min(512, power_of_two(width))}
     job = Job(
         (length, streams // max(1, memories), rule.learning_rate, *value.stride()[:2], *steps),
         -(-length // tiles.rows) * streams, (read, value, weights, slots, errors, bytes_of(written), place, shares),
         sizes, (errors, shares, written, place),
     )  # fmt: skip
-    return _run(_TWO if use is None else _use(*use), _order(*order), job, good, good_next, after, gate)
+    return _run(_SKIPPED if use is None else _use(*use), _order(*order), job, good, good_next, after, gate)
 
 
 def _use(scores: Tensor, halves: Tensor, memories: int, n: int, raw: bool = False) -> Job:
@@ -134,23 +149,23 @@ def _order(slots: Tensor, counted: Some, n: int) -> Job:
         slots = slots.to(torch.int32)
         keys = (slots if counted is None else torch.where(counted[..., None], slots, n)).flatten(1)
         ordered, entries = keys.sort(dim=-1, stable=True)
-        return _TWO._replace(found=(ordered, entries.int()))
+        return _SKIPPED._replace(results=(ordered, entries.int()))
     tiles = ORDER.pick(k, slots.dtype)
-    found = tuple(torch.empty(memories, total, dtype=torch.int32, device=slots.device) for _ in range(2))
-    tensors, sizes = (slots.contiguous(), *found), {"K": k, "RO": tiles.rows, "OT": tiles.keys}
-    return Job((total, n), -(-total // tiles.rows) * memories, tensors, sizes, found)
+    results = tuple(torch.empty(memories, total, dtype=torch.int32, device=slots.device) for _ in range(2))
+    tensors, sizes = (slots.contiguous(), *results), {"K": k, "RO": tiles.rows, "OT": tiles.keys}
+    return Job((total, n), -(-total // tiles.rows) * memories, tensors, sizes, results)
 
 
 @torch.compiler.disable
 def _run(
-    use: Job = _TWO, order: Job = _TWO, errors: Job = _EIGHT, good: Some = None, good_next: Some = None,
-    following: Some = None, gate: Some = None,
+    use: Job = _SKIPPED, order: Job = _SKIPPED, errors: Job = _SKIPPED_ERRORS, good: Some = None,
+    good_next: Some = None, following: Some = None, gate: Some = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Do these jobs by one launch, and return what each finds."""
+    """Do these jobs in one launch and return the results of each."""
     jobs = use, order, errors
     launch(
         _prepare, (sum(job.programs for job in jobs),), *(job.tensors for job in jobs), bytes_of(good),
         bytes_of(good_next), following, gate, use.programs, order.programs, *(x for job in jobs for x in job.numbers),
         tiles=TILES, **{name: size for job in jobs for name, size in job.sizes.items()},
     )  # fmt: skip
-    return tuple(job.found for job in jobs)
+    return tuple(job.results for job in jobs)

@@ -26,8 +26,8 @@ PULLS = TileTable("memory_pulls", ROWS.shipped, ROWS.others)
 
 
 @triton.jit
-def _looked_at(good, token, K: tl.constexpr, D: tl.constexpr):
-    """Return (entries, numbers) of a token that are read: all, or none if it is not good."""
+def _extent(good, token, K: tl.constexpr, D: tl.constexpr):
+    """Return how many entries and columns of a token are read: K and D, or 0 if it is not good."""
     reach, wide = K, D
     if good is not None:
         some = tl.load(good + token).to(tl.int32)
@@ -44,7 +44,7 @@ def _rows(
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
     column, place = tl.arange(0, DT), tl.arange(0, R)
-    reach, wide = _looked_at(good, token, K, D)
+    reach, wide = _extent(good, token, K, D)
     share = 1.0
     if value is not None:
         value += (token // length) * stride_v + (token % length) * stride_vt
@@ -68,21 +68,21 @@ def _rows(
                     tl.store(dots + token * K + j + place, tl.sum(row * given[None, :], 1), mask=j + place < K)
             tl.store(sums + token * D + start + column, total, mask=inside)
             if value is not None:
-                own = tl.load(value + start + column, mask=start + column < wide, other=0.0).to(tl.float32)
-                total = own + share * (total - own) if gate is not None else own + total
+                target = tl.load(value + start + column, mask=start + column < wide, other=0.0).to(tl.float32)
+                total = target + share * (total - target) if gate is not None else target + total
                 tl.store(mixed + token * D + start + column, total, mask=inside)
     if other is not None and not (weights is not None and once):
         for j in range(0, K, R):
             there = j + place < reach
             slot = tl.load(slots + token * K + j + place, mask=there, other=0)
-            found = tl.zeros((R,), tl.float32)
+            products = tl.zeros((R,), tl.float32)
             for start in range(0, D, DT):
                 inside = start + column < D
                 part = slot[:, None] * D + (start + column)[None, :]
                 row = tl.load(table + part, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
                 given = tl.load(other + token * D + start + column, mask=start + column < wide, other=0.0)
-                found += tl.sum(row * given[None, :], 1)
-            tl.store(dots + token * K + j + place, found, mask=j + place < K)
+                products += tl.sum(row * given[None, :], 1)
+            tl.store(dots + token * K + j + place, products, mask=j + place < K)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -98,14 +98,14 @@ def _pulls(
     by_mix += row * stride_b + at * stride_t
     value += row * stride_v + at * stride_vt
     column, place = tl.arange(0, DT), tl.arange(0, R)
-    reach, wide = _looked_at(good, token, K, D)
+    reach, wide = _extent(good, token, K, D)
     share = 1.0
     if gate is not None:
         share = tl.load(gate + row * stride_g + at * stride_gt, mask=wide > 0, other=0.0).to(tl.float32)
     for j in range(0, K, R):
         there = j + place < reach
         slot = tl.load(slots + token * K + j + place, mask=there, other=0)
-        found, change = tl.zeros((R,), tl.float32), tl.zeros((DT,), tl.float32)
+        products, change = tl.zeros((R,), tl.float32), tl.zeros((DT,), tl.float32)
         for start in range(0, D, DT):
             seen = start + column < wide
             given = tl.load(by_mix + start + column, mask=seen, other=0.0)
@@ -118,12 +118,12 @@ def _pulls(
                 to = by_value + token * D + start + column
                 tl.store(to, given - share * given if gate is not None else given, mask=inside)
                 if gate is not None:
-                    own = tl.load(value + start + column, mask=seen, other=0.0).to(tl.float32)
-                    change += given * (tl.load(sums + token * D + start + column, mask=seen, other=0.0) - own)
+                    target = tl.load(value + start + column, mask=seen, other=0.0).to(tl.float32)
+                    change += given * (tl.load(sums + token * D + start + column, mask=seen, other=0.0) - target)
             part = slot[:, None] * D + (start + column)[None, :]
             rows = tl.load(table + part, mask=there[:, None] & seen[None, :], other=0.0).to(tl.float32)
-            found += tl.sum(rows * u[None, :], 1)
-        tl.store(dots + token * K + j + place, found, mask=j + place < K)
+            products += tl.sum(rows * u[None, :], 1)
+        tl.store(dots + token * K + j + place, products, mask=j + place < K)
         if gate is not None and j == 0:
             tl.store(by_gate + token, tl.sum(change, 0))
 

@@ -1,7 +1,7 @@
-"""Rounds of a fast-weight memory by kernels: what tokens find and read, and how they are written, each step with its
-own derivative. `TableValues` gives `fast_weights` the functions `looked` and `rewritten`.
+"""Reading and writing a chunk of a fast-weight memory with kernels, each step with its own derivative. `fast_weights`
+calls `looked` and `rewritten` through `TableValues`.
 
-A chunk takes six launches: rough scores, search, mixed rows; what a write must know, keys, write.
+A chunk takes six launches: rough scores, search, mixed rows; preparing the write, keys, write.
 
 Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n sub-keys of a half, k slots a head, d
 width of a half, Dv of a value.
@@ -20,10 +20,10 @@ from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, wei
 from ...memory.stores.overlay_pool import first_order
 from ..runtime.operators import applied
 from .keys import moved_keys
-from .prepare import Errors, Use, prepared, sums_of
+from .prepare import Chunk, Errors, Use, prepared, sums_of
 from .read import picked_rows
 from .search import best_halves
-from .targets import RULES
+from .targets import STEP_CODES
 
 THROUGH_SOFTMAX = torch.ops.aten._softmax_backward_data
 """Given u, p, an axis and a dtype, return p (u - sum p u) by one launch."""
@@ -40,15 +40,15 @@ def looked(
     joined = how.spec == SOFTMAX and how.rule.key_update != "mse"
     distance = isinstance(how.kind, InverseDistance)
     half_scores, halves, slots, weights = applied(_Search, query, keys, how.top_k, how.eps, distance, joined)
-    found = {"halves": halves, "half_scores": half_scores}
+    fields = {"halves": halves, "half_scores": half_scores}
     if not joined:
-        slots, found["scores"] = _joined(half_scores, halves, n)
-        weights = weigh(found["scores"].flatten(-2), how.spec).view_as(slots)
+        slots, fields["scores"] = _joined(half_scores, halves, n)
+        weights = weigh(fields["scores"].flatten(-2), how.spec).view_as(slots)
     weight, slot = (_by_memory(x.flatten(-2), memories) for x in (weights, slots))
     mix = (tokens["value"], tokens.get("gate")) if how.mix else ()
     read, mixed = store.mixed(weight, slot, None if good is None else _by_memory(good, memories), *mix)
     read = read.view(*query.shape[:2], store.width)
-    return read if mixed is None else mixed, {**found, "slots": slots, "weights": weights, "read": read}
+    return read if mixed is None else mixed, {**fields, "slots": slots, "weights": weights, "read": read}
 
 
 def rewritten(
@@ -57,7 +57,7 @@ def rewritten(
     """Do `SlotMemory.write` by kernels: return keys and store after it, or None if they cannot."""
     rule, moved = how.rule, how.rule.key_update != "none"
     pooled = rule.key_update == "pooled-entropy" and keys.shape[1] > 1
-    known = rule.name in RULES and rule.key_update != "mse" and not pooled
+    known = rule.name in STEP_CODES and rule.key_update != "mse" and not pooled
     query, gate, good = (tokens.get(name) for name in ("query", "gate", "good"))
     refused = store.refuses(store.base, None, tokens["value"], keys, tokens["slots"].shape[-1], how.kind) is not None
     if refused or not known or (moved and query is None):
@@ -68,9 +68,9 @@ def rewritten(
     slots, counted = (None if x is None else _by_memory(x, memories) for x in (tokens["slots"].flatten(-2), good))
     use = (tokens["half_scores"], tokens["halves"], len(keys), keys.shape[-2]) if moved else None
     gate = gate if rule.gate_loss else None
-    given = tokens["read"], tokens["value"], value, tokens["weights"], gate, tokens["slots"], good
-    used, order, found = prepared(use, (slots, counted, store.slots), *given, good_next, memories, rule)
-    errors, shares = applied(_Errors, *given, memories, rule, found)
+    chunk = Chunk(tokens["read"], tokens["value"], value, tokens["weights"], gate, tokens["slots"], good)
+    used, order, computed = prepared(use, (slots, counted, store.slots), chunk, good_next, memories, rule)
+    errors, shares = applied(_Errors, *chunk, memories, rule, computed)
     if use is not None:
         distance, rate = isinstance(how.kind, InverseDistance), rule.learning_rate * rule.address_weight
         keys = applied(_Keys, keys, query, *use[:2], counted, rate, distance, used)
@@ -86,17 +86,17 @@ def _by_memory(x: Tensor, memories: int) -> Tensor:
 def _at(numbers: Tensor, halves: Tensor) -> Tensor:
     """Gather numbers [M * H * 2, n] of the sub-keys `halves` [B, T, H, 2, k]."""
     batch, tokens, heads = halves.shape[:3]
-    own = numbers.view(-1, 1, heads, 2, numbers.shape[-1])
-    return own.expand(batch, tokens, -1, -1, -1).gather(-1, halves)
+    per_set = numbers.view(-1, 1, heads, 2, numbers.shape[-1])
+    return per_set.expand(batch, tokens, -1, -1, -1).gather(-1, halves)
 
 
 def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     """Return sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K rows `halves` of table."""
     one = len(table) == 1
     index, back = by_set(halves, one)
-    own, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
+    set_weights, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
     rows = table.reshape(-1, *table.shape[-2:]).contiguous()
-    sums, dots, _ = picked_rows(rows, index, own, given)
+    sums, dots, _ = picked_rows(rows, index, set_weights, given)
     return back(sums), back(dots)
 
 
@@ -122,26 +122,25 @@ class _Search(torch.autograd.Function):
         query, keys, scores, halves, slots, weights = ctx.saved_tensors
         if by_weights is not None:
             n, given = keys.shape[-2], (by_weights.flatten(-2), weights.flatten(-2))
-            own = THROUGH_SOFTMAX(*given, -1, weights.dtype).view_as(weights)
+            by_sums = THROUGH_SOFTMAX(*given, -1, weights.dtype).view_as(weights)
             places = torch.stack([slots // n, slots % n], -2)  # [B, T, H, 2, k]
             met = halves[..., :, None] == places[..., None, :]
-            own = (met * own[..., None, None, :]).sum(-1)
-            upstream = own if upstream is None else upstream + own
+            by_scores = (met * by_sums[..., None, None, :]).sum(-1)
+            upstream = by_scores if upstream is None else upstream + by_scores
         none = (None,) * 4
         if upstream is None:
             return None, None, *none
-        own = moved = None
+        by_query = by_keys = None
         c = -upstream * scores.exp() if ctx.distance else upstream  # gradient by squared distances, or by products
         if ctx.needs_input_grad[0]:
-            pull = _pulled(keys, halves, c, query)[0].flatten(-2)
+            by_query = _pulled(keys, halves, c, query)[0].flatten(-2)
             if ctx.distance:
                 total = c.sum(-1)[..., None].expand(*c.shape[:-1], keys.shape[-1]).flatten(-2)
-                pull = 2 * (query * total - pull)
-            own = pull
+                by_query = 2 * (query * total - by_query)
         if ctx.needs_input_grad[1]:
             groups = sums_of(c, halves, len(keys), keys.shape[-2])[1]
-            moved = moved_keys(keys, query, c, halves, None, None, groups, 0.0, distance=ctx.distance)
-        return own, moved, *none
+            by_keys = moved_keys(keys, query, c, halves, None, None, groups, 0.0, distance=ctx.distance)
+        return by_query, by_keys, *none
 
 
 class _Errors(torch.autograd.Function):
@@ -150,9 +149,9 @@ class _Errors(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, read: Tensor, value: Tensor, following: Tensor | None, weights: Tensor, gate: Tensor | None,
-        slots: Tensor, good: Tensor | None, memories: int, rule: WriteRule, found: Errors,
+        slots: Tensor, good: Tensor | None, memories: int, rule: WriteRule, computed: Errors,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        errors, shares, written, place = found
+        errors, shares, written, place = computed
         ctx.save_for_backward(weights, gate, slots, good, written, place)
         ctx.memories, ctx.rule = memories, rule
         return errors, shares
@@ -180,11 +179,13 @@ def _by_weights(
     """Return the gradients of weights [R, L, H, k] and gate [R, L] by those of shares, through `WriteRule.steps`."""
     leaves = [x.detach().requires_grad_() for x in (weights, gate) if x is not None]
     with torch.enable_grad():
-        own, *gates = (_by_memory(x, memories) for x in leaves)
+        weight, *gates = (_by_memory(x, memories) for x in leaves)
         good = torch.ones_like(written) if good is None else good
         slots, counted, written = (_by_memory(x, memories) for x in (slots, good, written))
-        tokens = Written(slots, own, errors=own, gate=gates[0] if gates else None, counted=counted, written=written)
-        shares = rule.steps(tokens)[..., None, None] * own
+        tokens = Written(
+            slots, weight, errors=weight, gate=gates[0] if gates else None, counted=counted, written=written
+        )
+        shares = rule.steps(tokens)[..., None, None] * weight
     by_weights, *by_gate = torch.autograd.grad(shares, leaves, _by_memory(upstream, memories))
     return by_weights, by_gate[0] if by_gate else None
 
@@ -216,17 +217,17 @@ class _Keys(torch.autograd.Function):
         u = share * p * centred
         u, gamma = (u, -ctx.rate * upstream) if near is None else (u * near, -2 * ctx.rate * upstream)
         pulled, by_u = _pulled(gamma, halves, u, query)
-        own: Tensor | float = 0.0
+        by_scores: Tensor | float = 0.0
         if near is not None:
             total = sums_of(u, halves, len(keys), keys.shape[-2])[0]
             upstream = torch.addcmul(upstream, gamma, total.view(*keys.shape[:-1], 1), value=-1)
             by_u = by_u - _at((gamma * keys).sum(-1).view_as(mean), halves)
-            by_u, own = by_u * near, by_u * u
+            by_u, by_scores = by_u * near, by_u * u
         x = share * by_u  # of u by scores: through p, and through the slopes a of p-
         inner = (x * p).sum(-1, keepdim=True)
         by_slope = sums_of(p * (x - inner), halves, len(keys), keys.shape[-2])[0]
         floored = mean + FLOOR
         by_mean = by_slope * (floored + FLOOR) / floored.square()
         by_p = x * centred - inner * a + share * _at(by_mean, halves)
-        own = THROUGH_SOFTMAX(by_p, p, -1, p.dtype) + own
-        return upstream, pulled.flatten(-2), own, *(None,) * 5
+        by_scores = THROUGH_SOFTMAX(by_p, p, -1, p.dtype) + by_scores
+        return upstream, pulled.flatten(-2), by_scores, *(None,) * 5

@@ -89,11 +89,11 @@ def _rough(
     """Score a block of sub-keys of one set for a block of rows, each as an int32: the high bits of the score before LOW
     bits of the complement of the key's number. Also store the largest |K|^2 of the block."""
     member, memory = tl.program_id(2) % SETS, (tl.program_id(2) // SETS).to(tl.int64)
-    own, row = tl.program_id(0) * KT + tl.arange(0, KT), tl.program_id(1) * R + tl.arange(0, R)
+    index, row = tl.program_id(0) * KT + tl.arange(0, KT), tl.program_id(1) * R + tl.arange(0, R)
     near = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
     q_row = query + (memory + near // length) * stride_b + (near % length) * stride_t
     q_row += (member // 2) * stride_h + (member % 2) * d
-    keys = sub_keys + memory * stride_m + (member * n + tl.minimum(own, n - 1)).to(tl.int64) * d
+    keys = sub_keys + memory * stride_m + (member * n + tl.minimum(index, n - 1)).to(tl.int64) * d
     dots, squared = tl.zeros((R, KT), tl.float32), tl.zeros((KT, DT), tl.float32)
     for j in range(0, d, DT):
         at = j + tl.arange(0, DT)
@@ -108,9 +108,9 @@ def _rough(
     squares = tl.sum(squared, 1)
     if DISTANCE:
         dots = 2.0 * dots - squares[None, :]
-    packed = ((_ordered(dots) >> LOW) << LOW) | ((1 << LOW) - 1 - own)[None, :]
-    to = ranks + ((memory * rows + row) * SETS + member)[:, None] * n + own[None, :]
-    tl.store(to, packed, mask=(row < rows)[:, None] & (own < n)[None, :])
+    packed = ((_ordered(dots) >> LOW) << LOW) | ((1 << LOW) - 1 - index)[None, :]
+    to = ranks + ((memory * rows + row) * SETS + member)[:, None] * n + index[None, :]
+    tl.store(to, packed, mask=(row < rows)[:, None] & (index < n)[None, :])
     if tl.program_id(1) == 0:
         tl.store(most + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), tl.max(squares, 0))
 
@@ -123,20 +123,20 @@ def _survivors(ranks, n, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr, KT: 
     a = tl.full((R, KT), none, tl.int32)
     b, c, e, out = a, a, a, a
     for start in range(0, n, KT):
-        own = start + tl.arange(0, KT)
-        x = tl.load(ranks[:, None] + own[None, :], mask=(own < n)[None, :], other=none)
+        index = start + tl.arange(0, KT)
+        x = tl.load(ranks[:, None] + index[None, :], mask=(index < n)[None, :], other=none)
         x, a = tl.minimum(a, x), tl.maximum(a, x)
         x, b = tl.minimum(b, x), tl.maximum(b, x)
         x, c = tl.minimum(c, x), tl.maximum(c, x)
         x, e = tl.minimum(e, x), tl.maximum(e, x)
         out = tl.maximum(out, x)
-    found = tl.full((R, M), none, tl.int32)
+    kept = tl.full((R, M), none, tl.int32)
     for j in range(K + 4):
         top = tl.max(a, 1)[:, None]
-        found = tl.where(tl.arange(0, M)[None, :] == j, top, found)
+        kept = tl.where(tl.arange(0, M)[None, :] == j, top, kept)
         hit = a == top
         a, b, c, e = tl.where(hit, b, a), tl.where(hit, c, b), tl.where(hit, e, c), tl.where(hit, none, e)
-    return found, tl.max(tl.maximum(a, out), 1)
+    return kept, tl.max(tl.maximum(a, out), 1)
 
 
 @triton.jit
@@ -166,11 +166,11 @@ def _selected(
     whole = ranks is None
     best = last
     if ranks is not None:
-        found, left = _survivors(ranks, n, K, R, M, KT)
-        index = (1 << LOW) - 1 - (found & ((1 << LOW) - 1))
-        measure, square = _measured(q_row, keys, index, found > -(2**31), d, DISTANCE, R, M, FINE)
+        kept, left = _survivors(ranks, n, K, R, M, KT)
+        index = (1 << LOW) - 1 - (kept & ((1 << LOW) - 1))
+        measure, square = _measured(q_row, keys, index, kept > -(2**31), d, DISTANCE, R, M, FINE)
         none = place.to(tl.int64)[None, :] + (9223372036854775807 - M)  # after all keys, NaN too, and unlike each other
-        best = tl.where(found > -(2**31), _packed(measure, index), none)
+        best = tl.where(kept > -(2**31), _packed(measure, index), none)
         if M <= 32:  # the keys that were found have ranks of their own
             rank = tl.sum((best[:, None, :] < best[:, :, None]).to(tl.int32), 2)
         else:
@@ -222,11 +222,11 @@ def _choose(
         member = tl.minimum(first + tl.arange(0, R), SETS - 1)  # rows past the end repeat the last one
         line, set_ = token * SETS + member, memory * SETS + member
         keys = sub_keys + memory * stride_m + member.to(tl.int64) * n * d
-        own, largest = None, None
+        set_ranks, largest = None, None
         if ranks is not None:
-            own, largest = ranks + line * n, most + set_ * blocks
+            set_ranks, largest = ranks + line * n, most + set_ * blocks
         best = _selected(
-            q_row + (member // 2) * stride_h + (member % 2) * d, keys, own, largest, n, d,
+            q_row + (member // 2) * stride_h + (member % 2) * d, keys, set_ranks, largest, n, d,
             blocks, K, M, LOW, DISTANCE, R, KT, FINE,
         )  # fmt: skip
         measure = _float((best >> 32).to(tl.int32))
@@ -273,12 +273,12 @@ def _join(
 
 @triton.jit
 def flags_set(flags, count):
-    """Return how many of so many bytes are 1."""
-    found = 0
+    """Return how many of `count` bytes are 1."""
+    total = 0
     for start in range(0, count, 1024):
         at = start + tl.arange(0, 1024)
-        found += tl.sum(tl.load(flags + at, mask=at < count, other=0).to(tl.int32), 0)
-    return found
+        total += tl.sum(tl.load(flags + at, mask=at < count, other=0).to(tl.int32), 0)
+    return total
 
 
 def bytes_of(flags: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What tokens of a chunk write (`fast_weight_rules`): errors against the next token's value, and how far slots move.
+"""Compute what tokens of a chunk write (`fast_weight_rules`): errors against the next token's value, and step sizes.
 
 Legend: R streams of L tokens, M memories (R, or 1 for all), H heads, k slots a head, K = H k, Dv width of a value.
 """
@@ -12,13 +12,13 @@ from ..runtime.tiles import Tiles, TileTable
 from .search import flags_set
 
 ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=4, keys=512)})
-RULES = {"normalized": 0, "paper": 1, "reference": 2}  # codes of the step rules that kernels support
-NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["reference"])
+STEP_CODES = {"normalized": 0, "paper": 1, "reference": 2}  # of the write rules that kernels support
+NORMALIZED, REFERENCE = tl.constexpr(STEP_CODES["normalized"]), tl.constexpr(STEP_CODES["reference"])
 
 
 @triton.jit
 def _pairs(good, good_next, first, streams, length, AHEAD: tl.constexpr, BORDER: tl.constexpr):
-    """Return how many tokens of so many streams are good, and how many are written."""
+    """Return how many tokens of `streams` streams are good, and how many are written."""
     read, pairs = 0, 0
     for stream in range(streams):
         number = length
@@ -40,9 +40,9 @@ def _step(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: t
     place = tl.arange(0, KP)
     part, fits = token[:, None] * K + place[None, :], inside[:, None] & (place < K)[None, :]
     weight = tl.load(weights + part, mask=fits, other=0.0)
-    own = tl.zeros((R,), tl.float32)
+    products = tl.zeros((R,), tl.float32)
     if H == 1:
-        own = tl.sum(weight * weight, 1)
+        products = tl.sum(weight * weight, 1)
     else:
         slot = tl.load(slots + part, mask=fits, other=-1)
         for j in range(K):
@@ -50,8 +50,8 @@ def _step(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: t
             same = (slot == mine[:, None]) & fits
             total = tl.sum(tl.where(same, weight, 0.0), 1)
             alone = tl.load(weights + token * K + j, mask=inside, other=0.0)
-            own += alone * total / tl.maximum(tl.sum(same.to(tl.float32), 1), 1.0)
-    return tl.where(inside, own, 1.0), weight
+            products += alone * total / tl.maximum(tl.sum(same.to(tl.float32), 1), 1.0)
+    return tl.where(inside, products, 1.0), weight
 
 
 @triton.jit
@@ -65,11 +65,11 @@ def find_errors(
     blocks = tl.cdiv(length, R)
     stream, mine = (program // blocks).to(tl.int64), program % blocks * R + tl.arange(0, R)
     inside = mine < length
-    own = inside
+    valid = inside
     if good is not None:
-        own = inside & (tl.load(good + stream * length + mine, mask=inside, other=0) != 0)
+        valid = inside & (tl.load(good + stream * length + mine, mask=inside, other=0) != 0)
     at = mine
-    there = own
+    there = valid
     if AHEAD:
         at = tl.full((R,), 2147483647, tl.int32)
         for start in range(0, length, OT):
@@ -84,7 +84,7 @@ def find_errors(
             if good_next is not None:
                 end = tl.where(tl.load(good_next + stream) != 0, length, 2147483647)
             at = tl.minimum(at, end)
-        there = own & (at <= length)
+        there = valid & (at <= length)
         at = tl.where(there, at, 0)
     to = stream * length + mine
     tl.store(place + to, at.to(tl.int64), mask=inside)

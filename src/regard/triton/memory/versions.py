@@ -105,9 +105,9 @@ class Version:
 
     def take(self) -> Tensor | None:
         """Return the gradients and forget them; None if there are none."""
-        found = self._gradient if self._pass == torch._C._current_graph_task_id() else None
+        gradient = self._gradient if self._pass == torch._C._current_graph_task_id() else None
         self._gradient = None
-        return found
+        return gradient
 
 
 class Anchor(torch.autograd.Function):
@@ -121,8 +121,8 @@ class Anchor(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
-        found = ctx.version.take()
-        return None if found is None else found.to(ctx.dtype), None
+        gradient = ctx.version.take()
+        return None if gradient is None else gradient.to(ctx.dtype), None
 
 
 class Read(torch.autograd.Function):
@@ -149,17 +149,19 @@ class Read(torch.autograd.Function):
         from .write import written
 
         (weights, slots, good, read, value, gate), version = ctx.saved_tensors, ctx.version
-        own = token = by_value = by_gate = None
+        by_weights = token = by_value = by_gate = None
         if by_mix is not None:
             table = version.rooted()
-            own, upstream, by_value, by_gate = pulled_rows(table, slots, good, upstream, by_mix, read, value, gate)
+            by_weights, upstream, by_value, by_gate = pulled_rows(
+                table, slots, good, upstream, by_mix, read, value, gate
+            )
         elif upstream is not None and ctx.needs_input_grad[0]:
-            own = picked_rows(version.rooted(), slots, None, upstream, good)[1]
+            by_weights = picked_rows(version.rooted(), slots, None, upstream, good)[1]
         if upstream is not None and ctx.needs_input_grad[1]:
             token = upstream.new_zeros(())
             order = order_of(slots, good, version.table.shape[1])
             written(version.gradient(), *order, weights, upstream, add=True)
-        return own, token, None, None, None, by_value, None if gate is None else by_gate
+        return by_weights, token, None, None, None, by_value, None if gate is None else by_gate
 
 
 class Write(torch.autograd.Function):
@@ -180,16 +182,16 @@ class Write(torch.autograd.Function):
         from .read import picked_rows
 
         shares, errors, slots, count, counted = ctx.saved_tensors
-        found = ctx.after.take()
+        gradient = ctx.after.take()
         none = (None,) * 5
         token = shares.new_zeros(()) if ctx.needs_input_grad[2] else None
-        if found is None:
+        if gradient is None:
             return torch.zeros_like(shares), torch.zeros_like(errors), token, *none
         count = -count
-        own, dots, _ = picked_rows(found, slots, shares / count, errors, counted)
+        by_errors, dots, _ = picked_rows(gradient, slots, shares / count, errors, counted)
         if token is not None:
-            ctx.before.give(found)
-        return dots / count, own, token, *none
+            ctx.before.give(gradient)
+        return dots / count, by_errors, token, *none
 
 
 class Dense(torch.autograd.Function):

@@ -27,10 +27,10 @@ WRITE = TileTable("memory_write", {(512, 4): Tiles(4, 512, 2, 1), (1 << 20, 4): 
 @triton.jit
 def _slots(slots, counted, at, total, rows, K: tl.constexpr):
     """Load the slots of entries: `rows` for tokens that are not counted, 2^30 - 1 past the end."""
-    found = tl.load(slots + at, mask=at < total, other=0x3FFFFFFF).to(tl.int32)
+    slot = tl.load(slots + at, mask=at < total, other=0x3FFFFFFF).to(tl.int32)
     if counted is not None:
-        found = tl.where(tl.load(counted + at // K, mask=at < total, other=1) != 0, found, rows)
-    return found
+        slot = tl.where(tl.load(counted + at // K, mask=at < total, other=1) != 0, slot, rows)
+    return slot
 
 
 @triton.jit
@@ -44,17 +44,17 @@ def find_order(
     if counted is not None:
         counted += memory * (total // K)
     mine = first + tl.arange(0, R)
-    own = _slots(slots, counted, mine, total, rows, K)
-    found = tl.zeros((R, OT), tl.int32)
+    slot = _slots(slots, counted, mine, total, rows, K)
+    earlier = tl.zeros((R, OT), tl.int32)
     following = _slots(slots, counted, tl.arange(0, OT), total, rows, K)
     for start in range(0, total, OT):
         at = start + tl.arange(0, OT)
         other = 2 * following - (at < first).to(tl.int32)
         following = _slots(slots, counted, at + OT, total, rows, K)
-        found += (other[None, :] - 2 * own[:, None]) >> 31  # -1 where the other comes before
-    before = (own[None, :] == own[:, None]) & (mine[None, :] < mine[:, None])
-    to = memory * total + tl.sum(before.to(tl.int32), 1) - tl.sum(found, 1)
-    tl.store(ordered + to, own, mask=mine < total)
+        earlier += (other[None, :] - 2 * slot[:, None]) >> 31  # -1 where the other comes before
+    before = (slot[None, :] == slot[:, None]) & (mine[None, :] < mine[:, None])
+    to = memory * total + tl.sum(before.to(tl.int32), 1) - tl.sum(earlier, 1)
+    tl.store(ordered + to, slot, mask=mine < total)
     tl.store(entries + to, mine, mask=mine < total)
 
 
