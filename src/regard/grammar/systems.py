@@ -99,9 +99,9 @@ def unreadable(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.maybe_current_level() is not None
 
 
-def unit(right: Tensor) -> Tensor:
-    """Return the power of two [..., 1] above the largest entry of each right side, 1 for zeros. Dividing by it is exact
-    and keeps squares in range."""
+def power_of_two_above(right: Tensor) -> Tensor:
+    """Return the power of two [..., 1] above the largest entry of each right-hand side, 1 for zeros. Dividing by it is
+    exact and keeps squares in range."""
     exponent = torch.frexp(right.abs().amax(-1, keepdim=True)).exponent
     return torch.ldexp(torch.ones_like(right[..., :1]), exponent)
 

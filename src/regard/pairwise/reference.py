@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..grammar import Dense, RowStats, Solved
-from ..grammar.systems import relative, unit
+from ..grammar.systems import power_of_two_above, relative
 from ..grammar.threshold import widest
 from .diagnostics import Diagnostics, counts, diagnose
 from .dispatch import Cost, Implementation, Inputs, Problem, register_impl
@@ -114,7 +114,7 @@ def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, pro
         found: Solved = solver.solve(Dense(matrix, ridge, probe), right)
         return found
     with torch.no_grad():
-        size = unit(right)
+        size = power_of_two_above(right)
         found = solver.solve(Dense(matrix, ridge, probe), right / size)
         value = found.value * size
     return found._replace(value=_Implicit.apply(matrix, right, solver, value))
@@ -135,7 +135,7 @@ class _Implicit(torch.autograd.Function):
         if torch.is_grad_enabled():  # second derivatives: the solution as a function of A and b
             value = _Implicit.apply(matrix, right, ctx.solver, value)
         with torch.no_grad():
-            size = unit(grad)
+            size = power_of_two_above(grad)
             found = ctx.solver.solve(Dense(matrix), grad / size).value * size
         back = _Implicit.apply(matrix, grad, ctx.solver, found) if torch.is_grad_enabled() else found
         return -back[..., :, None] * value[..., None, :], back, None, None

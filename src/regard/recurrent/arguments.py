@@ -233,3 +233,9 @@ def tokens(call: Call, query: Tensor, key: Tensor, value: Tensor, *more: PerKey 
     for found in (bad, bad_value, *(x.bad for x in more if x is not None)):
         bad_key = bad_key if found is None else bad_key | found
     return Tokens(query, key, value, bad_query, bad_key)
+
+
+def l2_normalized(x: Tensor) -> Tensor:
+    """Return vectors divided by sqrt(|x|^2 + 1e-6), computed in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

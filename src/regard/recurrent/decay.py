@@ -51,6 +51,12 @@ def decayed(
     return rows[:, :, :queries], after
 
 
+def retention_log_decay(query: Tensor, heads: int) -> Tensor:
+    """Return RetNet's logarithms of the decay [H], log(1 - 2^(-5 - h)) for head h, in float32 at least."""
+    h = torch.arange(heads, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+    return torch.log1p(-(2.0 ** (-5 - h)))
+
+
 def shifted(phi: Tensor, *keys: Tensor | None) -> tuple[Tensor, ...]:
     """Put an empty position before the keys and one query at the end, so that query i is read before key i."""
     late = [None if x is None else pad(x, (0, 0, 1, 0)) for x in keys]

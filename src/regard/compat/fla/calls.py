@@ -87,12 +87,6 @@ class Sequences:
         return whole.index_put((self.some,), after)
 
 
-def unit(x: Tensor) -> Tensor:
-    """Return vectors divided by sqrt(|x|^2 + 1e-6)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
-
-
 def fresh(state: Tensor) -> Tensor:
     """Return the flags [n, H] of states [n, H, ...] that saw no non-finite token."""
     return torch.zeros(state.shape[:2], dtype=torch.bool, device=state.device)

@@ -11,7 +11,8 @@ from torch.nn.functional import softplus
 
 from ...checks import number, require, shape, tensor, within
 from ...public import DeltaState, delta_rule
-from .calls import Sequences, check_shapes, form_of, fresh, refuse, unit
+from ...recurrent.arguments import l2_normalized
+from .calls import Sequences, check_shapes, form_of, fresh, refuse
 
 
 def chunk_delta_rule(
@@ -113,7 +114,7 @@ def _delta(
     beta = _steps(call, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     own = Sequences(call, q, v.shape[2], cu_seqlens, state_v_first)
     start = own.start("initial_state", initial_state, q.shape[3], v.shape[3])
-    q, k = (unit(q), unit(k)) if use_qk_l2norm_in_kernel else (q, k)
+    q, k = (l2_normalized(q), l2_normalized(k)) if use_qk_l2norm_in_kernel else (q, k)
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     out, after = within(
         call, None, delta_rule, q, k, v, beta, log_decay=g, form=form_of(call),

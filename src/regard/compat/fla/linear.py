@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from ...checks import require, tensor, within
 from ...public import LinearState, linear_attention
+from ...recurrent.decay import retention_log_decay
 from .calls import Sequences, check_shapes, form_of, fresh, refuse
 
 Normaliser = tuple[Tensor, Tensor]
@@ -62,7 +63,7 @@ def chunk_retention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute retention (RetNet, arXiv 2307.08621) by `regard.linear_attention`: head h fades by 1 - 2^(-5 - h)."""
     check_shapes("chunk_retention", q, k, v)
-    return _linear("chunk_retention", **locals(), g_gamma=_retention(q))
+    return _linear("chunk_retention", **locals(), g_gamma=retention_log_decay(q, q.shape[2]))
 
 
 def fused_recurrent_retention(
@@ -72,7 +73,7 @@ def fused_recurrent_retention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute `chunk_retention` token by token."""
     check_shapes("fused_recurrent_retention", q, k, v)
-    return _linear("fused_recurrent_retention", **locals(), g_gamma=_retention(q))
+    return _linear("fused_recurrent_retention", **locals(), g_gamma=retention_log_decay(q, q.shape[2]))
 
 
 def chunk_linear_attn(
@@ -94,12 +95,6 @@ def fused_recurrent_linear_attn(
 ) -> tuple[Tensor, Tensor | Normaliser | None]:  # fmt: skip
     """Compute `chunk_linear_attn` token by token, by default without normaliser."""
     return _normalised("fused_recurrent_linear_attn", **locals())
-
-
-def _retention(q: Tensor) -> Tensor:
-    """Return the log decays of RetNet, log(1 - 2^(-5 - h)) of head h."""
-    head = torch.arange(q.shape[2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    return torch.log1p(-(2.0 ** (-5 - head)))
 
 
 def _normalised(

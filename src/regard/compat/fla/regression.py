@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ...checks import optional_whole, tensor, within
 from ...public import MesaState, attention, local_linear_attention, mesa_attention
-from .calls import Sequences, check_shapes, fresh, refuse, unit
+from ...recurrent.arguments import l2_normalized
+from .calls import Sequences, check_shapes, fresh, refuse
 
 
 def chunk_mesa_net(
@@ -40,7 +41,7 @@ def chunk_mesa_net(
         values = some.new_zeros(*some.shape[:3], v.shape[3]) if values is None else values
         gram = some.new_zeros(*some.shape[:3], dim) if gram is None else gram
         state = MesaState(values, gram, fresh(some))
-    q, k = (unit(q), unit(k)) if use_qk_l2norm_in_kernel else (q, k)
+    q, k = (l2_normalized(q), l2_normalized(k)) if use_qk_l2norm_in_kernel else (q, k)
     out, after = within(
         call, None, mesa_attention, q, k, v, ridge=lamb, log_decay=g, beta=beta, state=state, solver="cg",
         max_iter=max_CG_iteration, segment_ids=own.ids, layout="bthd",

@@ -278,12 +278,6 @@ def gates(projected: Tensor) -> Tensor:
     return projected.transpose(1, 2).contiguous().to(wide)
 
 
-def unit(x: Tensor) -> Tensor:
-    """Return vectors divided by sqrt(|x|^2 + 1e-6), computed in float32 at least."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
 def convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Tensor:
     """Convolve [B, G, W - 1 + T] with [G, W], channel by channel, to [B, G, T]; no document sees the one before."""
     if segment_ids is None:

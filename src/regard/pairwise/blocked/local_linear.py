@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...grammar import SolveStatus, Spec
-from ...grammar.systems import Solved, relative, unit
+from ...grammar.systems import Solved, power_of_two_above, relative
 from ..diagnostics import negative_part
 from .block_rows import FLAGS, FLOATS, Kept, flat, unpack
 from .blocks import Block
@@ -82,7 +82,7 @@ class Tensors(NamedTuple):
 
 def _solve(spec: Spec, system: WeightedRows, right: Tensor) -> tuple[Solved, Tensor]:
     """Solve for right sides divided by powers of two [n, q, 1], which are returned too."""
-    size = unit(right) if system.probe is None else torch.ones_like(right[..., :1])
+    size = power_of_two_above(right) if system.probe is None else torch.ones_like(right[..., :1])
     return spec.solver.solve(system, right / size), size
 
 
@@ -152,7 +152,8 @@ def weight_gradient(
     a = system.slopes(t).add_(1)
     block.add_columns(d.v, g, a * weights)
     if d.probe is None:
-        system.source = gamma / unit(right) if system.sparse else None  # one value per pair, for `by_row` alone
+        # one value per pair, for `by_row` alone
+        system.source = gamma / power_of_two_above(right) if system.sparse else None
         solved, size = _solve(spec, system, right)
         failed, u = _unconverged(solved.status), solved.value * size
         block.rows(d.x).copy_(u)

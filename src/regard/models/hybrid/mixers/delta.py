@@ -2,9 +2,10 @@
 
 from torch import Tensor, nn
 
+from ....recurrent.arguments import l2_normalized
 from ....recurrent.delta import delta_rule
 from ....recurrent.states import State
-from ..token_mixers import Heads, RecurrentMixer, gates, token_mixers, unit
+from ..token_mixers import Heads, RecurrentMixer, gates, token_mixers
 
 
 @token_mixers.register("deltanet")
@@ -19,4 +20,4 @@ class DeltaNet(RecurrentMixer):
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
         beta = gates(self.write(heads.hidden)).sigmoid()
-        return delta_rule(unit(heads.query), unit(heads.key), heads.value, beta, **heads.how)
+        return delta_rule(l2_normalized(heads.query), l2_normalized(heads.key), heads.value, beta, **heads.how)

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ....recurrent.arguments import l2_normalized
 from ....recurrent.mesa import mesa_attention
 from ....recurrent.states import State
-from ..token_mixers import Heads, RecurrentMixer, gates, token_mixers, unit
+from ..token_mixers import Heads, RecurrentMixer, gates, token_mixers
 
 LEAST_RIDGE = 1e-2
 
@@ -35,5 +36,5 @@ class MesaNet(RecurrentMixer):
             "log_decay": F.logsigmoid(gates(self.keep(heads.hidden))),
             "beta": gates(self.write(heads.hidden)).sigmoid(),
         }
-        query, key = unit(heads.query), unit(heads.key)
+        query, key = l2_normalized(heads.query), l2_normalized(heads.key)
         return mesa_attention(query, key, heads.value, **rates, **heads.how)

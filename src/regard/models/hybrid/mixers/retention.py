@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
+from ....recurrent.decay import retention_log_decay
 from ....recurrent.states import State
 from ..token_mixers import Heads, RecurrentMixer, decaying_attention, token_mixers
 
@@ -20,6 +20,4 @@ class Retention(RecurrentMixer):
     defaults: ClassVar[Mapping[str, Any]] = {"conv_size": 1}
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        wide = torch.promote_types(heads.query.dtype, torch.float32)
-        h = torch.arange(self.num_heads, device=heads.query.device, dtype=wide)
-        return decaying_attention(heads, torch.log1p(-(2.0 ** (-5.0 - h))))
+        return decaying_attention(heads, retention_log_decay(heads.query, self.num_heads))
