@@ -252,9 +252,7 @@ def attend(
     Args:
         spec: the spec, bound by `register`.
         module: the layer; its attribute `is_causal` is the default of the argument.
-        query: [B, H, Tq, D].
-        key: [B, Hkv, Tk, D], Hkv a divisor of H.
-        value: [B, Hkv, Tk, Dv].
+        query, key, value: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], Hkv a divisor of H.
         attention_mask: one of the forms listed in the module.
         dropout: share of the weights set to zero; the others are divided by 1 - dropout, as in transformers' "eager".
         scaling: scale of the scores, ignored by specs without one (`spec.takes_scale`: feature maps, bounded
@@ -278,29 +276,20 @@ def attend(
         if kwargs.get(name) is not None:
             raise ArgumentError(f"{CALL}: {name} {what}, which {spec} does not support; use a model without it.")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    seen = _seen(attention_mask, causal, sliding_window, query.shape[2])
-    if not _is_complete(attention_mask):
-        tokens = (query.shape[0], query.shape[2])
-        documents = _documents(module, tokens, key.shape[2], causal, attention_mask, kwargs)
-        if documents is not None:
-            if _of_pairs(seen.get("attn_mask")):
-                seen["attn_mask"] = seen["attn_mask"] & (documents[:, None, :, None] == documents[:, None, None, :])
-            else:
-                seen["segment_ids"] = documents
-    if scaling is not None and spec.takes_scale:
-        if isinstance(scaling, Tensor) and scaling.dim():
-            raise ArgumentError(f"{CALL}: scaling has shape {shape(scaling)}, expected one number for all heads.")
-        seen["scale"] = scaling
+    how = _visible(
+        module, (query.shape[0], query.shape[2]), key.shape[2], attention_mask, causal, sliding_window, kwargs
+    )
+    how |= _scale(spec, scaling)
     if query.shape[1] != key.shape[1]:
-        seen["enable_gqa"] = True
+        how["enable_gqa"] = True
     dtype = value.dtype
     wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), dtype)  # dtypes differ under autocast
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     if dropout or _weights_wanted(kwargs):
-        out, weights = _dense(query, key, value, spec, dropout, seen)
+        out, weights = _dense(query, key, value, spec, dropout, how)
         weights = weights.to(dtype)
     else:
-        out, weights = attention(query, key, value, spec, **seen), None
+        out, weights = attention(query, key, value, spec, **how), None
     return out.to(dtype).transpose(1, 2).contiguous(), weights
 
 
@@ -331,6 +320,29 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
     if _active_collector is None or (torch.compiler.is_compiling() and not _active_collector.compiling):
         return False  # a ContextVar cannot be traced; a fully compiled model uses a plain variable
     return any(name.endswith("attentions") for name in _active_collector.get() or ())
+
+
+def _scale(spec: Spec, scaling: float | Tensor | None) -> dict[str, Any]:
+    if scaling is None or not spec.takes_scale:
+        return {}
+    if isinstance(scaling, Tensor) and scaling.dim():
+        raise ArgumentError(f"{CALL}: scaling has shape {shape(scaling)}, expected one number for all heads.")
+    return {"scale": scaling}
+
+
+def _visible(
+    module: nn.Module, tokens: tuple[int, int], keys: int, mask: Tensor | None, causal: bool, window: int | None,
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the arguments of `regard.attention` that say which keys of its own document a query sees."""
+    seen = _seen(mask, causal, window, tokens[1])
+    documents = None if _is_complete(mask) else _documents(module, tokens, keys, causal, mask, kwargs)
+    if documents is not None:
+        if _of_pairs(seen.get("attn_mask")):
+            seen["attn_mask"] = seen["attn_mask"] & (documents[:, None, :, None] == documents[:, None, None, :])
+        else:
+            seen["segment_ids"] = documents
+    return seen
 
 
 def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -> dict[str, Any]:

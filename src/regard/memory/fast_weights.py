@@ -302,8 +302,8 @@ def fast_weight_memory(
     Raises:
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, or a state of another memory.
 
-    Precision: float32 at least, whatever the inputs and autocast. Differentiable in query, value, gate, keys and
-    values; to any order with impl="reference".
+    Precision: float32 at least, also under autocast. Differentiable in query, value, gate, keys and values; to any
+    order with impl="reference".
     Cost per token: O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids, only the
     sparse store waits for the device (it counts the rows that it touches).
     """
@@ -311,24 +311,17 @@ def fast_weight_memory(
     memory = SlotMemory.of(CALL, memory, options)
     _check_tensors(query, value, gate, keys, values, memory.top_k)
     check_tokens(CALL, query, mask, segment_ids, memory.shared, exports=True)
-    batch, tokens = query.shape[:2]
-    if state is None:
-        start = keys.to(torch.promote_types(query.dtype, keys.dtype))
-        impl = within(CALL, None, memory.store, values, query, keys)
-        state = FastWeightState.empty(start, values, batch, shared=memory.shared, storage=memory.storage, impl=impl)
-    else:
-        state = check_state(CALL, state, keys, values, batch, memory.shared, memory.top_k)
+    state = _start(memory, state, query, keys, values)
     streams = Streams.of(query, mask, segment_ids, memory.shared)
     if streams.row:
         memory = replace(memory, row=torch.tensor(streams.row, device=query.device))
     with full_precision(query.device.type):
-        new = _finite(query.to(state.keys.dtype), value, gate, state)
-        new["position"] = _positions(state.seen, mask if streams.valid is not None else None, tokens, query.device)
+        new = _fields(query, value, gate, state, mask if streams.valid is not None else None)
         begun = streams.begin(state, {"initial_keys": keys.to(state.keys.dtype)})
         out, after = follow(memory, state, begun, new, streams, frozen)
     if not frozen:
-        seen = [tokens] * batch if mask is None else mask.sum(1).tolist()
-        after = replace(after, seen=tuple(a + b for a, b in zip(state.seen, seen, strict=True)))
+        counts = [query.shape[1]] * len(query) if mask is None else mask.sum(1).tolist()
+        after = replace(after, seen=tuple(a + b for a, b in zip(state.seen, counts, strict=True)))
     return out.to(value.dtype), after
 
 
@@ -364,12 +357,27 @@ def _check_tensors(query: Tensor, value: Tensor, gate: Tensor | None, keys: Tens
     require_top_k(CALL, top_k, keys.shape[2])
 
 
-def _finite(query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeightState) -> dict[str, Tensor]:
-    """Return `finite_tokens` of the fields in float32 at least, by the store's kernels if it has any."""
-    fields = {"query": query, "value": value} if gate is None else {"query": query, "value": value, "gate": gate}
+def _start(
+    memory: SlotMemory, state: FastWeightState | None, query: Tensor, keys: Tensor, values: Tensor
+) -> FastWeightState:
+    """Return the state that a call begins with."""
+    if state is not None:
+        return check_state(CALL, state, keys, values, len(query), memory.shared, memory.top_k)
+    first = keys.to(torch.promote_types(query.dtype, keys.dtype))
+    impl = within(CALL, None, memory.store, values, query, keys)
+    return FastWeightState.empty(first, values, len(query), shared=memory.shared, storage=memory.storage, impl=impl)
+
+
+def _fields(
+    query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeightState, mask: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the positions of tokens and `finite_tokens` of the inputs in float32 at least, by the store's kernels if
+    it has any."""
+    fields = {"query": query.to(state.keys.dtype), "value": value} | ({} if gate is None else {"gate": gate})
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in fields.items()}
     rounds = None if torch.compiler.is_compiling() else rounds_of(state.values)
-    return finite_tokens(wide) if rounds is None else finite_tokens(wide, rounds.clean)
+    fields = finite_tokens(wide) if rounds is None else finite_tokens(wide, rounds.clean)
+    return {**fields, "position": _positions(state.seen, mask, query.shape[1], query.device)}
 
 
 def _positions(seen: Sequence[int], mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:

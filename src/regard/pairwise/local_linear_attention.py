@@ -65,24 +65,26 @@ def local_linear_attention(
     Cost per row of T keys: 4 D T operations per step of conjugate gradients or D^2 T for Cholesky, in addition to 4 D T
     of attention; memory Theta(n d).
     """
-    number = 0.1  # unused if the ridge is a tensor
     floating(CALL, "query", query)
-    if not isinstance(ridge, Tensor):
-        in_range(CALL, "ridge", ridge, low=0.0, strict=False)
-        if torch.compiler.is_compiling():
-            ridge = torch.full((), ridge, dtype=torch.float64, device=query.device)  # one graph for all numbers
-        else:
-            number = float(ridge)
+    number, learned = _ridge(ridge, query)
     one_of(CALL, "ridge_mode", ridge_mode, RIDGE_MODES)
     local = _made(spec, number, solver, ridge_mode, max_iter, tol)
-    given = mapping(CALL, "params", params)
-    if isinstance(ridge, Tensor):
-        given["ridge"] = ridge
+    given = mapping(CALL, "params", params) | learned
     if probe is not None:
         solver = local.solver.name
         require(solver == "learned", CALL, f"a probe was given, which only solver='learned' takes, not {solver!r}.")
         given["probe"] = probe
     return within(CALL, None, attention, query, key, value, local, params=given, **arguments)
+
+
+def _ridge(ridge: float | Tensor, query: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """Return the ridge as a number of the spec or as a parameter; the other one is unused."""
+    if not isinstance(ridge, Tensor):
+        in_range(CALL, "ridge", ridge, low=0.0, strict=False)
+        if not torch.compiler.is_compiling():
+            return float(ridge), {}
+        ridge = torch.full((), ridge, dtype=torch.float64, device=query.device)  # one graph for all numbers
+    return 0.1, {"ridge": ridge}
 
 
 def _make(

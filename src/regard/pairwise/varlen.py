@@ -52,18 +52,15 @@ def varlen_attention(
     """Compute `regard.attention` separately for every packed sequence.
 
     Args:
-        query: [Tq, H, D], the sequences one after the other.
-        key: [Tk, Hkv, D].
-        value: [Tk, Hkv, Dv].
+        query, key, value: [Tq, H, D], [Tk, Hkv, D] and [Tk, Hkv, Dv], the sequences one after the other.
         cu_seqlens_q: integers [N + 1], the boundaries of the queries.
         cu_seqlens_k: the boundaries of the keys. None, or the same tensor as `cu_seqlens_q`: those of the queries, and
             only pairs inside a sequence are computed. With another tensor the sequences are computed as a batch padded
-            to the longest, and the last query of each stands at its last key.
+            to the longest, and the last query of each is aligned with its last key.
         max_seqlen_q, max_seqlen_k: lengths of the longest sequences, needed for the padded batch; without them they are
             read from the boundaries, which synchronises a GPU.
-        spec: as in `regard.attention`.
-        arguments: `is_causal`, `exclude_self`, `window`, `scale`, `params`, `enable_gqa`, `impl` of `regard.attention`;
-            tensors among them must not differ by position.
+        spec, arguments: as in `regard.attention`: `is_causal`, `exclude_self`, `window`, `scale`, `params`,
+            `enable_gqa`, `impl`. Tensors among them must not differ by position.
 
     Returns:
         The output [Tq, H, Dv] in the dtype of `query`. Queries of a sequence without keys are 0.

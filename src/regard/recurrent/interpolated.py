@@ -6,7 +6,8 @@ obar and kbar are one attention over values and keys side by side. W_i, the mode
 at q_i - kbar_i. Softmax with W = 0 is attention, and with the best W near the query local linear attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,21 +46,17 @@ def interpolated_attention(
     """Return the prediction of a global linear model plus the weighted mean of its residuals.
 
     Args:
-        query: [B, H, Tq, D].
-        key: [B, Hkv, Tk, D].
-        value: [B, Hkv, Tk, Dv].
+        query, key, value: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv].
         trend: the global linear model W_i: a name, text or object of `regard.recurrent.trends` ("linear-attention",
             "mesa", "mesa(ridge=0.5)", "delta", "gated-delta"), or, for learned numbers, a function of (query, key,
             value, attn_mask=, is_causal=, exclude_self=, and segment_ids= if given) that returns W_i q_i, such as
             lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
         spec: a spec whose weights s sum to one, or its text.
         attn_mask: boolean over the keys, broadcastable to [B, 1, 1, Tk]; True where a key may be attended.
-        is_causal, exclude_self: as in `regard.attention`, for weights and model.
-        query_offset: the key position of query 0, a whole number; default Tk - Tq (end-aligned). A function as trend
-            needs 0.
+        is_causal, exclude_self, scale, params, enable_gqa, layout: as in `regard.attention`, the first two for weights
+            and model. A function as trend always gets tensors with heads before tokens.
+        query_offset: as in `regard.attention`, but a whole number; a function as trend needs 0.
         segment_ids: as in `regard.linear_attention`.
-        scale, params, enable_gqa: as in `regard.attention`.
-        layout: as in `regard.attention`; a function as trend gets tensors with heads before tokens.
 
     Returns:
         The output [B, H, Tq, Dv] in the dtype of `query`. Rows without a visible key are 0.
@@ -77,35 +74,38 @@ def interpolated_attention(
     flags(CALL, enable_gqa=enable_gqa)
     within(CALL, None, check_tensors, query, key, value, enable_gqa)
     mask = _key_mask(attn_mask, key)
-    how: dict[str, Any] = {
-        "attn_mask": None if mask is None else mask[:, None, None], "is_causal": causal, "exclude_self": exclude_self,
-        "query_offset": query_offset, "segment_ids": segment_ids, "scale": scale, "params": params,
-        "enable_gqa": enable_gqa,
-    }  # fmt: skip
-    function = callable(trend) and not hasattr(trend, "name")
-    model = None if function else within(CALL, "trend", as_trend, trend)
-    if function and (query_offset not in (None, 0) or key.shape[2] != query.shape[2]):
-        raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
-    if segment_ids is not None and key.shape[2] != query.shape[2]:
-        counts = f"{query.shape[2]} queries and {key.shape[2]} keys"
-        raise ArgumentError(f"{CALL}: takes segments only with a query at every key, but there are {counts}.")
-    q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
-    both = within(CALL, None, attention, q, k, torch.cat([v, k], -1), weights, **how)
-    mean, centre = both.split([value.shape[3], key.shape[3]], -1)
     given: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
     if segment_ids is not None:
         given["segment_ids"] = segment_ids
+    how = {**given, "attn_mask": None if mask is None else mask[:, None, None], "query_offset": query_offset}
+    how |= {"scale": scale, "params": params, "enable_gqa": enable_gqa}
+    predict = _predictor(trend, query.shape[2], key.shape[2], query_offset, segment_ids)
+    q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
+    both = within(CALL, None, attention, q, k, torch.cat([v, k], -1), weights, **how)
+    mean, centre = both.split([value.shape[3], key.shape[3]], -1)
+
     with full_precision(query.device.type):
-        # rows that see a non-finite number are NaN in `mean`; the model must not spread it to others
-        apart, k, v = (clean(x)[0] for x in (q - centre, k, v))
-        if model is None:
-            slope = within(CALL, None, trend, apart, k, v, **given)
-        else:
-            offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
-            slope = within(CALL, None, predict_from, model, apart, k, v, offset=offset, **given)
+        # rows that see a non-finite number are NaN in `mean`; the model must not spread it to other rows
+        slope = within(CALL, None, predict, *(clean(x)[0] for x in (q - centre, k, v)), **given)
     if not isinstance(slope, Tensor) or slope.shape != mean.shape:
         raise ArgumentError(f"{CALL}: trend gave {shown(slope)}, expected W_i q_i, a tensor {shape(mean)}.")
     return (mean + slope).to(query.dtype)
+
+
+def _predictor(
+    trend: Any, queries: int, keys: int, query_offset: int | None, segment_ids: Tensor | None
+) -> Callable[..., Any]:
+    """Return the function of (query, key, value, **how) that predicts with `trend`."""
+    predict = trend
+    if not callable(trend) or hasattr(trend, "name"):
+        offset = keys - queries if query_offset is None else query_offset
+        predict = partial(predict_from, within(CALL, "trend", as_trend, trend), offset=offset)
+    elif query_offset not in (None, 0) or keys != queries:
+        raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
+    if segment_ids is not None and keys != queries:
+        counts = f"{queries} queries and {keys} keys"
+        raise ArgumentError(f"{CALL}: takes segments only with a query at every key, but there are {counts}.")
+    return predict
 
 
 def require_averages(spec: Spec) -> None:

@@ -85,20 +85,15 @@ def leaky_average(
     checks.flag(CALL, "average", average)
     _check(x, rate, mask, chunk_size)
     checks.segments(CALL, segment_ids, x.shape[0], x.shape[2], x.device)
-    batch, heads, tokens, dim = x.shape
+    batch, heads, tokens, _ = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
     given = rate if isinstance(rate, Tensor) else torch.full((), min(float(rate), 1e30), dtype=dtype, device=x.device)
     rates = given.to(dtype).expand(heads)
     checks.finite(CALL, "x", x)
     wide = x.to(dtype)
-    if state is None:
-        state = LeakyState.empty(batch, heads, dim, dtype=dtype, device=x.device)
-    else:
-        require_state(CALL, state, LeakyState, {"sums": (batch, heads, dim)}, wide)
-    begins = None  # the first position of every token's document [B or 1, T]
-    if segment_ids is not None:
-        checks.on_device(CALL, "segment_ids", segment_ids, x.device)
-        begins = runs_of(segment_ids)[0] if tokens > 1 else None
+    state = _start(state, wide)
+    # the first position of every token's document [B or 1, T]
+    begins = runs_of(segment_ids)[0] if segment_ids is not None and tokens > 1 else None
     with full_precision(x.device.type):
         wide, bad = clean(wide)
         if mask is not None:
@@ -115,6 +110,15 @@ def leaky_average(
             sums = sums * -torch.expm1(-rates)[:, None, None]
         out = torch.where(lost[..., None], torch.nan, sums).to(x.dtype)
     return out, LeakyState(after, non_finite, tokens=state.tokens + tokens)
+
+
+def _start(state: LeakyState | None, x: Tensor) -> LeakyState:
+    """Return the state that a call with x [B, H, T, D] begins with."""
+    batch, heads, _, dim = x.shape
+    if state is None:
+        return LeakyState.empty(batch, heads, dim, dtype=x.dtype, device=x.device)
+    require_state(CALL, state, LeakyState, {"sums": (batch, heads, dim)}, x)
+    return state
 
 
 def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tensor:

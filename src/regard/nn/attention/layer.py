@@ -27,6 +27,16 @@ Observer = Callable[[int | None, Any], None]
 Rotary = tuple[Tensor, Tensor] | None
 
 
+def _check_cache(cache: Any, segment_ids: Tensor | None, hidden_states: Tensor) -> None:
+    if cache is not None and not callable(getattr(cache, "update", None)):
+        raise refuse(CALL, "past_key_values", cache, "a cache with update(key, value, layer_idx), or None")
+    if segment_ids is not None:
+        if cache is not None:
+            why = "past_key_values, a cache that holds one document per row; leave one out"
+            raise ArgumentError(f"{CALL}: segment_ids were given with {why}.")
+        segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
+
+
 class Attention(nn.Module):
     """Causal self-attention: query, key, value and output projections around `regard.attention`.
 
@@ -177,7 +187,6 @@ class Attention(nn.Module):
             output_attentions: also return the weights, from the dense reference: those with weights times values =
                 output, some of which are negative for a local linear spec.
             segment_ids: integers [B or 1, T] of packed documents: a token attends only to its own run of equal numbers.
-                Cannot be combined with a cache.
 
         Returns:
             Output [B, T, C], and weights [B, H, T, Tk] or None. With a window and a cache, Tk counts the tokens that
@@ -191,14 +200,7 @@ class Attention(nn.Module):
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
         flags(CALL, output_attentions=output_attentions)
-        if past_key_values is not None and not callable(getattr(past_key_values, "update", None)):
-            expected = "a cache with update(key, value, layer_idx), or None"
-            raise refuse(CALL, "past_key_values", past_key_values, expected)
-        if segment_ids is not None:
-            if past_key_values is not None:
-                why = "past_key_values, a cache that holds one document per row; leave one out"
-                raise ArgumentError(f"{CALL}: segment_ids were given with {why}.")
-            segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
+        _check_cache(past_key_values, segment_ids, hidden_states)
         query, key, value = self._project(hidden_states, position_embeddings)
         sums = None if past_key_values is None else self._sums(past_key_values)
         if sums is not None:
@@ -208,8 +210,7 @@ class Attention(nn.Module):
             if past_key_values is not None:
                 fixed = fixed_layer(CALL, past_key_values, cast(int, self.layer_idx))  # checked by _sums
                 if fixed is not None:
-                    tokens = query.shape[2]
-                    attention_mask = visible_places(CALL, fixed, attention_mask, tokens, seen, key.device)
+                    attention_mask = visible_places(CALL, fixed, attention_mask, query.shape[2], seen, key.device)
                     seen = Seen()
                 key, value = self._append(past_key_values, key, value, seen)
             seen = Seen(*seen[:3], self._mask(attention_mask, query, key), segment_ids)
