@@ -9,7 +9,7 @@ from tiny_runs import make, tiny
 from transformers.modeling_outputs import CausalLMOutput
 
 from regard.tasks import CrossDocumentRecall, collate
-from regard_recipes.fwpkm import fast_weight_recall as recipe
+from regard_recipes.fwpkm._clustered_queries import coverage
 from regard_recipes.fwpkm._recall_model import RecallTokens
 from regard_recipes.fwpkm.fast_weight_recall import DETACHED, NORMALIZED, ROOM, RULES, FastWeightRecall
 from regard_recipes.lib.recipe import select
@@ -88,7 +88,7 @@ def test_one_reading_writes_before_the_questions_only_in_smaller_chunks() -> Non
 def test_coverage_is_counted() -> None:
     """Against a dense search: without an entropy the keys stay, and slots can be found by brute force."""
     sizes = {"sub_keys": 5, "width": 6, "top_k": 3, "chunk": 8, "chunks": 4, "looked_at": 2, "centre": 0.3}
-    found = recipe.coverage(0.7, 0.0, 3, **sizes)
+    found = coverage(0.7, 0.0, 3, **sizes)
     draw = torch.Generator().manual_seed(3)
     keys = ((2 * torch.rand(1, 2, 5, 3, generator=draw) - 1) * 6**-0.5)[0].double()
     centre, noise = (0.3 * torch.randn(rows, 6, generator=draw) for rows in (1, 32))
@@ -103,7 +103,7 @@ def test_coverage_is_counted() -> None:
 
 def test_the_entropy_spreads_clustered_queries() -> None:
     sizes = {"sub_keys": 16, "chunks": 32, "looked_at": 8, "chunk": 64}
-    assert recipe.coverage(0.5, 1.0, 0, **sizes) > 1.5 * recipe.coverage(0.5, 0.0, 0, **sizes)
+    assert coverage(0.5, 1.0, 0, **sizes) > 1.5 * coverage(0.5, 0.0, 0, **sizes)
 
 
 def test_a_run_has_every_row() -> None:

@@ -14,7 +14,7 @@ from tiny_runs import tiny
 from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer
 from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
-from regard_recipes.fwpkm import fwpkm_case_studies as looks
+from regard_recipes.fwpkm import _case_studies_measures as measures
 from regard_recipes.fwpkm.fwpkm_case_studies import ROW, FwPKMCaseStudies
 from regard_recipes.lib.results import load
 
@@ -26,8 +26,8 @@ def model() -> Any:
 
 
 def slots_of(found: Any, reads: int) -> list[dict[str, Any]]:
-    made = FwPKMCaseStudies.configure("quick", haystack=12, needles=1, examples=2, reads=reads)
-    return list(made.look_at_slots(found, Text()))
+    text: Any = Text()
+    return list(measures.slot_rows(found, text, 12, 1, 2, 0, reads=reads))
 
 
 def test_the_model_is_the_papers() -> None:
@@ -91,7 +91,7 @@ def test_layers_are_counted() -> None:
     second = SlotReading("low", 4, (RetrievedSlot(2, 0.75, (other,)), RetrievedSlot(3, 0.25, ())))
     third = SlotReading("high", 4, (RetrievedSlot(2, 1.0, (other,)),))
     found = [SlotReadings(tokens, labels, (first, third), {4: 6}), SlotReadings(tokens, labels, (second,), {4: 6})]
-    counts = looks.layer_counts(found, [True, False], "low")
+    counts = measures.layer_counts(found, [True, False], "low")
     assert counts["hits"] == pytest.approx((1 / 2 + 0) / 2)
     assert counts["hits_of_four"] == pytest.approx((1 + 0) / 2)
     assert counts["weight"] == pytest.approx((0.5 + 0) / 2)
@@ -99,7 +99,7 @@ def test_layers_are_counted() -> None:
     assert (counts["misses"], counts["never"]) == (2, 1 / 4)
     assert counts["same_by_chance"] == 2 / 4  # the token 5 among 5, 6, 5, 7
     assert (counts["mixed"], counts["answered"]) == (1.0, 1)
-    assert looks.layer_counts(found, [False, False], "low")["mixed"] is None
+    assert measures.layer_counts(found, [False, False], "low")["mixed"] is None
 
 
 def test_gates_of_a_text_are_kept() -> None:
@@ -113,7 +113,7 @@ def test_gates_of_a_text_are_kept() -> None:
         found(input_ids=text[None], use_cache=False)
     for handle in handles:
         handle.remove()
-    rows = list(looks.gate_rows(found, text))
+    rows = list(measures.gate_rows(found, text))
     assert [row["layer"] for row in rows] == list(heard)
     for row in rows:
         assert row["tokens"] == text.tolist()

@@ -12,7 +12,8 @@ from tiny_runs import checked
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
-from regard_recipes.long_text.needle_reading import NeedleText, answer_rows, needle_text
+from regard_recipes.long_text.needle_reading import answer_rows
+from regard_recipes.long_text.needle_text import NeedleText, needle_text
 
 TEXT = "a river of many words , that runs on ( and on ) and never ends ; "
 made = partial(checked, "needle")

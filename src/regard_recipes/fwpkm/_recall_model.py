@@ -1,4 +1,4 @@
-"""The model of the recipe fast-weight-recall, and its task as one of tokens; transformers is slow to import.
+"""The model of the recipe fast-weight-recall, its task, and what its slots hold; transformers is slow to import.
 
 Shapes: B examples, T tokens of a stream, V tokens of the vocabulary.
 """
@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from regard.nn import FastWeightProductKeyMemory
+from regard.nn.memory_trace import Hits, WriterTrace, observed
 from regard.tasks import IGNORED, CrossDocumentRecall, TokenExample, TokenTask
 
 
@@ -62,3 +63,16 @@ class RecallModel(PreTrainedModel):
         logits = self.output(self.norm(hidden + recalled))
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)
+
+
+@torch.no_grad()
+def hits(model: Any, once: CrossDocumentRecall, seed: int, examples: int) -> tuple[float, float]:
+    """Return, of the slots that keys retrieve on the second of two readings, the share to which the last writer, and
+    any of the last four, gave the right value."""
+    stream = once.examples(seed, range(examples)).stream
+    with observed(model, WriterTrace) as traces:
+        model(stream.to(model.device))
+    retrieved = traces["memory"].retrieved()
+    asked = (retrieved.position >= once.length) & (retrieved.position % 2 == 0)
+    found = Hits(retrieved.hits(stream).hit, asked)
+    return found.rate(1), found.rate(4)

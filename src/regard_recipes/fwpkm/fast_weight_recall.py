@@ -9,19 +9,17 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
 import torch
 
-from regard.memory.fast_weights import WriteRule, fast_weight_memory
-from regard.nn.memory_trace import Hits, SlotStatistics, WriterTrace, observed
 from regard.tasks import CrossDocumentRecall
 
-from ..lib.claims import Claim, Estimate, claims_of, mean_intervals, ratio_interval
+from ..lib.claims import Claim, claims_of, mean_intervals
 from ..lib.display import Show, lines, panels, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select
+from ..lib.recipe import Cell, Recipe, Results, recipe, select
+from ._clustered_queries import clustered_rows, widest
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
 RULES: dict[str, dict[str, Any]] = {
@@ -32,7 +30,6 @@ ROOM, SMALL, CLUSTERED = "room enough", "too few slots", "clustered queries"
 EXACT = (NORMALIZED, REFERENCE)  # rules that should rewrite in one step
 CHANCE = 0.03  # share of right values that counts as chance
 REMAPPED = 0.95  # least share of right values where keys had other values before
-SPREADS, WEIGHTS = (0.25, 0.5, 1.0, 1.5), (0.0, 1.0, 10.0)  # of clustered queries, and of the entropy
 
 
 @recipe("fast-weight-recall")
@@ -104,12 +101,10 @@ class FastWeightRecall(Recipe):
         from regard.training.task import TaskBudget, train_on_task
         from regard.training.task.training import LossNotFinite
 
-        from ._recall_model import RecallTokens
+        from ._recall_model import RecallTokens, hits
 
         if cell["memory"] == CLUSTERED:
-            for spread, weight in product(SPREADS, WEIGHTS):
-                yield {"kind": "clustered", "spread": spread, "weight": weight,
-                       "coverage": coverage(spread, weight, seed)}  # fmt: skip
+            yield from clustered_rows(seed)
             return
         rule, small, start = cell["rule"], cell["memory"] == SMALL, time.perf_counter()
         torch.manual_seed(seed)
@@ -125,7 +120,7 @@ class FastWeightRecall(Recipe):
         seconds = time.perf_counter() - start
         model.eval()
         once, exact = self.task(documents=1, reads=2), not small and rule in EXACT
-        last, four = self.hits(model, once, seed) if exact else (None, None)
+        last, four = hits(model, once, seed, min(16, self.examples)) if exact else (None, None)
         yield {"kind": "run", "slots": model.memory.slots, "parameters": model.num_parameters(), "seconds": seconds,
                "fast_weights": model.memory.fast_numbers(), "hit_last": last, "hit_four": four}  # fmt: skip
         yield from ({"kind": "loss", "part": part, "loss": loss} for part, loss in enumerate(losses, 1))
@@ -146,18 +141,6 @@ class FastWeightRecall(Recipe):
 
         scores = score_task(model, RecallTokens(task), seed=seed, examples=self.examples, batch=16)
         return [score.mean for metric, score in scores.items() if metric.startswith("accuracy on")]
-
-    @torch.no_grad()
-    def hits(self, model: Any, once: CrossDocumentRecall, seed: int) -> tuple[float, float]:
-        """Return, of the slots that keys retrieve on the second of two readings, the share to which the last writer,
-        and any of the last four, gave the right value."""
-        stream = once.examples(seed, range(min(16, self.examples))).stream
-        with observed(model, WriterTrace) as traces:
-            model(stream.to(model.device))
-        retrieved = traces["memory"].retrieved()
-        asked = (retrieved.position >= once.length) & (retrieved.position % 2 == 0)
-        hits = Hits(retrieved.hits(stream).hit, asked)
-        return hits.rate(1), hits.rate(4)
 
     def claims(self, results: Results) -> list[Claim]:
         recall, runs = (results.select(kind=kind, memory=ROOM) for kind in ("recall", "run"))
@@ -193,16 +176,14 @@ class FastWeightRecall(Recipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         recall, runs, clustered = (results.select(kind=kind) for kind in ("recall", "run", "clustered"))
-        recall = recall.assign(document="document " + recall["document"].astype(int).astype(str))
+        recall = recall.assign(document=recall["document"].map("document {:.0f}".format))
         without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
         clustered = clustered.assign(times=clustered["coverage"] / clustered["spread"].map(without),
                                      entropy=clustered["weight"].map("entropy weight {:g}".format))  # fmt: skip
         readings: Show = lambda own: " / ".join(map("{:.3f}".format, own.groupby("reading")["accuracy"].mean()))  # noqa: E731
         return {
-            "Recall by document and reading": pivot(
-                recall, ["memory", "rule"], {"": readings}, "document",
-                note=f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: "
-                f"{self.seeds}."),
+            "Recall by document and reading": pivot(recall, ["memory", "rule"], {"": readings}, "document", note=(
+                f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: {self.seeds}.")),
             "One reading, by tokens of a chunk": pivot(
                 results.select(kind="once"), ["rule"], {"": "{accuracy:.3f}"}, "chunk",
                 note="A document followed by the same document as questions, read once: share of right answers."),
@@ -220,45 +201,12 @@ class FastWeightRecall(Recipe):
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        recall, clustered = results.select(kind="recall"), results.select(kind="clustered")
-        recall = recall.astype({"document": int}).sort_values("document", kind="stable")
+        recall = results.select(kind="recall").sort_values("document", kind="stable")
+        clustered = results.select(kind="clustered")
         clustered = clustered.assign(entropy=clustered["weight"].map("weight {:g}".format))
         return {
-            "recall": lines(panels(recall, "{memory}, document {document}"), "reading",
+            "recall": lines(panels(recall, "{memory}, document {document:.0f}"), "reading",
                             {"accuracy": "share of right values"}, "rule", wrap=2),
             "clustered": lines({"slots that clustered queries use": clustered}, "spread",
                                {"coverage": "share of the slots"}, "entropy"),
         }  # fmt: skip
-
-
-def widest(rows: Frame) -> dict[str, Estimate]:
-    """Return the largest ratio of slots in use with the entropy to those without it."""
-    found = {
-        f"spread {spread:g}, weight {weight:g}": ratio_interval(own["coverage"], select(each, weight=0.0)["coverage"])
-        for spread, each in rows.groupby("spread") for weight, own in each.groupby("weight") if weight
-    }  # fmt: skip
-    return dict(sorted(found.items(), key=lambda item: -item[1].mean)[:1])
-
-
-@torch.no_grad()
-def coverage(
-    spread: float, weight: float, seed: int, *, sub_keys: int = 32, width: int = 64, top_k: int = 4, chunk: int = 128,
-    chunks: int = 64, looked_at: int = 16, centre: float = 0.25,
-) -> float:  # fmt: skip
-    """Return the share of slots that are read in the last chunks, after the chunks before them have moved the keys.
-
-    Every query is the same point, of standard deviation `centre` a coordinate, moved by noise of `spread` times as
-    much; `weight` is that of the entropy.
-    """
-    early, slots = chunk * (chunks - looked_at), sub_keys**2
-    draw = torch.Generator().manual_seed(seed)
-    keys = (2 * torch.rand(1, 2, sub_keys, width // 2, generator=draw) - 1) * width**-0.5
-    point, noise = (centre * torch.randn(rows, width, generator=draw) for rows in (1, chunk * chunks))
-    query = (point + spread * noise)[None, :, None]
-    # one value for all: what is written does not move the keys
-    value, values = torch.zeros(1, chunk * chunks, 2), torch.zeros(slots, 2)
-    watched, rule = SlotStatistics(slots), WriteRule("normalized", address_weight=weight)
-    read = partial(fast_weight_memory, rule=rule, top_k=top_k, chunk_size=chunk)
-    _, state = read(query[:, :early], value[:, :early], None, keys, values)
-    read(query[:, early:], value[:, early:], None, keys, values, state=state, observer=watched)
-    return watched.summary()["coverage"]

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 
 from ..lib.claims import Claim, claims_of, paired
-from ..lib.display import Show, gap, interval, lines, pivot
+from ..lib.display import gap, interval, lines, pivot
 from ..lib.recipe import Frame, Results, recipe, select
 from ..long_text.needle_reading import answer_rows
 from ..long_text.streaming import read_names
-from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe, Row
+from ._layouts import Row
+from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {
@@ -108,23 +109,19 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         seen, reads = self.by_seed(results), self.reads
         whole, order = select(seen, model=WHOLE), {name: place for place, name in enumerate(self.trained)}
         seen = seen.sort_values("model", key=lambda names: names.map(order), kind="stable")
-        values: dict[str, Show] = {
-            "nats": "{loss:.3f}", "earlier segments": interval("across"),
-            f"above {WHOLE}": gap("across", whole), "never written": "{frozen:.3f}",
-            "mean gate": "{gate:.2f}", "coverage": "{coverage:.3f}", "collisions": "{collisions:.2f}",
-            "KL to even use": "{kl_uniform:.2f}", f"needles, {reads} readings": "{share:.0%}",
-        }  # fmt: skip
-        note = (
-            f"Nats per token on documents read in order, the memory carried on, and of what names from earlier "
-            f"segments have; never written: the same with a memory that stays as it is made. Coverage: share of the "
-            f"slots that were read; collisions: share of the reads of slots that were read more than once. Means, ± "
-            f"half the 95 % interval; seeds: {self.seeds}."
-        )
         chance = f"{self.examples} questions a seed. Chance: {10.0**-self.digits:.2g}."
         return {
-            "What a part is worth": pivot(seen, ["model"], values, note=note),
-            "Needles by readings": pivot(self.chosen(results, "answers"), ["model"], {"": "{share:.0%}"},
-                                         "read", note=chance),
+            "What a part is worth": pivot(seen, ["model"], {
+                "nats": "{loss:.3f}", "earlier segments": interval("across"),
+                f"above {WHOLE}": gap("across", whole), "never written": "{frozen:.3f}",
+                "mean gate": "{gate:.2f}", "coverage": "{coverage:.3f}", "collisions": "{collisions:.2f}",
+                "KL to even use": "{kl_uniform:.2f}", f"needles, {reads} readings": "{share:.0%}",
+            }, note=f"Nats per token on documents read in order, the memory carried on, and of what names from earlier "
+                    f"segments have; never written: the same with a memory that stays as it is made. Coverage: share "
+                    f"of the slots that were read; collisions: share of the reads of slots that were read more than "
+                    f"once. Means, ± half the 95 % interval; seeds: {self.seeds}."),
+            "Needles by readings": pivot(
+                self.chosen(results, "answers"), ["model"], {"": "{share:.0%}"}, "read", note=chance),
             "Training": self.training_table(results),
         }  # fmt: skip
 

@@ -1,32 +1,28 @@
 """Two looks into a fast-weight memory: the slots that answer a question about a needle, and the gates over a text.
 
 Section 5 of "Fast-weight Product Key Memory"; what it says of both is counted over many questions and documents.
-
-Shapes: E questions, L tokens of a haystack, n readings, Q tokens of a question, A of an answer.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from regard.inspect.gates import GateTrace, gate_trace, layer_name
-from regard.inspect.slot_trace import SlotReadings, slot_readings, slot_table
-from regard.nn.memory_trace import WriterTrace, observed
+from regard.inspect.gates import GateTrace
+from regard.inspect.slot_trace import SlotReadings, slot_table
 
 from ..lib.claims import Claim, claims_of, mean_intervals, paired
 from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Results, recipe, select
-from ..long_text.needle_reading import asked, greedy
 from ..long_text.streaming import read_names
-from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe, Row
+from ._case_studies_measures import WRITERS, gate_rows, slot_rows
+from ._layouts import Row
+from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
 MAJORITY = 0.5
 MARGIN = 0.05  # by which two means or two deviations must differ to count
-WRITERS = 4  # kept of every slot
 REACH = 4  # words on each side of a writer that tables and pages show
 PLACES = {"new": "new names", "within": "repeated names", "other": "other tokens"}
 NOTHING = "writing does not lower the loss on names that come back, so that gates have nothing to follow"
@@ -72,42 +68,13 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         from regard.models.hybrid.memories import chunk_size
 
         if name == NEEDLES:
-            yield from self.look_at_slots(model, test)
+            yield from slot_rows(model, test, self.haystack, self.needles, self.examples, self.seed, reads=self.reads)
             return
         text = self.names(self.gate_tokens + 1)
         with chunk_size(model, self.gate_chunk):
             yield from read_names(model, text, self.gate_tokens, ("paper", "frozen"), count=self.documents,
                                   seed=self.seed)  # fmt: skip
             yield from gate_rows(model, text.example(self.seed, 0, "test").tokens[: self.drawn])
-
-    @torch.no_grad()
-    def look_at_slots(self, model: Any, text: Any) -> Iterator[dict[str, Any]]:
-        """Read haystacks [E, L] n times, answer greedily, and yield what was retrieved for the tokens of the answers.
-        The chunk is the haystack: each reading is written once, the last one before the question's first token is read.
-        A row of kind "layer" for each memory layer has counts over all questions; one of kind "slots" has the share of
-        right answers ("exact"), and the slots of the first question that was answered correctly, if any."""
-        from regard.models.hybrid.memories import chunk_size, keep_memory
-
-        haystacks, questions, examples = asked(text, self.haystack, self.needles, range(self.examples), self.seed)
-        answers, cache = torch.tensor([text.encode(example.answer) for example in examples]), None
-        with chunk_size(model, self.haystack), observed(model, lambda slots: WriterTrace(slots, WRITERS)) as traces:
-            for _ in range(self.reads):
-                cache = keep_memory(model, cache)
-                model(input_ids=haystacks.to(model.device), cache=cache, logits_to_keep=1)
-            spoken = greedy(model, questions.to(model.device), answers.shape[1], cache)
-        retrieved = {layer_name(name): trace.retrieved() for name, trace in traces.items()}
-        right = (spoken == answers).all(1)
-        first = self.reads * self.haystack + questions.shape[1] - 1
-        asking = range(first, first + answers.shape[1])
-        readings = []
-        for row, tokens in enumerate(torch.cat([*[haystacks] * self.reads, questions, spoken], 1).tolist()):
-            wanted = dict(zip(asking, answers[row].tolist(), strict=True))
-            readings.append(slot_readings(retrieved, tokens, [""] * len(tokens), asking, answers=wanted, row=row))
-        for name in retrieved:
-            yield {"kind": "layer", "layer": name, **layer_counts(readings, right.tolist(), name)}
-        shown = int(right.int().argmax())
-        yield {"kind": "slots", "right": bool(right[shown]), **readings[shown].to_dict(),
-               "exact": right.double().mean().item()}  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
         slots, gates = (self.chosen(results, "layer", task=task) for task in (NEEDLES, NAMES))
@@ -203,33 +170,3 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         rows = self.chosen(results, "gates", seed=self.seed)
         labels = tuple(f" {results.facts['words'][NAMES][token]}" for token in rows["tokens"].iloc[0])
         return GateTrace(labels, tuple(rows["layer"]), torch.tensor(rows["gates"].tolist()))
-
-
-def layer_counts(readings: Sequence[SlotReadings], right: list[bool], layer: str) -> dict[str, Any]:
-    """Return counts of what one layer retrieved over all questions: hits, hits_of_four (share of the slots to which the
-    last write, or one of the last four, gave the true next token); weight (share of the weight on hits); same_query (of
-    the written slots that miss, the share whose last writer was the token that asks) and same_by_chance (share of that
-    token among all that were read before); never (share of slots never written); mixed (of the right answers, the share
-    with a miss, None where there is none)."""
-    mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
-    found = [(seen, reading) for seen in readings for reading in seen.readings if reading.layer == layer]
-    slots = [(seen, seen.tokens[reading.position], slot, seen.hit(reading, slot))
-             for seen, reading in found for slot in reading.slots]  # fmt: skip
-    missed = [seen.tokens[slot.writers[0].query] == asks for seen, asks, slot, hit in slots if slot.writers and not hit]
-    chance = [seen.tokens[: at.position].count(seen.tokens[at.position]) / at.position for seen, at in found]
-    answered = [seen for seen, good in zip(readings, right, strict=True) if good]
-    return {
-        "hits": mean([seen.hits(1, layer) for seen in readings]),
-        "hits_of_four": mean([seen.hits(WRITERS, layer) for seen in readings]),
-        "weight": mean([seen.hit_weight(layer) for seen in readings]),
-        "same_query": mean(missed), "same_by_chance": mean(chance), "misses": len(missed),
-        "never": mean([not slot.writers for _, _, slot, _ in slots]),
-        "mixed": mean([seen.hits(1, layer) < 1 for seen in answered]) if answered else None, "answered": len(answered),
-    }  # fmt: skip
-
-
-def gate_rows(model: Any, tokens: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield a row of kind "gates" for each memory layer: the tokens and their gates."""
-    trace = gate_trace(model, tokens, [""] * len(tokens))
-    for name, gates in zip(trace.layers, trace.gates.double().tolist(), strict=True):
-        yield {"kind": "gates", "layer": name, "tokens": tokens.tolist(), "gates": [round(gate, 4) for gate in gates]}

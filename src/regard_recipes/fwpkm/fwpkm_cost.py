@@ -19,7 +19,7 @@ from ..lib.budget import Budget, Corpus, LanguageOptions, initial_range
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
-from .memory_recipe import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
+from ._layouts import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers
@@ -101,29 +101,26 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
 
     def tables(self, results: Results) -> dict[str, Any]:
         counts, runs = beside_paper(results, "count"), beside_paper(results, "run")
-        count: dict[str, Show] = {
-            "parameters, M": "{millions:.3f}", "paper, M": "{paper_millions:.2f}",
-            "learned, M": stat("learned", "mean", "{:.2f}", 1e-6), "fast, M": stat("fast", "mean", "{:.2f}", 1e-6),
-            "6 x parameters x tokens, T": "{tera:.2f}", "paper, T": "{paper_tera:.2f}",
-            "all, T": stat("flops", "mean", "{:.2f}", 1e-12), "left out": "{left_out:+.1%}",
-            "in memories, T": "{in_memories:.2f}",
-        }  # fmt: skip
-        measured: dict[str, Show] = {
-            "learned": "{parameters:,.0f}", "step, in units of none": "{relative:.2f}", "paper": "{paper_relative:.2f}",
-            "peak": "{peak:.0f} MiB", "samples/s": lambda rows: f"{self.batch / rows['step'].iloc[0]:.2f}",
-            "paper, samples/s": "{paper_samples:.2f}",
-        }  # fmt: skip
         tera = 3e-12 * PAPER_BATCH * PAPER_SIZES.context
         parts: dict[str, Show] = {name: stat(name, "mean", "{:.3f}", tera) for name in PARTS}
         return {
-            "Table 2, counted": pivot(counts, ["model"], count, note=(
-                "At the paper's size, a training step of 8 sequences of 4096 tokens. All: everything computed, the "
-                "backward pass as twice the forward pass. Left out: what the paper's count lacks.")),
-            "Operations of a step by what they do": pivot(counts, ["model"], parts, note=(
-                "T operations, forward and backward.")),
-            "Measured": pivot(runs, ["model"], measured, note=(
-                "Here at the measured size; the paper's times are of its own sizes on a GPU. Peak: of the process, "
-                "less what it held before the model was made.")),
+            "Table 2, counted": pivot(counts, ["model"], {
+                "parameters, M": "{millions:.3f}", "paper, M": "{paper_millions:.2f}",
+                "learned, M": stat("learned", "mean", "{:.2f}", 1e-6), "fast, M": stat("fast", "mean", "{:.2f}", 1e-6),
+                "6 x parameters x tokens, T": "{tera:.2f}", "paper, T": "{paper_tera:.2f}",
+                "all, T": stat("flops", "mean", "{:.2f}", 1e-12), "left out": "{left_out:+.1%}",
+                "in memories, T": "{in_memories:.2f}",
+            }, note="At the paper's size, a training step of 8 sequences of 4096 tokens. All: everything computed, the "
+                    "backward pass as twice the forward pass. Left out: what the paper's count lacks."),
+            "Operations of a step by what they do": pivot(
+                counts, ["model"], parts, note="T operations, forward and backward."),
+            "Measured": pivot(runs, ["model"], {
+                "learned": "{parameters:,.0f}", "step, in units of none": "{relative:.2f}",
+                "paper": "{paper_relative:.2f}", "peak": "{peak:.0f} MiB",
+                "samples/s": lambda rows: f"{self.batch / rows['step'].iloc[0]:.2f}",
+                "paper, samples/s": "{paper_samples:.2f}",
+            }, note="Here at the measured size; the paper's times are of its own sizes on a GPU. Peak: of the process, "
+                    "less what it held before the model was made."),
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ from regard.memory.product_key import product_key_search
 from regard.nn import ProductKeyMemory
 
 from ..lib.claims import Claim, claims_of, mean_interval, paired
-from ..lib.display import Show, dots, interval, pivot, stat
+from ..lib.display import dots, interval, pivot, stat
 from ..lib.language_text import windows
 from ..lib.recipe import Cell, Results, recipe, select
 from ..lib.text_recipe import TextRecipe
@@ -39,8 +39,7 @@ class SlotUse(TextRecipe):
     top_k: int = 8  # Slots that each of four heads reads where many are read: a sixteenth of the sub-keys.
     few: int = 2  # Slots that the one head reads where few are read.
     steps = 1500
-    measured: int = 16_384
-    """Held-out tokens that the results are measured on."""
+    measured = 16_384
     limits: ClassVar = {"layers": (2, 256), "sub_keys": (2, 2**16), "memory_dim": (2, 8192),
                         "top_k": (1, 2**16), "few": (1, 2**16)}  # fmt: skip
     known = MODELS
@@ -85,15 +84,13 @@ class SlotUse(TextRecipe):
         ], effect=0.1, untestable=self.unlearned(results))  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        shows: dict[str, Show] = {
+        return {"Slots in use": pivot(self.chosen(results), ["model"], {
             "slots read": lambda rows: f"{mean_interval(100 * rows['coverage']).text(1)} %",
             "even use": stat("even", "mean", "{:.1f} %", 100), "KL to even use, nats": interval("kl"),
             "reads of a slot": "{reads:.1f}",
-        }  # fmt: skip
-        note = ("Share of all slots that are read at least once in the test text, ± half the 95 % interval over "
-                "seeds. Even use: what as many reads of random slots would reach.")  # fmt: skip
-        use = pivot(self.chosen(results), ["model"], shows, note=note)
-        return {"Slots in use": use, "Losses": self.losses_table(results)}
+        }, note="Share of all slots that are read at least once in the test text, ± half the 95 % interval over seeds. "
+                "Even use: what as many reads of random slots would reach."),
+            "Losses": self.losses_table(results)}  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         runs = self.chosen(results)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NeedleRecipe, known_rows
+from ..fwpkm._layouts import RESTRICTED, known_rows
+from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, NeedleRecipe
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
 from ..lib.recipe import Frame, Results, recipe, select
@@ -22,8 +23,7 @@ LONG = 4096  # tokens from which the paper needs more reads
 COST = 0.25  # share of the answers that a memory without resets may lose
 KEPT = ("whole", "flushed")  # protocols that are also measured without a reset between samples
 ROWS = known_rows("GDN+FA-pSWA")
-SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")
-"""Models that are trained by default."""
+SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")  # models that are trained by default
 
 
 @recipe("needle")
@@ -140,10 +140,8 @@ class Needle(NeedleRecipe):
         new = select(answers, state="new").assign(at=lambda rows: [
             f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)])  # fmt: skip
         kept = select(answers, length=self.lengths[0], protocol=KEPT, model=fast if self.kept else [])
-        note = (
-            f"Share of exact answers, ± half the 95 % interval over seeds; they learned {self.context} tokens. "
-            f"Without fast weights a model answers the same after all reads and by all protocols."
-        )
+        note = (f"Share of exact answers, ± half the 95 % interval over seeds; they learned {self.context} tokens. "
+                f"Without fast weights a model answers the same after all reads and by all protocols.")  # fmt: skip
         needed: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
         both: Show = lambda own: " / ".join(  # noqa: E731
             f"{select(own, state=state)['share'].mean():.0%}" for state in ("new", "kept"))  # fmt: skip
