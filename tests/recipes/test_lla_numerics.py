@@ -117,8 +117,8 @@ def test_stored_errors_are_those_of_equation_8(found: pd.DataFrame) -> None:
     """The schemes' and the floor's data once more, by the textbook form: zero steps would be 1 or more away."""
     q, k, v = (x.bfloat16().float() for x in numerics.draw(numerics.Numerics(length=96, dim=8), "normal", 0))
     expected = equation_8(q, k, v, 1.0)
-    np.testing.assert_allclose(numerics.outputs([(q, k, v)], [1.0], torch.float64)[1.0][0], expected, atol=1e-9)
-    once, floor = (outs[1.0][0].double().numpy() for outs in numerics.floors_of([(q, k, v)], [1.0]).values())
+    np.testing.assert_allclose(schemes.outputs([(q, k, v)], [1.0], torch.float64)[1.0][0], expected, atol=1e-9)
+    once, floor = (outs[1.0][0].double().numpy() for outs in schemes.floors_of([(q, k, v)], [1.0]).values())
     off = np.linalg.norm(floor - expected) / np.linalg.norm(expected)
     assert 1e-3 < off < 2e-2
     np.testing.assert_allclose(once, expected, rtol=2**-8)  # half a unit in the last place

@@ -14,7 +14,9 @@ import regard
 from regard.grammar.solvers import BlockDiagonal, Cholesky
 from regard.tasks import ConeRegression
 from regard_recipes.lib.recipe import select
+from regard_recipes.local_linear import _variants as costs
 from regard_recipes.local_linear import lla_variants as variants
+from regard_recipes.local_linear.lla_numerics_schemes import q_centred_blocks
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def record(found: pd.DataFrame, name: str, ridge: float | None, protocol: str = 
 def test_the_papers_blocks_are_those_of_sigma(count: int, strict: bool) -> None:
     generator = torch.Generator().manual_seed(count)
     k, v = (torch.randn(140, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    out, delta = variants.q_centred_blocks(k, v, [0.5], [count], strict)[0.5, count]
+    out, delta = q_centred_blocks(k, v, [0.5], [count], strict)[0.5, count]
     expected, share = papers(k.numpy(), v.numpy(), 0.5, count, strict)
     np.testing.assert_allclose(delta, share, atol=1e-9)
     np.testing.assert_allclose(out * delta[:, None], expected * share[:, None], atol=1e-8)
@@ -120,11 +122,11 @@ def test_costs_are_those_of_counted_operations() -> None:
     """Written out as sums of products: an [a, b] by [b, c] product is 2 a b c operations."""
     n, d, steps, g, tile = 100, 16, 5, 4, 128
     rows = pd.DataFrame(
-        {"cost": list(variants.COSTS), "keys": n, "steps": steps, "blocks": g, "microseconds": 2.0},
-        list(variants.COSTS),
+        {"cost": list(costs.COSTS), "keys": n, "steps": steps, "blocks": g, "microseconds": 2.0},
+        list(costs.COSTS),
     )
-    found = variants.costs(rows, d)
-    assert found.index.tolist() == list(variants.COSTS)
+    found = costs.costs(rows, d)
+    assert found.index.tolist() == list(costs.COSTS)
     product, s = 2 * n * d, d // g
     forming = {size: 2 * n * blocks * size * (size + 1) / 2 for blocks, size in ((1, d), (g, s))}  # symmetric matrices
     assert found["flops"].to_dict() == pytest.approx({
@@ -149,7 +151,7 @@ def test_every_row_has_its_cost_and_times(found: pd.DataFrame) -> None:
     assert own["microseconds"].between(own["fastest"], own["slowest"]).all()
     assert record(found, "auto", 1).keys == 64.5
     assert record(found, "window 16", 1).keys == (sum(range(1, 16)) + 113 * 16) / 128
-    measured = variants.costs(own, 8)
+    measured = costs.costs(own, 8)
     assert record(measured, "softmax", None).flops == 4 * 64.5 * 8
     steps = record(found, "tol 0.1", 1).steps
     assert record(measured, "tol 0.1", 1).flops == pytest.approx((4 * steps + 8) * 64.5 * 8)

@@ -13,6 +13,7 @@ import regard
 from regard.tasks import ConeRegression
 from regard_recipes.lib.claims import ratio_interval
 from regard_recipes.lib.recipe import Results, select
+from regard_recipes.local_linear import _estimators as estimators
 from regard_recipes.local_linear import regression_at_test_time as recipe
 
 
@@ -49,9 +50,9 @@ def plain(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: int, sca
 def test_every_method_is_its_formula(strict: bool) -> None:
     examples = ConeRegression(dim=3, length=24, segment=6, query_noise=0.3).examples(5, range(2))
     q, k, v = (getattr(examples, name).double().numpy() for name in ("queries", "keys", "values"))
-    known = recipe.methods(("softmax", "biweight"), ("softmax+mesa", "biweight+linear", "softmax+linear"), 1e-6, 0)
+    known = estimators.methods(("softmax", "biweight"), ("softmax+mesa", "biweight+linear", "softmax+linear"), 1e-6, 0)
     for method in known:
-        found = method.predict(examples, recipe.Setting(1.5, 0.3, strict)).double().numpy()
+        found = method.predict(examples, estimators.Setting(1.5, 0.3, strict)).double().numpy()
         if method.name in ("random", "zero"):
             continue
         scale = 1.5 if method.takes_scale else 1.0
@@ -64,12 +65,12 @@ def test_every_method_is_its_formula(strict: bool) -> None:
 def test_the_random_predictor_has_the_law_of_a_value() -> None:
     task = ConeRegression(dim=16, length=256, segment=64, noise=0.0)
     examples = task.examples(0, range(8))
-    (method,) = (m for m in recipe.methods((), (), 1e-3, 3) if m.name == "random")
-    guess = method.predict(examples, recipe.Setting(1.0, 0.1, False))
+    (method,) = (m for m in estimators.methods((), (), 1e-3, 3) if m.name == "random")
+    guess = method.predict(examples, estimators.Setting(1.0, 0.1, False))
     size = examples.values.square().sum().item()
     assert abs(guess.square().sum().item() / size - 1) < 0.05
     assert abs((guess * examples.values).sum().item() / size) < 0.02
-    assert torch.equal(guess, method.predict(examples, recipe.Setting(2.0, 1.0, True)))
+    assert torch.equal(guess, method.predict(examples, estimators.Setting(2.0, 1.0, True)))
 
 
 @pytest.mark.parametrize("protocol", ["self-included", "strictly-past"])

@@ -26,8 +26,7 @@ from ..lib.task_recipe import TaskRecipe, mamba
 PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
 MAMBA, ICLM, GATED = "Mamba", "ICLM", "gated delta rule"
 STATES = ("linear", "delta rule", GATED, "Mesa", MAMBA)
-DECAYS = (0.001, 0.1)
-"""Least and largest share that the gated delta rule first forgets with each token."""
+DECAYS = (0.001, 0.1)  # least and largest share that the gated delta rule first forgets with each token
 
 
 def models(head: int, state: int) -> dict[str, dict[str, Any]]:

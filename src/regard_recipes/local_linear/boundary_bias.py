@@ -154,22 +154,18 @@ class BoundaryBias(Recipe):
     def tables(self, results: Results) -> dict[str, Any]:
         chosen, upper = best(results), sorted(self.sizes)[-max(2, len(self.sizes) // 2) :]
         slope: Callable[[str], ToText] = lambda part: lambda rows: log_slope(rows, "n", part).text()  # noqa: E731
-        rates: dict[str, Show] = {
-            "theory": lambda rows: f"{THEORY[rows['estimator'].iloc[0]](rows['d'].iloc[0]):.3f}",
-            "whole": slope("whole"), "larger n": lambda rows: slope("whole")(select(rows, n=upper)),
-            "boundary": slope("boundary"), "interior": slope("interior"),
-            "bandwidth": lambda rows: f"{log_slope(rows, 'n', 'bandwidth').mean:.3f}",
-        }  # fmt: skip
-        errors: dict[str, Show] = {"bandwidth": "{bandwidth:.3f}"}
-        errors |= {part: interval(part, 5) for part in (*PARTS, "bias")}
-        note = (
-            "Least squares of log mean error on log n, ± half the 95 % interval. The boundary layer is as deep as the "
-            "bandwidth (for the global estimator: that of the local constant), and shrinks with it."
-        )
+        errors: dict[str, Show] = {part: interval(part, 5) for part in (*PARTS, "bias")}
         return {
-            "Rates": pivot(chosen, ["d", "estimator"], rates, note=note),
-            "Errors": pivot(chosen, ["d", "n", "estimator"], errors, note="Integrated squared errors; bias: squared."),
-        }
+            "Rates": pivot(chosen, ["d", "estimator"], {
+                "theory": lambda rows: f"{THEORY[rows['estimator'].iloc[0]](rows['d'].iloc[0]):.3f}",
+                "whole": slope("whole"), "larger n": lambda rows: slope("whole")(select(rows, n=upper)),
+                "boundary": slope("boundary"), "interior": slope("interior"),
+                "bandwidth": lambda rows: f"{log_slope(rows, 'n', 'bandwidth').mean:.3f}",
+            }, note="Least squares of log mean error on log n, ± half the 95 % interval. The boundary layer is as deep "
+                    "as the bandwidth (for the global estimator: that of the local constant), and shrinks with it."),
+            "Errors": pivot(chosen, ["d", "n", "estimator"], {"bandwidth": "{bandwidth:.3f}", **errors},
+                            note="Integrated squared errors; bias: squared."),
+        }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         over = panels(best(results), "d = {d}")

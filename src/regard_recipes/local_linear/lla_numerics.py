@@ -22,7 +22,7 @@ from ..lib.budget import DTYPES
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
-from .lla_numerics_schemes import SCHEMES, Times, dense, output, product, rounded
+from .lla_numerics_schemes import SCHEMES, Data, floors_of, outputs, rounded
 
 BLOCK = 128  # rows to one number of the iterations by block
 EMULATED = 64  # steps of the emulated schemes at most, the last column of the paper's Table 2
@@ -35,8 +35,6 @@ FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] =
     "recall": lambda q, k, at: (k[(at * torch.arange(1, len(k) + 1)).long()] + 0.1 * q, k),
 }
 """Queries and keys from normal ones and uniform numbers; the anisotropic keys from one row more."""
-Data = tuple[Tensor, Tensor, Tensor]
-"""q, k, v [T, D]."""
 
 
 def draw(config: "Numerics", family: str, head: int, seed: int = 0) -> Data:
@@ -47,20 +45,6 @@ def draw(config: "Numerics", family: str, head: int, seed: int = 0) -> Data:
     q, v, k = normal(config.length), normal(config.length), normal(config.length + (family == "anisotropic"))
     q, k = FAMILIES[family](q, k, torch.rand(config.length, generator=generator))
     return q, k, v
-
-
-def outputs(
-    heads: Sequence[Data], ridges: Sequence[float], dtype: torch.dtype, times: Times = torch.matmul
-) -> dict[float, Tensor]:
-    """Return by ridge the outputs [H, T, D], from systems solved densely in `dtype`."""
-    solved = [(head, dense(*head[:2], ridges, dtype)) for head in heads]
-    return {ridge: torch.stack([output(*head, t[ridge], times) for head, t in solved]) for ridge in ridges}
-
-
-def floors_of(heads: Sequence[Data], ridges: Sequence[float]) -> dict[str, dict[float, Tensor]]:
-    """Return two float32 solutions by ridge: "rounding", rounded once, and "floor", its last stage in bfloat16."""
-    once = {ridge: rounded(out) for ridge, out in outputs(heads, ridges, torch.float32).items()}
-    return {"rounding": once, "floor": outputs(heads, ridges, torch.float32, product)}
 
 
 def budgets(config: "Numerics") -> dict[str, Solver]:
@@ -149,9 +133,7 @@ class Numerics(Recipe):
         found = results.select(kind="budget")
         default = select(found, dtype="bfloat16", budget="default", data="anisotropic").set_index("ridge")["relative"]
         by_tol = {tol: select(found, dtype="float32", budget=f"tol {tol:g}") for tol in self.tols}
-        worst = lambda column: {  # noqa: E731
-            f"tol {tol:g}": exact(float(rows[column].max() / tol)) for tol, rows in by_tol.items()
-        }
+        worst = lambda column: {f"tol {tol:g}": exact(float(own[column].max() / tol)) for tol, own in by_tol.items()}  # noqa: E731
         lost = found[~found["budget"].str.startswith("steps")]["UNCONVERGED"].sum()
         words = "bfloat16 inputs with anisotropic keys have a relative error of at most {:g}"
         return claims_of("regard's targets", [

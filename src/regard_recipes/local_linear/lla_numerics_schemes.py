@@ -18,6 +18,8 @@ from torch import Tensor
 
 Apply = Callable[[Tensor], Tensor]
 Times = Callable[[Tensor, Tensor], Tensor]
+Data = tuple[Tensor, Tensor, Tensor]
+"""q, k, v [T, D] of one head."""
 Scheme = Callable[[Tensor, Tensor, Tensor, float, Sequence[int]], Iterator[tuple[int, Tensor]]]
 """(q, k, v, ridge, steps) -> pairs of a step and the output [T, D] there."""
 GOAL, SHIFT = 1e-12, 1e-10
@@ -72,6 +74,20 @@ def output(q: Tensor, k: Tensor, v: Tensor, t: Tensor, times: Times = torch.matm
     """Return o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j, in the dtype of t; `times` takes its two products."""
     p, y, _, mean = centred(q.to(t.dtype), k.to(t.dtype))
     return times(p * (1 + times(t, y.T) - dot(mean, t)), v.to(t.dtype))
+
+
+def outputs(
+    heads: Sequence[Data], ridges: Sequence[float], dtype: torch.dtype, times: Times = torch.matmul
+) -> dict[float, Tensor]:
+    """Return by ridge the outputs [H, T, D], from systems solved densely in `dtype`."""
+    solved = [(head, dense(*head[:2], ridges, dtype)) for head in heads]
+    return {ridge: torch.stack([output(*head, t[ridge], times) for head, t in solved]) for ridge in ridges}
+
+
+def floors_of(heads: Sequence[Data], ridges: Sequence[float]) -> dict[str, dict[float, Tensor]]:
+    """Return two float32 solutions by ridge: "rounding", rounded once, and "floor", its last stage in bfloat16."""
+    once = {ridge: rounded(out) for ridge, out in outputs(heads, ridges, torch.float32).items()}
+    return {"rounding": once, "floor": outputs(heads, ridges, torch.float32, product)}
 
 
 def iterates(apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = False) -> Iterator[tuple[int, Tensor]]:

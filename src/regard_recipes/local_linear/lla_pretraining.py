@@ -15,6 +15,7 @@ from regard.inspect.capture import capture
 
 from ..lib.claims import Claim, claims_of, mean_interval
 from ..lib.display import dots, interval, pivot
+from ..lib.language_text import windows
 from ..lib.recipe import Results, recipe, select
 from ..lib.text_recipe import TextRecipe
 
@@ -31,10 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     LLA_PLAIN: {"mixers": "local-linear", "ridges": "learned"},
 }
 """The first five have queries and keys of length one, with scores of -sqrt(D) to sqrt(D)."""
-DENSE = 0.1
-"""Absolute weight from which a position counts as attended (the paper's threshold)."""
-WINDOWS = 8
-"""Windows that weights are looked at in."""
+DENSE = 0.1  # absolute weight from which a position counts as attended (the paper's threshold)
+WINDOWS = 8  # windows that weights are looked at in
 
 
 @recipe("lla-pretraining")
@@ -53,8 +52,7 @@ class Pretraining(TextRecipe):
     }  # fmt: skip
 
     def measure_model(self, model: Any) -> dict[str, Any]:
-        count = max(1, min(WINDOWS, len(self.test_tokens) // self.context))
-        tokens = self.test_tokens[: count * self.context].view(count, -1)
+        tokens = windows(self.test_tokens, self.context)[:WINDOWS]
         return {**super().measure_model(model), **weights_seen(model, tokens.to(next(model.parameters()).device))}
 
     def claims(self, results: Results) -> list[Claim]:

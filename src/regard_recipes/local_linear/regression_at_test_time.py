@@ -1,42 +1,32 @@
 """Test-time regression: every estimator on data whose linear map changes, nothing trained (Local Linear Attention
 paper, section 4, figures 2, 3 and 6).
 
-docs/test-time-regression.md has the two protocols, and says what is measured as given and as chosen. A scale is counted
-in units of the estimator's own (1/sqrt(d) for attention); a ridge is relative to the total weight of a kernel, absolute
-for Mesa.
+docs/test-time-regression.md has the two protocols, and says what is measured as given and as chosen.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError, suggestion
-from regard.grammar import Spec
-from regard.grammar.solvers import ConjugateGradient
-from regard.grammar.spec import local_linear
-from regard.pairwise.attention import attention
-from regard.recurrent.interpolated import interpolated_attention
-from regard.recurrent.linear import linear_attention
-from regard.recurrent.mesa import mesa_attention
-from regard.tasks import ConeExamples, ConeRegression
+from regard.checks import ArgumentError
+from regard.tasks import ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
 from ..lib.display import MISSING, Show, lines, panels, pivot
 from ..lib.recipe import Cell, Frame, Recipe, Results, check_once, recipe, select, significant
+from ._estimators import Method, Setting, methods
 
-PAPER = "Local Linear Attention"
+PAPER, LLA = "Local Linear Attention", "local-linear"
 SELF, PAST = PROTOCOLS = ("self-included", "strictly-past")
 GIVEN, CHOSEN = "given", "chosen"
 SHOWN = {SELF: GIVEN, PAST: CHOSEN}  # which measurement figures and tables show
 CLEAN = {"query noise": 0.0}
 KEY = ["protocol", "d", "S", "query noise"]
-LLA = "local-linear"
 PAPERS = (LLA, "softmax", "linear", "mesa")  # the methods that the paper compares
 DRAWN = (
     "local-linear", "softmax", "local-linear[biweight]", "biweight", "local-linear[relumax]", "local-linear[triweight]",
@@ -45,28 +35,6 @@ DRAWN = (
 POINTS = 128  # of a curve: errors of neighbouring positions are averaged
 BATCH = 8  # sequences at a time
 FULL = 32  # channels up to which a cell has all sequences
-
-
-class Setting(NamedTuple):
-    """The scale, in units of the estimator's own, the ridge, and whether a query sees only the pairs before it."""
-
-    scale: float
-    ridge: float
-    strict: bool
-
-
-Form = Callable[[Tensor, Tensor, Tensor, Setting], Tensor]
-"""(query, key, value [B, 1, L, d], setting) -> what is predicted at the queries."""
-
-
-class Method(NamedTuple):
-    """An estimator: its name, (examples with a batch axis, setting) -> predictions [B, L, d], and whether scale and
-    ridge matter to it."""
-
-    name: str
-    predict: Callable[[ConeExamples, Setting], Tensor]
-    takes_scale: bool = False
-    takes_ridge: bool = False
 
 
 def errors(task: ConeRegression, method: Method, setting: Setting, seed: int, count: int) -> Tensor:
@@ -78,8 +46,7 @@ def errors(task: ConeRegression, method: Method, setting: Setting, seed: int, co
 def parts(length: int, segment: int) -> dict[str, Tensor]:
     """Return the positions of the first segment, of all later ones, of the second halves of these, and all."""
     at = torch.arange(length)
-    later = at >= segment
-    half = at % segment >= segment // 2
+    later, half = at >= segment, at % segment >= segment // 2
     return {"first": at[~later], "later": at[later], "late": at[later & half], "whole": at}
 
 
@@ -177,13 +144,11 @@ class Regression(Recipe):
     def claims(self, results: Results) -> list[Claim]:
         clean = select(in_view(results), **CLEAN)
         wide = clean[(clean["d"] >= 16) & (clean["S"] < self.length)]
-        over = lambda protocol: {  # noqa: E731
-            cell: over_softmax(rows, "later")
-            for cell, rows in panels(select(wide, protocol=protocol), "d = {d}, S = {S}").items()
-        }
+        cells = lambda protocol: panels(select(wide, protocol=protocol), "d = {d}, S = {S}")  # noqa: E731
+        over = lambda protocol: {cell: over_softmax(rows, "later") for cell, rows in cells(protocol).items()}  # noqa: E731
         rows = select(clean, protocol=SELF, method=PAPERS)
-        cells = rows.groupby(["d", "S", "method"])["first"].mean().unstack()[list(PAPERS)]
-        least = float((cells.idxmin(axis=1) == "mesa").mean())
+        means = rows.groupby(["d", "S", "method"])["first"].mean().unstack()[list(PAPERS)]
+        least = float((means.idxmin(axis=1) == "mesa").mean())
         note = "Error of LLA over that of softmax after the first segment, each cell with d >= 16, {}."
         return claims_of(PAPER, [
             ("section 4", "LLA adapts to a changed map better than softmax attention", over(SELF), "below", 1,
@@ -196,18 +161,16 @@ class Regression(Recipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         rows = in_view(results)
-        note = (
-            "Self-included: given; strictly past: chosen. Later: after the first segment; late: in the second halves "
-            "of those segments; whole: all positions. ± half the 95 % interval."
-        )
-        shows: dict[str, Show] = {part: partial(versus_softmax, part) for part in ("first", "later", "late", "whole")}
-        pairs = select(rows, method=[LLA, "softmax"], **CLEAN)
-        tables = {"Squared error of LLA in units of softmax attention's": pivot(
-            pairs, ["protocol", "d", "S"], shows, note=note)}  # fmt: skip
+        versus: dict[str, Show] = {part: partial(versus_softmax, part) for part in ("first", "later", "late", "whole")}
         shares = partial(pivot, index=KEY[1:], values={"": "{share:#.4g}"}, columns="method", note="All positions.")
-        for protocol, own in panels(rows[rows["method"] != "zero"], "{protocol}").items():
-            tables[f"Squared error in units of the zero predictor's, {protocol}"] = shares(own)
-        return tables
+        return {
+            "Squared error of LLA in units of softmax attention's": pivot(
+                select(rows, method=[LLA, "softmax"], **CLEAN), ["protocol", "d", "S"], versus,
+                note="Self-included: given; strictly past: chosen. Later: after the first segment; late: in the second "
+                     "halves of those segments; whole: all positions. ± half the 95 % interval."),
+            **{f"Squared error in units of the zero predictor's, {protocol}": shares(own)
+               for protocol, own in panels(rows[rows["method"] != "zero"], "{protocol}").items()},
+        }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         rows, curves = in_view(results), in_view(results, "curve")
@@ -254,75 +217,3 @@ def over_softmax(rows: Frame, part: str) -> Estimate:
 def versus_softmax(part: str, rows: Frame) -> str:
     """Return `over_softmax` as text; a dash where there is no such part."""
     return MISSING if rows[part].isna().all() else over_softmax(rows, part).text()
-
-
-def kernel(name: str) -> Spec:
-    """Return the spec of a kernel, a local constant."""
-    spec = Spec.parse(name)
-    if spec.degree:
-        raise ArgumentError(f"{name} is a local linear model already; give its kernel alone.")
-    return spec
-
-
-def methods(specs: Sequence[str], residuals: Sequence[str], tol: float, seed: int) -> list[Method]:
-    """Return every estimator: kernels (`specs`) as local constants and as local linear models solved to `tol`, linear
-    states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
-    of which one draws with `seed`."""
-    constants = [kernel(name) for name in specs]
-    made: list[Any] = [(name, smoother(spec), spec.takes_scale) for name, spec in zip(specs, constants, strict=True)]
-    for model in map(local_linear, constants):
-        solved = replace(model, solver=ConjugateGradient(tol=tol))
-        made.append((str(model), smoother(solved), model.takes_scale, True))
-    elu: Form = lambda q, k, v, setting: linear_attention(q, k, v, "elu", exclude_self=setting.strict)[0]  # noqa: E731
-    made += [("elu", elu), ("linear", linear), ("mesa", mesa, False, True)]
-    for name in residuals:
-        weights, _, state = name.rpartition("+")
-        if state not in STATES:
-            raise ArgumentError(f"unknown state {state!r} of {name!r}.{suggestion(state, STATES)}")
-        spec = kernel(weights)
-        made.append((name, smoother(spec, STATES[state]), spec.takes_scale, state == "mesa"))
-    made += [("random", partial(random, seed)), ("zero", lambda q, k, v, setting: torch.zeros_like(v))]
-    return [Method(name, partial(predict, form), *takes) for name, form, *takes in made]
-
-
-def predict(form: Form, examples: ConeExamples, setting: Setting) -> Tensor:
-    """Return the predictions [B, L, d] of a form."""
-    q, k, v = (x[:, None] for x in (examples.queries, examples.keys, examples.values))
-    return form(q, k, v, setting)[:, 0]
-
-
-def smoother(spec: Spec, state: Form | None = None) -> Form:
-    """Return attention; with a state the local constant of its residuals v_j - W_i k_j, and W_i q_i on top (equation
-    9)."""
-
-    def form(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
-        scale = spec.similarity.default_scale(k.shape[-1]) * setting.scale if spec.takes_scale else None
-        how: dict[str, Any] = {"is_causal": True, "exclude_self": setting.strict, "scale": scale}
-        if state is not None:
-            return interpolated_attention(q, k, v, lambda q, k, v, **_: state(q, k, v, setting), spec, **how)
-        return attention(q, k, v, replace(spec, ridge=setting.ridge) if spec.degree else spec, **how)
-
-    return form
-
-
-def linear(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
-    """Return S_i q / (n + d + 1) with S_i the sum of the n visible v k^T (equation 2 with a multiple of the identity
-    for H), the best multiple for normal keys and a single map: E|c S q - A q|^2 is least at c = 1 / (n + d + 1)."""
-    visible = torch.arange(q.shape[-2]) + (not setting.strict)
-    return linear_attention(q, k, v, "linear", exclude_self=setting.strict, scale=1 / (visible + q.shape[-1] + 1.0))[0]
-
-
-def mesa(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
-    """Return the ridge regression through the origin of all visible values on their keys (equation 2), in float64:
-    with a small ridge and fewer pairs than channels its systems have condition numbers near 1e6."""
-    q, k, double = q.double(), k.double(), v.double()
-    return mesa_attention(q, k, double, ridge=setting.ridge, exclude_self=setting.strict)[0].to(v.dtype)
-
-
-STATES: dict[str, Form] = {"linear": linear, "mesa": mesa}
-"""Linear states, which equation 9 lets a kernel correct."""
-
-
-def random(seed: int, q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
-    """Predict a vector with the law of a value, v ~ N(0, |q|^2 I), and nothing else in common with it."""
-    return torch.randn(v.shape, generator=torch.Generator().manual_seed(seed)) * q.norm(dim=-1, keepdim=True)
