@@ -52,7 +52,6 @@ class Parity(TextRecipe):
     """ICLM beside Transformers of equal size: perplexity, time and memory, with and without feed-forward layers."""
 
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
-    """Learning rates, of which each model takes the one with the least mean loss on the validation text."""
     width = 128
     layers: int = 4
     """Layers, an even number; the paper's models have 8 or 12 of width 512 with 8 heads, or 24 of 1024 with 16."""

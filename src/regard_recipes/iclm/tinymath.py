@@ -14,13 +14,13 @@ from regard.inspect.mechanisms import copying, patterns
 from regard.tasks import TokenTask
 from regard.tasks.tiny_math import TinyMath
 
-from ..lib.claims import Claim, claims_of, mean_interval
-from ..lib.display import Show, dots, interval, pivot, stat
+from ..lib.claims import Claim, claims_of
+from ..lib.display import dots, interval, pivot, stat
 from ..lib.recipe import Cell, Frame, Results, recipe, select
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
+from ._mechanisms_claims import COPIES, DOMINATES, OTHERS, by_stream
 from ._mechanisms_measures import measure_prompt
-from .iclm_mechanisms import COPIES, DOMINATES, OTHERS, by_stream
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 CLOSE = 0.05  # nats per word; the paper's gaps in perplexity are 0.6 % (ICLM) and 4.0 % (Transformer)
@@ -76,12 +76,12 @@ class TinyMathRecipe(TaskRecipe, Sizes):
         weight, lift = (by_stream(heads, column) for column in ("predicted", "lift"))
         layers = ", ".join(f"{x:.2f}" for x in select(heads, stream="f").groupby("layer")["predicted"].mean())
         told: list[Any] = [
-            ("figure 3", "f's weight on the operand that is written dominates", mean_interval(weight["f"].dropna()),
+            ("figure 3", "f's weight on the operand that is written dominates", weight["f"].dropna(),
              "above", DOMINATES, f"Mean weight over heads and layers; by layer: {layers}."),
             ("figure 3", "f gives it more weight than others",
-             {f"than {name}": mean_interval((weight["f"] - weight[each]).dropna()) for name, each in OTHERS.items()},
+             {f"than {name}": (weight["f"] - weight[each]).dropna() for name, each in OTHERS.items()},
              "above", 0, "Mean weight of f's heads, less that of others."),
-            *(("figure 3", f"{name} shows no such pattern", mean_interval(lift[stream].dropna()), "at most", COPIES,
+            *(("figure 3", f"{name} shows no such pattern", lift[stream].dropna(), "at most", COPIES,
                "Weight on the operand, times that of equal weights.") for name, stream in OTHERS.items()),
         ]  # fmt: skip
         for whole, bare in ((TRANSFORMER, BARE), (ICLM, ICLM_BARE)):
@@ -99,23 +99,20 @@ class TinyMathRecipe(TaskRecipe, Sizes):
         return claims_of(PAPER, told, untestable=self.unlearned(results, SEEN))
 
     def tables(self, results: Results) -> dict[str, Any]:
-        note = (
-            f"Shares of right words, and the loss in nats per word of what follows the story; ± half the 95 % interval "
-            f"over seeds. Operations with their operands are those of training ({SEEN}) or others ({HELD_OUT})."
-        )
-        scores = pivot(self.chosen(results), ["test", "model"], {"": interval("score")}, "metric", note=note)
-        weights: dict[str, Show] = {
-            "on the operand": "{predicted:.3f}", "equal weights": "{uniform:.3f}", "lift": "{lift:.2f}",
-            "best head": stat("predicted", "max", "{:.3f}"),
+        heads = self.heads_of(results)
+        return {
+            "Accuracy": pivot(self.chosen(results), ["test", "model"], {"": interval("score")}, "metric", note=(
+                f"Shares of right words, and the loss in nats per word of what follows the story; ± half the 95 % "
+                f"interval over seeds. Operations with their operands are those of training ({SEEN}) or others "
+                f"({HELD_OUT}).")),
+            "Weight on the operand that is written": pivot(heads, ["model", "stream", "layer"], {
+                "on the operand": "{predicted:.3f}", "equal weights": "{uniform:.3f}", "lift": "{lift:.2f}",
+                "best head": stat("predicted", "max", "{:.3f}"),
+            }, note="While a model writes the operands of the question: mean weight on earlier occurrences of the "
+                    "operand that it predicts, where there are any, over heads and seeds, and the lift: that weight "
+                    "over the one that equal weights give."),
+            "Training": self.training_table(results),
         }  # fmt: skip
-        note = (
-            "While a model writes the operands of the question: mean weight on earlier occurrences of the operand that "
-            "it predicts, where there are any, over heads and seeds, and the lift: that weight over the one that equal "
-            "weights give."
-        )
-        attention = pivot(self.heads_of(results), ["model", "stream", "layer"], weights, note=note)
-        return {"Accuracy": scores, "Weight on the operand that is written": attention,
-                "Training": self.training_table(results)}  # fmt: skip
 
     def heads_of(self, results: Results) -> Frame:
         """Return the rows of the heads of both whole models, at the chosen rates."""

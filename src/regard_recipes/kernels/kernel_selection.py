@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from regard import Spec
 
 from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
-from ..lib.display import Show, dots, gap, lines, pivot, spread, stat
+from ..lib.display import dots, gap, lines, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select, stacked
 from ..lib.text_recipe import TextRecipe
 from .shared_query_key import CACHED, PAPER, PAPER_SIZE, memory_bytes, memory_columns, query_key_ratio
@@ -52,7 +52,6 @@ class KernelSelection(TextRecipe):
     earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
     """Of these, the ones that are trained with q = k on earlier tokens only too."""
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    """Learning rates, of which each form takes the one with the least mean loss on the validation text."""
     close_seeds: int = 8
     """Models of the exponential and of the RBF kernel with normalised weights, whose losses differ little; `seeds` if
     that is more."""
@@ -133,12 +132,6 @@ class KernelSelection(TextRecipe):
     def tables(self, results: Results) -> dict[str, Any]:
         runs, falls = self.chosen(results), falling(self.chosen(results, "look"))
         base = select(runs, model="exponential", weights=NORMALISED, query_key=APART)
-        losses: dict[str, Show] = {
-            "rate": "{rate:g}", "test nats/char": spread("test", 4),
-            "above exponential": gap("test", base, 4), "training": spread("train", 4),
-            "falls steadily": lambda rows: "yes" if falls[tuple(rows[list(FORM)].iloc[0])] else "no",
-            "CPU, a step": stat("step_cpu_seconds", "median", "{:.1f} ms", 1e3),
-        }  # fmt: skip
         costs = gap("test", select(runs, query_key=APART), 4, same=["model", "weights"])
         sharing = {"costs, nats/char": costs, **memory_columns("{:,.0f} KiB")}
         shared = select(runs, query_key=[SHARED, EARLIER])
@@ -147,12 +140,16 @@ class KernelSelection(TextRecipe):
         more = f", {close} of normalised {' and '.join(CLOSE)}" if close > self.seeds else ""
         both = f"{self.seeds} seeds{more}: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
         against = f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence."
-        index = {"model": "kernel", "weights": "weights"}
         both_keys = {"model": "kernel", "query_key": "query and key"}
         return {
-            "Kernels": pivot(select(runs, query_key=APART), index, losses, note=both),
+            "Kernels": pivot(select(runs, query_key=APART), {"model": "kernel", "weights": "weights"}, {
+                "rate": "{rate:g}", "test nats/char": spread("test", 4),
+                "above exponential": gap("test", base, 4), "training": spread("train", 4),
+                "falls steadily": lambda rows: "yes" if falls[tuple(rows[list(FORM)].iloc[0])] else "no",
+                "CPU, a step": stat("step_cpu_seconds", "median", "{:.1f} ms", 1e3),
+            }, note=both),
             "One vector for query and key": pivot(shared, both_keys, sharing, note=against),
-        }
+        }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         looks, runs = self.chosen(results, "look"), self.chosen(results)

@@ -6,26 +6,20 @@ values, cues and damage. With clean cues the error is split as in equation 5 of 
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-from torch.nn.functional import normalize
-
-from regard.checks import ArgumentError, suggestion
+from regard.checks import require, suggestion
 from regard.grammar import Spec, as_spec, presets_registry
-from regard.memory.associative import AssociativeMemory
 from regard.memory.associative.contents import trend_of
 from regard.recurrent.linear import finite_features
 from regard.recurrent.trends import trends
 
 from ..lib.claims import Claim, claims_of, paired
-from ..lib.display import Show, heat, only, pivot, spread, stat
+from ..lib.display import heat, only, pivot, spread, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
+from ._recall_trials import recall, trial
 
-PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once: one for every pair and channel
 ENOUGH = 0.99  # share of exact matches that counts as recalled
 PAIRS, SUMS, STATE = "pairs", "sums", "state"
 PANELS = {
@@ -33,67 +27,6 @@ PANELS = {
     "zeroed": "damage: numbers zeroed", "jitter": "damage: noise",
 }  # fmt: skip
 WORDS = {"noise": "cue noise", "erased": "erased", "zeroed": "zeroed", "jitter": "state noise"}  # in the table
-
-
-class Trial(NamedTuple):
-    """Keys, values and cues, unit vectors [1, 1, n, D], in one condition: a panel, its level, a seed of damage."""
-
-    keys: Tensor
-    values: Tensor
-    cues: Tensor
-    panel: str
-    level: float
-    seed: int
-
-
-def trial(config: "RecallCapacity", panel: str, level: float, seed: int) -> Trial:
-    """Return keys, values and cues, a function of (seed, number of pairs, condition)."""
-    count = int(level) if panel == "pairs" else config.stored
-    draw = torch.Generator().manual_seed(seed * 1_000_003 + count)
-    keys, values = (normalize(torch.randn(1, 1, count, config.dim, generator=draw), dim=-1) for _ in range(2))
-    cues = keys[:, :, : config.cues]
-    if panel == "noise":
-        cues = normalize(cues + level * normalize(torch.randn(cues.shape, generator=draw), dim=-1), dim=-1)
-    elif panel == "erased":
-        rank = torch.rand(cues.shape, generator=draw).argsort(-1).argsort(-1)
-        cues = cues * (rank >= round(level * config.dim))
-    return Trial(keys, values, cues, panel, float(level), seed + 1)
-
-
-def retrieve(spec: Spec, store: str, scale: float | None, case: Trial, values: Tensor) -> Tensor:
-    """Return what the cues retrieve after the damage, [1, 1, C, Dv], float64, from a memory that keeps the pairs as
-    `store` says (of AssociativeMemory). A spec without a scale has keys and cues of that squared length instead."""
-    length = 1.0 if scale is None or spec.takes_scale else scale**0.5
-    memory = AssociativeMemory(spec, scale=scale if spec.takes_scale else None, store=store, impl="reference")
-    memory.write(case.keys * length, values)
-    draw = torch.Generator().manual_seed(case.seed)
-    if case.panel == "zeroed":
-        memory.transform(lambda t: t * (torch.rand(t.shape, generator=draw) >= case.level))
-    elif case.panel == "jitter":
-        memory.transform(lambda t: t + case.level * t.square().mean().sqrt() * torch.randn(t.shape, generator=draw))
-    parts = (case.cues * length).split(max(1, PAIRWISE // case.keys.numel()), dim=2)
-    return torch.cat([memory.read(part) for part in parts], 2).double()
-
-
-def recall(spec: Spec, store: str, scale: float | None, case: Trial) -> dict[str, Tensor]:
-    """Return relative squared error and exact-match rate, to which an empty result does not count; with clean cues also
-    signal bias and interference, means of squares, and the inverse signal-to-noise ratio."""
-    read, values = partial(retrieve, spec, store, scale, case), case.values.double()
-    retrieved = read(case.values)
-    count = retrieved.shape[2]
-    targets = values[:, :, :count]
-    nearest = (retrieved @ values.mT).argmax(-1)  # of unit vectors the nearest
-    right = (nearest == torch.arange(count)) & (retrieved != 0).any(-1)
-    found = {"match": right.double().mean(), "error": (retrieved - targets).square().sum(-1).mean()}
-    if case.panel != "pairs":
-        return found
-    marks = torch.eye(case.keys.shape[2], count, dtype=case.values.dtype)[None, None]
-    signal = read(marks).diagonal(dim1=-2, dim2=-1)[..., None] * targets  # weight of the cue's own value
-    interference, power = (retrieved - signal).square().sum(-1), signal.square().sum()
-    return {
-        **found, "bias": (signal - targets).square().sum(-1).mean(), "interference": interference.mean(),
-        "inverse_snr": interference.sum() / power.clamp(min=torch.finfo(power.dtype).tiny),
-    }  # fmt: skip
 
 
 @recipe("recall-capacity")
@@ -131,8 +64,8 @@ class RecallCapacity(Recipe):
         for text in self.specs:
             as_spec(text, call, "--specs")
         for text in self.models:
-            if trend_of(text, call, "--models") is None:
-                raise ArgumentError(f"{call}: --models: unknown model {text!r}.{suggestion(text, trends.names())}")
+            unknown = f"--models: unknown model {text!r}.{suggestion(text, trends.names())}"
+            require(trend_of(text, call, "--models") is not None, call, unknown)
 
     def cells(self) -> list[Cell]:
         groups: dict[Spec, list[str]] = {}
@@ -169,25 +102,21 @@ class RecallCapacity(Recipe):
     def tables(self, results: Results) -> dict[str, Any]:
         chosen, middle, n = best(results), self.middle, self.middle["pairs"]
         matches = lambda panel, level: only(spread("percent", 0), panel=panel, level=level)  # noqa: E731
-        values: dict[str, Show] = {
-            f"pairs at ≥ {ENOUGH:.0%}": only(self.recalled, panel="pairs"),
-            f"{max(self.pairs)} pairs": matches("pairs", max(self.pairs)),
-            **{f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()},
-        }
-        split: dict[str, Show] = {
-            f"signal bias, {n} pairs": only("{bias:.2g}", level=n),
-            f"interference, {n} pairs": only("{interference:.2g}", level=n),
-            **{f"1/SNR, {count} pairs": only("{inverse_snr:.2g}", level=count) for count in self.pairs},
-        }
-        percent = stat("match", "mean", "{:.1f}", 100)
-        index, note = ["kernel", "scale", "store"], f"Percent; mean ± standard deviation over {self.seeds} seeds."
+        by_scale, index = select(results.frame, store=PAIRS), ["kernel", "scale", "store"]
         return {
-            "Exact matches in percent": pivot(chosen, index, values, note=note),
+            "Exact matches in percent": pivot(chosen, index, {
+                f"pairs at ≥ {ENOUGH:.0%}": only(self.recalled, panel="pairs"),
+                f"{max(self.pairs)} pairs": matches("pairs", max(self.pairs)),
+                **{f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()},
+            }, note=f"Percent; mean ± standard deviation over {self.seeds} seeds."),
             "Exact matches in percent by scale, over all conditions": pivot(
-                select(results.frame, store=PAIRS), ["kernel"], {"match": percent}, columns="scale"),
-            "Signal and interference": pivot(select(chosen, panel="pairs"), index, split, note=(
-                "Means of squares relative to the values'. Signal bias: the weight of the cue's own value, less one; "
-                "interference: all others; 1/SNR: interference relative to what is left of the signal.")),
+                by_scale, ["kernel"], {"match": stat("match", "mean", "{:.1f}", 100)}, columns="scale"),
+            "Signal and interference": pivot(select(chosen, panel="pairs"), index, {
+                f"signal bias, {n} pairs": only("{bias:.2g}", level=n),
+                f"interference, {n} pairs": only("{interference:.2g}", level=n),
+                **{f"1/SNR, {count} pairs": only("{inverse_snr:.2g}", level=count) for count in self.pairs},
+            }, note="Means of squares relative to the values'. Signal bias: the weight of the cue's own value, less "
+                    "one; interference: all others; 1/SNR: interference relative to what is left of the signal."),
         }  # fmt: skip
 
     def recalled(self, rows: Frame) -> str:

@@ -81,16 +81,13 @@ class SharedQueryKey(TextRecipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         runs = self.chosen(results)
-        values: dict[str, Show] = {
+        both = f"{self.seeds} seeds: mean ± standard deviation; costs are paired by seed, ± half the 95 % interval."
+        cache = f"Cache: what decoding holds after {CACHED} tokens of one sequence; it never held queries."
+        return {"Shared queries and keys": pivot(runs, ["model", "q and k"], {
             "rate": "{rate:g}", "test bits/char": spread("bits_per_char", 4),
             "sharing costs": gap("bits_per_char", select(runs, **{"q and k": APART}), 4, same=["model"]),
             "parameters": "{parameters:,.0f}", **memory_columns("{:.1f} KiB"),
-        }  # fmt: skip
-        note = (
-            f"{self.seeds} seeds: mean ± standard deviation; costs are paired by seed, ± half the 95 % "
-            f"interval. Cache: what decoding holds after {CACHED} tokens of one sequence; it never held queries."
-        )
-        return {"Shared queries and keys": pivot(runs, ["model", "q and k"], values, note=note)}
+        }, note=f"{both} {cache}")}  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         label = "bits per character of the test text"

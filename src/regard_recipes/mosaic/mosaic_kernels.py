@@ -5,8 +5,8 @@ budget. Uniform nearest keys have a straight-through gradient, and with k = 32 a
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from regard.inspect.capture import capture, eval_mode
 from regard.nn import ContextualMemory
 
-from ..lib.claims import Claim, Estimate, claims_of, paired
-from ..lib.display import Show, dots, gap, lines, panels, pivot, spread, stat
+from ..lib.claims import Claim, claims_of, paired
+from ..lib.display import dots, gap, lines, panels, pivot, spread, stat
 from ..lib.language_text import windows
 from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select, stacked
 from ..lib.text_recipe import TextRecipe
@@ -30,13 +30,19 @@ WEIGHTINGS = {
     "normrelu": "epanechnikov*fixed(h=1.4)*euclidean",
     **{name: name for name in ("relumax", "sparsemax", "biweight", "triweight")},
 }  # fmt: skip
-COMPACT = ("sparsemax", "biweight", "triweight")
-BASELINES = ("softmax", "topk-softmax", "topk-uniform")
 RIVALS = {"normrelu": "softmax", "relumax": "sparsemax", "topk-uniform": "softmax"}  # the paper's comparisons
 DEFINED, HARD = "defined", "no gradient to keys"
 SHOWN_K = 32  # the k of the paper's language models: the only one at every depth but the first
 LOOKED_AT = 8  # windows that empty rows are counted on
 MATTERS = 0.02  # nats per token that count as a difference
+COMPARED = (
+    ("Biweight is no worse than softmax", ("biweight",), ("softmax",), "at most", MATTERS),
+    ("Compact kernels are below softmax and nearest keys", ("sparsemax", "biweight", "triweight"),
+     ("softmax", "topk-softmax", "topk-uniform"), "below", 0),
+    ("Uniform nearest keys and normalised ReLU are worse than softmax", ("topk-uniform", "normrelu"), ("softmax",),
+     "above", 0),
+)  # fmt: skip
+"""Claims about the test loss of each depth: the wording, and which weightings less which others are on which side."""
 KIND = ("layers", "model", "k", "form")  # columns that name a model
 
 
@@ -56,12 +62,11 @@ class MosaicKernels(TextRecipe):
     """Numbers of blocks. At the first, everything is trained; at the others the eight weightings as they are defined,
     nearest keys with k = 32 only."""
     ks: tuple[int, ...] = (SHOWN_K,)  # Numbers of nearest keys.
-    context: int = 128
-    batch: int = 8
-    steps: int = 1000
-    looks: int = 5
-    seeds: int = 5
-    """Models of each kind; they differ in first weights and windows."""
+    context = 128
+    batch = 8
+    steps = 1000
+    looks = 5
+    seeds = 5
     limits: ClassVar = {"ks": (1, math.inf)}
     known: ClassVar = {name: {"mixers": spec} for name, spec in WEIGHTINGS.items()}
     per: ClassVar = KIND
@@ -129,20 +134,15 @@ class MosaicKernels(TextRecipe):
 
     def claims(self, results: Results) -> list[Claim]:
         rows: list[Any] = []
-        for blocks, runs in self.chosen(results, compared=True, form=DEFINED).groupby("blocks", sort=False):
-            where, gaps = f"figure 3, {blocks}", partial(gaps_of, runs)
-            rows += [
-                (where, "Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS),
-                (where, "Compact kernels are below softmax and nearest keys", gaps(COMPACT, BASELINES), "below", 0),
-                (where, "Uniform nearest keys and normalised ReLU are worse than softmax",
-                 gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0),
-            ]  # fmt: skip
+        for blocks in self.chosen(results)["blocks"].unique():
+            less = partial(self.gap, results, blocks=blocks, compared=True, form=DEFINED)
+            for wording, names, others, *says in COMPARED:
+                gaps = {f"{name} to {other}": less(name, other) for name, other in product(names, others)}
+                rows.append((f"figure 3, {blocks}", wording, gaps, *says))
         runs = self.chosen(results, compared=True, layers=self.layers[0])
         of = lambda model, form: select(runs, model=model, form=form)  # noqa: E731
-        released = {
-            f"{model}, {form}": paired(of(model, form), of(model, DEFINED), "test")
-            for model, form in (*((rule, "fast") for rule in RULES), ("topk-uniform", HARD))
-        }  # fmt: skip
+        released = {f"{model}, {form}": paired(of(model, form), of(model, DEFINED), "test")
+                    for model, form in (*product(RULES, ["fast"]), ("topk-uniform", HARD))}  # fmt: skip
         learn = "The released programs learn as well as what is defined"
         rows.append(("released programs", learn, released, "within", MATTERS))
         note = f"Test nats per token, the first less the second; {MATTERS:g} is taken to matter."
@@ -152,19 +152,17 @@ class MosaicKernels(TextRecipe):
         named, made = {"model": "weighting", "k": "k", "form": "form"}, {}
         for blocks, rows in self.chosen(results).groupby("blocks", sort=False):
             base = select(rows, model="softmax")
-            losses: dict[str, Show] = {
+            made[blocks] = pivot(rows, named, {
                 "rate": "{rate:g}", "test nats/token": spread("test"), "above softmax": gap("test", base),
                 "training": spread("train"), "pairs with weight": "{support:.1f}", "empty rows": "{empty:.2%}",
                 "CPU, a step": stat("step_cpu_seconds", "median", "{:.1f} ms", 1e3),
                 "in softmax's": gap("step_cpu_seconds", base, 2, ratio=True),
                 "parameters": "{parameters:,.0f}",
-            }  # fmt: skip
-            made[blocks] = pivot(rows, named, losses, note=(
+            }, note=(
                 f"Seeds: {self.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
                 f"interval. Empty: rows after the first token's in which no pair had weight by itself."))  # fmt: skip
         runs = self.chosen(results, compared=True, layers=self.layers[0])
-        forms = select(runs, model=list(RIVALS))
-        if len(forms):
+        if len(forms := select(runs, model=list(RIVALS))):
             defined, mended = (select(runs, form=form) for form in (DEFINED, "mended"))
             rivals = stacked(select(defined, model=rival).assign(model=model) for model, rival in RIVALS.items())
             above = partial(gap, "test", same=["model"])
@@ -190,21 +188,12 @@ class MosaicKernels(TextRecipe):
         return made
 
     def notes(self, results: Results) -> list[str]:
-        made, kind = [], {"model": "normrelu", "form": DEFINED}
-        heads = self.chosen(results, "head", **kind)
-        for blocks, rows in self.chosen(results, **kind).groupby("blocks", sort=False):
-            h = select(heads, blocks=blocks)["h"]
-            made.append(
-                f"Normalised ReLU, {blocks}: {rows['empty_at_start'].mean():.2%} of the rows are empty at the start "
-                f"and {rows['empty'].mean():.2%} after training; h is then {h.min():.2f} to {h.max():.2f}."
-            )
-        return made
-
-
-def gaps_of(runs: Frame, names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
-    """Return the difference of test losses of each pair of weightings."""
-    return {f"{name} to {other}": paired(select(runs, model=name), select(runs, model=other), "test")
-            for name in names for other in others}  # fmt: skip
+        kind = {"model": "normrelu", "form": DEFINED}
+        h = self.chosen(results, "head", **kind).groupby("blocks")["h"]
+        return [f"Normalised ReLU, {blocks}: {rows['empty_at_start'].mean():.2%} of the rows are empty at the start "
+                f"and {rows['empty'].mean():.2%} after training; h is then {h.min()[blocks]:.2f} to "
+                f"{h.max()[blocks]:.2f}."
+                for blocks, rows in self.chosen(results, **kind).groupby("blocks", sort=False)]  # fmt: skip
 
 
 def inside(model: Any, windows: Tensor) -> dict[str, Any]:
