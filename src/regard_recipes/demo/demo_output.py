@@ -22,7 +22,7 @@ from regard.inspect.tables import Table
 from regard.training import TrainingStopped
 
 from ..lib import results
-from ..lib.display import Show, means, pivot
+from ..lib.display import means, pivot
 from ..lib.recipe import frame_of
 from .demo_recall import recall_curves, recall_table
 
@@ -99,17 +99,14 @@ def table(result: Result) -> Table:
     rows = frame_of([{"spec": base["name"], **base}, *result["models"]]).reindex(columns=shown)
     rows["above"] = rows["bits_per_char"][1:].astype(float) - base["bits_per_char"]
     bits = means("{bits_per_char:.3f}")
-    shows: dict[str, Show] = {
+    return pivot(rows, {"spec": "model"}, {
         "bits/char": lambda rows: bits(rows) if rows["bits_per_char"].notna().all() else "stopped",
         f"vs {base['name']}": "{above:+.3f}", "training": "{train_seconds:.1f} s",
         "tokens/s": "{tokens_per_second:,.0f}", "parameters": "{parameters:,.0f}", "support": "{support:.1f}",
-    }  # fmt: skip
-    note = (
+    }, note=(
         f"Bits per character of held-out text, lower is better; with one seed ({result['settings']['seed']}), small "
         f"differences may be chance. Support: keys with non-zero weight per query, of {result['visible_keys']:.1f} "
-        f"visible on average."
-    )
-    return pivot(rows, {"spec": "model"}, shows, note=note)
+        f"visible on average."))  # fmt: skip
 
 
 def _kernels(result: Result) -> dict[str, Any] | None:

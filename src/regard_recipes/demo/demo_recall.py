@@ -14,7 +14,7 @@ from regard.models import HybridConfig, HybridForCausalLM
 from regard.tasks.mqar import MQAR
 from regard.training.task import TaskBudget, score_task, train_on_task
 
-from ..lib.display import Show, lines, pivot
+from ..lib.display import lines, pivot
 from ..lib.recipe import frame_of
 
 TASK = MQAR(tokens=64, length=32, pairs=4)
@@ -61,17 +61,14 @@ def recall(name: str, *, steps: int, seed: int) -> dict[str, Any]:
 
 def recall_table(found: Sequence[Mapping[str, Any]], seed: str) -> Any:
     """Return a table with a row for each model."""
-    shows: dict[str, Show] = {
+    rows = frame_of({**one, "last": one["steps"][-1]} for one in found)
+    return pivot(rows, {"name": "model"}, {
         "accuracy": "{final:.3f} ± {standard_error:.3f}", "steps": "{last:.0f}", "training": "{seconds:.0f} s",
         "memory of earlier tokens": lambda rows: MODELS[rows["name"].iloc[0]][0], "parameters": "{parameters:,.0f}",
-    }  # fmt: skip
-    note = (
+    }, note=(
         f"Accuracy on {TASK.pairs} pairs in {TASK.length} tokens, ± its standard error over test examples; one seed "
         f"({seed}). Guessing one of the values of the sequence gives {TASK.floor(count=256)['accuracy']:.2f}. Training "
-        f"ends at 0.99 on validation examples."
-    )
-    rows = frame_of({**one, "last": one["steps"][-1]} for one in found)
-    return pivot(rows, {"name": "model"}, shows, note=note)
+        f"ends at 0.99 on validation examples."))  # fmt: skip
 
 
 def recall_curves(found: Sequence[Mapping[str, Any]]) -> bytes:

@@ -72,10 +72,8 @@ def rotary_base_of_full_attention() -> Numbers:
     config = LlamaConfig(**shape, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0})
     scaled, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     plain = 1e4 ** -(torch.arange(0, 64, 2) / 64)
-    return {
-        "largest ratio of rotary frequencies, trained over evaluated": float((plain / scaled).max()),
-        "factor on queries and keys": float(attention_factor),
-    }
+    largest = "largest ratio of rotary frequencies, trained over evaluated"
+    return {largest: float((plain / scaled).max()), "factor on queries and keys": float(attention_factor)}
 
 
 @here("section 4.2 and the published program, streaming perplexity")

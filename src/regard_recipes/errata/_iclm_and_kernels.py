@@ -23,5 +23,4 @@ def sums_of_signed_kernels() -> Numbers:
     """Found: every kernel may be divided by the sum of its values. Correct: linear and cosine kernels are signed: their
     sum is often near 0 or below it."""
     q, k = normal(2, 256, 32)
-    total = (q @ k.T).tril().sum(1)
-    return {"share of rows with a sum below 0": float((total < 0).double().mean())}
+    return {"share of rows with a sum below 0": float(((q @ k.T).tril().sum(1) < 0).double().mean())}

@@ -52,10 +52,8 @@ def ridge_factor() -> Numbers:
         penalty = torch.diag(torch.tensor([0.0] + [ridge**0.5] * q.shape[1], dtype=q.dtype))[1:]
         target = torch.cat([(w[i] / 2).sqrt()[:, None] * v, torch.zeros(q.shape[1], v.shape[1])])
         exact[i] = torch.linalg.lstsq(torch.cat([rows, penalty]), target).solution[0]
-    return {
-        "error of equation 8 with λ": error(predict(w, q, k, v, ridge), exact),
-        "with 2λ": error(predict(w, q, k, v, 2 * ridge), exact),
-    }
+    printed, correct = (predict(w, q, k, v, factor * ridge) for factor in (1, 2))
+    return {"error of equation 8 with λ": error(printed, exact), "with 2λ": error(correct, exact)}
 
 
 @here("section 3.2, equation 13, algorithms 1 and 2")
@@ -86,11 +84,8 @@ def gradient_of_the_ridge() -> Numbers:
     exact, released = gradients(False), gradients(True)
     out = regard.local_linear_attention(*(x[None, None] for x in (q, k, v)), ridge=10.0, is_causal=True)[0, 0]
     regards = torch.autograd.grad((out * g).sum(), (q, k))
-    return {
-        "error of dq as released": error(released[0], exact[0]),
-        "of dk": error(released[1], exact[1]),
-        "of dq in regard": error(regards[0], exact[0]),
-    }
+    dq, dk = map(error, released, exact)
+    return {"error of dq as released": dq, "of dk": dk, "of dq in regard": error(regards[0], exact[0])}
 
 
 @here("equations 42, 43 and 50")
@@ -130,10 +125,8 @@ def product_in_conjugate_gradients() -> Numbers:
         return (w * (p @ k.T)) @ k - along * raw - total(p * raw) * q + omega * along * q + 0.5 * p
 
     exact = (sigma @ p[..., None])[..., 0]
-    return {
-        "error of Σp as printed": error(product(total(mu * q)), exact),
-        "as corrected": error(product(total(p * q)), exact),
-    }
+    printed, correct = (product(total(x * q)) for x in (mu, p))
+    return {"error of Σp as printed": error(printed, exact), "as corrected": error(correct, exact)}
 
 
 @here("appendix E.1, block-diagonal LLA")
@@ -166,10 +159,8 @@ def limit_of_the_bandwidth() -> Numbers:
         mean, y = k[: i + 1].mean(0), v[: i + 1]
         x = k[: i + 1] - mean
         free.append(y.mean(0) + (q[i] - mean) @ torch.linalg.solve(x.T @ x + 0.5 * torch.eye(4), x.T @ y))
-    return {
-        "distance from MesaNet": error(found, mesa),
-        "from ridge regression with an intercept": error(found, torch.stack(free)),
-    }
+    regression = error(found, torch.stack(free))
+    return {"distance from MesaNet": error(found, mesa), "from ridge regression with an intercept": regression}
 
 
 @here("section 2.1 and equation 14")
@@ -180,7 +171,5 @@ def two_bandwidths() -> Numbers:
     root = q.shape[1] ** 0.5
     mean = lambda z: z.exp().tril() / z.exp().tril().sum(1, keepdim=True) @ v  # noqa: E731
     exact = mean(-torch.cdist(q, k).square() / (2 * root))
-    return {
-        "error with h = 2√d": error(mean(q @ k.T / (2 * root)), exact),
-        "with h = √d": error(mean(q @ k.T / root), exact),
-    }
+    twice, once = (mean(q @ k.T / h) for h in (2 * root, root))
+    return {"error with h = 2√d": error(twice, exact), "with h = √d": error(once, exact)}

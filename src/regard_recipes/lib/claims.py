@@ -242,9 +242,7 @@ def claims_table(claims: Sequence[Claim]) -> Any:
         for claim in claims
     ]
     papers = "; ".join(dict.fromkeys(claim.paper for claim in claims))
-    note = (
+    return Table(("claim", "verdict", "expected", "measured", "what is compared"), tuple(rows), (
         f"Claims of {papers}. A claim holds if its 95 % interval (±) lies entirely within the expected range, and "
         f"fails if it lies entirely outside. It is not testable at this size if a single seed gives no interval, or if "
-        f"the interval is wider than the effect."
-    )
-    return Table(("claim", "verdict", "expected", "measured", "what is compared"), tuple(rows), note)
+        f"the interval is wider than the effect."))  # fmt: skip

@@ -18,12 +18,9 @@ from .budget import Corpus
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HELD_OUT = 0.1
-"""Share of the text that is held out, at its end; less of a long text."""
-LEAST = 40_000
-"""Least number of characters that are held out of a long text, so that they are on several topics."""
-LONGEST_TOKEN = 8
-"""Upper bound of the characters of a token."""
+HELD_OUT = 0.1  # share of the text that is held out, at its end; less of a long text
+LEAST = 40_000  # least number of characters that are held out of a long text, so that they are on several topics
+LONGEST_TOKEN = 8  # upper bound of the characters of a token
 PADDED = 64
 """Vocabularies of more than a thousand tokens are rounded up to a multiple of this: such matrices are faster."""
 

@@ -11,7 +11,7 @@ import torch
 from regard.tasks import TokenTask
 
 from .claims import Estimate
-from .display import Show, interval, lines, panels, pivot
+from .display import interval, lines, panels, pivot
 from .recipe import Cell, Frame, Limits, Results, select
 from .trained import TrainedRecipe, language_config
 
@@ -157,12 +157,10 @@ class TaskRecipe(TrainedRecipe):
 
     def training_table(self, results: Results) -> Any:
         """Return a table of the chosen rates, and of what training took."""
-        shows: dict[str, Show] = {
+        return pivot(self.chosen(results, "run"), ["task", "model"], {
             "rate": "{rate:g}", "steps": "{steps:.0f}", "seconds": "{seconds:.0f}",
             "parameters": "{parameters:,.0f}", "validation": interval("validation"),
-        }  # fmt: skip
-        note = "Steps and seconds until the validation score ended training, means over seeds."
-        return pivot(self.chosen(results, "run"), ["task", "model"], shows, note=note)
+        }, note="Steps and seconds until the validation score ended training, means over seeds.")  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         return {"curves": self.curves(results)}

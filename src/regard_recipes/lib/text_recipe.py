@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .budget import Budget, Corpus, TextOptions
-from .display import Show, interval, lines, pivot, stat
+from .display import interval, lines, pivot, stat
 from .language_text import LanguageText, read_text
 from .recipe import Cell, Frame, Results
 from .trained import TrainedRecipe
@@ -78,13 +78,11 @@ class TextRecipe(TrainedRecipe, TextOptions):
 
     def losses_table(self, results: Results) -> Any:
         """Return a table of the chosen rates and the losses."""
-        shows: dict[str, Show] = {
+        return pivot(self.chosen(results), list(self.per), {
             "rate": "{rate:g}", "parameters": "{parameters:,.0f}", "validation": interval("held_out"),
             "test": interval("test"), "CPU, a step": stat("step_cpu_seconds", "median", "{:.0f} ms", 1e3),
-        }  # fmt: skip
-        note = (f"Nats per token, ± half the 95 % interval over seeds. Without context, by the frequencies of the "
+        }, note=f"Nats per token, ± half the 95 % interval over seeds. Without context, by the frequencies of the "
                 f"training text: {results.facts['floor']:.2f}.")  # fmt: skip
-        return pivot(self.chosen(results), list(self.per), shows, note=note)
 
     def curves(self, results: Results) -> bytes:
         """Return a figure of the validation loss against steps."""

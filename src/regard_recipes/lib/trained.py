@@ -15,10 +15,8 @@ from regard.nn import FastWeightProductKeyMemory, ProductKeyMemory
 from .claims import Estimate, paired
 from .recipe import Cell, Frame, Limits, Recipe, Results, check_names, check_shared, select
 
-STATE_BYTES = 16
-"""Bytes of a parameter in training: weight, gradient and the two averages of AdamW, float32."""
-RATE = 1e14
-"""Operations per second that hours are given for."""
+STATE_BYTES = 16  # bytes of a parameter in training: weight, gradient and the two averages of AdamW, float32
+RATE = 1e14  # operations per second that hours are given for
 ESTIMATED = (
     f"Operations are 6 for each parameter and token, without attention scores, embeddings that are only read and slots "
     f"of memories. Hours are those operations at {RATE / 1e12:.0f} TFLOP/s; nothing was measured. Memory is "

@@ -43,8 +43,7 @@ EXAMPLE: dict[str, Any] = {
     "models": {"softmax": {"mixers": "softmax"}, "biweight": {"mixers": "biweight"}},
 }
 """What is run without a file."""
-TRAIN = ("seeds", "rates", "steps", "batch", "stop_at", "examples")
-"""Options that [train] may set, besides the metric."""
+TRAIN = ("seeds", "rates", "steps", "batch", "stop_at", "examples")  # options that [train] may set, besides the metric
 
 
 @recipe("sweep")
