@@ -50,8 +50,8 @@ def _devices() -> dict[str, str]:
             entries[f"cuda:{i}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     else:
         built = torch.version.cuda
-        fault = f"no device was found (torch was built for CUDA {built})" if built else "torch was built without CUDA"
-        entries["cuda"] = f"not available: {fault}"
+        reason = f"no device was found (torch was built for CUDA {built})" if built else "torch was built without CUDA"
+        entries["cuda"] = f"not available: {reason}"
     if torch.backends.mps.is_available():
         entries["mps"] = "Apple GPU"
     return entries

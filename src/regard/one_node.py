@@ -113,5 +113,6 @@ def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[T
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
-    mend = "call regard.attention or regard.local_linear_attention with impl='reference'"  # the caller may have no impl
-    raise ArgumentError(f"attention: fast forms are differentiable once; for second derivatives {mend}.")
+    # the caller may have no argument `impl`
+    hint = "call regard.attention or regard.local_linear_attention with impl='reference'"
+    raise ArgumentError(f"attention: fast forms are differentiable once; for second derivatives {hint}.")

@@ -198,8 +198,8 @@ def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
     from ..training.task.run import scored
     from ..training.validation import check_task
 
-    fault = f"the run in {options.run} is on a task; omit --data, --context, --stride and --lm-eval."
-    require(not (_of_a_text(options) or options.lm_eval), "eval", fault)
+    text = f"the run in {options.run} is on a task; omit --data, --context, --stride and --lm-eval."
+    require(not (_of_a_text(options) or options.lm_eval), "eval", text)
     task = check_task(config, "eval")
     check_source(options.run, task_source(config.task or "", repr(task)), call="eval")
     model = load_task_model(options.run, call="eval").to(device)

@@ -26,9 +26,9 @@ class Reader:
 
     def take(self, wanted: str | None = None) -> str:
         if not self.rest or (wanted is not None and self.rest[0] != wanted):
-            found = repr(self.rest[0]) if self.rest else "the end"
+            given = repr(self.rest[0]) if self.rest else "the end"
             what = f"'{wanted}'" if wanted else "a name"
-            raise ArgumentError(f"Spec.parse: expected {what} but found {found} in {self.text!r}.")
+            raise ArgumentError(f"Spec.parse: expected {what} but found {given} in {self.text!r}.")
         return self.rest.pop(0)
 
     def term(self) -> tuple[str, dict[str, Any]]:
@@ -48,11 +48,11 @@ class Reader:
         return name, arguments
 
     def terms(self) -> list[tuple[str, dict[str, Any]]]:
-        found = [self.term()]
+        terms = [self.term()]
         while self.rest:
             self.take("*")
-            found.append(self.term())
-        return found
+            terms.append(self.term())
+        return terms
 
     def value(self) -> Any:
         token = self.rest[0] if self.rest else self.take()
@@ -81,28 +81,28 @@ def kept(make: Callable[..., T], key: Callable[..., tuple[Any, ...]] | None = No
 
     def name_of(*arguments: Any) -> str:
         """Return the name of the attribute that holds the result. No name is used again."""
-        own, names = key(*arguments) if key else arguments, Results.names
+        identity, names = key(*arguments) if key else arguments, Results.names
         try:
-            name = names.get(own)
+            name = names.get(identity)
         except TypeError:  # no hash: `make` will refuse it
             name = None
         if name is None:
-            name, found = f"made_{next(numbers)}", make(*arguments)
+            name, result = f"made_{next(numbers)}", make(*arguments)
             with alone:  # another thread may have made it, too
-                if own not in names:
+                if identity not in names:
                     if len(names) >= 1024:  # bounds the memory when a number in the text changes at every call
                         delattr(Results, names.pop(next(iter(names))))
-                    setattr(Results, name, found)
-                    names[own] = name
-                name = names[own]
+                    setattr(Results, name, result)
+                    names[identity] = name
+                name = names[identity]
         return name
 
     # Dynamo calls this function instead of tracing it. torch.compiler.assume_constant_result would import the compiler.
     name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def call(*arguments: Any) -> T:
-        found: T | None = getattr(Results, name_of(*arguments), None)
-        return make(*arguments) if found is None else found  # None: another thread made 1024 others in between
+        result: T | None = getattr(Results, name_of(*arguments), None)
+        return make(*arguments) if result is None else result  # None: another thread made 1024 others in between
 
     call.results = Results  # type: ignore[attr-defined]
     return call

@@ -336,11 +336,11 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
     made: dict[str, Any] = {"kernel": instance_of(kernels, name, **arguments)}
     for name, arguments in terms[1:]:
-        found = _part(name, arguments)
-        twice = set(found) & set(made)
+        part = _part(name, arguments)
+        twice = set(part) & set(made)
         if twice:
             raise ArgumentError(f"Spec.parse: {text!r} names its {twice.pop()} twice.")
-        made.update(found)
+        made.update(part)
     return Spec(**made)
 
 

@@ -97,10 +97,10 @@ def _pivot(z: Tensor, theta: Tensor, top: Tensor, r: Number) -> tuple[Tensor, Te
 def implicit_reach(d: Tensor, r: Number, reach: Tensor) -> Tensor:
     """Return `reach` with its derivatives by d and r, where sum [(reach - d)/r]_+^r = 1. Two Newton steps of value zero
     carry the first and the second derivative."""
-    found = reach
+    refined = reach
     for _ in range(2):
-        found = found - _newton_step(d, r, found)
-    return found
+        refined = refined - _newton_step(d, r, refined)
+    return refined
 
 
 def _newton_step(d: Tensor, r: Number, reach: Tensor) -> Tensor:

@@ -155,18 +155,18 @@ class Ratio(Weighting):
     def _fit(self, z: Tensor, params: Params, fast: bool) -> tuple[RowStats, Tensor]:
         """Return the statistics, and the weights before division by their sum."""
         top, empty = row_top(z)
-        found = self.rule.locate(z, top, self.kernel, params, fast=fast)
-        status = found.get("status")
-        fallback = found["fallback"] & ~empty if "fallback" in found else torch.zeros_like(empty)
+        located = self.rule.locate(z, top, self.kernel, params, fast=fast)
+        status = located.get("status")
+        fallback = located["fallback"] & ~empty if "fallback" in located else torch.zeros_like(empty)
         stats = RowStats(
-            top=torch.where(empty, 0, found["top"]) if "top" in found else top,
-            theta=torch.where(empty, -1, found["theta"]),
-            reach=torch.where(empty | fallback, 1, found["reach"]),
+            top=torch.where(empty, 0, located["top"]) if "top" in located else top,
+            theta=torch.where(empty, -1, located["theta"]),
+            reach=torch.where(empty | fallback, 1, located["reach"]),
             mass=torch.ones_like(top),
             empty=empty,
             fallback=fallback,
             status=torch.zeros_like(empty, dtype=torch.int32) if status is None else torch.where(empty, 0, status),
-            index=found.get("index"),
+            index=located.get("index"),
         )
         relative = self._relative(z, stats, params)
         mass = relative.sum(-1, keepdim=True)
@@ -190,18 +190,18 @@ class Ratio(Weighting):
 
     def log_mass(self, stats: RowStats, params: Params) -> Tensor:
         """Return log sum_j K(z_j - theta) per row, -inf if no key has weight."""
-        own = self.rule.kernel_params(params)
+        kernel_params = self.rule.kernel_params(params)
         peak = getattr(self.kernel, "log_peak", lambda top, reach, own: self.kernel.value(reach, own).log())
-        log = stats.mass.log() + peak(stats.top, stats.reach, own)
+        log = stats.mass.log() + peak(stats.top, stats.reach, kernel_params)
         return torch.where(stats.fallback, -torch.inf, log)
 
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
         if getattr(self.kernel, "own_slope", False) and not self.rule.may_miss(self.kernel):
             return p, self.rule.mix(p, p)
-        own = self.rule.kernel_params(params)
+        kernel_params = self.rule.kernel_params(params)
         d, reach = self.rule.distance(z, stats, self.kernel, params)
         edge = reach if self.rule.bounded(self.kernel) else float("inf")
-        slope = self.kernel.relative_slope(d, edge, own) / stats.mass
+        slope = self.kernel.relative_slope(d, edge, kernel_params) / stats.mass
         members = self.rule.members(z, stats, self.kernel)
         if members is not None:
             slope = torch.where(members, slope, 0)

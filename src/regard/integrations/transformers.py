@@ -124,9 +124,9 @@ def convert(model: Model, spec: Spec | str) -> Model:
     fixed = [part for part in parts if not part._can_set_attn_implementation()]
     files = (sys.modules.get(type(layer).__module__) for layer in model.modules())
     if fixed or not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):  # transformers' table of functions
-        mend = "use a model whose layers use transformers' AttentionInterface"
-        fault = f"{type((fixed or parts)[0]).__name__} computes attention by itself and would not change"
-        raise ArgumentError(f"convert: {fault}; {mend}.")
+        hint = "use a model whose layers use transformers' AttentionInterface"
+        problem = f"{type((fixed or parts)[0]).__name__} computes attention by itself and would not change"
+        raise ArgumentError(f"convert: {problem}; {hint}.")
     name = spec if isinstance(spec, str) and spec in _SPECS else _register(_name(spec), spec)
     for part in parts:  # also those with a configuration of their own, which some releases leave as they are
         part.set_attn_implementation(name)
@@ -422,12 +422,12 @@ def _look(
         count = "give position_ids that count from the same number in every document"
         faults[f"position_ids do not begin again {where}; {count}"] = (given.begins != counted.begins).any()
     blind = torch.compiler.is_compiling() and not _of_pairs(mask)  # segments would make every call slower
-    for wrong, why in (
+    for refused, why in (
         (not causal, "but this layer is not causal; give each document a row of its own, or a 4-D mask"),
         (keys != tokens[1], "but keys come from a cache, which holds one document a row; call with use_cache=False"),
         (blind, "which a compiled model keeps apart only if called without attention_mask and with use_cache=False"),
     ):
-        if wrong:
+        if refused:
             faults[f"the rows hold several documents, {why}"] = documents.begins.any()
     segments = replace(documents, faults=faults).segments(CALL, cache_kept=False, cache_asked=False)
     return None if blind else segments

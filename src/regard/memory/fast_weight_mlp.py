@@ -111,14 +111,14 @@ class NetworkState(StreamState):
         """Return the state that `to_tensors` wrote. Raise ArgumentError for a missing or unknown tensor."""
         fast = {f.name for f in fields(cls)} - {"waiting"}
         known = fast | {*cls.WAITING, "valid", "finite", "waits"}
-        wrong = f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}."
-        require(set(tensors) == known, f"{cls.__name__}.from_tensors", wrong)
+        text = f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}."
+        require(set(tensors) == known, f"{cls.__name__}.from_tensors", text)
         counts, writes = (tuple(int(n) for n in tensors[name]) for name in ("waits", "writes"))
         good = tensors["valid"].bool() & tensors["finite"].bool()
         piece = {**{name: tensors[name] for name in cls.WAITING}, "good": good}
-        own: dict[str, Any] = {name: tensors[name] for name in fast}
-        own |= {"writes": writes, "shared": bool(tensors["shared"]), "tokens": int(tensors["tokens"])}
-        return cls(**own, waiting=Waiting((piece,) if any(counts) else (), counts))
+        values: dict[str, Any] = {name: tensors[name] for name in fast}
+        values |= {"writes": writes, "shared": bool(tensors["shared"]), "tokens": int(tensors["tokens"])}
+        return cls(**values, waiting=Waiting((piece,) if any(counts) else (), counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +141,8 @@ def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, 
     waiting = state.waiting.tokens()
     held = next((len(x) for x in waiting.values()), rows if state.shared else len(state.writes))
     fits = held == rows and len(state.waits) == len(state.writes) == len(empty.writes)
-    wrong = f"state has {held} rows{' that share a memory' * state.shared}, but the input has {rows}"
-    require(fits, call, f"{wrong}; select or repeat its rows, or begin with state=None.")
+    problem = f"state has {held} rows{' that share a memory' * state.shared}, but the input has {rows}"
+    require(fits, call, f"{problem}; select or repeat its rows, or begin with state=None.")
     require_state(call, state, kind, {name: tuple(x.shape) for name, x in empty.memory.items()}, empty.gate)
     for name, size in sizes.items() if waiting else ():
         if waiting[name].shape[2:] != size:
@@ -213,15 +213,15 @@ class FastMLPMemory(NetworkMemory):
     def start(self, weights: SwiGLU, batch: int) -> FastMLPState:
         """Return the state of `batch` rows before their first token; `weights` are without M."""
         memories = 1 if self.shared else batch
-        own = {name: w.expand(memories, -1, -1) for name, w in zip(NAMES, weights, strict=True)}
+        fast = {name: w.expand(memories, -1, -1) for name, w in zip(NAMES, weights, strict=True)}
         none = (0,) * memories
-        return FastMLPState(**own, **first_fields(weights), waiting=Waiting((), none), writes=none, shared=self.shared)
+        return FastMLPState(**fast, **first_fields(weights), waiting=Waiting((), none), writes=none, shared=self.shared)
 
     def read(self, state: FastMLPState, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
         """Return f(q) of the tokens, [B, w, Dv], and the tokens."""
         query = tokens["query"]
-        found = state.network(folded(query, len(state.writes)))
-        return found.reshape(*query.shape[:2], found.shape[-1]), tokens
+        out = state.network(folded(query, len(state.writes)))
+        return out.reshape(*query.shape[:2], out.shape[-1]), tokens
 
     def write(self, state: FastMLPState, tokens: Tensors, following: Tensors | None) -> Tensors:
         """Take one step. The target of a token comes from the next good token of its row, in its chunk or just after
@@ -233,9 +233,9 @@ class FastMLPMemory(NetworkMemory):
             tokens = taken(tokens, torch.argsort(~tokens["good"], dim=1, stable=True))
         there = tokens["good"]
         pairs = (there[:, :-1] & there[:, 1:])[..., None]
-        query, own, after = tokens["query"][:, :-1], tokens["value"][:, :-1], tokens["value"][:, 1:]
+        query, before, after = tokens["query"][:, :-1], tokens["value"][:, :-1], tokens["value"][:, 1:]
         memories = len(state.writes)
-        query, wanted, pairs = (folded(x, memories) for x in (query, TARGETS[self.target](own, after), pairs))
+        query, wanted, pairs = (folded(x, memories) for x in (query, TARGETS[self.target](before, after), pairs))
         share = 2 / (pairs.sum(1, keepdim=True).clamp_min(1) * wanted.shape[-1]).to(wanted.dtype)
         steps = state.network.gradients(query, lambda found: torch.where(pairs, share * (found - wanted), 0))
         return {n: w - self.learning_rate * g for n, w, g in zip(NAMES, state.network, steps, strict=True)}

@@ -179,15 +179,15 @@ def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int, po
     """Return d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the tokens counted [G, P] and over
     `pooled` heads of the softmax of their scores at the sub-keys `index`."""
     p = scores.softmax(-1)
-    own = counted.to(p.dtype) / (counted.sum(-1, keepdim=True).clamp(min=1) * pooled)
+    share = counted.to(p.dtype) / (counted.sum(-1, keepdim=True).clamp(min=1) * pooled)
     flat = index.flatten(1)
-    marginal = p.new_zeros(len(p), n).scatter_add(1, flat, (p * own[..., None]).flatten(1))
+    marginal = p.new_zeros(len(p), n).scatter_add(1, flat, (p * share[..., None]).flatten(1))
     if pooled > 1:
         by_head = marginal.view(-1, pooled, 2, n)
         marginal = by_head.sum(1, keepdim=True).expand_as(by_head).reshape(-1, n)
     slope = (marginal + FLOOR).log() + marginal / (marginal + FLOOR)
     at = slope.gather(1, flat).view_as(p)
-    return own[..., None] * p * (at - (p * at).sum(-1, keepdim=True))
+    return share[..., None] * p * (at - (p * at).sum(-1, keepdim=True))
 
 
 def _error_gradient(tokens: Written, gated: bool, values: SlotValues, n: int, spec: Spec) -> Tensor:
@@ -201,7 +201,7 @@ def _error_gradient(tokens: Written, gated: bool, values: SlotValues, n: int, sp
     errors = tokens.errors * share[..., None]
     blocks = zip(tokens.slots.flatten(-2).split(BLOCK, 1), errors.split(BLOCK, 1), strict=True)
     dense = torch.cat([(values.rows(slots) @ part[..., None]).squeeze(-1) for slots, part in blocks], 1)
-    own = score_gradient(tokens.scores.flatten(-2), tokens.weights.flatten(-2), dense, spec).view_as(tokens.scores)
+    grad = score_gradient(tokens.scores.flatten(-2), tokens.weights.flatten(-2), dense, spec).view_as(tokens.scores)
     places = torch.stack([tokens.slots // n, tokens.slots % n], -2)  # [M, P, H, 2, k]: of which sub-keys they are
     met = tokens.halves[..., :, None] == places[..., None, :]
-    return (met.to(own.dtype) @ own[..., None, :, None]).squeeze(-1)
+    return (met.to(grad.dtype) @ grad[..., None, :, None]).squeeze(-1)

@@ -114,7 +114,7 @@ class FastWeightState(StreamState):
 
     def to_tensors(self) -> dict[str, Tensor]:
         names = {kind: name for name, kind in slot_values.items()}
-        found = {
+        tensors = {
             **super().to_tensors(),
             "counts": torch.tensor(self.waits),
             "seen": torch.tensor(self.seen),
@@ -124,25 +124,25 @@ class FastWeightState(StreamState):
             **{f"values.{name}": x for name, x in self.values.to_tensors().items()},
             **{f"waiting.{name}": x for name, x in self.waiting.tokens().items()},
         }
-        return {name: x.contiguous() for name, x in found.items()}
+        return {name: x.contiguous() for name, x in tensors.items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> FastWeightState:
         """Return the state that `to_tensors` wrote. A tensor that is missing, unknown or does not fit the others is an
         ArgumentError."""
         call = f"{CALL}.from_tensors"
-        own = {"keys", "initial_keys", "counts", "seen", "writes", "shared", "tokens", "store"}
+        names = {"keys", "initial_keys", "counts", "seen", "writes", "shared", "tokens", "store"}
         parts: dict[str, dict[str, Tensor]] = {"values": {}, "waiting": {}}
-        for name in set(tensors) - own:
+        for name in set(tensors) - names:
             part, _, rest = name.partition(".")
             require(part in parts and rest != "", call, f"unknown tensor {name!r}; give what to_tensors() wrote.")
             parts[part][rest] = tensors[name]
-        missing = sorted(own - set(tensors))
+        missing = sorted(names - set(tensors))
         require(not missing, call, f"{', '.join(missing)} missing; give what to_tensors() wrote.")
         counts = tuple(tensors["counts"].tolist())
         needed = NEEDED if any(counts) else set()
-        wrong = f"got waiting tensors {', '.join(sorted(parts['waiting'])) or 'none'}; give what to_tensors() wrote."
-        require(needed <= set(parts["waiting"]) <= NEEDED | OPTIONAL, call, wrong)
+        text = f"got waiting tensors {', '.join(sorted(parts['waiting'])) or 'none'}; give what to_tensors() wrote."
+        require(needed <= set(parts["waiting"]) <= NEEDED | OPTIONAL, call, text)
         store = slot_values.get(bytes(tensors["store"].tolist()).decode())
         state = cls(
             keys=tensors["keys"],
@@ -162,7 +162,7 @@ def _require_whole(call: str, state: FastWeightState) -> None:
     """Check that the parts of `state` fit each other."""
     require(state.keys.dim() == 5, call, f"keys is {shape(state.keys)}, expected [M, H, 2, n, Dk/2].")
     memories, (heads, _, n, half) = 1 if state.shared else state.batch, state.keys.shape[1:]
-    found = {
+    expected = {
         "keys": (tuple(state.keys.shape), (memories, heads, 2, n, half)),
         "initial_keys": (tuple(state.initial_keys.shape), (heads, 2, n, half)),
         "values": ((state.values.memories, state.values.slots), (memories, n * n)),
@@ -176,11 +176,11 @@ def _require_whole(call: str, state: FastWeightState) -> None:
         sizes = {"slots": every, "weights": every, "scores": every, "halves": halves, "half_scores": halves}
         sizes |= {"query": (heads, 2 * half), "read": wide, "value": wide}
         for name, x in piece.items():
-            found[f"waiting.{name}"] = tuple(x.shape), (*rows, *sizes.get(name, ()))
-    for name, (size, wanted) in found.items():
+            expected[f"waiting.{name}"] = tuple(x.shape), (*rows, *sizes.get(name, ()))
+    for name, (size, wanted) in expected.items():
         if size != wanted:
-            mend = "give all that one to_tensors() wrote"
-            raise ArgumentError(f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; {mend}.")
+            hint = "give all that one to_tensors() wrote"
+            raise ArgumentError(f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; {hint}.")
 
 
 def check_state(
@@ -197,12 +197,12 @@ def check_state(
         held = "one memory for the whole batch" if state.shared else "one memory for each sequence"
         raise ArgumentError(f"{call}: state has {held}, but shared={shared}; begin a new stream with state=None.")
     if state.keys.device != keys.device:
-        mend = "move it: state.map(lambda x: x.to(...))"
-        raise ArgumentError(f"{call}: state is on {state.keys.device}, but the rest is on {keys.device}; {mend}.")
+        hint = "move it: state.map(lambda x: x.to(...))"
+        raise ArgumentError(f"{call}: state is on {state.keys.device}, but the rest is on {keys.device}; {hint}.")
     if state.batch != batch:
-        mend = "select() or repeat() them" + ", or flush(state) before the batch changes its size" * shared
-        wrong = f"state has {state.batch} sequences, but the input has {batch}; {mend}."
-        require(shared and state.waiting.empty, call, wrong)
+        hint = "select() or repeat() them" + ", or flush(state) before the batch changes its size" * shared
+        text = f"state has {state.batch} sequences, but the input has {batch}; {hint}."
+        require(shared and state.waiting.empty, call, text)
         state = replace(state, seen=(max(state.seen, default=0),) * batch)
     if not state.waiting.empty and state.waiting.pieces[0]["slots"].shape[-1] != top_k:
         waiting = f"{max(state.waits)} tokens that wait to be written were read with another"

@@ -145,13 +145,13 @@ class SlotMemory(ChunkMemory):
         return torch.cat(outs, 1), joined(kept) if keep else {}
 
     def _read(self, state: FastWeightState, tokens: Tensors) -> tuple[Tensor, Tensors]:
-        out, found = self._looked(state, tokens)
+        out, result = self._looked(state, tokens)
         if self.observer is not None:
-            slots, weights, position = found["slots"], found["weights"].detach(), tokens["position"]
+            slots, weights, position = result["slots"], result["weights"].detach(), tokens["position"]
             valid = tokens.get("good", torch.ones_like(position, dtype=torch.bool))
             told = (slots.flatten(-2), weights.flatten(-2), position, valid, self._rows(valid))
             self.observer.on_read(*(by_memory(x, state) for x in told))
-        fields = {**tokens, **found}
+        fields = {**tokens, **result}
         return out, {name: fields[name] for name in self.rule.fields if name in fields}
 
     def _looked(self, state: FastWeightState, tokens: Tensors) -> tuple[Tensor, Tensors]:
@@ -161,15 +161,15 @@ class SlotMemory(ChunkMemory):
         looked = None if rounds is None else rounds.looked(self, keys, tokens)
         if looked is not None:
             return looked
-        found = search(query, keys[0] if len(keys) == 1 else keys, self.top_k, self.kind, self.eps)
-        weights = weigh(found.scores.flatten(-2), self.spec)
-        slots = by_memory(found.slots.flatten(-2), state)
+        best = search(query, keys[0] if len(keys) == 1 else keys, self.top_k, self.kind, self.eps)
+        weights = weigh(best.scores.flatten(-2), self.spec)
+        slots = by_memory(best.slots.flatten(-2), state)
         read = state.values.read(by_memory(weights, state), slots).view(*query.shape[:2], state.values.width)
         read = read if good is None else hidden_where(~good, read)
         out = mixed(read, tokens["value"], tokens.get("gate")) if self.mix else read
         out = out if good is None or not self.mix else hidden_where(~good, out)
-        halves = {"halves": found.halves, "half_scores": found.half_scores, "scores": found.scores}
-        return out, {"slots": found.slots, "weights": weights.view_as(found.slots), "read": read, **halves}
+        halves = {"halves": best.halves, "half_scores": best.half_scores, "scores": best.scores}
+        return out, {"slots": best.slots, "weights": weights.view_as(best.slots), "read": read, **halves}
 
     def write(self, state: FastWeightState, tokens: Tensors, following: Tensors | None) -> dict[str, Any]:
         new, rounds = None, rounds_of(state.values)
@@ -201,13 +201,13 @@ class SlotMemory(ChunkMemory):
             "written": written,
             **{n: tokens.get(n) for n in ("weights", "gate", "query", "halves", "half_scores", "scores")},
         }
-        found = Written(**{n: None if x is None else by_memory(x, state) for n, x in parts.items()})
+        pairs = Written(**{n: None if x is None else by_memory(x, state) for n, x in parts.items()})
         if self.observer is not None:
             with torch.no_grad():
-                shares = (self.rule.steps(found)[..., None, None] * found.weights).flatten(-2)
-            own, to, row = (by_memory(x, state) for x in (position, at, self._rows(position)))
-            self.observer.on_write(found.slots.flatten(-2), shares, own, to, found.written, row)
-        return found
+                shares = (self.rule.steps(pairs)[..., None, None] * pairs.weights).flatten(-2)
+            source, to, row = (by_memory(x, state) for x in (position, at, self._rows(position)))
+            self.observer.on_write(pairs.slots.flatten(-2), shares, source, to, pairs.written, row)
+        return pairs
 
     def _rows(self, like: Tensor) -> Tensor:
         """Return the batch row of tokens [R, w]."""
@@ -240,12 +240,12 @@ def _of_all_processes(x: Tensor) -> Tensor:
     from torch import distributed
 
     if not distributed.is_initialized():
-        mend = "call init_process_group() first"
-        raise ArgumentError(f"fast_weight_memory: sync='all_gather' needs torch.distributed; {mend}.")
-    own = x.to(torch.uint8) if x.dtype == torch.bool else x
-    parts = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(parts, own.detach().contiguous())
-    parts[distributed.get_rank()] = own
+        hint = "call init_process_group() first"
+        raise ArgumentError(f"fast_weight_memory: sync='all_gather' needs torch.distributed; {hint}.")
+    local = x.to(torch.uint8) if x.dtype == torch.bool else x
+    parts = [torch.empty_like(local) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, local.detach().contiguous())
+    parts[distributed.get_rank()] = local
     return torch.cat(parts, 1).to(x.dtype)
 
 

@@ -118,12 +118,12 @@ class LargeChunkMemory(NetworkMemory):
 
     def start(self, weights: SwiGLU, batch: int) -> LargeChunkState:
         """Return the state of `batch` rows before their first token; `weights` are [H, ...]."""
-        own, none = {}, (0,) * batch
+        fields, none = {}, (0,) * batch
         for name, w in zip(NAMES, weights, strict=True):
-            own[name] = w.expand(batch, -1, -1, -1)
-            own[f"{name}_step"] = w.new_zeros(batch, len(w), *(w.shape[1:] if self.momentum else (0, 0)))
-        own["norms"] = all_norms(weights).expand(batch, -1, -1, -1)
-        return LargeChunkState(**own, **first_fields(weights), waiting=Waiting((), none), writes=none)
+            fields[name] = w.expand(batch, -1, -1, -1)
+            fields[f"{name}_step"] = w.new_zeros(batch, len(w), *(w.shape[1:] if self.momentum else (0, 0)))
+        fields["norms"] = all_norms(weights).expand(batch, -1, -1, -1)
+        return LargeChunkState(**fields, **first_fields(weights), waiting=Waiting((), none), writes=none)
 
     def read(self, state: LargeChunkState, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
         """Return f(q) of the tokens, [R, w, H D], and the fields that wait."""
@@ -134,14 +134,14 @@ class LargeChunkMemory(NetworkMemory):
         """Take one step; the next token plays no part in it. A chunk without a good token changes nothing."""
         there = marked(tokens)["good"]
         key, value, rates, share = (hidden_where(~there, tokens[name]).transpose(1, 2) for name in state.WAITING)
-        found = dict(zip(NAMES, state.network.gradients(key, value, SwiGLU(*rates.split(1, -1))), strict=True))
+        steps = dict(zip(NAMES, state.network.gradients(key, value, SwiGLU(*rates.split(1, -1))), strict=True))
         memory = {}
         if self.momentum:
             mean = share.sum(2) / there.sum(1, keepdim=True).clamp_min(1)
-            found = {n: g + mean[..., None, None] * getattr(state, f"{n}_step") for n, g in found.items()}
-            memory = {f"{n}_step": step for n, step in found.items()}
+            steps = {n: g + mean[..., None, None] * getattr(state, f"{n}_step") for n, g in steps.items()}
+            memory = {f"{n}_step": step for n, step in steps.items()}
         norms = state.norms.split([x.shape[-2] for x in state.network], -2)
-        for (name, step), norm in zip(found.items(), norms, strict=True):
+        for (name, step), norm in zip(steps.items(), norms, strict=True):
             new = getattr(state, name) + (orthogonal(step) if "muon" in self.optimizer else step)
             memory[name] = new / (row_norms(new) + 1e-5) * norm
         if "good" not in tokens:

@@ -88,12 +88,12 @@ def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = 
     kind = slot_scores.given(call, "score", score)()
     dtype = torch.promote_types(torch.promote_types(query.dtype, keys.dtype), torch.float32)
     with full_precision(query.device.type):
-        own, bad = clean(query.to(dtype))
-        found = search(own, keys.to(dtype), top_k, kind, eps)
+        cleaned, bad = clean(query.to(dtype))
+        best = search(cleaned, keys.to(dtype), top_k, kind, eps)
         if bad is None:
-            return found
+            return best
         with_nan = lambda x: torch.where(bad.view(*bad.shape, *[1] * (x.dim() - 3)), torch.nan, x)  # noqa: E731
-        return replace(found, scores=with_nan(found.scores), half_scores=with_nan(found.half_scores))
+        return replace(best, scores=with_nan(best.scores), half_scores=with_nan(best.half_scores))
 
 
 def search(query: Tensor, keys: Tensor, top_k: int, kind: SlotScore, eps: float) -> Found:
@@ -183,13 +183,13 @@ def product_key_read(
     Cost: that of the search, and O(T H k Dv) time and memory.
     """
     call = "product_key_read"
-    found = within(call, None, product_key_search, query, keys, top_k, score=score, eps=eps)
+    best = within(call, None, product_key_search, query, keys, top_k, score=score, eps=eps)
     tensor(call, "values", values, keys.shape[-2] ** 2, "Dv", like=query, why=", one for every pair of sub-keys")
-    weights = within(call, None, slot_weights, found, spec, joint=joint).flatten(-2)
-    rows = values.index_select(0, found.slots.reshape(-1)).view(*weights.shape, -1)
+    weights = within(call, None, slot_weights, best, spec, joint=joint).flatten(-2)
+    rows = values.index_select(0, best.slots.reshape(-1)).view(*weights.shape, -1)
     with full_precision(query.device.type):
         out = (weights[..., None, :] @ rows.to(weights.dtype)).squeeze(-2)
-    return out.to(query.dtype), found
+    return out.to(query.dtype), best
 
 
 def by_set(x: Tensor, shared: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -214,8 +214,8 @@ def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> fl
     if query.dim() != 4 or query.shape[-1] % 2 or not query.shape[-1]:  # no text of symbolic lengths in torch.compile
         expected = "[B, T, H, Dk] with an even Dk, whose halves meet a set of sub-keys each"
         raise ArgumentError(f"{call}: query is {shape(query)}, expected {expected}.")
-    (batch, _, heads, width), own = query.shape, keys.dim() == 5
-    wanted = (batch, heads, 2) if own else (heads, 2)
+    (batch, _, heads, width), batched = query.shape, keys.dim() == 5
+    wanted = (batch, heads, 2) if batched else (heads, 2)
     if keys.dim() not in (4, 5) or tuple(keys.shape[:-2]) != wanted or keys.shape[-1] != width // 2:
         needed = f"[{heads}, 2, n, {width // 2}] or [{batch}, {heads}, 2, n, {width // 2}]"
         raise ArgumentError(f"{call}: keys is {shape(keys)}, but query {shape(query)} needs {needed}.")
@@ -291,14 +291,14 @@ class _Best(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, index = ctx.saved_tensors
         spread = _spread(upstream, index, keys.shape[1])
-        own = keyed = None
+        by_query = by_keys = None
         if ctx.needs_input_grad[0]:
-            own = spread @ keys
+            by_query = spread @ keys
             if ctx.squares:
-                own = 2 * (query * upstream.sum(-1, keepdim=True) - own)
+                by_query = 2 * (query * upstream.sum(-1, keepdim=True) - by_query)
         if ctx.needs_input_grad[1]:
-            keyed = _square_gradient(query, keys, spread) if ctx.squares else spread.mT @ query
-        return own, keyed, None, None, None
+            by_keys = _square_gradient(query, keys, spread) if ctx.squares else spread.mT @ query
+        return by_query, by_keys, None, None, None
 
 
 def _square_gradient(query: Tensor, keys: Tensor, spread: Tensor) -> Tensor:
@@ -320,16 +320,16 @@ def _selected(
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest of measure(query, keys) [G, T, n], best first, and their indices."""
     numbers = keys.numel() if query.dtype == torch.float64 else len(keys) * keys.shape[1]
-    found = []
+    best = []
     # an exported graph has one tile, since the number of tiles depends on the length
     whole = torch.compiler.is_exporting()
     for part in (query,) if whole else query.split(max(1, TILE // max(1, numbers)), 1):
         scores = measure(part, keys)
         index = _largest(scores, k)
-        found.append((scores.gather(-1, index), index))
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([scores for scores, _ in found], 1), torch.cat([index for _, index in found], 1)
+        best.append((scores.gather(-1, index), index))
+    if len(best) == 1:
+        return best[0]
+    return torch.cat([scores for scores, _ in best], 1), torch.cat([index for _, index in best], 1)
 
 
 def _largest(scores: Tensor, m: int) -> Tensor:

@@ -202,8 +202,8 @@ class Streams:
         if self.valid is None:
             return new
         index, gone = self.index, ~self.valid
-        found = {n: hidden_where(gone, x if index is None else x.flatten(0, 1)[index]) for n, x in new.items()}
-        return {"good": self.valid, **found}
+        fields = {n: hidden_where(gone, x if index is None else x.flatten(0, 1)[index]) for n, x in new.items()}
+        return {"good": self.valid, **fields}
 
     def join(self, x: Tensor, batch: int, tokens: int) -> Tensor:
         """Rearrange [R, W, D] to [B, T, D], 0 where there is no token."""
@@ -271,10 +271,10 @@ def follow(memory: ChunkMemory, state: S, begun: S, new: Tensors, streams: Strea
     closes. Return what was read [B, T, D] and the state of every row after it, given the state of every row and that
     of every stream, `begun`; if `frozen`, only read."""
     batch, tokens = next(iter(new.values())).shape[:2]
-    own = streams.cut(new)
+    fields = streams.cut(new)
     if frozen:
-        return streams.join(memory.read(begun, own, False)[0], batch, tokens), state
-    out, after = _run(memory, begun, own, streams.counts)
+        return streams.join(memory.read(begun, fields, False)[0], batch, tokens), state
+    out, after = _run(memory, begun, fields, streams.counts)
     return streams.join(out, batch, tokens), replace(streams.end(after), tokens=state.tokens + tokens)
 
 

@@ -110,11 +110,11 @@ def joined(pieces: Sequence[Tensors]) -> Tensors:
 def finite_tokens(tokens: Tensors, look: Callable[..., Sequence[tuple[Tensor, Tensor | None]]] = clean_each) -> Tensors:
     """Set non-finite vectors of the fields [B, T, ...] to 0, and mark the tokens without any in `good`, which is left
     out if `look` finds none."""
-    bad, found = None, {}
+    bad, fields = None, {}
     flat = [x.flatten(2) if x.dim() > 2 else x[..., None] for x in tokens.values()]
-    for (name, x), (whole, own) in zip(tokens.items(), look(*flat), strict=True):
-        found[name], bad = whole.view(x.shape), either(bad, own)
-    return found if bad is None else {**found, "good": ~bad}
+    for (name, x), (whole, flags) in zip(tokens.items(), look(*flat), strict=True):
+        fields[name], bad = whole.view(x.shape), either(bad, flags)
+    return fields if bad is None else {**fields, "good": ~bad}
 
 
 def hidden_where(gone: Tensor, x: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def plain_linear(call: str, layer: nn.Module, device: torch.device) -> tuple[Ten
     """
     weight: Any = layer.weight
     if not is_plain(weight):
-        mend = "leave the layer out when quantising (llm_int8_skip_modules, modules_to_not_convert)"
-        raise ArgumentError(f"{call}: a matrix is quantised ({weight.dtype}), which cannot be read; {mend}.")
+        hint = "leave the layer out when quantising (llm_int8_skip_modules, modules_to_not_convert)"
+        raise ArgumentError(f"{call}: a matrix is quantised ({weight.dtype}), which cannot be read; {hint}.")
     if isinstance(layer, nn.Linear) and not _elsewhere(weight, device):
         return weight, layer.bias
     inputs = weight.shape[1]
@@ -101,8 +101,8 @@ def check_shared(
 ) -> None:
     """Check that shared queries and keys have equally many heads; `name` is that of the number of the latter."""
     need = f"{num_heads} query heads need {num_heads} key/value heads, not {num_kv_heads}"
-    wrong = f"share_query_key uses the keys as queries, so {need}; leave {name} or share_query_key out."
-    require(not share_query_key or num_heads == num_kv_heads, call, wrong)
+    text = f"share_query_key uses the keys as queries, so {need}; leave {name} or share_query_key out."
+    require(not share_query_key or num_heads == num_kv_heads, call, text)
 
 
 def check_heads(
@@ -166,5 +166,5 @@ def layer_of(cache: object, layer_idx: int) -> Any:
 def require_growing(cache: object, call: str) -> None:
     """Check that `cache` is not padded to a fixed length: queries are taken to be at the end of its keys."""
     if getattr(cache, "is_compileable", False):
-        mend = "use a cache that grows, such as transformers.DynamicCache"
-        raise ArgumentError(f"{call}: cache is a {type(cache).__name__}, which is padded to a fixed length; {mend}.")
+        hint = "use a cache that grows, such as transformers.DynamicCache"
+        raise ArgumentError(f"{call}: cache is a {type(cache).__name__}, which is padded to a fixed length; {hint}.")

@@ -81,8 +81,8 @@ class FunctionalGradient(nn.Module):
         self.head_dim = covariate_size // num_heads
         flags(CALL, average=average)
         one_of(CALL, "variant", variant, VARIANTS)
-        mend = "change one, or give variant='full', where every head averages the whole value"
-        uneven = f"value_size {value_size} is not a multiple of {num_heads} heads (num_heads); {mend}."
+        hint = "change one, or give variant='full', where every head averages the whole value"
+        uneven = f"value_size {value_size} is not a multiple of {num_heads} heads (num_heads); {hint}."
         require(variant == "full" or value_size % num_heads == 0, CALL, uneven)
         self.covariate_size, self.value_size, self.num_heads = covariate_size, value_size, num_heads
         self.spec = check_kernel(CALL, as_spec(spec, CALL))
@@ -173,8 +173,8 @@ class FunctionalGradient(nn.Module):
         if not is_causal and (cache is not None or pairs is not None or n > rows):
             most = f"at most as many values ({n}) as covariates ({rows})"
             raise ArgumentError(f"{CALL}: is_causal=False takes no cache and no padding, and {most}.")
-        wrong = "pairs are of several documents, but a cache was given, which holds one per row; leave one of them out."
-        require(cache is None or pairs is None or pairs.segments is None, CALL, wrong)
+        text = "pairs are of several documents, but a cache was given, which holds one per row; leave one of them out."
+        require(cache is None or pairs is None or pairs.segments is None, CALL, text)
         if is_causal and cache is None and n != rows - 1:
             why = "value j follows covariate j, and the last covariate has no value yet"
             raise ArgumentError(f"{CALL}: {n} values for {rows} covariates, expected one less: {why}.")

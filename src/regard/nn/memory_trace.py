@@ -93,18 +93,18 @@ class SlotStatistics(MemoryObserver):
             slots from the uniform one in nats, 0 to log N), and marginal_entropy (entropy in nats of the weights over
             the sub-keys of a half, mean of both halves; at most log n).
         """
-        found: dict[str, float] = {"tokens": float(self._tokens), "not_finite": float(self._non_finite)}
+        means: dict[str, float] = {"tokens": float(self._tokens), "not_finite": float(self._non_finite)}
         if self._gated:
-            found["gate"] = self._gates / self._gated
+            means["gate"] = self._gates / self._gated
         counts = self.reads[self.reads.sum(1) > 0].double()
         if len(counts) == 0:
-            return found
+            return means
         totals = counts.sum(1)
         collided = torch.where(counts > 1, counts, 0).sum(1) / totals
         grid = self.mass[self.reads.sum(1) > 0].unflatten(1, (math.isqrt(self.slots), -1))
         halves = torch.stack([_entropy(grid.sum(2)), _entropy(grid.sum(1))])
         return {
-            **found,
+            **means,
             "reads": float(totals.sum()),
             "coverage": float((counts > 0).double().mean()),
             "collisions": float(collided.mean()),
@@ -260,8 +260,8 @@ class WriterTrace(MemoryObserver):
 
     def retrieved(self) -> Retrieved:
         """Return all reads so far; raise ArgumentError if there is none."""
-        mend = "the trace recorded no read; call the model inside `observed(...)`."
-        require(bool(self._reads), "WriterTrace.retrieved", mend)
+        text = "the trace recorded no read; call the model inside `observed(...)`."
+        require(bool(self._reads), "WriterTrace.retrieved", text)
         row, position, slots, weights, writers = zip(*self._reads, strict=True)
         wrote = Writers(*(torch.cat(parts) for parts in zip(*writers, strict=True)))
         return Retrieved(torch.cat(row), torch.cat(position), torch.cat(slots), torch.cat(weights), wrote)
@@ -319,8 +319,8 @@ def memory_means(model: nn.Module, run: Callable[[], object]) -> dict[str, float
         for layer, snapshot in zip(resident, before, strict=True):
             layer.restore(snapshot)
     summaries = [each.summary() for each in seen.values()]
-    found = {}
+    means = {}
     for name in dict.fromkeys(name for each in summaries for name in each):
         values = [each[name] for each in summaries if name in each]
-        found[name] = sum(values) / (1 if name in ("tokens", "not_finite", "reads") else len(values))
-    return found
+        means[name] = sum(values) / (1 if name in ("tokens", "not_finite", "reads") else len(values))
+    return means

@@ -45,10 +45,10 @@ class Call(NamedTuple):
             wanted = {name: None if size is None else (*heads, *size) for name, size in sizes.items()}
             require_state(self.name, state, kind, wanted, key.new_empty(0, dtype=self.dtype))
 
-    def visible(self, own: "Tokens", mask: Tensor | None) -> Visibility:
+    def visible(self, qkv: "Tokens", mask: Tensor | None) -> Visibility:
         """Return which keys the queries see; mask [B, 1, Tk]."""
         mask = None if mask is None else mask[:, :, None]
-        return Visibility(own.query.shape[2], own.key.shape[2], self.causal, self.strict, mask=mask)
+        return Visibility(qkv.query.shape[2], qkv.key.shape[2], self.causal, self.strict, mask=mask)
 
     def run(self, compute: Any, inputs: tuple[Any, ...], state: Any, **how: Any) -> tuple[Any, Any]:
         """Return compute(inputs, mask, state, call=self, **how) over all documents, in full precision."""
@@ -230,8 +230,8 @@ def tokens(call: Call, query: Tensor, key: Tensor, value: Tensor, *more: PerKey 
         checks.finite(call.name, name, tensor)
     (query, bad_query), (key, bad), (value, bad_value) = (clean(x.to(call.dtype)) for x in (query, key, value))
     bad_key = key.new_zeros(key.shape[:3], dtype=torch.bool)
-    for found in (bad, bad_value, *(x.bad for x in more if x is not None)):
-        bad_key = bad_key if found is None else bad_key | found
+    for flags in (bad, bad_value, *(x.bad for x in more if x is not None)):
+        bad_key = bad_key if flags is None else bad_key | flags
     return Tokens(query, key, value, bad_query, bad_key)
 
 

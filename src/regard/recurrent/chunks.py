@@ -178,18 +178,18 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
         for at in work.steps():
             p, keys, val = work.step(at)
             before, a = _running(a, keys.mT @ val)
-            found = p @ before
+            rows = p @ before
             if m is not None:
                 before, m = _running(m, keys.mT @ keys)
                 squared = ((p @ before) * p).sum(-1)
             if at.q1 > at.q0 and at.k1 > at.k0:
                 pairs = work.meet(p @ keys.mT)
-                found += pairs @ val
+                rows += pairs @ val
                 if m is not None:
                     squared += pairs.square_().sum(-1)
             if at.q1 > at.q0:
-                found = work.uncut(found, at)
-                values[:, :, at.q0 : at.q1], mass[:, :, at.q0 : at.q1] = found[..., :-1], found[..., -1]
+                rows = work.uncut(rows, at)
+                values[:, :, at.q0 : at.q1], mass[:, :, at.q0 : at.q1] = rows[..., :-1], rows[..., -1]
                 if power is not None:
                     power[:, :, at.q0 : at.q1] = work.uncut(squared, at)
         _put(out[3:], (a, m))
@@ -236,21 +236,21 @@ def _backward(
     *inputs: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of q, k, v, bias, sums and squares; empty for missing inputs."""
-    found, work = _gradients(g, g_mass, g_power, g_sums, g_squares, *inputs), _Work(*inputs)
+    grads, work = _gradients(g, g_mass, g_power, g_sums, g_squares, *inputs), _Work(*inputs)
     g_mass, g_power = (None if x is None else work.grouped(x)[..., None] for x in (g_mass, g_power))
-    back = _Back(work, work.grouped(g), g_mass, g_power, found)
+    back = _Back(work, work.grouped(g), g_mass, g_power, grads)
     with torch.no_grad(), full_precision(g.device.type):
         if work.direct:
             back.direct()
-            return found
+            return grads
         steps, squared = work.steps(), g_power is not None
         before = work.start(work.squares, work.features) if squared else None
         back.upwards(steps, work.start(work.sums, work.values), before)
         squared = squared or g_squares is not None
         after = work.start(g_squares, work.features) if squared else None
         a, m = back.downwards(steps, work.start(g_sums, work.values), after)
-        _put(found[4:], (a, m))
-    return found
+        _put(grads[4:], (a, m))
+    return grads
 
 
 @_backward.register_fake

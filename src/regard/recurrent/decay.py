@@ -174,8 +174,8 @@ def _system(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> tuple[Tenso
     meet = pairs(k[..., None, :], k, g).tril(-1)
     system = beta * meet + torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     right = beta * torch.cat([v, since], -1)
-    found = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    x, y = found.split([v.shape[-1], k.shape[-1]], -1)
+    solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    x, y = solution.split([v.shape[-1], k.shape[-1]], -1)
     return x, y
 
 

@@ -106,13 +106,13 @@ def delta_rule(
 def _learn(
     inputs: tuple[Tokens, PerKey, PerKey | None, Any], mask: Tensor | None, state: DeltaState | None, call: Call
 ) -> tuple[Tensor, DeltaState]:
-    (own, step, fade, factor), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
+    (qkv, step, fade, factor), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
     if state is None:
-        state = DeltaState.empty(batch, kv_heads, dim, own.value.shape[3], dtype=call.dtype, device=own.key.device)
+        state = DeltaState.empty(batch, kv_heads, dim, qkv.value.shape[3], dtype=call.dtype, device=qkv.key.device)
     held = (state.values.detach() != 0).flatten(2).any(-1)
-    rows, non_finite = own.non_finite(call.visible(own, mask), held, state.non_finite)
-    own, step, g = own.masked(mask), step.kept(mask), fade and fade.kept(mask).value
-    tensors = (own.query * factor, own.key, own.value, g, state.values)
+    rows, non_finite = qkv.non_finite(call.visible(qkv, mask), held, state.non_finite)
+    qkv, step, g = qkv.masked(mask), step.kept(mask), fade and fade.kept(mask).value
+    tensors = (qkv.query * factor, qkv.key, qkv.value, g, state.values)
     out, after = decayed(*tensors, beta=step.value[..., None], **call.how)
     out = torch.where(rows[..., None], torch.nan, out)
     return out, DeltaState(after, non_finite, tokens=state.tokens + keys)

@@ -177,28 +177,28 @@ def linear_attention(
     call = begin(CALL, query, key, value, attn_mask, form, chunk_size, is_causal, exclude_self, segment_ids)
     scale, bias = _numbers(query, spec, scale, mapping(CALL, "params", params), call.dtype)
     with full_precision(query.device.type):
-        own = tokens(call, query, key, value)
-        q, k = spec.similarity.features(own.query, own.key)
-        own = own._replace(query=q * (scale[..., None] if isinstance(scale, Tensor) else scale), key=k)
+        qkv = tokens(call, query, key, value)
+        q, k = spec.similarity.features(qkv.query, qkv.key)
+        qkv = qkv._replace(query=q * (scale[..., None] if isinstance(scale, Tensor) else scale), key=k)
         call.require_state(state, LinearState, key, LinearState.sizes(spec, k.shape[3] + 1, value.shape[3]))
         fade = log_decays(CALL, log_decay, key, k.shape[-1], call.dtype)
         if fade is not None:
             _require_fading(spec, fade.value, bias)
-            own = own._replace(bad_key=own.bad_key | fade.bad)
-    out, after = call.run(_read, (own, bias, fade), state, spec=spec)
+            qkv = qkv._replace(bad_key=qkv.bad_key | fade.bad)
+    out, after = call.run(_read, (qkv, bias, fade), state, spec=spec)
     return out.to(query.dtype), after
 
 
 def _read(
     inputs: tuple[Tokens, Any, PerKey | None], mask: Tensor | None, state: LinearState | None, call: Call, spec: Spec
 ) -> tuple[Tensor, LinearState]:
-    (own, bias, fade), (_, k, v, *_) = inputs, inputs[0]
+    (qkv, bias, fade), (_, k, v, *_) = inputs, inputs[0]
     if state is None:
         sizes = LinearState.sizes(spec, k.shape[3] + 1, v.shape[3])
         state = LinearState(**zeros(k.shape[0], k.shape[1], k.dtype, k.device, **sizes))
-    visible, held = call.visible(own, mask), state.keys[..., -1].detach()
-    counts = visible.counts(k.device) + repeat_heads(held[..., None], own.query.shape[1])
-    rows, non_finite = own.non_finite(visible, held > 0, state.non_finite)
+    visible, held = call.visible(qkv, mask), state.keys[..., -1].detach()
+    counts = visible.counts(k.device) + repeat_heads(held[..., None], qkv.query.shape[1])
+    rows, non_finite = qkv.non_finite(visible, held > 0, state.non_finite)
     start, squares = torch.cat([state.values, state.keys[..., None]], -1), state.squares
 
     def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
@@ -218,10 +218,10 @@ def _read(
         make = forms.parallel if form == "parallel" else forms.recurrent
         return make(*forms.augment(q, k, v, bias, mask), start, squares, *order)
 
-    out, found = estimate(own.query, bias, counts, spec, sum_keys)
-    assert found.sums is not None
-    sums, seen = found.sums, state.tokens + k.shape[2]
-    after = LinearState(sums[..., :-1], sums[..., -1], found.squares, non_finite, tokens=seen)
+    out, summed = estimate(qkv.query, bias, counts, spec, sum_keys)
+    assert summed.sums is not None
+    sums, seen = summed.sums, state.tokens + k.shape[2]
+    after = LinearState(sums[..., :-1], sums[..., -1], summed.squares, non_finite, tokens=seen)
     return torch.where(rows[..., None], torch.nan, out), after
 
 
@@ -231,23 +231,23 @@ def estimate(
     """Return (output [B, H, Tq, Dv], the sums that `sum_keys` made for q and bias). q holds features with the scale,
     bias is a number or [B, H, Tq], `counts` how many keys each query sees."""
     if not signed(spec):
-        found = sum_keys(q, bias)
+        sums = sum_keys(q, bias)
         if not spec.weighting.normalised:
-            return found.values, found
-        return found.values / torch.where(found.mass == 0, 1, found.mass)[..., None], found
+            return sums.values, sums
+        return sums.values / torch.where(sums.mass == 0, 1, sums.mass)[..., None], sums
     # Rows are scaled to size one, so that the squares of their scores stay in range; the quotient does not change.
     bias = bias if isinstance(bias, Tensor) else q.new_full(q.shape[:3], bias)
     unit = torch.maximum(q.detach().abs().amax(-1), bias.detach().abs())
     unit = torch.where(unit > 0, unit, 1)
-    found = sum_keys(q / unit[..., None], bias / unit)
-    assert found.power is not None
-    some = found.power > 0
-    size = torch.where(some, (counts * torch.where(some, found.power, 1)).sqrt(), 0)
-    mass = found.mass
+    sums = sum_keys(q / unit[..., None], bias / unit)
+    assert sums.power is not None
+    some = sums.power > 0
+    size = torch.where(some, (counts * torch.where(some, sums.power, 1)).sqrt(), 0)
+    mass = sums.mass
     near = mass.abs() < GUARD * size
     mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
     mass = torch.where(some, mass, 1 / unit)  # weights of zero, divided by one
-    return found.values / mass[..., None], found
+    return sums.values / mass[..., None], sums
 
 
 def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:

@@ -131,8 +131,8 @@ def mesa_attention(
     fade = log_decays(CALL, log_decay, key, None, call.dtype)
     weight = None if beta is None else per_key(CALL, "beta", beta, key, call.dtype)
     call.require_state(state, MesaState, key, MesaState.sizes(key.shape[3], value.shape[3]))
-    own = tokens(call, query, key, value, fade, weight)
-    inputs = (own, weight, fade, ridge, row_scale(call, scale, query))
+    qkv = tokens(call, query, key, value, fade, weight)
+    inputs = (qkv, weight, fade, ridge, row_scale(call, scale, query))
     (out, solved), after = call.run(_fit, inputs, state, how=how, residuals=return_diagnostics)
     out, limit = out.to(query.dtype), torch.finfo(call.dtype).eps ** 0.5 if tol is None else tol
     _warn(solved, limit)
@@ -143,17 +143,17 @@ def _fit(
     inputs: tuple[Tokens, PerKey | None, PerKey | None, Tensor, float | Tensor], mask: Tensor | None,
     state: MesaState | None, call: Call, how: How, residuals: bool,
 ) -> tuple[tuple[Tensor, dict[str, Tensor]], MesaState]:  # fmt: skip
-    (own, weight, fade, ridge, scale), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
+    (qkv, weight, fade, ridge, scale), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
     if state is None:
-        state = MesaState.empty(batch, kv_heads, dim, own.value.shape[3], dtype=call.dtype, device=own.key.device)
+        state = MesaState.empty(batch, kv_heads, dim, qkv.value.shape[3], dtype=call.dtype, device=qkv.key.device)
     held = state.gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1) > 0
-    rows, non_finite = own.non_finite(call.visible(own, mask), held, state.non_finite)
-    own, beta, g = own.masked(mask), weight and weight.kept(mask).value, fade and fade.kept(mask).value
-    systems = Systems(own.key, beta, g, state.gram, ridge)
-    out, gram, values, found = _predict(own.query * scale, own.value, systems, state.values, call, how, residuals)
+    rows, non_finite = qkv.non_finite(call.visible(qkv, mask), held, state.non_finite)
+    qkv, beta, g = qkv.masked(mask), weight and weight.kept(mask).value, fade and fade.kept(mask).value
+    systems = Systems(qkv.key, beta, g, state.gram, ridge)
+    out, gram, values, statistics = _predict(qkv.query * scale, qkv.value, systems, state.values, call, how, residuals)
     out = torch.where(rows[..., None], torch.nan, out)
-    found = {name: x[:, :, : rows.shape[2]] for name, x in found.items()}
-    return (out, found), MesaState(values, gram, non_finite, tokens=state.tokens + keys)
+    statistics = {name: x[:, :, : rows.shape[2]] for name, x in statistics.items()}
+    return (out, statistics), MesaState(values, gram, non_finite, tokens=state.tokens + keys)
 
 
 def _predict(
@@ -168,16 +168,16 @@ def _predict(
         gram = final(systems.key, systems.written, systems.g, systems.gram)
         values = final(systems.key, v, systems.g, values)
         t = _all(gram, systems.ridge, q)
-        found = statistics(q - (read(t, gram) + systems.ridge * t), q) if residuals else {}
-        return read(t, values), gram, values, found
+        measured = statistics(q - (read(t, gram) + systems.ridge * t), q) if residuals else {}
+        return read(t, values), gram, values, measured
     if call.form == "chunked" and not transformed():
-        t, gram, found = solved(q, systems, how._replace(method=method(how.method, systems)))
+        t, gram, measured = solved(q, systems, how._replace(method=method(how.method, systems)))
         out, values = decayed(t, systems.key, v, systems.g, values, chunk=how.chunk)
-        return out[:, :, :queries], gram, values, found
+        return out[:, :, :queries], gram, values, measured
     form = "recurrent" if call.form == "recurrent" else "parallel"
     t, out, gram, values = _one_by_one(q, v, systems, values, form)
-    found = statistics(q - systems.times(t, how.chunk)[0], q) if residuals else {}
-    return out[:, :, :queries], gram, values, found
+    measured = statistics(q - systems.times(t, how.chunk)[0], q) if residuals else {}
+    return out[:, :, :queries], gram, values, measured
 
 
 def _before(systems: Systems, q: Tensor, v: Tensor) -> tuple[Systems, Tensor, Tensor]:
@@ -218,16 +218,16 @@ def _one_by_one(
     return t, out, gram, values
 
 
-def _judged(found: dict[str, Tensor], limit: float) -> dict[str, Tensor]:
+def _judged(measured: dict[str, Tensor], limit: float) -> dict[str, Tensor]:
     """Return the statistics with a status: systems with a residual above `limit` are unconverged."""
-    residual = found["residual"]
+    residual = measured["residual"]
     status = torch.where(residual <= limit, int(SolveStatus.OK), int(SolveStatus.UNCONVERGED))
-    return {"status": torch.where(residual.isfinite(), status, int(SolveStatus.NOT_FINITE)), **found}
+    return {"status": torch.where(residual.isfinite(), status, int(SolveStatus.NOT_FINITE)), **measured}
 
 
-def _warn(found: dict[str, Tensor], limit: float) -> None:
+def _warn(measured: dict[str, Tensor], limit: float) -> None:
     """Warn of unconverged systems, if the residuals are on the CPU."""
-    residual = found.get("residual", torch.empty(0))
+    residual = measured.get("residual", torch.empty(0))
     if torch.compiler.is_compiling() or transformed() or type(residual) is not Tensor or residual.device.type != "cpu":
         return
     bad = ~(residual <= limit)

@@ -76,8 +76,8 @@ class State:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, contiguous, for safetensors; `from_tensors` reads them."""
-        own = {name: x.contiguous() for name, x in self._tensors().items()}
-        return {**own, "tokens": torch.tensor(self.tokens)}
+        tensors = {name: x.contiguous() for name, x in self._tensors().items()}
+        return {**tensors, "tokens": torch.tensor(self.tokens)}
 
     @classmethod
     def from_tensors(cls: type[S], tensors: Mapping[str, Tensor]) -> S:
@@ -93,8 +93,8 @@ class State:
             f"{cls.__name__}.from_tensors",
             f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}{some}.",
         )
-        own = {name: tensors.get(name) for name in known - {"tokens"}}
-        return cls(**own, tokens=int(tensors["tokens"]))
+        values = {name: tensors.get(name) for name in known - {"tokens"}}
+        return cls(**values, tokens=int(tensors["tokens"]))
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def zeros(batch: int, heads: int, dtype: torch.dtype, device: Any, **sizes: Size
 
 def joined(states: Sequence[S], order: Tensor) -> S:
     """Return the sequences of all states as one state, in the order of the indices `order`; `tokens` is the largest."""
-    own = [state._tensors() for state in states]
-    tensors = {name: torch.cat([x[name] for x in own])[order] for name in own[0]}
+    parts = [state._tensors() for state in states]
+    tensors = {name: torch.cat([x[name] for x in parts])[order] for name in parts[0]}
     return replace(states[0], **tensors, tokens=max(state.tokens for state in states))
 
 

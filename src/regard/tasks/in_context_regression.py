@@ -117,8 +117,8 @@ class InContextRegression(Named, Stackable[RegressionPrompts]):
         """
         x, y = example.inputs.double().split(self.dim, -1)
         pairs, asked = x[..., : self.length, :], x[..., self.length :, :]
-        own = example.segments[..., self.length :, None] == example.segments[..., None, : self.length]
-        weights = own.double() if by_segment else torch.ones_like(own, dtype=torch.float64)
+        same_segment = example.segments[..., self.length :, None] == example.segments[..., None, : self.length]
+        weights = same_segment.double() if by_segment else torch.ones_like(same_segment, dtype=torch.float64)
         eye = torch.eye(self.dim, dtype=torch.float64) * max(self.dim * self.noise**2, 1e-8)
         gram = torch.einsum("...qn,...ni,...nj->...qij", weights, pairs, pairs) + eye
         right = torch.einsum("...qn,...ni,...nj->...qij", weights, pairs, y[..., : self.length, :])

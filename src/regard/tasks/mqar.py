@@ -60,8 +60,8 @@ class MQAR(TokenTask):
         if self.fillers not in FILLERS:
             raise refuse(call, "fillers", self.fillers, f"one of {', '.join(FILLERS)}")
         short = f"length is {self.length}, too short for {self.pairs} pairs and as many queries"
-        mend = f"with a place behind each; give a length of at least {4 * self.pairs} or fewer pairs"
-        require(4 * self.pairs <= self.length, call, f"{short} {mend}.")
+        hint = f"with a place behind each; give a length of at least {4 * self.pairs} or fewer pairs"
+        require(4 * self.pairs <= self.length, call, f"{short} {hint}.")
         many = f"pairs is {self.pairs}, but {self.tokens} tokens hold {keys} keys; give fewer pairs or more tokens."
         require(self.pairs <= keys, call, many)
 
@@ -88,18 +88,18 @@ class MQAR(TokenTask):
         for key, value, gap in zip(keys, values, gaps, strict=True):
             tokens[start + self.places * gap] = key
             labels[start + self.places * gap + 1] = value
-        found = example_of(tokens, labels)
+        example = example_of(tokens, labels)
         if self.places == 2:
-            return found
-        return replace(found, beside=pad(torch.tensor(values), (0, self.length - start)))
+            return example
+        return replace(example, beside=pad(torch.tensor(values), (0, self.length - start)))
 
     def _fillers(self, random: Random, keys: set[int], count: int) -> list[int]:
         if self.fillers == "zero":
             return [0] * count
-        found: list[int] = []
-        while len(found) < count:
-            found += [x for x in random.choices(range(self.tokens), k=count) if x not in keys]
-        return found[:count]
+        fillers: list[int] = []
+        while len(fillers) < count:
+            fillers += [x for x in random.choices(range(self.tokens), k=count) if x not in keys]
+        return fillers[:count]
 
     def _known(self, example: TokenExample) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of the pairs, int64 [n]."""

@@ -154,8 +154,8 @@ class NeedleInHaystack:
         return list(sentence.split() if self.encode is None else self.encode(sentence))
 
     def _filler(self, draw: random.Random, count: int) -> list[Any]:
-        wrong = f"{self.needles} needles have {self.length - count} pieces, more than a haystack"
-        require(count >= 0, CALL, f"{wrong} of length {self.length}; make it longer, or give fewer needles.")
+        problem = f"{self.needles} needles have {self.length - count} pieces, more than a haystack"
+        require(count >= 0, CALL, f"{problem} of length {self.length}; make it longer, or give fewer needles.")
         start = draw.randrange(len(self.text))
         first = list(self.text[start : start + count])
         while len(first) < count:
@@ -182,16 +182,16 @@ class NeedleInHaystack:
     def oracle(self, example: NeedleExample) -> str:
         """Return the answer, found by a regular expression in the haystack; empty if it is not there."""
         text = " ".join(example.haystack) if self.decode is None else self.decode(example.haystack)
-        found = re.search(re.escape(self.question(example.key)) + rf"(\d{{{self.digits}}})", text)
-        return found.group(1) if found else ""
+        match = re.search(re.escape(self.question(example.key)) + rf"(\d{{{self.digits}}})", text)
+        return match.group(1) if match else ""
 
 
 def _check_template(name: str, given: Any, wanted: set[str]) -> None:
     try:
-        found = {part for _, part, _, _ in string.Formatter().parse(instance(CALL, name, given, str, "a text")) if part}
+        names = {part for _, part, _, _ in string.Formatter().parse(instance(CALL, name, given, str, "a text")) if part}
     except ValueError:
-        found = set()
-    if found != wanted:
+        names = set()
+    if names != wanted:
         raise refuse(CALL, name, given, f"a text with {', '.join(f'{{{each}}}' for each in sorted(wanted))} alone")
 
 

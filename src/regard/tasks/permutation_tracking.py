@@ -92,10 +92,10 @@ class PermutationTracking(TokenTask):
         for at in range(first + 1, second if swapping else first + 1, 3):
             i, j = tokens[at : at + 2]
             state[i], state[j] = state[j], state[i]
-        found = [0] * len(tokens)
+        answers = [0] * len(tokens)
         for at in range(second + 1, len(tokens), 4):
-            found[at + 2] = state[tokens[at]]
-        return torch.tensor(found)
+            answers[at + 2] = state[tokens[at]]
+        return torch.tensor(answers)
 
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the item that stands at the place after all swaps, int64 [T]."""

@@ -90,7 +90,7 @@ class RecurringNames(WordTask):
             places[part].append(at)
             last[fact] = at
         tokens = tokens[: self.length]
-        places = {part: [at for at in found if at < len(tokens)] for part, found in places.items()}
+        places = {part: [at for at in positions if at < len(tokens)] for part, positions in places.items()}
         asked = range(len(tokens)) if self.everything else sorted(places["near"] + places["far"])
         return example_of(tokens, {at: tokens[at] for at in asked}, places)
 
@@ -105,17 +105,17 @@ class RecurringNames(WordTask):
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the last word of each statement from its earlier occurrence, int64 [T]; elsewhere the token itself,
         since nothing before it predicts it."""
-        tokens, found = example.tokens.tolist(), example.tokens.clone()
+        tokens, answer = example.tokens.tolist(), example.tokens.clone()
         known: dict[tuple[int, ...], int] = {}
         for fact, at in self.statements(tokens):
-            found[at] = known.get(fact, tokens[at])
+            answer[at] = known.get(fact, tokens[at])
             known[fact] = tokens[at]
-        return found
+        return answer
 
     def trivial(self, example: TokenExample) -> Tensor:
         """Return the last word of the statement before, about any person, int64 [T]."""
-        tokens, found = example.tokens.tolist(), example.tokens.clone()
+        tokens, answer = example.tokens.tolist(), example.tokens.clone()
         last = self.words.numbers[OBJECTS[0]]
         for _, at in self.statements(tokens):
-            found[at], last = last, tokens[at]
-        return found
+            answer[at], last = last, tokens[at]
+        return answer

@@ -123,7 +123,7 @@ class RegBench(TokenTask):
         source = random
         if self.automata and split == "train":  # one of a few automata, each from a separate stream
             source = Random(f"regbench {random.randrange(self.automata)}")
-        edges = drawn(lambda: self.automaton(source), lambda found: split_of(canonical(found)) == split, self, split)
+        edges = drawn(lambda: self.automaton(source), lambda edges: split_of(canonical(edges)) == split, self, split)
         pairs: list[tuple[int, int]] = []  # of a token and the state before it
         for _ in range(random.randint(*self.strings)):
             state = 0
@@ -137,8 +137,8 @@ class RegBench(TokenTask):
         table = torch.zeros(len(edges) + 1, self.vocabulary, dtype=torch.float32)
         for state, out in enumerate(edges):
             table[state, list(out)] = 1 / len(out)
-        found = example_of(tokens, labels)
-        return AutomatonExample(found.tokens, found.labels, probabilities=table[states], automaton=edges)
+        example = example_of(tokens, labels)
+        return AutomatonExample(example.tokens, example.labels, probabilities=table[states], automaton=edges)
 
     def scores(self, predicted: Tensor, example: TokenExample) -> dict[str, float]:
         """Return the metrics of one example, from arguments as in `TokenTask.scores`.
@@ -152,11 +152,11 @@ class RegBench(TokenTask):
             return {}
         likely = predicted.argmax(-1) if predicted.is_floating_point() else predicted
         valid = truth.gather(-1, likely[:, None])[:, 0] > 0
-        found = {"valid": float(valid[asked].float().mean())}
+        metrics = {"valid": float(valid[asked].float().mean())}
         if predicted.is_floating_point():
             apart = (predicted.softmax(-1) - truth).abs().sum(-1)[asked].mean()
-            found |= {"L1": float(apart), "total variation": float(apart) / 2}
-        return found
+            metrics |= {"L1": float(apart), "total variation": float(apart) / 2}
+        return metrics
 
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the logarithm of the true probabilities, [T, vocabulary], from the automaton and the tokens before."""

@@ -109,13 +109,13 @@ class Stories(WordTask):
         fixed = {kind: random.choice(words) for kind, words in KINDS.items()}
         fixed |= {"hero": hero, "friend": friend, "child": "girl" if girl else "boy"}
         fixed |= {"he": "she" if girl else "he", "He": "She" if girl else "He"}
-        found = []
+        sentences = []
         for part, templates in PARTS.items():
             chosen = random.sample(range(len(templates)), min(self.sentences, len(templates)))
             if part == "setting" and not {0, 1} & set(chosen):
                 chosen[0] = random.randrange(2)  # which says who it is about, before any pronoun
-            found += [templates[at].format(**fixed) for at in sorted(chosen)]
-        return found
+            sentences += [templates[at].format(**fixed) for at in sorted(chosen)]
+        return sentences
 
     def draw(self, random: Random, split: str) -> TokenExample:
         sentences = [[self.words.numbers[word] for word in sentence.split()] for sentence in self.story(random)]
@@ -148,7 +148,7 @@ class Stories(WordTask):
         for sentence in before:
             _agreement(sentence, bound)
         agreements = [_agreement(sentence, bound) for sentence in after]
-        known_parts = [found for found in agreements if found is not None]
+        known_parts = [agreement for agreement in agreements if agreement is not None]
         slots = [right for _, agreeing in known_parts for right in agreeing]
         order = [list(PARTS).index(part) for part, _ in known_parts]
         start = max([list(PARTS).index(f[0]) for s in before if (f := _agreement(s, {})) is not None], default=0)
@@ -172,24 +172,24 @@ class Stories(WordTask):
 def _sentences(text: str) -> list[str]:
     """Return the sentences of a text, its words and signs with one blank between them."""
     words = re.findall(r"\w+|[^\w\s]", text)
-    found: list[list[str]] = [[]]
+    sentences: list[list[str]] = [[]]
     quoted = False
     for word in words:
-        found[-1].append(word)
+        sentences[-1].append(word)
         quoted ^= word == '"'
-        if (word == "." and not quoted) or (word == '"' and not quoted and found[-1][-2:-1] == ["."]):
-            found.append([])
-    return [" ".join(sentence) for sentence in found if sentence]
+        if (word == "." and not quoted) or (word == '"' and not quoted and sentences[-1][-2:-1] == ["."]):
+            sentences.append([])
+    return [" ".join(sentence) for sentence in sentences if sentence]
 
 
 def _agreement(sentence: str, bound: dict[str, str]) -> tuple[str, list[bool]] | None:
     """Return the part of a story that a sentence belongs to, and for each of its slots whether the word is of the right
     kind and agrees with `bound`, which learns the words that are new; None for a sentence that no template makes."""
     for part, pattern in PATTERNS:
-        if (found := pattern.fullmatch(sentence)) is None:
+        if (match := pattern.fullmatch(sentence)) is None:
             continue
         right = []
-        for slot, word in found.groupdict().items():
+        for slot, word in match.groupdict().items():
             fits = word in KINDS[slot] if slot in KINDS else True
             if slot in ("hero", "friend"):
                 fits = word in GIRLS + BOYS
@@ -229,9 +229,9 @@ def judge(ask: Callable[[str], str], beginning: str, text: str) -> dict[str, flo
         ArgumentError: an answer without the four scores.
     """
     answer = ask(QUESTION.format(beginning=beginning, text=text))
-    for found in re.findall(r"{[^{}]*}", answer):
+    for braced in re.findall(r"{[^{}]*}", answer):
         try:
-            scores = json.loads(found)
+            scores = json.loads(braced)
         except ValueError:
             continue
         if all(isinstance(scores.get(name), int | float) and 0 <= scores[name] <= 10 for name in SCORES):

@@ -135,8 +135,8 @@ class Problem(NamedTuple):
     @property
     def result(self) -> int:
         """Return the answer."""
-        found = {"+": self.a + self.b, "-": self.a - self.b, "*": self.a * self.b, "/": self.a // max(self.b, 1)}
-        return found[self.operation]
+        results = {"+": self.a + self.b, "-": self.a - self.b, "*": self.a * self.b, "/": self.a // max(self.b, 1)}
+        return results[self.operation]
 
     @property
     def split(self) -> str:
@@ -199,7 +199,7 @@ class TinyMath(WordTask):
     def problem(self, random: Random, split: str) -> Problem:
         """Return an operation with its operands that belongs to a split."""
         split = "train" if self.operands == "seen" else split
-        return drawn(lambda: self._any_problem(random), lambda found: found.split == split, self, split)
+        return drawn(lambda: self._any_problem(random), lambda problem: problem.split == split, self, split)
 
     def _any_problem(self, random: Random) -> Problem:
         operation = random.choice(self.operations)
@@ -247,31 +247,31 @@ class TinyMath(WordTask):
         assert truth is not None
         assert right is not None
         others = set(re.findall(r"\d+", prompt)) - {truth[1], truth[3]}
-        found = {
+        metrics = {
             "equation": float(said is not None and said.groups() == truth.groups()),
             "answer": float(number is not None and number[1] == right[1]),
             "distracted": float(said is not None and bool({said[1], said[3]} & others)),
         }
         if said is not None and not (said[2] == "/" and int(said[3]) == 0):
             result = Problem(int(said[1]), said[2], int(said[3])).result
-            found["answer follows"] = float(number is not None and int(number[1]) == result)
-        return found
+            metrics["answer follows"] = float(number is not None and int(number[1]) == result)
+        return metrics
 
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the right words, int64 [T]; in the explanation, which cannot be known, the labels."""
         answer = self._solved(self.words.decode(example.tokens[: example.prompt].tolist()))
-        found = example.labels.clone()
+        answers = example.labels.clone()
         for at, word in ((2, 0), (3, 1), (4, 2)):
-            found[example.prompt + at] = self.words.numbers[answer[word]]  # type: ignore[operator]
-        found[-2] = self.words.numbers[answer[3]]
-        return torch.where(found == IGNORED, 0, found)
+            answers[example.prompt + at] = self.words.numbers[answer[word]]  # type: ignore[operator]
+        answers[-2] = self.words.numbers[answer[3]]
+        return torch.where(answers == IGNORED, 0, answers)
 
     def _solved(self, story: str) -> tuple[str, str, str, str]:
         """Return first operand, operation, second operand and result, from the phrasing that the story ends with."""
         for operation, many in PHRASINGS.items():
             for phrasing in many:
-                if found := re.search(pattern_of(phrasing, numbers=("a", "b")) + r"\n$", story):
-                    a, b = int(found["a"]), int(found["b"])
+                if match := re.search(pattern_of(phrasing, numbers=("a", "b")) + r"\n$", story):
+                    a, b = int(match["a"]), int(match["b"])
                     return str(a), operation, str(b), str(Problem(a, operation, b).result)
         raise ArgumentError(f"{type(self).__name__}.oracle: no phrasing of the task fits the story {story[:80]!r}.")
 

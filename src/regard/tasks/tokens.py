@@ -73,8 +73,8 @@ def example_of(
     if labels:
         at[list(labels)] = torch.tensor(list(labels.values()))
     parts = {part: torch.zeros(len(tokens), dtype=torch.bool) for part in places or {}}
-    for part, found in (places or {}).items():
-        parts[part][list(found)] = True
+    for part, positions in (places or {}).items():
+        parts[part][list(positions)] = True
     return TokenExample(torch.tensor(tokens, dtype=torch.long), at, parts=parts, **more)
 
 
@@ -98,8 +98,8 @@ def drawn(draw: Callable[[], T], fits: Callable[[T], bool], task: Any, split: st
     """Return the first draw that fits a split; raise `ArgumentError` after `TRIES` draws without one: the task has too
     few different examples to fill its splits."""
     for _ in range(TRIES):
-        if fits(found := draw()):
-            return found
+        if fits(example := draw()):
+            return example
     raise ArgumentError(f"{type(task).__name__}: {task} has no example in the split {split!r}; give larger sizes.")
 
 
@@ -155,8 +155,8 @@ class TokenTask(Named, ABC):
 
     def floor(self, seed: int = 0, count: int = 256, split: str = "test") -> dict[str, float]:
         """Return the mean metrics of the trivial answer over some examples."""
-        found = [self.scores(self.trivial(e), e) for e in self.examples(seed, range(count), split)]
-        return {name: mean([f[name] for f in found if name in f]) for name in sorted({n for f in found for n in f})}
+        scores = [self.scores(self.trivial(e), e) for e in self.examples(seed, range(count), split)]
+        return {name: mean([f[name] for f in scores if name in f]) for name in sorted({n for f in scores for n in f})}
 
     def scores(self, predicted: Tensor, example: TokenExample) -> dict[str, float]:
         """Return the metrics of one example.
@@ -174,11 +174,11 @@ class TokenTask(Named, ABC):
         if not asked.any():
             return {}
         right = (predicted == example.labels) & asked
-        found = {"accuracy": float(right.sum() / asked.sum()), "exact": float(right.sum() == asked.sum())}
+        metrics = {"accuracy": float(right.sum() / asked.sum()), "exact": float(right.sum() == asked.sum())}
         for part, where in example.parts.items():
             if (where & asked).any():
-                found[f"accuracy on {part}"] = float(right[where].sum() / (where & asked).sum())
-        return found
+                metrics[f"accuracy on {part}"] = float(right[where].sum() / (where & asked).sum())
+        return metrics
 
 
 def collate(examples: list[TokenExample]) -> dict[str, Tensor]:
@@ -264,9 +264,9 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers of a text's words; raise `ArgumentError` for a word that is not in the list."""
-        found = WORD.findall(text)
+        words = WORD.findall(text)
         try:
-            return [self.numbers[word] for word in found]
+            return [self.numbers[word] for word in words]
         except KeyError as error:
             raise ArgumentError(f"Words.encode: {error.args[0]!r} is not among the {len(self)} words.") from None
 

@@ -61,8 +61,8 @@ def check_agreement(config: TrainConfig, source: dict[str, Any], *, call: str) -
     for rank, settings in enumerate(every):
         for name, value in settings.items():
             differs = f"{name} is {value} in process {rank}, but {every[0][name]} in process 0"
-            mend = "start all processes with the same command, data and versions"
-            require(value == every[0][name], call, f"{differs}; {mend}.")
+            hint = "start all processes with the same command, data and versions"
+            require(value == every[0][name], call, f"{differs}; {hint}.")
 
 
 def check_sharding(config: TrainConfig, *, call: str) -> None:
@@ -82,8 +82,8 @@ def shard(model: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     for name, parameter in model.named_parameters():
-        fault = f"--shard: parameter {name} has no axes and cannot be split; omit --shard."
-        require(parameter.dim() > 0, "train", fault)
+        text = f"--shard: parameter {name} has no axes and cannot be split; omit --shard."
+        require(parameter.dim() > 0, "train", text)
     mesh = init_device_mesh(next(model.parameters()).device.type, (distributed.get_world_size(),))
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:

@@ -56,8 +56,8 @@ def generate_text(
         inputs = tokenizer(prompt, return_tensors="pt")
     tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
     require(tokens > 0, "generate", "the prompt is empty; give at least one character.")
-    fault = f"the prompt has {tokens} tokens, more than the model's context of {context}; give a shorter one."
-    require(context is None or tokens <= context, "generate", fault)
+    text = f"the prompt has {tokens} tokens, more than the model's context of {context}; give a shorter one."
+    require(context is None or tokens <= context, "generate", text)
     forbidden = list(tokenizer.all_special_ids)
     sampling = SeededSampling(temperature=temperature, top_k=top_k, seed=seed, forbidden=forbidden)
     greedy: dict[str, Any] = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None}

@@ -88,9 +88,10 @@ def has_field(model: str, field: str) -> bool:
 def options(model: str) -> tuple[list[str], dict[str, Any]]:
     """Return the options of `FLAGS` that a model takes, and its other fields with their defaults."""
     entry = language_models.get(model)
-    own = own_fields(entry.config)
+    fields = own_fields(entry.config)
     defaults = {field.name: field.default for field in dataclasses.fields(entry.config)}
-    return [option for option, field in FLAGS.items() if field in own], {name: defaults[name] for name in _free(entry)}
+    flags = [option for option, field in FLAGS.items() if field in fields]
+    return flags, {name: defaults[name] for name in _free(entry)}
 
 
 def _build(config: TrainConfig, entry: LanguageModel, fields: dict[str, Any], call: str) -> RegardConfig:
@@ -112,8 +113,8 @@ def _flagged(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, 
             continue
         if field not in own_fields(entry.config):
             others = [name for name, other in language_models.items() if field in own_fields(other.config)]
-            wrong = f"{flag(option)} is not for --model {config.model}, which has no {field}"
-            raise ArgumentError(f"{call}: {wrong}; omit it, or choose --model {' or '.join(others)}.")
+            problem = f"{flag(option)} is not for --model {config.model}, which has no {field}"
+            raise ArgumentError(f"{call}: {problem}; omit it, or choose --model {' or '.join(others)}.")
         fields[field] = None if value == _ABSENT.get(option) else value
     return fields
 

@@ -52,8 +52,8 @@ class SealedTrainer(Trainer):
         if self.optimizer is None and (self.regroups or self.muon or memory_parameters(network)[0]):
             groups = optimizer_groups(network, weight_decay=self.args.weight_decay)
             sparse = "a memory has sparse_grad=True, which this trainer does not support"
-            mend = "omit it, or use your own training loop with torch.optim.SparseAdam"
-            require(not groups.sparse, "train", f"{sparse}; {mend}.")
+            hint = "omit it, or use your own training loop with torch.optim.SparseAdam"
+            require(not groups.sparse, "train", f"{sparse}; {hint}.")
             if self.muon:
                 self.optimizer = MuonAdamW.of(groups.dense, self.args.learning_rate, network)
             else:
@@ -173,9 +173,9 @@ class RegardTrainer(SealedTrainer):
     def _stopped(self, what: str, culprit: str, inputs: dict[str, Any]) -> str:
         run = Path(self.args.output_dir)
         folder = run / (NON_FINITE if main_process() else f"{NON_FINITE}-{self.args.process_index}")
-        advice = keep(folder, self.model, inputs, whole_weights(self.model))
+        hint = keep(folder, self.model, inputs, whole_weights(self.model))
         when = f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}"
-        return f"{when}; {advice}{last_good(run)}"
+        return f"{when}; {hint}{last_good(run)}"
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, whole tensors if it is sharded."""

@@ -36,8 +36,8 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     """
     _check_numbers(config, call)
     if new and config.data is None and config.task is None:
-        mend = "give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME"
-        raise ArgumentError(f"{call}: no training text; {mend}.")
+        hint = "give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME"
+        raise ArgumentError(f"{call}: no training text; {hint}.")
     if new and not config.resume:  # earlier versions began runs with such options, without a use
         _check_kind(config, call)
     if config.task is not None:
@@ -68,10 +68,10 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
 
 def _check_kind(config: TrainConfig, call: str) -> None:
     """Check that a run on a text has no option of a task, and the other way round."""
-    others, mend = (_OF_TEXTS, "a text; omit it") if config.task else (_OF_TASKS, "a task; give --task NAME or omit it")
+    others, text = (_OF_TEXTS, "a text; omit it") if config.task else (_OF_TASKS, "a task; give --task NAME or omit it")
     for name in others:
         same = getattr(config, name) == getattr(TrainConfig, name)
-        require(same, call, f"{flag(name)} is for runs on {mend}.")
+        require(same, call, f"{flag(name)} is for runs on {text}.")
 
 
 def check_data(config: TrainConfig, call: str) -> None:
@@ -105,8 +105,8 @@ def check_task(config: TrainConfig, call: str) -> TokenTask:
         require(bool(equals) and name in names, call, f"--task-option is {word!r}, {expected}")
         require(name not in changes, call, f"--task-option {name} is given twice; give it once.")
         changes[name] = from_text(text.strip(), hints[name], f"{call}: --task-option {name}")
-    fault = "--task-option" if config.setting in kind.settings else "--setting"
-    return within(call, fault, lambda: kind.named(config.setting, **changes))
+    option = "--task-option" if config.setting in kind.settings else "--setting"
+    return within(call, option, lambda: kind.named(config.setting, **changes))
 
 
 def _check_numbers(config: TrainConfig, call: str) -> None:
@@ -152,10 +152,10 @@ def _check_heads(config: TrainConfig, call: str, *, rotary: bool) -> None:
     part = 2 if rotary else 1
     require(width % part == 0, call, f"--width is {width}, expected an even number.")
     if width % (part * heads):
-        fault = f"which gives heads of {width // heads} channels at --width {width}, expected an even number"
-        fault = f"which does not divide --width {width}" if width % heads else fault
-        mend = f"choose from {_divisors(width // part)}, or a --width that is a multiple of {part * heads}"
-        raise ArgumentError(f"{call}: --heads is {heads}, {fault}; {mend}.")
+        problem = f"which gives heads of {width // heads} channels at --width {width}, expected an even number"
+        problem = f"which does not divide --width {width}" if width % heads else problem
+        hint = f"choose from {_divisors(width // part)}, or a --width that is a multiple of {part * heads}"
+        raise ArgumentError(f"{call}: --heads is {heads}, {problem}; {hint}.")
     if config.share_query_key and kv_heads not in (None, heads):
         same = f"so --kv-heads {kv_heads} must equal --heads {heads}; omit --kv-heads"
         raise ArgumentError(f"{call}: --share-query-key uses the keys as queries, {same}.")
@@ -188,11 +188,11 @@ def _check_sizes(config: TrainConfig, specs: list[Spec], model: RegardConfig, ca
         batch = config.batch // 2
         while batch and _obstacle(config, spec, model, batch) is not None:
             batch //= 2
-        mend = "a smaller --context, at any --batch"
+        hint = "a smaller --context, at any --batch"
         if batch:
-            mend = f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context"
+            hint = f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context"
         sizes = f"--batch {config.batch}, --heads {config.heads} and --context {config.context}"
-        raise ArgumentError(f"{call}: --spec {spec} cannot be computed with {sizes}: {reason}. Give {mend}.")
+        raise ArgumentError(f"{call}: --spec {spec} cannot be computed with {sizes}: {reason}. Give {hint}.")
 
 
 def _obstacle(config: TrainConfig, spec: Spec, model: RegardConfig, batch: int) -> str | None:

@@ -112,16 +112,16 @@ def _delta(
     g = _gate(call, g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
     g = g if gk is None else gk if g is None else g[..., None] + gk
     beta = _steps(call, beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    own = Sequences(call, q, v.shape[2], cu_seqlens, state_v_first)
-    start = own.start("initial_state", initial_state, q.shape[3], v.shape[3])
+    packed = Sequences(call, q, v.shape[2], cu_seqlens, state_v_first)
+    start = packed.start("initial_state", initial_state, q.shape[3], v.shape[3])
     q, k = (l2_normalized(q), l2_normalized(k)) if use_qk_l2norm_in_kernel else (q, k)
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     out, after = within(
         call, None, delta_rule, q, k, v, beta, log_decay=g, form=form_of(call),
-        state=None if start is None else DeltaState(start, fresh(start)), chunk_size=chunk_size, segment_ids=own.ids,
+        state=None if start is None else DeltaState(start, fresh(start)), chunk_size=chunk_size, segment_ids=packed.ids,
         scale=q.shape[3] ** -0.5 if scale is None else scale, layout="bthd",
     )  # fmt: skip
-    return out, own.end(after.values, after.non_finite, initial_state) if output_final_state else None
+    return out, packed.end(after.values, after.non_finite, initial_state) if output_final_state else None
 
 
 def _gate(call: str, g: Any, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:

@@ -134,14 +134,14 @@ def _linear(
         tensor(call, "g_gamma", g_gamma, q.shape[2])
         g = g_gamma if g is None else g + g_gamma
     g = gk if g is None else g
-    own, dim = Sequences(call, q, v.shape[2], cu_seqlens, state_v_first), q.shape[3]
-    start, state = own.start("initial_state", initial_state, dim, v.shape[3]), None
+    packed, dim = Sequences(call, q, v.shape[2], cu_seqlens, state_v_first), q.shape[3]
+    start, state = packed.start("initial_state", initial_state, dim, v.shape[3]), None
     if start is not None:  # regard's states have one feature more, for a bias
         keys = start.new_zeros(*start.shape[:2], dim + 1)
         state = LinearState(pad(start, (0, 0, 0, 1)), keys, None, fresh(start))
     out, after = within(
         call, None, linear_attention, q, k, v, "linear*unnormalised", log_decay=g, state=state,
-        form=form_of(call), chunk_size=chunk_size, segment_ids=own.ids,
+        form=form_of(call), chunk_size=chunk_size, segment_ids=packed.ids,
         scale=dim**-0.5 if scale is None else scale, layout="bthd",
     )  # fmt: skip
-    return out, own.end(after.values[:, :, :dim], after.non_finite, initial_state) if output_final_state else None
+    return out, packed.end(after.values[:, :, :dim], after.non_finite, initial_state) if output_final_state else None

@@ -33,9 +33,9 @@ def chunk_mesa_net(
     dim = q.shape[3]
     tensor(call, "lamb", lamb, q.shape[2], dim)
     optional_whole(call, "max_CG_iteration", max_CG_iteration, 1)
-    own = Sequences(call, q, q.shape[2], cu_seqlens)
-    gram = own.start("h_kk_init", h_kk_init, dim, dim)
-    values = own.start("h_kv_init", h_kv_init, dim, v.shape[3])
+    packed = Sequences(call, q, q.shape[2], cu_seqlens)
+    gram = packed.start("h_kk_init", h_kk_init, dim, dim)
+    values = packed.start("h_kv_init", h_kv_init, dim, v.shape[3])
     state, some = None, gram if values is None else values
     if some is not None:
         values = some.new_zeros(*some.shape[:3], v.shape[3]) if values is None else values
@@ -44,12 +44,12 @@ def chunk_mesa_net(
     q, k = (l2_normalized(q), l2_normalized(k)) if use_qk_l2norm_in_kernel else (q, k)
     out, after = within(
         call, None, mesa_attention, q, k, v, ridge=lamb, log_decay=g, beta=beta, state=state, solver="cg",
-        max_iter=max_CG_iteration, segment_ids=own.ids, layout="bthd",
+        max_iter=max_CG_iteration, segment_ids=packed.ids, layout="bthd",
     )  # fmt: skip
     if not output_final_state:
         return out, None, None
     ends = ((after.gram, h_kk_init), (after.values, h_kv_init))
-    return (out, *(own.end(x, after.non_finite, initial) for x, initial in ends))
+    return (out, *(packed.end(x, after.non_finite, initial) for x, initial in ends))
 
 
 def mesa_net_decoding_one_step(
@@ -87,8 +87,8 @@ def parallel_parallax(
     call = "parallel_parallax"
     _check_queries(call, q, k, v)
     tensor(call, "r", r, *q.shape, like=q, of="q")
-    own, how = Sequences(call, q, q.shape[2], cu_seqlens), {"solver": "learned", "probe": r}
-    return within(call, None, local_linear_attention, q, k, v, **how, **_causal(own, scale, window_size))
+    packed, how = Sequences(call, q, q.shape[2], cu_seqlens), {"solver": "learned", "probe": r}
+    return within(call, None, local_linear_attention, q, k, v, **how, **_causal(packed, scale, window_size))
 
 
 def parallel_attn(
@@ -100,8 +100,8 @@ def parallel_attn(
     call = "parallel_attn"
     refuse(call, g=g, sink_bias=sink_bias)
     _check_queries(call, q, k, v)
-    own = Sequences(call, q, q.shape[2], cu_seqlens)
-    return within(call, None, attention, q, k, v, **_causal(own, scale, window_size))
+    packed = Sequences(call, q, q.shape[2], cu_seqlens)
+    return within(call, None, attention, q, k, v, **_causal(packed, scale, window_size))
 
 
 def _check_queries(call: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -110,8 +110,8 @@ def _check_queries(call: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     tensor(call, "v", v, *k.shape[:3], "D", like=q, of="q")
 
 
-def _causal(own: Sequences, scale: float | None, window: int | None) -> dict[str, object]:
+def _causal(packed: Sequences, scale: float | None, window: int | None) -> dict[str, object]:
     """Return the arguments of `regard.attention` for causal order in the layout of fla."""
-    optional_whole(own.call, "window_size", window, 1)
+    optional_whole(packed.call, "window_size", window, 1)
     shared = {"is_causal": True, "enable_gqa": True, "layout": "bthd"}
-    return {"scale": scale, "window": window, "segment_ids": own.ids, **shared}
+    return {"scale": scale, "window": window, "segment_ids": packed.ids, **shared}

@@ -42,8 +42,8 @@ class BlockDiagonal(Solver):
             ridge = system.ridge
             if isinstance(ridge, Tensor):
                 ridge = ridge.expand(right.shape).unflatten(-1, (count, dim // count))
-            found = Cholesky().factor(parts, b, ridge)
-            value, status = found.value, found.status
+            factored = Cholesky().factor(parts, b, ridge)
+            value, status = factored.value, factored.status
         solved = direct_solution(parts.detach(), b.detach(), value.detach(), status)
         worst = {name: x.amax(-1) for name, x in solved.statistics.items()}
         finite = torch.isfinite(parts.detach()).flatten(-3).all(-1)

@@ -57,14 +57,14 @@ class Cholesky(Solver):
         mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
         unit = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * torch.where(mean > 0, mean, 1)
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        found, left = torch.zeros_like(unit), singular
+        jitter, left = torch.zeros_like(unit), singular
         for rung in self.RUNGS:
-            found = torch.where(left, rung * unit, found)
-            raised = matrix + found[..., None, None] * eye
+            jitter = torch.where(left, rung * unit, jitter)
+            raised = matrix + jitter[..., None, None] * eye
             factor, info = torch.linalg.cholesky_ex(raised)
             whole = torch.zeros_like(left)  # measures all coordinates alike, as the jitter does
             left = left & self._meaningless(factor, info, raised, whole)
-        return torch.where(left, 0, found), left
+        return torch.where(left, 0, jitter), left
 
     @staticmethod
     def _meaningless(factor: Tensor, info: Tensor, matrix: Tensor, penalised: Tensor) -> Tensor:

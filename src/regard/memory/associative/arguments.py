@@ -24,8 +24,8 @@ def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) 
     value = key if values is None or values is keys else four_axes("values", values, call)
     if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype or key.device != value.device:
         given = f"keys {shape(key)} {key.dtype} {key.device} and values {shape(value)} {value.dtype} {value.device}"
-        mend = "give them the same axes but the last, the same dtype and device"
-        raise ArgumentError(f"{call}: {given} do not pair up; {mend}.")
+        hint = "give them the same axes but the last, the same dtype and device"
+        raise ArgumentError(f"{call}: {given} do not pair up; {hint}.")
     if isinstance(mask, Tensor) and mask.dim() == 1 and len(key) == 1:
         mask = mask[None]
     token_mask(call, "mask", mask, key.shape[0], key.shape[2], like=key, of="keys")
@@ -48,8 +48,8 @@ def places_of(call: str, indices: Any, held: int) -> list[int]:
         raise refuse(call, "indices", indices, "a sequence of whole numbers")
     for place in indices:
         if isinstance(place, bool) or not isinstance(place, int) or not -held <= place < held:
-            mend = f"there are {held} pairs, numbered from 0"
-            raise ArgumentError(f"{call}: indices: there is no pair {shown(place)}; {mend}.")
+            hint = f"there are {held} pairs, numbered from 0"
+            raise ArgumentError(f"{call}: indices: there is no pair {shown(place)}; {hint}.")
     return list(indices)
 
 
@@ -104,5 +104,5 @@ def require_fit(
         wanted = [*wanted, (f"{name}: dtype", x.dtype, like.dtype), (f"{name}: device", x.device, like.device)]
     for of, came, expected in wanted:
         if came != expected:
-            mend = "; convert one with .to()" if of.endswith(("dtype", "device")) else ""
-            raise ArgumentError(f"{call}: {of} is {came}, expected {expected}, that of the memory{mend}.")
+            hint = "; convert one with .to()" if of.endswith(("dtype", "device")) else ""
+            raise ArgumentError(f"{call}: {of} is {came}, expected {expected}, that of the memory{hint}.")

@@ -215,8 +215,8 @@ class AssociativeMemory(nn.Module):
         self._check_fit(new.keys, new.values, call)
         room = None if self.capacity is None else self.capacity - len(self)
         if room is not None and self.overflow == "error" and len(new) > room:
-            mend = "forget some first, or use overflow='oldest'"
-            raise ArgumentError(f"{call}: {len(new)} pairs for {room} free places of {self.capacity}; {mend}.")
+            hint = "forget some first, or use overflow='oldest'"
+            raise ArgumentError(f"{call}: {len(new)} pairs for {room} free places of {self.capacity}; {hint}.")
         self._own_values |= values is not None and values is not keys
         self._sizes = (new.keys.shape[3], new.values.shape[3])
         if self.store == "sums":
@@ -230,8 +230,8 @@ class AssociativeMemory(nn.Module):
         return len(both) - len(kept)
 
     def _check_fit(self, key: Tensor, value: Tensor, call: str) -> None:
-        own = (key.shape[3], value.shape[3])
-        dims = list(zip(("keys: D", "values: Dv"), own, self._sizes or own, strict=True))
+        sizes = (key.shape[3], value.shape[3])
+        dims = list(zip(("keys: D", "values: Dv"), sizes, self._sizes or sizes, strict=True))
         require_fit(call, "keys", key, dims, self._short, self.slot_keys)
 
     def forget(
@@ -332,15 +332,15 @@ class AssociativeMemory(nn.Module):
         width = query.shape[3] if self._sizes is None else self._sizes[1]
         if (steps > 1 or return_trajectory) and width != query.shape[3]:
             given = f"keys have {query.shape[3]} channels and values {width}"
-            mend = f"use steps=1{' and no trajectory' * return_trajectory}"
-            raise ArgumentError(f"{call}: {given}, so the result cannot be the next query; {mend}.")
+            hint = f"use steps=1{' and no trajectory' * return_trajectory}"
+            raise ArgumentError(f"{call}: {given}, so the result cannot be the next query; {hint}.")
         if return_diagnostics and self.store == "sums":
             raise ArgumentError(f"{call}: sums hold no weights to diagnose; use store='pairs'.")
         numbers = (self.scale if scale is None else scale, self.params if params is None else params)
         path: list[Tensor] = [query]
-        found: tuple[Diagnostics, ...] = ()
+        diagnostics: tuple[Diagnostics, ...] = ()
         for _ in range(steps):
-            out, found = within(call, None, self._step, path[-1], *numbers, return_diagnostics)
+            out, diagnostics = within(call, None, self._step, path[-1], *numbers, return_diagnostics)
             path.append(out)
         values = path[-1].reshape(*queries.shape[:-1], width)
         if not (return_trajectory or return_energy or return_diagnostics):
@@ -350,7 +350,7 @@ class AssociativeMemory(nn.Module):
             levels = [within(call, "return_energy", self.energy, q, scale=numbers[0], params=numbers[1]) for q in path]
             along = torch.stack(levels).reshape(steps + 1, *queries.shape[:-1])
         track = torch.stack(path).reshape(steps + 1, *queries.shape) if return_trajectory else None
-        return Retrieval(values, track, along, found if return_diagnostics else None)
+        return Retrieval(values, track, along, diagnostics if return_diagnostics else None)
 
     def energy(
         self,
@@ -369,17 +369,17 @@ class AssociativeMemory(nn.Module):
                 not the keys, or the memory keeps sums.
         """
         call = f"{CALL}.energy"
-        found = require_energy(self.spec, call)
+        energies = require_energy(self.spec, call)
         if self.store == "sums":
             raise ArgumentError(f"{call}: the energy needs the pairs; use store='pairs'.")
         if not self.autoassociative:
-            mend = f"write(keys) without values{', slots with tied=True' if self.slot_keys is not None else ''}"
-            raise ArgumentError(f"{call}: there is an energy only if the values are the keys; {mend}.")
+            hint = f"write(keys) without values{', slots with tied=True' if self.slot_keys is not None else ''}"
+            raise ArgumentError(f"{call}: there is an energy only if the values are the keys; {hint}.")
         query = checked_queries(call, queries, self._sizes, self._short, self.slot_keys)
         scale = self.scale if scale is None else scale
         numbers = row_numbers(call, query, scale, self.params if params is None else params)
         parts = [part for part in self._parts(query.shape[0]) if isinstance(part, Pairs)]
-        if len(parts) > 1 and not found.additive:
+        if len(parts) > 1 and not energies.additive:
             reads = f"two reads of {self.spec}"
             raise ArgumentError(f"{call}: no energy is known for the sum of {reads}; use combine='shared'.")
         square = query.to(torch.promote_types(query.dtype, torch.float32)).square().sum(-1) / 2
@@ -412,7 +412,7 @@ class AssociativeMemory(nn.Module):
         if not parts:
             width = query.shape[3] if self._sizes is None else self._sizes[1]
             parts = [Pairs(query[:, :, :0], query.new_empty(*query.shape[:2], 0, width))]
-        reads, found = [], []
+        reads, each = [], []
         for part in parts:
             if isinstance(part, Sums):
                 reads.append(part.read(query, scale, params))
@@ -423,5 +423,5 @@ class AssociativeMemory(nn.Module):
                 attn_mask=mask, scale=scale, params=params, impl=self.impl, return_diagnostics=diagnostics,
             )  # fmt: skip
             reads.append(read[0] if diagnostics else read)
-            found += [read[1]] if diagnostics else []
-        return sum(reads[1:], reads[0]), tuple(found)
+            each += [read[1]] if diagnostics else []
+        return sum(reads[1:], reads[0]), tuple(each)

@@ -156,8 +156,8 @@ class Sums:
         how |= {"state": self.state, "is_causal": False}
         if self.trend is None:
             return linear_attention(query, key, value, self.spec, form="parallel", **how)
-        found: tuple[Tensor, Any] = self.trend.predict(query, key, value, **how)
-        return found
+        result: tuple[Tensor, Any] = self.trend.predict(query, key, value, **how)
+        return result
 
     def minus(self, gone: Pairs) -> Sums:
         """Subtract pairs, exactly up to rounding. Non-finite numbers stay."""

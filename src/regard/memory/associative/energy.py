@@ -58,12 +58,12 @@ def family(spec: Spec) -> type[Energy] | None:
 
 def require_energy(spec: Spec, call: str) -> type[Energy]:
     """Return the family of `spec`, or raise an error that lists the presets that have one."""
-    found = family(spec)
-    if found is None:
+    known = family(spec)
+    if known is None:
         able = ", ".join(name for name, preset in presets_registry.items() if family(preset) is not None)
         more = "unnormalised sums on the dot product and fixed polynomial kernels on the euclidean similarity"
         raise ArgumentError(f"{call}: no energy is known for {spec}; presets that have one: {able}; so do {more}.")
-    return found
+    return known
 
 
 def well(spec: Spec, query: Tensor, key: Tensor, mask: Tensor | None, scale: Number | None, params: Params) -> Tensor:
@@ -169,8 +169,8 @@ class _Sum(Energy):
     def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
         hidden = z == -torch.inf
         bias = params.get("bias", spec.bandwidth.bias or 0.0)
-        own = integral(spec.kernel, torch.where(hidden, 0, z) + bias, spec.bandwidth.kernel_params(params))
-        return torch.where(hidden, 0, own).sum(-1)
+        integrals = integral(spec.kernel, torch.where(hidden, 0, z) + bias, spec.bandwidth.kernel_params(params))
+        return torch.where(hidden, 0, integrals).sum(-1)
 
 
 @energies.register("mean-shift")
@@ -190,8 +190,8 @@ class _MeanShift(_Sum):
 def integral(kernel: Any, a: Tensor, params: Params) -> Tensor:
     """Return Phi(a), the integral of K, for kernels that do not fall as the score rises. Register one with a kernel's
     class; a kernel without one (`has_integral`) is an ArgumentError."""
-    mend = f"@regard.memory.associative.energy.integral.register for {type(kernel).__name__}"
-    raise ArgumentError(f"energy: no integral of {kernel!r} is known; give one with {mend}.")
+    hint = f"@regard.memory.associative.energy.integral.register for {type(kernel).__name__}"
+    raise ArgumentError(f"energy: no integral of {kernel!r} is known; give one with {hint}.")
 
 
 def has_integral(kernel: Any) -> bool:

@@ -231,14 +231,14 @@ class Read(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         weights, ids, _ = ctx.saved_tensors  # the base is saved so that autograd detects changes in place
         pool, source = ctx.pool, upstream.flatten(0, 1)
-        own = token = None
+        by_weights = token = None
         if ctx.needs_input_grad[0]:
-            own = pool.products(ids.flatten(), _owner(ids), source).view_as(weights)
+            by_weights = pool.products(ids.flatten(), _owner(ids), source).view_as(weights)
         if ctx.needs_input_grad[1]:
             token = upstream.new_zeros(())
             at = ctx.reach.of(pool, ids.flatten(), _owner(ids) // ids.shape[1]).nonzero()[:, 0]
             deposit(pool, ids.flatten()[at], at // ids.shape[2], weights.flatten()[at], source)
-        return own, token, None, None, None
+        return by_weights, token, None, None, None
 
 
 class Rows(torch.autograd.Function):

@@ -43,8 +43,8 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, rows: Tensor) -> "Groups":
         """Group the rows of entries, int64 [E]."""
-        found, order = rows.sort(stable=True)
-        unique, counts = torch.unique_consecutive(found, return_counts=True)
+        ordered, order = rows.sort(stable=True)
+        unique, counts = torch.unique_consecutive(ordered, return_counts=True)
         return cls(unique, order, counts)
 
 
@@ -171,11 +171,11 @@ class RowPieces:
     def products(self, ids: Tensor, owner: Tensor, other: Tensor) -> Tensor:
         """Return row . other[owner] for every entry, [E]; other [., D] has the dtype of the result."""
         step = max(1, TILE // self.width)
-        found = [
+        products = [
             torch.einsum("ed,ed->e", self.gather(at, other.dtype), other.index_select(0, who))
             for at, who in zip(ids.split(step), owner.split(step), strict=True)
         ]
-        return torch.cat(found)
+        return torch.cat(products)
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
         """Add rows [E, D] to the rows ids [E], of which some may be the same."""

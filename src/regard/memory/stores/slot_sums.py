@@ -63,8 +63,8 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
 def _pieces(values: Tensor, slots: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (rows [r, K, Dv] in the dtype of `other`, `other`) of a few tokens at a time."""
     step = max(1, TILE // (slots.shape[1] * values.shape[1]))
-    for at, own in zip(slots.split(step), other.split(step), strict=True):
-        yield values[at].to(own.dtype), own
+    for at, piece in zip(slots.split(step), other.split(step), strict=True):
+        yield values[at].to(piece.dtype), piece
 
 
 class _Sums(torch.autograd.Function):
@@ -80,13 +80,13 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         values, slots, weights = ctx.saved_tensors
-        own = table = None
+        by_weights = table = None
         if ctx.needs_input_grad[2]:
-            own = _Products.apply(values, slots, upstream)
+            by_weights = _Products.apply(values, slots, upstream)
         if ctx.needs_input_grad[0]:
             spread = _sparse_spread if ctx.sparse else _Spread.apply
             table = spread(weights, slots, upstream, len(values), values.dtype)
-        return table, None, own, None
+        return table, None, by_weights, None
 
 
 class _Products(torch.autograd.Function):
@@ -98,12 +98,12 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         values, slots, other = ctx.saved_tensors
-        table = own = None
+        table = by_other = None
         if ctx.needs_input_grad[0]:
             table = _Spread.apply(upstream, slots, other, len(values), values.dtype)
         if ctx.needs_input_grad[2]:
-            own = _Sums.apply(values, slots, upstream, False)
-        return table, None, own
+            by_other = _Sums.apply(values, slots, upstream, False)
+        return table, None, by_other
 
 
 class _Spread(torch.autograd.Function):
@@ -118,16 +118,16 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         weights, slots, source = ctx.saved_tensors
-        own = _Products.apply(upstream, slots, source) if ctx.needs_input_grad[0] else None
+        by_weights = _Products.apply(upstream, slots, source) if ctx.needs_input_grad[0] else None
         moved = _Sums.apply(upstream, slots, weights, False) if ctx.needs_input_grad[2] else None
-        return own, None, moved, None, None
+        return by_weights, None, moved, None, None
 
 
 def _sparse_spread(weights: Tensor, slots: Tensor, source: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """Return the result of `_Spread` as a sparse tensor."""
-    found = [(at, part.to(dtype)) for at, part in _by_row(weights.detach(), slots, source.detach())]
+    parts_by_row = [(at, part.to(dtype)) for at, part in _by_row(weights.detach(), slots, source.detach())]
     none = (slots.new_zeros(0), source.new_zeros(0, source.shape[1], dtype=dtype))
-    at, parts = (torch.cat(x) for x in zip(none, *found, strict=True))
+    at, parts = (torch.cat(x) for x in zip(none, *parts_by_row, strict=True))
     return torch.sparse_coo_tensor(at[None], parts, (rows, source.shape[1]), is_coalesced=True, check_invariants=False)
 
 

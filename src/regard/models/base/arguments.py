@@ -35,8 +35,8 @@ def one_cache(call: str, cache: Cache | None, past_key_values: Cache | None) -> 
 def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | None) -> slice | Tensor:
     if isinstance(logits_to_keep, Tensor):
         why = "labels are shifted by one and need neighbouring positions"
-        mend = "give a number, or label -100 where no token is predicted"
-        require(labels is None, call, f"logits_to_keep is a tensor of positions and labels are given; {why}: {mend}.")
+        hint = "give a number, or label -100 where no token is predicted"
+        require(labels is None, call, f"logits_to_keep is a tensor of positions and labels are given; {why}: {hint}.")
         return logits_to_keep
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")
@@ -86,11 +86,11 @@ def _refuse_additive(call: str, mask: Tensor) -> None:
     real = mask == 1
     fits = (real | (mask == 0)).all() & real.any(-1).all()
     expected = "expected 0 and 1, with a 1 in every row; write mask == 0 for a mask that is added to scores"
-    wrong = f"attention_mask is a floating-point tensor of other numbers, {expected}."
+    text = f"attention_mask is a floating-point tensor of other numbers, {expected}."
     if torch.compiler.is_compiling():
-        torch._assert_async(fits, f"{call}: {wrong}")
+        torch._assert_async(fits, f"{call}: {text}")
     elif not mask.is_meta:
-        require(bool(fits), call, wrong)
+        require(bool(fits), call, text)
 
 
 def columns(mask: Tensor, past: int | Tensor, tokens: int) -> Tensor:

@@ -264,8 +264,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             empty = "there is nothing to continue; begin with one token, such as bos_token_id"
             raise refuse(call, name, prompt, f"{axes} with T >= 1: {empty}")
         long = f"the prompt has {prompt.shape[1]} tokens, more than the model's context of {context}"
-        mend = "shorten it, or raise config.max_position_embeddings beyond the trained length"
-        require(prompt.shape[1] <= context, call, f"{long}; {mend}.")
+        hint = "shorten it, or raise config.max_position_embeddings beyond the trained length"
+        require(prompt.shape[1] <= context, call, f"{long}; {hint}.")
         vocabulary = self.config.vocab_size
         if tokens is not None and (tokens.is_floating_point() or ((tokens < 0) | (tokens >= vocabulary)).any()):
             raise ArgumentError(outside(call, tokens, vocabulary))
@@ -393,5 +393,5 @@ def check_cache(call: str, cache: Cache, layers: int, rows: int) -> None:
     every = (getattr(layer, "keys", None) for layer in cache.layers)  # of a quantised cache maybe empty
     held = next((keys.shape[0] for keys in every if keys is not None and keys.dim() == 4), rows)
     if held != rows:
-        mend = "use one cache per batch, or repeat its rows with batch_repeat_interleave"
-        raise ArgumentError(f"{call}: cache has {held} sequences, but the input has {rows}; {mend}.")
+        hint = "use one cache per batch, or repeat its rows with batch_repeat_interleave"
+        raise ArgumentError(f"{call}: cache has {held} sequences, but the input has {rows}; {hint}.")

@@ -107,17 +107,17 @@ class RegardConfig(PreTrainedConfig):
                 a field: one of this version of regard any field, an earlier one a field of `RegardConfig`.
         """
         given = config_dict.get("model_type", cls.model_type)
-        wrong = f"the configuration is of model type {given!r}, expected {cls.model_type!r}"
+        problem = f"the configuration is of model type {given!r}, expected {cls.model_type!r}"
         auto = "transformers.AutoModelForCausalLM chooses the class by itself"
-        require(given == cls.model_type, cls.__name__, f"{wrong}; {auto}.")
+        require(given == cls.model_type, cls.__name__, f"{problem}; {auto}.")
         if "transformers_version" in config_dict:  # `save_pretrained` wrote it, with every field
             base = {each.name for each in fields(PreTrainedConfig)}  # transformers leaves out its own defaults
             same = config_dict.get("regard_version") == __version__  # fields of subclasses may be younger than the file
             written = own_fields(cls if same else RegardConfig)
             missing = [name for name in written if name not in {*config_dict, *base}]
             lost = f"the saved configuration has no {', '.join(map(repr, missing))}, which save_pretrained writes"
-            mend = "its default may be another model: give the field its value, or save the model again"
-            require(not missing, cls.__name__, f"{lost}; {mend}.")
+            hint = "its default may be another model: give the field its value, or save the model again"
+            require(not missing, cls.__name__, f"{lost}; {hint}.")
         config_dict = {name: value for name, value in config_dict.items() if name not in _OF_THE_FILE}
         return_unused = kwargs.pop("return_unused_kwargs", False)  # then the caller checks unused keywords
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
@@ -187,8 +187,8 @@ class RegardConfig(PreTrainedConfig):
         if not isinstance(mixers, Sequence) or not all(isinstance(m, (str, Spec)) for m in mixers):
             raise refuse(self.call, "mixers", mixers, "a spec such as 'biweight', or a list with one per layer")
         of = "num_hidden_layers is" if count == self.num_hidden_layers else "the model mixes in"
-        wrong = f"mixers names {len(mixers)} layers and {of} {count}; give one spec per layer, or a single one for all."
-        require(len(mixers) == count, self.call, wrong)
+        text = f"mixers names {len(mixers)} layers and {of} {count}; give one spec per layer, or a single one for all."
+        require(len(mixers) == count, self.call, text)
         return [self.read_mixer(mixer) for mixer in mixers]
 
     def one_per_layer(self, name: str, kind: type, example: str) -> Sequence[Any]:

@@ -50,9 +50,9 @@ class RegardPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         config_class = cls.config_class
         if "variant" in kwargs and config_class is not None and "variant" in own_fields(config_class):
-            mend = f"config={config_class.__name__}.from_pretrained(path, variant={kwargs['variant']!r})"
+            hint = f"config={config_class.__name__}.from_pretrained(path, variant={kwargs['variant']!r})"
             read = "transformers reads variant as the name of a file"
-            raise ArgumentError(f"{cls.__name__}.from_pretrained: {read}; set the model's by {mend}.")
+            raise ArgumentError(f"{cls.__name__}.from_pretrained: {read}; set the model's by {hint}.")
         lenient = {"ignore_mismatched_sizes": True, **kwargs}  # mismatches are reported below, in one line
         path = pretrained_model_name_or_path
         try:
@@ -67,11 +67,11 @@ class RegardPreTrainedModel(PreTrainedModel):
             source = f"the weights in {path}"
             hub = {name: value for name, value in kwargs.items() if name in HUB_KEYS}
             loading = without_changes(model, path, loading, **hub)
-        wrong = misfits(model, loading)
-        if wrong:
-            unfit = f"{source} do not fit their config ({'; '.join(wrong)})"
-            mend = "with output_loading_info=True the tensors that fit are loaded"
-            raise ArgumentError(f"{cls.__name__}.from_pretrained: {unfit}; {mend}.")
+        mismatches = misfits(model, loading)
+        if mismatches:
+            unfit = f"{source} do not fit their config ({'; '.join(mismatches)})"
+            hint = "with output_loading_info=True the tensors that fit are loaded"
+            raise ArgumentError(f"{cls.__name__}.from_pretrained: {unfit}; {hint}.")
         return model
 
     @classmethod
@@ -106,7 +106,7 @@ def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any
 def misfits(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:
     """Return the mismatches in transformers' loading info of a model, one short text each."""
     tensors = model.state_dict()
-    wrong = []
+    mismatches = []
     for kind, keys in loading.items():
         names = sorted(
             key if isinstance(key, str) else f"{key[0]} {list(key[1])}, not {list(key[2])}"  # wrong shape
@@ -116,11 +116,11 @@ def misfits(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:
             names = [name for name in names if not name.startswith("lm_head.")]
         if names:
             more = f" and {len(names) - 1} more" * (len(names) > 1)
-            wrong.append(f"{kind.replace('_', ' ')}: {names[0]}{more}")
+            mismatches.append(f"{kind.replace('_', ' ')}: {names[0]}{more}")
     if len(loading.get("missing_keys", ())) > len(tensors) // 2:
-        wrong.append("the tensors are those of another model")
-    if wrong:
-        return wrong
+        mismatches.append("the tensors are those of another model")
+    if mismatches:
+        return mismatches
     plain = (torch.Tensor, torch.nn.Parameter)  # quantised tensors are of classes of their own, with few operations
     values = ((n, x) for n, x in tensors.items() if type(x) in plain and x.is_floating_point() and not x.is_meta)
     return [f"not finite: {name}" for name, value in values if not value.isfinite().all()][:1]

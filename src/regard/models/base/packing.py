@@ -132,8 +132,8 @@ def _from_lengths(call: str, given: dict[str, Any], tokens: tuple[int, int], fau
         if batch != 1:
             rows = f"but {batch} rows are given; give segment_ids [B, T]"
             raise ArgumentError(f"{call}: {name} says how one row is packed, {rows}.")
-        wrong = (ends[0] != 0) | (ends[-1] != length) | (ends[1:] < ends[:-1]).any()
-        faults[f"{name} must begin with 0, end with the number of tokens and never fall"] = wrong
+        invalid = (ends[0] != 0) | (ends[-1] != length) | (ends[1:] < ends[:-1]).any()
+        faults[f"{name} must begin with 0, end with the number of tokens and never fall"] = invalid
     ends, *others = given.values()
     for other in others:
         if other.shape != ends.shape:

@@ -255,8 +255,8 @@ class HybridConfig(RegardConfig):
                 within(self.call, "temperatures", temperature.require, self.call, mixer)
                 within(self.call, "ridges", ridge.require, self.call, mixer)
             elif not temperature.neutral or str(ridge) != "fixed":
-                wrong = f"{mixer} takes neither a temperature nor a ridge; give 'fixed' for its layer"
-                raise ArgumentError(f"{self.call}: {wrong}.")
+                problem = f"{mixer} takes neither a temperature nor a ridge; give 'fixed' for its layer"
+                raise ArgumentError(f"{self.call}: {problem}.")
         self.temperatures = [str(rule) for rule in temperatures]
         self.ridges = [str(rule) for rule in ridges]
         self.check_choice("memory_place", ("before-mixer", "after-mixer"))

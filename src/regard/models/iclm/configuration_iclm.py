@@ -144,11 +144,11 @@ class ICLMConfig(RegardConfig):
         self.hidden_size = self.d_f
         for name, rotary in {"num_attention_heads": True, "f_attention_heads": self.f_rope}.items():
             count, even = getattr(self, name), ", with an even quotient, since rotary positions rotate pairs" * rotary
-            wrong = f"d_phi (hidden_size) is {self.d_phi}, expected a multiple of {name} = {count}{even}."
-            require(self.d_phi % (count * (1 + rotary)) == 0, self.call, wrong)
-        wrong = f"expected a multiple of {self.f_attention_heads} heads for variant={self.variant!r}"
+            text = f"d_phi (hidden_size) is {self.d_phi}, expected a multiple of {name} = {count}{even}."
+            require(self.d_phi % (count * (1 + rotary)) == 0, self.call, text)
+        text = f"expected a multiple of {self.f_attention_heads} heads for variant={self.variant!r}"
         fits = self.variant == "full" or self.d_f % self.f_attention_heads == 0
-        require(fits, self.call, f"d_f is {self.d_f}, {wrong}.")
+        require(fits, self.call, f"d_f is {self.d_f}, {text}.")
         few = "the embeddings have too few channels to initialise the covariates; set tie_phi=False"
         fits = not self.tie_phi or self.d_phi <= self.d_f
         require(fits, self.call, f"d_phi is {self.d_phi} and d_f {self.d_f}: {few}.")

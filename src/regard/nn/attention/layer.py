@@ -262,8 +262,8 @@ class Attention(nn.Module):
             return None
         if self.window is not None or not finite_features(self.spec):
             why = f"{self.spec} {'with a window ' if self.window else ''}needs keys and values"
-            mend = "use a transformers.DynamicCache"
-            raise ArgumentError(f"{CALL}: the cache holds sums at layer {self.layer_idx}, but {why}; {mend}.")
+            hint = "use a transformers.DynamicCache"
+            raise ArgumentError(f"{CALL}: the cache holds sums at layer {self.layer_idx}, but {why}; {hint}.")
         return layer
 
     def _attend_to_sums(
@@ -294,13 +294,14 @@ class Attention(nn.Module):
         tokens = key.shape[2]
         key, value = cache.update(key, value, self.layer_idx)
         if order.is_causal:  # `visible_places` has checked a cache of fixed length
-            needed, why, mend = cache.get_seq_length(self.layer_idx), "no window", "use a cache that keeps all of them"
+            needed, why = cache.get_seq_length(self.layer_idx), "no window"
+            hint = "use a cache that keeps all of them"
             if order.window is not None:
                 needed, why = min(needed, order.window + order.exclude_self + tokens - 1), f"window={order.window}"
-                mend = "let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)"
+                hint = "let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)"
             if key.shape[2] < needed:
                 given = f"the cache gave {key.shape[2]} tokens of the {needed} that {why} needs"
-                raise ArgumentError(f"{CALL}: {given}; {mend}.")
+                raise ArgumentError(f"{CALL}: {given}; {hint}.")
         return key, value
 
     def _mask(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -42,8 +42,8 @@ class Ridge(Rule):
     def require(self, call: str, spec: Spec) -> None:
         """Check that `spec` is local linear with a solver that uses a ridge, or that this rule is not learned."""
         solves = spec.degree == 1 and spec.solver.name != "learned"
-        mend = "omit it or use a spec such as 'local-linear[biweight]'"
-        none = f"ridge {self} needs a local linear model whose solver uses a ridge, and {spec} is not one; {mend}."
+        hint = "omit it or use a spec such as 'local-linear[biweight]'"
+        none = f"ridge {self} needs a local linear model whose solver uses a ridge, and {spec} is not one; {hint}."
         require(not self.numbers(1) or solves, call, none)
 
 

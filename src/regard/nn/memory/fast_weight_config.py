@@ -84,9 +84,9 @@ class MemoryStore:
 
 def as_dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
     """Return a dtype, given it or its name."""
-    found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
-    check_storage("MemoryStore", found)
-    return found
+    dtype = getattr(torch, storage, storage) if isinstance(storage, str) else storage
+    check_storage("MemoryStore", dtype)
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -131,19 +131,20 @@ class FastWeightConfig:
         for name, value in options.items():
             if name not in PLACES:
                 raise ArgumentError(f"FastWeightConfig: unknown option {name!r}.{suggestion(name, PLACES)}")
-            group, own = PLACES[name]
-            changed.setdefault(group, {})[own] = value
+            group, field = PLACES[name]
+            changed.setdefault(group, {})[field] = value
         if "step_rule" in options:  # an error names the option, not the field
             within("FastWeightConfig", "step_rule", WriteRule, options["step_rule"])
         plain = changed.pop("", {})
-        return replace(self, **plain, **{name: replace(getattr(self, name), **own) for name, own in changed.items()})
+        groups = {name: replace(getattr(self, name), **fields) for name, fields in changed.items()}
+        return replace(self, **plain, **groups)
 
     @classmethod
     def defaults(cls) -> Mapping[str, Any]:
         """Return all options with their defaults."""
         config = cls()
         held = {"": config, **{group: getattr(config, group) for group in GROUPS}}
-        return {name: getattr(held[group], own) for name, (group, own) in PLACES.items()}
+        return {name: getattr(held[group], field) for name, (group, field) in PLACES.items()}
 
 
 GROUPS: dict[str, type] = {"table": SlotTable, "rule": WriteRule, "mix": ValueMix, "store": MemoryStore}

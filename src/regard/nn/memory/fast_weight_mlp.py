@@ -94,14 +94,14 @@ class FastWeightMLP(FastWeightLayer):
         return f"{sizes}, learning_rate={self.settings.learning_rate}, target={self.settings.target!r}{rest}"
 
     def _remember(
-        self, tokens: Tokens, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
+        self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> tuple[Tensor, FastMLPState]:
-        query = own.query.masked_fill(tokens.non_finite[..., None], torch.nan)
+        query = inputs.query.masked_fill(tokens.non_finite[..., None], torch.nan)
         weights = (self.gate, self.up, self.down)
         how = {"state": state, "mask": mask, "segment_ids": segment_ids, "frozen": self.frozen}
         how["chunk_size"] = self.chunk_size
-        read, state = within(self.call, None, fast_weight_mlp, query, own.value, weights, self.settings, **how)
-        return mixed(read, own.value, own.gate) if mix else read, state
+        read, state = within(self.call, None, fast_weight_mlp, query, inputs.value, weights, self.settings, **how)
+        return mixed(read, inputs.value, inputs.gate) if mix else read, state
 
     def flush(self, state: FastMLPState) -> FastMLPState:
         return flush(state, self.settings)

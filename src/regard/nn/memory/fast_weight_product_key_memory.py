@@ -150,7 +150,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         )
 
     def _remember(
-        self, tokens: Tokens, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
+        self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> tuple[Tensor, FastWeightState | None]:
         # a checkpointed layer runs again in the backward pass; observers and the memory took the first run
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
@@ -158,51 +158,51 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         if self.resident and not again and state is None:
             self._settle()
         if observer is not None:
-            self._tell(observer, tokens, own, state, segment_ids)
+            self._tell(observer, tokens, inputs, state, segment_ids)
         absent = tokens.non_finite
         if self.frozen and observer is None and segment_ids is None:
             # nothing is written, so the place of padding does not matter; no device is waited for and no graph broken
             mask, absent = None, ~tokens.counted
-        query = torch.where(absent[..., None], torch.nan, own.query)
+        query = torch.where(absent[..., None], torch.nan, inputs.query)
         if torch.compiler.is_exporting():
-            return self._exported(query, own, mask, state, segment_ids, mix), None
+            return self._exported(query, inputs, mask, state, segment_ids, mix), None
         run = fast_weight_memory
         if torch.compiler.is_compiling() and not self.frozen:
             # the steps depend on how many tokens wait, so a compiler would recompile at every call
             run = torch.compiler.disable(fast_weight_memory)
         heads, where = query.unflatten(-1, (self.heads, -1)), {"state": state, "mask": mask, "segment_ids": segment_ids}
         how = {"frozen": self.frozen, "mix": mix, "observer": observer, "chunk_size": self.chunk_size}
-        given = (heads, own.value, own.gate, self.keys, self.values, self.settings)
-        found, after = within(CALL, None, run, *given, **where, **how)
+        given = (heads, inputs.value, inputs.gate, self.keys, self.values, self.settings)
+        read, after = within(CALL, None, run, *given, **where, **how)
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
             if self.settings.sync is not None:  # now, while all processes take part; later a single one may save
                 with torch.no_grad():
                     self._held = flush(self._held, self.settings, observer=observer)
-        return found, after
+        return read, after
 
     def _exported(
-        self, query: Tensor, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
+        self, query: Tensor, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> Tensor:
-        wrong = "an exported graph keeps nothing from call to call; export without a state, and not a resident memory."
-        require(state is None and not self.resident, CALL, wrong)
+        text = "an exported graph keeps nothing from call to call; export without a state, and not a resident memory."
+        require(state is None and not self.resident, CALL, text)
         settings, plain = self.settings, ("top_k", "score", "eps", "shared", "impl", "sync")
         how: dict[str, Any] = {name: getattr(settings, name) for name in plain}
         how |= {"rule": asdict(settings.rule), "spec": str(settings.spec), "frozen": self.frozen, "mix": mix}
         how["storage"] = None if settings.storage is None else str(settings.storage).removeprefix("torch.")
         how["chunk_size"] = self.chunk_size
         heads = query.unflatten(-1, (self.heads, -1))
-        return _read(heads, own.value, own.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
+        return _read(heads, inputs.value, inputs.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
 
     def _tell(
-        self, observer: MemoryObserver, tokens: Tokens, own: Projected, state: Any, segment_ids: Tensor | None
+        self, observer: MemoryObserver, tokens: Tokens, inputs: Projected, state: Any, segment_ids: Tensor | None
     ) -> None:
         if observer.by_memory and segment_ids is not None:
             why = "segment_ids pack several documents into a row; give each document a row of its own"
             raise ArgumentError(f"{CALL}: a {type(observer).__name__} follows every row's memory, but {why}.")
         if state is None:
             observer.on_start(self.resident)
-        observer.on_tokens(own.gate, tokens.counted, tokens.non_finite)
+        observer.on_tokens(inputs.gate, tokens.counted, tokens.non_finite)
 
     def flush(self, state: FastWeightState) -> FastWeightState:
         """Return the state with its waiting tokens written, at the end of a document or before a question about it. A
@@ -233,9 +233,9 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         require(self.resident, f"{CALL}.restore", "only a resident memory keeps something; pass the state instead.")
         keys, values, held = snapshot
         for name, tensor in (("keys", keys), ("values", values)):
-            own = getattr(self, name)
-            if tensor.shape != own.shape:
-                why = f"this memory {shape(own)}; take it from a memory of these sizes"
+            buffer = getattr(self, name)
+            if tensor.shape != buffer.shape:
+                why = f"this memory {shape(buffer)}; take it from a memory of these sizes"
                 raise ArgumentError(f"{CALL}.restore: the snapshot has {name} {shape(tensor)}, but {why}.")
         self.keys, self.values, self._held = keys, values, held
 

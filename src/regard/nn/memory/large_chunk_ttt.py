@@ -264,11 +264,11 @@ class LargeChunkTTT(nn.Module):
         pairs = columns is None or columns.shape[1:3] != (1, 1)
         seen = tokens + getattr(getattr(layer, "window_state", None), "tokens", 0)
         if columns is None or pairs or len(columns) != batch or columns.shape[3] != seen:
-            mend = "give one row for each sequence, earlier tokens included"
+            hint = "give one row for each sequence, earlier tokens included"
             if pairs:
-                mend = "a mask of pairs cannot say what fast weights may learn: give segment_ids for packed documents"
+                hint = "a mask of pairs cannot say what fast weights may learn: give segment_ids for packed documents"
             expected = f"[{batch}, {seen}], a column for every token so far"
-            raise ArgumentError(f"{CALL}: attention_mask has shape {shape(mask)}, expected {expected}; {mend}.")
+            raise ArgumentError(f"{CALL}: attention_mask has shape {shape(mask)}, expected {expected}; {hint}.")
         return columns[:, 0, 0, -tokens:]
 
     def _layer(self, cache: Any) -> Any:
@@ -278,9 +278,9 @@ class LargeChunkTTT(nn.Module):
             raise ArgumentError(f"{CALL}: past_key_values was given to a layer without layer_idx; set it.")
         layer = layer_of(cache, self.layer_idx)
         if not hasattr(layer, "window_state") or not hasattr(layer, "fast_state"):
-            mend = "no place for window and fast weights; use the model's new_cache()"
+            hint = "no place for window and fast weights; use the model's new_cache()"
             held = f"past_key_values holds a {type(layer).__name__} at layer {self.layer_idx}"
-            raise ArgumentError(f"{CALL}: {held}, {mend}.")
+            raise ArgumentError(f"{CALL}: {held}, {hint}.")
         return layer
 
 

@@ -134,9 +134,9 @@ class ProductKeyMemory(MemoryLayer):
         check_hidden(CALL, "hidden", hidden, self.hidden_size, self.q_proj)
         x = tokens.hidden if autocast(hidden.device.type) else tokens.hidden.to(hidden.dtype)
         query = self._normed(self.q_proj(x), tokens.counted).unflatten(-1, (self.heads, -1))
-        found = product_key_search(query, self.keys, self.top_k, score=self.score)
-        weights = slot_weights(found, self.spec, joint=False)
-        read = slot_sums(self.values, found.slots.flatten(2), weights.flatten(2), sparse_grad=self.sparse_grad)
+        search = product_key_search(query, self.keys, self.top_k, score=self.score)
+        weights = slot_weights(search, self.spec, joint=False)
+        read = slot_sums(self.values, search.slots.flatten(2), weights.flatten(2), sparse_grad=self.sparse_grad)
         read = self.hook_read(read.to(x.dtype))
         if self.gate_proj is not None:
             read = read * F.silu(self.gate_proj(x))

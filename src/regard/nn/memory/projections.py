@@ -174,16 +174,16 @@ class FastWeightLayer(MemoryLayer, ABC):
         """
         tokens = clean_tokens(self.call, hidden, mask, self.hidden_size)
         check_held(self.call, "hidden", hidden)
-        own: Projected = self.projections(tokens.hidden)
-        if own.gate is not None:
-            own = own._replace(gate=self.hook_gate(own.gate))
+        inputs: Projected = self.projections(tokens.hidden)
+        if inputs.gate is not None:
+            inputs = inputs._replace(gate=self.hook_gate(inputs.gate))
         apart = self.hook_read.active  # a hook wants what was read before the mix
-        found, state = self._remember(tokens, own, mask, state, segment_ids, not apart)
-        found = mixed(self.hook_read(found), own.value, own.gate) if apart else found
-        return tokens.shown(self.projections.back(found)).to(hidden.dtype), state
+        read, state = self._remember(tokens, inputs, mask, state, segment_ids, not apart)
+        read = mixed(self.hook_read(read), inputs.value, inputs.gate) if apart else read
+        return tokens.shown(self.projections.back(read)).to(hidden.dtype), state
 
     @abstractmethod
     def _remember(
-        self, tokens: Tokens, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
+        self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> tuple[Tensor, Any]:
         """Return what was read [B, T, Dv], or its mix with the values, and the state after the call."""

@@ -120,8 +120,8 @@ def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str,
     for name, value in first.items():
         above = 1.0 if name == "alpha" else 0.0
         low = f"{name} is {value} in {spec} and would be learned as a logarithm"
-        mend = f"start it above {above}, or leave it out of learned"
-        require(name == "bias" or value > above, CALL, f"{low}; {mend}.")
+        hint = f"start it above {above}, or leave it out of learned"
+        require(name == "bias" or value > above, CALL, f"{low}; {hint}.")
     if start == "spec":
         return first
     threshold = wide_threshold(dim)
@@ -265,8 +265,8 @@ class ContextualMemory(nn.Module):
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, ContextualState | None, Tensor | None]:
         """Run `forward` with given keys [B, H, T, D] of x, which has zeros at masked tokens."""
-        wrong = "segment_ids were given with a state, which holds one document per row; leave one of them out."
-        require(segment_ids is None or (state is None and not remember), CALL, wrong)
+        text = "segment_ids were given with a state, which holds one document per row; leave one of them out."
+        require(segment_ids is None or (state is None and not remember), CALL, text)
         if state is not None and state.tokens == 0:
             state = None
         (batch, tokens, _), pairs = x.shape, None

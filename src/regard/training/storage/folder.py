@@ -257,8 +257,8 @@ def load_model(path: Path | str, *, call: str = "load_model") -> tuple[PreTraine
     folder = _model_folder(path, call)
     reason = fault(folder) if (folder / MANIFEST).exists() else None
     if reason is not None:
-        mend = f"delete the folder to use the last checkpoint, or only its {MANIFEST} if you changed it on purpose"
-        raise ArgumentError(f"{call}: the model in {folder} is damaged: {reason}; {mend}.")
+        hint = f"delete the folder to use the last checkpoint, or only its {MANIFEST} if you changed it on purpose"
+        raise ArgumentError(f"{call}: the model in {folder} is damaged: {reason}; {hint}.")
     with quiet_transformers():
         model, tokenizer = read_model(folder, call=call), load_tokenizer(folder, call=call)
     most, size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size

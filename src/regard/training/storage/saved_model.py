@@ -70,8 +70,8 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
             output_loading_info=True, ignore_mismatched_sizes=True,  # reported below in one line
         )  # fmt: skip
         model.config.name_or_path = str(folder)
-        wrong = misfits(model, loading)
-    require(not wrong, call, f"the weights in {folder} do not fit their config ({'; '.join(wrong)}).")
+        mismatches = misfits(model, loading)
+    require(not mismatches, call, f"the weights in {folder} do not fit their config ({'; '.join(mismatches)}).")
     return model.eval()
 
 
@@ -114,8 +114,8 @@ def _config_table(folder: Path, call: str) -> dict[str, Any]:
     if known and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
         return table
     ours = ", ".join(entry.config.model_type for _, entry in language_models.items())
-    fault = "which is not a causal language model" if known else "which is unknown"
-    expected = f"{fault}; expected a type of transformers or one of {ours}"
+    problem = "which is not a causal language model" if known else "which is unknown"
+    expected = f"{problem}; expected a type of transformers or one of {ours}"
     raise ArgumentError(f"{call}: the model in {folder} has type {kind!r}, {expected}.")
 
 

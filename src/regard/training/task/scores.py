@@ -116,8 +116,8 @@ def check_metric(call: str, task: TokenTask, metric: str, split: str, examples: 
 
 def check_stop(call: str, task: TokenTask, metric: str, stop_at: float | None) -> None:
     """Check that a metric is larger for better answers if training ends once it is at least `stop_at`."""
-    wrong = f"stop_at is {stop_at}, but metric {metric!r} is smaller for better answers"
-    require(stop_at is None or not task.is_error(metric), call, f"{wrong}; choose another metric, or omit stop_at.")
+    problem = f"stop_at is {stop_at}, but metric {metric!r} is smaller for better answers"
+    require(stop_at is None or not task.is_error(metric), call, f"{problem}; choose another metric, or omit stop_at.")
 
 
 def _forward(model: PreTrainedModel, examples: list[TokenExample]) -> Iterator[tuple[TokenExample, Tensor]]:
