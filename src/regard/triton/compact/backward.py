@@ -142,9 +142,9 @@ def _others(key, z, first, last, count, top, near):
 
 
 @triton.jit
-def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.constexpr):
+def _dq_step(state, plan, t, owner, rows, kv, keys, PART: tl.constexpr, FORM: tl.constexpr):
     """Add one block of keys to state (sum of dz k, sum of dz) of a block of queries."""
-    q, grad = own
+    q, grad = owner
     factor, theta, g, rho, low, high, reach = rows
     start = block_of(plan, t, PART, FORM)[0] * FORM.tile
     k = _tile(kv[0], start, keys, K, FORM.tile, PART, FORM)
@@ -260,9 +260,9 @@ def compact_dq_kernel(
 
 
 @triton.jit
-def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constexpr):
+def _other_shares(dk, plan, owner, matrices, tables, mask, sizes, FORM: tl.constexpr):
     """Add to dk the gradient shares of tied best keys after the first, which are rare."""
-    k, _, key, first, last = own
+    k, _, key, first, last = owner
     queries, keys = sizes
     table, index, floats, factor = tables
     for t in range(plan[1] + plan[2]):
@@ -290,9 +290,9 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
 
 
 @triton.jit
-def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.constexpr, FORM: tl.constexpr):
+def _dkv_step(state, plan, t, owner, matrices, tables, mask, sizes, PART: tl.constexpr, FORM: tl.constexpr):
     """Add one block of queries to state (sum of dz q, sum of p dL/do) of a block of keys."""
-    k, v, key, first, last = own
+    k, v, key, first, last = owner
     queries, keys = sizes
     block, head = block_of(plan, t, PART, FORM)
     start = block * FORM.tile
@@ -381,16 +381,16 @@ def compact_dkv_kernel(
         shown = mask_ptr + batch * mask_batch + head * mask_head, mask_head
     numbers = index + at * 3 if FORM.rule == ANCHORED else index + at
     rows = table + query_nth * queries * FORM.tables, numbers, floats + at * 6, by
-    own, size = (k, v, key, first, last), (queries, keys)
+    owner, size = (k, v, key, first, last), (queries, keys)
 
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for t in range(plan[1]):
-        state = _dkv_step(state, plan, t, own, streams, rows, shown, size, False, FORM)
+        state = _dkv_step(state, plan, t, owner, streams, rows, shown, size, False, FORM)
     for t in range(plan[2]):
-        state = _dkv_step(state, plan, t, own, streams, rows, shown, size, True, FORM)
+        state = _dkv_step(state, plan, t, owner, streams, rows, shown, size, True, FORM)
     dk, dv = state
     if TIED:
-        dk = _other_shares(dk, plan, own, streams, rows, shown, size, FORM)
+        dk = _other_shares(dk, plan, owner, streams, rows, shown, size, FORM)
     dk *= FORM.r
     if not FORM.factors:
         dk *= factor
@@ -424,11 +424,11 @@ class _Call(Call):
     def by_queries(self, tiles: Tiles, outs: tuple[Tensor, ...]) -> Tensor:
         """Fill the table and outs. Return which blocks have a row with tied best keys, uint8 [B x H, blocks]."""
         heads, queries = self.shape[:2].numel(), self.shape[2]
-        own = tiles.rows if self.soft else min(tiles.rows, self.mask_tile[0])
-        blocks = -(-queries // own)
-        padded = blocks if self.soft else -(-queries // self.mask_tile[0]) * (self.mask_tile[0] // own)
+        block = tiles.rows if self.soft else min(tiles.rows, self.mask_tile[0])
+        blocks = -(-queries // block)
+        padded = blocks if self.soft else -(-queries // self.mask_tile[0]) * (self.mask_tile[0] // block)
         ties = torch.zeros(heads, padded, dtype=torch.uint8, device=self.q.device)
-        lists, form = self._lists(2, own, min(tiles.keys, self.most), 1)
+        lists, form = self._lists(2, block, min(tiles.keys, self.most), 1)
         launch(
             compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, *self.read, *self.span[:2],
             self.span.mask, *lists[:2], self.table, ties, outs, *self.sizes, *self.span.steps, *lists[2:], padded,

@@ -36,8 +36,8 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 def supports(problem: Problem) -> str | None:
     """Return None if the kernels support the call, else the reason."""
-    found = rules.rule_of(problem.spec, dict(problem.numbers), tensors=problem.params)
-    return found if isinstance(found, str) else None
+    rule = rules.rule_of(problem.spec, dict(problem.numbers), tensors=problem.params)
+    return rule if isinstance(rule, str) else None
 
 
 STEPS = 4  # assumed number of passes of a search, for cost estimates
@@ -86,7 +86,7 @@ def _forward(
     from .search import compact_search_kernel, compact_weigh_kernel
 
     span, (scale, number, rule, r, stand, own, rows, keys, keep, counted) = Span(*rest[:5]), rest[5:]
-    *found, live = outs = _outputs(q, k, v, rule, stand, rows, keys, keep)
+    *stored, live = outs = _outputs(q, k, v, rule, stand, rows, keys, keep)
     searched = rule in (rules.ADAPTIVE, rules.ANCHORED)
     if searched and not keep:
         live = _marks(q, k, rows, keys)
@@ -94,7 +94,7 @@ def _forward(
     form |= {"mask_tile": rows, "keep": keep, "counted": counted}
     call = Call(q, k, v, max(scale, LEAST_SCALE) if factor is None else factor, span, **form)
     threshold = number_or_rows(number if given is None else given, span.low)
-    read = call.matrices, call.factor, threshold, (*span.pointers, *span.steps), tuple(found), live
+    read = call.matrices, call.factor, threshold, (*span.pointers, *span.steps), tuple(stored), live
 
     def start(kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
         """Run with tiles that fit the marks of blocks; what a kernel does not read is `changed` to one value."""

@@ -54,12 +54,12 @@ def compact_lists_kernel(
     rows = tl.cdiv(mask_tiles, MERGED)
     row = tl.program_id(0) % rows
     head = (tl.program_id(0) // rows).to(tl.int64)
-    own = head * rows + row
+    owner = head * rows + row
     step = head // heads * span_step
     _, whole_from, whole_to, _ = ranges(low + step, high + step, row * MERGED * OWNER, MERGED * OWNER, owners, TILE)
     if MASKED:
         whole_to = whole_from
-    listed += own * blocks * GROUP
+    listed += owner * blocks * GROUP
     whole, part, flagged = 0, 0, 0
     for n in range(tl.cdiv(blocks, CHUNK) * GROUP):
         block = n // GROUP * CHUNK + tl.arange(0, CHUNK)
@@ -79,9 +79,9 @@ def compact_lists_kernel(
         for i in tl.static_range(FLAGS):
             place = (head * GROUP + n % GROUP) * blocks * FLAGS + block * FLAGS + i
             flagged += tl.sum(tl.load(flags + place, mask=marked != 0, other=0).to(tl.int32), 0)
-    tl.store(counts + own * 3, whole)
-    tl.store(counts + own * 3 + 1, part)
-    tl.store(counts + own * 3 + 2, flagged)
+    tl.store(counts + owner * 3, whole)
+    tl.store(counts + owner * 3 + 1, part)
+    tl.store(counts + owner * 3 + 2, flagged)
 
 
 @triton.jit
@@ -96,10 +96,10 @@ def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
         full = ended - whole
         plan = low, full * FORM.group, (finish - first - full) * FORM.group, 0, first, whole, ended
     else:
-        own = head * rows + start // FORM.listed
-        count = counts + own * 3
+        owner = head * rows + start // FORM.listed
+        count = counts + owner * 3
         whole, part, flagged = tl.load(count) * FORM.split, tl.load(count + 1) * FORM.split, tl.load(count + 2)
-        plan = listed + own * length, whole, part, flagged, length - 1, 0, 0
+        plan = listed + owner * length, whole, part, flagged, length - 1, 0, 0
     return plan
 
 
@@ -138,8 +138,8 @@ def lists_of(
     numbers = torch.empty(batch * heads * rows * length, dtype=kind, device=live.device)
     counts = torch.empty(batch * heads * rows * 3, dtype=torch.int32, device=live.device)
     flagged = 0 if flags is None else flags.shape[1] // max(1, blocks)
-    own = (live, numbers, counts, counts if flags is None else flags, low, high, batch_stride(low))
-    args = (*own, heads, owners, mask_tiles, blocks, live.stride(axis), live.stride(5 - axis))
+    marks = (live, numbers, counts, counts if flags is None else flags, low, high, batch_stride(low))
+    args = (*marks, heads, owners, mask_tiles, blocks, live.stride(axis), live.stride(5 - axis))
     launch(
         compact_lists_kernel, (batch * heads * rows,), *args, tiles=Tiles(warps=1, stages=1), GROUP=group,
         MERGED=merged, OWNER=sizes[0], TILE=sizes[1], MASKED=masked, FLAGS=flagged, CHUNK=CHUNK,

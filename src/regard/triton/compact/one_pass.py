@@ -108,14 +108,14 @@ def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
 @triton.jit
 def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
     """Return the first key with the best score of each row."""
-    best, found = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 0, tl.int32)
+    best, first = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 0, tl.int32)
     for block in range(run[0], run[3]):
         dot, columns = rows.key_scores(q, k, block, scales[0], sight, True, FORM)
         here = tl.max(dot, 1)
         at = tl.min(tl.where(dot == here[:, None], columns[None, :], FAR), 1)
-        found = tl.where(here > best, at, found)
+        first = tl.where(here > best, at, first)
         best = tl.maximum(best, here)
-    return found
+    return first
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])

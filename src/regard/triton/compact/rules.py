@@ -93,14 +93,14 @@ def _rule(rule: Any, r: int, numbers: Mapping[str, Any], own: str = "") -> Rule:
 
 
 @lru_cache(maxsize=64)
-def own_form(own: str) -> dict[str, Any]:
+def own_form(json: str) -> dict[str, Any]:
     """Return the fields of a `Form` by which kernels call the function of the kernel of a spec (`Rule.own`)."""
-    if not own:
+    if not json:
         return {}
     import triton
     import triton.language as tl
 
-    plain = Spec.from_json(own).kernel.triton_relative
+    plain = Spec.from_json(json).kernel.triton_relative
     function = FunctionType(plain.__code__, {**plain.__globals__, "tl": tl}, plain.__name__)
     function.__qualname__ = plain.__qualname__
     relative = triton.jit(function)

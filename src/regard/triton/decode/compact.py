@@ -86,7 +86,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor |
     form, grid, room = call.shared(tiles)
     rows, steps, span = call.rows, call.span.steps, call.span.pointers
     z, near = call.blank(2, rows, room * tiles.keys)
-    tops, found, best = call.new(room), call.new(3), call.blank(rows, 2, dtype=torch.int32)
+    tops, numbers, best = call.new(room), call.new(3), call.blank(rows, 2, dtype=torch.int32)
     kinds = {"RULE": code, "EMPTY": stand}
     launch(
         scores_kernel, grid, call.matrices, call.factor, span, z, tops, *call.row_sizes, room, *steps,
@@ -94,13 +94,13 @@ def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor |
     )  # fmt: skip
     form = form._replace(dim=0, wide=0, factors=False, raw=False, r=power, **own_form(own))
     launch(
-        threshold_kernel, (rows,), z, tops, near, given, span, found, best, *call.row_sizes, room,
+        threshold_kernel, (rows,), z, tops, near, given, span, numbers, best, *call.row_sizes, room,
         number, *steps, tiles=CHUNK, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None,
         FORM=form._replace(value_dim=0, value_wide=0, own=1), **kinds,
     )  # fmt: skip
     part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
     launch(
-        output_kernel, grid, call.matrices[2], z, tops, span, found, best, part, *call.row_sizes, room, *steps,
+        output_kernel, grid, call.matrices[2], z, tops, span, numbers, best, part, *call.row_sizes, room, *steps,
         part.stride(0), tiles=tiles, FORM=form, **kinds,
     )  # fmt: skip
     add_splits(part, out)

@@ -36,8 +36,8 @@ def scores_kernel(
     FORM.raw: rows that see what is not finite, values too, get inf as the largest score of a tile."""
     ALIKE: tl.constexpr = FORM.most == 1 and FORM.masked == 0  # all rows see the same keys
     steps = stride_low, stride_mb, stride_mh
-    _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
-    wrong = non_finite(a)
+    _, held, row, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    bad = non_finite(a)
     if FORM.raw and ALIKE:
         worst = shared.largest(tl.full((FORM.tile, FORM.wide), 0.0, k[0].dtype.element_ty))
         worst_value = shared.largest(tl.full((FORM.tile, FORM.value_wide), 0.0, v[0].dtype.element_ty))
@@ -52,28 +52,28 @@ def scores_kernel(
                 score = tl.where(score < float("inf"), score, float("-inf"))  # NaN, too
             else:
                 lost = non_finite(keys) | non_finite(values)
-                score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
-        into = z + (own * room + n)[:, None] * FORM.tile + tl.arange(0, FORM.tile)[None, :]
+                score = tl.where(seen & (bad[:, None] | lost[None, :]), float("inf"), score)
+        into = z + (row * room + n)[:, None] * FORM.tile + tl.arange(0, FORM.tile)[None, :]
         tl.store(into, score, mask=held[:, None])
-        tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
+        tl.store(tops + row * room + n, tl.max(score, 1), mask=held)
     if FORM.raw and ALIKE:
-        lost = wrong | shared.beyond(worst, k[0], own) | shared.beyond(worst_value, v[0], own)
+        lost = bad | shared.beyond(worst, k[0], row) | shared.beyond(worst_value, v[0], row)
         if tiles[1] < tiles[2]:
             tl.debug_barrier()  # wait for what other threads wrote
             largest = tl.full((FORM.own,), float("inf"), tl.float32)
-            tl.store(tops + own * room + tiles[1], largest, mask=held & lost)
+            tl.store(tops + row * room + tiles[1], largest, mask=held & lost)
 
 
 @triton.jit
 def nearest_key(z, tops, top, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
     """Return the first key with the best score."""
-    found = tl.full((CHUNK,), FAR, tl.int32)
+    first = tl.full((CHUNK,), FAR, tl.int32)
     for n in range(0, tiles * KEYS, CHUNK):
         at = n + tl.arange(0, CHUNK)
-        own = tl.load(tops + at // KEYS, mask=at < tiles * KEYS, other=float("-inf"))
-        score = tl.load(z + at, mask=own == top, other=float("-inf"))
-        found = tl.minimum(found, tl.where((own == top) & (score == top), at, FAR))
-    return tl.min(found, 0)
+        largest = tl.load(tops + at // KEYS, mask=at < tiles * KEYS, other=float("-inf"))
+        score = tl.load(z + at, mask=largest == top, other=float("-inf"))
+        first = tl.minimum(first, tl.where((largest == top) & (score == top), at, FAR))
+    return tl.min(first, 0)
 
 
 @triton.jit
@@ -82,10 +82,10 @@ def gather_near(z, tops, near, top, reach, tiles, CHUNK: tl.constexpr, KEYS: tl.
     count = 0
     for n in range(0, tiles * KEYS, CHUNK):
         at = n + tl.arange(0, CHUNK)
-        own = top - tl.load(tops + at // KEYS, mask=at < tiles * KEYS, other=float("-inf"))
-        if tl.min(own, 0) < reach:
-            d = top - tl.load(z + at, mask=own < reach, other=float("-inf"))
-            inside = ((own < reach) & (d < reach)).to(tl.int32)
+        nearest = top - tl.load(tops + at // KEYS, mask=at < tiles * KEYS, other=float("-inf"))
+        if tl.min(nearest, 0) < reach:
+            d = top - tl.load(z + at, mask=nearest < reach, other=float("-inf"))
+            inside = ((nearest < reach) & (d < reach)).to(tl.int32)
             tl.store(near + count + tl.cumsum(inside, 0) - 1, d, mask=inside != 0)
             count += tl.sum(inside, 0)
     return count
@@ -133,7 +133,7 @@ def threshold_kernel(
     KEYS: tl.constexpr = FORM.tile
     low, high = span[0] + batch * stride_low, span[1] + batch * stride_low
     origin, tiles, _ = shared.extent(low, high, queries, KEYS, FORM.most)
-    own, to = tl.load(low + r % queries), tl.load(high + r % queries)
+    begin, to = tl.load(low + r % queries), tl.load(high + r % queries)
     z, near, tops = z + row * room * KEYS, near + row * room * KEYS, tops + row * room
     largest = tl.full((CHUNK,), float("-inf"), tl.float32)
     for n in range(0, tiles, CHUNK):
@@ -143,10 +143,10 @@ def threshold_kernel(
     none, visible = top == float("-inf"), 0
     if RULE == FIXED:
         place = batch * stride_mb + (head * group + r // queries) * stride_mh
-        visible = tl.maximum(to - own, 0)
+        visible = tl.maximum(to - begin, 0)
         if FORM.masked:
             part = tl.zeros((CHUNK,), tl.int32)
-            for j in range(own, to, CHUNK):
+            for j in range(begin, to, CHUNK):
                 at_key = j + tl.arange(0, CHUNK)
                 part += (tl.load(span[2] + place + at_key, mask=at_key < to, other=0) != 0).to(tl.int32)
             visible = tl.sum(part, 0)
@@ -191,17 +191,17 @@ def output_kernel(
     KEYS: tl.constexpr = FORM.tile
     steps = stride_low, stride_mb, stride_mh
     batch, head, rows, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
-    held, own, start, to = rows[1], rows[2], sight[0], sight[1]
-    top = tl.load(found + own * 3, mask=held, other=0.0)
-    reach = tl.load(found + own * 3 + 1, mask=held, other=1.0)
-    mass = tl.load(found + own * 3 + 2, mask=held, other=1.0)
+    held, row, start, to = rows[1], rows[2], sight[0], sight[1]
+    top = tl.load(found + row * 3, mask=held, other=0.0)
+    reach = tl.load(found + row * 3 + 1, mask=held, other=1.0)
+    mass = tl.load(found + row * 3 + 2, mask=held, other=1.0)
     lost = reach == 0
-    visible, nearest = tl.load(best + own * 2, mask=held, other=1), tl.load(best + own * 2 + 1, mask=held, other=-1)
+    visible, nearest = tl.load(best + row * 2, mask=held, other=1), tl.load(best + row * 2 + 1, mask=held, other=-1)
     v = v[0] + batch * v[1] + head * v[2], v[3]
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * KEYS
-        near = held & (top - tl.load(tops + own * room + n, mask=held, other=float("-inf")) < reach)
+        near = held & (top - tl.load(tops + row * room + n, mask=held, other=float("-inf")) < reach)
         stands = near
         if RULE == FIXED:
             if EMPTY == UNIFORM:
@@ -210,7 +210,7 @@ def output_kernel(
                 stands = lost & (nearest >= j) & (nearest < j + KEYS)
         wanted = tl.sum((near | stands).to(tl.int32), 0) > 0
         if wanted:
-            score = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+            score = z + (row * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
             score = tl.load(score, mask=near[:, None], other=float("-inf"))
             p = value_at(top[:, None] - score, reach[:, None], FORM) / mass[:, None]
             p = tl.where(near[:, None], p, 0.0)
@@ -224,7 +224,7 @@ def output_kernel(
             values = shared.load_tile(v, j, tl.max(p, 0) > 0, FORM.value_dim, FORM.value_wide, FORM)
             total = shared.add_weighted(total, p, values, FORM.own)
     total = tl.where((top == float("inf"))[:, None], float("nan"), total)
-    shared.store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
+    shared.store_part(part, stride_part, row, held, total, FORM.value_dim, FORM.value_wide)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -254,14 +254,14 @@ def online_kernel(
     CORRECTED: tl.constexpr = probe is not None
     ALIKE: tl.constexpr = FORM.most == 1 and FORM.masked == 0  # all rows see the same keys
     steps = stride_low, stride_mb, stride_mh
-    _, held, own, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    _, held, row, tiles, sight, a, by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
-    wrong = non_finite(a)
+    bad = non_finite(a)
     top = tl.full((FORM.own,), float("-inf"), tl.float32)
     weights = tl.full((FORM.own, FORM.tile), 0.0, tl.float32)
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     if CORRECTED:
-        t = -shared.load_vectors(probe, own, held, FORM.dim, FORM.wide)
+        t = -shared.load_vectors(probe, row, held, FORM.dim, FORM.wide)
         level_s, slopes, correction = tl.full((FORM.own,), 0.0, tl.float32), weights, total
     if FORM.raw and ALIKE:
         worst = shared.largest(tl.full((FORM.tile, FORM.wide), 0.0, k[0].dtype.element_ty))
@@ -285,7 +285,7 @@ def online_kernel(
                 worst = tl.maximum(worst, shared.largest(keys))
                 worst_value = tl.maximum(worst_value, shared.largest(values))
             else:
-                w, values = shared.guarded(w, non_finite(keys), values, seen, wrong, FORM)
+                w, values = shared.guarded(w, non_finite(keys), values, seen, bad, FORM)
         total = shared.add_weighted(total * fade[:, None], w, values, FORM.own)
         weights = weights * fade[:, None] + w
         if CORRECTED:
@@ -293,10 +293,10 @@ def online_kernel(
             slopes = slopes * fade[:, None] + ws
         top = new
     if FORM.raw and ALIKE:
-        lost = (wrong & (tiles[1] < tiles[2])) | shared.beyond(worst, k[0], own) | shared.beyond(worst_value, v[0], own)
+        lost = (bad & (tiles[1] < tiles[2])) | shared.beyond(worst, k[0], row) | shared.beyond(worst_value, v[0], row)
         total = tl.where(lost[:, None], float("nan"), total)
     DV: tl.constexpr = FORM.value_dim
-    columns, split = tl.arange(0, FORM.value_wide), tl.program_id(1).to(tl.int64) * total_rows + own
+    columns, split = tl.arange(0, FORM.value_wide), tl.program_id(1).to(tl.int64) * total_rows + row
     inside = held[:, None] & (columns < DV)[None, :]
     part += split[:, None] * ((1 + CORRECTED) * DV) + columns[None, :]
     tl.store(part, total, mask=inside)
@@ -318,18 +318,18 @@ def merge_kernel(
     STEP: tl.constexpr = 2 + 2 * CORRECTED
     largest = tl.full((PARTS,), float("-inf"), tl.float32)
     for s in range(0, splits, PARTS):
-        own = state + ((s + places).to(tl.int64) * total_rows + row) * STEP
-        largest = tl.maximum(largest, tl.load(own, mask=s + places < splits, other=float("-inf")))
+        ptr = state + ((s + places).to(tl.int64) * total_rows + row) * STEP
+        largest = tl.maximum(largest, tl.load(ptr, mask=s + places < splits, other=float("-inf")))
     top = tl.max(largest, 0)
     level = tl.where(top == float("-inf"), 0.0, top)
     mean = 0.0
     if CORRECTED:
         mass, slopes = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32)
         for s in range(0, splits, PARTS):
-            own, held = state + ((s + places).to(tl.int64) * total_rows + row) * STEP, s + places < splits
-            w, m = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level), tl.load(own + 1, mask=held, other=0.0)
+            ptr, held = state + ((s + places).to(tl.int64) * total_rows + row) * STEP, s + places < splits
+            w, m = tl.exp2(tl.load(ptr, mask=held, other=float("-inf")) - level), tl.load(ptr + 1, mask=held, other=0.0)
             mass += w * m
-            slopes += w * (tl.load(own + 2, mask=held, other=0.0) + tl.load(own + 3, mask=held, other=0.0) * m)
+            slopes += w * (tl.load(ptr + 2, mask=held, other=0.0) + tl.load(ptr + 3, mask=held, other=0.0) * m)
         whole = tl.sum(mass, 0)
         mean = tl.sum(slopes, 0) / tl.where(whole > 0, whole, 1.0)
     mass, total = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS, WIDTH), tl.float32)
@@ -337,18 +337,18 @@ def merge_kernel(
     for s in range(0, splits, PARTS):
         at, held = (s + places).to(tl.int64) * total_rows + row, s + places < splits
         inside = held[:, None] & (columns < DV)[None, :]
-        own, to = state + at * STEP, part + at[:, None] * ((1 + CORRECTED) * DV) + columns[None, :]
-        w, m = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level), tl.load(own + 1, mask=held, other=0.0)
+        ptr, to = state + at * STEP, part + at[:, None] * ((1 + CORRECTED) * DV) + columns[None, :]
+        w, m = tl.exp2(tl.load(ptr, mask=held, other=float("-inf")) - level), tl.load(ptr + 1, mask=held, other=0.0)
         x = tl.load(to, mask=inside, other=0.0)
         mass += w * m
         total += w[:, None] * x
         if CORRECTED:
-            moved = tl.load(own + 3, mask=held, other=0.0) - mean
-            rest += w * (tl.load(own + 2, mask=held, other=0.0) + moved * m)
+            moved = tl.load(ptr + 3, mask=held, other=0.0) - mean
+            rest += w * (tl.load(ptr + 2, mask=held, other=0.0) + moved * m)
             correction += w[:, None] * (tl.load(to + DV, mask=inside, other=0.0) + moved[:, None] * x)
     whole = tl.sum(mass, 0)
     whole = tl.where(top == float("-inf"), 1.0, whole)
-    found = tl.sum(total, 0)
+    mean_value = tl.sum(total, 0)
     if CORRECTED:
-        found = found + tl.sum(correction, 0) - (tl.sum(rest, 0) / whole) * found
-    tl.store(out + row * DV + columns, (found / whole).to(out.dtype.element_ty), mask=columns < DV)
+        mean_value = mean_value + tl.sum(correction, 0) - (tl.sum(rest, 0) / whole) * mean_value
+    tl.store(out + row * DV + columns, (mean_value / whole).to(out.dtype.element_ty), mask=columns < DV)

@@ -87,10 +87,10 @@ def decode(
     if probe is None and how == 0:
         raise ArgumentError("local_linear_decode: the learned solver needs params={'probe': r}, r [B, H, Tq, D].")
     span = Span.of(visible, q, by_keys=False)
-    (by, scale), (own, number), (probe, _) = of_rows(factor, q), of_rows(ridge, q), of_rows(probe, q)
+    (by, scale), (per_row, number), (probe, _) = of_rows(factor, q), of_rows(ridge, q), of_rows(probe, q)
     q, k, v = (rows_together(x) for x in (q, k, v))
     seen = span.low, span.high, span.mask
-    return _decode(q, k, v, by, own, probe, *seen, scale, number, how, tol, limit, most_keys(visible), raw)
+    return _decode(q, k, v, by, per_row, probe, *seen, scale, number, how, tol, limit, most_keys(visible), raw)
 
 
 def _run(

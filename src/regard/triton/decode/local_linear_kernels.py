@@ -33,7 +33,7 @@ def means_kernel(
     """Store scores z [N, room], -inf where hidden, and over a program's tiles part [splits, N, D] = sum w k and state
     [splits, N, 2] = (m, sum w). The first of a row's scores is that of a multiple of BLOCK."""
     steps = stride_low, stride_mb, stride_mh
-    _, held, own, tiles, sight, a, by, k, _v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    _, held, row, tiles, sight, a, by, k, _v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     by *= LOG2E
     origin = tiles[0] * FORM.tile // BLOCK * BLOCK
     top, total = tl.full((FORM.own,), float("-inf"), tl.float32), tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
@@ -46,7 +46,7 @@ def means_kernel(
         if FORM.raw and (FORM.most > 1 or FORM.masked == 2):  # else all rows see the same keys
             keys = tl.where(non_finite(keys)[:, None], 0.0, keys)
         score = tl.where(seen, shared.products(a, keys, FORM.own) * by[:, None], float("-inf"))
-        places = z + own[:, None] * room + (j - origin + tl.arange(0, FORM.tile))[None, :]
+        places = z + row[:, None] * room + (j - origin + tl.arange(0, FORM.tile))[None, :]
         tl.store(places, score, mask=held[:, None])
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
@@ -57,8 +57,8 @@ def means_kernel(
         total = shared.add_weighted(total * fade[:, None], w, keys, FORM.own)
         mass = mass * fade[:, None] + w
         top = new
-    shared.store_part(part, total_rows * FORM.dim, own, held, total, FORM.dim, FORM.wide)
-    store_numbers(state, tl.program_id(1).to(tl.int64) * total_rows + own, (top, tl.sum(mass, 1)), held)
+    shared.store_part(part, total_rows * FORM.dim, row, held, total, FORM.dim, FORM.wide)
+    store_numbers(state, tl.program_id(1).to(tl.int64) * total_rows + row, (top, tl.sum(mass, 1)), held)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -71,7 +71,7 @@ def weights_kernel(
     batch, r = row // (heads * group * queries), (row % (group * queries)).to(tl.int32)
     low, high = span[0] + batch * stride_low, span[1] + batch * stride_low
     origin, _, _ = shared.extent(low, high, queries, BLOCK, FORM.most)
-    own, to = tl.load(low + r % queries), tl.load(high + r % queries)
+    begin, to = tl.load(low + r % queries), tl.load(high + r % queries)
     at = tl.arange(0, PARTS)
     top, mass = tl.full((PARTS,), float("-inf"), tl.float32), tl.zeros((PARTS,), tl.float32)
     for s in range(0, splits, PARTS):
@@ -97,7 +97,7 @@ def weights_kernel(
         tl.store(mean + row * FORM.dim + columns, tl.sum(middle, 0) / whole, mask=columns < FORM.dim)
     keys = chunk * CHUNK + tl.arange(0, CHUNK)
     places = z + row * room + keys
-    seen = (keys + origin * BLOCK >= own) & (keys + origin * BLOCK < to)
+    seen = (keys + origin * BLOCK >= begin) & (keys + origin * BLOCK < to)
     p = tl.exp2(tl.load(places, mask=seen, other=float("-inf")) - best) / whole
     tl.store(places, p, mask=keys < room)
 
@@ -151,11 +151,11 @@ def moments_kernel(
     the blocks on and above the diagonal are set. Added over the splits it is the covariance: sum p (k - mean) = 0."""
     HALF: tl.constexpr = min(FORM.wide, 64)
     steps = stride_low, 0, 0
-    batch, head, own, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
+    batch, head, owner, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
     start, to = tl.min(sight[0], 0), tl.max(sight[1], 0)  # rows of a program see the same keys but for a mask
     _, k, _v = matrices
     k = k[0] + batch * k[1] + head * k[2], k[3]
-    rows = own[2]
+    rows = owner[2]
     i = tl.arange(0, HALF)
     from_mean = mean + rows[:, None] * FORM.dim + i[None, :]
     mean_0 = tl.load(from_mean, mask=(i < FORM.dim)[None, :], other=0.0)
@@ -220,13 +220,13 @@ def gradients(matrix, b, tol, limit):
 def eliminated(matrix, b, D: tl.constexpr, WIDTH: tl.constexpr):
     """Return x of matrix x = b, the matrix symmetric and positive, by elimination above and below each pivot."""
     at = tl.arange(0, WIDTH)
-    own = tl.sum(tl.where(at[:, None] == at[None, :], matrix, 0.0), 1)
+    diagonal = tl.sum(tl.where(at[:, None] == at[None, :], matrix, 0.0), 1)
     pivots = tl.full((WIDTH,), 1.0, tl.float32)
     for j in range(D):
         column = tl.sum(tl.where(at[None, :] == j, matrix, 0.0), 1)
         row = tl.sum(tl.where(at[:, None] == j, matrix, 0.0), 0)
         pivot, right = tl.sum(tl.where(at == j, column, 0.0), 0), tl.sum(tl.where(at == j, b, 0.0), 0)
-        sound = pivot > SINGULAR * tl.sum(tl.where(at == j, own, 0.0), 0)
+        sound = pivot > SINGULAR * tl.sum(tl.where(at == j, diagonal, 0.0), 0)
         by = tl.where(sound, 1 / tl.where(sound, pivot, 1.0), 0.0)
         share_of = tl.where(at == j, 0.0, column * by)
         matrix -= share_of[:, None] * row[None, :]
@@ -288,11 +288,11 @@ def corrected_kernel(
     """Store sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. The product of the mean is
     taken with t as it was multiplied. FORM.raw: NaN in rows that see a non-finite number."""
     steps = stride_low, stride_mb, stride_mh
-    _, held, own, tiles, sight, a, _by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
+    _, held, row, tiles, sight, a, _by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     origin = tiles[0] * FORM.tile // BLOCK * BLOCK
-    t = shared.load_vectors(slope, own, held, FORM.dim, FORM.wide)
-    middle = shared.load_vectors(mean, own, held, FORM.dim, FORM.wide)
-    wrong = non_finite(a)
+    t = shared.load_vectors(slope, row, held, FORM.dim, FORM.wide)
+    middle = shared.load_vectors(mean, row, held, FORM.dim, FORM.wide)
+    bad = non_finite(a)
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * FORM.tile
@@ -300,11 +300,11 @@ def corrected_kernel(
         some = seen_by_any(j, seen, sight, FORM)
         keys = shared.load_tile(k, j, some, FORM.dim, FORM.wide, FORM)
         lost, values = non_finite(keys), shared.load_tile(v, j, some, FORM.value_dim, FORM.value_wide, FORM)
-        places = z + own[:, None] * room + (j - origin + tl.arange(0, FORM.tile))[None, :]
+        places = z + row[:, None] * room + (j - origin + tl.arange(0, FORM.tile))[None, :]
         p = tl.load(places, mask=held[:, None], other=0.0)
         e, multiplied = shared.fine_products(t, keys, FORM.own)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)
         if FORM.raw:
-            w, values = shared.guarded(w, lost, values, seen, wrong, FORM)
+            w, values = shared.guarded(w, lost, values, seen, bad, FORM)
         total = shared.add_weighted(total, w, values, FORM.own)
-    shared.store_part(part, stride_part, own, held, total, FORM.value_dim, FORM.value_wide)
+    shared.store_part(part, stride_part, row, held, total, FORM.value_dim, FORM.value_wide)

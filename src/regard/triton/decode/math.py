@@ -28,9 +28,9 @@ def extent(low, high, queries, KEYS: tl.constexpr, MOST: tl.constexpr):
     """Return (first tile with a visible key, number of tiles up to the last, key after the last). Tiles begin at
     multiples of KEYS; `low` and `high` point to the ranges of this sequence."""
     at = tl.arange(0, MOST)
-    own, to = tl.load(low + at, mask=at < queries, other=0), tl.load(high + at, mask=at < queries, other=0)
-    stop = tl.max(tl.where(to > own, to, 0), 0)
-    start = tl.minimum(tl.min(tl.where(to > own, own, FAR), 0), stop)
+    begin, to = tl.load(low + at, mask=at < queries, other=0), tl.load(high + at, mask=at < queries, other=0)
+    stop = tl.max(tl.where(to > begin, to, 0), 0)
+    start = tl.minimum(tl.min(tl.where(to > begin, begin, FAR), 0), stop)
     return start // KEYS, (stop + KEYS - 1) // KEYS - start // KEYS, stop
 
 
@@ -56,10 +56,10 @@ def part_of(span, steps, heads, group, queries, FORM: tl.constexpr):
 
 
 @triton.jit
-def store_part(part, stride, own, held, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def store_part(part, stride, row, held, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Store x [ROWS, WIDTH], the result of a part of the keys, in part [parts, N, DIM]."""
     columns = tl.arange(0, WIDTH)
-    to = part + tl.program_id(1).to(tl.int64) * stride + own[:, None] * DIM + columns[None, :]
+    to = part + tl.program_id(1).to(tl.int64) * stride + row[:, None] * DIM + columns[None, :]
     tl.store(to, x.to(part.dtype.element_ty), mask=held[:, None] & (columns < DIM)[None, :])
 
 
@@ -74,13 +74,13 @@ def load_queries(q, batch, first_head, rows, held, queries, FORM: tl.constexpr):
 @triton.jit
 def opened(matrices, factor, span, steps, heads, group, queries, FORM: tl.constexpr):
     """Return (rows, which exist, their numbers, tiles, sight) of `part_of`, q, factors, (pointer, stride) of k, v."""
-    batch, head, own, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
+    batch, head, rows, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
     q, k, v = matrices
-    a = load_queries(q, batch, head * group, own[0], own[1], queries, FORM)
-    by = row_scale(factor[0], factor[1], own[2], own[1], FORM.factors)
+    a = load_queries(q, batch, head * group, rows[0], rows[1], queries, FORM)
+    by = row_scale(factor[0], factor[1], rows[2], rows[1], FORM.factors)
     k = k[0] + batch * k[1] + head * k[2], k[3]
     v = v[0] + batch * v[1] + head * v[2], v[3]
-    return own[0], own[1], own[2], tiles, sight, a, by, k, v
+    return rows[0], rows[1], rows[2], tiles, sight, a, by, k, v
 
 
 @triton.jit
@@ -91,9 +91,9 @@ def load_tile(x, first, held, DIM: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.c
 
 
 @triton.jit
-def load_vectors(x, own, held, D: tl.constexpr, WIDTH: tl.constexpr):
+def load_vectors(x, row, held, D: tl.constexpr, WIDTH: tl.constexpr):
     """Load float32 vectors [ROWS, WIDTH] of the rows with these numbers, from [N, D]."""
-    return load(x + own[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
+    return load(x + row[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
 
 
 @triton.jit
@@ -131,14 +131,14 @@ def add_weighted(total, p, v, ROWS: tl.constexpr):
 def seen_keys(first, sight, FORM: tl.constexpr):
     """Return which keys from `first` on each row sees [ROWS, KEYS]."""
     at = first + tl.arange(0, FORM.tile)
-    found = seen(at, sight[0], sight[1], sight[2], 0, False)
+    visible = seen(at, sight[0], sight[1], sight[2], 0, False)
     if FORM.masked == 1:
-        inside = tl.max(found.to(tl.int32), 0) != 0
-        found &= (tl.load(sight[2] + at, mask=inside, other=0) != 0)[None, :]
+        inside = tl.max(visible.to(tl.int32), 0) != 0
+        visible &= (tl.load(sight[2] + at, mask=inside, other=0) != 0)[None, :]
     elif FORM.masked == 2:
-        own = (sight[3] // sight[5]).to(tl.int64) * sight[6]
-        found &= tl.load(sight[2] + own[:, None] + at[None, :], mask=found & sight[4][:, None], other=0) != 0
-    return found
+        mask_row = (sight[3] // sight[5]).to(tl.int64) * sight[6]
+        visible &= tl.load(sight[2] + mask_row[:, None] + at[None, :], mask=visible & sight[4][:, None], other=0) != 0
+    return visible
 
 
 @triton.jit
@@ -163,20 +163,20 @@ def largest(x):
 
 
 @triton.jit
-def beyond(worst, like, own):
-    """Return for all rows `own` whether a number of `largest`, of the dtype of `like`, is not finite or beyond 2^56."""
+def beyond(worst, like, rows):
+    """Return for all `rows` whether a number of `largest`, of the dtype of `like`, is not finite or beyond 2^56."""
     SHIFT: tl.constexpr = 32 - like.dtype.element_ty.primitive_bitwidth
-    return own * 0 + tl.max(tl.max(worst, 1), 0) > (LIMIT >> SHIFT)
+    return rows * 0 + tl.max(tl.max(worst, 1), 0) > (LIMIT >> SHIFT)
 
 
 @triton.jit
-def guarded(w, lost, values, seen, wrong, FORM: tl.constexpr):
-    """Return (w [ROWS, KEYS] with NaN where a row that is `wrong` [ROWS] sees a key, or any row sees a `lost` key
+def guarded(w, lost, values, seen, bad_row, FORM: tl.constexpr):
+    """Return (w [ROWS, KEYS] with NaN where a row of `bad_row` [ROWS] sees a key, or any row sees a `lost` key
     [KEYS] or a non-finite value; the values, 0 for non-finite ones unless all rows see the same keys)."""
     bad = non_finite(values)
     if FORM.most > 1 or FORM.masked == 2:
         values = tl.where(bad[:, None], 0.0, values)
-    return tl.where(seen & (wrong[:, None] | (lost | bad)[None, :]), float("nan"), w), values
+    return tl.where(seen & (bad_row[:, None] | (lost | bad)[None, :]), float("nan"), w), values
 
 
 @triton.jit

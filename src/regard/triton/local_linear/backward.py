@@ -63,8 +63,8 @@ gammabar - m . u of u's first term; 8 lie in one sector of memory."""
 @triton.jit
 def _rows_of(matrices, kept, factor, span, steps, sizes, FORM: tl.constexpr):
     """Return what the kernels by rows begin with: as `shared.opened`, with g and lse."""
-    at, batch, own, first, rows, sight, tiles, x, c, kv = shared.opened(matrices, factor, span, sizes, steps, FORM)
-    g = shared.rows_of(matrices[3], batch, own, first, sizes[2], FORM.value_dim, FORM.value_wide, FORM)
+    at, batch, head, first, rows, sight, tiles, x, c, kv = shared.opened(matrices, factor, span, sizes, steps, FORM)
+    g = shared.rows_of(matrices[3], batch, head, first, sizes[2], FORM.value_dim, FORM.value_wide, FORM)
     lse = tl.load(kept[0] + at + rows, mask=rows < sizes[2], other=float("inf"))
     return at, first, rows, x, g, c, lse, sight, tiles, kv
 
@@ -149,8 +149,8 @@ def local_linear_operands_kernel(
             tl.store(dridge + at + row, -tl.sum(t * u, 1), mask=inside)
         if FORM.ridge > 1:
             shared.put_rows(dridge + at * FORM.dim, -(t * u), first, queries, FORM)
-        used, own = _put_operand(operands, SOLUTION, -u, mean, at, first, queries, FORM)
-        drop += own
+        used, part = _put_operand(operands, SOLUTION, -u, mean, at, first, queries, FORM)
+        drop += part
         tl.store(line + FALL, drop, mask=inside)
         if FORM.operands > 2:
             drop += _put_operand(operands, LAST, -u - used, mean, at, first, queries, FORM)[1]
@@ -209,9 +209,9 @@ def local_linear_query_kernel(
 
 
 @triton.jit
-def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: tl.constexpr):
+def _key_step(state, block, member, first, read, sizes, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Add one tile of queries of one head to state (dk, dv)."""
-    k, v, low, high, begin = own
+    k, v, low, high, begin = block
     x_at, grad_at, operands, table, mask, factor = read
     queries, keys = sizes
     member = tl.cast(member, tl.int64)
@@ -279,13 +279,13 @@ def local_linear_key_kernel(
         (x_at[0], matrices[0][2], x_at[1]), (grad_at[0], matrices[3][2], grad_at[1]),
         operands + base * (FORM.operands * FORM.dim), table + base * NUMBERS, (mask, mask_head), factor,
     )  # fmt: skip
-    own = k, v, low, high, begin
+    block = k, v, low, high, begin
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for side in tl.static_range(2):
         each = shared.tile_count(tiles, side == 0)
         for n in range(group * each):  # one loop over heads and tiles takes fewer registers than two
             first = shared.tile_at(n % each, tiles, side == 0, FORM)
-            state = _key_step(state, own, n // each, first, read, (queries, keys), side == 0, FORM)
+            state = _key_step(state, block, n // each, first, read, (queries, keys), side == 0, FORM)
     at = nth * keys
     dk, dv = tl.where(there[:, None], state[0], 0.0), tl.where(there[:, None], state[1], 0.0)
     store_block(outs[0] + at * FORM.dim, dk, begin, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)

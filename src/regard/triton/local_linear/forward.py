@@ -43,7 +43,7 @@ def _moments(
     """Store lse and the means of a block of rows and, if t is solved for, the right sides q - mean. Sums are relative
     to the largest score so far, `top`, in base 2; weights of values are rounded once."""
     sizes, steps = (heads, group, queries), (span_batch, mask_batch, mask_head)
-    at, batch, own, first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
+    at, batch, head, first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
     top = tl.full((FORM.own,), 0.0, tl.float32) + float("-inf")
     mass, vmass = tl.full((FORM.own,), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     total = tl.full((FORM.own, FORM.wide), 0.0, tl.float32)
@@ -72,7 +72,7 @@ def _moments(
     store_block(vmean_ptr, vmean, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     if FORM.solved:
         # loaded again: the sums need the registers
-        q = rows_of(matrices[0], batch, own, first, queries, FORM.dim, FORM.wide, FORM)
+        q = rows_of(matrices[0], batch, head, first, queries, FORM.dim, FORM.wide, FORM)
         right = tl.where(some[:, None], q.to(tl.float32) - mean, 0.0)
         put_rows(right_ptr + at * FORM.dim, right, first, queries, FORM)
 
@@ -107,13 +107,13 @@ def _output(
 ):  # fmt: skip
     """Store the output of a block of rows. `slope` holds t, or -t if it was given; two are scratch."""
     sizes, steps = (heads, group, queries), (span_batch, mask_batch, mask_head)
-    at, batch, own, first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
+    at, batch, head, first, rows, sight, tiles, q, c, kv = opened(matrices, factor, span, sizes, steps, FORM)
     lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
     plane = tl.num_programs(1).to(tl.int64) * queries
     terms, rest_ptr = terms_ptr + at * FORM.dim, terms_ptr + (plane + at) * FORM.dim
     numbers += at
     mean_ptr, vmean_ptr = kept[1] + at * FORM.dim, kept[2] + at * FORM.value_dim
-    _slopes(of_head(slope, batch, own), mean_ptr, terms, rest_ptr, numbers, numbers + plane, first, queries, FORM)
+    _slopes(of_head(slope, batch, head), mean_ptr, terms, rest_ptr, numbers, numbers + plane, first, queries, FORM)
     tl.debug_barrier()
     hi = own_rows(terms, first, queries, FORM)
     lo = own_rows(rest_ptr, first, queries, FORM) if FORM.fine else hi
@@ -154,10 +154,10 @@ def moments(call: Call, solved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return float32 lse [B, H, Tq] in base 2, inf if no key is visible; means of keys [B, H, Tq, D], of values [B, H,
     Tq, Dv]; x - mean, empty unless `solved`. Cost: as `output`."""
     mean, vmean = call.new(call.form.dim), call.new(call.form.value_dim)
-    found = call.new(), mean, vmean, torch.empty_like(mean) if solved else mean.new_empty(0)
+    stored = call.new(), mean, vmean, torch.empty_like(mean) if solved else mean.new_empty(0)
     read = call.matrices, call.factor, call.span.pointers
-    call.by_rows(_moments, MOMENTS, *read, found, *call.sizes, *call.span.steps, flags=(solved,), solved=solved)
-    return found
+    call.by_rows(_moments, MOMENTS, *read, stored, *call.sizes, *call.span.steps, flags=(solved,), solved=solved)
+    return stored
 
 
 def output(t: Tensor, call: Call, found: tuple[Tensor, ...], solved: bool, counted: bool) -> tuple[Tensor, Tensor]:

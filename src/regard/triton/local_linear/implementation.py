@@ -108,9 +108,9 @@ def _forward(
     from .solve import solve
 
     numbers = Numbers(*rest[5:])
-    own = numbers.factor if factor is None else factor
-    call = Call(x, y, v, own, Span(*rest[:5]), fine=y.dtype == torch.bfloat16)
-    lse, mean, vmean, right = found = moments(call, not numbers.given)
+    scale = numbers.factor if factor is None else factor
+    call = Call(x, y, v, scale, Span(*rest[:5]), fine=y.dtype == torch.bfloat16)
+    lse, mean, vmean, right = computed = moments(call, not numbers.given)
     if numbers.given:
         assert probe is not None
         t = probe
@@ -118,7 +118,7 @@ def _forward(
     else:
         penalty = numbers.ridge if ridge is None else ridge
         t, statistics, status = solve(right, call, penalty, lse, mean, numbers)
-    out, counts = output(t, call, found, not numbers.given, numbers.counted)
+    out, counts = output(t, call, computed, not numbers.given, numbers.counted)
     return out, lse.new_empty(0) if numbers.given else t, lse, mean, vmean, statistics, status, counts
 
 
@@ -127,8 +127,8 @@ _NUMBERS = "float scale, float number, float tol, SymInt limit, bool direct, boo
 
 
 def _fake(x, y, v, *rest):
-    own, (*rows, dim), values = Numbers(*rest[8:]), x.shape, v.shape[-1]
-    slopes, counts = (0,) if own.given else (*rows, dim), (*rows, 4) if own.counted else (0,)
+    numbers, (*rows, dim), values = Numbers(*rest[8:]), x.shape, v.shape[-1]
+    slopes, counts = (0,) if numbers.given else (*rows, dim), (*rows, 4) if numbers.counted else (0,)
     shapes = slopes, rows, (*rows, dim), (*rows, values), (*rows, 2), counts
     *kept, counted = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return v.new_empty(*rows, values), *kept, x.new_empty(rows, dtype=torch.int32), counted

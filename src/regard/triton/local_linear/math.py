@@ -88,15 +88,15 @@ def opened(matrices, factor, span, sizes, steps, FORM: tl.constexpr):
     heads, group, queries = sizes
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # in causal order the last rows see most, and begin first
     head = tl.program_id(1).to(tl.int64)
-    batch, own = head // heads, head % heads
+    batch, h = head // heads, head % heads
     first = block * FORM.own
     rows = first + tl.arange(0, FORM.own)
     low, high = load_span(span[0] + batch * steps[0], span[1] + batch * steps[0], rows, rows < queries)
-    sight = low, high, span[2] + batch * steps[1] + own * steps[2]
-    q = rows_of(matrices[0], batch, own, first, queries, FORM.dim, FORM.wide, FORM)
+    sight = low, high, span[2] + batch * steps[1] + h * steps[2]
+    q = rows_of(matrices[0], batch, h, first, queries, FORM.dim, FORM.wide, FORM)
     c = row_scale(factor[0] + head * queries, factor[1], rows, rows < queries, FORM.factors) * LOG2E
-    kv = of_head(matrices[1], batch, own // group), of_head(matrices[2], batch, own // group)
-    return head * queries, batch, own, first, rows, sight, plan(low, high, FORM.tile, FORM.masked), q, c, kv
+    kv = of_head(matrices[1], batch, h // group), of_head(matrices[2], batch, h // group)
+    return head * queries, batch, h, first, rows, sight, plan(low, high, FORM.tile, FORM.masked), q, c, kv
 
 
 @triton.jit
@@ -120,13 +120,13 @@ def product(a, b):
 @triton.jit
 def times(w, k, total, used, SPLIT: tl.constexpr):
     """Return (total + w k, used + row sums of w as it was multiplied): w in two terms if SPLIT, else rounded once."""
-    hi, own = rounded(w, k)
+    hi, sums = rounded(w, k)
     total = tl.dot(hi, k, total, input_precision="ieee")
     if SPLIT:
-        lo, rest = rounded(w - own, k)
+        lo, rest = rounded(w - sums, k)
         total = tl.dot(lo, k, total, input_precision="ieee")
-        own += rest
-    return total, used + tl.sum(own, 1)
+        sums += rest
+    return total, used + tl.sum(sums, 1)
 
 
 @triton.jit

@@ -301,15 +301,15 @@ def _one(row, low, high, right_ptr, q_at, k_at, lse_ptr, factor, ridge, mask_ptr
     root, wide = tl.sqrt(p), k.to(tl.float64)
     mean = tl.sum(p[:, None] * wide, 0)  # by these very weights
     a = root[:, None] * (wide - mean[None, :])
-    own = tl.full((FORM.wide,), 0.0, tl.float32) + ridge[1]
+    ridges = tl.full((FORM.wide,), 0.0, tl.float32) + ridge[1]
     if FORM.ridge == 1:
-        own += tl.load(ridge[0] + row)
+        ridges += tl.load(ridge[0] + row)
     elif FORM.ridge > 1:
-        own = tl.load(ridge[0] + row * FORM.dim + feature, mask=real, other=1.0)
-    raised = tl.min(tl.where(real, own, 1.0), 0) < LEAST
-    own = tl.maximum(own, LEAST).to(tl.float64)
+        ridges = tl.load(ridge[0] + row * FORM.dim + feature, mask=real, other=1.0)
+    raised = tl.min(tl.where(real, ridges, 1.0), 0) < LEAST
+    ridges = tl.maximum(ridges, LEAST).to(tl.float64)
     right = tl.load(right_ptr + row * FORM.dim + feature, mask=real, other=0.0).to(tl.float64)
-    inner, scaled = tl.arange(0, KEYS), a / own[None, :]
+    inner, scaled = tl.arange(0, KEYS), a / ridges[None, :]
     matrix = (inner[:, None] == inner[None, :]).to(tl.float64)
     for j in range(KEYS):
         here = inner == j
@@ -326,10 +326,10 @@ def _one(row, low, high, right_ptr, q_at, k_at, lse_ptr, factor, ridge, mask_ptr
         others = tl.where(here[None, :], 0.0, matrix) - down[:, None] * across[None, :]
         matrix = tl.where(here[:, None], across[None, :], others)
     z = tl.sum(matrix * tl.sum(scaled * right[None, :], 1)[None, :], 1)
-    value = ((right - tl.sum(a * z[:, None], 0)) / own).to(tl.float32)
+    value = ((right - tl.sum(a * z[:, None], 0)) / ridges).to(tl.float32)
     tl.store(value_ptr + row * FORM.dim + feature, value, mask=real)
     slope = tl.sum(a * value.to(tl.float64)[None, :], 1)
-    rest = right - tl.sum(a * slope[:, None], 0) - own * value.to(tl.float64)
+    rest = right - tl.sum(a * slope[:, None], 0) - ridges * value.to(tl.float64)
     size = tl.sum(right * right, 0)
     residual = tl.sqrt(tl.sum(rest * rest, 0) / tl.where(size > 0, size, 1.0)).to(tl.float32)
     store_numbers(statistics_ptr, row, (0.0, residual), None)
@@ -344,7 +344,7 @@ def _few(
     """Solve the rows of a program that see from 1 to KEYS keys."""
     KEYS: tl.constexpr = FORM.tile
     head = tl.program_id(1).to(tl.int64)
-    batch, own = head // heads, head % heads
+    batch, h = head // heads, head % heads
     low_ptr, high_ptr = span[0] + batch * span_batch, span[1] + batch * span_batch
     rows = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, FORM.own)
     lows, highs = load_span(low_ptr, high_ptr, rows, rows < queries)
@@ -358,9 +358,9 @@ def _few(
             low, high = tl.load(low_ptr + row), tl.load(high_ptr + row)
             if (high > low) & (high - low <= KEYS):
                 _one(
-                    row, low, high, right_ptr + at * FORM.dim, of_head(matrices[0], batch, own),
-                    of_head(matrices[1], batch, own // group), lse_ptr + at, (factor[0] + at, factor[1]),
-                    (ridge[0] + at * FORM.ridge, ridge[1]), span[2] + batch * mask_batch + own * mask_head, outs, FORM,
+                    row, low, high, right_ptr + at * FORM.dim, of_head(matrices[0], batch, h),
+                    of_head(matrices[1], batch, h // group), lse_ptr + at, (factor[0] + at, factor[1]),
+                    (ridge[0] + at * FORM.ridge, ridge[1]), span[2] + batch * mask_batch + h * mask_head, outs, FORM,
                 )  # fmt: skip
 
 
@@ -370,7 +370,7 @@ def solve(
     """Solve (C_i + ridge_i) t_i = right_i for every query. Return t [B, H, Tq, D], float32; (steps, relative residual)
     [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. Given are the right sides and the means of keys [B, H, Tq, D], the
     ridge [B, H, Tq, 1 or D] if it is a tensor, and `lse` [B, H, Tq]. Cost: 8 D a pair and step, 6 D in float32."""
-    found = torch.empty_like(right), call.new(2), lse.new_empty(lse.shape, dtype=torch.int32)
+    out = torch.empty_like(right), call.new(2), lse.new_empty(lse.shape, dtype=torch.int32)
     alone = DIRECT.pick(right.shape[-1], call.dtype)
     few = alone.keys if rule.direct else 0
 
@@ -381,7 +381,7 @@ def solve(
         part = min(tiles.rows, max(16, 4096 // (call.form.wide * ways.element_size())))
         launch(
             _solve, call.grid(tiles.rows), right, call.matrices, (lse, mean), call.factor,
-            number_or_rows(ridge, lse), call.span.pointers, found[0], (scratch, ways), *found[1:], rule.tol, rule.limit,
+            number_or_rows(ridge, lse), call.span.pointers, out[0], (scratch, ways), *out[1:], rule.tol, rule.limit,
             *call.sizes, *call.span.steps, tiles=tiles,
             FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify, part=part),
         )  # fmt: skip
@@ -390,7 +390,7 @@ def solve(
     if few:
         launch(
             _few, call.grid(alone.rows), right, call.matrices[:2], lse, call.factor, number_or_rows(ridge, lse),
-            call.span.pointers, found, *call.sizes[:3], *call.span.steps,
+            call.span.pointers, out, *call.sizes[:3], *call.span.steps,
             tiles=alone, FORM=call.fitted(alone, ridge=ridge_width(ridge)),
         )  # fmt: skip
-    return found
+    return out

@@ -31,8 +31,8 @@ def _run(*given: Some) -> tuple[Tensor, ...]:
     """Clean three tensors by three flags or, if the first of these is None, by their numbers, and return flags too."""
     from .kernels import clean_kernel
 
-    (found, flags), backward = _like(given), given[3] is not None
-    wanted = zip(given[:3], found, given[3:] if backward else flags, strict=True)
+    (cleaned, flags), backward = _like(given), given[3] is not None
+    wanted = zip(given[:3], cleaned, given[3:] if backward else flags, strict=True)
     jobs = [_job(x, y, bad) for x, y, bad in wanted if x is not None and bad is not None]
     tiles = TABLE.pick(max(job[-1] for job in jobs), jobs[0][0][0].dtype)
     grid = max(-(-length // tiles.rows) for *_, length, _ in jobs), max(most for _, most, *_ in jobs), len(jobs)
@@ -42,7 +42,7 @@ def _run(*given: Some) -> tuple[Tensor, ...]:
         clean_kernel, grid, matrices, *programs, *heads, *lengths, tiles=tiles,
         DIMS=dims, WIDTH=1 << (max(dims) - 1).bit_length(), ROWS=tiles.rows, COUNT=grid[2], BACKWARD=backward,
     )  # fmt: skip
-    return *found, *flags
+    return *cleaned, *flags
 
 
 def _like(given: Sequence[Some]) -> tuple[list[Tensor], list[Tensor]]:
@@ -68,8 +68,8 @@ _clean = operator(
 def clean(*tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return for each of up to three tensors [..., D] of one dtype: the tensor with zeros for vectors with numbers not
     finite or beyond 2^56, and which these are, boolean [...]."""
-    found = _clean(*tensors, *(None,) * (6 - len(tensors)))
-    return [(found[i], found[3 + i]) for i in range(len(tensors))]
+    cleaned = _clean(*tensors, *(None,) * (6 - len(tensors)))
+    return [(cleaned[i], cleaned[3 + i]) for i in range(len(tensors))]
 
 
 def _save(ctx: Any, inputs: tuple[Some, ...], output: tuple[Tensor, ...]) -> None:
@@ -85,8 +85,8 @@ def _differentiate(ctx: Any, *grads: Some) -> tuple[Some, ...]:
     if not given:
         return (None,) * 6
     more = (None,) * (3 - len(given))
-    found = _clean(*(grads[i] for i in given), *more, *(ctx.saved_tensors[i] for i in given), *more)
-    pulled = dict(zip(given, found, strict=False))
+    cleaned = _clean(*(grads[i] for i in given), *more, *(ctx.saved_tensors[i] for i in given), *more)
+    pulled = dict(zip(given, cleaned, strict=False))
     return *(pulled.get(i) for i in range(3)), None, None, None
 
 

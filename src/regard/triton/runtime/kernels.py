@@ -77,12 +77,12 @@ def seen_before_kernel(
     """Store how many keys that may be seen are bad up to each key of one head, and if MASKED how many there are."""
     program = tl.program_id(0)
     batch, head = tl.cast(program // many, tl.int64), program % many
-    own, to = (batch * (many // group) + head // group) * keys, tl.cast(program, tl.int64) * keys
+    first, to = (batch * (many // group) + head // group) * keys, tl.cast(program, tl.int64) * keys
     bad_before, before_here = 0, 0
     for start in range(0, keys, BLOCK):
         at = start + tl.arange(0, BLOCK)
         there = at < keys
-        bad = tl.load(key_bad + own + at, mask=there, other=0) | tl.load(value_bad + own + at, mask=there, other=0)
+        bad = tl.load(key_bad + first + at, mask=there, other=0) | tl.load(value_bad + first + at, mask=there, other=0)
         bad = (bad != 0).to(tl.int32)
         if MASKED:
             shown = tl.load(mask + batch * mask_batch + head * mask_head + at, mask=there, other=0).to(tl.int32)

@@ -47,9 +47,9 @@ def launch(kernel: Any, grid: Grid, *args: Any, tiles: Tiles, **constants: Any) 
 def _device_of(args: tuple[Any, ...]) -> torch.device | None:
     """Return the device of the first tensor, which may be within a tuple."""
     for x in args:
-        found = x.device if isinstance(x, Tensor) else _device_of(x) if isinstance(x, tuple) else None
-        if found is not None:
-            return found
+        device = x.device if isinstance(x, Tensor) else _device_of(x) if isinstance(x, tuple) else None
+        if device is not None:
+            return device
     return None
 
 
@@ -67,9 +67,9 @@ def _start(kernel: Any, grid: Grid, args: tuple[Any, ...], tiles: Tiles, constan
             run(*grid, *more, stream, function, metadata, None, None, None, *bound.values())
             return
     mend()
-    found = kernel[grid](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
-    if key is not None and hasattr(found, "packed_metadata"):  # else it is not compiled yet
-        _MADE[key] = found.run, found.function, found.packed_metadata, (kernel, found)
+    compiled = kernel[grid](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
+    if key is not None and hasattr(compiled, "packed_metadata"):  # else it is not compiled yet
+        _MADE[key] = compiled.run, compiled.function, compiled.packed_metadata, (kernel, compiled)
 
 
 def _driver() -> Any:

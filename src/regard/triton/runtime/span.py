@@ -54,8 +54,8 @@ class Span(NamedTuple):
             order = visible.causal, visible.strict, by_keys
             low, high, first, last = _spans(like, visible.runs, *given, *sizes, *order)
             visible.kept = cls(low, high, first, last, mask)
-        found: Span = visible.kept
-        return found
+        kept: Span = visible.kept
+        return kept
 
 
 def seen_rows(visible: Visibility, query_bad: Tensor, key_bad: Tensor, value_bad: Tensor) -> Tensor:
@@ -89,16 +89,16 @@ def _make_spans(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     from .kernels import spans_kernel
 
-    found = _empty_spans(like, runs, offset, shift, queries, keys, by_keys)
-    unread = found[0]
-    own = (unread, unread) if runs is None else tuple(x.contiguous() for x in runs)
+    spans = _empty_spans(like, runs, offset, shift, queries, keys, by_keys)
+    unread = spans[0]
+    ranges = (unread, unread) if runs is None else tuple(x.contiguous() for x in runs)
     launch(
-        spans_kernel, (-(-max(queries, keys if by_keys else 0) // _BLOCK), found[0].shape[0]), found, own,
+        spans_kernel, (-(-max(queries, keys if by_keys else 0) // _BLOCK), spans[0].shape[0]), spans, ranges,
         unread if offset is None else offset.contiguous(), shift, queries, keys, window, tiles=_TILES,
         BLOCK=_BLOCK, CAUSAL=causal, STRICT=strict, WINDOW=window > 0, OFFSETS=offset is not None, BY_KEYS=by_keys,
         RUNS=0 if runs is None else 1 if runs.shape[1] == 1 else 2,
     )  # fmt: skip
-    return found
+    return spans
 
 
 _spans = operator(
@@ -115,7 +115,7 @@ def _find_seen(
 
     (batch, heads, queries), (key_heads, keys) = query_bad.shape, key_bad.shape[1:]
     apart = mask is not None and mask.shape[1] > 1
-    many, found = heads if apart else key_heads, torch.empty_like(query_bad, memory_format=torch.contiguous_format)
+    many, rows = heads if apart else key_heads, torch.empty_like(query_bad, memory_format=torch.contiguous_format)
     before = torch.empty(2 if mask is not None else 1, batch, many, keys, dtype=torch.int32, device=low.device)
     shown, masked = low if mask is None else mask, mask is not None
     group = max(1, many // max(1, key_heads))
@@ -124,11 +124,11 @@ def _find_seen(
         keys, before.stride(0), *mask_steps(mask), tiles=_TILES, BLOCK=_SCANNED, MASKED=masked,
     )  # fmt: skip
     launch(
-        seen_rows_kernel, (-(-queries // _BLOCK), batch * heads), query_bad.contiguous(), before, low, high, found,
+        seen_rows_kernel, (-(-queries // _BLOCK), batch * heads), query_bad.contiguous(), before, low, high, rows,
         heads, max(1, heads // max(1, many)), queries, keys, before.stride(0), batch_stride(low), tiles=_TILES,
         BLOCK=_BLOCK, MASKED=masked,
     )  # fmt: skip
-    return found
+    return rows
 
 
 _seen = operator(

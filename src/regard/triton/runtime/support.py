@@ -19,11 +19,11 @@ def _missing() -> str | None:
     if not find_spec("triton"):
         return "needs triton, which is not installed: pip install 'regard[gpu]'"
     try:
-        found = version("triton")
+        installed = version("triton")
     except PackageNotFoundError:  # installed under another name
         return None
-    if tuple(map(int, found.split(".")[:2])) < OLDEST:
-        return f"needs triton >= {OLDEST[0]}.{OLDEST[1]}, installed is {found}: pip install 'regard[gpu]'"
+    if tuple(map(int, installed.split(".")[:2])) < OLDEST:
+        return f"needs triton >= {OLDEST[0]}.{OLDEST[1]}, installed is {installed}: pip install 'regard[gpu]'"
     return None
 
 

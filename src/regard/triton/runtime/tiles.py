@@ -54,8 +54,8 @@ class TileTable:
     def by_width(cls, name: str, narrow: Sequence[Row], wide: Sequence[Row], others: Sequence[Row] = ()) -> TileTable:
         """Make a table from tiles for widths up to 64, 128, 256 ..., in bfloat16 (`narrow`) and float32 (`wide`)."""
         columns = {2: narrow, 4: wide}
-        shipped = {(64 << i, size): Tiles(*own) for size, rows in columns.items() for i, own in enumerate(rows)}
-        return cls(name, shipped, [Tiles(*own) for own in others])
+        shipped = {(64 << i, size): Tiles(*row) for size, rows in columns.items() for i, row in enumerate(rows)}
+        return cls(name, shipped, [Tiles(*row) for row in others])
 
     def pick(
         self, width: int, dtype: torch.dtype, run: Callable[[Tiles], Any] | None = None, flags: tuple[Any, ...] = ()
