@@ -21,7 +21,7 @@ from .runtime.span import seen_rows
 @register_impl("triton", priority=35)
 class Triton:
     """Run fused kernels on a GPU: sparse and local linear attention in Theta(n d) memory, forward and backward. With
-    one query, programs share out the keys."""
+    one query, the keys are split between programs."""
 
     name: ClassVar[str] = "triton"
 
@@ -38,7 +38,7 @@ class Triton:
         return bool(problem.spec.similarity.name == "dot")
 
     def raw(self, problem: Problem) -> bool:
-        """Return whether one query decodes: a cleaned copy of the cache would be twice the bytes that are read."""
+        """Return whether the call decodes one query: a cleaned copy of the cache doubles the bytes that are read."""
         return self.native(problem) and _decodes(problem)
 
     clean = staticmethod(clean)  # `precision.clean_each` as one launch
@@ -61,7 +61,7 @@ def _kernels(degree: int, decoding: bool = False) -> Any:
 
 
 def _decodes(problem: Problem) -> bool:
-    """Return whether one query is asked for nothing but its output, so that programs must share out the keys."""
+    """Return whether the call has one query and needs only its output, so that the keys are split between programs."""
     one = problem.queries == 1 and problem.heads <= compact_decode.ROWS * problem.kv_heads
     more = problem.gradient or problem.diagnostics
     return one and not more and (problem.spec.degree == 0 or local_linear_decode.fits(problem))

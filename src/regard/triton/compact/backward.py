@@ -42,7 +42,7 @@ DQ = TileTable.by_width(
 DKV = TileTable.by_width(
     "compact_dkv", [(64, 64, 4, 3), (64, 64, 8, 2), (32, 32, 8, 1)], _WIDE, [(32, 64, 4, 3), (32, 64, 8, 2)]
 )
-NARROW = 32  # most rows of a streamed block on devices whose products take operands from registers
+NARROW = 32  # maximum rows of a streamed block on devices whose products take operands from registers
 NEAR = tl.constexpr(2.0**-19)  # relative tolerance of scores that tie for the best
 GRAD, Q, K, V, SLOPE_MEAN = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
 THETA, RHO, SCALE, EXTRA, BEST, REACH = (tl.constexpr(i) for i in range(6))
@@ -50,8 +50,8 @@ THETA, RHO, SCALE, EXTRA, BEST, REACH = (tl.constexpr(i) for i in range(6))
 alike, or fallback weights; BEST: `_bits` of the first best key."""
 ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 LENGTHS = ["heads", "group", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded"]
-"""Parameters that the kernels are not specialised for. The numbers of queries and keys are not among them: to know that
-they are multiples of 16 saves registers, which are short at 128 features."""
+"""Parameters that the kernels are not specialised for. The numbers of queries and keys are not among them: knowing that
+they are multiples of 16 saves registers, which are scarce at 128 features."""
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _line(at, start, total, other, SIZE: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _of_head(matrix, batch, head):
-    """Return where one head lies, from (base, strides of batch and head)."""
+    """Return the pointer to one head, from (base, strides of batch and head)."""
     return matrix[0] + batch * matrix[1] + head * matrix[2]
 
 
@@ -96,7 +96,7 @@ def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _bits(key):
-    """Return numbers from 1 on, equal for equal keys alone. Floats are compared faster than integers."""
+    """Return numbers of at least 1 that are equal only for equal keys. Floats are compared faster than integers."""
     return (key + ONE).to(tl.float32, bitcast=True)
 
 
@@ -136,7 +136,7 @@ def _tops(floats, index, line, inside):
 
 @triton.jit
 def _others(key, z, first, last, count, top, near):
-    """Return which keys tie for the best score besides the first: the last and, of more than two, those between."""
+    """Return which keys besides the first tie for the best score: the last and, of more than two, those in between."""
     between = (count > 2) & (key < last) & (tl.abs(z - top) <= near)
     return (key > first) & ((key == last) | between)
 
@@ -184,7 +184,7 @@ def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
 
 @triton.jit
 def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constexpr):
-    """Store what the kernel by keys needs of rows of a head."""
+    """Store the statistics of a head's rows that the kernel by keys reads."""
     rho, theta, g, reach, moved, first, count, by = left
     scale = g * by if FORM.factors else g
     tl.store(table + THETA * queries + row, theta, mask=inside)
@@ -209,7 +209,7 @@ def compact_dq_kernel(
 ):  # fmt: skip
     """Compute dq and the gradients of the rows' numbers for one block of queries, and tables for the kernel by keys."""
     blocks = tl.cdiv(queries, FORM.own)
-    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last see most
+    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last rows see the most keys
     nth = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = nth // heads, nth % heads
     start = block * FORM.own
@@ -354,7 +354,7 @@ def compact_dkv_kernel(
     range_step, mask_batch, mask_head, list_rows, list_length, TIED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one block of keys, over all query heads that use them: TIED if a row that gives it weight
-    has several best keys. What such rows need would cost the others registers and a seventh of their operations."""
+    has several best keys. The code for ties would cost other programs registers and a seventh of their operations."""
     blocks = tl.cdiv(keys, FORM.own)
     start = tl.program_id(0) % blocks * FORM.own
     nth = (tl.program_id(0) // blocks).to(tl.int64)
@@ -403,7 +403,7 @@ def compact_dkv_kernel(
 
 
 class _Call(Call):
-    """What both kernels of a call are given."""
+    """The arguments that both kernels of a call share."""
 
     def __init__(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, span: Span,
@@ -449,7 +449,7 @@ class _Call(Call):
             )  # fmt: skip
 
     def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Lists, Form]:
-        """Return what streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
+        """Return the blocks that stream past blocks of `own` owners along `axis` of `live`, and the kernel's form."""
         if self.soft:
             return Lists(None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1, group=group)
         own_tile, mask_tile = self.mask_tile if axis == 2 else self.mask_tile[::-1]

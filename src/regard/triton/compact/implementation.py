@@ -57,7 +57,7 @@ def cost(problem: Problem) -> Cost:
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     """Return the output [B, H, Tq, Dv] in the dtype of the values, and diagnostics if asked for."""
     rule = rules.rule_of(inputs.spec, inputs.params)
-    assert isinstance(rule, rules.Rule), rule  # `supports` has refused all else
+    assert isinstance(rule, rules.Rule), rule  # `supports` has refused everything else
     q, k, v = (rows_together(x, FARTHEST) for x in (inputs.q, inputs.k, inputs.v))
     span = Span.of(inputs.visible, q)
     factor, scale = tensor_or_number(inputs.factor)
@@ -78,10 +78,10 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Return all that a call computes: out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq, FLAGS];
-    index int32 [B, H, Tq, n]; slope_mean float32 [B, H, Tq, Dv]; live uint8 [B, H, query blocks, key blocks].
-    `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
-    for a backward pass, and only with `counted` are support and effective sample size computed."""
+    """Return all outputs of a call: out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq, FLAGS]; index
+    int32 [B, H, Tq, n]; slope_mean float32 [B, H, Tq, Dv]; live uint8 [B, H, query blocks, key blocks]. `factor` and
+    `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Tensors for a backward pass are kept only with
+    `keep`; support and effective sample size are computed only with `counted`."""
     from .one_pass import compact_stand_in_kernel, compact_stream_kernel
     from .search import compact_search_kernel, compact_weigh_kernel
 
@@ -97,13 +97,13 @@ def _forward(
     read = call.matrices, call.factor, threshold, (*span.pointers, *span.steps), tuple(stored), live
 
     def start(kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
-        """Run with tiles that fit the marks of blocks; what a kernel does not read is `changed` to one value."""
+        """Run with tiles that fit the marks of blocks; fields that a kernel ignores are `changed` to one value."""
         form = call.form._replace(**changed)
 
         def run(tiles: Tiles) -> None:
             tiles = replace(tiles, rows=max(tiles.rows, rows), keys=keys)
             if kernel is compact_weigh_kernel and q.dtype == torch.bfloat16 and before_hopper(q.device):
-                tiles = replace(tiles, rows=rows, warps=8)  # more rows a warp would spill
+                tiles = replace(tiles, rows=rows, warps=8)  # more rows per warp would spill
             programs = call.shape[0] * call.sizes[0] * -(-call.sizes[2] // tiles.rows)
             listed = programs * -(-call.sizes[3] // tiles.keys) if searched else 1
             launch(

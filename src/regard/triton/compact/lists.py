@@ -1,4 +1,4 @@
-"""Which blocks stream past a block of queries, or of keys, in the backward pass of compact attention.
+"""Lists of the blocks that stream past a block of queries, or of keys, in the backward pass of compact attention.
 
 For softmax these are all visible blocks, by a range; for compact weightings the marked ones, by lists. Blocks that all
 owners see whole come first, without a mask. Entry n of a list is block n // GROUP of head n % GROUP of its key head.
@@ -86,8 +86,9 @@ def compact_lists_kernel(
 
 @triton.jit
 def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
-    """Return what streams past owners [start, start + FORM.own): (list, blocks without mask, blocks with one, flagged
-    ones, and what `block_of` needs). A list has mask tiles of FORM.split blocks for FORM.listed owners; 0: a range."""
+    """Return the blocks that stream past owners [start, start + FORM.own): (list, blocks without mask, with one,
+    flagged, and what `block_of` needs). A list has mask tiles of FORM.split blocks for FORM.listed owners; 0: a
+    range."""
     listed, counts, rows, length = lists
     if FORM.listed == 0:
         first, whole, ended, finish = ranges(low, high, start, FORM.own, owners, FORM.tile)
@@ -129,8 +130,8 @@ def lists_of(
 ) -> Lists:  # fmt: skip
     """Make the lists for groups of `listed` of the `owners`, a multiple of the mask tile. `axis`, 2 or 3, is that of
     the owners in the marks `live`, and `group` heads share an owner; `low` and `high` [B or 1, owners] say what each
-    sees, `masked` whether every block needs a mask; `sizes` are those of a mask tile, in owners and in what streams
-    past. `flags` uint8 [B x H, streamed tiles x n] of marked blocks are counted."""
+    sees, `masked` whether every block needs a mask; `sizes` are those of a mask tile, in owners and in streamed rows.
+    `flags` uint8 [B x H, streamed tiles x n] of marked blocks are counted."""
     batch, heads, mask_tiles, blocks = live.shape if axis == 2 else live.transpose(2, 3).shape
     heads, merged = heads // group, listed // sizes[0]
     rows, length = -(-mask_tiles // merged), blocks * group

@@ -16,8 +16,8 @@ SOFTMAX = tl.constexpr(0)
 ADAPTIVE = tl.constexpr(1)
 ANCHORED = tl.constexpr(2)
 FIXED = tl.constexpr(3)
-UNIFORM = tl.constexpr(0)  # fallback weights of a row without a near enough key: all its keys alike (1: none)
-NEAREST = tl.constexpr(2)  # or the best key alone
+UNIFORM = tl.constexpr(0)  # fallback weights of a row without a near enough key: equal for all keys (1: none)
+NEAREST = tl.constexpr(2)  # or only the best key
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALLEST = tl.constexpr(2.0**-100)  # least reach whose inverse is finite
 
@@ -68,5 +68,5 @@ def value_of(e, reach, g, FORM: tl.constexpr):
 
 @triton.jit
 def excess(dot, factor, theta):
-    """Return how far scores [R, K] lie above their row's threshold, at least 0; factor and theta are [R] or numbers."""
+    """Return by how much scores [R, K] exceed their row's threshold, >= 0; factor and theta are [R] or numbers."""
     return tl.maximum(dot * factor - theta, 0.0)

@@ -16,13 +16,13 @@ from .math import LOG2E, SMALLEST, SOFTMAX, UNIFORM, value_of
 
 @triton.jit
 def reach_of(best, factor, bias):
-    """Return how far the best score lies above the threshold -bias, at least so far that its inverse is finite."""
+    """Return by how much the best score exceeds the threshold -bias, at least so much that its inverse is finite."""
     return tl.maximum(best * factor + bias, SMALLEST)
 
 
 @triton.jit
 def weights_of(dot, before, best, factor, bias, FORM: tl.constexpr):
-    """Return (weights [R, K] over that of the best score, what rescales sums made relative to the best `before`)."""
+    """Return (weights [R, K] over that of the best score, the factor of sums relative to the best `before`)."""
     if FORM.rule == SOFTMAX:
         level = tl.where(best == -float("inf"), 0.0, best * factor)
         w = tl.exp2(dot * factor[:, None] - level[:, None])

@@ -1,4 +1,4 @@
-"""What forward kernels of compact attention share: rows of a program, key blocks they see, scores, row statistics.
+"""Shared code of the forward kernels of compact attention: rows, the key blocks they see, scores, row statistics.
 
 Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block; q: the program's queries [R, D]; k, v: (where
 keys or values of the head lie, the step from one to the next, how many there are).
@@ -14,7 +14,7 @@ from ..runtime.blocks import load, load_rows, places_of, seen
 
 @triton.jit
 def place_of(queries, heads, FORM: tl.constexpr):
-    """Return (head among all, block of rows, batch, head) of a program; last rows, which see most, first."""
+    """Return (head among all, block of rows, batch, head) of a program; the last rows, which see the most, first."""
     row_blocks = tl.cdiv(queries, FORM.own)
     head = tl.program_id(0) // row_blocks
     row_block = row_blocks - 1 - tl.program_id(0) % row_blocks
@@ -23,7 +23,7 @@ def place_of(queries, heads, FORM: tl.constexpr):
 
 @triton.jit
 def own_rows(place, queries, FORM: tl.constexpr):
-    """Return (rows, which exist, their numbers among all heads); rows past the last repeat it, not stored."""
+    """Return (rows, which exist, their numbers among all heads); rows past the last repeat it and are not stored."""
     row = place[1] * FORM.own + tl.arange(0, FORM.own)
     rows = tl.minimum(row, queries - 1)
     return rows, row < queries, place[0].to(tl.int64) * queries + rows
@@ -83,8 +83,8 @@ def count_of(run, EDGE: tl.constexpr):
 
 @triton.jit
 def block_of(run, t, EDGE: tl.constexpr):
-    """Return the t-th of these from the last. Blocks near the diagonal have high scores; seen first, they let fewer
-    others look near enough. With EDGE, [first, full) follows [partial, last)."""
+    """Return the t-th of these blocks from the last. Blocks near the diagonal have high scores; if they are visited
+    first, fewer later blocks seem near enough. With EDGE, [first, full) follows [partial, last)."""
     first, _, partial, last = run
     if EDGE:
         return tl.where(t < last - partial, last - 1 - t, first + t - (last - partial))
@@ -116,7 +116,7 @@ def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexp
 
 @triton.jit
 def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
-    """Return where the first mark of a program lies. A row of marks has one for each key block."""
+    """Return the position of the first mark of a program. A row of marks has one for each key block."""
     line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.mask_tile) + place[1] * (FORM.own // FORM.mask_tile)
     return marks_ptr + line * tl.cdiv(keys, FORM.tile)
 
@@ -124,7 +124,7 @@ def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
 @triton.jit
 def applied(acc, w, x):
     """Return (acc + w x [R, Dv], sums of the weights [R], weights [R, K]), both as rounded for the product, so that
-    outputs of equal values are exact. A product with ones sums rounded weights, since to convert them back is slow."""
+    outputs of equal values are exact. A product with ones sums rounded weights, since converting them back is slow."""
     p = w.to(x.dtype)
     w = p.to(tl.float32)
     if x.dtype == tl.float32:  # noqa: SIM108 - known when the kernel is compiled

@@ -20,7 +20,7 @@ from ..runtime.tiles import Row, TileTable
 SOFTMAX, ADAPTIVE, ANCHORED, FIXED = range(4)  # as in `math`, which is not imported before a kernel runs
 STANDS = {"uniform": 0, "zero": 1, "nearest": 2}
 POWERS = (1.0, 2.0, 3.0)
-MASK_TILE = 64  # most rows of a block of pairs that is skipped if it has no weight; fewer if tiles are smaller
+MASK_TILE = 64  # maximum rows of a block of pairs that is skipped if it has no weight; fewer if tiles are smaller
 
 
 def _tables(name: str, narrow: list[Row], wide: list[Row]) -> dict[int, TileTable]:
@@ -37,7 +37,7 @@ STREAM = _tables("compact_stream", _LONG, _SHORT)
 STAND_IN = _tables("compact_stand_in", 3 * [(64, 64, 8, 2)], [(64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)])
 SEARCH = _tables("compact_search", [(64, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 2)], _SHORT)
 WEIGH = _tables("compact_weigh", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)], _SHORT)
-"""Of 64 rows: a program with 128 visits what either half of them needs, and fewer programs fit on a multiprocessor."""
+"""With 64 rows: 128 visit every block that either half needs, and fewer programs fit on a multiprocessor."""
 WEIGH_MEAN = _tables("compact_weigh_mean", [(64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
 """WEIGH for the backward pass of the adaptive rule, which needs a second sum of values: of 128 features, 64 rows of it
 would spill with 4 warps, and with 8 both groups of 4 would compute all scores."""
@@ -50,14 +50,14 @@ def mask_tile_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 class Rule(NamedTuple):
-    """A weighting as the kernels know it."""
+    """A weighting in the form that kernels read."""
 
     code: int  # SOFTMAX, ADAPTIVE, ANCHORED or FIXED
-    r: int  # power of the kernel; 1 for softmax and kernels with a function of their own
+    r: int  # power of the kernel; 1 for softmax and kernels with their own function
     number: float = 0.0  # margin or bias
     stand: int = STANDS["zero"]  # the fallback weights of a row without a near enough key
     row: str = ""  # name of the parameter that gives `number` for each row; "" if there is none
-    own: str = ""  # the spec of a kernel with a function of its own, as JSON
+    own: str = ""  # the spec of a kernel with its own function, as JSON
 
 
 def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:

@@ -3,9 +3,9 @@ threshold and for the key blocks that can have weight, then the output from thos
 
 A program serves a block of queries of one head. The first pass finds the largest score of every row and marks the key
 blocks that come near enough to it; each later pass visits the marked blocks and marks again. Newton's method
-(`grammar.threshold`) starts from the threshold of a few keys of each row, the best of those in every K-th place:
-fewer keys have a lower threshold, so that the peak descends monotonically, and most of the descent needs no further
-pass. A converged row is not changed while others of its block continue.
+(`grammar.threshold`) starts from the threshold of a few keys of each row, the best of those in every K-th place: fewer
+keys have a lower threshold, so that the peak descends monotonically, and most of the descent needs no further pass. A
+converged row does not change while other rows of its block continue.
 
 Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block; e excess; marks: uint8 [mask tiles of rows,
 key blocks] of one head, each the number of the pass that made it.
@@ -20,7 +20,7 @@ from ..runtime.blocks import FAR, store_numbers
 from . import rows
 from .math import ADAPTIVE, ANCHORED, SMALLEST, excess, lower_power, power, root, value_of
 
-STEPS = tl.constexpr(24)  # most passes; each marks with its number
+STEPS = tl.constexpr(24)  # maximum number of passes; each marks with its number
 START = tl.constexpr(5)  # steps among a few keys
 CHUNK = tl.constexpr(256)  # marks that are read at once
 FINEST = tl.constexpr(2.0**-20)

@@ -1,5 +1,5 @@
-"""Attention at degree 0 with few queries: programs share out the keys, and the queries of all heads of one key head
-meet its keys together. Forward only: calls that need a gradient use the general kernels.
+"""Attention at degree 0 with few queries: the keys are split between programs, and the queries of all heads of one key
+head are multiplied with its keys together. Forward only: calls that need a gradient use the general kernels.
 
 Softmax reads keys and values once. Compact rules read keys once and keep their scores (4 bytes a row and key beside the
 2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read only the values with
@@ -31,9 +31,9 @@ from ..runtime.tiles import Tiles, TileTable, padded, power_of_two
 _TILES = {(64, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32, stages=3), (256, 4): Tiles(keys=32)}
 TABLE = TileTable("compact_decode", _TILES)
 CHUNK = Tiles(keys=1024, warps=4, stages=1)  # scores that a program reads at once when it solves for a threshold
-ROWS = 64  # most rows of a key head: queries x query heads
-TILE = 32  # most rows of a program: with more, sums leave no registers for keys
-LEAST = 4  # fewest tiles of keys of a program, so that it writes little beside what it reads
+ROWS = 64  # maximum rows of a key head: queries x query heads
+TILE = 32  # maximum rows of a program: with more, sums leave no registers for keys
+LEAST = 4  # minimum tiles of keys of a program, so that it writes little compared with what it reads
 PROCESSORS = 132  # multiprocessors of an H100 or H200, for devices that do not report theirs
 WAVES = 4  # programs for each multiprocessor: the loads of one overlap the arithmetic of others
 MERGE = Tiles(warps=4, stages=1)  # for kernels that merge splits
@@ -60,8 +60,8 @@ def decode(
     visible: Visibility, raw: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the attention of few queries, [B, H, Tq, Dv] in the dtype of the values. `factor` is a number or [B, H,
-    Tq], `given` the rule's number for every row [B, H, Tq], else not read. If `raw`, any vector may be non-finite (or
-    beyond 2^56), and rows that see one become NaN; otherwise only vectors that no row sees may be non-finite."""
+    Tq], `given` the rule's number for every row [B, H, Tq], otherwise not read. If `raw`, any vector may be non-finite
+    (or beyond 2^56), and rows that see one become NaN; otherwise only vectors that no row sees may be non-finite."""
     span = Span.of(visible, q, by_keys=False)
     (by, scale), (given, _) = of_rows(factor, q), of_rows(given, q)
     q, k, v = (rows_together(x) for x in (q, k, v))
@@ -153,7 +153,7 @@ def of_rows(x: float | Tensor | None, q: Tensor) -> tuple[Tensor | None, float]:
 
 
 class Decoding(Call):
-    """What the launches of one call share; `keys` are at most that many that all queries see."""
+    """Shared by the launches of one call; `keys` is an upper bound of the keys that all queries see."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, factor: float | Tensor, span: Span, keys: int, raw: bool

@@ -21,7 +21,7 @@ from ..runtime.blocks import FAR, LENGTHS, store_numbers
 from ..runtime.kernels import non_finite
 from . import math as shared
 
-STEPS = tl.constexpr(24)  # most steps of Newton's method
+STEPS = tl.constexpr(24)  # maximum steps of Newton's method
 EPS = tl.constexpr(2.0**-23)
 
 

@@ -1,10 +1,11 @@
-"""Local linear attention with few queries: programs share out the keys.
+"""Local linear attention with few queries: the keys are split between programs.
 
 Covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j. A given t
 (Parallax) takes one pass over the keys (`compact_kernels`), a solved t three: `means_kernel` stores every row's scores
 and gathers its mass and the mean of its keys; `weights_kernel` turns scores into weights p; `moments_kernel` gathers
 the covariance, of two query heads together; `solve_kernel` solves the system of a row, by conjugate gradients or, if
-these do not converge, by elimination; in `corrected_kernel` p (1 + e) of all heads of a key head meet its values.
+these do not converge, by elimination; `corrected_kernel` multiplies p (1 + e) of all heads of a key head with its
+values.
 
 With D = Dv and bfloat16 a solved t reads 8 D bytes a key where softmax reads 4 D, and moves 20 bytes a row and key of
 scores and weights, and 8 D^2 a row and split of second moments. A split holds at least 16 D keys. With bfloat16
@@ -34,9 +35,9 @@ from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
 from .compact import Decoding, add_splits, merged, most_keys, of_rows, processors
 
-WIDEST = 128  # most features of a key if a system is solved: its matrix stays in the registers of one program
+WIDEST = 128  # maximum features of a key if a system is solved: its matrix stays in the registers of one program
 TOLERANCE = 1e-6  # tolerance of conjugate gradients if the solver has none
-FULL = 16  # fewest keys of a split, in units of D: a split stores D^2 numbers
+FULL = 16  # minimum keys of a split, in units of D: a split stores D^2 numbers
 PAIR = 2  # rows whose moments a program gathers from the same keys
 FILL = (2, 1)  # programs of `moments_kernel` on a multiprocessor, for up to 64 features and more
 
@@ -151,7 +152,7 @@ def _moments(call: Decoding, tiles: Tiles, block: int, room: int) -> tuple[Tenso
         means_kernel, grid, keys, call.factor, call.span.pointers, z, part, state, heads, group, queries, *steps, room,
         total, tiles=tiles, FORM=form, **where,
     )  # fmt: skip
-    # rows of a program must see the same keys or be spared numbers that are not finite
+    # rows of a program must see the same keys, unless all keys are finite
     alone = call.dtype == torch.float32 or queries > 1 or group % PAIR or (form.raw and form.masked == 2)
     rows, tiles = 1 if alone else PAIR, MOMENTS.pick(dim, call.dtype)
     tiles = replace(tiles, warps=rows * tiles.warps)

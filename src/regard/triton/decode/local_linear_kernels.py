@@ -108,7 +108,7 @@ def weighted(keys, middle, p, WIDTH: tl.constexpr, FORM: tl.constexpr):
     WIDTH], from means [rows, WIDTH] and weights [KEYS, rows]."""
     x = (keys.to(tl.float32)[:, None, :] - middle[None, :, :]) * p[:, :, None]
     large, small = x, x
-    if keys.dtype != tl.float32:  # cut, not rounded, which takes a bit operation and not a slow conversion
+    if keys.dtype != tl.float32:  # truncated, not rounded: a bit operation instead of a slow conversion
         large = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         small = x - large
     large, small = large.to(keys.dtype), small.to(keys.dtype)

@@ -1,6 +1,7 @@
-"""What the decoding kernels share. A program serves one key head: the rows of its tile are the queries of all query
-heads of that head, so that keys and values are read once for all of them. Programs share out the keys. In float32,
-which tensor cores do not multiply, a program has one row; keys that its neighbours read are in the shared cache.
+"""Shared code of the decoding kernels. A program serves one key head: the rows of its tile are the queries of all query
+heads of that head, so that keys and values are read once for all of them. The keys are split between programs. In
+float32, which tensor cores do not multiply, a program has one row; keys that its neighbours read are in the shared
+cache.
 
 Legend: ROWS = FORM.own rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS = FORM.tile keys; D
 features in WIDTH = FORM.wide columns. A matrix: (pointer, strides of sequence, head, row); a factor: (pointer, number).
@@ -36,7 +37,7 @@ def extent(low, high, queries, KEYS: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def part_of(span, steps, heads, group, queries, FORM: tl.constexpr):
-    """Return what program (i, part) works on: sequence, key head, (rows [ROWS], which exist, their numbers among all),
+    """Return the work of program (i, part): sequence, key head, (rows [ROWS], which exist, their numbers among all),
     (the first visible tile, the tiles [first, last) of the part counted from it), and what `seen_keys` reads. Rows are
     ordered by head, then by query. `steps`: strides of the ranges, and of the mask by sequence and head."""
     count = group * queries
@@ -153,11 +154,11 @@ def read_keys(first, sight, FORM: tl.constexpr):
 
 @triton.jit
 def largest(x):
-    """Return the largest of so many numbers as a thread loads at once, [N, WIDTH / 4 or 8], as bits without sign."""
+    """Return the largest of the numbers that a thread loads at once, [N, WIDTH / 4 or 8], as bits without sign."""
     EACH: tl.constexpr = 128 // x.dtype.primitive_bitwidth
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:  # the upper half of the float32, which loses nothing
+    else:  # the upper half of the float32, without loss
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
     return tl.max(tl.reshape(bits, (x.shape[0], x.shape[1] // EACH, EACH)), 2)
 

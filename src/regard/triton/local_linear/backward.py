@@ -10,8 +10,8 @@ With the saved t and means m of a row, g = dL/do, gamma_ij = g_i . v_j and its m
 Three kernels and one solve compute them: the right sides by rows; u; dx by rows; dy and dv by keys, with all query
 heads of a key head in one program. If t is given, u is 0, and one kernel by rows gives dx and -dL/dt. All but p, which
 each kernel computes again for its tiles, is saved or made in Theta(n d) memory. In bfloat16 the kernel by keys
-multiplies in two terms what b and a are made of: the weights of the right sides and u, since b may be small beside
-rounding errors of gamma, and t, since a long t would carry a away from the forward pass's.
+multiplies the operands of b and a in two terms: the weights of the right sides and u, since b may be small compared
+with rounding errors of gamma, and t, since for a long t, a would differ from that of the forward pass.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys; x [B, H, Tq, D], y [B, Hkv, Tk, D],
 v [B, Hkv, Tk, Dv]. In kernels as in `math`; matrices are x, y, v, g.
@@ -124,8 +124,8 @@ def _put_operand(operands, WHICH: tl.constexpr, value, mean, at, first, queries,
 def local_linear_operands_kernel(
     grad, kept, slopes, means, ridge, dridge, factor, operands, table, heads, queries, FORM: tl.constexpr
 ):  # fmt: skip
-    """Store what the kernels by queries and by keys read of one block of rows: `operands` [B, H, Tq, 2 to 4, D] and
-    `table` [B, H, Tq, NUMBERS], with c as it is for an exact solution. Also store the gradient of ridges."""
+    """Store the operands of one block of rows for the kernels by queries and by keys: `operands` [B, H, Tq, 2 to 4, D]
+    and `table` [B, H, Tq, NUMBERS], with c as it is for an exact solution. Also store the gradient of ridges."""
     head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * FORM.own
     at, row = head * queries, first + tl.arange(0, FORM.own)
     inside, line = row < queries, table + (at + row) * NUMBERS
@@ -270,7 +270,7 @@ def local_linear_key_kernel(
     tiles = shared.plan(low, high, FORM.tile, False)
     head = key_head * group
     mask = span[2] + batch * mask_batch + head * mask_head
-    there = high > low  # full tiles also give weights to keys that nobody sees
+    there = high > low  # full tiles also give weights to keys that no query sees
     if FORM.masked == 1:
         there &= tl.load(mask + key, mask=key < keys, other=0) != 0
     x_at, grad_at = shared.of_head(matrices[0], batch, head), shared.of_head(matrices[3], batch, head)
@@ -316,7 +316,7 @@ def backward(
     *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of one call from dL/do [B, H, Tq, Dv], with deterministic kernels: dx, dy, dv, contiguous
-    in the dtypes of x, y, v, and float32 gradients of factor, ridge and probe, empty if they are no tensors. `rest`
+    in the dtypes of x, y, v, and float32 gradients of factor, ridge and probe, empty if they are not tensors. `rest`
     holds the span; t and `forward.moments` as the forward pass kept them; and `Numbers`.
 
     Cost: products a pair: 3 D for right sides, those of the solve, 5 D for dx, 8 D for dy, dv; in bfloat16 4, 5, 10."""

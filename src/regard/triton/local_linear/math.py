@@ -1,4 +1,4 @@
-"""What the kernels of local linear attention share.
+"""Shared code of the kernels of local linear attention.
 
 Keys are not shifted to an origin. Every product with keys is corrected by the mean of its own row, with the operand as
 it was rounded, so that keys far from 0 lose no precision and other rows have no influence:
@@ -69,7 +69,7 @@ def plan(low, high, KEYS: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def tile_count(tiles, EDGE: tl.constexpr):
-    """Return how many tiles need a look at pairs (EDGE), or how many do not."""
+    """Return how many tiles need a check of every pair (EDGE), or how many do not."""
     return tiles[1] - tiles[3] if EDGE else tiles[3]
 
 
@@ -86,7 +86,7 @@ def opened(matrices, factor, span, sizes, steps, FORM: tl.constexpr):
     row of the block, rows [R], sight (their ranges of keys and the mask), the tiles of their `plan`, q [R, W], c [R],
     and (keys, values) of the head. `steps`: strides of the ranges, and of the mask by sequence and head."""
     heads, group, queries = sizes
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # in causal order the last rows see most, and begin first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # in causal order the last rows see the most keys and start first
     head = tl.program_id(1).to(tl.int64)
     batch, h = head // heads, head % heads
     first = block * FORM.own

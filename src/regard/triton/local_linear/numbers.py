@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 
 class Numbers(NamedTuple):
-    """The arguments of a call that are no tensors."""
+    """The arguments of a call that are not tensors."""
 
     factor: float  # if it is a number
     ridge: float  # if it is a number
     tol: float  # relative residual of a solution
-    limit: int  # most steps of a row
+    limit: int  # maximum steps of a row
     direct: bool  # whether rows with few keys are solved directly
     verify: bool  # whether true residuals are computed instead of those that the steps carry along
     given: bool  # whether t is given

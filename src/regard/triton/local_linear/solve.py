@@ -36,17 +36,17 @@ from .math import LOG2E, key_tile, norm_scale, of_head, opened, ridge_width, row
 from .numbers import Numbers
 
 DIRECT = TileTable("local_linear_direct", {(64, 4): Tiles(32, 32, 4, 1), (256, 4): Tiles(32, 32, 8, 1)})
-"""`rows` of a program, one after another, and most `keys` of a row that is solved directly. The rows of a program lie
-far apart, since rows with few keys are neighbours and different programs should solve them."""
+"""`rows` of a program, one after another, and the maximum `keys` of a row that is solved directly. The rows of a
+program are far apart, since rows with few keys are neighbours and different programs should solve them."""
 LEAST = tl.constexpr(1e-30)  # smaller ridges are raised to this in a direct solution
 UNCONVERGED, RAISED = tl.constexpr(int(SolveStatus.UNCONVERGED)), tl.constexpr(int(SolveStatus.JITTER))
 EPS = tl.constexpr(2.0**-23)
 X, R, MEAN, IMAGE = (tl.constexpr(i) for i in range(4))
-"""Tiles [R, W] of a block's scratch memory: x, r, mean of the keys, result of a sweep. d lies in a tile of its own, in
-the dtype of the keys: so read, a product takes it from shared memory and not from registers."""
+"""Tiles [R, W] of a block's scratch memory: x, r, mean of the keys, result of a sweep. d has its own tile, in the dtype
+of the keys, so that a product reads it from shared memory instead of registers."""
 AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i) for i in range(10))
-"""Rows [R] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is
-active, whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
+"""Rows [R] after them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is active,
+whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
 TILE, ROW = tl.constexpr(4), tl.constexpr(10)
 RESTARTS = tl.constexpr(3)  # how often a row restarts if its true residual is still too large
 TILES = TileTable.by_width(
@@ -57,7 +57,7 @@ TILES = TileTable.by_width(
 
 @triton.jit
 def _tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Return where ROWS rows of a tile lie, from row `part` on."""
+    """Return pointers to ROWS rows of a tile, from row `part` on."""
     places = tl.arange(0, ROWS)[:, None] * FORM.wide + tl.arange(0, FORM.wide)[None, :]
     # the constant is added last, so that tiles share registers for their addresses
     return scratch[0] + part * FORM.wide + places + which * (FORM.own * FORM.wide)
@@ -65,14 +65,14 @@ def _tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, FORM: tl.const
 
 @triton.jit
 def _ways(scratch, part, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Return where d of ROWS rows lies, from row `part` on."""
+    """Return pointers to d of ROWS rows, from row `part` on."""
     at = scratch[1] + part * FORM.wide
     return at + tl.arange(0, ROWS)[:, None] * FORM.wide + tl.arange(0, FORM.wide)[None, :]
 
 
 @triton.jit
 def _rows(scratch, which: tl.constexpr, part, FORM: tl.constexpr):
-    """Return where a part of a row of numbers lies."""
+    """Return pointers to a part of a row of numbers."""
     return scratch[0] + part + tl.arange(0, FORM.part) + (TILE * (FORM.own * FORM.wide) + which * FORM.own)
 
 
@@ -231,7 +231,7 @@ def _follow(phase, again, scratch, right_ptr, ridge, first, queries, limit, FORM
             image, d, mean = _image(scratch, part, ridge, first, queries, FORM)
             r = tl.load(_tile(scratch, R, part, FORM.part, FORM)) - image
             tl.store(_tile(scratch, R, part, FORM.part, FORM), r)
-            if FORM.fine:  # what rounding left of x is the next d
+            if FORM.fine:  # the rounding error of x is the next d
                 x = tl.load(_tile(scratch, X, part, FORM.part, FORM))
                 _direct(x - d, mean, tl.load(_rows(scratch, SIZE, part, FORM)) > 0, scratch, part, FORM)
         if FORM.fine and phase == 1:
@@ -299,7 +299,7 @@ def _one(row, low, high, right_ptr, q_at, k_at, lse_ptr, factor, ridge, mask_ptr
     mass = tl.sum(p, 0)
     p = p / tl.where(mass > 0, mass, 1.0)
     root, wide = tl.sqrt(p), k.to(tl.float64)
-    mean = tl.sum(p[:, None] * wide, 0)  # by these very weights
+    mean = tl.sum(p[:, None] * wide, 0)  # with exactly these weights
     a = root[:, None] * (wide - mean[None, :])
     ridges = tl.full((FORM.wide,), 0.0, tl.float32) + ridge[1]
     if FORM.ridge == 1:
@@ -368,8 +368,8 @@ def solve(
     right: Tensor, call: Call, ridge: float | Tensor, lse: Tensor, mean: Tensor, rule: Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Solve (C_i + ridge_i) t_i = right_i for every query. Return t [B, H, Tq, D], float32; (steps, relative residual)
-    [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. Given are the right sides and the means of keys [B, H, Tq, D], the
-    ridge [B, H, Tq, 1 or D] if it is a tensor, and `lse` [B, H, Tq]. Cost: 8 D a pair and step, 6 D in float32."""
+    [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32. The arguments are the right sides, the means of keys [B, H, Tq, D],
+    the ridge [B, H, Tq, 1 or D] if it is a tensor, and `lse` [B, H, Tq]. Cost: 8 D a pair and step, 6 D in float32."""
     out = torch.empty_like(right), call.new(2), lse.new_empty(lse.shape, dtype=torch.int32)
     alone = DIRECT.pick(right.shape[-1], call.dtype)
     few = alone.keys if rule.direct else 0

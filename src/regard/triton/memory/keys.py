@@ -33,7 +33,7 @@ _FLOOR = tl.constexpr(FLOOR)
 
 @triton.jit
 def _softmax(s, among):
-    """Return the softmax over the first axis, a token's entries: where others are long, sums stay within a thread."""
+    """Return the softmax over the first axis, a token's entries; with a long second axis, sums stay in a thread."""
     s = tl.where(among, s, -float("inf"))
     e = tl.exp(s - tl.max(s, 0)[None, :])
     return e / tl.sum(e, 0)[None, :]

@@ -26,7 +26,7 @@ from ..runtime.tiles import Tiles, TileTable, power_of_two
 
 ROUGH = TileTable("memory_rough", {(1 << 20, 4): Tiles(64, 64, 4, 3)})
 TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(8, 128, 4, 1)}, (Tiles(8, 64, 4, 1), Tiles(16, 64, 4, 1)))
-"""`rows`: sets of a token that are looked through at once; `keys`: sub-keys of a block."""
+"""`rows`: sets of a token that are searched at once; `keys`: sub-keys of a block."""
 GAPS = 2048
 """How many differences a warp holds at once: rounds of loads take longer than the arithmetic between them."""
 
@@ -117,8 +117,9 @@ def _rough(
 
 @triton.jit
 def _survivors(ranks, n, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr, KT: tl.constexpr):
-    """Return (the K + 4 best int32 of `_rough`, in the first places of [R, M], then the least int32; the best of all
-    others [R]). Every KT-th key competes for the same four sorted places: hardly ever are five of them among these."""
+    """Return (the K + 4 best int32 of `_rough`, in the first places of [R, M], then the least int32; the best of the
+    remaining keys [R]). Every KT-th key competes for the same four sorted places; five of the best rarely share
+    them."""
     none: tl.constexpr = -(2**31)
     a = tl.full((R, KT), none, tl.int32)
     b, c, e, out = a, a, a, a
@@ -169,9 +170,9 @@ def _selected(
         kept, left = _survivors(ranks, n, K, R, M, KT)
         index = (1 << LOW) - 1 - (kept & ((1 << LOW) - 1))
         measure, square = _measured(q_row, keys, index, kept > -(2**31), d, DISTANCE, R, M, FINE)
-        none = place.to(tl.int64)[None, :] + (9223372036854775807 - M)  # after all keys, NaN too, and unlike each other
+        none = place.to(tl.int64)[None, :] + (9223372036854775807 - M)  # after all keys, also NaN, and all different
         best = tl.where(kept > -(2**31), _packed(measure, index), none)
-        if M <= 32:  # the keys that were found have ranks of their own
+        if M <= 32:  # rank the kept keys
             rank = tl.sum((best[:, None, :] < best[:, :, None]).to(tl.int32), 2)
         else:
             best = _least(best, None, K, R, M)

@@ -74,7 +74,7 @@ class TableValues:
         if kind is not None and type(kind) not in (InverseDistance, Dot):
             return f"supports the scores 'idw' and 'dot', not {type(kind).__name__}"
         if keys is not None and keys.shape[-2] > MOST_KEYS:
-            return f"looks through at most {MOST_KEYS} sub-keys of a half; these are {keys.shape[-2]}"
+            return f"searches at most {MOST_KEYS} sub-keys of a half; these are {keys.shape[-2]}"
         heads = 1 if keys is None else keys.shape[-4]
         pairs = (1 << (heads - 1).bit_length()) * 4 ** (top_k - 1).bit_length()
         if pairs > MOST_PAIRS:
@@ -96,7 +96,7 @@ class TableValues:
 
     @classmethod
     def _made(cls, table: Tensor, base: Tensor) -> TableValues:
-        """Return a store of tables [M, N, Dv] that nobody else holds."""
+        """Return a store of tables [M, N, Dv] that no other object holds."""
         return cls(Version(table.detach().contiguous()), base, None)._anchored(table)
 
     def _anchored(self, table: Tensor) -> TableValues:
@@ -235,7 +235,7 @@ class TableValues:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> TableValues:
-        """Return the store that `to_tensors` wrote, on any device; only on CUDA devices it can be read and written.
+        """Return the store that `to_tensors` wrote, on any device; it can be read and written only on CUDA devices.
 
         Raises:
             ArgumentError: a tensor is missing or unknown, or shapes do not fit."""

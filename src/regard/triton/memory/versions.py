@@ -3,11 +3,11 @@
 A write overwrites rows and logs their old values. The table holds the newest version; from every older one a log leads
 to the next newer. Reading an older version swaps logs and rows on the way, after which the table holds that version and
 the logs lead back (Baker 1991, shallow binding). So every version keeps its values, a backward pass restores the rows
-of each chunk, and two stores written from one are both right. Changing versions costs the rows between them.
+of each chunk, and two stores written from one are both correct. Changing versions costs the rows between them.
 
-Gradients of a version's rows are summed in one table during a backward pass. Every write makes a scalar without
-meaning, the token, that later reads and writes take, so that autograd reaches the write after all of them. The write
-passes the table of gradients on to the version before: with U = dL/dV' of the rows after the write,
+Gradients of a version's rows are summed in one table during a backward pass. Every write returns a scalar without
+meaning, the token, which later reads and writes take as input, so that autograd reaches the write after all of them.
+The write passes the table of gradients on to the version before: with U = dL/dV' of the rows after the write,
 
     dL/dshare_pj = -U_i . e_p / N_i (i = slots_pj),    dL/de_p = -sum_j share_pj U_i / N_i,    dL/dV_i = U_i.
 
@@ -32,11 +32,11 @@ class Version:
 
     def __init__(self, table: Tensor, *, borrowed: bool = False) -> None:
         self.table = table  # [M, N, Dv], which versions share
-        self.borrowed = borrowed  # whether the table belongs to somebody else and must not be written
+        self.borrowed = borrowed  # whether the table belongs to another object and must not be written
         # None if the table holds this version now; else a version nearer to that one, slots [M, E], and a log
         # [M, E, Dv] of the rows by which the two differ, as in this version
         self.link: tuple[Version, Tensor, Tensor] | None = None
-        self.older: ref[Version] | None = None  # the one from which this was written, while anybody keeps it
+        self.older: ref[Version] | None = None  # the version from which this was written, while it is referenced
         self.logged = 0  # bytes of the logs that lead here from older versions that were kept
         self._gradient: Tensor | None = None
         self._pass = -1
@@ -62,7 +62,7 @@ class Version:
     def follow(self, newer: Version, slots: Tensor, log: Tensor) -> None:
         """Link to a version that was just written from this one. The oldest gets a table when logs outgrow one."""
         self.link, newer.older = (newer, slots, log), ref(self)
-        kept = self.older is not None and self.older() is not None  # else the earlier logs are gone, too
+        kept = self.older is not None and self.older() is not None  # otherwise the earlier logs are gone as well
         newer.logged = kept * self.logged + log.numel() * log.element_size()
         if newer.logged > self.table.numel() * self.table.element_size():
             oldest: Version | None = self

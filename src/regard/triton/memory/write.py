@@ -37,7 +37,7 @@ def _slots(slots, counted, at, total, rows, K: tl.constexpr):
 def find_order(
     program, counted, slots, ordered, entries, total, rows, K: tl.constexpr, R: tl.constexpr, OT: tl.constexpr
 ):  # fmt: skip
-    """Compute `order_of` for a block of entries of one table, each ranked among all others."""
+    """Compute `order_of` for a block of entries of one table, each ranked among all entries."""
     blocks = tl.cdiv(total, R)
     memory, first = (program // blocks).to(tl.int64), program % blocks * R
     slots += memory * total

@@ -1,1 +1,1 @@
-"""What all kernels share: launching, tile sizes, ranges of visible keys, loads."""
+"""Shared by all kernels: launching, tile sizes, ranges of visible keys, loads."""

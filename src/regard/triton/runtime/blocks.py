@@ -1,8 +1,7 @@
 """Loads and stores of blocks of a matrix, numbers of rows, and which keys rows see.
 
-A matrix has DIM contiguous columns, which WIDTH, the next power of two, holds; `stride` numbers lie from one row to
-the next. A block is SIZE consecutive rows, or rows by their numbers.
-"""
+A matrix has DIM contiguous columns, held in WIDTH columns, the next power of two; `stride` is the step from one row to
+the next. A block is SIZE consecutive rows, or rows by their numbers."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ LENGTHS = (
     "total_rows", "capacity", "first", "stride_low", "stride_mb", "stride_mh", "stride_state", "tokens", "length",
     "total", "rows", "stride_g",
 )  # fmt: skip
-"""Parameters that kernels are not specialised for (`do_not_specialize`): otherwise Triton would compile a kernel anew
-when one is 1 or a multiple of 16. Members of tuples cannot be exempted."""
+"""Parameters that kernels are not specialised for (`do_not_specialize`): otherwise Triton would recompile a kernel when
+one is 1 or a multiple of 16. Members of tuples cannot be exempted."""
 
 
 @triton.jit
@@ -39,8 +38,8 @@ def load(places, held, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexp
 
 @triton.jit
 def places_of(at, first, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Return where rows from number `first` on lie in a matrix that begins at `at`. Offsets within the block are 32-bit
-    unless it is WIDE, which it must be if it spans 2^31 numbers or more."""
+    """Return pointers to the rows from number `first` on in a matrix that begins at `at`. Offsets within the block are
+    32-bit unless it is WIDE, which it must be if it spans 2^31 numbers or more."""
     rows, columns = tl.arange(0, SIZE), tl.arange(0, WIDTH)
     steps = rows.to(tl.int64) * stride if WIDE else rows * stride
     return at + tl.cast(first, tl.int64) * stride + (steps[:, None] + columns[None, :])
@@ -94,7 +93,7 @@ def row_scale(factor, scale, rows, held, GIVEN: tl.constexpr):
 @triton.jit
 def seen(columns, low, high, mask, keys, MASKED: tl.constexpr):
     """Return which of the keys `columns` each row sees, [R, K]; `mask`, if MASKED, is a byte for each of `keys`."""
-    if MASKED:  # give hidden keys a number that no row sees: one register a key, not one a pair
+    if MASKED:  # give hidden keys a number that no row sees: one register per key, not per pair
         shown = tl.load(mask + columns, mask=columns < keys, other=0) != 0
         columns = tl.where(shown, columns, FAR)
     return (columns[None, :] >= low[:, None]) & (columns[None, :] < high[:, None])
@@ -102,8 +101,8 @@ def seen(columns, low, high, mask, keys, MASKED: tl.constexpr):
 
 @triton.jit
 def rounded(x, like):
-    """Return float32 x in the dtype of `like`, and what it then is in float32. Triton rounds numbers whose rounded
-    value is read again one by one, at a fraction of the rate of the instruction here, which rounds two."""
+    """Return float32 x in the dtype of `like`, and the rounded value in float32. If the rounded value is read again,
+    Triton rounds numbers one by one, much more slowly than the instruction here, which rounds two at once."""
     if like.dtype == tl.bfloat16 and not INTERPRETED:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",

@@ -1,4 +1,4 @@
-"""What the launches of an attention call share: tensors, sizes, what queries see, and what kernels are compiled for.
+"""Shared by the launches of an attention call: tensors, sizes, visible keys, and the constants of kernels.
 
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
@@ -16,7 +16,7 @@ from .tiles import Tiles, TileTable, padded
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for. What it does not read keeps its default."""
+    """The constants that a kernel is compiled for. Fields that it does not read keep their defaults."""
 
     dim: int = 0  # D
     wide: int = 0  # the power of two that holds it
@@ -33,7 +33,7 @@ class Form(NamedTuple):
     r: int = 1  # power of the kernel, 1 with a function `relative`
     stand: int = 0  # code of the fallback weights
     relative: Any = None  # the function of a kernel with `triton_relative`
-    source: str = ""  # a key of its source, by which Triton's cache on disk tells functions of one name apart
+    source: str = ""  # a key of its source, which distinguishes functions of one name in Triton's cache on disk
     given: bool = False  # whether each row has its own number
     keep: bool = False  # whether a backward pass follows
     mask_tile: int = 0  # rows that share a mark
@@ -47,7 +47,7 @@ class Form(NamedTuple):
     fine: bool = False  # whether weights are multiplied in two terms
     ridge: int = 0  # 0 for a number, else how many numbers a row has, 1 or D
     solved: bool = False  # whether t is solved for; otherwise it is given
-    few: int = 0  # rows with at most so many keys are solved directly
+    few: int = 0  # rows with at most this many keys are solved directly
     verify: bool = False  # whether true residuals are computed
     part: int = 16  # rows whose vectors are in registers at once between sweeps
     operands: int = 0  # D-wide operands of a row in the backward pass: 2, or with rounding errors 4 (3 if t is given)
@@ -81,7 +81,7 @@ class Call:
         return self.form._replace(own=tiles.rows, tile=tiles.keys, **more)
 
     def by_rows(self, kernel: Any, table: TileTable, *args: Any, flags: tuple[Any, ...] = (), **form: Any) -> None:
-        """Launch a kernel over blocks of rows with tiles of a table, for what `flags` say besides."""
+        """Launch a kernel over blocks of rows with tiles of a table, which may also depend on `flags`."""
 
         def run(tiles: Tiles) -> None:
             launch(kernel, self.grid(tiles.rows), *args, tiles=tiles, FORM=self.fitted(tiles, **form))
@@ -89,12 +89,12 @@ class Call:
         run(table.pick(self.width, self.dtype, run, flags))
 
     def grid(self, rows: int) -> tuple[int, int]:
-        """Return programs for blocks of so many rows of each head."""
+        """Return the grid of programs for blocks of `rows` rows of each head."""
         return -(-self.shape[2] // rows), self.shape[0] * self.shape[1]
 
 
 def matrix_of(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return a matrix [B, H, T, D] as kernels take it: pointer and strides of batch, head and row."""
+    """Return a matrix [B, H, T, D] as an argument of kernels: pointer and strides of batch, head and row."""
     return x, *x.stride()[:3]
 
 

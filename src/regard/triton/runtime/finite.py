@@ -1,6 +1,5 @@
-"""`precision.clean` as one launch for up to three tensors, and one for the backward pass: set vectors that are not
-finite to zero, and return which those are.
-"""
+"""`precision.clean` as one launch for up to three tensors, and one for the backward pass: set non-finite vectors to
+zero and return their mask."""
 
 from __future__ import annotations
 
@@ -66,8 +65,8 @@ _clean = operator(
 
 
 def clean(*tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return for each of up to three tensors [..., D] of one dtype: the tensor with zeros for vectors with numbers not
-    finite or beyond 2^56, and which these are, boolean [...]."""
+    """Return for each of up to three tensors [..., D] of one dtype: the tensor with zeros for vectors with a number
+    that is non-finite or beyond 2^56, and their mask, boolean [...]."""
     cleaned = _clean(*tensors, *(None,) * (6 - len(tensors)))
     return [(cleaned[i], cleaned[3 + i]) for i in range(len(tensors))]
 

@@ -124,7 +124,7 @@ def seen_rows_kernel(
 
 @triton.jit
 def non_finite(x):
-    """Return which vectors [N, WIDTH] hold a number not finite or beyond 2^56, by bits without sign."""
+    """Return which vectors [N, WIDTH] hold a number that is non-finite or beyond 2^56, from the bits without sign."""
     return tl.max(x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) > LIMIT
 
 

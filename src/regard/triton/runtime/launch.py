@@ -1,9 +1,8 @@
 """The one place that starts kernels, so that tools and tests can record launches instead.
 
-Triton takes tens of microseconds to find what it compiled for the arguments of a launch. Here Triton still says what
-the arguments are (`kinds`: dtypes, which pointers and numbers are multiples of 16 or 1, constants), and the kernel that
-it compiled for the same kinds on the same device is called at once.
-"""
+Triton takes tens of microseconds to look up the compiled kernel for the arguments of a launch. Here Triton only
+classifies the arguments (`kinds`: dtypes, which pointers and numbers are multiples of 16 or 1, constants), and the
+kernel that it compiled for the same kinds on the same device is called directly."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ Watcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
 _WATCHERS: list[Watcher] = []
 _MADE: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 """What Triton compiled, (launcher, function, its metadata, what is kept), by (id of the kernel, device, options and
-kinds). The kernel is kept, so that no other has its id, and what was compiled, which else could be unloaded."""
-_ONES = ((), (1, 1), (1,), ())  # what completes a grid, by its length
+kinds). The kernel is kept so that no other kernel gets its id, and the compiled code so that it is not unloaded."""
+_ONES = ((), (1, 1), (1,), ())  # completes a grid to three axes, by its length
 KNOWN = ((3, 6), (3, 9))
 """Versions of Triton whose kernels may be called directly; with others Triton launches."""
 
@@ -40,7 +39,7 @@ def launch(kernel: Any, grid: Grid, *args: Any, tiles: Tiles, **constants: Any) 
     if at is None or at.type != "cuda" or at.index == torch.cuda.current_device():
         _start(kernel, grid, args, tiles, constants)
     else:
-        with torch.cuda.device(at):  # Triton takes the current one
+        with torch.cuda.device(at):  # Triton uses the current device
             _start(kernel, grid, args, tiles, constants)
 
 

@@ -47,7 +47,7 @@ def operator(name: str, run: Callable[..., Any], schema: str, fake: Callable[...
 
 def plain(args: Sequence[Any]) -> bool:
     """Return whether a call needs no derivative and nothing traces, transforms or intercepts it."""
-    if torch.compiler.is_compiling() or transformed():  # first: what follows cannot be traced
+    if torch.compiler.is_compiling() or transformed():  # first: the checks below cannot be traced
         return False
     if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():
         return False
@@ -61,7 +61,7 @@ def _plain(x: Tensor, graded: bool) -> bool:
 
 
 class _Unrecorded:
-    """What `forward` of an autograd function may call and set where no backward pass follows."""
+    """Stands in for the `ctx` of an autograd function's `forward` if no backward pass follows."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep nothing."""

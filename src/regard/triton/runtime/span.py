@@ -1,4 +1,4 @@
-"""Which keys each query sees, as kernels read it: two numbers a query, and for the backward pass two a key.
+"""The keys that each query sees, as kernels read them: two numbers per query and, for the backward pass, two per key.
 
 Causal and strict order, windows, packed sequences, offsets and unequal lengths all give a query a range of keys whose
 ends never decrease; the queries that see a key form a range, too. A mask over keys is applied within it.
@@ -25,7 +25,7 @@ _SCANNED = 1024  # keys that a program of `seen_before_kernel` takes at a time
 class Span(NamedTuple):
     """Ranges, int32 and contiguous."""
 
-    low: Tensor  # [B or 1, Tq]; query i sees keys [low_i, high_i) that `mask` lets be seen
+    low: Tensor  # [B or 1, Tq]; query i sees keys [low_i, high_i) that `mask` allows
     high: Tensor
     first: Tensor  # [B or 1, Tk]; key j is seen by queries [first_j, last_j)
     last: Tensor

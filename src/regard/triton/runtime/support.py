@@ -29,7 +29,7 @@ def _missing() -> str | None:
 
 MISSING = _missing()  # None if a suitable triton is installed, else what to do
 DTYPES = (torch.float32, torch.bfloat16)
-WIDEST = 256  # most features of keys and of values
+WIDEST = 256  # maximum features of keys and of values
 GRID = 65535  # CUDA's limit of programs along the second and third axis of a grid, which kernels use for heads
 
 
@@ -57,7 +57,7 @@ def unsupported_device(device: str) -> str | None:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Return None if some attention kernel may do this, else the reason."""
+    """Return None if an attention kernel supports the call, else the reason."""
     device = unsupported_device(problem.device)
     if device is not None:
         return device
