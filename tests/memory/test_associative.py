@@ -292,9 +292,7 @@ MISTAKES = {
     "mask has shape [4], expected [2, 4]": lambda memory: memory.write(torch.zeros(2, 1, 4, 3), mask=torch.ones(4) > 0),
     "AssociativeMemory.forget: got nothing; give one of indices, oldest, everything.": lambda memory: memory.forget(),
     "got indices, oldest; give one of": lambda memory: memory.forget([0], oldest=1),
-    "pairs does not apply: stored pairs are named by their places": lambda memory: memory.forget(
-        pairs=(DOUBLE, DOUBLE)
-    ),
+    "pairs does not apply: stored pairs are selected by index": lambda memory: memory.forget(pairs=(DOUBLE, DOUBLE)),
 }
 
 
@@ -330,7 +328,7 @@ def test_what_sums_cannot_do() -> None:
     memory.write(torch.ones(2, 3))
     model.write(torch.ones(2, 3))
     for call, words in (
-        (lambda: memory.forget([0]), "sums do not know one pair from another; use everything or pairs"),
+        (lambda: memory.forget([0]), "sums cannot tell one pair from another; use everything or pairs"),
         (lambda: memory.forget(pairs=(torch.ones(3, 3), torch.ones(3, 3))), "3 pairs were given and 2 are held"),
         (memory.pairs, "sums do not hold the pairs"),
         (lambda: memory.read(torch.ones(1, 3), return_diagnostics=True), "sums hold no weights"),

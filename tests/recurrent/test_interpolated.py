@@ -173,7 +173,7 @@ def test_one_whole_graph(trend: str) -> None:
     [
         ({"trend": "messa"}, "unknown trend 'messa'. Did you mean 'mesa'?"),
         ({"trend": "gated-delta(log_decay=1)"}, "log_decay is 1, expected log_decay <= 0"),
-        ({"spec": "local-linear"}, "local-linear has a linear model of its own"),
+        ({"spec": "local-linear"}, "local-linear has its own linear model"),
         ({"spec": "linear"}, "linear has weights that do not sum to one"),
         ({"attn_mask": torch.ones(2, 2, 7, 7, dtype=torch.bool)}, "must be the same for all queries and heads"),
         ({"attn_mask": torch.ones(2, 6, dtype=torch.bool)}, "attn_mask has shape [2, 6]"),

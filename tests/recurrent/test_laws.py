@@ -163,7 +163,7 @@ def test_auto_takes_it_for_finite_features_and_for_nothing_else() -> None:
         ("local-linear", {}, "finite features"),
         ("linear*fixed*elu*linear(ridge=0.1)", {}, "finite features"),
         ("elu", {"is_causal": True, "window": 4}, "has no window"),
-        ("elu", {"mask": "pairs"}, "depend on the key alone"),
+        ("elu", {"mask": "pairs"}, "depend only on the key"),
         ("elu", {"return_diagnostics": True}, "has no row statistics"),
     ],
 )

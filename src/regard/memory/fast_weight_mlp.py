@@ -225,7 +225,7 @@ class FastMLPMemory(NetworkMemory):
 
     def write(self, state: FastMLPState, tokens: Tensors, following: Tensors | None) -> Tensors:
         """Take one step. The target of a token comes from the next good token of its row, in its chunk or just after
-        it; a token without such a successor is not learned from."""
+        it; tokens without such a successor are ignored."""
         tokens = marked(tokens)
         following = {n: torch.zeros_like(x[:, :1]) for n, x in tokens.items()} if following is None else following
         tokens = joined((tokens, following))
@@ -242,7 +242,7 @@ class FastMLPMemory(NetworkMemory):
 
 
 def folded(x: Tensor, memories: int) -> Tensor:
-    """Reshape [B, P, ...] to [M, B P / M, ...], so that rows that share a memory stand side by side."""
+    """Reshape [B, P, ...] to [M, B P / M, ...], so that rows that share a memory are adjacent."""
     return x.reshape(memories, len(x) // max(memories, 1) * x.shape[1], *x.shape[2:])
 
 
@@ -260,7 +260,7 @@ def fast_weight_mlp(
 ) -> tuple[Tensor, FastMLPState]:
     """Read a SwiGLU network at every query, and train it on the values of the tokens, chunk by chunk.
 
-    When chunks are read and written is described in `memory.stream`.
+    `memory.stream` describes when chunks are read and written.
 
     Args:
         query, value: [B, T, Din] and [B, T, Dv].

@@ -179,7 +179,7 @@ def _require_whole(call: str, state: FastWeightState) -> None:
             expected[f"waiting.{name}"] = tuple(x.shape), (*rows, *sizes.get(name, ()))
     for name, (size, wanted) in expected.items():
         if size != wanted:
-            hint = "give all that one to_tensors() wrote"
+            hint = "give all tensors of one to_tensors()"
             raise ArgumentError(f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; {hint}.")
 
 
@@ -205,6 +205,6 @@ def check_state(
         require(shared and state.waiting.empty, call, text)
         state = replace(state, seen=(max(state.seen, default=0),) * batch)
     if not state.waiting.empty and state.waiting.pieces[0]["slots"].shape[-1] != top_k:
-        waiting = f"{max(state.waits)} tokens that wait to be written were read with another"
+        waiting = f"{max(state.waits)} waiting tokens were read with another"
         raise ArgumentError(f"{call}: top_k is {top_k}, but {waiting}; flush(state) before it changes.")
     return state

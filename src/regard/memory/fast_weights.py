@@ -2,7 +2,7 @@
 product-key-memory paper).
 
 Tokens read slots as in `product_key`. After each chunk, what a token read is moved towards the value of the token after
-it (`fast_weight_rules`). When chunks are read and written is described in `stream`.
+it (`fast_weight_rules`). `stream` describes when chunks are read and written.
 
 Legend: B batch, R streams (rows of the batch, or documents packed into rows), M memories (R, or 1 if the batch shares
 one), T tokens of a call, w of a read, P of a write in one memory, H heads, n sub-keys of a half, N = n^2 slots, k slots
@@ -155,7 +155,7 @@ class SlotMemory(ChunkMemory):
         return out, {name: fields[name] for name in self.rule.fields if name in fields}
 
     def _looked(self, state: FastWeightState, tokens: Tensors) -> tuple[Tensor, Tensors]:
-        """Return what the tokens read, or its mix, and the fields that came of it."""
+        """Return what the tokens read, or its mix, and the resulting fields."""
         query, good, keys = tokens["query"], tokens.get("good"), state.keys
         rounds = None if torch.compiler.is_compiling() else rounds_of(state.values)
         looked = None if rounds is None else rounds.looked(self, keys, tokens)

@@ -9,9 +9,8 @@ After a chunk, with three rates eta_t for token t (one per matrix) and the loss 
     g = sum_t eta_t d/dW v_t^T f(k_t),      s <- g + m s  (momentum, m the chunk's mean of m_t; else s = g)
     W <- W + s  (or the orthogonal factor of s, Muon),      then every row of W is scaled to its first norm
 
-A chunk without a finite token changes neither W nor s. Each head learns alone. When chunks are read and written is
-described in `memory.stream`.
-"""
+A chunk without a finite token changes neither W nor s. Each head learns alone. `memory.stream` describes when chunks
+are read and written."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -44,7 +43,7 @@ def orthogonal(x: Tensor) -> Tensor:
     """Return approximately U V^T for x = U S V^T [..., F, D], by five Newton-Schulz steps; 0 for 0."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    none = (x.detach() == 0).all((-2, -1), keepdim=True)  # of these the norm has no second derivative
+    none = (x.detach() == 0).all((-2, -1), keepdim=True)  # the norm of zeros has no second derivative
     size = torch.linalg.vector_norm(x.masked_fill(none, 1), dim=(-2, -1), keepdim=True)
     x = x / (size.masked_fill(none, 0) + 1e-7)
     for a, b, c in STEPS:
@@ -131,7 +130,7 @@ class LargeChunkMemory(NetworkMemory):
         return out, {name: x for name, x in tokens.items() if name != "query"}
 
     def write(self, state: LargeChunkState, tokens: Tensors, following: Tensors | None) -> Tensors:
-        """Take one step; the next token plays no part in it. A chunk without a good token changes nothing."""
+        """Take one step, without using the next token. A chunk without a good token changes nothing."""
         there = marked(tokens)["good"]
         key, value, rates, share = (hidden_where(~there, tokens[name]).transpose(1, 2) for name in state.WAITING)
         steps = dict(zip(NAMES, state.network.gradients(key, value, SwiGLU(*rates.split(1, -1))), strict=True))

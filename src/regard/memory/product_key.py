@@ -97,7 +97,7 @@ def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = 
 
 
 def search(query: Tensor, keys: Tensor, top_k: int, kind: SlotScore, eps: float) -> Found:
-    """Do as `product_key_search`, for checked, finite tensors of one dtype, float32 or float64."""
+    """Compute `product_key_search` for checked, finite tensors of one dtype, float32 or float64."""
     (batch, tokens, heads, width), n = query.shape, keys.shape[-2]
     q, back = by_set(query.reshape(batch, tokens, heads, 2, width // 2), keys.dim() == 4)
     scores, index = kind.best(q, keys.reshape(-1, n, width // 2), top_k, eps)
@@ -151,7 +151,7 @@ def weights_spec(call: str, spec: str | Spec) -> Spec:
     """Return `spec` as a Spec, after checking that it can weight selected slots."""
     known = as_spec(spec, call)
     if not known.convex or known.degree or known.similarity.name != "dot":
-        kind = "that are not negative and sum to one, of degree 0, without a similarity of their own"
+        kind = "that are not negative and sum to one, of degree 0, without their own similarity"
         expected = f"weights over scores {kind}, such as 'softmax' or 'sparsemax'"
         raise refuse(call, "spec", str(known), expected)
     return known
@@ -212,7 +212,7 @@ def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> fl
     floating(call, "query", query)
     tensor(call, "keys", keys, like=query)
     if query.dim() != 4 or query.shape[-1] % 2 or not query.shape[-1]:  # no text of symbolic lengths in torch.compile
-        expected = "[B, T, H, Dk] with an even Dk, whose halves meet a set of sub-keys each"
+        expected = "[B, T, H, Dk] with an even Dk, each half with its own set of sub-keys"
         raise ArgumentError(f"{call}: query is {shape(query)}, expected {expected}.")
     (batch, _, heads, width), batched = query.shape, keys.dim() == 5
     wanted = (batch, heads, 2) if batched else (heads, 2)

@@ -2,7 +2,7 @@
 
 A stream is cut into chunks of C tokens, counted from its first token. The tokens of a chunk all read the memory as it
 was at the start of the chunk. A full chunk waits until the next token arrives, because that token is the target of the
-chunk's last one; it is written before the new token is read. The result therefore depends on the stream alone, not on
+chunk's last one; it is written before the new token is read. The result therefore depends only on the stream, not on
 how it is cut into calls, and no token is used as a target before it has arrived.
 
 The rows of a batch are separate streams, each at its own position in its chunk. Padding is removed first, and documents
@@ -288,7 +288,7 @@ def _run(memory: ChunkMemory, state: S, new: Tensors, counts: Sequence[int]) -> 
         state = replace(state, waiting=state.waiting.append(kept, step.counts))
         parts.append(out)
     if not parts:
-        return memory.read(state, new, False)[0], state  # of no token, but a part of the graph
+        return memory.read(state, new, False)[0], state  # empty, but part of the graph
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return out if all(step.uniform for step in steps) else _in_order(out, steps, width(new)), state
 
@@ -355,14 +355,14 @@ def _changes(x: Tensor) -> Tensor:
 
 def check_chunk(call: str, chunk_size: object, least: int) -> int:
     """Check that `chunk_size` is a whole number >= `least`, and return it."""
-    why = "a chunk of one token could never be learned from" if least > 1 else "tokens between two writes"
+    why = "nothing can be learned from a chunk of one token" if least > 1 else "tokens between two writes"
     return int(min(whole(call, "chunk_size", chunk_size, least, why=f": {why}"), 2**48))
 
 
 def check_held(call: str, name: str, tokens: Tensor) -> None:
     """Check that `tokens` hold data, since what a memory writes depends on it."""
     if tokens.device.type == "meta":
-        why = "where it holds no tokens; a memory that is written needs them"
+        why = "where it holds no data, which a write needs"
         raise ArgumentError(f"{call}: {name} is on the meta device, {why}. Move it with .to().")
 
 
@@ -388,6 +388,6 @@ def check_tokens(
     shared_one = "segment_ids need a memory per document, but shared=True has one for the batch."
     require(segment_ids is None or not shared, call, shared_one)
     if torch.compiler.is_exporting() and not (exports and mask is None and segment_ids is None):
-        why = "this layer writes its fast weights in chunks of real tokens, which no exported graph holds"
+        why = "this layer writes its fast weights in chunks of real tokens, which an exported graph cannot hold"
         only = "of such layers FastWeightProductKeyMemory can be exported"
         raise ArgumentError(f"torch.export: {why}; {only}.")

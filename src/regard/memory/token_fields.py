@@ -102,7 +102,7 @@ def joined(pieces: Sequence[Tensors]) -> Tensors:
         piece.keys() == first.keys() and all(x.shape[2:] == first[name].shape[2:] for name, x in piece.items())
         for piece in pieces[1:]
     )
-    other = "the tokens that wait to be written were read with another top_k, key_update or gate"
+    other = "the waiting tokens were read with another top_k, key_update or gate"
     require(alike, "Waiting", f"{other}; flush(state) before these change.")
     return {name: torch.cat([piece[name] for piece in pieces], 1) for name in first}
 
@@ -123,7 +123,7 @@ def hidden_where(gone: Tensor, x: Tensor) -> Tensor:
 
 
 def blend(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return x [M, ...] or [...] for the memories `rows`, y [M, ...] for the others."""
+    """Return x [M, ...] or [...] for the memories `rows`, y [M, ...] for the rest."""
     return torch.where(rows.view(-1, *(1,) * (y.dim() - 1)), x, y)
 
 

@@ -221,7 +221,7 @@ def explain(
     segments: bool = False,
     return_diagnostics: bool = False,
 ) -> Explanation:
-    """Return which implementation `regard.attention(..., impl="auto")` would run, and why not the others.
+    """Return which implementation `regard.attention(..., impl="auto")` would run, and why not another one.
 
     Args:
         spec: an attention spec or its text.

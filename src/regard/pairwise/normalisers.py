@@ -1,7 +1,7 @@
 """Softmax-like functions of score tensors: entmax, sparsemax, ReLUmax, normalised ReLU and top-k.
 
 All are twice differentiable in the scores and in every parameter. Masked scores and scores of -inf have weight 0. Rows
-without a score are 0 with gradient 0. Rows that contain NaN are NaN, and no others. Sums and thresholds are computed
+without a score are 0 with gradient 0. Only rows that contain NaN are NaN. Sums and thresholds are computed
 in float32 or more.
 
 impl="cpu" uses numba loops (the extra `cpu`) at one to three times the cost of softmax (docs/results.md). It needs one

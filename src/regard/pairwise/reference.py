@@ -32,7 +32,7 @@ from .dispatch import Cost, Implementation, Inputs, Problem, register_impl
 from .layout import repeat_heads
 
 LIMIT = 2**28
-"""Most elements of a tensor that a local linear model may build."""
+"""Maximum number of elements of a tensor that a local linear model may build."""
 
 
 @register_impl("reference", priority=0)
@@ -69,7 +69,7 @@ class Reference(Implementation):
             q, k, v, rows = widest(q), widest(k), widest(v), {**rows, "alpha": widest(alpha)}
         z = q @ k.transpose(-1, -2)
         seen = visible.block(0, visible.queries, 0, visible.keys, z.device)
-        z = z if seen is None else torch.where(seen, z, -torch.inf)  # after the product: masked content stays out
+        z = z if seen is None else torch.where(seen, z, -torch.inf)  # after the product: masked content has no effect
         stats, p = spec.weighting.fit_weights(z, rows)
         signed, solver = (p, None) if spec.degree == 0 else _linear(inputs, p, stats, rows, seen)
         if not inputs.diagnostics:

@@ -30,7 +30,7 @@ class Visibility:
     offset: int | Tensor = 0  # or int64 [B]
     mask: Tensor | None = None  # boolean [B or 1, H or 1, Tq or 1, Tk or 1]
     runs: Tensor | None = None  # int64 [2, B or 1, Tk]: the first key of each key's run, and the key after its last
-    kept: Any = None  # what an implementation made of all this and needs again
+    kept: Any = None  # what an implementation derived from these fields and needs again
 
     @property
     def positional(self) -> bool:

@@ -157,7 +157,7 @@ def log_decays(call: str, log_decay: Any, key: Tensor, features: int | None, dty
 
 
 AxisSizes = dict[int, tuple[tuple[int, ...], str]]
-"""By the number of axes of an argument: the largest size, and for what it holds a number each ("": not named)."""
+"""By the number of axes of an argument: the largest size, and what each of its numbers belongs to ("": not named)."""
 
 
 def four_axes(call: str, name: str, value: Any, sizes: AxisSizes, dtype: torch.dtype, device: torch.device) -> Tensor:

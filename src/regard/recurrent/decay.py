@@ -31,7 +31,7 @@ def decayed(
     """Return (phi . A [B, H, Tq, E], the state after all keys [B, Hkv, F, E]); differentiable to any order.
 
     Causal: query i reads the state after key i; strict: before it. Otherwise every query reads the last state, and Tq
-    and Tk may differ. Cost: "chunked" O(T c) time beside the O(T F E) of the state and O(T c) memory;
+    and Tk may differ. Cost: "chunked" O(T c) time in addition to O(T F E) of the state and O(T c) memory;
     "parallel" O(T^2) both; "recurrent" O(T F E). With `beta`, the delta rule (`delta`).
     """
     if not causal:

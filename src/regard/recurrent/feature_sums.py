@@ -73,7 +73,7 @@ def parallel(
 def recurrent(
     phi: Tensor, psi: Tensor, val: Tensor, sums: Tensor, squares: Tensor | None, causal: bool, offset: int
 ) -> Sums:
-    """Add one key at a time (equations 15, 16, 21, 22): O(F E) memory beside the outputs; twice differentiable. In
+    """Add one key at a time (equations 15, 16, 21, 22): O(F E) memory besides the outputs; twice differentiable. In
     causal order `offset` is 0 (a query sees its own key) or -1 (it does not)."""
 
     def read_all(values: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

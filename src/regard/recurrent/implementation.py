@@ -35,9 +35,9 @@ class Linear:
         if problem.segments and problem.queries != problem.keys:
             return "takes segments only with a query at every key"
         if problem.segments and (problem.device == "meta" or torch.compiler.is_compiling()):
-            return "reads the segment ids on the host, which neither a compiled graph nor a meta tensor allows"
+            return "reads the segment ids on the host, which compiled graphs and meta tensors do not allow"
         if problem.mask == "pairs":
-            return "makes one sum for all queries, so the mask may depend on the key alone"
+            return "computes one sum for all queries, so the mask may depend only on the key"
         if problem.causal and problem.offset is None:
             return "needs one query_offset for all sequences, an int"
         return None

@@ -2,7 +2,7 @@
 
     o_i = sum_j s_ij (v_j - W_i k_j) + W_i q_i = obar_i + W_i (q_i - kbar_i)
 
-obar and kbar are one attention over values and keys side by side. W_i, the model of the keys that query i sees, is read
+obar and kbar are one attention over concatenated values and keys. W_i, the model of the keys that query i sees, is read
 at q_i - kbar_i. Softmax with W = 0 is attention, and with the best W near the query local linear attention.
 """
 
@@ -111,7 +111,7 @@ def _predictor(
 def require_averages(spec: Spec) -> None:
     """Raise ArgumentError unless the weights of `spec` are those of a mean."""
     if spec.degree or not spec.weighting.normalised:
-        why = "has a linear model of its own" if spec.degree else "has weights that do not sum to one"
+        why = "has its own linear model" if spec.degree else "has weights that do not sum to one"
         raise ArgumentError(
             f"{CALL}: the spec {spec} {why}, so there is no mean of residuals; use a normalised spec of degree 0, such "
             f"as softmax or biweight."

@@ -205,7 +205,7 @@ def _one_by_one(
     if form == "parallel":
         grams = every_gram(key, written, g, gram)
         t = torch.linalg.solve_ex(repeat_heads(grams, q.shape[1]) + torch.diag_embed(ridge), q)[0]
-        gram = torch.cat([gram[:, :, None], grams[:, :, -1:]], 2)[:, :, -1].clone()  # no view of more
+        gram = torch.cat([gram[:, :, None], grams[:, :, -1:]], 2)[:, :, -1].clone()  # not a view of a larger tensor
     else:
         solutions = [q[:, :, :0]]
         for i in range(key.shape[2]):

@@ -274,7 +274,7 @@ class _Span:
         from it by a few ranks and a decay. That of a later query would let later tokens change earlier rows."""
         matrix = self.written[..., :1, :].transpose(-1, -2) @ self.key[..., :1, :]
         matrix += self.start if self.upto is None else self.start * self.upto[..., :1, :]
-        matrix.diagonal(dim1=-2, dim2=-1).add_(self.ridge[..., 0, :])  # the first is no padding
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self.ridge[..., 0, :])  # the first is not padding
         return torch.cholesky_inverse(_cholesky(matrix))
 
     def times(self, p: Tensor) -> Tensor:

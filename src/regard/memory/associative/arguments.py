@@ -54,7 +54,7 @@ def places_of(call: str, indices: Any, held: int) -> list[int]:
 
 
 def transforming(call: str, fn: Any) -> Callable[[Tensor], Tensor]:
-    """Return `fn` for floating-point tensors (others stay), checked to keep shape, dtype and device."""
+    """Return `fn` for floating-point tensors (other values are unchanged), checked to keep shape, dtype and device."""
     if not callable(fn):
         raise refuse(call, "fn", fn, "a function of a tensor")
 

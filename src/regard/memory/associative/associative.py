@@ -185,7 +185,7 @@ class AssociativeMemory(nn.Module):
         return self
 
     def detach(self) -> "AssociativeMemory":
-        """Detach all that was written so far from the graph, and return the memory itself."""
+        """Detach everything written so far from the graph, and return the memory itself."""
         return self._map(Tensor.detach)
 
     def transform(self, fn: Callable[[Tensor], Tensor]) -> "AssociativeMemory":
@@ -264,9 +264,9 @@ class AssociativeMemory(nn.Module):
         given["pairs"] = pairs is not None
         if self.store == "sums":
             ways = ("everything", "pairs") if self.trend is None else ("everything",)
-            one_way(call, given, ways, "sums do not know one pair from another")
+            one_way(call, given, ways, "sums cannot tell one pair from another")
         else:
-            one_way(call, given, ("indices", "oldest", "everything"), "stored pairs are named by their places")
+            one_way(call, given, ("indices", "oldest", "everything"), "stored pairs are selected by index")
         before = len(self)
         if everything:
             self._short = None
@@ -277,7 +277,7 @@ class AssociativeMemory(nn.Module):
             within(call, "pairs", self._check_fit, gone.keys, gone.values, call)
             if not isinstance(self._short, Sums) or len(gone) > before:
                 raise ArgumentError(f"{call}: pairs: {len(gone)} pairs were given and {before} are held.")
-            # of no pair only rounding errors are left, and a quotient of two is no zero
+            # without pairs only rounding errors are left, and the quotient of two is not zero
             self._short = self._short.minus(gone) if len(gone) < before else None
         elif oldest is not None:
             count = whole(call, "oldest", oldest, 0)

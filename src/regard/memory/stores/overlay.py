@@ -38,9 +38,8 @@ class OverlayValues:
     Derivatives: first order only. A compiled graph holds reads of written rows that pass no gradient on (after
     `detach()`, or without gradients); others are run between two graphs.
     Cost: a read takes O(P K Dv) time, a write O(P K (Dv + log P K)) and a copy of the pointers (4 N bytes per memory),
-    and Dv numbers of memory per row touched. Without gradients, unused rows are freed when they outnumber the others,
-    and a memory with more than half of its rows written becomes a full table.
-    """
+    and Dv numbers of memory per row touched. Without gradients, unused rows are freed when they outnumber the used
+    ones, and a memory with more than half of its rows written becomes a full table."""
 
     pool: Pool  # the rows
     where: Tensor  # int32 [M, N], the pointer of every slot
@@ -148,7 +147,7 @@ class OverlayValues:
             given = f"base {shape(base)}, rows {shape(rows)} and where {shape(where)} ({where.dtype})"
             raise ArgumentError(f"{call}: {given}, expected [N, Dv], [R, Dv] and [M, N] (torch.int32).")
         last = max(int(where.max()), -2 - int(where.min())) if where.numel() else BASE
-        require(last < len(rows), call, f"where points at row {last} of {len(rows)}; the tensors are of two stores.")
+        require(last < len(rows), call, f"where points at row {last} of {len(rows)}; the tensors are from two stores.")
         pool = Pool(base, rows.dtype)
         return cls._filled(pool, where, lambda view, start: view.copy_(rows[start : start + len(view)]), len(rows))
 

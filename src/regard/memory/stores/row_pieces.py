@@ -132,7 +132,7 @@ class RowPieces:
         return torch.empty(0, self.width, dtype=dtype, device=self.device) if out is None else out
 
     def traced(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Do as `gather` by operations that can be compiled, for ids [...]; every piece is read for each row."""
+        """Compute `gather` with operations that can be compiled, for ids [...]; every piece is read for each row."""
         out = torch.zeros(*ids.shape, self.width, dtype=dtype, device=self.device)
         for start, piece in zip(self.starts, self.pieces, strict=True):
             here = ids - start
@@ -143,7 +143,7 @@ class RowPieces:
 
     def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
         """Return for each owner the sum of weights times rows over its entries, [owners, D]; owner int64 [E] ascending.
-        The first and the added rows are summed apart, so that no bit of the result depends on where pieces end."""
+        The first and the added rows are summed apart, so that the result does not depend on where pieces end."""
         if len(self.pieces) == 1:
             return self._sums(ids, weights, owner, owners)
         added = ids >= self.given

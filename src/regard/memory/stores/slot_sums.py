@@ -49,7 +49,7 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
     require(slots.dtype == torch.int64, call, f"slots has dtype {slots.dtype}, expected torch.int64.")
     if values.dim() != 2 or slots.shape != weights.shape or slots.dim() < 1:
         given = f"values {shape(values)}, slots {shape(slots)}, weights {shape(weights)}"
-        raise ArgumentError(f"{call}: {given}, expected [N, Dv] and twice [..., K].")
+        raise ArgumentError(f"{call}: {given}, expected [N, Dv], [..., K] and [..., K].")
     wide = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
     with full_precision(values.device.type):
         if torch.compiler.is_compiling() and not sparse_grad:

@@ -1,7 +1,7 @@
 """Weights of blocks of scores, and the conversion of a call to the arguments of a torch operator and back.
 
 `Rows` computes the weights of a block and their derivative: here with torch operations for any weighting, in `cpu` with
-loops over rows. Those also mark the keys with weight, so that later products leave out the others.
+loops over rows. The latter also mark the keys with weight, so that later products skip all other keys.
 
 Legend: N = B x H heads, flattened; Tq, Tk queries and keys; n heads, q queries, w keys of a block; P row parameters.
 """

@@ -105,7 +105,7 @@ class Block:
     def add_columns(self, total: Tensor, x: Tensor, p: Tensor) -> None:
         """Add x^T p to the block's keys of `total` [B x Hkv, D, Tk], for x [n, q, D] and p [n, q, w]."""
         where = self._kv(total.device)
-        x, p = x.to(total.dtype).transpose(-1, -2), p.to(total.dtype)  # p^T x would take half as long again
+        x, p = x.to(total.dtype).transpose(-1, -2), p.to(total.dtype)  # p^T x would take 1.5 times as long
         if not isinstance(where, slice):
             part = x @ p
             if self.kept is not None:
@@ -130,7 +130,7 @@ class Block:
 
     def add_weighted(self, out: Tensor, p: Tensor, v: Tensor, marks: Tensor) -> None:
         """Add p v to out [n, q, Dv] by chunks of keys, without chunks that have no mark. Chunks have fixed borders, so
-        that leaving one out only omits zeros: the weights of one row change no bit of another."""
+        that leaving one out only omits zeros: the weights of one row do not change any other row."""
         alive = marks.any(0).tolist()
         for start in range(self.low - self.low % CHUNK, self.high, CHUNK):
             first, last = max(start, self.low), min(start + CHUNK, self.high)
@@ -170,7 +170,7 @@ class Block:
         return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], fill)
 
     def _edge(self, visible: Visibility) -> int | None:
-        """Return the first key that causal order hides from some query; None if anything else hides keys."""
+        """Return the first key that causal order hides from some query; None if keys are also hidden otherwise."""
         other = visible.window is not None or visible.runs is not None or visible.mask is not None
         if not visible.causal or other or self.kept is not None or isinstance(visible.offset, Tensor):
             return None

@@ -70,7 +70,7 @@ class Tensors(NamedTuple):
         ridge = ridge.to(wide) if isinstance(ridge, Tensor) else ridge
         some_are_zero = getattr(spec.kernel, "compact", False) or spec.bandwidth.name != "fixed"
         sparse = some_are_zero or most <= y.shape[-1]
-        if wide != p.dtype:  # else rounding moves the mean out of the span, which 1 / ridge amplifies
+        if wide != p.dtype:  # otherwise rounding moves the mean out of the span, which 1 / ridge amplifies
             p = p.to(wide)
             total = p.sum(-1, keepdim=True)
             p = p / torch.where(total > 0, total, 1)

@@ -66,7 +66,7 @@ class WeightedRows(System):
         return image.add_(x, alpha=self.ridge) if isinstance(self.ridge, float) else image.addcmul_(self.ridge, x)
 
     def corrections(self, x: Tensor) -> Tensor:
-        """Return p_ij (y_j - m_i) . x_i [n, q, w] for the solution x of the last solve, from memory if it is there."""
+        """Return p_ij (y_j - m_i) . x_i [n, q, w] for the solution x of the last solve, cached if available."""
         last, self._last = self._last, None
         return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
 
@@ -114,8 +114,8 @@ class WeightedRows(System):
         return self.mean.new_full((rows.shape[0], 1), self.ridge)
 
     def raise_ridge(self) -> None:
-        """Raise the ridge to the rounding error of the covariance. An absolute ridge can be negligible beside the
-        kernel weight, and slopes in units of 1 / ridge would then be rounding errors."""
+        """Raise the ridge to the rounding error of the covariance. An absolute ridge can be negligible compared with
+        the kernel weight, and slopes in units of 1 / ridge would then be rounding errors."""
         floor = 4 * torch.finfo(self.p.dtype).eps * (self.p @ self.y.square().sum(-1, keepdim=True))
         self.raised = floor > self.ridge
         self.ridge = torch.where(self.raised, floor, self.ridge)
@@ -213,7 +213,7 @@ class FewRows(WeightedRows):
         near, first = common, 0
         if common.shape[-1] > NEAREST:
             near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
-            first = int(near.any(0).int().argmax())  # before it no head has a share
+            first = int(near.any(0).int().argmax())  # no head has an earlier share
         self.share = near / near.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
         self.origin = self._origin(first)
         self.mean = p.new_zeros(p.shape[0], p.shape[1], y.shape[-1])
@@ -246,7 +246,7 @@ class FewRows(WeightedRows):
 
     @property
     def y(self) -> Tensor:
-        """A copy, for methods not written for few rows."""
+        """A copy, for methods without a form for few rows."""
         return self.raw - self.origin
 
     def slopes(self, x: Tensor) -> Tensor:

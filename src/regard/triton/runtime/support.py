@@ -53,7 +53,7 @@ def unsupported_device(device: str) -> str | None:
     """Return None if kernels run on tensors of that device, else the reason."""
     if device == "cuda" or (device == "cpu" and (interpreted() or watching())):
         return None
-    return f"runs on CUDA devices (on the CPU under TRITON_INTERPRET=1 alone); the tensors are on {device}"
+    return f"runs on CUDA devices (on the CPU only under TRITON_INTERPRET=1); the tensors are on {device}"
 
 
 def unsupported(problem: Problem) -> str | None:
