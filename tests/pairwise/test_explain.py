@@ -110,7 +110,7 @@ def test_costs_grow_as_they_should() -> None:
 
 def test_messages() -> None:
     refuses("explain: mask is 'rows'", regard.explain, "softmax", SHAPE, mask="rows")
-    refuses("cannot be shared out", regard.explain, "softmax", SHAPE, (2, 3, 128, 16))
+    refuses("cannot be divided", regard.explain, "softmax", SHAPE, (2, 3, 128, 16))
     refuses("Did you mean 'softmax'", regard.explain, "sofmax", SHAPE)
 
 

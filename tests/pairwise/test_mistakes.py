@@ -39,7 +39,7 @@ def ones(*size: int, **how: Any) -> Tensor:
 
 
 OTHER, META = tensors(torch.float64), {"device": "meta"}
-SHARED, LOST = "cannot be shared out among", "the position of every query must be that of one of the 7 keys"
+SHARED, LOST = "cannot be divided among", "the position of every query must be that of one of the 7 keys"
 TENSORS = [
     *((f"attention: {n} has shape {list(s)} ... expected [batch, heads, length, dim]", {n: ones(*s)})
       for n in NAMES for s in ((5, 8), (2, 5, 8), (1, 2, 4, 5, 8))),

@@ -163,12 +163,12 @@ def _clean_numbers(inputs: Inputs, local: Mapping[str, float | Tensor]) -> Tenso
     a ridge) by 1, as products over rows would spread them. Return which rows [B, H, Tq] have one, or None."""
     if not inputs.params and not inputs.spec.degree:
         return None
-    found, most = None, torch.finfo(inputs.q.dtype).max
+    bad_rows, most = None, torch.finfo(inputs.q.dtype).max
     for name, x in inputs.params.items():
         inputs.params[name], bad = _usable(x, most)
-        found = either(found, bad)
+        bad_rows = either(bad_rows, bad)
     if not inputs.spec.degree:
-        return found
+        return bad_rows
     ridge, probe = local.get("ridge", inputs.spec.ridge), local.get("probe")
     fits = isinstance(probe, Tensor) and probe.shape[-1] == inputs.x.shape[-1]
     if inputs.spec.solver.name == "learned" and not fits:
@@ -181,7 +181,7 @@ def _clean_numbers(inputs: Inputs, local: Mapping[str, float | Tensor]) -> Tenso
     inputs.ridge = ridge.clamp(max=LARGEST) if isinstance(ridge, Tensor) else min(ridge, LARGEST)
     inputs.probe = probe if isinstance(probe, Tensor) else None
     bad = either(ridge_bad, probe_bad)
-    return either(found, None if bad is None else bad.any(-1))
+    return either(bad_rows, None if bad is None else bad.any(-1))
 
 
 def _usable(x: Any, most: float) -> tuple[Any, Tensor | None]:

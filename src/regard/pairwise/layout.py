@@ -34,11 +34,11 @@ def any_layout(function: F) -> F:
         one_of(function.__name__, "layout", layout, get_args(Layout))
         turned = {name: _turned(x) if name in TURNED else x for name, x in kwargs.items()}
         try:
-            found = function(*[_turned(x) for x in args], **turned)
+            result = function(*[_turned(x) for x in args], **turned)
         except ArgumentError as error:
             text = str(error)
         else:
-            return (_turned(found[0]), *found[1:]) if isinstance(found, tuple) else _turned(found)
+            return (_turned(result[0]), *result[1:]) if isinstance(result, tuple) else _turned(result)
         # regard.compat's functions call this one and have no argument of that name, so the note does not name it
         note = " Shapes are shown with heads before tokens." if re.search(r"\[[^\]]*, ", text) else ""
         raise ArgumentError(f"{text}{note}")

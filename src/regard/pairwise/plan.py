@@ -191,24 +191,24 @@ def check_sizes(
     """Return the sizes of a call after checking that these shapes fit together. `suffix` ends their names."""
     (batch, heads, queries, dim), (key_batch, kv_heads, keys, key_dim) = query, key
     value_batch, value_heads, values, value_dim = value
-    wrong = None
+    problem = None
     if not batch == key_batch == value_batch:
-        wrong = "batch sizes differ"
+        problem = "batch sizes differ"
     elif dim != key_dim:
-        wrong = "query and key differ in their last axis"
+        problem = "query and key differ in their last axis"
     elif dim == 0:
-        wrong = "query and key have no features"
+        problem = "query and key have no features"
     elif value_dim == 0:
-        wrong = "value has no features"
+        problem = "value has no features"
     elif kv_heads != value_heads or keys != values:
-        wrong = "key and value differ in heads or length"
+        problem = "key and value differ in heads or length"
     elif heads != kv_heads and not enable_gqa:
-        wrong = "query and key differ in heads; pass enable_gqa=True to let a key head serve several query heads"
+        problem = "query and key differ in heads; pass enable_gqa=True to let a key head serve several query heads"
     elif heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        wrong = f"{heads} query heads cannot be shared out among {kv_heads} key heads; the former must be a multiple"
-    if wrong is not None:
+        problem = f"{heads} query heads cannot be divided among {kv_heads} key heads; the former must be a multiple"
+    if problem is not None:
         given = f"query{suffix} {list(query)}, key{suffix} {list(key)}, value{suffix} {list(value)}"
-        raise ArgumentError(f"{call}: {wrong}: {given}.")
+        raise ArgumentError(f"{call}: {problem}: {given}.")
     return batch, heads, kv_heads, queries, keys, dim, value_dim
 
 

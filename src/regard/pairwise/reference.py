@@ -77,8 +77,8 @@ class Reference(Implementation):
         row = (*counts(p.detach()), inputs.scale, rows, visible)
         shown = (p, signed if spec.degree else None)
         weights, effective = shown if keys else (None if x is None else x[..., :0] for x in shown)
-        found = diagnose(spec, stats.map(Tensor.detach), *row, weights=weights, solver=solver, effective=effective)
-        return signed @ v, found
+        report = diagnose(spec, stats.map(Tensor.detach), *row, weights=weights, solver=solver, effective=effective)
+        return signed @ v, report
 
 
 def _linear(
@@ -111,13 +111,13 @@ def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, pro
     eye = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
     matrix = spread + (ridge[..., None] if isinstance(ridge, Tensor) else ridge) * eye
     if solver.exact:
-        found: Solved = solver.solve(Dense(matrix, ridge, probe), right)
-        return found
+        solved: Solved = solver.solve(Dense(matrix, ridge, probe), right)
+        return solved
     with torch.no_grad():
         size = power_of_two_above(right)
-        found = solver.solve(Dense(matrix, ridge, probe), right / size)
-        value = found.value * size
-    return found._replace(value=_Implicit.apply(matrix, right, solver, value))
+        solved = solver.solve(Dense(matrix, ridge, probe), right / size)
+        value = solved.value * size
+    return solved._replace(value=_Implicit.apply(matrix, right, solver, value))
 
 
 class _Implicit(torch.autograd.Function):
@@ -136,6 +136,6 @@ class _Implicit(torch.autograd.Function):
             value = _Implicit.apply(matrix, right, ctx.solver, value)
         with torch.no_grad():
             size = power_of_two_above(grad)
-            found = ctx.solver.solve(Dense(matrix), grad / size).value * size
-        back = _Implicit.apply(matrix, grad, ctx.solver, found) if torch.is_grad_enabled() else found
+            solution = ctx.solver.solve(Dense(matrix), grad / size).value * size
+        back = _Implicit.apply(matrix, grad, ctx.solver, solution) if torch.is_grad_enabled() else solution
         return -back[..., :, None] * value[..., None, :], back, None, None

@@ -74,8 +74,8 @@ class Rows:
         del b  # free now: one value per query-key pair
         dz = g.sub_(rho).mul_(a) if not names else a * (g - rho)
         del a
-        found = weighting.param_grads(dz, g, rho, z, p, stats, params) if names else {}
-        return p, weighting.finish(dz, rho, z, p, stats, params), [found[name][..., 0] for name in names]
+        by_name = weighting.param_grads(dz, g, rho, z, p, stats, params) if names else {}
+        return p, weighting.finish(dz, rho, z, p, stats, params), [by_name[name][..., 0] for name in names]
 
     def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:
         """Return the weights, computed again; z changes only at masked keys."""

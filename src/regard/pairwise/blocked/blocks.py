@@ -199,14 +199,14 @@ class Block:
             width = self.high - self.low if self.kept is None else self.kept.shape[0]
             ends = torch.tensor([0, width], device=device)[:, None, None].expand(2, self.heads, self.last - self.first)
             return ends[0], ends[1]
-        found = []
+        limits = []
         for ends in self.work.ends(device):
             part = ends[:, self.first : self.last].clamp(self.low, self.high) - self.low
             if part.shape[0] > 1:
                 part = part[torch.arange(self.at.start, self.at.stop, device=device) // self.work.heads]
             part = part if self.kept is None else torch.searchsorted(self.kept, part)
-            found.append(part.expand(self.heads, -1))
-        return found[0], found[1]
+            limits.append(part.expand(self.heads, -1))
+        return limits[0], limits[1]
 
     def placed(self, index: Tensor) -> Tensor:
         """Return an index of keys [n, q, ...], its first two entries, positions, relative to the block's columns."""

@@ -32,8 +32,8 @@ def run(*arguments: Any) -> Outputs:
     [B, H, Tq, n], marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]). At degree 1 floats and flags also hold what
     `local_linear.effective` writes, and there are no marks."""
     given, work = arguments[:COUNT], work_from(*arguments[:2], *arguments[COUNT:])
-    rows, found, tensors, failed = work.rows, _outputs(work.rows, *given[:4]), flattened(work.ridge, *given), False
-    out, floats, flags, index, active = map(flat, found)
+    rows, outputs, tensors, failed = work.rows, _outputs(work.rows, *given[:4]), flattened(work.ridge, *given), False
+    out, floats, flags, index, active = map(flat, outputs)
     statistics = (floats[..., :FLOATS], flags[..., :FLAGS], index) if work.spec.degree else (floats, flags, index)
     flags[..., 0] = 1  # rows of blocks that see no key are skipped
     for block in work.blocks():
@@ -51,7 +51,7 @@ def run(*arguments: Any) -> Outputs:
         block.rows(out).copy_(p @ block.columns(tensors.v))
     if failed:
         local_linear.warn("forward", work.spec)
-    return found
+    return outputs
 
 
 def _outputs(rows: Rows, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> Outputs:
@@ -91,12 +91,12 @@ def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     new = lambda z: None if z is None else z.new_zeros(z.shape)  # noqa: E731
     turned = [None if z is None else z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
     dk, dv, dy = turned
-    found: list[Any] = [new(q), dk, dv, new(x), dy, *map(new, rest)]
+    grads: list[Any] = [new(q), dk, dv, new(x), dy, *map(new, rest)]
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
-        tensors, d = flattened(work.ridge, *arguments[:COUNT]), flattened(0.0, *found)
+        tensors, d = flattened(work.ridge, *arguments[:COUNT]), flattened(0.0, *grads)
         _backward_blocks(work, tensors, d, flat(grad.contiguous()), *map(flat, statistics))
-    found[1], found[2], found[4] = (None if z is None else z.transpose(-1, -2).contiguous() for z in turned)
-    return tuple(q.new_zeros(0) if z is None else z for z in found)
+    grads[1], grads[2], grads[4] = (None if z is None else z.transpose(-1, -2).contiguous() for z in turned)
+    return tuple(q.new_zeros(0) if z is None else z for z in grads)
 
 
 def _backward_blocks(
@@ -108,16 +108,16 @@ def _backward_blocks(
     for block in work.blocks():
         if rows.marks and not linear and not rows.exact(block.params(tensors.given)):
             block = block.narrowed(block.marks(active))
-        own = tuple(block.rows(x) for x in kept)
+        kept_rows = tuple(block.rows(x) for x in kept)
         g, z, params = block.rows(grad), block.scores(tensors.q, tensors.k), block.params(tensors.given)
         share = p = None
         if linear:
-            p, slope = rows.again(block, z, own, params), block.rows(floats)[..., SLOPE:]
-            dp, share, unconverged = local_linear.weight_gradient(block, tensors, d, p, own, g, slope)
+            p, slope = rows.again(block, z, kept_rows, params), block.rows(floats)[..., SLOPE:]
+            dp, share, unconverged = local_linear.weight_gradient(block, tensors, d, p, kept_rows, g, slope)
             failed = failed or unconverged
         else:
             dp = g @ block.columns(tensors.v).transpose(-1, -2)
-        p, dz, dparams = rows.derive(block, z, dp, (*own[:2], block.placed(own[2])), params, share, p)
+        p, dz, dparams = rows.derive(block, z, dp, (*kept_rows[:2], block.placed(kept_rows[2])), params, share, p)
         del z, dp
         if not linear:
             block.add_columns(d.v, g, p)

@@ -54,8 +54,8 @@ def parts(rows: Tensor, numbers: int) -> Iterator[Tensor]:
 
 def _gathered(p: Tensor, alive: Tensor, count: Tensor, rows: Tensor, size: int) -> Live:
     row, column = alive[rows].nonzero(as_tuple=True)
-    own = count[rows]
-    rank = torch.arange(row.shape[0], device=row.device) - (own.cumsum(0) - own)[row]
+    counts = count[rows]
+    rank = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
     index = row.new_zeros(rows.shape[0], size)
     weights = p.new_zeros(rows.shape[0], size)
     index[row, rank] = column

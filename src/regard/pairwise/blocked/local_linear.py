@@ -118,8 +118,8 @@ def effective(
     block.rows(flags)[..., FLAGS].copy_(system.reported_status(solved.status))
     weights = torch.addcmul(system.p, system.corrections(solved.value), size).to(p.dtype)
     if system.counted:
-        found = [*(solved.statistics[name] for name in STATISTICS), negative_part(weights)]
-        block.rows(floats)[..., FLOATS:SLOPE].copy_(torch.stack(found, -1))
+        columns = [*(solved.statistics[name] for name in STATISTICS), negative_part(weights)]
+        block.rows(floats)[..., FLOATS:SLOPE].copy_(torch.stack(columns, -1))
     return weights, _unconverged(solved.status)
 
 

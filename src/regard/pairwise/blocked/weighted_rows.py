@@ -82,12 +82,12 @@ class WeightedRows(System):
         for rows, index, weights in live_rows.groups(p, dim):
             away = self._keys(self._heads(rows), index) - means[rows, None]
             source = None if sources is None else sources[rows].gather(1, index)
-            found = live_rows.solve(weights, away, flat[rows], self._ridge_of(rows), source, self.counted)
-            value[rows], left[rows] = found.value, ~found.sound
-            if found.residual is not None:
-                residual[rows] = found.residual
-            own = corrections.new_zeros(rows.shape[0], w)
-            corrections[rows] = own.scatter_add_(1, index, found.corrections)  # padding adds 0
+            solved = live_rows.solve(weights, away, flat[rows], self._ridge_of(rows), source, self.counted)
+            value[rows], left[rows] = solved.value, ~solved.sound
+            if solved.residual is not None:
+                residual[rows] = solved.residual
+            values = corrections.new_zeros(rows.shape[0], w)
+            corrections[rows] = values.scatter_add_(1, index, solved.corrections)  # padding adds 0
         for rows in live_rows.parts(left.nonzero()[:, 0], w * dim):
             away = self._keys(self._heads(rows), torch.arange(w, device=rows.device)[None]) - means[rows, None]
             alone = live_rows.alone(p[rows], away, flat[rows], self._ridge_of(rows))
@@ -147,12 +147,12 @@ class WeightedRows(System):
 
     def diagonal(self, blocks: int) -> Tensor:
         dim = self.y.shape[-1]
-        found = self._moments(*self._pairs(blocks)).unflatten(-1, (blocks, dim // blocks, dim // blocks))
+        matrices = self._moments(*self._pairs(blocks)).unflatten(-1, (blocks, dim // blocks, dim // blocks))
         ridge = self.ridge
         if isinstance(ridge, Tensor):
             ridge = ridge.expand(self.mean.shape).unflatten(-1, (blocks, dim // blocks))
-        found.diagonal(dim1=-2, dim2=-1).clamp_(min=0).add_(ridge)
-        return found
+        matrices.diagonal(dim1=-2, dim2=-1).clamp_(min=0).add_(ridge)
+        return matrices
 
     def _pairs(self, blocks: int) -> tuple[Tensor, Tensor]:
         """Return both coordinates of all entries [g s s] of the diagonal blocks."""
@@ -184,12 +184,12 @@ class WeightedRows(System):
     def _moments(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the covariances of coordinates `first` and `second` [n, q, pairs], by products over chunks of keys."""
         n, _, w = self.p.shape
-        found = self.mean[..., first].mul_(self.mean[..., second]).neg_()
+        moments = self.mean[..., first].mul_(self.mean[..., second]).neg_()
         chunk = max(64, NUMBERS // (n * first.shape[0]))
         for start in range(0, w, chunk):
             y = self.y[:, start : start + chunk]
-            found.baddbmm_(self.p[..., start : start + chunk], y[..., first].mul_(y[..., second]))
-        return found
+            moments.baddbmm_(self.p[..., start : start + chunk], y[..., first].mul_(y[..., second]))
+        return moments
 
     def near(self) -> Tensor:
         """Return the unweighted covariance of the keys that every row sees, plus the ridge. If rows have their own
