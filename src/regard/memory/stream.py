@@ -321,7 +321,7 @@ def _pieces(new: Tensors, steps: Sequence[Step]) -> Iterator[Tensors]:
     sizes = [step.width for step in steps]
     if all(step.uniform for step in steps) and sum(sizes) == width(new):
         parts = [x.split(sizes, 1) for x in new.values()]
-        yield from (dict(zip(new, own, strict=True)) for own in zip(*parts, strict=True))
+        yield from (dict(zip(new, piece, strict=True)) for piece in zip(*parts, strict=True))
     else:
         yield from (_piece(new, step) for step in steps)
 

@@ -111,17 +111,17 @@ def _train_all(
     recalls = {f"recall with {name}": name for name in demo_recall.MODELS if config.recall_steps}
     for call, name in reversed(recalls.items()):  # the slow ones first
         calls[call] = partial(demo_recall.recall, name, steps=config.recall_steps, seed=config.seed)
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     with progress.status(f"training {len(calls)} models, {max(1, config.workers)} at a time") as status:
         for name, record in run_calls(calls, config.workers):
-            found[name] = record
-            progress.print(f"{len(found)}/{len(calls)} {name}: {brief(record)}", highlight=False)
-            status.update(f"training the other {len(calls) - len(found)} models")
+            records[name] = record
+            progress.print(f"{len(records)}/{len(calls)} {name}: {brief(record)}", highlight=False)
+            status.update(f"training the other {len(calls) - len(records)} models")
     return {
         "made_by": demo_output.MADE_BY, "format": 1, "finished": True, "seconds": time.perf_counter() - start,
         "visible_keys": (demo_train.CONTEXT + 1) / 2, "text": text.described,
         "settings": demo_train.shared_settings(plans[0]), "installation": installation(), "baseline": baseline,
-        "models": [found[settings.spec[0]] for settings in plans], "recall": [found[call] for call in recalls],
+        "models": [records[settings.spec[0]] for settings in plans], "recall": [records[call] for call in recalls],
     }  # fmt: skip
 
 

@@ -86,10 +86,10 @@ def write(out: Path, result: Result) -> None:
 
 def tables(result: Result) -> dict[str, Table]:
     """Return the tables by title."""
-    found = {"Language models": table(result)}
+    by_title = {"Language models": table(result)}
     if result["recall"]:
-        found["Recall"] = recall_table(result["recall"], result["settings"]["seed"])
-    return found
+        by_title["Recall"] = recall_table(result["recall"], result["settings"]["seed"])
+    return by_title
 
 
 def table(result: Result) -> Table:
@@ -138,7 +138,7 @@ def _map_name(model: Mapping[str, Any]) -> str:
 
 def page(result: Result, pictures: dict[str, bytes]) -> Page:
     """Return the report."""
-    parts, found = [], tables(result)
+    parts, by_title = [], tables(result)
     if (kernels := _kernels(result)) is not None:
         text = (
             f"Queries and keys of one head, on a held-out text that the {kernels['model']} model has never seen. "
@@ -153,15 +153,15 @@ def page(result: Result, pictures: dict[str, bytes]) -> Page:
         f"windows of the same text from the same seed, beside a {result['baseline']['name']} model of that text."
     )
     caption = "Bits per character: thin lines on training windows, dots on the whole held-out text."
-    parts.append(Part(title="One model, several attention specs", text=text, table=found["Language models"],
+    parts.append(Part(title="One model, several attention specs", text=text, table=by_title["Language models"],
                       picture=pictures.get("curves.png"), caption=caption))  # fmt: skip
-    if "Recall" in found:
+    if "Recall" in by_title:
         text = (
             "Each sequence lists pairs of keys and values, then keys alone; the model must answer with their values. "
             "What a model can keep of earlier tokens decides whether it can."
         )
         caption = "Accuracy on validation examples; curves end where 0.99 is reached."
-        parts.append(Part(title="Recall", text=text, table=found["Recall"], picture=pictures["recall.png"],
+        parts.append(Part(title="Recall", text=text, table=by_title["Recall"], picture=pictures["recall.png"],
                           caption=caption))  # fmt: skip
     return Page(
         title="Attention as regression: what changes when a part of it changes",

@@ -111,13 +111,13 @@ def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str,
     CPU time of the whole call; "maps" and "kernels" are None where the model has no weights to show. If the training
     stopped, return the reason as "failure"."""
     name, clock, cpu = settings.spec[0], Clock(), time.process_time()
-    own = {"spec": name, "run": f"{RUNS}/{settings.out.name}"}
+    names = {"spec": name, "run": f"{RUNS}/{settings.out.name}"}
     try:
         summary = train(settings, build_model=build_model, callbacks=[clock], console=Console(quiet=True))
     except TrainingInterrupted:
         raise
     except TrainingStopped as error:
-        return {**own, "failure": str(error)}
+        return {**names, "failure": str(error)}
     cpu = time.process_time() - cpu
     model, tokenizer = load_model(settings.out, call=call)
     place = first_paragraph(text.held_out)
@@ -133,7 +133,7 @@ def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str,
         f"Every {half} characters continue from the {half} before."
     )
     return {
-        **own, "bits_per_char": summary.bits_per_char, "parameters": summary.parameters, "support": summary.support,
+        **names, "bits_per_char": summary.bits_per_char, "parameters": summary.parameters, "support": summary.support,
         "train_seconds": clock.seconds, "cpu_seconds": cpu,
         "tokens_per_second": clock.steps * settings.per_step * CONTEXT / clock.seconds, "prompt": prompt,
         "sample": write_on(model, tokenizer, prompt, settings.seed), "sampled": sampled,

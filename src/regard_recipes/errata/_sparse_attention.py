@@ -129,9 +129,9 @@ def validation_stories() -> Numbers:
 def distance_from_softmax() -> Numbers:
     """Found: ‖entmax − softmax‖₁ < 3/n. Correct: the factor grows with the entropy of the row: n ‖·‖₁ tends to E_q |x²
     − E_q x²| / 2, x = −log q, q = softmax."""
-    n, found = 100, {}
+    n, distances = 100, {}
     for length in (16, 8192):
         z = normal(64, length)
         gap = (regard.entmax(z, alpha=1 + 1 / n) - z.softmax(-1)).abs().sum(-1).mean()
-        found[f"n ‖·‖₁ at {length} keys"] = float(n * gap)
-    return found
+        distances[f"n ‖·‖₁ at {length} keys"] = float(n * gap)
+    return distances

@@ -34,8 +34,8 @@ class Errata(Recipe):
 
         tables: dict[str, list[tuple[str, ...]]] = {}
         for name, rows in results.frame.groupby("erratum", sort=False):
-            known, found = ERRATA[str(name)], rows.dropna(subset=["quantity"])
-            numbers = "; ".join(f"{row.quantity}: {row.number:.3g}" for row in found.itertuples())
+            known, measured = ERRATA[str(name)], rows.dropna(subset=["quantity"])
+            numbers = "; ".join(f"{row.quantity}: {row.number:.3g}" for row in measured.itertuples())
             script = f"`{name}` in {Path(known.numbers.__code__.co_filename).name}"
             cells = (known.place, *known.texts(), numbers or "read in the source", script)
             tables.setdefault(known.paper, []).append(cells)

@@ -225,8 +225,10 @@ def claims_of(paper: str, rows: Iterable[Sequence[Any]], **common: Any) -> list[
     made = []
     for where, wording, estimates, says, margin, note, *changes in rows:
         named = estimates if isinstance(estimates, Mapping) else {"": estimates}
-        found = {name: e if isinstance(e, Estimate) else mean_interval(e) for name, e in named.items()}
-        measured = {name: estimate for name, estimate in found.items() if estimate.count or estimate.low != -math.inf}
+        intervals = {name: e if isinstance(e, Estimate) else mean_interval(e) for name, e in named.items()}
+        measured = {
+            name: estimate for name, estimate in intervals.items() if estimate.count or estimate.low != -math.inf
+        }
         if measured:
             fields = {**common, **dict(*changes), "note": note}
             made.append(Claim(paper, where, wording, measured, says, margin, **fields))

@@ -86,8 +86,8 @@ def read_text(
     has = f"{len(content):,} characters, {len(train_tokens):,} tokens to learn and {len(unseen):,} held out"
     least = f"each part must have at least a context of {context}"
     more = f"about {round((3 if choice else 1) * context / HELD_OUT):,} tokens or more"
-    mend = f"give {more}, or a smaller --context if the command has this option"
-    require(shortest >= context, call, f"{source} has {has}; {least}, so {mend}.")
+    hint = f"give {more}, or a smaller --context if the command has this option"
+    require(shortest >= context, call, f"{source} has {has}; {least}, so {hint}.")
     chosen_on = f", {cut:,} more to choose on" if choice else ""
     described = {
         "source": source, "characters": f"{len(content):,}",

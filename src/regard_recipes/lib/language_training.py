@@ -74,13 +74,13 @@ def train_language_model(
             prepare(model)
         losses, seconds = train_with_trainer(model, material, budget, seed)
     memory = {"peak_bytes": held_bytes("VmHWM", device), "before_bytes": before}
-    found = {} if measure is None else measure(model.eval())
-    rows = found.pop("rows", ())
+    measures = {} if measure is None else measure(model.eval())
+    rows = measures.pop("rows", ())
     noted = zip_longest(budget.look_steps(), losses, fillvalue=(math.nan, math.nan))
     looks = [{"kind": "look", "step": step, "train": train, "held_out": held_out} for step, (train, held_out) in noted]
     last = {loss: looks[-1][loss] for loss in ("train", "held_out")}
     parameters = sum(weight.numel() for weight in model.parameters())
-    return [{"kind": "run", "parameters": parameters, **last, **seconds, **memory, **found}, *looks, *rows]
+    return [{"kind": "run", "parameters": parameters, **last, **seconds, **memory, **measures}, *looks, *rows]
 
 
 def held_bytes(which: str, device: torch.device, restart: bool = False) -> int | None:

@@ -79,8 +79,8 @@ def write_block(page: Path, made: Recipe, results: Results, folder: str) -> None
     """Replace what stands on a page between `<!-- regard reproduce NAME: begin -->` and `... end -->`."""
     text = page.read_text(encoding="utf-8")
     begin, end = marks(made.name)
-    fault = f"{page} needs one line {begin!r} and one {end!r}."
-    require(text.count(begin) == text.count(end) == 1, made.call(), fault)
+    missing = f"{page} needs one line {begin!r} and one {end!r}."
+    require(text.count(begin) == text.count(end) == 1, made.call(), missing)
     files = [f"{made.name}-{part}.png" for part in made.figures(results)]
     body = markdown(made, results, files, folder, level=3)
     new = re.sub(f"(?s){re.escape(begin)}.*{re.escape(end)}", lambda _: f"{begin}\n\n{body}\n{end}", text)

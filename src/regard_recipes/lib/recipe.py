@@ -108,9 +108,9 @@ class Recipe(ABC):
         bases = filter(is_dataclass, reversed(cls.__mro__[1:]))
         types = {option.name: option.type for base in bases for option in fields(base)}
         for name in types.keys() & vars(cls).keys() - get_annotations(cls).keys():  # a dataclass would ignore the value
-            own = vars(cls)[name]
-            wrong = f"{name} is an option of the recipe, but a {type(own).__name__} here; give it another name."
-            require(not callable(own) and not isinstance(own, property), cls.__name__, wrong)
+            value = vars(cls)[name]
+            text = f"{name} is an option of the recipe, but a {type(value).__name__} here; give it another name."
+            require(not callable(value) and not isinstance(value, property), cls.__name__, text)
             cls.__annotations__[name] = types[name]
         dataclass(kw_only=True, eq=False)(cls)
 

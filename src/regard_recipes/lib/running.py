@@ -78,8 +78,8 @@ def run_calls(calls: Mapping[str, Callable[[], T]], workers: int) -> Iterator[tu
         return
     for name, call in calls.items():
         with one_thread():
-            found = call()
-        yield name, found
+            result = call()
+        yield name, result
 
 
 def _side_by_side(calls: Mapping[str, Callable[[], T]], workers: int) -> Iterator[tuple[str, T]]:

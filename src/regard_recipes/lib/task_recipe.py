@@ -135,8 +135,8 @@ class TaskRecipe(TrainedRecipe):
         """Yield a row for each metric of a trained model on a test task."""
         from regard.training.task import score_task
 
-        for metric, found in score_task(model, test, examples=self.examples).items():
-            yield {"kind": "test", "test": name, "metric": metric, "score": found.mean}
+        for metric, score in score_task(model, test, examples=self.examples).items():
+            yield {"kind": "test", "test": name, "metric": metric, "score": score.mean}
 
     def scores(self, results: Results, metric: str = "", **where: Any) -> Frame:
         """Return the test scores at the chosen rates, one row for each seed, of one metric (`metric` by default)."""

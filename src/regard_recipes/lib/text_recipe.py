@@ -73,8 +73,8 @@ class TextRecipe(TrainedRecipe, TextOptions):
         """Return why models cannot be compared: none predicts the validation text better than the frequencies of its
         tokens do; else an empty text."""
         least, floor = float(self.chosen(results)["held_out"].astype(float).min()), results.facts["floor"]
-        found = f"no model learned the text: {least:.2f} nats per token, {floor:.2f} without context"
-        return "" if least < floor else found
+        reason = f"no model learned the text: {least:.2f} nats per token, {floor:.2f} without context"
+        return "" if least < floor else reason
 
     def losses_table(self, results: Results) -> Any:
         """Return a table of the chosen rates and the losses."""

@@ -79,8 +79,8 @@ class Dispersion(Recipe):
         noise = torch.randn(self.queries, self.dim, generator=generator) / self.dim**0.5
         q = normalize(self.similarity * k[target] + (1 - self.similarity**2) ** 0.5 * noise, dim=1)
         shaped = [x[None, None] for x in (q, k, torch.zeros(keys, 1))]
-        _, found = regard.attention(*shaped, spec, scale=scale, impl="reference", return_diagnostics=True)
-        return found.weights[0, 0], target
+        _, diagnostics = regard.attention(*shaped, spec, scale=scale, impl="reference", return_diagnostics=True)
+        return diagnostics.weights[0, 0], target
 
     def fitted_scale(self, spec: str) -> float:
         """Return the scale with which the right key has the mean weight `WEIGHT` among the fewest keys."""

@@ -63,7 +63,7 @@ class LengthGeneralization(TaskRecipe, Sizes):
         return {str(n): replace(task, least=n * longest, most=n * longest) for n in self.factors}
 
     def claims(self, results: Results) -> list[Claim]:
-        tests, found = [str(n) for n in self.factors], []
+        tests, claims = [str(n) for n in self.factors], []
         for wording, kernels in COMPACT.items():
             names = [name for name in kernels if name in self.trained and SOFTMAX in self.trained]
             missing = self.unlearned(results, self.tasks, [*names, SOFTMAX])
@@ -77,14 +77,14 @@ class LengthGeneralization(TaskRecipe, Sizes):
                 ("accuracy", [(task, tests[-1]) for task in self.tasks], "",
                  f"Share of right tokens at {tests[-1]} times the training length, less softmax's."),
             )  # fmt: skip
-            found += [
+            claims += [
                 Claim(PAPER, "table 2", f"{wording} to longer sequences than softmax",
                       {f"{task}, {name}, {test}x": self.gap(results, name, SOFTMAX, metric=metric, task=task, test=test)
                        for task, test in tests_of for name in names},
                       "above", 0.0, 0.1, "; ".join(filter(None, (missing, without))), note)
                 for metric, tests_of, without, note in told if names
             ]  # fmt: skip
-        return found
+        return claims
 
     def tables(self, results: Results) -> dict[str, Any]:
         made = {}

@@ -71,8 +71,8 @@ class OutOfDistribution(TextRecipe):
 
     def measure_model(self, model: Any) -> dict[str, Any]:
         rows = []
-        for name, found in self.windows.items():
-            losses = losses_along(model, found, max(1, self.batch // self.parts))
+        for name, drawn in self.windows.items():
+            losses = losses_along(model, drawn, max(1, self.batch // self.parts))
             start = 1  # the first token is not predicted
             for part in losses.tensor_split(PARTS):
                 rows.append({"kind": "part", "text": name, "start": start, "loss": float(part.mean())})
@@ -98,15 +98,15 @@ class OutOfDistribution(TextRecipe):
              {name: gap(name, SOFTMAX, early) for name in ("biweight", "triweight")}, "below", 0.0,
              "First part of the window, less softmax's."),
         ]  # fmt: skip
-        rows = [("figure 5", wording, found, says, margin, f"Nats per token of the other text. {note}")
-                for wording, found, says, margin, note in told]  # fmt: skip
+        rows = [("figure 5", wording, estimate, says, margin, f"Nats per token of the other text. {note}")
+                for wording, estimate, says, margin, note in told]  # fmt: skip
         return claims_of(PAPER, rows, effect=0.05, untestable=self.unlearned(results))
 
     def unlearned(self, results: Results) -> str:
         rows, floor = self.chosen(results, "part", text=OTHER), results.facts["other floor"]
         least = float(rows.groupby("model")["loss"].mean().min())
-        found = f"no model predicts the other text: {least:.2f} nats per token, {floor:.2f} without context"
-        return super().unlearned(results) or ("" if least < floor else found)
+        reason = f"no model predicts the other text: {least:.2f} nats per token, {floor:.2f} without context"
+        return super().unlearned(results) or ("" if least < floor else reason)
 
     def tables(self, results: Results) -> dict[str, Any]:
         rows = self.chosen(results, "part")

@@ -80,11 +80,11 @@ class Sweep(TaskRecipe):
 
     @property
     def known(self) -> dict[str, Any]:  # type: ignore[override]
-        found = {}
-        for name, own in self.table.get("models", {}).items():
-            require(isinstance(own, dict), self.call(), f"[models.{name}] is {own!r}, expected a table.")
-            found[name] = {**self.table.get("model", {}), **own}
-        return found
+        known = {}
+        for name, options in self.table.get("models", {}).items():
+            require(isinstance(options, dict), self.call(), f"[models.{name}] is {options!r}, expected a table.")
+            known[name] = {**self.table.get("model", {}), **options}
+        return known
 
     @classmethod
     def _known(cls, part: str, table: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -99,9 +99,9 @@ class Sweep(TaskRecipe):
             metrics = list(task.floor(count=2))
             close = suggestion(str(self.metric), metrics)
             require(self.metric in metrics, self.call(), f"[train] metric: unknown metric {self.metric!r}.{close}")
-            wrong = f"[train] metric {self.metric!r} is smaller for better answers"
-            mend = "the learning rate with the largest is taken, so choose another metric."
-            require(not task.is_error(self.metric), self.call(), f"{wrong}; {mend}")
+            problem = f"[train] metric {self.metric!r} is smaller for better answers"
+            hint = "the learning rate with the largest is taken, so choose another metric."
+            require(not task.is_error(self.metric), self.call(), f"{problem}; {hint}")
             for name in self.known:
                 within(self.call(), f"[models.{name}]", self._config, name, task)
 
@@ -117,12 +117,12 @@ class Sweep(TaskRecipe):
         fixed = {name: value for name, value in fields.items() if name not in axes}
         for name, given in axes.items():
             require(bool(given), self.call(), f"[task] {name} is an empty list; give at least one value.")
-        found = {}
+        tasks = {}
         for values in product(*axes.values()):
             chosen = dict(zip(axes, values, strict=True))
             label = ", ".join(f"{name} {value}" for name, value in chosen.items()) or kind.name
-            found[label] = within(self.call(), "[task]", lambda chosen=chosen: kind.named(**fixed, **chosen))
-        return found
+            tasks[label] = within(self.call(), "[task]", lambda chosen=chosen: kind.named(**fixed, **chosen))
+        return tasks
 
     def _config(self, name: str, task: TokenTask) -> Any:
         from regard.models.base.catalogue import language_models

@@ -49,8 +49,8 @@ class Cholesky(Solver):
             status = torch.where(jitter > 0, int(SolveStatus.JITTER), status)
             status = torch.where(left, int(SolveStatus.MINIMUM_NORM), status)
         value = torch.where(finite[..., None], solution[..., 0], torch.nan)
-        found = direct_solution(matrix.detach(), right.detach(), value.detach(), status, jitter)
-        return found._replace(value=value)
+        solved = direct_solution(matrix.detach(), right.detach(), value.detach(), status, jitter)
+        return solved._replace(value=value)
 
     def _jitter(self, matrix: Tensor, singular: Tensor) -> tuple[Tensor, Tensor]:
         """Return (the first jitter that makes a singular matrix regular, else 0; which stay singular)."""

@@ -69,8 +69,8 @@ class ConjugateGradient(Solver):
         size = torch.where(rows.size > 0, rows.size, 1)
         residual = rows.rr.sqrt() / size
         status = torch.where(rows.active, int(SolveStatus.UNCONVERGED), 0).int()
-        found = {"iterations": rows.count, "residual": residual, "jitter": torch.zeros_like(size)}
-        return Solved(rows.x, status[..., 0], {name: x[..., 0] for name, x in found.items()})
+        measures = {"iterations": rows.count, "residual": residual, "jitter": torch.zeros_like(size)}
+        return Solved(rows.x, status[..., 0], {name: x[..., 0] for name, x in measures.items()})
 
 
 def _inverse(system: System) -> Tensor | None:

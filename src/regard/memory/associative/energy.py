@@ -53,7 +53,7 @@ class Energy(Protocol):
 
 
 def family(spec: Spec) -> type[Energy] | None:
-    return next((found for _, found in energies.items() if found.covers(spec)), None)
+    return next((known for _, known in energies.items() if known.covers(spec)), None)
 
 
 def require_energy(spec: Spec, call: str) -> type[Energy]:
