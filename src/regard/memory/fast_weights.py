@@ -302,8 +302,7 @@ def fast_weight_memory(
     Raises:
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, or a state of another memory.
 
-    Precision: float32 at least, also under autocast. Differentiable in query, value, gate, keys and values; to any
-    order with impl="reference".
+    Precision: float32 at least, also under autocast. Differentiable in all tensors; to any order with impl="reference".
     Cost per token: O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids, only the
     sparse store waits for the device (it counts the rows that it touches).
     """

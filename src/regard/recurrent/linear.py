@@ -133,8 +133,6 @@ def linear_attention(
 ) -> tuple[Tensor, LinearState]:
     """Compute attention by sums over keys, in time linear in the length.
 
-    Prefill, chunks and single steps agree: each call takes the state that the one before returned.
-
     Args:
         query: [B, H, Tq, D].
         key: [B, Hkv, Tk, D]; H is a multiple of Hkv.
@@ -144,9 +142,9 @@ def linear_attention(
             exp(sum of g over j < l <= i). A number, per key head [Hkv] (RetNet), per token [B, Hkv, Tk] (Mamba-2) or
             per feature [B, Hkv, Tk, F] (GLA); -inf clears the state. Not for signed weights that are normalised, and
             per feature not with a bias.
-        state: the state of earlier calls; None at the beginning.
-        form: "chunked" (all pairs inside chunks, sums between them), "parallel" (all pairs; kernel-selection paper,
-            equations 17-20) or "recurrent" (one key at a time; equations 15, 16, 21, 22).
+        state: the state that the previous call returned; None at the beginning. Prefill, chunks and single steps agree.
+        form: "chunked" (all pairs inside chunks, sums between them), "parallel" (all pairs) or "recurrent" (one key at
+            a time).
         chunk_size: positions of a chunk; default `chunks.CHUNK`.
         attn_mask: boolean over the keys, [B, Tk] or [B, 1, 1, Tk], False for padding, which changes nothing.
         is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query sees the

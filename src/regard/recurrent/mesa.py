@@ -101,8 +101,7 @@ def mesa_attention(
         tol: |b - A t| / |b| at which conjugate gradients stop; default 1e-6 in float32 and 1e-13 in float64.
         max_iter: their largest number of steps; default 8 D + 16.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; default 1.
-        layout: "bthd" for tensors with tokens before heads, as in `regard.attention`; also in `ridge`, `log_decay` and
-            `beta`.
+        layout: as in `regard.linear_attention`, also in `ridge` and `beta`.
         return_diagnostics: also return a dict of [B, H, Tq]: "status" (`regard.grammar.SolveStatus`), "residual"
             (|b - A t| / |b|, the true one) and "iterations" (of conjugate gradients).
 

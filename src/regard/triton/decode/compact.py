@@ -1,7 +1,7 @@
 """Attention at degree 0 with few queries: the keys are split between programs, and the queries of all heads of one key
 head are multiplied with its keys together. Forward only: calls that need a gradient use the general kernels.
 
-Softmax reads keys and values once. Compact rules read keys once and keep their scores (4 bytes a row and key beside the
+Softmax reads keys and values once. Compact rules read keys once and keep their scores (4 bytes a row and key besides
 2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read only the values with
 weight. If tensors are `raw`, rows that see a non-finite number are NaN; compact rules then read all values.
 

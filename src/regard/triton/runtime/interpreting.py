@@ -13,7 +13,7 @@ from typing import Any
 
 
 @cache
-def mend() -> None:
+def patch_interpreter() -> None:
     """Fix the interpreter, once in a process. Do nothing where kernels are compiled."""
     if os.environ.get("TRITON_INTERPRET", "0") != "1":
         return

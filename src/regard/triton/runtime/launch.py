@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .interpreting import mend
+from .interpreting import patch_interpreter
 from .tiles import Tiles
 
 Grid = tuple[int, ...]
@@ -65,7 +65,7 @@ def _start(kernel: Any, grid: Grid, args: tuple[Any, ...], tiles: Tiles, constan
             stream, more = driver.get_current_stream(device), _ONES[len(grid)]
             run(*grid, *more, stream, function, metadata, None, None, None, *bound.values())
             return
-    mend()
+    patch_interpreter()
     compiled = kernel[grid](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)
     if key is not None and hasattr(compiled, "packed_metadata"):  # else it is not compiled yet
         _MADE[key] = compiled.run, compiled.function, compiled.packed_metadata, (kernel, compiled)
