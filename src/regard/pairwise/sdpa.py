@@ -4,6 +4,8 @@ torch aligns is_causal to the first key, and masked NaN reaches its output. So t
 and `is_causal` is used only if both alignments agree.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -60,16 +62,20 @@ class SDPA(Implementation):
         return Cost(2 * pairs * (problem.dim + problem.value_dim), 4 * rows * problem.value_dim + shared)
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-        q, k, v, visible = inputs.q, inputs.k, inputs.v, inputs.visible
+        q, k, v, visible, scale = inputs.q, inputs.k, inputs.v, inputs.visible, inputs.factor
+        assert not isinstance(scale, Tensor)  # ensured by `native`
+        if inputs.problem.gradient and math.frexp(scale)[0] != 0.5:
+            # Torch's two passes round a score times a scale that is no power of two differently. Beyond 2^27 the
+            # difference, of a few ulp, overflows in the exponential of the backward pass.
+            q, scale = q * scale, 1.0
         dim, width = q.shape[3], v.shape[3]
         if dim == width:
-            return self._attend(q, k, v, visible, inputs.factor), None
+            return self._attend(q, k, v, visible, scale), None
         # torch's linear-memory kernel needs equal widths; padding with zeros changes no score and no output.
         q, k, v = (pad(x, (0, max(dim, width) - x.shape[3])) for x in (q, k, v))
-        return self._attend(q, k, v, visible, inputs.factor)[..., :width], None
+        return self._attend(q, k, v, visible, scale)[..., :width], None
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility, scale: float | Tensor) -> Tensor:
-        assert not isinstance(scale, Tensor)  # ensured by `native`
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility, scale: float) -> Tensor:
         grouped = False
         if k.shape[1] != q.shape[1]:  # a plain bool; comparing traced lengths would not give one
             grouped = True
