@@ -12,11 +12,12 @@ from torch.autograd import forward_ad
 from .checks import broadcastable, floating, in_range, on_device
 
 R = TypeVar("R")
+_NOTHING = nullcontext()
 
 
 def full_precision(device: str) -> Any:
     """Return a context without autocast, which would round products, and differently in the backward pass."""
-    return torch.autocast(device, enabled=False) if autocast(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if autocast(device) else _NOTHING
 
 
 def autocast(device: str) -> bool:
@@ -60,7 +61,7 @@ def clean_each(*tensors: Tensor) -> list[tuple[Tensor, Tensor | None]]:
 
 def all_clean(*tensors: Tensor) -> bool:
     """Return whether `clean` would find nothing in the tensors; False if they cannot be read here."""
-    return _at_hand(*tensors) and all(map(_within, tensors))
+    return readable(*tensors) and all(map(_within, tensors))
 
 
 def _largest(dtype: torch.dtype) -> tuple[int, int]:
@@ -77,32 +78,42 @@ SQUARES = {dtype: 4.0 ** _largest(dtype)[0] for dtype in (torch.float32, torch.f
 """A sum of squares below this has no entry larger than `_largest`."""
 
 
+def usual(dim: int, scale: float | Tensor, dtype: torch.dtype) -> bool:
+    """Return whether no score of vectors that pass `clean` can overflow at this scale."""
+    entry, score = _largest(dtype)
+    return isinstance(scale, float) and dim * scale <= 2.0 ** (score - 2 * entry)
+
+
 def overflowing(query: Tensor, scale: float | Tensor) -> Tensor | None:
     """Return the queries [..., Tq] whose score with a key that passes `clean` could overflow, or None if none can.
     With a usual scale the queries are not read."""
     entry, score = _largest(query.dtype)
-    if isinstance(scale, float) and query.shape[-1] * scale <= 2.0 ** (score - 2 * entry):
+    if usual(query.shape[-1], scale, query.dtype):
         return None
     size = query.detach().to(torch.promote_types(query.dtype, torch.float32)).abs().sum(-1)
     bad = ~(size * scale <= 2.0 ** (score - entry))
-    return None if _at_hand(bad) and not bool(bad.any()) else bad
+    return None if readable(bad) and not bool(bad.any()) else bad
 
 
 def _within(x: Tensor) -> bool:
-    """Return whether no entry of x is NaN or too large. Usually the sum of squares decides, in one pass."""
-    x, most = x.detach() if x.requires_grad else x, SQUARES.get(x.dtype)
-    if most is not None and x.is_contiguous():
-        flat = x.ravel()
-        if torch.dot(flat, flat).item() < most:  # not so for NaN
-            return True
-    if x.numel() == 0:
+    """Return whether no entry of x is NaN or too large."""
+    if small(x) or x.numel() == 0:
         return True
     limit = _limit(x.dtype)
-    least, most = torch.aminmax(x)
+    least, most = torch.aminmax(x.detach())
     return bool((least >= -limit) & (most <= limit))  # false for NaN, which aminmax returns
 
 
-def _at_hand(*tensors: Tensor) -> bool:
+def small(x: Tensor) -> bool:
+    """Return whether x is contiguous and its sum of squares shows, in one pass, that no entry is NaN or too large."""
+    most = SQUARES.get(x.dtype)
+    if most is None or not x.is_contiguous():
+        return False
+    flat = (x.detach() if x.requires_grad else x).ravel()
+    return torch.dot(flat, flat).item() < most  # not so for NaN
+
+
+def readable(*tensors: Tensor) -> bool:
     """Return whether the contents of these tensors can be read now, without synchronising."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed():
         return False

@@ -14,7 +14,7 @@ from .. import checks
 from ..checks import ArgumentError, shape
 from ..grammar import Spec
 from ..grammar.spec import LOCAL_LINEAR
-from ..precision import PLAIN, row_number, transformed
+from ..precision import PLAIN, readable, row_number, transformed, usual
 from . import dispatch
 from .dispatch import Problem, choose
 from .visibility import runs_of
@@ -38,6 +38,7 @@ class Plan(NamedTuple):
         local: parameters of the local linear model.
         visibility: arguments of `Visibility`.
         native, raw: what the implementation takes (see `Inputs`).
+        short: whether `small` tensors are the inputs of the implementation as they are.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Plan(NamedTuple):
     visibility: tuple[Any, ...]
     native: bool
     raw: bool
+    short: bool
 
 
 def plan_of(
@@ -144,7 +146,8 @@ def _plan(
     native = bool(getattr(implementation, "native", _never)(problem))
     raw = native and bool(getattr(implementation, "raw", _never)(problem))
     visibility = (queries, keys, problem.causal, exclude_self, window, offset, mask, runs)
-    return Plan(problem, implementation, scale, numbers, local, visibility, native, raw)
+    short = native and not (raw or spec.degree) and usual(dim, scale, query.dtype) and readable(*tensors)
+    return Plan(problem, implementation, scale, numbers, local, visibility, native, raw, short)
 
 
 def _never(problem: Problem) -> bool:
