@@ -18,9 +18,10 @@ class Auto(Solver):
     """Choose the cheapest of: systems in the space of the weighted keys, Cholesky, conjugate gradients.
 
     If weights can be zero (compact kernels, thresholds, short windows), every row is solved separately: in the space of
-    its weighted keys if they are at most D (at most 2 D, of many keys), else by Cholesky. Otherwise Cholesky solves
-    systems of at most 16 coordinates, of few queries, and of blocks in which a query sees at most 2 D keys. Conjugate
-    gradients solve the rest, and Cholesky the rows that did not converge. `impl="reference"` always uses Cholesky.
+    its weighted keys if they are few (at most D; without numba at most 2 D, of many keys), else by Cholesky. Otherwise
+    Cholesky solves systems of at most 16 coordinates, of few queries, and of blocks in which a query sees at most 2 D
+    keys. Conjugate gradients solve the rest, and Cholesky the rows that did not converge. `impl="reference"` always
+    uses Cholesky.
 
     Cost: that of the choice; at 64 coordinates Cholesky costs about as much as 10 steps of conjugate gradients.
     """

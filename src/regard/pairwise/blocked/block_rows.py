@@ -19,6 +19,7 @@ from ...precision import PLAIN
 from ..diagnostics import counts
 from ..dispatch import Inputs
 from ..visibility import Visibility
+from . import live_rows
 from .blocks import ELEMENTS, Block, Work
 
 FLOATS = 6
@@ -76,6 +77,10 @@ class Rows:
         del a
         by_name = weighting.param_grads(dz, g, rho, z, p, stats, params) if names else {}
         return p, weighting.finish(dz, rho, z, p, stats, params), [by_name[name][..., 0] for name in names]
+
+    def by_row(self, system: Any, right: Tensor, source: Tensor | None) -> live_rows.ByRow:
+        """Solve the rows of a `WeightedRows`, or those that have few weighted keys (see `live_rows.grouped`)."""
+        return live_rows.grouped(system, right, source)
 
     def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:
         """Return the weights, computed again; z changes only at masked keys."""

@@ -1,15 +1,17 @@
-"""The local linear model in the space of the keys, which is smaller if a row has fewer weighted keys than coordinates.
-With Z_i = sqrt(p_ij) (y_j - m_i) ridge^-1/2 over the s keys with weight and b = ridge^-1/2 (x - m_i),
+"""The dual form of the local linear model: systems in the space of the keys, which is smaller if a row has fewer
+weighted keys than coordinates. With Z_i = sqrt(p_ij) (y_j - m_i) ridge^-1/2 over the s keys with weight and
+b = ridge^-1/2 (x - m_i),
 
     w = (Z Z^T + 1)^-1 Z b,   sqrt(p_ij) (y_j - m_i) . t_i = w_j,   t_i = ridge^-1/2 (b - Z^T w)
 
-which gives slopes without the part of t outside the span of the keys, which can be as long as 1 / ridge.
+which gives slopes without the part of t outside the span of the keys, which can be as long as 1 / ridge. `grouped` does
+it with torch, and `cpu.rows.local_linear` with numba.
 
-Legend: R rows of at most s keys; otherwise as in `weighted_rows`.
+Legend: R = n x q rows of at most s keys; otherwise as in `weighted_rows`.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +29,35 @@ NUMBERS = 2**21
 
 Live: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Rows [R] (of n x q) with their weighted keys: positions [R, s] and weights [R, s], padded with 0."""
+
+
+class ByRow(NamedTuple):
+    """t [R, D], p_ij (y_j - m_i) . t_i [R, w], the relative residual [R] (0 if not wanted), and the rows [R] that are
+    left to the caller: those with more keys than the form is for, and those whose system is singular."""
+
+    value: Tensor
+    corrections: Tensor
+    residual: Tensor
+    left: Tensor
+
+
+def grouped(system: Any, right: Tensor, source: Tensor | None) -> ByRow:
+    """Solve the rows of a `WeightedRows` that have few weighted keys, in groups of about equal numbers of keys, for
+    right sides [R, D]; `source` [R, w] as in `solve`."""
+    p, means, (rows_total, dim) = system.p.flatten(0, 1), system.mean.flatten(0, 1), right.shape
+    width = p.shape[1]
+    value, corrections, residual = torch.zeros_like(right), torch.zeros_like(p), right.new_zeros(rows_total)
+    left = torch.ones(rows_total, dtype=torch.bool, device=p.device)
+    for rows, index, weights in groups(p, dim):
+        away = system.keys_of(rows, index) - means[rows, None]
+        given = None if source is None else source[rows].gather(1, index)
+        solved = solve(weights, away, right[rows], system.ridge_of(rows), given, system.counted)
+        value[rows], left[rows] = solved.value, ~solved.sound
+        if solved.residual is not None:
+            residual[rows] = solved.residual
+        values = corrections.new_zeros(rows.shape[0], width)
+        corrections[rows] = values.scatter_add_(1, index, solved.corrections)  # padding adds 0
+    return ByRow(value, corrections, residual, left)
 
 
 def groups(p: Tensor, dim: int) -> Iterator[Live]:

@@ -75,6 +75,7 @@ class Tensors(NamedTuple):
             total = p.sum(-1, keepdim=True)
             p = p / torch.where(total > 0, total, 1)
         system = (FewRows if few else WeightedRows)(p, y.to(wide), common, ridge, probe, fewest, sparse)
+        system.rows_solver = block.work.rows.by_row
         if spec.ridge_mode == "absolute" and probe is None:
             system.raise_ridge()
         return system, block.rows(self.x).to(wide) - system.origin - system.mean

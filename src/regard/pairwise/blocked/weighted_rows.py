@@ -6,7 +6,8 @@ over all rows at once:
 Legend: n heads, q queries, w keys of a block; D coordinates; g diagonal blocks of s = D / g coordinates.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,9 @@ class WeightedRows(System):
 
     `common` [n, w] are the keys that every row sees; their mean becomes the `origin` [n, 1, D] of y and `mean` = p y.
     `ridge` is a number or [n, q, 1 or D], `probe` [n, q, D] or None. Positions allow a non-empty row at least `fewest`
-    keys, and weights can be zero if `sparse`. The caller sets `counted`, whether residuals are wanted, and `source`
-    [n, q, w] for right sides sum_j p_ij source_ij y_j with sum_j p_ij source_ij = 0. `raised`: where `raise_ridge` did.
+    keys, and weights can be zero if `sparse`. The caller sets `counted`, whether residuals are wanted, `source`
+    [n, q, w] for right sides sum_j p_ij source_ij y_j with sum_j p_ij source_ij = 0, and `rows_solver`, a function such
+    as `live_rows.grouped`. `raised`: where `raise_ridge` did.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class WeightedRows(System):
         self.fewest, self.sparse, self.counted = fewest, sparse, True
         self.raised: Tensor | None = None
         self.source: Tensor | None = None
+        self.rows_solver: Callable[[Any, Tensor, Tensor | None], live_rows.ByRow] = live_rows.grouped
         self._last: tuple[Tensor, Tensor] | None = None
         self._set_keys(y, common)
 
@@ -71,44 +74,34 @@ class WeightedRows(System):
         return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
 
     def by_row(self, right: Tensor) -> Solved:
-        """Solve every row separately (`live_rows`)."""
+        """Solve every row separately: in the dual form (`live_rows`), else by a Cholesky factor of its own."""
         n, q, w = self.p.shape
-        flat, means = right.flatten(0, 1), self.mean.flatten(0, 1)
-        sources = None if self.source is None else self.source.flatten(0, 1)
-        p, value, corrections = self.p.flatten(0, 1), torch.zeros_like(flat), self.p.new_zeros(n * q, w)
-        residual, jitter = flat.new_zeros(n * q), flat.new_zeros(n * q)
-        status, left = torch.zeros_like(residual, dtype=torch.int32), torch.ones_like(residual, dtype=torch.bool)
-        dim = flat.shape[-1]
-        for rows, index, weights in live_rows.groups(p, dim):
-            away = self._keys(self._heads(rows), index) - means[rows, None]
-            source = None if sources is None else sources[rows].gather(1, index)
-            solved = live_rows.solve(weights, away, flat[rows], self._ridge_of(rows), source, self.counted)
-            value[rows], left[rows] = solved.value, ~solved.sound
-            if solved.residual is not None:
-                residual[rows] = solved.residual
-            values = corrections.new_zeros(rows.shape[0], w)
-            corrections[rows] = values.scatter_add_(1, index, solved.corrections)  # padding adds 0
-        for rows in live_rows.parts(left.nonzero()[:, 0], w * dim):
-            away = self._keys(self._heads(rows), torch.arange(w, device=rows.device)[None]) - means[rows, None]
-            alone = live_rows.alone(p[rows], away, flat[rows], self._ridge_of(rows))
+        flat, source = right.flatten(0, 1), None if self.source is None else self.source.flatten(0, 1)
+        value, corrections, residual, left = self.rows_solver(self, flat, source)
+        status, jitter = torch.zeros_like(residual, dtype=torch.int32), torch.zeros_like(residual)
+        for rows in live_rows.parts(left.nonzero()[:, 0], w * flat.shape[-1]):
+            p, mean = (x.flatten(0, 1)[rows] for x in (self.p, self.mean))
+            away = self.keys_of(rows, torch.arange(w, device=rows.device)[None]) - mean[:, None]
+            alone = live_rows.alone(p, away, flat[rows], self.ridge_of(rows))
             value[rows], status[rows] = alone.value, alone.status
             residual[rows], jitter[rows] = (alone.statistics[name] for name in ("residual", "jitter"))
-            corrections[rows] = (away @ alone.value[..., None])[..., 0] * p[rows]
+            corrections[rows] = (away @ alone.value[..., None])[..., 0] * p
         solution = value.view_as(right)
         self._last = (solution, corrections.view(n, q, w))
         statistics = {"iterations": torch.zeros_like(residual), "residual": residual, "jitter": jitter}
         return Solved(solution, status.view(n, q), {name: x.view(n, q) for name, x in statistics.items()})
 
-    def _heads(self, rows: Tensor) -> Tensor:
-        """Return the heads [R] of rows [R] among [n q]."""
-        return rows.div(self.p.shape[1], rounding_mode="floor")
+    def points(self) -> tuple[Tensor, Tensor | None]:
+        """Return coordinates of the keys [n, w, D], and an origin [n, 1, D] that must still be subtracted, or None."""
+        return self.y, None
 
-    def _keys(self, head: Tensor, at: Tensor) -> Tensor:
-        """Return the coordinates [R, s, D] of the keys of heads [R] at positions [R or 1, s]."""
-        return self.y[head[:, None], at]
+    def keys_of(self, rows: Tensor, at: Tensor) -> Tensor:
+        """Return the coordinates [R, s, D] of the keys of rows [R] of n x q at positions [R or 1, s]."""
+        head, (y, origin) = rows.div(self.p.shape[1], rounding_mode="floor"), self.points()
+        return y[head[:, None], at] if origin is None else y[head[:, None], at] - origin[head]
 
-    def _ridge_of(self, rows: Tensor) -> Tensor:
-        """Return the ridge of rows: [R, 1 or D]."""
+    def ridge_of(self, rows: Tensor) -> Tensor:
+        """Return the ridge of rows [R] of n x q: [R, 1 or D]."""
         if isinstance(self.ridge, Tensor):
             return self.ridge.expand(*self.mean.shape[:2], self.ridge.shape[-1]).flatten(0, 1)[rows]
         return self.mean.new_full((rows.shape[0], 1), self.ridge)
@@ -270,5 +263,5 @@ class FewRows(WeightedRows):
         spread.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
         return spread
 
-    def _keys(self, head: Tensor, at: Tensor) -> Tensor:
-        return self.raw[head[:, None], at] - self.origin[head]
+    def points(self) -> tuple[Tensor, Tensor | None]:
+        return self.raw, self.origin

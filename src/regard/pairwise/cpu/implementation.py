@@ -31,6 +31,7 @@ from ...precision import transformed
 from ..blocked.block_rows import FLAGS, FLOATS, SOLVERS, Kept, Rows, rows_of
 from ..blocked.blocks import ELEMENTS, Block
 from ..blocked.implementation import Blocked
+from ..blocked.live_rows import ByRow
 from ..dispatch import Problem, register_impl
 
 ALONE = 2**13
@@ -179,6 +180,22 @@ class NumbaRows(Rows):
         nothing, bounds = torch.zeros_like(flat), _flat_bounds(block, z)  # a backward pass with g = 0 gives the weights
         self.differentiate(flat, nothing, p.flatten(0, 1), nothing, bounds, _flat_kept(kept), params, [])
         return p
+
+    def by_row(self, system: Any, right: Tensor, source: Tensor | None) -> ByRow:
+        p, mean, ridge, (y, origin) = system.p.flatten(0, 1), system.mean, system.ridge, system.points()
+        rows, loops = p.shape[0], self._loops
+        solved = ByRow(
+            torch.empty_like(right), torch.empty_like(p), p.new_empty(rows), torch.empty(rows, dtype=torch.bool)
+        )
+        if isinstance(ridge, Tensor):
+            ridge = ridge.expand(*mean.shape[:2], -1).flatten(0, 1)
+        else:
+            ridge = p.new_full((1, 1), ridge)
+        origin = y.new_zeros(y.shape[0], y.shape[2]) if origin is None else origin.flatten(0, 1)
+        given = p, y, origin, mean.flatten(0, 1), right, ridge, p.new_empty(1, 0) if source is None else source
+        with _entry(loops.local_linear, loops.local_linear_part, p) as run:
+            run(*_arrays(*given), system.counted, *_arrays(*solved))
+        return solved
 
 
 def _flat_bounds(block: Block, z: Tensor) -> tuple[Tensor, Tensor]:

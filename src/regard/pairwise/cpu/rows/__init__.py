@@ -27,9 +27,11 @@ from types import ModuleType
 from typing import Any
 
 from . import base
-from .passes import backward, backward_part, forward, forward_part
+from .passes import backward, backward_part, forward, forward_part, local_linear, local_linear_part
 
-__all__ = ["backward", "backward_part", "base", "forward", "forward_part", "with_kernel"]
+__all__ = [
+    "backward", "backward_part", "base", "forward", "forward_part", "local_linear", "local_linear_part", "with_kernel",
+]  # fmt: skip
 
 
 def with_kernel(function: Callable[[Any, Any], Any]) -> Any:
