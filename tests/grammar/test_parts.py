@@ -121,6 +121,39 @@ def test_rows_whose_elu_features_are_tiny_still_sum_to_one(x: float, impl: str) 
     assert query.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("impl", ["reference", "blocked", "linear"])
+@pytest.mark.parametrize(
+    ("spec", "x", "k", "scale"),
+    [
+        ("elu", -90.0, 0.0, None),
+        ("elu", -102.0, 0.0, None),
+        ("elu", -50.0, -47.0, None),
+        ("linear*fixed*normalised", 1.0, 1.0, 1e-38),
+    ],
+)
+def test_rows_with_a_tiny_sum_pass_no_gradient_to_their_scores(
+    spec: str, x: float, k: float, scale: float | None, impl: str
+) -> None:
+    """Divided by such a sum, gradients overflow to infinity and NaN."""
+    torch.manual_seed(0)
+    leaves = [torch.rand(1, 1, 5, 3) + at for at in (x, k, 0)]
+    q, k, v = (leaf.requires_grad_() for leaf in leaves)
+    out = regard.attention(q, k, v, spec, impl=impl, is_causal=True, scale=scale)
+    assert out.isfinite().all()
+    assert all(grad.count_nonzero() == 0 for grad in torch.autograd.grad(1e3 * out.sum(), (q, k), retain_graph=True))
+    assert torch.autograd.grad(out.sum(), v)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["parallel", "chunked", "recurrent"])
+def test_signed_weights_whose_squares_leave_the_range_have_finite_gradients(form: str) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 70, 4) for _ in range(3))
+    leaves = [x.requires_grad_() for x in (q, k * 1e-20, v)]
+    out, _ = regard.linear_attention(*leaves, "linear*fixed*normalised", form=form)
+    assert torch.allclose(out, regard.linear_attention(q, k, v, "linear*fixed*normalised")[0], rtol=1e-3)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
+
+
 @pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-22, 1e18])
 def test_the_exact_cosine_of_vectors_of_any_length(size: float) -> None:
     """With eps = 0, also where the squares of the entries leave the range of float32."""

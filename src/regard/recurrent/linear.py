@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, in_range, mapping, within
 from ..grammar import Spec, as_spec, presets
+from ..grammar.kernels import least_reach
 from ..grammar.weighting import GUARD, Plain
 from ..pairwise.layout import Layout, any_layout, repeat_heads
 from ..precision import full_precision, row_number, transformed
@@ -232,7 +233,8 @@ def estimate(
         sums = sum_keys(q, bias)
         if not spec.weighting.normalised:
             return sums.values, sums
-        return sums.values / torch.where(sums.mass == 0, 1, sums.mass)[..., None], sums
+        mass = torch.where(sums.mass == 0, 1, sums.mass)
+        return _quotient(sums.values, mass, mass.abs() < least_reach(q.dtype)), sums
     # Rows are scaled to size one, so that the squares of their scores stay in range; the quotient does not change.
     bias = bias if isinstance(bias, Tensor) else q.new_full(q.shape[:3], bias)
     unit = torch.maximum(q.detach().abs().amax(-1), bias.detach().abs())
@@ -245,7 +247,16 @@ def estimate(
     near = mass.abs() < GUARD * size
     mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
     mass = torch.where(some, mass, 1 / unit)  # weights of zero, divided by one
-    return sums.values / mass[..., None], sums
+    small = ((mass * unit).abs() < least_reach(q.dtype)) | (some & (sums.power < torch.finfo(q.dtype).tiny))
+    return _quotient(sums.values, mass, small), sums
+
+
+def _quotient(values: Tensor, mass: Tensor, small: Tensor) -> Tensor:
+    """Return values / mass, without gradient in rows whose sum of weights is so `small` that gradients divided by it
+    would overflow."""
+    small, mass = small[..., None], mass[..., None]
+    fixed = values.detach() / mass.detach()
+    return torch.where(small, fixed, torch.where(small, 0, values) / torch.where(small, 1, mass))
 
 
 def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:
