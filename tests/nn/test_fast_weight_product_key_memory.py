@@ -252,6 +252,32 @@ def test_a_resident_memory_goes_on():
     same(made, fresh.state_dict())
 
 
+def test_a_resident_memory_that_was_read_in_inference_mode_can_be_trained():
+    made, plain = layer(shared=True, resident=True), layer(shared=True, resident=True)
+    for seed in range(2):
+        with torch.inference_mode():
+            made(tokens(25, seed=seed))
+        plain(tokens(25, seed=seed))
+    found = []
+    for memory in (made, plain):
+        x = tokens(25, seed=8).requires_grad_()
+        memory(x)[0].square().sum().backward()
+        found.append(x.grad)
+    close(*found)
+    close(made.state_dict()["values"], plain.state_dict()["values"])
+
+
+def test_forward_mode_and_transforms_run_in_the_reference():
+    made, x = layer(meta_grad=True), tokens(10, rows=3)
+    slopes = torch.func.vmap(torch.func.grad(lambda x: made(x[None])[0].square().sum()))(x)
+    leaf = x.clone().requires_grad_()
+    made(leaf)[0].square().sum().backward()
+    close(slopes, leaf.grad)
+    close(torch.func.jvp(lambda x: made(x)[0].square().sum(), (x,), (x,))[1], (leaf.grad * x).sum())
+    sparse = layer(impl="sparse")
+    refuses("impl='reference' can", torch.func.grad(lambda x: sparse(x)[0].sum()), x)
+
+
 def test_what_a_resident_memory_keeps_is_chosen():
     made = layer(shared=True, resident=True)
     first = copy.deepcopy(made.state_dict())

@@ -136,6 +136,17 @@ def test_zero_vectors_have_no_direction():
     torch.testing.assert_close(x.grad[1], torch.tensor([0.2 - 0.6 * 1.4 / 5, 0.2 - 0.8 * 1.4 / 5]))
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-16, 1e-18, 1e-20, 1e-22, 1e-30])
+def test_short_vectors_have_finite_gradients(size):
+    """Those that are too short to be squared in float32 count as zero."""
+    x = torch.tensor([3 * size, 4 * size], requires_grad=True)
+    got = unit(x)
+    (grad,) = torch.autograd.grad(got.sum(), x)
+    some = float(size > 1e-19)
+    torch.testing.assert_close(got, some * torch.tensor([0.6, 0.8]))
+    torch.testing.assert_close(grad * size, some * torch.tensor([0.2 - 0.6 * 1.4 / 5, 0.2 - 0.8 * 1.4 / 5]))
+
+
 IDS = torch.tensor([[3] * 5 + [1] + [3] * 5, [0] * 2 + [1] * 9])
 
 

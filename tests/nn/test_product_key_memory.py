@@ -71,6 +71,10 @@ def test_output_and_gradients_are_those_of_all_slots_scored(options: dict[str, A
     up, leaves = drawn(2, 4, 7, seed=2), [x, *layer.parameters()]
     grads = [torch.autograd.grad((x * up).sum(), leaves) for x in (out, wanted)]
     torch.testing.assert_close(*grads, atol=1e-9, rtol=0)
+    of_row = torch.func.grad(lambda row, up: (layer(row[None])[0][0] * up).sum())
+    torch.testing.assert_close(torch.func.vmap(of_row)(x.detach(), up), grads[0][0], atol=1e-9, rtol=0)
+    moved = torch.func.jvp(lambda x: layer(x)[0], (x.detach(),), (up,))[1]
+    torch.testing.assert_close((moved * up).sum(), (grads[0][0] * up).sum(), atol=1e-9, rtol=0)
 
 
 def test_batch_norm_takes_real_tokens_alone() -> None:

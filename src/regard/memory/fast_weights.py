@@ -77,7 +77,8 @@ class SlotMemory(ChunkMemory):
         storage: dtype of written values; None for that of `values`.
         impl: how a new stream stores values: "reference" (whole tables), "sparse" (only written rows), "triton" (CUDA
             devices: whole tables written in place, by kernels that also search, read and move keys), or "auto" (triton
-            where its kernels can do what is asked, otherwise sparse).
+            where its kernels can do what is asked, otherwise sparse; reference under forward mode or a torch.func
+            transform).
         observer: an object that receives every read and write.
         sync: "all_gather": every process of torch.distributed writes the tokens of all processes into its shared
             memory, as one process with the whole batch would. All must give equal shapes; gradients stay within a

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, finite, flag, floating, instance, number, refuse, shape, tensor, whole, within
 from ..grammar import Spec, as_spec
-from ..precision import clean, full_precision
+from ..precision import clean, full_precision, transformed
 from ..registry import Registry
 
 SOFTMAX = Spec.parse("softmax")
@@ -236,6 +236,8 @@ class InverseDistance:
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
         nearness, index = _selected(_nearness, query, keys, k)
+        if transformed():
+            return -torch.log(eps - _nearness(query, keys).gather(-1, index)), index
         return -torch.log(eps + _Best.apply(query, keys, index, -nearness, True)), index
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
@@ -249,6 +251,8 @@ class Dot:
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
         scores, index = _selected(_dots, query, keys, k)
+        if transformed():
+            return _dots(query, keys).gather(-1, index), index
         return _Best.apply(query, keys, index, scores, False), index
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, require, shape
+from ...precision import transformed
 from .overlay_pool import Base, Hold, Plan, Pool, Reach, Read, Rows, Write
 from .row_pieces import SPARE
 from .slot_values import require_names, slot_values
@@ -45,6 +46,11 @@ class OverlayValues:
     where: Tensor  # int32 [M, N], the pointer of every slot
     token: Tensor | None  # a scalar that represents all writes in autograd's graph; None: no gradient flows to them
     reach: Reach  # which rows pass gradients on
+
+    @classmethod
+    def refuses(cls, *_: Any) -> str | None:
+        """Return None, or why it cannot run now."""
+        return "has no forward mode and no torch.func transforms" if transformed() else None
 
     @classmethod
     def start(cls, base: Tensor, memories: int, dtype: torch.dtype | None = None) -> OverlayValues:

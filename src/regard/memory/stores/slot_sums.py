@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, floating, on_device, require, shape
-from ...precision import full_precision
+from ...precision import full_precision, transformed
 from .row_pieces import TILE, Groups, tiles, weighted_sums
 
 
@@ -52,8 +52,8 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
         raise ArgumentError(f"{call}: {given}, expected [N, Dv], [..., K] and [..., K].")
     wide = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
     with full_precision(values.device.type):
-        if torch.compiler.is_compiling() and not sparse_grad:
-            # the compiler fuses this; the number of distinct rows below is not known when it traces
+        if (torch.compiler.is_compiling() or transformed()) and not sparse_grad:
+            # the compiler fuses this; neither it nor a torch.func transform knows the number of distinct rows below
             return (weights.to(wide)[..., None] * values[slots].to(wide)).sum(-2)
         flat = slots.reshape(-1, slots.shape[-1])
         out = _Sums.apply(values, flat, weights.to(wide).reshape(flat.shape), sparse_grad)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, require, shape
+from ...precision import transformed
 from ...registry import Registry
 
 V = TypeVar("V", bound="SlotValues")
@@ -120,7 +121,9 @@ def whole_tables(
 
 def preferred(base: Tensor, *others: Any) -> str:
     """Return the store for impl="auto": the first whose `prefers(base, *others)` is true, otherwise "sparse" if it is
-    registered, otherwise "reference"."""
+    registered, otherwise "reference", which alone has forward mode and torch.func transforms."""
+    if transformed():
+        return "reference"
     for name, store in slot_values.items():
         prefers = getattr(store, "prefers", None)
         if prefers is not None and prefers(base, *others):

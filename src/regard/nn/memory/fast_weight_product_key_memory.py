@@ -176,6 +176,9 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         read, after = within(CALL, None, run, *given, **where, **how)
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
+            if torch.is_inference_mode_enabled():  # its tensors are of no use in training
+                with torch.inference_mode(False):
+                    self._held = self._held.clone()
             if self.settings.sync is not None:  # now, while all processes take part; later a single one may save
                 with torch.no_grad():
                     self._held = flush(self._held, self.settings, observer=observer)
@@ -209,6 +212,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         frozen memory writes nothing."""
         return state if self.frozen else flush(state, self.settings, observer=self.observer)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _settled(self, observer: MemoryObserver | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values with everything written, as new tensors."""

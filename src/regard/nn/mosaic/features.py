@@ -33,12 +33,13 @@ LOOK_AHEAD = ("sum", "convex")
 
 
 def unit(x: Tensor, eps: float = 0.0) -> Tensor:
-    """Return x / (|x| + eps) over the last axis, computed at least in float32; zero vectors have zero gradient."""
+    """Return x / (|x| + eps) over the last axis, computed at least in float32. Zero vectors have zero gradient, and so
+    have those whose square leaves the range, shorter than 1e-19 in float32."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     square = wide.square().sum(-1, keepdim=True)
-    square = square.masked_fill(square == 0, torch.inf)  # makes the output and all derivatives zero
-    inverse = 1 / (square.sqrt() + eps) if eps else square.rsqrt()
-    return (wide * inverse).to(x.dtype)
+    tiny = torch.finfo(wide.dtype).tiny
+    square = square.masked_fill(square < tiny, torch.inf)  # makes the output and all derivatives zero
+    return (wide / (square.sqrt() + eps)).to(x.dtype)  # autograd cubes the result of rsqrt, which overflows
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
