@@ -144,13 +144,14 @@ def weight_gradient(
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Return dL/dp [n, q, w], the derivative by the logarithm of the kernel weight [n, q, 1] or None, and whether a
     system did not converge. Add the gradients of v, x, y, ridge and probe to `d`."""
-    spec, system, failed = block.work.spec, tensors.fit(block, p, tensors.relative_ridge(block, kept))[0], False
+    spec, failed = block.work.spec, False
+    system, away = tensors.fit(block, p, tensors.relative_ridge(block, kept))
     system.counted = False
     g, t, weights = g.to(system.p.dtype), t.to(system.p.dtype), system.p
     gamma = g @ block.columns(tensors.v).to(g.dtype).transpose(-1, -2)
     gamma -= (weights * gamma).sum(-1, keepdim=True)
     right = (weights * gamma) @ system.y
-    a = system.slopes(t).add_(1)
+    t, a = _effect(spec, system, away, t)
     block.add_columns(d.v, g, a * weights)
     if d.probe is None:
         # one value per pair, for `by_row` alone
@@ -172,6 +173,16 @@ def weight_gradient(
     if isinstance(d.ridge, Tensor):
         block.rows(d.ridge).copy_(-lost if d.ridge.shape[-1] > 1 else -lost.sum(-1, keepdim=True))
     return dp, share, failed
+
+
+def _effect(spec: Spec, system: WeightedRows, away: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return t and a. Rows with sparse weights are solved again: outside the span of their keys t is as long as
+    1 / ridge, and its rounding errors would be larger than the slopes."""
+    if not (system.sparse and spec.solver.name == "auto" and system.probe is None):
+        return t, system.slopes(t).add_(1)
+    solved, size = _solve(spec, system, away)
+    effect = (system.corrections(solved.value) * size).div_(system.p)
+    return solved.value * size, effect.masked_fill_(system.p == 0, 0).add_(1)
 
 
 def _plain_gradient(
