@@ -147,7 +147,7 @@ def weight_gradient(
     spec, failed = block.work.spec, False
     system, away = tensors.fit(block, p, tensors.relative_ridge(block, kept))
     system.counted = False
-    g, t, weights = g.to(system.p.dtype), t.to(system.p.dtype), system.p
+    g, weights = g.to(system.p.dtype), system.p
     gamma = g @ block.columns(tensors.v).to(g.dtype).transpose(-1, -2)
     gamma -= (weights * gamma).sum(-1, keepdim=True)
     right = (weights * gamma) @ system.y
@@ -176,9 +176,11 @@ def weight_gradient(
 
 
 def _effect(spec: Spec, system: WeightedRows, away: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return t and a. Rows with sparse weights are solved again: outside the span of their keys t is as long as
-    1 / ridge, and its rounding errors would be larger than the slopes."""
-    if not (system.sparse and spec.solver.name == "auto" and system.probe is None):
+    """Return t and a, for the kept t. Rows with sparse weights, and those solved in float64, are solved again: outside
+    the span of their keys t is as long as 1 / ridge, and the rounding errors of the kept t would hide the slopes."""
+    again = t.dtype != system.p.dtype or (system.sparse and spec.solver.name == "auto")
+    if system.probe is not None or not again:
+        t = t.to(system.p.dtype)
         return t, system.slopes(t).add_(1)
     solved, size = _solve(spec, system, away)
     effect = (system.corrections(solved.value) * size).div_(system.p)
