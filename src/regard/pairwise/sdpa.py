@@ -67,7 +67,11 @@ class SDPA(Implementation):
         if inputs.problem.gradient and math.frexp(scale)[0] != 0.5:
             # Torch's two passes round a score times a scale that is no power of two differently. Beyond 2^27 the
             # difference, of a few ulp, overflows in the exponential of the backward pass.
-            q, scale = q * scale, 1.0
+            if q is k:  # keep one tensor for the backward pass
+                q = k = k * scale**0.5
+            else:
+                q = q * scale
+            scale = 1.0
         dim, width = q.shape[3], v.shape[3]
         if dim == width:
             return self._attend(q, k, v, visible, scale), None
