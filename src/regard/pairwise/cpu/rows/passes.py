@@ -30,7 +30,7 @@ def _entry(**options: Any) -> Callable[[Any], Any]:
     return compiled
 
 
-def _parts(sources: str) -> tuple[Any, Any, Any]:
+def _parts(sources: str) -> tuple[Any, Any]:
     @_entry(nogil=True)
     def forward_part(
         first, last, z, bits, p, lo, hi, start, kernel, rule, power, number, k, fallback, in_place, counted, floats,
@@ -86,28 +86,10 @@ def _parts(sources: str) -> tuple[Any, Any, Any]:
                 learned, in_place, tops, top_bits, live, w, s, floats[i], flags[i], found, grads[i],
             )  # fmt: skip
 
-    @_entry(nogil=True)
-    def local_linear_part(
-        first, last, p, y, origin, mean, right, ridge, source, counted, value, corrections, residual, left
-    ):
-        """Run `local_linear` on rows [first, last)."""
-        sources  # noqa: B018
-        width, dim, group = p.shape[1], y.shape[2], p.shape[0] // y.shape[0]
-        index, z, a = np.empty(width, np.int64), np.empty((dim, dim), p.dtype), np.empty((dim, dim), p.dtype)
-        v, b, share = np.empty(dim, p.dtype), np.empty(dim, p.dtype), np.empty(dim, p.dtype)
-        center = np.empty((2, dim), p.dtype)
-        for i in range(first, last):
-            head = i // group
-            center[0], center[1] = origin[head], mean[i]
-            left[i], residual[i] = solve_row(
-                p[i], y[head], center, right[i], ridge[i % ridge.shape[0]], source[i % source.shape[0]], counted,
-                value[i], corrections[i], index, z, a, v, b, share,
-            )  # fmt: skip
-
-    return forward_part, backward_part, local_linear_part
+    return forward_part, backward_part
 
 
-def _whole(sources: str) -> tuple[Any, Any, Any]:
+def _whole(sources: str) -> tuple[Any, Any]:
     @_entry(parallel=True)
     def forward(chunks, z, *rest):
         """Compute the weights and statistics of every row, in place if p is z (`in_place`). `start` is the position of
@@ -126,6 +108,28 @@ def _whole(sources: str) -> tuple[Any, Any, Any]:
         for chunk in prange(chunks):
             backward_part(chunk * rows // chunks, (chunk + 1) * rows // chunks, z, *rest)
 
+    return forward, backward
+
+
+def _local_linear(sources: str) -> tuple[Any, Any]:
+    @_entry(nogil=True)
+    def local_linear_part(
+        first, last, p, y, origin, mean, right, ridge, source, counted, value, corrections, residual, left
+    ):
+        """Run `local_linear` on rows [first, last)."""
+        sources  # noqa: B018
+        width, dim, group = p.shape[1], y.shape[2], p.shape[0] // y.shape[0]
+        index, z, a = np.empty(width, np.int64), np.empty((dim, dim), p.dtype), np.empty((dim, dim), p.dtype)
+        v, b, share = np.empty(dim, p.dtype), np.empty(dim, p.dtype), np.empty(dim, p.dtype)
+        center = np.empty((2, dim), p.dtype)
+        for i in range(first, last):
+            head = i // group
+            center[0], center[1] = origin[head], mean[i]
+            left[i], residual[i] = solve_row(
+                p[i], y[head], center, right[i], ridge[i % ridge.shape[0]], source[i % source.shape[0]], counted,
+                value[i], corrections[i], index, z, a, v, b, share,
+            )  # fmt: skip
+
     @_entry(parallel=True)
     def local_linear(chunks, p, *rest):
         """Solve the local linear model of every row for weights p [R, w], keys y [n, w, D] less an origin [n, D], means
@@ -135,7 +139,7 @@ def _whole(sources: str) -> tuple[Any, Any, Any]:
         for chunk in prange(chunks):
             local_linear_part(chunk * rows // chunks, (chunk + 1) * rows // chunks, p, *rest)
 
-    return forward, backward, local_linear
+    return local_linear, local_linear_part
 
 
 def _sources() -> str:
@@ -144,5 +148,6 @@ def _sources() -> str:
 
 
 _SOURCES = _sources()
-forward_part, backward_part, local_linear_part = _parts(_SOURCES)
-forward, backward, local_linear = _whole(_SOURCES)
+forward_part, backward_part = _parts(_SOURCES)
+forward, backward = _whole(_SOURCES)
+local_linear, local_linear_part = _local_linear(_SOURCES)
