@@ -113,6 +113,16 @@ def test_singular_systems_are_left(form: str, dtype: torch.dtype) -> None:
     assert torch.equal(left, expected.flatten())
 
 
+def test_right_sides_with_other_strides(form: str, dtype: torch.dtype) -> None:
+    """What is returned does not depend on how the right sides lie in memory."""
+    p, y, right = (x.to(dtype) for x in drawn(40))
+    flat = right.flatten(0, 1)
+    system = system_of(WeightedRows, dtype, p, y, 0.1)
+    one, two = (FORMS[form](system, x, None) for x in (flat, flat.t().contiguous().t()))
+    for x, z in zip(one, two, strict=True):
+        assert torch.equal(x[~one.left], z[~one.left])
+
+
 def test_rows_do_not_depend_on_each_other(form: str, dtype: torch.dtype) -> None:
     """A row keeps all bits if others have more, fewer or other keys."""
     p, y, right = drawn(40)

@@ -119,8 +119,7 @@ def _prepare(
     backward. A `raw` implementation does both itself."""
     problem, implementation, scale, native, raw = plan.problem, plan.implementation, plan.scale, plan.native, plan.raw
     if plan.short and small(query) and small(key) and small(value) and not checks.debugging():
-        numbers = dict(plan.numbers)
-        return Inputs(query, key, value, None, None, visible, problem, scale, numbers, factor=scale), None
+        return Inputs(query, key, value, None, None, visible, problem, scale, dict(plan.numbers), factor=scale), None
     look: Any = getattr(implementation, "clean", clean_each)
     spec, shared = problem.spec, key is query
     if checks.debugging():

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
         local: parameters of the local linear model.
         visibility: arguments of `Visibility`.
         native, raw: what the implementation takes (see `Inputs`).
-        short: whether `small` tensors are the inputs of the implementation as they are.
+        short: whether the implementation takes tensors unchanged if `precision.small` holds for all of them.
     """
 
     problem: Problem
@@ -146,7 +146,8 @@ def _plan(
     native = bool(getattr(implementation, "native", _never)(problem))
     raw = native and bool(getattr(implementation, "raw", _never)(problem))
     visibility = (queries, keys, problem.causal, exclude_self, window, offset, mask, runs)
-    short = native and not (raw or spec.degree) and usual(dim, scale, query.dtype) and readable(*tensors)
+    plain = native and not (raw or spec.degree or hasattr(implementation, "clean"))
+    short = plain and usual(dim, scale, query.dtype) and readable(*tensors)
     return Plan(problem, implementation, scale, numbers, local, visibility, native, raw, short)
 
 

@@ -17,11 +17,11 @@ from .conjugate_gradient import ConjugateGradient
 class Auto(Solver):
     """Choose the cheapest of: systems in the space of the weighted keys, Cholesky, conjugate gradients.
 
-    If weights can be zero (compact kernels, thresholds, short windows), every row is solved separately: in the space of
-    its weighted keys if they are few (at most D; without numba at most 2 D, of many keys), else by Cholesky. Otherwise
-    Cholesky solves systems of at most 16 coordinates, of few queries, and of blocks in which a query sees at most 2 D
-    keys. Conjugate gradients solve the rest, and Cholesky the rows that did not converge. `impl="reference"` always
-    uses Cholesky.
+    If weights can be zero (compact kernels, thresholds, short windows), every row is solved separately. A row with at
+    most D weighted keys, for D coordinates, is solved in the space of these keys (without numba also a row with up to
+    2 D of many keys). Other rows are solved by Cholesky. If weights cannot be zero, Cholesky solves systems of at most
+    16 coordinates, of few queries, and of blocks in which a query sees at most 2 D keys. Conjugate gradients solve the
+    rest, and Cholesky the rows that did not converge. `impl="reference"` always uses Cholesky.
 
     Cost: that of the choice; at 64 coordinates Cholesky costs about as much as 10 steps of conjugate gradients.
     """

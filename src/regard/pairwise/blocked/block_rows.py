@@ -79,7 +79,7 @@ class Rows:
         return p, weighting.finish(dz, rho, z, p, stats, params), [by_name[name][..., 0] for name in names]
 
     def by_row(self, system: Any, right: Tensor, source: Tensor | None) -> live_rows.ByRow:
-        """Solve the rows of a `WeightedRows`, or those that have few weighted keys (see `live_rows.grouped`)."""
+        """Solve the rows of a `WeightedRows` one by one; `ByRow.left` names those that the caller must solve."""
         return live_rows.grouped(system, right, source)
 
     def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:

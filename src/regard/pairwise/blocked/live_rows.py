@@ -33,7 +33,7 @@ Live: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 class ByRow(NamedTuple):
     """t [R, D], p_ij (y_j - m_i) . t_i [R, w], the relative residual [R] (0 if not wanted), and the rows [R] that are
-    left to the caller: those with more keys than the form is for, and those whose system is singular."""
+    left to the caller, whose numbers are undefined: those with too many keys, and those with a singular system."""
 
     value: Tensor
     corrections: Tensor

@@ -2,7 +2,7 @@
 weighted keys as coordinates, else by a Cholesky factor of its covariance.
 
 Legend: s weighted keys of the row, at positions `index`; D coordinates; z [s, D] scaled coordinates; a [n, n] a
-symmetric matrix, of which the upper half is used, n = s or D; v, b and share vectors [s], [D] and [D].
+symmetric matrix, of which the upper half is used, n = s or D; v, b and share vectors of up to D numbers.
 """
 
 import math
@@ -92,12 +92,12 @@ def _residual(y, center, index, corrections, right, ridge, value, b):
 def _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z, a, v, b, share):
     """Solve in the space of the weighted keys. Return whether that failed. A source without entries means none; the
     last five arguments are work space."""
-    one, s, dim = p.dtype.type(1), index.shape[0], right.shape[0]
+    zero, one, s, dim = p.dtype.type(0), p.dtype.type(1), index.shape[0], right.shape[0]
     z, a, v, plain = z[:s], a[:s, :s], v[:s], source.shape[0] == 0
     sign = one if plain else -one
     for d in range(dim):
         share[d] = one / math.sqrt(ridge[d % ridge.shape[0]])
-        b[d] = right[d] * share[d] if plain else one - one
+        b[d] = right[d] * share[d] if plain else zero
     for i in range(s):
         key, root = y[index[i]], math.sqrt(p[index[i]])
         for d in range(dim):
@@ -139,19 +139,20 @@ def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, d
     for d in range(dim):
         failed = failed or not a[d, d] * a[d, d] > diagonal[d] * (10 * dim * np.finfo(p.dtype).eps)
     if failed:
-        return failed
+        return True
     _substitute(a, value)
     for j in index:
         for d in range(dim):
             b[d] = y[j, d] - center[0, d] - center[1, d]
         corrections[j] = p[j] * _dot(b, value)
-    return failed
+    return False
 
 
 @jit
 def solve_row(p, y, center, right, ridge, source, counted, value, corrections, index, z, a, v, b, share):
     """Write t and p_j (y_j - m) . t of one row, where m is the sum of the two rows of `center`. Return whether that
-    failed, and the relative residual if `counted`. The last six arguments are work space."""
+    failed, which leaves them undefined, and the relative residual if `counted`. The last six arguments are work
+    space."""
     zero, s, failed = p.dtype.type(0), 0, False
     corrections[:] = 0
     for j in range(p.shape[0]):
@@ -162,7 +163,7 @@ def solve_row(p, y, center, right, ridge, source, counted, value, corrections, i
     for d in range(ridge.shape[0]):
         failed = failed or not ridge[d] > 0
     if failed:
-        return failed, zero
+        return True, zero
     if s > right.shape[0]:
         failed = _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, v, b)
     else:
