@@ -64,7 +64,7 @@ class SDPA(Implementation):
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         q, k, v, visible, scale = inputs.q, inputs.k, inputs.v, inputs.visible, inputs.factor
         assert not isinstance(scale, Tensor)  # ensured by `native`
-        if q.device.type == "cpu" and math.frexp(scale)[0] != 0.5:
+        if math.frexp(scale)[0] != 0.5 and q.is_cpu:
             # Torch's two passes on a CPU round a score times a scale that is no power of two differently. Beyond 2^27
             # the difference, of a few ulp, overflows in the exponential of the backward pass.
             if q is k:  # keep one tensor for the backward pass
