@@ -213,6 +213,8 @@ def test_the_costs_that_pages_advise_by_are_the_stored_ones() -> None:
             f"| 1.8 | {full['regard biweight']['ratio']:.2f}; ",
             f"| missed: {faster(full)}, causal {faster(causal)} |",
             both("local-linear[biweight]"),
+            f"| {lines['regard local-linear']['ratio']:.0f} times torch's attention; "
+            f"{lines['regard local-linear[biweight]']['ratio']:.0f} times with sparse weights |",
             f"with a tolerance of 1e-3 {both('local-linear, tol 0.001')}",
             f"forward, 8 both | missed: {both('local-linear')}",
             f"missed: {tokens['regard local-linear']['median_ms'] / tokens['regard softmax']['median_ms']:.1f} ",
@@ -225,7 +227,11 @@ def test_the_costs_that_pages_advise_by_are_the_stored_ones() -> None:
             f"{sums['elu']['median_ms']:.0f} ms at 16,384",
             f"{decoding['sdpa, a cache']['median_ms']:.1f} ms with torch's attention over a cache",
         ),
-        "local-linear-attention": (f"| 1 | {lines['regard local-linear']['ratio']:.0f}; ",),
+        "local-linear-attention": (
+            f"| 1 | {lines['regard local-linear']['ratio']:.0f}; "
+            f"{lines['regard local-linear, tol 0.001']['ratio']:.0f} at `tol=1e-3`; "
+            f"{lines['regard local-linear[biweight]']['ratio']:.0f} with `biweight` |",
+        ),
         "global-linear": (f"{sums['linear']['median_ms']:.0f} ms with `linear`",),
         "memory-mosaics": (f"`biweight` 1.06 to {mosaic['memory-mosaic biweight']['ratio']:.2f} times softmax",),
         "iclm": (f"{transformer['iclm wv']['ratio']:.1f} to 1.5 times a Transformer's",),
