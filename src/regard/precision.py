@@ -12,12 +12,12 @@ from torch.autograd import forward_ad
 from .checks import broadcastable, floating, in_range, on_device
 
 R = TypeVar("R")
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 def full_precision(device: str) -> Any:
     """Return a context without autocast, which would round products, and differently in the backward pass."""
-    return torch.autocast(device, enabled=False) if autocast(device) else _NOTHING
+    return torch.autocast(device, enabled=False) if autocast(device) else _NO_CONTEXT
 
 
 def autocast(device: str) -> bool:
@@ -78,7 +78,7 @@ SQUARES = {dtype: 4.0 ** _largest(dtype)[0] for dtype in (torch.float32, torch.f
 """A sum of squares below this has no entry larger than `_largest`."""
 
 
-def usual(dim: int, scale: float | Tensor, dtype: torch.dtype) -> bool:
+def scale_in_range(dim: int, scale: float | Tensor, dtype: torch.dtype) -> bool:
     """Return whether no score of vectors that pass `clean` can overflow at this scale."""
     entry, score = _largest(dtype)
     return isinstance(scale, float) and dim * scale <= 2.0 ** (score - 2 * entry)
@@ -88,7 +88,7 @@ def overflowing(query: Tensor, scale: float | Tensor) -> Tensor | None:
     """Return the queries [..., Tq] whose score with a key that passes `clean` could overflow, or None if none can.
     With a usual scale the queries are not read."""
     entry, score = _largest(query.dtype)
-    if usual(query.shape[-1], scale, query.dtype):
+    if scale_in_range(query.shape[-1], scale, query.dtype):
         return None
     size = query.detach().to(torch.promote_types(query.dtype, torch.float32)).abs().sum(-1)
     bad = ~(size * scale <= 2.0 ** (score - entry))
@@ -97,14 +97,14 @@ def overflowing(query: Tensor, scale: float | Tensor) -> Tensor | None:
 
 def _within(x: Tensor) -> bool:
     """Return whether no entry of x is NaN or too large."""
-    if small(x) or x.numel() == 0:
+    if clearly_clean(x) or x.numel() == 0:
         return True
     limit = _limit(x.dtype)
     least, most = torch.aminmax(x.detach())
     return bool((least >= -limit) & (most <= limit))  # false for NaN, which aminmax returns
 
 
-def small(x: Tensor) -> bool:
+def clearly_clean(x: Tensor) -> bool:
     """Return whether x is contiguous and its sum of squares shows, in one pass, that no entry is NaN or too large."""
     most = SQUARES.get(x.dtype)
     if most is None or not x.is_contiguous():

@@ -113,6 +113,14 @@ def test_singular_systems_are_left(form: str, dtype: torch.dtype) -> None:
     assert torch.equal(left, expected.flatten())
 
 
+def test_singular_covariances_are_left(form: str, dtype: torch.dtype) -> None:
+    """Two equal coordinates and a ridge below their rounding errors: rows with more keys than coordinates are left."""
+    p, y, right = drawn(40)
+    y[..., 1] = y[..., 0]
+    left = FORMS[form](system_of(WeightedRows, dtype, p, y, 1e-25), right.to(dtype).flatten(0, 1), None)[3]
+    assert left[(p > 0).sum(-1).flatten() > D].all()
+
+
 def test_right_sides_with_other_strides(form: str, dtype: torch.dtype) -> None:
     """What is returned does not depend on how the right sides lie in memory."""
     p, y, right = (x.to(dtype) for x in drawn(40))

@@ -11,7 +11,7 @@ from .. import checks
 from ..checks import ArgumentError, refuse
 from ..grammar import Spec, as_spec
 from ..grammar.systems import LARGEST
-from ..precision import clean, clean_each, either, full_precision, overflowing, small
+from ..precision import clean, clean_each, clearly_clean, either, full_precision, overflowing
 from .dispatch import Explanation, Inputs, Problem, explain_problem
 from .layout import Layout, any_layout, repeat_heads
 from .plan import CALL, FAR, Plan, check_sizes, check_window, plan_of
@@ -118,7 +118,8 @@ def _prepare(
     the caller turns into NaN. Non-finite vectors become 0, so that a zero weight never multiplies a NaN, forward or
     backward. A `raw` implementation does both itself."""
     problem, implementation, scale, native, raw = plan.problem, plan.implementation, plan.scale, plan.native, plan.raw
-    if plan.short and small(query) and small(key) and small(value) and not checks.debugging():
+    clean_inputs = plan.as_given and clearly_clean(query) and clearly_clean(key) and clearly_clean(value)
+    if clean_inputs and not checks.debugging():
         return Inputs(query, key, value, None, None, visible, problem, scale, dict(plan.numbers), factor=scale), None
     look: Any = getattr(implementation, "clean", clean_each)
     spec, shared = problem.spec, key is query

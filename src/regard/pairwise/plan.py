@@ -14,7 +14,7 @@ from .. import checks
 from ..checks import ArgumentError, shape
 from ..grammar import Spec
 from ..grammar.spec import LOCAL_LINEAR
-from ..precision import PLAIN, readable, row_number, transformed, usual
+from ..precision import PLAIN, readable, row_number, scale_in_range, transformed
 from . import dispatch
 from .dispatch import Problem, choose
 from .visibility import runs_of
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
         local: parameters of the local linear model.
         visibility: arguments of `Visibility`.
         native, raw: what the implementation takes (see `Inputs`).
-        short: whether the implementation takes tensors unchanged if `precision.small` holds for all of them.
+        as_given: whether the implementation takes tensors as they are if `precision.clearly_clean` holds for each.
     """
 
     problem: Problem
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     visibility: tuple[Any, ...]
     native: bool
     raw: bool
-    short: bool
+    as_given: bool
 
 
 def plan_of(
@@ -147,8 +147,8 @@ def _plan(
     raw = native and bool(getattr(implementation, "raw", _never)(problem))
     visibility = (queries, keys, problem.causal, exclude_self, window, offset, mask, runs)
     plain = native and not (raw or spec.degree or hasattr(implementation, "clean"))
-    short = plain and usual(dim, scale, query.dtype) and readable(*tensors)
-    return Plan(problem, implementation, scale, numbers, local, visibility, native, raw, short)
+    as_given = plain and scale_in_range(dim, scale, query.dtype) and readable(*tensors)
+    return Plan(problem, implementation, scale, numbers, local, visibility, native, raw, as_given)
 
 
 def _never(problem: Problem) -> bool:

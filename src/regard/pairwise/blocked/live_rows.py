@@ -44,11 +44,11 @@ class ByRow(NamedTuple):
 def grouped(system: Any, right: Tensor, source: Tensor | None) -> ByRow:
     """Solve the rows of a `WeightedRows` that have few weighted keys, in groups of about equal numbers of keys, for
     right sides [R, D]; `source` [R, w] as in `solve`."""
-    p, means, (rows_total, dim) = system.p.flatten(0, 1), system.mean.flatten(0, 1), right.shape
-    width = p.shape[1]
-    value, corrections, residual = torch.zeros_like(right), torch.zeros_like(p), right.new_zeros(rows_total)
-    left = torch.ones(rows_total, dtype=torch.bool, device=p.device)
-    for rows, index, weights in groups(p, dim):
+    p, means = system.p.flatten(0, 1), system.mean.flatten(0, 1)
+    count, width = p.shape
+    value, corrections, residual = torch.zeros_like(right), torch.zeros_like(p), right.new_zeros(count)
+    left = torch.ones(count, dtype=torch.bool, device=p.device)
+    for rows, index, weights in groups(p, right.shape[1]):
         away = system.keys_of(rows, index) - means[rows, None]
         given = None if source is None else source[rows].gather(1, index)
         solved = solve(weights, away, right[rows], system.ridge_of(rows), given, system.counted)

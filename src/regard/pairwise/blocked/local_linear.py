@@ -6,7 +6,8 @@ queries of the block see, which keeps the products small and depends only on key
 
     m_i = sum_j p_ij y_j,   A_i t_i = x_i - m_i,   a_ij = 1 + (y_j - m_i) . t_i,   o_i = sum_j p_ij a_ij v_j
 
-Backward, for g_i = dL/do_i, gamma_ij = g_i . v_j and gammabar_i = sum_j p_ij gamma_ij, with one more solve:
+Backward, for g_i = dL/do_i, gamma_ij = g_i . v_j and gammabar_i = sum_j p_ij gamma_ij, with one more solve (and that
+for t again where a stored t would be too inaccurate, see `_effect`):
 
     A_i u_i = sum_j p_ij (gamma_ij - gammabar_i) y_j,   b_ij = gamma_ij - gammabar_i - (y_j - m_i) . u_i
     dL/dp_ij = a_ij b_ij up to a constant of the row,   dL/dx = u,   dL/dridge_i = -t_i u_i
@@ -176,8 +177,9 @@ def weight_gradient(
 
 
 def _effect(spec: Spec, system: WeightedRows, away: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return t and a, for the kept t. Rows with sparse weights, and those solved in float64, are solved again: outside
-    the span of their keys t is as long as 1 / ridge, and the rounding errors of the kept t would hide the slopes."""
+    """Return t and a = 1 + (y - m) . t, given t as the forward pass stored it and its right side `away`. Rows with
+    sparse weights, and those solved in float64, are solved again: outside the span of their keys t is as long as
+    1 / ridge, and the rounding errors of the stored t would hide the slopes."""
     again = t.dtype != system.p.dtype or (system.sparse and spec.solver.name == "auto")
     if system.probe is not None or not again:
         t = t.to(system.p.dtype)

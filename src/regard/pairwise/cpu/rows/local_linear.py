@@ -136,7 +136,7 @@ def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, d
         diagonal[d] = a[d, d]
         value[d] = right[d]
     failed = not _factorise(a) < np.inf
-    for d in range(dim):
+    for d in range(dim):  # the limit of the solver `cholesky` for pivots that are rounding errors
         failed = failed or not a[d, d] * a[d, d] > diagonal[d] * (10 * dim * np.finfo(p.dtype).eps)
     if failed:
         return True
