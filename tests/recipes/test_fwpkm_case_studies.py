@@ -16,6 +16,7 @@ from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
 from regard_recipes.fwpkm import _case_studies_measures as measures
 from regard_recipes.fwpkm.fwpkm_case_studies import ROW, FwPKMCaseStudies
+from regard_recipes.fwpkm.memory_recipe import NEEDLES
 from regard_recipes.lib.results import load
 
 
@@ -27,7 +28,8 @@ def model() -> Any:
 
 def slots_of(found: Any, reads: int) -> list[dict[str, Any]]:
     text: Any = Text()
-    return list(measures.slot_rows(found, text, 12, 1, 2, 0, reads=reads))
+    recipe = FwPKMCaseStudies.configure("quick", haystack=12, needles=1, examples=2, reads=reads)
+    return list(recipe.scored(found, NEEDLES, text))
 
 
 def test_the_model_is_the_papers() -> None:

@@ -6,7 +6,7 @@ import pytest
 from tiny_runs import tiny
 
 from regard_recipes.fwpkm import fwpkm_cost as recipe
-from regard_recipes.fwpkm._layouts import Row
+from regard_recipes.fwpkm.layouts import Row
 
 WIDTH, INNER, WORDS, TOKENS = 768, 2304, 32_000, 8 * 4096
 FEED_FORWARD = 3 * WIDTH * INNER

@@ -14,8 +14,8 @@ import regard
 from regard.grammar.solvers import BlockDiagonal, Cholesky
 from regard.tasks import ConeRegression
 from regard_recipes.lib.recipe import select
-from regard_recipes.local_linear import _variants as costs
-from regard_recipes.local_linear import lla_variants as variants
+from regard_recipes.local_linear import lla_variants as recipe
+from regard_recipes.local_linear._variants import COSTS, costs
 from regard_recipes.local_linear.lla_numerics_schemes import q_centred_blocks
 
 
@@ -69,7 +69,7 @@ def error(outs: list[np.ndarray], pairs: list[tuple[np.ndarray, np.ndarray]]) ->
     return float(off / sum((v[32:] ** 2).sum() for _, v in pairs))
 
 
-def record(found: pd.DataFrame, name: str, ridge: float | None, protocol: str = variants.SELF) -> Any:
+def record(found: pd.DataFrame, name: str, ridge: float | None, protocol: str = recipe.SELF) -> Any:
     rows = select(found, variant=name, protocol=protocol)
     (one,) = rows[rows["ridge"].isna() if ridge is None else rows["ridge"] == ridge].itertuples()
     return one
@@ -96,7 +96,7 @@ def test_stored_errors_are_those_of_the_formulas(found: pd.DataFrame, protocol: 
     ):  # fmt: skip
         expected = error([covariances(k, v, ridge, count, window, strict) for k, v in pairs], pairs)
         assert record(found, name, ridge, protocol).error == pytest.approx(expected, rel=5e-3), name
-    for their in select(found, group=variants.SIGMA, protocol=protocol, blocks=[1, 8]).itertuples():
+    for their in select(found, group=recipe.SIGMA, protocol=protocol, blocks=[1, 8]).itertuples():
         made = [papers(k, v, their.ridge, int(their.blocks), strict) for k, v in pairs]
         share = np.mean([delta[32:] <= 0 for _, delta in made])
         assert their.error == pytest.approx(error([out for out, _ in made], pairs), rel=1e-3)
@@ -104,8 +104,8 @@ def test_stored_errors_are_those_of_the_formulas(found: pd.DataFrame, protocol: 
 
 
 def test_budgets_end_at_what_they_approximate(found: pd.DataFrame) -> None:
-    softmax = {protocol: record(found, "softmax", None, protocol) for protocol in (variants.SELF, variants.PAST)}
-    assert record(found, "sdpa", None).error == pytest.approx(softmax[variants.SELF].error, rel=1e-2)
+    softmax = {protocol: record(found, "softmax", None, protocol) for protocol in (recipe.SELF, recipe.PAST)}
+    assert record(found, "sdpa", None).error == pytest.approx(softmax[recipe.SELF].error, rel=1e-2)
     for ridge in (0.1, 1):
         for protocol, plain in softmax.items():
             none, full = (record(found, name, ridge, protocol) for name in ("steps 0", "auto"))
@@ -122,11 +122,11 @@ def test_costs_are_those_of_counted_operations() -> None:
     """Written out as sums of products: an [a, b] by [b, c] product is 2 a b c operations."""
     n, d, steps, g, tile = 100, 16, 5, 4, 128
     rows = pd.DataFrame(
-        {"cost": list(costs.COSTS), "keys": n, "steps": steps, "blocks": g, "microseconds": 2.0},
-        list(costs.COSTS),
+        {"cost": list(COSTS), "keys": n, "steps": steps, "blocks": g, "microseconds": 2.0},
+        list(COSTS),
     )
-    found = costs.costs(rows, d)
-    assert found.index.tolist() == list(costs.COSTS)
+    found = costs(rows, d)
+    assert found.index.tolist() == list(COSTS)
     product, s = 2 * n * d, d // g
     forming = {size: 2 * n * blocks * size * (size + 1) / 2 for blocks, size in ((1, d), (g, s))}  # symmetric matrices
     assert found["flops"].to_dict() == pytest.approx({
@@ -143,7 +143,7 @@ def test_costs_are_those_of_counted_operations() -> None:
 
 
 def test_every_row_has_its_cost_and_times(found: pd.DataFrame) -> None:
-    own = found[found["group"] != variants.SIGMA]
+    own = found[found["group"] != recipe.SIGMA]
     assert {f"blocks {g}" for g in (1, 2, 4, 8)} | {"sdpa", "mesa", "window 16", "softmax, window 32"} <= set(
         own["variant"]
     )
@@ -151,7 +151,7 @@ def test_every_row_has_its_cost_and_times(found: pd.DataFrame) -> None:
     assert own["microseconds"].between(own["fastest"], own["slowest"]).all()
     assert record(found, "auto", 1).keys == 64.5
     assert record(found, "window 16", 1).keys == (sum(range(1, 16)) + 113 * 16) / 128
-    measured = costs.costs(own, 8)
+    measured = costs(own, 8)
     assert record(measured, "softmax", None).flops == 4 * 64.5 * 8
     steps = record(found, "tol 0.1", 1).steps
     assert record(measured, "tol 0.1", 1).flops == pytest.approx((4 * steps + 8) * 64.5 * 8)

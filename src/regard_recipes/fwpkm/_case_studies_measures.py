@@ -21,7 +21,7 @@ WRITERS = 4  # kept of every slot
 
 @torch.no_grad()
 def slot_rows(
-    model: Any, text: NeedleText, length: int, needles: int, count: int, seed: int, *, reads: int
+    model: Any, text: NeedleText, *, length: int, needles: int, count: int, seed: int, reads: int
 ) -> Iterator[dict[str, Any]]:
     """Read haystacks [E, L] n times, answer greedily, and yield what was retrieved for the tokens of the answers. The
     chunk is the haystack: each reading is written once, the last one before the question's first token is read. A row

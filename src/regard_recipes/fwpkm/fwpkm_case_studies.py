@@ -17,7 +17,7 @@ from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Results, recipe, select
 from ..long_text.streaming import read_names
 from ._case_studies_measures import WRITERS, gate_rows, slot_rows
-from ._layouts import Row
+from .layouts import Row
 from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
@@ -68,7 +68,8 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         from regard.models.hybrid.memories import chunk_size
 
         if name == NEEDLES:
-            yield from slot_rows(model, test, self.haystack, self.needles, self.examples, self.seed, reads=self.reads)
+            yield from slot_rows(model, test, length=self.haystack, needles=self.needles, count=self.examples,
+                                 seed=self.seed, reads=self.reads)  # fmt: skip
             return
         text = self.names(self.gate_tokens + 1)
         with chunk_size(model, self.gate_chunk):

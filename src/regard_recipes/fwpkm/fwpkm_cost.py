@@ -19,7 +19,7 @@ from ..lib.budget import Budget, Corpus, LanguageOptions, initial_range
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
-from ._layouts import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
+from .layouts import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers

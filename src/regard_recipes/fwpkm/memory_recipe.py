@@ -14,7 +14,7 @@ from regard.tasks import RecurringNames
 from ..lib.recipe import Limits
 from ..lib.task_recipe import TaskRecipe, first_range
 from ..long_text.needle_text import NeedleText, needle_text
-from ._layouts import PAPER_MODEL, MemoryOptions, Row, row_config
+from .layouts import PAPER_MODEL, MemoryOptions, Row, row_config
 
 PAPER = "Fast-weight Product Key Memory"
 RULES: dict[str, dict[str, Any]] = {"normalized": {}, **PRESETS}

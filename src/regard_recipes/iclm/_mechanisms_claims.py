@@ -1,6 +1,6 @@
-"""The claims about the heads of an ICLM and of a Transformer; part of the recipe iclm-mechanisms.
+"""The claims about the heads of an ICLM and of a Transformer, for iclm-mechanisms; tinymath uses its bounds and means.
 
-A claim is what `claims_of` needs of it, without its place in the paper.
+The functions yield rows for `claims_of` without their first entry, the place in the paper.
 """
 
 import math
@@ -23,7 +23,7 @@ RARE = 0.05  # share of phi's heads with a sink up to which nothing is said of s
 
 
 def sink_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
-    """Yield what `claims_of` needs of the claims about sinks and evenness."""
+    """Yield the claims about sinks and evenness."""
     phi, f, other = (select(heads, stream=stream) for stream in ("phi", "f", TRANSFORMER))
     share = lambda rows, column: mean_interval((rows[column] > EPSILON).groupby(rows["seed"]).mean())  # noqa: E731
     sunk, sunk_f, sunk_other = (rows[rows["strongest"] > EPSILON] for rows in (phi, f, other))
@@ -50,7 +50,7 @@ def sink_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
 
 
 def copy_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
-    """Yield the same about weight on earlier occurrences of a token."""
+    """Yield the claims about weight on earlier occurrences of a token."""
     f, lift = select(heads, stream="f"), by_stream(heads, "predicted_lift")
     unit = "Weight on earlier occurrences of the predicted token, times that of equal weights"
     best = f"best head {f['predicted_lift'].max():.2f}, Transformer {lift[TRANSFORMER].mean():.2f}"
@@ -65,7 +65,7 @@ def copy_claims(heads: Frame) -> Iterator[tuple[Any, ...]]:
 
 
 def block_claims(results: Results) -> Iterator[tuple[Any, ...]]:
-    """Yield the same about induction and about the sources of a logit."""
+    """Yield the claims about induction and the sources of a logit."""
     blocks = results.select(kind="head", task="blocks")
     for when, says, bound in (("after", "at least", FORMED), ("before", "at most", CHANCE)):
         best = select(blocks, model=ICLM, stream="f", when=when).groupby("seed")["score"].max()

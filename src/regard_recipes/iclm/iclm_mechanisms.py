@@ -50,7 +50,7 @@ class Mechanisms(TextOptions):
     learning_rate: float = 2e-3
     """The highest of the models of text. `iclm-parity` tries several, and compares the perplexities of these models."""
     block_steps: int = 2000  # Optimiser steps of each model of repeated blocks.
-    measured = 16_384
+    measured: int = 16_384  # Held-out tokens that perplexity is measured on.
     texts: int = 64  # Held-out windows on which heads are measured.
     prompts: int = 3  # Prompts that are drawn.
     prompt: int = 48  # Tokens of a prompt.

@@ -52,6 +52,7 @@ class KernelSelection(TextRecipe):
     earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
     """Of these, the ones that are trained with q = k on earlier tokens only too."""
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    """Learning rates, of which each form takes the one with the least mean loss on the validation text."""
     close_seeds: int = 8
     """Models of the exponential and of the RBF kernel with normalised weights, whose losses differ little; `seeds` if
     that is more."""

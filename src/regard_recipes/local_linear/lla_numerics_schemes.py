@@ -1,5 +1,5 @@
-"""What `lla_numerics` holds regard against: the dense solution, and emulations of bfloat16 schemes of local linear
-attention.
+"""What `lla_numerics` holds regard against: the dense solution, its rounding floors, and emulations of bfloat16
+schemes of local linear attention.
 
 An emulation rounds both operands of every matrix product to bfloat16 and keeps everything else in float32, as matrix
 units do. The iteration of the published scheme is that of its kernels: from 0, steps of r.r / (d.Ad + 1e-10); a row

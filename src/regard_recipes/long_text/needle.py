@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from regard.checks import ArgumentError
 
-from ..fwpkm._layouts import RESTRICTED, known_rows
+from ..fwpkm.layouts import RESTRICTED, known_rows
 from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, NeedleRecipe
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot

@@ -42,7 +42,8 @@ COMPARED = (
     ("Uniform nearest keys and normalised ReLU are worse than softmax", ("topk-uniform", "normrelu"), ("softmax",),
      "above", 0),
 )  # fmt: skip
-"""Claims about the test loss of each depth: the wording, and which weightings less which others are on which side."""
+"""Claims about the test loss of each depth: wording, weightings, those they are compared with, and the side and bound
+of the difference (first less second)."""
 KIND = ("layers", "model", "k", "form")  # columns that name a model
 
 
