@@ -122,11 +122,10 @@ def test_small_inputs_have_finite_gradients(label: str, impl: str) -> None:
         assert all(grad.isfinite().all() for grad in gradients(out, named(data)).values()), size
 
 
-@few_pairs_first
+@pytest.mark.parametrize(("label", "impl"), few_first((x, impl) for x, impl in PAIRS if not SPECS[x].degree))
 def test_large_keys_have_finite_gradients(label: str, impl: str) -> None:
-    """Keys up to 2^26 in float32. The default scale 1 / sqrt(D) is no power of two here, so that it rounds scores."""
-    if SPECS[label].degree:
-        return  # a solution can be as long as the inverse of the ridge
+    """Keys up to 2^26 in float32. The default scale 1 / sqrt(D) is no power of two here, so that it rounds scores.
+    Local linear models are left out: a solution can be as long as the inverse of the ridge."""
     for size, causal in product((2.0**13, 2.0**26), (False, True)):
         data = draw(40, dtype=torch.float32)
         data = data.with_(k=data.k * size).leaves()

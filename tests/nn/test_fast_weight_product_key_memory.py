@@ -276,6 +276,10 @@ def test_forward_mode_and_transforms_run_in_the_reference():
     close(torch.func.jvp(lambda x: made(x)[0].square().sum(), (x,), (x,))[1], (leaf.grad * x).sum())
     sparse = layer(impl="sparse")
     refuses("impl='reference' can", torch.func.grad(lambda x: sparse(x)[0].sum()), x)
+    state = sparse(x)[1]
+    refuses("state .* impl='reference'", torch.func.grad(lambda x: sparse(x, state=state)[0].sum()), x)
+    resident = layer(shared=True, resident=True)
+    refuses("resident=False", torch.func.grad(lambda x: resident(x)[0].sum()), x)
 
 
 def test_what_a_resident_memory_keeps_is_chosen():

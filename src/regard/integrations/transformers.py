@@ -323,6 +323,7 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
 
 
 def _scale(spec: Spec, scaling: float | Tensor | None) -> dict[str, Any]:
+    """Return the argument `scale` of `regard.attention`, for specs that take one."""
     if scaling is None or not spec.takes_scale:
         return {}
     if isinstance(scaling, Tensor) and scaling.dim():

@@ -225,7 +225,7 @@ class FastMLPMemory(NetworkMemory):
 
     def write(self, state: FastMLPState, tokens: Tensors, following: Tensors | None) -> Tensors:
         """Take one step. The target of a token comes from the next good token of its row, in its chunk or just after
-        it; tokens without such a successor are ignored."""
+        it; a token without such a successor is only a target, not learned from."""
         tokens = marked(tokens)
         following = {n: torch.zeros_like(x[:, :1]) for n, x in tokens.items()} if following is None else following
         tokens = joined((tokens, following))

@@ -150,7 +150,7 @@ class WriteRule:
             return keys
         lacks_scores = self.key_update == "mse" and tokens.scores is None
         if lacks_scores or tokens.query is None or tokens.halves is None or tokens.half_scores is None:
-            why = "the waiting tokens were read under another; flush(state) before the rule changes"
+            why = "tokens that are not written yet were read with another; flush(state) before it changes"
             raise ArgumentError(f"{CALL}: key_update is {self.key_update!r}, but {why}.")
         query, halves = _sets(tokens.query.unflatten(-1, (2, -1))), _sets(tokens.halves)
         half_scores = _sets(tokens.half_scores)

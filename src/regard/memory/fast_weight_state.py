@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, instance, require, shape
+from ..precision import transformed
 from .stores.slot_values import SlotValues, preferred, slot_values
 from .stream import StreamState
 from .token_fields import Waiting, picked, repeated
@@ -162,7 +163,7 @@ def _require_whole(call: str, state: FastWeightState) -> None:
     """Check that the parts of `state` fit each other."""
     require(state.keys.dim() == 5, call, f"keys is {shape(state.keys)}, expected [M, H, 2, n, Dk/2].")
     memories, (heads, _, n, half) = 1 if state.shared else state.batch, state.keys.shape[1:]
-    expected = {
+    shapes = {
         "keys": (tuple(state.keys.shape), (memories, heads, 2, n, half)),
         "initial_keys": (tuple(state.initial_keys.shape), (heads, 2, n, half)),
         "values": ((state.values.memories, state.values.slots), (memories, n * n)),
@@ -176,10 +177,10 @@ def _require_whole(call: str, state: FastWeightState) -> None:
         sizes = {"slots": every, "weights": every, "scores": every, "halves": halves, "half_scores": halves}
         sizes |= {"query": (heads, 2 * half), "read": wide, "value": wide}
         for name, x in piece.items():
-            expected[f"waiting.{name}"] = tuple(x.shape), (*rows, *sizes.get(name, ()))
-    for name, (size, wanted) in expected.items():
+            shapes[f"waiting.{name}"] = tuple(x.shape), (*rows, *sizes.get(name, ()))
+    for name, (size, wanted) in shapes.items():
         if size != wanted:
-            hint = "give all tensors of one to_tensors()"
+            hint = "give all tensors that one call of to_tensors() returned"
             raise ArgumentError(f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; {hint}.")
 
 
@@ -193,6 +194,9 @@ def check_state(
     if sizes != wanted:
         why = f"this memory has {list(wanted[0])} and {list(wanted[1])}; give each memory its own state"
         raise ArgumentError(f"{call}: state holds keys {list(sizes[0])} and values {list(sizes[1])}, but {why}.")
+    if transformed() and not isinstance(state.values, slot_values.get("reference")):
+        why = "a store that has no forward mode and no torch.func transforms"
+        raise ArgumentError(f"{call}: state holds {why}; begin the stream with impl='reference'.")
     if state.shared != shared:
         held = "one memory for the whole batch" if state.shared else "one memory for each sequence"
         raise ArgumentError(f"{call}: state has {held}, but shared={shared}; begin a new stream with state=None.")
@@ -205,6 +209,6 @@ def check_state(
         require(shared and state.waiting.empty, call, text)
         state = replace(state, seen=(max(state.seen, default=0),) * batch)
     if not state.waiting.empty and state.waiting.pieces[0]["slots"].shape[-1] != top_k:
-        waiting = f"{max(state.waits)} waiting tokens were read with another"
+        waiting = f"{max(state.waits)} tokens that are not written yet were read with another"
         raise ArgumentError(f"{call}: top_k is {top_k}, but {waiting}; flush(state) before it changes.")
     return state

@@ -102,7 +102,7 @@ def joined(pieces: Sequence[Tensors]) -> Tensors:
         piece.keys() == first.keys() and all(x.shape[2:] == first[name].shape[2:] for name, x in piece.items())
         for piece in pieces[1:]
     )
-    other = "the waiting tokens were read with another top_k, key_update or gate"
+    other = "tokens that are not written yet were read with another top_k, key_update or gate"
     require(alike, "Waiting", f"{other}; flush(state) before these change.")
     return {name: torch.cat([piece[name] for piece in pieces], 1) for name in first}
 

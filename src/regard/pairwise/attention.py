@@ -224,7 +224,7 @@ def explain(
     segments: bool = False,
     return_diagnostics: bool = False,
 ) -> Explanation:
-    """Return which implementation `regard.attention(..., impl="auto")` would run, and why not another one.
+    """Return which implementation `regard.attention(..., impl="auto")` would run, and why none of the others.
 
     Args:
         spec: an attention spec or its text.

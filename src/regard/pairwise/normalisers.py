@@ -1,8 +1,8 @@
 """Softmax-like functions of score tensors: entmax, sparsemax, ReLUmax, normalised ReLU and top-k.
 
 All are twice differentiable in the scores and in every parameter. Masked scores and scores of -inf have weight 0. Rows
-without a score are 0 with gradient 0. Only rows that contain NaN are NaN. Sums and thresholds are computed
-in float32 or more.
+without a score are 0 with gradient 0. Rows that contain NaN are NaN; other rows never are. Sums and thresholds are
+computed in float32 or more.
 
 impl="cpu" uses numba loops (the extra `cpu`) at one to three times the cost of softmax (docs/results.md). It needs one
 more tensor of the scores' size in each pass. impl="reference" is plain torch on any device, and supports forward mode,

@@ -149,10 +149,10 @@ def _fit(
     rows, non_finite = qkv.non_finite(call.visible(qkv, mask), held, state.non_finite)
     qkv, beta, g = qkv.masked(mask), weight and weight.kept(mask).value, fade and fade.kept(mask).value
     systems = Systems(qkv.key, beta, g, state.gram, ridge)
-    out, gram, values, statistics = _predict(qkv.query * scale, qkv.value, systems, state.values, call, how, residuals)
+    out, gram, values, measured = _predict(qkv.query * scale, qkv.value, systems, state.values, call, how, residuals)
     out = torch.where(rows[..., None], torch.nan, out)
-    statistics = {name: x[:, :, : rows.shape[2]] for name, x in statistics.items()}
-    return (out, statistics), MesaState(values, gram, non_finite, tokens=state.tokens + keys)
+    measured = {name: x[:, :, : rows.shape[2]] for name, x in measured.items()}
+    return (out, measured), MesaState(values, gram, non_finite, tokens=state.tokens + keys)
 
 
 def _predict(

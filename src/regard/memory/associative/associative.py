@@ -369,7 +369,7 @@ class AssociativeMemory(nn.Module):
                 not the keys, or the memory keeps sums.
         """
         call = f"{CALL}.energy"
-        energies = require_energy(self.spec, call)
+        known = require_energy(self.spec, call)
         if self.store == "sums":
             raise ArgumentError(f"{call}: the energy needs the pairs; use store='pairs'.")
         if not self.autoassociative:
@@ -379,7 +379,7 @@ class AssociativeMemory(nn.Module):
         scale = self.scale if scale is None else scale
         numbers = row_numbers(call, query, scale, self.params if params is None else params)
         parts = [part for part in self._parts(query.shape[0]) if isinstance(part, Pairs)]
-        if len(parts) > 1 and not energies.additive:
+        if len(parts) > 1 and not known.additive:
             reads = f"two reads of {self.spec}"
             raise ArgumentError(f"{call}: no energy is known for the sum of {reads}; use combine='shared'.")
         square = query.to(torch.promote_types(query.dtype, torch.float32)).square().sum(-1) / 2

@@ -50,6 +50,8 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
     if values.dim() != 2 or slots.shape != weights.shape or slots.dim() < 1:
         given = f"values {shape(values)}, slots {shape(slots)}, weights {shape(weights)}"
         raise ArgumentError(f"{call}: {given}, expected [N, Dv], [..., K] and [..., K].")
+    unable = "sparse_grad=True has no forward mode and no torch.func transforms; use sparse_grad=False."
+    require(not (sparse_grad and transformed()), call, unable)
     wide = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
     with full_precision(values.device.type):
         if (torch.compiler.is_compiling() or transformed()) and not sparse_grad:

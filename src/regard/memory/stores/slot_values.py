@@ -120,8 +120,8 @@ def whole_tables(
 
 
 def preferred(base: Tensor, *others: Any) -> str:
-    """Return the store for impl="auto": the first whose `prefers(base, *others)` is true, otherwise "sparse" if it is
-    registered, otherwise "reference", which alone has forward mode and torch.func transforms."""
+    """Return the store for impl="auto": "reference" under forward mode or a torch.func transform, which it alone has;
+    otherwise the first whose `prefers(base, *others)` is true, then "sparse" if it is registered, then "reference"."""
     if transformed():
         return "reference"
     for name, store in slot_values.items():

@@ -27,7 +27,8 @@ Observer = Callable[[int | None, Any], None]
 Rotary = tuple[Tensor, Tensor] | None
 
 
-def _check_cache(cache: Any, segment_ids: Tensor | None, hidden_states: Tensor) -> None:
+def _check_cache_and_segments(cache: Any, segment_ids: Tensor | None, hidden_states: Tensor) -> None:
+    """Check the type of the cache, and that segment ids fit the input and come without a cache."""
     if cache is not None and not callable(getattr(cache, "update", None)):
         raise refuse(CALL, "past_key_values", cache, "a cache with update(key, value, layer_idx), or None")
     if segment_ids is not None:
@@ -200,7 +201,7 @@ class Attention(nn.Module):
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
         flags(CALL, output_attentions=output_attentions)
-        _check_cache(past_key_values, segment_ids, hidden_states)
+        _check_cache_and_segments(past_key_values, segment_ids, hidden_states)
         query, key, value = self._project(hidden_states, position_embeddings)
         sums = None if past_key_values is None else self._sums(past_key_values)
         if sums is not None:

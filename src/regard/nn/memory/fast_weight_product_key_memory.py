@@ -17,6 +17,7 @@ from ...checks import ArgumentError, choice, require, shape, within
 from ...memory.fast_weights import FastWeightState, SlotMemory, WriteRule, fast_weight_memory, flush
 from ...memory.product_key import weights_spec
 from ...one_node import one_node
+from ...precision import transformed
 from ..arguments import positive_int
 from ..memories import memory_layers
 from ..memory_trace import MemoryObserver
@@ -152,6 +153,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
     def _remember(
         self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> tuple[Tensor, FastWeightState | None]:
+        hint = "a resident memory keeps what it writes; give resident=False or frozen=True"
+        require(not (self.resident and transformed()) or self.frozen, CALL, f"under a torch.func transform {hint}.")
         # a checkpointed layer runs again in the backward pass; observers and the memory took the first run
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
         observer = None if again else self.observer
@@ -176,12 +179,12 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         read, after = within(CALL, None, run, *given, **where, **how)
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
-            if torch.is_inference_mode_enabled():  # its tensors are of no use in training
-                with torch.inference_mode(False):
-                    self._held = self._held.clone()
             if self.settings.sync is not None:  # now, while all processes take part; later a single one may save
                 with torch.no_grad():
                     self._held = flush(self._held, self.settings, observer=observer)
+            if torch.is_inference_mode_enabled():  # its tensors are of no use in training
+                with torch.inference_mode(False):
+                    self._held = self._held.clone()
         return read, after
 
     def _exported(

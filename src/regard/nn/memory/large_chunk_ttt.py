@@ -264,7 +264,7 @@ class LargeChunkTTT(nn.Module):
         pairs = columns is None or columns.shape[1:3] != (1, 1)
         seen = tokens + getattr(getattr(layer, "window_state", None), "tokens", 0)
         if columns is None or pairs or len(columns) != batch or columns.shape[3] != seen:
-            hint = "give one row for each sequence, earlier tokens included"
+            hint = "give one row per sequence and one column per token, those in the cache included"
             if pairs:
                 hint = "a mask of pairs cannot say what fast weights may learn: give segment_ids for packed documents"
             expected = f"[{batch}, {seen}], a column for every token so far"

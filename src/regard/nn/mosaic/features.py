@@ -33,8 +33,8 @@ LOOK_AHEAD = ("sum", "convex")
 
 
 def unit(x: Tensor, eps: float = 0.0) -> Tensor:
-    """Return x / (|x| + eps) over the last axis, computed at least in float32. Zero vectors have zero gradient, and so
-    have those whose square leaves the range, shorter than 1e-19 in float32."""
+    """Return x / (|x| + eps) over the last axis, computed at least in float32. Vectors whose square
+    underflows (shorter than 1e-19 in float32) count as zero: output and gradient are 0."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     square = wide.square().sum(-1, keepdim=True)
     tiny = torch.finfo(wide.dtype).tiny

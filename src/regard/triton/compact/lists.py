@@ -139,8 +139,8 @@ def lists_of(
     numbers = torch.empty(batch * heads * rows * length, dtype=kind, device=live.device)
     counts = torch.empty(batch * heads * rows * 3, dtype=torch.int32, device=live.device)
     flagged = 0 if flags is None else flags.shape[1] // max(1, blocks)
-    marks = (live, numbers, counts, counts if flags is None else flags, low, high, batch_stride(low))
-    args = (*marks, heads, owners, mask_tiles, blocks, live.stride(axis), live.stride(5 - axis))
+    tensors = (live, numbers, counts, counts if flags is None else flags, low, high, batch_stride(low))
+    args = (*tensors, heads, owners, mask_tiles, blocks, live.stride(axis), live.stride(5 - axis))
     launch(
         compact_lists_kernel, (batch * heads * rows,), *args, tiles=Tiles(warps=1, stages=1), GROUP=group,
         MERGED=merged, OWNER=sizes[0], TILE=sizes[1], MASKED=masked, FLAGS=flagged, CHUNK=CHUNK,

@@ -37,7 +37,7 @@ STREAM = _tables("compact_stream", _LONG, _SHORT)
 STAND_IN = _tables("compact_stand_in", 3 * [(64, 64, 8, 2)], [(64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)])
 SEARCH = _tables("compact_search", [(64, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 2)], _SHORT)
 WEIGH = _tables("compact_weigh", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)], _SHORT)
-"""With 64 rows: 128 visit every block that either half needs, and fewer programs fit on a multiprocessor."""
+"""64 rows: with 128 a program would visit every block that either half needs, and fewer fit on a multiprocessor."""
 WEIGH_MEAN = _tables("compact_weigh_mean", [(64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
 """WEIGH for the backward pass of the adaptive rule, which needs a second sum of values: of 128 features, 64 rows of it
 would spill with 4 warps, and with 8 both groups of 4 would compute all scores."""

@@ -24,8 +24,8 @@ from .targets import ERRORS, STEP_CODES, find_errors
 from .write import ORDER, find_order
 
 COUNTED = 8192
-"""Maximum number of entries of a table that a kernel sorts, by ranking each against the rest. torch sorts larger
-numbers, and slots of tables of at least 2^30 rows, since the kernel doubles slots in 32 bits."""
+"""Maximum number of entries of a table that a kernel sorts, by ranking each against the rest. torch sorts more
+entries, and slots of tables of at least 2^30 rows, since the kernel doubles slots in 32 bits."""
 Some: TypeAlias = Tensor | None
 
 

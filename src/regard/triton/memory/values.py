@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import require
 from ...memory.product_key import Dot, InverseDistance, SlotScore
 from ...memory.stores.slot_values import slot_values, whole_tables
-from ...precision import clean_each, outside_graphs
+from ...precision import clean_each, outside_graphs, transformed
 from ..runtime.finite import clean
 from ..runtime.operators import applied
 from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
@@ -62,6 +62,8 @@ class TableValues:
         """Return None, or why kernels cannot: values [N, Dv] as `dtype`, query [B, T, H, Dk], keys [H, 2, n, Dk/2]."""
         if MISSING is not None:
             return MISSING
+        if transformed():
+            return "has no forward mode and no torch.func transforms"
         reason = unsupported_device(base.device.type)
         if reason is not None:
             return reason

@@ -151,8 +151,9 @@ class Read(torch.autograd.Function):
         (weights, slots, good, read, value, gate), version = ctx.saved_tensors, ctx.version
         by_weights = token = by_value = by_gate = None
         if by_mix is not None:
-            rows = version.rooted(), slots, good
-            by_weights, upstream, by_value, by_gate = pulled_rows(*rows, upstream, by_mix, read, value, gate)
+            by_weights, upstream, by_value, by_gate = pulled_rows(
+                version.rooted(), slots, good, upstream, by_mix, read, value, gate
+            )
         elif upstream is not None and ctx.needs_input_grad[0]:
             by_weights = picked_rows(version.rooted(), slots, None, upstream, good)[1]
         if upstream is not None and ctx.needs_input_grad[1]:
