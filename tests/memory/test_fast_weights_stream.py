@@ -197,7 +197,7 @@ def test_states_of_another_memory() -> None:
         ("flush", lambda: call("slots", more, state=shared, shared=True)),
         ("top_k is 3", lambda: call("slots", given, state=state, top_k=3)),
         ("another top_k, key_update or gate", lambda: call("slots", {**given, "gate": None}, state=state)),
-        ("read under another; flush", lambda: flush(plain, rule=regard.WriteRule())),
-        ("read under another; flush", lambda: flush(state, rule=regard.WriteRule(key_update="mse"))),
+        ("read with another; flush", lambda: flush(plain, rule=regard.WriteRule())),
+        ("read with another; flush", lambda: flush(state, rule=regard.WriteRule(key_update="mse"))),
     ):
         refuses(words, wrong)
