@@ -32,6 +32,16 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
+def mapped(x: Tensor) -> bool:
+    """Return whether torch.vmap runs over x, so that its contents cannot be read."""
+    functorch = torch._C._functorch
+    while transformed() and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
 def outside_graphs(run: Callable[..., R]) -> Callable[..., R]:
     """Decorator: keep a function out of compiled graphs. `torch.compiler.disable` imports the compiler, which takes
     seconds, so it is called only where a graph is being compiled."""

@@ -6,6 +6,7 @@ tested in `tests/contracts`, and models with them in `tests/models`.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -183,12 +184,24 @@ def test_second_derivatives_beside_a_row_that_is_not_written(kind: str) -> None:
     near(twice(loss_of(call(kind, given, firsts, mask=mask)[0])), twice(loss_of(alone[0]) + loss_of(alone[1])), 1e-7)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "slots" not in kind])
-def test_networks_under_vmap(kind: str) -> None:
+@every
+def test_vmap(kind: str) -> None:
+    """With one mask and one cut into documents for all; those that vmap runs over are refused."""
     given, firsts = draw(kind, 2, 13), [x.detach() for x in first(kind)]
-    read = lambda value: call(kind, {**given, "value": value}, firsts)[0]  # noqa: E731
-    values = torch.stack([given["value"], given["value"] / 2])
-    near(torch.func.vmap(read)(values), torch.stack([read(value) for value in values]))
+    masks = torch.arange(13) < torch.tensor([[[13], [4]], [[5], [13]]])
+
+    def read(value: Tensor, **how: Tensor) -> Tensor:
+        return call(kind, {**given, "value": value}, firsts, **how)[0]
+
+    values, ids = torch.stack([given["value"], given["value"] / 2]), masks[0].long()
+    for how in ({}, {"mask": masks[0]}, {"segment_ids": ids}, {"mask": masks[1], "segment_ids": ids}):
+        run = partial(read, **how)
+        near(torch.func.vmap(run)(values), torch.stack([run(value) for value in values]))
+    for name, mapped in (("mask", masks), ("segment_ids", masks.long())):
+        one = lambda value, x: read(value, **{name: x})  # noqa: B023, E731
+        refuses(f"vmap runs over {name}", torch.func.vmap(one), values, mapped)
+        slope = torch.func.grad(lambda value, x: one(value, x).sum())  # noqa: B023
+        refuses(f"vmap runs over {name}", torch.func.vmap(slope), values, mapped)
 
 
 def test_uniform_rows_take_no_more_rounds_than_one():

@@ -66,6 +66,20 @@ def test_orthogonal_factor():
     assert 0.97 < s.min() < s.max() < 1.12
 
 
+def test_vmap_and_its_slopes():
+    """Also beside padding and documents that are the same for all; a mask that vmap runs over is refused."""
+    made, x = layer(), tokens(rows=3)[:, None]
+    mask, ids = torch.arange(T)[None] >= 2, torch.arange(T)[None] // 7
+    for how in ({}, {"attention_mask": mask}, {"segment_ids": ids}, {"attention_mask": mask, "segment_ids": ids}):
+        read = lambda x: made(x, **how)[0]  # noqa: B023, E731
+        close(torch.func.vmap(read)(x), torch.stack([read(row) for row in x]))
+        loss = lambda x: read(x).square().sum()  # noqa: B023, E731
+        leaf = x.clone().requires_grad_()
+        close(torch.func.vmap(torch.func.grad(loss))(x), grad(sum(loss(row) for row in leaf), leaf)[0])
+    run = torch.func.vmap(lambda x, mask: made(x, attention_mask=mask)[0])
+    assert "nn.LargeChunkTTT: torch.vmap runs over mask" in error_of(run, x, mask.expand(3, 1, T))
+
+
 VARIANTS = {
     "default": {},
     "sgd": {"optimizer": "sgd"},

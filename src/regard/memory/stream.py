@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, instance, refuse, require, segments, suggestion, token_mask, whole, within
+from ..precision import mapped
 from ..recurrent.states import State
 from .token_fields import Tensors, Waiting, blend, device_of, hidden_where, limited, picked, repeated, width
 
@@ -175,7 +176,8 @@ class Streams:
         mask = None if mask is None or mask.all() else mask
         if mask is None and segment_ids is None:
             return cls(None, None, (tokens,) * (1 if shared else batch))
-        mask = like.new_ones(batch, tokens, dtype=torch.bool) if mask is None else mask
+        # not new_ones, which torch.vmap would map
+        mask = torch.ones(batch, tokens, dtype=torch.bool, device=like.device) if mask is None else mask
         if shared:
             some = mask.any(0)
             columns = some.nonzero()[:, 0]
@@ -385,6 +387,10 @@ def check_tokens(
     batch, tokens = query.shape[:2]
     token_mask(call, "mask", mask, batch, tokens, like=query)
     segments(call, segment_ids, batch, tokens, query.device)
+    for name, given in (("mask", mask), ("segment_ids", segment_ids)):
+        if isinstance(given, Tensor) and mapped(given):
+            why = f"torch.vmap runs over {name}, whose contents say what is written"
+            raise ArgumentError(f"{call}: {why}; give the sequences as the batch, or the same {name} for all of them.")
     shared_one = "segment_ids need a memory per document, but shared=True has one for the batch."
     require(segment_ids is None or not shared, call, shared_one)
     if torch.compiler.is_exporting() and not (exports and mask is None and segment_ids is None):

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from ...checks import ArgumentError, choice, flags, number, optional_whole, require, segments, shape
+from ...checks import ArgumentError, choice, flags, number, optional_whole, require, segments, shape, within
 from ...memory.large_chunk import LargeChunkMemory, LargeChunkState, flush, large_chunk_ttt
 from ...memory.stream import check_held
 from ...pairwise.attention import attention, diagnosed_attention
+from ...precision import transformed
 from ...recurrent.states import State, require_state
 from ..arguments import as_input, check_heads, check_hidden, check_positions, columns_of, layer_of, positive_ints
 from ..attention.layer import Rotary
@@ -183,7 +184,8 @@ class LargeChunkTTT(nn.Module):
         """
         layer = self._layer(past_key_values)
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.o_proj)
-        tokens = clean_tokens(CALL, hidden_states, self._new(attention_mask, hidden_states, layer), self.hidden_size)
+        mask = self._new(attention_mask, hidden_states, layer)
+        tokens = clean_tokens(CALL, hidden_states, mask, self.hidden_size)
         batch, length, _ = hidden_states.shape
         check_held(CALL, "hidden_states", hidden_states)
         segments(CALL, segment_ids, batch, length, hidden_states.device)
@@ -192,7 +194,8 @@ class LargeChunkTTT(nn.Module):
         hidden = as_input(tokens.hidden, self.o_proj)
         query, key = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden))
         value = self.v_proj(hidden)
-        read, fast = self._learn(hidden, (query, key, value), position_embeddings, tokens, layer, segment_ids)
+        parts, where = (query, key, value), {"mask": mask, "segment_ids": segment_ids}
+        read, fast = self._learn(hidden, parts, position_embeddings, tokens, layer, where)
         query, key = (self._turned(x, position_embeddings) for x in (query, key))
         pairs = (self.hook_q(query), self.hook_k(key), self.hook_v(self._turned(value, None)))
         attended, weights, window = self._attend(pairs, tokens, layer, segment_ids, output_attentions)
@@ -210,7 +213,7 @@ class LargeChunkTTT(nn.Module):
         return heads if positions is None else rotate(heads, *positions)
 
     def _learn(
-        self, hidden: Tensor, parts: Parts, positions: Rotary, tokens: Tokens, layer: Any, segment_ids: Tensor | None
+        self, hidden: Tensor, parts: Parts, positions: Rotary, tokens: Tokens, layer: Any, where: dict[str, Any]
     ) -> tuple[Tensor, LargeChunkState]:
         """Return what the fast weights read, [B, T, Hf, D], and their state after the call."""
         places = positions if self.fast_rotary else None
@@ -223,11 +226,10 @@ class LargeChunkTTT(nn.Module):
         share = None if self.momentum_proj is None else self.momentum_proj(hidden).to(wide).sigmoid()
         query = query.masked_fill(tokens.non_finite[..., None, None], torch.nan)
         value, rates = (x.unflatten(-1, heads) for x in (silu(value.to(wide)), rates))
-        how: dict[str, Any] = {"share": share, "chunk_size": self.chunk_size, "frozen": self.frozen}
-        how |= {"mask": tokens.counted | tokens.non_finite, "segment_ids": segment_ids}
+        how: dict[str, Any] = {"share": share, "chunk_size": self.chunk_size, "frozen": self.frozen, **where}
         how["state"] = None if layer is None else layer.fast_state
-        weights = (self.gate, self.up, self.down)
-        read, state = large_chunk_ttt(query, key, value, rates, weights, self.settings, **how)
+        given = (query, key, value, rates, (self.gate, self.up, self.down), self.settings)
+        read, state = within(CALL, None, large_chunk_ttt, *given, **how)
         return self.read_norm(read) * silu(self.read_proj(hidden).to(wide))[..., None], state
 
     def _attend(
@@ -244,7 +246,8 @@ class LargeChunkTTT(nn.Module):
         runs = None if segment_ids is None else _documents(segment_ids, tokens.counted, valid.shape[1])
         weights = None
         arguments: dict[str, Any] = {"is_causal": True, "window": self.window, "segment_ids": runs}
-        arguments["attn_mask"] = None if valid.all() else valid[:, None, None]
+        # under a torch.func transform the contents cannot be read
+        arguments["attn_mask"] = None if not transformed() and valid.all() else valid[:, None, None]
         if output_attentions:
             out, diagnostics = diagnosed_attention(query, key, value, "softmax", impl="reference", **arguments)
             weights = diagnostics.weights
