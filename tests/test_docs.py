@@ -260,6 +260,49 @@ def test_the_costs_that_pages_advise_by_are_the_stored_ones() -> None:
             assert number in text(page), f"{page}.md should say: {number}"
 
 
+def test_the_losses_that_pages_advise_by_are_the_stored_ones() -> None:
+    def cell(recipe: str, column: str, *first: str) -> float:
+        """Return the mean in the first row of a stored table that begins with these cells."""
+        rows = [
+            line.strip("| ").split(" | ") for line in text(f"results/{recipe}").splitlines() if line.startswith("|")
+        ]
+        row = next(i for i, cells in enumerate(rows) if [x.strip() for x in cells[: len(first)]] == list(first))
+        head = next(rows[i - 1] for i in range(row, 0, -1) if rows[i][0].startswith("---"))
+        return float(rows[row][head.index(column)].split(" ± ")[0])
+
+    def elu(digits: int) -> str:
+        return f"{cell('kernel-selection', 'test nats/char', 'elu', 'normalised'):.{digits}f} nats"
+
+    softmax = cell("kernel-selection", "test nats/char", "exponential", "normalised")
+    demo = json.loads((DOCS / "results" / "demo.json").read_text(encoding="utf-8"))["models"]
+    bits = {model["spec"]: f"{model['bits_per_char']:.2f}" for model in demo}
+    error = {ridge: cell("lla-variants", "strictly-past", "auto", ridge) for ridge in ("1", "0.1")}
+    none = cell("lla-variants", "strictly-past", "softmax", "")
+    far = {name: cell("recurring-names", "right, far", "window and FwPKM", name) for name in ("written", "frozen")}
+    far["none"] = cell("recurring-names", "right, far", "window", "")
+    gaps = (f"{cell('mosaic-kernels', 'above softmax', name):.3f}" for name in ("biweight", "sparsemax", "relumax"))
+    expected = {
+        "../README": (
+            f"higher loss on text: {bits['biweight']} bits per character, softmax {bits['softmax']}, one seed",
+            f"higher loss on text: {elu(1)}, softmax {softmax:.1f} [c]",
+            f"the error is {error['1']:.2f} at ridge 1, {error['0.1']:.2f} at 0.1, softmax {none:.2f} [d]",
+            f"beyond a window: {far['written']:.1%} right, {far['none']:.1%} without a memory".replace("%", " %"),
+        ),
+        "choose-a-spec": (
+            *(f"({'gap ' * (i == 0)}{gap} ±" for i, gap in enumerate(gaps)),
+            f"{elu(3)} per character with `elu` (three seeds), {softmax:.3f} with softmax",
+            f"predicting zero: {error['1']:.3f} at ridge 1, {error['0.1']:.3f} at ridge 0.1, softmax {none:.3f}",
+            f"{far['written']:.1%} right with a memory, {far['none']:.1%} without one, {far['frozen']:.1%} if".replace(
+                "%", " %"
+            ),
+        ),
+        "local-linear-attention": (f"| {none:.3f} | {error['1']:.3f} at ridge 1, {error['0.1']:.3f} at ridge 0.1 |",),
+    }
+    for page, numbers in expected.items():
+        for number in numbers:
+            assert number in text(page), f"{page}.md should say: {number}"
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem)
 def test_links_lead_to_a_page_or_a_heading(page: Path) -> None:
     for target, section in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):

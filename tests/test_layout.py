@@ -1,6 +1,7 @@
 """The layout of the source: no import circles, no import upward, small folders."""
 
 import ast
+import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -84,6 +85,8 @@ def test_a_file_name_that_repeats_has_its_reason_in_the_design() -> None:
     reasons = design.partition("**Names that repeat.**")[2].partition("\n## ")[0]
     names = Counter(path.name for name, path in MODULES.items() if name.split(".")[0] == "regard")
     assert [x for x in names if names[x] > 1 and x != "__init__.py" and f"`{x}`" not in reasons] == []
+    everywhere = Counter(path.name for path in MODULES.values())
+    assert [x for x in re.findall(r"`(\w+\.py)`", reasons) if everywhere[x] < 2] == []
 
 
 def test_no_source_file_looks_like_a_test() -> None:

@@ -31,7 +31,6 @@ ALWAYS = (
     "test_a_few_cases_of_every_file_in_the_interpreter",
     "test_no_import_circles",
     "test_the_pages_are_those_of_the_stored_rows",
-    "test_an_added_file_is_all_that_it_takes",
 )
 LONGEST = ("tests/triton/test_interpreter", "tests/triton/test_compile.py", "tests/recipes/test_every_recipe")
 """Files with the longest single tests."""

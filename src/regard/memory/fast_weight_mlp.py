@@ -51,7 +51,7 @@ class SwiGLU(NamedTuple):
         return widened(inner, self.down) @ self.down.mT
 
     def gradients(self, x: Tensor, error: Tensor | Callable[[Tensor], Tensor], rates: SwiGLU | None = None) -> SwiGLU:
-        """Return the gradients of a loss whose derivative by f(x_t) is `error` [M, P, Dv], or a function of f(x). Each
+        """Return the gradients of the matrices, given dL/df(x_t) as `error` [M, P, Dv] or as a function of f(x). Each
         matrix weights token t by its rates_t [M, P, 1]."""
         x = widened(x, self.gate)
         a, u = x @ self.gate.mT, x @ self.up.mT

@@ -61,7 +61,7 @@ class Waiting:
         return Waiting((limited(self.tokens(), [not gone for gone in rows]),) if any(counts) else (), counts)
 
     def select(self, index: Tensor) -> "Waiting":
-        """Return the rows `index`, integers [N]."""
+        """Select the waiting tokens of batch rows `index`, integers [N]."""
         counts = picked(self.counts, index)
         if not any(counts):
             return Waiting((), counts)

@@ -131,12 +131,12 @@ class _Work:
 
     @property
     def direct(self) -> bool:
-        """Whether the sums are not wanted and cost more than all pairs."""
+        """Whether to compute all pairs of queries and keys: nobody needs the state, and all pairs cost less than it."""
         few = self.ratio * self.queries * (self.features + self.values) <= self.features * self.values
         return few and not self.keep and self.sums is None and self.squares is None
 
     def pairs(self) -> Tensor:
-        """Return w [G, R, Tq, Tk], zero for keys that are not seen."""
+        """Return the scores q . k + bias [G, R, Tq, Tk], 0 for masked keys."""
         w = self.q.flatten(1, 2) @ self.k.mT
         w = w.unflatten(1, (self.ratio, -1))
         w += self.bias[..., None] if isinstance(self.bias, Tensor) else self.bias

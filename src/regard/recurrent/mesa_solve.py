@@ -107,7 +107,7 @@ SYSTEMS = (
 
 @torch.library.custom_op("regard::mesa_solve", mutates_args=(), schema=f"(Tensor b, {SYSTEMS}) -> (Tensor, Tensor)")
 def _solve(b: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return (t, the steps of conjugate gradients [B, H, T], else 0)."""
+    """Solve (gram + ridge) t = b; return t and the iterations of conjugate gradients [B, H, T], 0 for other methods."""
     systems, how = Systems(*arguments[:5]), How(*arguments[5:])
     systems = systems._replace(ridge=systems.ridge.expand(*b.shape[:2], -1, -1))
     iterations = b.new_zeros(b.shape[:3], dtype=torch.int32)

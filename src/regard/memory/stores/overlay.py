@@ -183,7 +183,7 @@ class OverlayValues:
         return torch.compiler.is_compiling() and (self.token is None or not torch.is_grad_enabled())
 
     def _row(self, where: Tensor, slots: Tensor) -> Tensor:
-        """Return the row numbers of the pointers `where` of `slots`."""
+        """Map slots, given their entries of `where`, to rows of the table or of the written copies."""
         where = where.long()
         stored = torch.where(where < 0, -2 - where, where) + self.slots
         return torch.where(where == BASE, slots, stored)

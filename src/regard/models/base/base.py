@@ -251,7 +251,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         elif special("bos_token_id") is None:
             missing = "there is nothing to continue; give input_ids, or a bos_token_id"
             raise ArgumentError(f"{type(self).__name__}.generate: {missing}.")
-        early = "assistant_early_exit would leave layers out, which these models cannot; give an assistant_model"
+        early = "assistant_early_exit is not supported: these models run all their layers; give an assistant_model"
         require(special("assistant_early_exit") is None, f"{type(self).__name__}.generate", f"{early}.")
         return super().generate(inputs, *args, **kwargs)
 

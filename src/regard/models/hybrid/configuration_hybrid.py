@@ -230,7 +230,7 @@ class HybridConfig(RegardConfig):
             self.num_key_value_heads = self.num_attention_heads
         sizes = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
         self.head_dim = check_heads(self.call, *sizes, names=HEADS)
-        even = f"head_dim is {self.head_dim}, expected an even number, since rotary positions turn pairs."
+        even = f"head_dim is {self.head_dim}, expected an even number, since rotary embeddings rotate channel pairs."
         require(self.head_dim % 2 == 0, self.call, even)
         self.feed_forward = within(self.call, "feed_forward", feed_forwards.canonical, self.feed_forward)
         if self.intermediate_size is None:

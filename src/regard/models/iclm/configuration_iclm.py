@@ -134,7 +134,7 @@ class ICLMConfig(RegardConfig):
     def _normalise_widths(self) -> None:
         self.d_f = self.hidden_size if self.d_f is None else self.d_f
         fits = self.d_phi is None or self.hidden_size in (self.d_f, RegardConfig.hidden_size)  # None: hidden_size
-        width = f"hidden_size is {self.hidden_size} and d_f {self.d_f}, which are one width; change both."
+        width = f"hidden_size is {self.hidden_size} and d_f {self.d_f}, expected equal numbers; change both."
         require(fits, self.call, width)
         self.d_phi = self.hidden_size if self.d_phi is None else self.d_phi
         if self.f_attention_heads is None:

@@ -114,7 +114,7 @@ class Documents:
                     yield text
 
     def after(self, state: Any = None) -> Iterator[tuple[str, Any]]:
-        """Yield, without end, each document of a stream with the state before it, after a state (default `begin`)."""
+        """Yield documents endlessly from a reader position (default `begin`), each with the position before it."""
         state = self.begin if state is None else state
         while True:
             self.rows.load_state_dict(state)

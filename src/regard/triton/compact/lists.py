@@ -49,8 +49,8 @@ def compact_lists_kernel(
     GROUP: tl.constexpr, MERGED: tl.constexpr, OWNER: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
     FLAGS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Make the list for MERGED mask tiles of OWNER owners each. `along` and `across` are steps from one owner's mark
-    and from one streamed block's mark to the next; FLAGS flags of each block are counted."""
+    """List the streamed blocks that each group of MERGED mask tiles of OWNER owners must visit. `along` and `across`
+    are steps from one owner's mark and from one streamed block's mark to the next; FLAGS flags of each block count."""
     rows = tl.cdiv(mask_tiles, MERGED)
     row = tl.program_id(0) % rows
     head = (tl.program_id(0) // rows).to(tl.int64)

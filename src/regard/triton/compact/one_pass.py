@@ -91,7 +91,7 @@ def compact_stream_kernel(
 
 @triton.jit
 def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
-    """Return (sum of the values [R, Dv] that lost rows see, how many these are)."""
+    """Return (sum of values [R, Dv] visible to queries without a key above the threshold, number of these keys)."""
     acc, count = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32), tl.full((FORM.own,), 0, tl.int32)
     for block in range(run[0], run[3]):
         columns = block * FORM.tile + tl.arange(0, FORM.tile)
