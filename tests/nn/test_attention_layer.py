@@ -214,6 +214,10 @@ def test_bad_calls(x):
     refuses("a cache was given to a layer without layer_idx", layer(), x, past_key_values=Memory())
     given = {"past_key_values": DynamicCache(), "segment_ids": torch.zeros(1, T, dtype=torch.long)}
     refuses("segment_ids were given with past_key_values", layer(layer_idx=0), x, **given)
+    refuses(rf"hidden_states has shape \[{B}, 0, {C}\], expected \[B, T, {C}\] with T >= 1", layer(), x[:, :0])
+    wide = torch.ones(1, T, D)
+    refuses(rf"cos has shape \[1, {T}, {D}\], expected \[{B} or 1, {T}, R/2\]", layer(), x, (wide, wide))
+    refuses(rf"expected \[1, {T}, R/2\], as cos, with R at most the {D} channels", layer(), x[:1], (wide, wide))
 
 
 @pytest.mark.parametrize("kind", ["rms", "l2"])

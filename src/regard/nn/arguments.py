@@ -92,7 +92,8 @@ def check_positions(call: str, given: Any, like: Tensor, head_dim: int) -> None:
     for part, x in zip(("cos", "sin"), given, strict=True):
         tensor(call, f"{name}: {part}", x, "B or 1", tokens, "R/2", like=like, of="the hidden state")
         if (x.shape[0] != 1 and x.shape[0] != batch) or 2 * x.shape[2] > head_dim or x.shape != given[0].shape:
-            expected = f"[{batch} or 1, {tokens}, R/2], as cos, with R at most the {head_dim} channels of a head"
+            rows = "1" if batch == 1 else f"{batch} or 1"
+            expected = f"[{rows}, {tokens}, R/2], as cos, with R at most the {head_dim} channels of a head"
             raise ArgumentError(f"{call}: {name}: {part} has shape {shape(x)}, expected {expected}.")
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, instance, refuse
+from ..checks import ArgumentError, instance, refuse, require
 from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, example_of
 
@@ -65,18 +65,23 @@ def python_manual() -> str:
 @lru_cache(maxsize=4)
 def dataset(name: str, most: int) -> str:
     """Return at most `most` characters of the column "text" of the training split of a dataset on the Hub."""
+    parts, size = [], 0
     try:
         from datasets import load_dataset
 
-        rows = iter(load_dataset(name, split="train", streaming=True))
+        for row in load_dataset(name, split="train", streaming=True):
+            require("text" in row, "Text", f"the dataset {name!r} has no column 'text', only {', '.join(row)}.")
+            parts.append(str(row["text"]))
+            size += len(parts[-1])
+            if size >= most:
+                break
     except ImportError:
         needs = "source='datasets:NAME' needs the package datasets, which is not installed"
         raise ArgumentError(f"Text: {needs}; pip install 'regard[data]'.") from None
+    except ArgumentError:
+        raise
     except Exception as error:  # of many kinds: no such name, no network, a script that may not run
         raise ArgumentError(f"Text: the dataset {name!r} cannot be loaded: {error}") from None
-    parts: list[str] = []
-    while sum(map(len, parts)) < most and (row := next(rows, None)) is not None:
-        parts.append(str(row["text"]))
     return "\n".join(parts)[:most]
 
 

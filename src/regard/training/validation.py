@@ -139,10 +139,9 @@ def _specs(config: TrainConfig, call: str) -> list[Spec]:
         try:
             specs[read_spec(word, "--spec", call)] = None
         except ArgumentError:
-            from ..models import token_mixers  # imports transformers, which takes seconds
+            from ..models.hybrid.token_mixers import read_mixer  # imports transformers, which takes seconds
 
-            if word not in token_mixers:
-                raise
+            read_mixer(word, call, "--spec")
     return list(specs)
 
 

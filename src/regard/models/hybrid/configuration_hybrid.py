@@ -19,7 +19,7 @@ from ...nn.feed_forward import feed_forwards
 from ...nn.memories import memory_layers
 from ...registry import Registry
 from ..base.base_config import RegardConfig
-from .token_mixers import TokenMixer, token_mixers
+from .token_mixers import TokenMixer, read_mixer, token_mixers
 
 Places = dict[int, list[str]]
 """Layer -> names of its memories: one beside the feed-forward layer, one instead of it, or both."""
@@ -172,9 +172,7 @@ class HybridConfig(RegardConfig):
         return [check_window(self.call, window) for window in windows]
 
     def read_mixer(self, mixer: str | Spec) -> Any:
-        if isinstance(mixer, str) and mixer.strip() in token_mixers:
-            return token_mixers.canonical(mixer.strip())
-        return super().read_mixer(mixer)
+        return read_mixer(mixer, self.call, "mixers")
 
     def layer_memories(self) -> Places:
         """Return the memories of each layer that has any; raise `ArgumentError` for an unreadable field, an unknown

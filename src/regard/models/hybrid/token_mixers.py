@@ -14,6 +14,7 @@ Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), 
 head, W the convolution's width, G its channels.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import Self
 
-from ...checks import ArgumentError, optional_whole, require, segments, whole
+from ...checks import ArgumentError, optional_whole, require, segments, suggestion, whole
+from ...grammar import Spec, as_spec, bandwidths, kernels, presets, similarities
 from ...nn.arguments import plain_filters, positive_ints
 from ...recurrent.linear import linear_attention
 from ...recurrent.packing import by_document, documents
@@ -72,6 +74,22 @@ class TokenMixer(nn.Module, ABC):
 token_mixers: Registry[type[TokenMixer]] = Registry(
     "token mixer", "regard.token_mixers", home="regard.models.hybrid.mixers"
 )
+
+
+def read_mixer(given: str | Spec, call: str, argument: str) -> str | Spec:
+    """Return a spec, or the name of a token mixer; the error about an unknown word suggests both."""
+    word = given.strip() if isinstance(given, str) else ""
+    if word in token_mixers:
+        return token_mixers.canonical(word)
+    try:
+        return as_spec(given, call, argument)
+    except ArgumentError:
+        if not re.fullmatch(r"[\w-]+", word) or word in bandwidths or word in similarities:
+            raise  # not about an unknown word
+        hint = suggestion(word, [*kernels.names(), *presets(), *token_mixers.names(aliases=True)])
+        raise ArgumentError(f"{call}: {argument}: unknown spec {word!r}, and no token mixer either.{hint}") from None
+
+
 States = tuple[Any, ...]
 """What a mixer keeps, in the order of `cache_layer.held`; None before the first token."""
 
