@@ -212,6 +212,7 @@ def test_a_device_that_is_not_there(regard: Callable, text_file: Path, monkeypat
         (TrainingInterrupted("interrupted after step 2"), 130, "regard train: interrupted after step 2"),
         (KeyboardInterrupt(), 130, "regard train: interrupted"),
         (OSError(28, "No space left"), 2, "regard train: error: [Errno 28] No space left"),
+        (RecursionError(), 2, "regard train: error: the input is nested too deeply."),
         (MemoryError(), 2, "regard train: error: there is not enough memory for these sizes (MemoryError)."),
     ],
 )

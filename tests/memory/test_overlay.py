@@ -16,6 +16,7 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.memory.fast_weights import WriteRule, fast_weight_memory
 from regard.memory.stores.overlay import OverlayValues
+from regard.memory.stores.slot_values import DenseValues
 
 SOME: dict[str, bool] = {"allow_unused": True, "materialize_grads": True}
 
@@ -288,6 +289,9 @@ def test_tensors_tell_everything() -> None:
         ({**tensors, "where": tensors["where"].long()}, "int64"),
     ):
         refuses(said, OverlayValues.from_tensors, wrong)
+    whole = {"base": tensors["base"], "values": tensors["base"][None, 1:]}
+    said = r"values \[1, 11, 5\] \(torch.float64\) and base \[12, 5\] .*, expected \[M, N, Dv\] and \[N, Dv\]"
+    refuses(said, DenseValues.from_tensors, whole)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

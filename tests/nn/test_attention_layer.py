@@ -14,7 +14,7 @@ from mistakes import error_of, refuses
 from transformers import DynamicCache
 
 import regard
-from regard import Spec
+from regard import Spec, nn
 from regard.nn import Attention, rotary_angles, rotate
 
 B, T, C, H = 2, 9, 32, 4
@@ -156,6 +156,14 @@ def test_parameters_and_text():
     assert "ridge=" not in repr(layer(spec="gaussian*linear(ridge=0.7)")).replace("ridge=0.7", "")
     assert "ridge='learned'" in repr(layer(spec="local-linear", ridge="learned"))
     assert "output_norm=True" in repr(layer(output_norm=True))
+    for made, said in (
+        (nn.FunctionalGradient(8, 8, 2), "num_heads=2, head_dim=4, spec='softmax', variant='full'"),
+        (nn.ContextualMemory(8, 2), "num_heads=2, head_dim=4, spec='softmax'"),
+        (nn.PersistentMemory(8, 2, 4), "slots=4, copies=1, spec='softmax'"),
+        (nn.LargeChunkTTT(8, 2, window=16), "num_heads=2, fast_heads=4, window=16, chunk_size=512"),
+        (nn.FastWeightMLP(8, in_dim=4, hidden_dim=6, value_dim=2), "in_dim=4, hidden_dim=6, value_dim=2, chunk_size"),
+    ):
+        assert said in repr(made)
     assert layer(spec="softmax").ridge_proj is None
     assert set(layer(share_query_key=True).state_dict()) == {"k_proj.weight", "v_proj.weight", "o_proj.weight"}
     assert not hasattr(layer(share_query_key=True, qk_norm="rms"), "q_norm")

@@ -79,6 +79,12 @@ MISTAKES = {
     "state holds gate [3, 5, 5]": lambda: layer()(tokens(), state=layer(hidden_dim=5)(tokens())[1]),
     "state has shared=True": lambda: layer()(tokens(), state=layer(shared=True)(tokens())[1]),
     "state is torch.float32": lambda: layer()(tokens(), state=layer().float()(tokens().float())[1]),
+    "got query [1, 0, 4] and value [1, 0, 3], expected [B, T, Din]": lambda: fast_weight_mlp(
+        numbers(1, 0, DIN), numbers(1, 0, DV), WITHOUT_BIASES
+    ),
+    "weights gate have shape [4], expected a matrix": lambda: fast_weight_mlp(
+        numbers(1, 2, DIN), numbers(1, 2, DV), (numbers(DIN),) * 3
+    ),
     "weights gate are [6, 4]": lambda: fast_weight_mlp(numbers(1, 2, DIN), numbers(1, 2, DV), WITHOUT_BIASES),
 }
 

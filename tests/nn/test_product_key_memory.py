@@ -137,6 +137,18 @@ def test_derivatives_of_sums_to_the_second_order() -> None:
     assert torch.autograd.gradgradcheck(call, (values, weights))
 
 
+def test_sums_of_shapes_that_do_not_fit() -> None:
+    values, slots = drawn(7, 4), torch.zeros(2, 3, dtype=torch.long)
+    refuses(
+        r"values \[7, 4\], slots \[2, 3\], weights \[3\], expected \[N, Dv\], \[..., K\]",
+        slot_sums,
+        values,
+        slots,
+        drawn(3),
+    )
+    refuses("slots has dtype torch.int32, expected torch.int64", slot_sums, values, slots.int(), drawn(2, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_float32_whatever_the_table(dtype: torch.dtype) -> None:
     """At widths where rows are summed in several parts; frozen tables leave the weights their gradient."""

@@ -18,6 +18,7 @@ import regard
 
 pytest.importorskip("numba")
 
+from regard.grammar.kernels.uniform import Uniform
 from regard.pairwise.cpu import implementation as cpu
 
 
@@ -51,6 +52,13 @@ def test_transforms_are_refused() -> None:
     with torch.autograd.forward_ad.dual_level():
         refuses("impl='cpu'", regard.entmax, torch.autograd.forward_ad.make_dual(z, z), impl="cpu")
     refuses("impl='cpu'", torch.func.vmap(lambda x: regard.entmax(x, impl="cpu")), z)
+
+
+def test_what_has_no_loop_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses("runs on the CPU only; the scores are on meta", regard.entmax, normal(2, 3).to("meta"), impl="cpu")
+    monkeypatch.setattr(Uniform, "numba_relative", staticmethod(lambda d, reach: (1.0, 0.0)), raising=False)
+    only = "supports numba_relative only for compact kernels that are continuous at the threshold and have no param"
+    refuses(only, regard.attention, *normal(3, 1, 1, 4, 2), "uniform*anchored", impl="cpu")
 
 
 @pytest.mark.parametrize("name", ["entmax-1.5", "normrelu-nearest", "topk_softmax", *LEARNED])

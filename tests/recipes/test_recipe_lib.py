@@ -277,7 +277,7 @@ def test_processes_measure_the_same_and_their_end_is_reported(squares: type[Squa
     assert missing(caught.value) == "jinja2 is not installed; pip install 'regard[lm]'"
 
 
-def test_a_page_is_rebuilt_from_rows(squares: type[Squares], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_page_is_rebuilt_from_rows(squares: type[Squares], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     out, page = tmp_path / "docs" / "results", tmp_path / "docs" / "page.md"
     assert reproduce("--out", out, "--workers", 0) == 0
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -297,12 +297,21 @@ def test_a_page_is_rebuilt_from_rows(squares: type[Squares], tmp_path: Path, mon
     (out / f"{NAME}.json").unlink()
     assert reproduce("--rebuild", out) == 0  # from the journal
     assert (out / f"{NAME}.json").read_bytes() == whole[f"{NAME}.json"]
+    (tmp_path / "pages").mkdir()
+    page.rename(tmp_path / "pages" / "page.md")
+    assert reproduce("--rebuild", out, "--page", tmp_path / "pages" / "page.md") == 0  # a page elsewhere
+    assert f"(../docs/results/{NAME}-loss.png)" in (tmp_path / "pages" / "page.md").read_text()
     page.write_text("no marks")
     assert reproduce("--rebuild", out, "--page", page) == 2
     assert reproduce("--rebuild", tmp_path) == 2
-    for damaged in ("{", "[]", '{"rows": [], "columns": []}'):
-        (out / f"{NAME}.json").write_text(damaged)
-        assert reproduce("--rebuild", out) == 2
+    (out / f"{NAME}.json").unlink()
+    damages = {"json": ("{", "[]", '{"rows": [], "columns": []}'), "jsonl": ("", "{", '{"made_by": "x"}', "\udcff")}
+    for ending in ("jsonl", "json"):  # the record is read first
+        for damaged in damages[ending]:
+            (out / f"{NAME}.{ending}").write_text(damaged, errors="surrogateescape")
+            capsys.readouterr()
+            assert reproduce("--rebuild", out) == 2
+            assert f"{NAME}: cannot read {out / f'{NAME}.{ending}'}: " in capsys.readouterr().err
 
 
 def test_every_size_of_every_recipe_is_in_range() -> None:

@@ -201,6 +201,12 @@ def test_ids_that_do_not_fit_are_refused(name: str) -> None:
     refuses("state", case.run, x, segment_ids=IDS, state=case.run(x)[1])
 
 
+def test_attention_on_meta_tensors_reads_no_ids() -> None:
+    q, k, v = torch.empty(3, 1, 1, 8, 4, device="meta")
+    ids = torch.empty(1, 8, dtype=torch.long, device="meta")
+    refuses("reads the segment ids on the host", regard.attention, q, k, v, "elu", segment_ids=ids, impl="linear")
+
+
 @pytest.mark.slow
 def test_compiled_is_eager() -> None:
     """A packed call inside a compiled function, for one packing after another."""

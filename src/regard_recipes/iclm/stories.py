@@ -15,7 +15,6 @@ from regard.tasks import TokenTask
 from regard.tasks.stories import Stories
 
 from ..lib.claims import Claim, claims_of
-from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
@@ -85,5 +84,4 @@ class StoriesRecipe(TaskRecipe, Sizes):
 
     def tables(self, results: Results) -> dict[str, Any]:
         note = "Test split, ± half the 95 % interval over seeds. Grades from 0 to 10, of greedy continuations."
-        scores = pivot(self.chosen(results), ["model"], {"": interval("score")}, "metric", note=note)
-        return {"Scores": scores, "Training": self.training_table(results)}
+        return {"Scores": self.score_table(results, ["model"], note), "Training": self.training_table(results)}

@@ -1,5 +1,6 @@
 """`regard reproduce NAME`: run a recipe and leave its results in a folder."""
 
+import os
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -115,7 +116,7 @@ def _rebuild(kind: type[Recipe], argv: list[str]) -> int:
         write(made, results, folder)
     if len(argv) == 3:
         page = Path(argv[2])
-        write_block(page, made, results, folder.resolve().relative_to(page.resolve().parent).as_posix() + "/")
+        write_block(page, made, results, Path(os.path.relpath(folder, page.parent)).as_posix() + "/")
     _show(consoles()[1], made, results)
     return 0
 

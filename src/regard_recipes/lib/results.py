@@ -144,21 +144,21 @@ def unfinished_units(made: Recipe, journal: Journal) -> list[Unit]:
 def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
     """Return a recipe and its rows from the record or else the journal in a folder."""
     record, journal = folder / f"{kind.name}.json", folder / f"{kind.name}.jsonl"
-    if record.exists():
-        with one_error(f"{kind.call()}: cannot read {record}"):
+    source = record if record.exists() else journal
+    require(source.exists(), kind.call(), f"{folder} holds neither {record.name} nor {journal.name}.")
+    with one_error(f"{kind.call()}: cannot read {source}"):
+        if source is record:
             stored = json.loads(record.read_text(encoding="utf-8"))
             expect({"rows", "config"} <= {*stored}, "it has no rows; it was written by an older version")
             rows = [dict(zip(stored["columns"], row, strict=True)) for row in stored["rows"]]
             about = {name: stored[name] for name in stored if name not in ("rows", "columns", "claims")}
             results = Results(frame_of(rows), stored["facts"], about)
-    elif journal.exists():
-        header, lines, _ = read_journal(journal)
-        if header is None:
-            raise ArgumentError(f"{kind.call()}: {journal} has no first line.")
-        results = Journal(journal, header, lines).results()
-    else:
-        raise ArgumentError(f"{kind.call()}: {folder} holds neither {record.name} nor {journal.name}.")
-    return from_mapping(kind(), results.record["config"], call=kind.call(), source=str(record)), results
+        else:
+            header, lines, _ = read_journal(journal)
+            first = header or {}
+            expect({"facts", "config"} <= {*first}, "it has no first line with facts and a configuration")
+            results = Journal(journal, first, lines).results()
+    return from_mapping(kind(), results.record["config"], call=kind.call(), source=str(source)), results
 
 
 @contextmanager

@@ -155,6 +155,10 @@ class TaskRecipe(TrainedRecipe):
             said += [f"no model learned {task}: the best validation score is {best:.2f}"] * (best < self.learned)
         return "; ".join(said)
 
+    def score_table(self, results: Results, index: Any, note: str) -> Any:
+        """Return a table of the scores at the chosen rates, a column for each metric."""
+        return pivot(self.chosen(results), index, {"": interval("score")}, "metric", note=note)
+
     def training_table(self, results: Results) -> Any:
         """Return a table of the chosen rates, and of what training took."""
         return pivot(self.chosen(results, "run"), ["task", "model"], {

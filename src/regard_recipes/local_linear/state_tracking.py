@@ -12,7 +12,6 @@ from regard.tasks import TokenTask
 from regard.tasks.permutation_tracking import PermutationTracking
 
 from ..lib.claims import Claim, claims_of
-from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe, mamba
 from ..lib.trained import Sizes
@@ -68,6 +67,5 @@ class StateTracking(TaskRecipe, Sizes):
     def tables(self, results: Results) -> dict[str, Any]:
         floors = [f"{n} places {values['accuracy']:.2f}" for n, values in results.facts["floors"].items()]
         note = f"± half the 95 % interval over seeds. Accuracy where all swaps are ignored: {'; '.join(floors)}."
-        rows, index = self.chosen(results), {"task": "places", "model": "model"}
-        scores = pivot(rows, index, {"": interval("score")}, "metric", note=note)
+        scores = self.score_table(results, {"task": "places", "model": "model"}, note)
         return {"Accuracy": scores, "Training": self.training_table(results)}

@@ -11,7 +11,6 @@ from regard.tasks import TokenTask
 from regard.tasks.regbench import RegBench
 
 from ..lib.claims import Claim, claims_of
-from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
@@ -66,6 +65,5 @@ class InContextLanguage(TaskRecipe, Sizes):
     def tables(self, results: Results) -> dict[str, Any]:
         floors = [f"{name} {values[VALID]:.2f}" for name, values in results.facts["floors"].items()]
         note = f"± half the 95 % interval over seeds. Valid symbols of the trivial answer: {'; '.join(floors)}."
-        rows, index = self.chosen(results), {"task": "automata", "model": "model"}
-        scores = pivot(rows, index, {"": interval("score")}, "metric", note=note)
+        scores = self.score_table(results, {"task": "automata", "model": "model"}, note)
         return {"Scores on new automata": scores, "Training": self.training_table(results)}

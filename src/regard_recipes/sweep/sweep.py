@@ -33,7 +33,6 @@ from regard.tasks import TokenTask
 from regard.tasks.tokens import settable, token_task
 from regard.training.fields import from_mapping, read_mapping
 
-from ..lib.display import interval, pivot
 from ..lib.recipe import Results, recipe
 from ..lib.task_recipe import TaskRecipe
 
@@ -139,6 +138,4 @@ class Sweep(TaskRecipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         note = "Test split, at each model's best learning rate on the validation split; ± half the 95 % interval."
-        rows = self.chosen(results)
-        scores = pivot(rows, ["task", "model"], {"": interval("score")}, "metric", note=note)
-        return {"Scores": scores, "Training": self.training_table(results)}
+        return {"Scores": self.score_table(results, ["task", "model"], note), "Training": self.training_table(results)}

@@ -81,8 +81,6 @@ class Fixed(RuleBase):
     ) -> tuple[Number, dict[str, Number]]:
         if self.h is None:
             return super().resolve(kernel, similarity, scale, params, dim)
-        if scale is not None:
-            raise ArgumentError("fixed(h=...): h already sets the bandwidth; leave scale out.")
         rest = dict(params)
         h = rest.pop("h", self.h)
         if not kernel.compact:

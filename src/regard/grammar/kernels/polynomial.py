@@ -79,8 +79,6 @@ def power(d: Tensor, reach: Number, r: Number) -> Tensor:
 def _positive_power(a: Tensor, r: Number) -> Tensor:
     """Return [a]_+^r; 0 for a <= 0, also for r <= 0."""
     inside = a > 0
-    if isinstance(r, float) and r == 0.0:
-        return inside.to(a.dtype)
     return torch.where(inside, torch.where(inside, a, 1) ** r, 0)
 
 

@@ -319,9 +319,6 @@ def short_convolution(
     """
     reach = 0 if weight is None else weight.shape[1] - 1
     past = mixed.new_zeros(*mixed.shape[:2], reach) if before is None else before.to(mixed.dtype)
-    if past.shape[0] != mixed.shape[0]:
-        rows = f"the state has {past.shape[0]} sequences, but the input has {mixed.shape[0]}"
-        raise ArgumentError(f"short_convolution: {rows}; use one cache per batch, or repeat its rows.")
     inputs = torch.cat((past, mixed), dim=-1)
     if weight is not None:
         mixed = F.silu(convolved(inputs, weight, segment_ids))

@@ -246,10 +246,8 @@ class ContextualMemory(nn.Module):
         flags(CALL, remember=remember, output_attentions=output_attentions)
         if state is not None:
             instance(CALL, "state", state, ContextualState, "a ContextualState or None")
-        check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
-        segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
-        mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
-        x = without_hidden(hidden_states, mask)
+        past = 0 if state is None else state.tokens
+        x, mask = checked_tokens(CALL, hidden_states, attention_mask, segment_ids, past, self.keys)
         keys, leaky = self.keys(x, mask, None if state is None else state.leaky, segment_ids)
         return self.recall(keys, leaky, x, attention_mask, state, remember, output_attentions, segment_ids)
 
@@ -349,11 +347,22 @@ def check_features(call: str, key_eps: Any, scale_limit: Any) -> None:
     number(call, "scale_limit", scale_limit)
 
 
-def check_tokens(call: str, hidden_states: Tensor, mask: Tensor | None, past: int, keys: KeyFeatures) -> None:
-    """Check hidden states [B, T, C] with T >= 1 and a mask [B, N] over `past` + T tokens."""
+def checked_tokens(
+    call: str,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    past: int,
+    keys: KeyFeatures,
+) -> tuple[Tensor, Tensor | None]:
+    """Return hidden states [B, T, C], with zeros at masked tokens, and their mask [B, T] or None, after checking that
+    T >= 1, the mask [B, N] over `past` + T tokens and the documents. `keys` are the `KeyFeatures` that read them."""
     check_hidden(call, "hidden_states", hidden_states, keys.proj.in_features, keys.proj)
-    batch, tokens = hidden_states.shape[0], past + hidden_states.shape[1]
-    token_mask(call, "attention_mask", mask, batch, tokens, like=hidden_states, of="hidden_states")
+    batch, tokens = hidden_states.shape[:2]
+    token_mask(call, "attention_mask", attention_mask, batch, past + tokens, like=hidden_states, of="hidden_states")
+    segments(call, segment_ids, batch, tokens, hidden_states.device)
+    mask = None if attention_mask is None else attention_mask[:, -tokens:]
+    return without_hidden(hidden_states, mask), mask
 
 
 def measures_distance(spec: Spec) -> bool:

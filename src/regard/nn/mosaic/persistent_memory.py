@@ -8,13 +8,13 @@ Shapes: B batch, T tokens, N tokens so far, C model width, H heads, D channels o
 import torch
 from torch import Tensor, nn
 
-from ...checks import flags, instance, require, segments
+from ...checks import flags, instance, require
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
 from ...recurrent.leaky import LeakyState
 from ..arguments import check_heads, positive_ints
 from ..hooks import HookPoint
-from .contextual_memory import check_features, check_tokens, measures_distance
+from .contextual_memory import check_features, checked_tokens, measures_distance
 from .features import (
     GAIN,
     SCALE_LIMIT,
@@ -23,7 +23,6 @@ from .features import (
     OutputProjection,
     Sharpness,
     initialise,
-    without_hidden,
 )
 
 CALL = "nn.PersistentMemory"
@@ -119,10 +118,9 @@ class PersistentMemory(nn.Module):
         assert self.keys is not None
         if state is not None:
             instance(CALL, "state", state, LeakyState, "a LeakyState or None")
-        check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
-        segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
-        mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
-        keys, after = self.keys(without_hidden(hidden_states, mask), mask, state, segment_ids)
+        past = 0 if state is None else state.tokens
+        x, mask = checked_tokens(CALL, hidden_states, attention_mask, segment_ids, past, self.keys)
+        keys, after = self.keys(x, mask, state, segment_ids)
         return self.read(keys), after
 
     def read(self, keys: Tensor) -> Tensor:
