@@ -22,7 +22,8 @@ LIMIT = 2**22
 class SDPA(Implementation):
     """Call torch's fused attention for Gaussian weights, in Theta(n d) memory without a mask.
 
-    Not twice differentiable: torch raises an error.
+    Not twice differentiable: torch raises an error. A hook that replaces it would take 7 us of every call with
+    gradients, a twentieth of both passes over 16 tokens.
     """
 
     def supports(self, problem: Problem) -> str | None:
