@@ -17,6 +17,7 @@ import regard
 import regard.grammar.spec as spec_module
 from regard.checks import ArgumentError
 from regard.grammar import Spec, bandwidths, kernels, local_linear, similarities, solvers
+from regard.grammar.spec import NO_TREND
 
 positive = st.floats(1e-3, 1e6)
 number = st.floats(-1e6, 1e6)
@@ -224,6 +225,34 @@ def test_json_is_plain_and_kernel_alone_is_enough() -> None:
 )
 def test_texts_that_are_refused(text: str, words: str) -> None:
     assert words in error_of(Spec.parse, text)
+    check_prefix(text)
+
+
+WORDS = [*kernels.names(), *bandwidths.names(), *similarities.names(), *solvers.names(), *regard.presets()]
+WORDS += ["linear", "normalised", "unnormalised", "residual", "interpolated[mesa]", "word", "absolute", "ridge_mode"]
+WORDS += ["bias", "h", "k", "r", "margin", "ridge", "solver", *"*****((()))===,[]?", "0", "1", "-1", "2.5", "nan"]
+
+
+def check_prefix(text: str) -> None:
+    """Check that an error names the call that was made and no other."""
+    try:
+        Spec.parse(text)
+    except ArgumentError as error:
+        call, colon, words = str(error).partition(": ")
+        assert (call, colon) == ("Spec.parse", ": ")
+        assert "Spec" not in words.replace(NO_TREND, "")
+        assert not words.startswith(("text: ", "kernel: ", "bandwidth: ", "similarity: ", "solver: "))
+        assert error_of(regard.explain, text, (1, 1, 2, 2)) == f"explain: spec: {words}"
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=9).map("".join))
+def test_errors_of_texts_have_one_prefix(text: str) -> None:
+    check_prefix(text)
+
+
+def test_deep_brackets_are_refused() -> None:
+    for text in ("word(r=" * 9999, "local-linear[" * 9999 + "softmax" + "]" * 9999):
+        assert "brackets within brackets" in error_of(Spec.parse, text)
 
 
 def test_constructor_messages() -> None:
@@ -252,7 +281,9 @@ def test_values_of_the_wrong_kind() -> None:
 
 
 def test_json_messages() -> None:
-    assert "not JSON" in error_of(Spec.from_json, "{")
+    assert "Spec.from_json: not JSON" in error_of(Spec.from_json, "{")
+    other = error_of(Spec.from_json, '{"kernel": "linear", "bandwidth": "adaptive"}')
+    assert other.startswith("Spec.from_json: linear*adaptive: the linear kernel is a function")
     assert "expected an object with at least 'kernel'" in error_of(Spec.from_json, "[1]")
     assert "expected an object with at least 'kernel'" in error_of(Spec.from_json, "{}")
     assert "unknown field 'bandwith'. Did you mean 'bandwidth'?" in error_of(

@@ -72,7 +72,7 @@ def test_what_a_cache_cannot_do():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"mixers": "local-linear*"}, "Spec.parse"),
+        ({"mixers": "local-linear*"}, "Config: mixers: expected a name but found the end"),
         ({"persistent": "linear"}, "normalised spec"),
         ({"persistent_slots": 0}, "persistent_slots"),
         ({"wiring": "ring"}, "'sequential', 'parallel'"),

@@ -6,21 +6,21 @@ from itertools import count
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
-from ..checks import ArgumentError, require
+from ..checks import ArgumentError
 
 T = TypeVar("T")
 _TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z][\w.+-]*)|(?P<number>[-+]?[\d.][\w.+-]*)|(?P<sign>[*(),=\[\]]))")
 
 
 class Reader:
-    """Reader of terms `name(key=value, ...)`; a value is a number, a word or a term."""
+    """Reader of terms `name(key=value, ...)`; a value is a number, a word or a term. Its errors name no call."""
 
     def __init__(self, text: str) -> None:
         self.text, self.rest, at = text, list[str](), 0
         while at < len(text.rstrip()):
             match = _TOKEN.match(text, at)
             if match is None:
-                raise ArgumentError(f"Spec.parse: cannot read {text[at:].strip()!r} in {text!r}.")
+                raise ArgumentError(f"cannot read {text[at:].strip()!r} in {text!r}.")
             self.rest.append(match.group().strip())
             at = match.end()
 
@@ -28,19 +28,21 @@ class Reader:
         if not self.rest or (wanted is not None and self.rest[0] != wanted):
             given = repr(self.rest[0]) if self.rest else "the end"
             what = f"'{wanted}'" if wanted else "a name"
-            raise ArgumentError(f"Spec.parse: expected {what} but found {given} in {self.text!r}.")
+            raise ArgumentError(f"expected {what} but found {given} in {self.text!r}.")
         return self.rest.pop(0)
 
     def term(self) -> tuple[str, dict[str, Any]]:
         name = self.take()
-        require(name not in "*(),=[]", "Spec.parse", f"expected a name but found {name!r} in {self.text!r}.")
+        if name in "*(),=[]":
+            raise ArgumentError(f"expected a name but found {name!r} in {self.text!r}.")
         arguments: dict[str, Any] = {}
         if self.rest[:1] == ["("]:
             self.take("(")
             while self.rest[:1] != [")"]:
                 key = self.take()
                 self.take("=")
-                require(key not in arguments, "Spec.parse", f"{key!r} is given twice in {self.text!r}.")
+                if key in arguments:
+                    raise ArgumentError(f"{key!r} is given twice in {self.text!r}.")
                 arguments[key] = self.value()
                 if self.rest[:1] != [")"]:
                     self.take(",")

@@ -12,7 +12,7 @@ The first part is always the kernel; the others may come in any order. The name 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -176,7 +176,7 @@ class Spec:
         Raises:
             ArgumentError: text that cannot be read; the message names the closest known names.
         """
-        return within("Spec.parse", "text", _parsed, text)
+        return _told("Spec.parse", _parsed, text)
 
     def __str__(self) -> str:
         for name, preset in presets_registry.items():
@@ -212,21 +212,22 @@ class Spec:
         Raises:
             ArgumentError: not JSON, unknown fields or names.
         """
-        return within("Spec.from_json", "text", cls._read_json, text)
+        return _told("Spec.from_json", cls._read_json, text)
 
     @classmethod
     def _read_json(cls, text: str) -> "Spec":
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ArgumentError(f"Spec.from_json: not JSON ({error}).") from None
+            raise ArgumentError(f"not JSON ({error}).") from None
         if not isinstance(data, dict) or data.get("kernel") is None:
-            raise ArgumentError("Spec.from_json: expected an object with at least 'kernel'.")
-        require(data.pop("trend", None) is None, "Spec.from_json", NO_TREND)
+            raise ArgumentError("expected an object with at least 'kernel'.")
+        if data.pop("trend", None) is not None:
+            raise ArgumentError(NO_TREND)
         known = [f.name for f in fields(cls)]
         for key in data:
             if key not in known:  # a suggestion takes longer than the rest
-                raise ArgumentError(f"Spec.from_json: unknown field {key!r}.{suggestion(key, known)}")
+                raise ArgumentError(f"unknown field {key!r}.{suggestion(key, known)}")
         return cls(**{k: _from_dict(AXES[k], v) if k in AXES else v for k, v in data.items() if v is not None})
 
 
@@ -300,22 +301,36 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
     if isinstance(value, str):
         return instance_of(registry, value)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ArgumentError(f"Spec.from_json: a {registry.kind} is a name or an object with 'name', got {value!r}.")
+        raise ArgumentError(f"a {registry.kind} is a name or an object with 'name', got {value!r}.")
     return instance_of(registry, value["name"], **{k: v for k, v in value.items() if k != "name"})
 
 
 # Parsing ----------------------------------------------------------------------------------------------------
 
+_OWN = re.compile(r"^Spec: (?:(?:kernel|bandwidth|similarity|solver): )?")
+
+
+def _told(call: str, read: Callable[[str], Spec], text: str) -> Spec:
+    """Return read(text). Its errors name `call` alone: not the constructor, which the caller did not call."""
+    try:
+        return read(text)
+    except ArgumentError as error:
+        words = _OWN.sub("", str(error))
+    except RecursionError:
+        words = f"{shown(text)} has too many brackets within brackets."
+    raise ArgumentError(f"{call}: {words}")
+
 
 def _parse(text: str) -> Spec:
     if not isinstance(text, str) or not text.strip():
-        raise ArgumentError(f"Spec.parse: expected the text of a spec, such as 'softmax', got {shown(text)}.")
+        raise ArgumentError(f"expected the text of a spec, such as 'softmax', got {shown(text)}.")
     if text.strip() in presets_registry:
         return presets_registry.get(text.strip())
     match = re.fullmatch(r"\s*local-linear\[(.+)\]\s*", text)
     if match:
         return local_linear(_parse(match.group(1)))
-    require(not re.fullmatch(r"\s*interpolated\[.+\]\s*", text), "Spec.parse", NO_TREND)
+    if re.fullmatch(r"\s*interpolated\[.+\]\s*", text):
+        raise ArgumentError(NO_TREND)
     return _compose(Reader(text).terms(), text)
 
 
@@ -328,10 +343,10 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
         known = kernels.names(aliases=True) + (presets_registry.names() if len(terms) == 1 else [])
         if name in presets_registry:
             whole = "*".join(presets_registry.get(name).parts())
-            raise ArgumentError(f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}.")
+            raise ArgumentError(f"{name!r} is a preset, which stands alone; write its parts: {whole}.")
         if name in bandwidths or name in similarities:
-            text = f"{text!r} begins with {name!r}; a spec begins with its kernel: gaussian*{text}."
-            raise ArgumentError(f"Spec.parse: {text}")
+            kernel_first = f"a spec begins with its kernel: gaussian*{text}"
+            raise ArgumentError(f"{text!r} begins with {name!r}; {kernel_first}.")
         what = "spec" if len(terms) == 1 else "kernel"
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
     made: dict[str, Any] = {"kernel": instance_of(kernels, name, **arguments)}
@@ -339,7 +354,7 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
         part = _part(name, arguments)
         twice = set(part) & set(made)
         if twice:
-            raise ArgumentError(f"Spec.parse: {text!r} names its {twice.pop()} twice.")
+            raise ArgumentError(f"{text!r} names its {twice.pop()} twice.")
         made.update(part)
     return Spec(**made)
 
@@ -354,7 +369,8 @@ def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if isinstance(solver, tuple):
             arguments = {**arguments, "solver": instance_of(solvers, solver[0], **solver[1])}
         return {"degree": int(name == "linear"), **arguments}
-    require(name != "residual", "Spec.parse", NO_TREND)
+    if name == "residual":
+        raise ArgumentError(NO_TREND)
     if name in ("normalised", "unnormalised"):
         return {"normalise": name == "normalised"}
     if name in bandwidths:
@@ -385,7 +401,7 @@ def as_spec(spec: Spec | str, call: str = "Spec", argument: str = "spec") -> Spe
     if isinstance(spec, Spec):
         return spec
     if isinstance(spec, str):
-        return within(call, argument, _parsed, spec)
+        return _told(f"{call}: {argument}", _parsed, spec)
     raise ArgumentError(f"{call}: {argument}: expected a Spec or its text, got {shown(spec)} ({type(spec).__name__}).")
 
 
