@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from mistakes import refuses
 from seen import HOSTILE, Elements, count, pixels
 from torch import Tensor, nn
@@ -54,9 +56,22 @@ def test_hits_are_counted() -> None:
     assert (without.hits(layer="high"), without.hits(layer="low")) == (0.0, 1 / 2)
 
 
-def test_a_trace_is_stored_as_json() -> None:
-    for trace in (readings(), SlotReadings(TOKENS, LABELS, ())):
-        assert SlotReadings.from_dict(json.loads(json.dumps(trace.to_dict())), LABELS) == trace
+many, number = st.integers(0, 2**40), st.floats(allow_nan=False)
+slots = st.builds(RetrievedSlot, many, number, st.lists(st.builds(Writer, many, many, number), max_size=2).map(tuple))
+traces = st.builds(
+    lambda words, readings, answers: SlotReadings(tuple(map(len, words)), tuple(words), tuple(readings), answers),
+    st.lists(st.text(max_size=3), max_size=4),
+    st.lists(st.builds(SlotReading, st.text(max_size=3), many, st.lists(slots, max_size=2).map(tuple)), max_size=3),
+    st.none() | st.dictionaries(many, many, max_size=3),
+)
+
+
+@given(traces)
+@example(readings())
+@example(SlotReadings(TOKENS, LABELS, ()))
+@example(SlotReadings(TOKENS, LABELS, (), {}))
+def test_a_trace_is_stored_as_json(trace: SlotReadings) -> None:
+    assert SlotReadings.from_dict(json.loads(json.dumps(trace.to_dict())), trace.labels) == trace
 
 
 def test_rows_say_who_wrote_and_mark_hits() -> None:

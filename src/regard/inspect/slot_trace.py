@@ -67,18 +67,19 @@ class SlotReadings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace without labels as data for JSON."""
-        answers = [list(pair) for pair in sorted((self.answers or {}).items())]
+        answers = None if self.answers is None else [list(pair) for pair in sorted(self.answers.items())]
         return {"tokens": list(self.tokens), "answers": answers, "readings": [asdict(each) for each in self.readings]}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], labels: Sequence[str]) -> "SlotReadings":
-        """Return the trace that `to_dict` stored; `labels` are the texts of its tokens. Empty answers become None."""
+        """Return the trace that `to_dict` stored; `labels` are the texts of its tokens."""
 
         def slot_of(slot: Mapping[str, Any]) -> RetrievedSlot:
             return RetrievedSlot(slot["slot"], slot["weight"], tuple(Writer(**each) for each in slot["writers"]))
 
         readings = (SlotReading(r["layer"], r["position"], tuple(map(slot_of, r["slots"]))) for r in stored["readings"])
-        return cls(tuple(stored["tokens"]), tuple(labels), tuple(readings), dict(stored["answers"]) or None)
+        answers = None if stored["answers"] is None else dict(stored["answers"])
+        return cls(tuple(stored["tokens"]), tuple(labels), tuple(readings), answers)
 
     def answer(self, reading: SlotReading) -> int | None:
         """Return the expected next token of a reading, or None after the last token of the stream."""
