@@ -5,12 +5,12 @@ this halves the memory for the two. Here models with and without sharing are tra
 """
 
 import math
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook
 
 from regard.training.fields import read_spec
 
@@ -103,19 +103,21 @@ def memory_bytes(model: Any, batch: int, context: int) -> dict[str, int]:
     """Return bytes of queries and keys and of all that is saved for the backward pass in a training step on `batch`
     windows of `context` tokens, and of the cache after `CACHED` tokens of one sequence."""
     window = torch.zeros(batch, context, dtype=torch.long, device=next(model.parameters()).device)
-    projections = {module for name, module in model.named_modules() if name.endswith(("q_proj", "k_proj"))}
+    projections = [module for name, module in model.named_modules() if name.endswith(("q_proj", "k_proj"))]
     projected: list[int] = []
     saved: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:
-        if module in projections:
-            projected.append(output.nbytes)
+        projected.append(output.nbytes)
 
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    with register_module_forward_hook(count), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with ExitStack() as hooks:
+        for module in projections:
+            hooks.enter_context(module.register_forward_hook(count))
+        hooks.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         model.train()(input_ids=window, labels=window)
     for weight in model.parameters():
         saved.pop(weight.untyped_storage().data_ptr(), None)
