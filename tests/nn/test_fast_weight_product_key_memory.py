@@ -13,6 +13,7 @@ from dense_fast_weights import close
 from fwpkm_layers import CHUNK, SMALL, C, N, layer, oracle, tokens
 from mistakes import refuses
 from programs import python
+from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.utils.checkpoint import checkpoint
 
 from regard import WriteRule
@@ -252,8 +253,19 @@ def test_a_resident_memory_goes_on():
     same(made, fresh.state_dict())
 
 
-def test_a_resident_memory_that_was_read_in_inference_mode_can_be_trained():
-    made, plain = layer(shared=True, resident=True), layer(shared=True, resident=True)
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("sync", [None, "all_gather"])
+def test_a_resident_memory_that_was_read_in_inference_mode_can_be_trained(sync):
+    """With sync the tokens that wait are written at the end of a call, in inference mode as elsewhere."""
+    made, plain = layer(shared=True, resident=True, sync=sync), layer(shared=True, resident=True)
     for seed in range(2):
         with torch.inference_mode():
             made(tokens(25, seed=seed))
