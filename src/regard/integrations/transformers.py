@@ -276,10 +276,11 @@ def attend(
         if kwargs.get(name) is not None:
             raise ArgumentError(f"{CALL}: {name} {what}, which {spec} does not support; use a model without it.")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    how = _visible(
-        module, (query.shape[0], query.shape[2]), key.shape[2], attention_mask, causal, sliding_window, kwargs
-    )
-    how |= _scale(spec, scaling)
+    tokens = (query.shape[0], query.shape[2])
+    how = _scale(spec, scaling) | _seen(attention_mask, causal, sliding_window, tokens[1])
+    if not _is_complete(attention_mask):
+        documents = _documents(module, tokens, key.shape[2], causal, attention_mask, kwargs)
+        how |= _own_document(how.get("attn_mask"), documents)
     if query.shape[1] != key.shape[1]:
         how["enable_gqa"] = True
     dtype = value.dtype
@@ -331,19 +332,13 @@ def _scale(spec: Spec, scaling: float | Tensor | None) -> dict[str, Any]:
     return {"scale": scaling}
 
 
-def _visible(
-    module: nn.Module, tokens: tuple[int, int], keys: int, mask: Tensor | None, causal: bool, window: int | None,
-    kwargs: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of `regard.attention` that say which keys of its own document a query sees."""
-    seen = _seen(mask, causal, window, tokens[1])
-    documents = None if _is_complete(mask) else _documents(module, tokens, keys, causal, mask, kwargs)
-    if documents is not None:
-        if _of_pairs(seen.get("attn_mask")):
-            seen["attn_mask"] = seen["attn_mask"] & (documents[:, None, :, None] == documents[:, None, None, :])
-        else:
-            seen["segment_ids"] = documents
-    return seen
+def _own_document(mask: Tensor | None, documents: Tensor | None) -> dict[str, Tensor]:
+    """Return the arguments of `regard.attention` by which a query sees the keys of its own document alone."""
+    if documents is None:
+        return {}
+    if mask is not None and _of_pairs(mask):
+        return {"attn_mask": mask & (documents[:, None, :, None] == documents[:, None, None, :])}
+    return {"segment_ids": documents}
 
 
 def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -> dict[str, Any]:
