@@ -102,6 +102,23 @@ def test_the_residual_is_that_of_the_result(form: str, dtype: torch.dtype) -> No
     assert not FORMS[form](system, flat, None)[2].any()
 
 
+def test_sums_over_many_keys(form: str, dtype: torch.dtype) -> None:
+    """Rounding errors of rows with 60,000 weighted keys are those of rows with few."""
+    make = torch.Generator().manual_seed(0)
+    p, y, right = (torch.rand(1, *x, generator=make, dtype=torch.float64) for x in ((2, 60_000), (60_000, D), (2, D)))
+    system = system_of(WeightedRows, dtype, p / p.sum(-1, keepdim=True), y, 1e-3)
+    value, _, residual, left = FORMS[form](system, right.to(dtype).flatten(0, 1), None)
+    if form == "torch":
+        assert left.all()
+        return
+    away = (system.y[:, None] - system.mean[:, :, None]).double()
+    matrix = (system.p.double()[..., None] * away).transpose(-1, -2) @ away + 1e-3 * torch.eye(D, dtype=torch.float64)
+    exact = torch.linalg.solve(matrix, right.to(dtype).double())[0]
+    most = 2e-6 if dtype == torch.float32 else 1e-13
+    assert (value.double() - exact).norm() < most * exact.norm()
+    assert residual.max() < most
+
+
 def test_singular_systems_are_left(form: str, dtype: torch.dtype) -> None:
     """A row with a ridge of 0, or so small that the dual system is singular, is left to the caller; others are not."""
     p, y, right = drawn(40)

@@ -2,14 +2,15 @@
 weighted keys as coordinates, else by a Cholesky factor of its covariance.
 
 Legend: s weighted keys of the row, at positions `index`; D coordinates; z [s, D] scaled coordinates; a [n, n] a
-symmetric matrix, of which the upper half is used, n = s or D; v, b and share vectors of up to D numbers.
+symmetric matrix, of which the upper half is used, n = s or D; v, b and share vectors of up to D numbers; `wide`
+[D, D] sums over many keys in float64.
 """
 
 import math
 
 import numpy as np
 
-from .base import jit, sums
+from .base import SPAN, jit, sums
 
 
 @sums
@@ -78,7 +79,7 @@ def _substitute(a, v):
 
 @jit
 def _residual(y, center, index, corrections, right, ridge, value, b):
-    """Return the residual relative to the right side. b is work space."""
+    """Return the residual relative to the right side. b, in float64, is work space."""
     for d in range(right.shape[0]):
         b[d] = right[d] - ridge[d % ridge.shape[0]] * value[d]
     for j in index:
@@ -119,9 +120,9 @@ def _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z
 
 
 @jit
-def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, diagonal, b):
-    """Solve in the space of the coordinates, as the solver `cholesky`. Return whether that failed."""
-    dim, rows = right.shape[0], 0
+def _covariance(p, y, center, index, z, a):
+    """Write the sum of p_j (y_j - m) (y_j - m)^T over the keys `index` to the upper half of a."""
+    dim, rows = a.shape[0], 0
     a[:] = 0
     for i in range(index.shape[0]):
         root = math.sqrt(p[index[i]])
@@ -131,6 +132,19 @@ def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, d
         if rows == dim or i == index.shape[0] - 1:
             _add_products(a, z[:rows])
             rows = 0
+
+
+@jit
+def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, wide, diagonal, b):
+    """Solve in the space of the coordinates, as the solver `cholesky`. Return whether that failed."""
+    dim = right.shape[0]
+    _covariance(p, y, center, index[:SPAN], z, a)
+    if index.shape[0] > SPAN:
+        wide[:] = a
+        for first in range(SPAN, index.shape[0], SPAN):
+            _covariance(p, y, center, index[first : first + SPAN], z, a)
+            wide += a
+        a[:] = wide
     for d in range(dim):
         a[d, d] += ridge[d % ridge.shape[0]]
         diagonal[d] = a[d, d]
@@ -149,9 +163,9 @@ def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, d
 
 
 @jit
-def solve_row(p, y, center, right, ridge, source, counted, value, corrections, index, z, a, v, b, share):
+def solve_row(p, y, center, right, ridge, source, counted, value, corrections, index, z, a, wide, v, b, share):
     """Write t and p_j (y_j - m) . t of one row, where m is the sum of the two rows of `center`. Return whether that
-    failed, which leaves them undefined, and the relative residual if `counted`. The last six arguments are work
+    failed, which leaves them undefined, and the relative residual if `counted`. The last seven arguments are work
     space."""
     zero, s, failed = p.dtype.type(0), 0, False
     corrections[:] = 0
@@ -165,7 +179,7 @@ def solve_row(p, y, center, right, ridge, source, counted, value, corrections, i
     if failed:
         return True, zero
     if s > right.shape[0]:
-        failed = _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, v, b)
+        failed = _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, wide, v, b)
     else:
         failed = _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z, a, v, b, share)
     largest = zero
@@ -174,4 +188,4 @@ def solve_row(p, y, center, right, ridge, source, counted, value, corrections, i
     failed = failed or not largest < np.inf
     if failed or not counted:
         return failed, zero
-    return failed, _residual(y, center, index, corrections, right, ridge, value, b)
+    return failed, _residual(y, center, index, corrections, right, ridge, value, wide[0])

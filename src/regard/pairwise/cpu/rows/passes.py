@@ -121,13 +121,13 @@ def _local_linear(sources: str) -> tuple[Any, Any]:
         width, dim, group = p.shape[1], y.shape[2], p.shape[0] // y.shape[0]
         index, z, a = np.empty(width, np.int64), np.empty((dim, dim), p.dtype), np.empty((dim, dim), p.dtype)
         v, b, share = np.empty(dim, p.dtype), np.empty(dim, p.dtype), np.empty(dim, p.dtype)
-        center = np.empty((2, dim), p.dtype)
+        center, wide = np.empty((2, dim), p.dtype), np.empty((dim, dim), np.float64)
         for i in range(first, last):
             head = i // group
             center[0], center[1] = origin[head], mean[i]
             left[i], residual[i] = solve_row(
                 p[i], y[head], center, right[i], ridge[i % ridge.shape[0]], source[i % source.shape[0]], counted,
-                value[i], corrections[i], index, z, a, v, b, share,
+                value[i], corrections[i], index, z, a, wide, v, b, share,
             )  # fmt: skip
 
     @_entry(parallel=True)
