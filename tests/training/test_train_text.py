@@ -48,7 +48,12 @@ def test_the_digest_is_that_of_the_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "is empty"), (b" \n\n", "is empty"), (b"fine until \xff\xfe", "not UTF-8 (byte 0xff at offset 11)")],
+    [
+        (b"", "is empty"),
+        (b" \n\n", "is empty"),
+        (b"fine until \xff\xfe", "not UTF-8 (byte 0xff at offset 11)"),
+        (b"cut \xc3", "byte 0xc3 at offset 4"),
+    ],
 )
 def test_files_that_are_no_text(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.txt"

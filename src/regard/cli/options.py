@@ -46,10 +46,11 @@ def parse(
     """
     import tyro
 
-    file, argv = _prepare([_renamed(word, cls) for word in argv], cls, command)
+    call = command.replace(" ", ": ")  # as the errors of a recipe begin
+    file, argv = _prepare([_renamed(word, cls) for word in argv], cls, call)
     default = cls() if base is None else base
     if file is not None:
-        default = from_mapping(default, read_mapping(file, call=command), call=command, source=str(file))
+        default = from_mapping(default, read_mapping(file, call=call), call=call, source=str(file))
     shown = _grouped(default)
     summary = " ".join((about or cls.__doc__ or "").split("\n\n")[0].split())
     errors = io.StringIO()
@@ -67,9 +68,9 @@ def parse(
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ArgumentError(f"{command}: {_squash(errors.getvalue())}") from None
+        raise ArgumentError(f"{call}: {_squash(errors.getvalue())}") from None
     if unknown:
-        raise ArgumentError(f"{command}: {_unknown(unknown[0], cls)}")
+        raise ArgumentError(f"{call}: {_unknown(unknown[0], cls)}")
     if shown is not default:
         value = cls(**{name: x for part in _values(value).values() for name, x in _values(part).items()})
     return value
@@ -96,7 +97,7 @@ def _values(options: Any, kind: Any = None) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(kind or options)}
 
 
-def _prepare(argv: list[str], cls: type[Any], command: str) -> tuple[Path | None, list[str]]:
+def _prepare(argv: list[str], cls: type[Any], call: str) -> tuple[Path | None, list[str]]:
     """Return the file of `--config` and the other arguments, with one occurrence of each repeatable flag."""
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     reader.add_argument("--config", type=Path)
@@ -107,7 +108,7 @@ def _prepare(argv: list[str], cls: type[Any], command: str) -> tuple[Path | None
     except argparse.ArgumentError as error:
         flag, _, _ = str(error.argument_name).partition("/")
         what = "a file, such as --config run.toml" if flag == "--config" else "a value"
-        raise ArgumentError(f"{command}: {flag} expects {what}.") from None
+        raise ArgumentError(f"{call}: {flag} expects {what}.") from None
     repeated = {flag: words for flag, words in vars(options).items() if flag != "config" and words}
     return options.config, rest + [word for flag, words in repeated.items() for word in (flag, *words)]
 

@@ -84,7 +84,7 @@ def options(kind: type[Recipe], argv: list[str]) -> Any:
     command, about = f"{CALL} {kind.name}", sizes_text(kind)
     given: Any = parse(kind, argv, command=command, about=kind.__doc__, epilogue=about)
     both = given.quick and given.size == "paper"
-    require(not both, command, "--quick and --size paper were both given; give one of them.")
+    require(not both, kind.call(), "--quick and --size paper were both given; give one of them.")
     size = "quick" if given.quick else given.size
     if size != "small":
         given = parse(kind, argv, command=command, base=kind.configure(size))
@@ -109,7 +109,7 @@ def _rebuild(kind: type[Recipe], argv: list[str]) -> int:
     from .results import load, showing
 
     usage = "expected --rebuild FOLDER, or --rebuild FOLDER --page PAGE.md."
-    require(len(argv) == 1 or (len(argv) == 3 and argv[1] == "--page"), f"{CALL} {kind.name}", usage)
+    require(len(argv) == 1 or (len(argv) == 3 and argv[1] == "--page"), kind.call(), usage)
     folder = Path(argv[0])
     made, results = load(kind, folder)
     with showing(kind.name, folder):

@@ -159,8 +159,6 @@ class Block:
             z[..., low - self.low :].masked_fill_(~seen[0], fill)
             return z
         seen = visible.block(self.first, self.last, self.low, self.high, z.device)
-        if seen is None:
-            return z
         if self.kept is not None and seen.shape[-1] > 1:
             seen = seen[..., self.kept]
         if seen.shape[0] == 1 and seen.shape[1] == 1:
@@ -194,11 +192,7 @@ class Block:
         return full.flatten(0, 1)[self.at]
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the columns [low, high) that positions allow each row to see: int64 [n, q] each."""
-        if not self.work.visible.positional:
-            width = self.high - self.low if self.kept is None else self.kept.shape[0]
-            ends = torch.tensor([0, width], device=device)[:, None, None].expand(2, self.heads, self.last - self.first)
-            return ends[0], ends[1]
+        """Return the columns [low, high) that positions, which hide some keys, allow each row: int64 [n, q] each."""
         limits = []
         for ends in self.work.ends(device):
             part = ends[:, self.first : self.last].clamp(self.low, self.high) - self.low
@@ -225,8 +219,6 @@ class Block:
 
     def narrowed(self, marks: Tensor) -> "Block":
         """Return the block without keys that no head has marked, if that pays: marks bool [n, ceil(Tk / COLUMNS)]."""
-        if not marks.shape[1]:
-            return self
         marked = marks.any(0)
         alive = marked[self.low // COLUMNS : -(-self.high // COLUMNS)]
         if float(alive.sum()) > SPARSE * alive.shape[0]:

@@ -167,8 +167,7 @@ def _read(file: Path, call: str) -> Iterator[str]:
                 read += len(data)
                 if chunk := decoder.decode(data):
                     yield chunk
-        if chunk := decoder.decode(b"", final=True):
-            yield chunk
+        decoder.decode(b"", final=True)  # an error if the last character is cut off
     except UnicodeDecodeError as error:
         offset = read - len(error.object) + error.start
         byte = f"byte 0x{error.object[error.start]:02x} at offset {offset}"
