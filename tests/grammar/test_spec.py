@@ -234,12 +234,12 @@ WORDS += ["bias", "h", "k", "r", "margin", "ridge", "solver", *"*****((()))===,[
 
 
 def check_prefix(text: str) -> None:
-    """Check that an error names the call that was made and no other."""
+    """Check that an error names the call that was made, its argument, and no other call."""
     try:
         Spec.parse(text)
     except ArgumentError as error:
-        call, colon, words = str(error).partition(": ")
-        assert (call, colon) == ("Spec.parse", ": ")
+        empty, prefix, words = str(error).partition("Spec.parse: text: ")
+        assert (empty, prefix) == ("", "Spec.parse: text: ")
         assert "Spec" not in words.replace(NO_TREND, "")
         assert not words.startswith(("text: ", "kernel: ", "bandwidth: ", "similarity: ", "solver: "))
         assert error_of(regard.explain, text, (1, 1, 2, 2)) == f"explain: spec: {words}"
@@ -281,9 +281,9 @@ def test_values_of_the_wrong_kind() -> None:
 
 
 def test_json_messages() -> None:
-    assert "Spec.from_json: not JSON" in error_of(Spec.from_json, "{")
+    assert "Spec.from_json: text: not JSON" in error_of(Spec.from_json, "{")
     other = error_of(Spec.from_json, '{"kernel": "linear", "bandwidth": "adaptive"}')
-    assert other.startswith("Spec.from_json: linear*adaptive: the linear kernel is a function")
+    assert other.startswith("Spec.from_json: text: linear*adaptive: the linear kernel is a function")
     assert "expected an object with at least 'kernel'" in error_of(Spec.from_json, "[1]")
     assert "expected an object with at least 'kernel'" in error_of(Spec.from_json, "{}")
     assert "unknown field 'bandwith'. Did you mean 'bandwidth'?" in error_of(

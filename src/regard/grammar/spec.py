@@ -176,7 +176,7 @@ class Spec:
         Raises:
             ArgumentError: text that cannot be read; the message names the closest known names.
         """
-        return _told("Spec.parse", _parsed, text)
+        return _told("Spec.parse: text", _parsed, text)
 
     def __str__(self) -> str:
         for name, preset in presets_registry.items():
@@ -212,7 +212,7 @@ class Spec:
         Raises:
             ArgumentError: not JSON, unknown fields or names.
         """
-        return _told("Spec.from_json", cls._read_json, text)
+        return _told("Spec.from_json: text", cls._read_json, text)
 
     @classmethod
     def _read_json(cls, text: str) -> "Spec":
@@ -310,15 +310,16 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
 _OWN = re.compile(r"^Spec: (?:(?:kernel|bandwidth|similarity|solver): )?")
 
 
-def _told(call: str, read: Callable[[str], Spec], text: str) -> Spec:
-    """Return read(text). Its errors name `call` alone: not the constructor, which the caller did not call."""
+def _told(where: str, read: Callable[[str], Spec], text: str) -> Spec:
+    """Return read(text). Its errors begin with `where`, the call and its argument, and do not name the constructor,
+    which the caller did not call."""
     try:
         return read(text)
     except ArgumentError as error:
         words = _OWN.sub("", str(error))
     except RecursionError:
         words = f"{shown(text)} has too many brackets within brackets."
-    raise ArgumentError(f"{call}: {words}")
+    raise ArgumentError(f"{where}: {words}")
 
 
 def _parse(text: str) -> Spec:
