@@ -1,1 +1,1 @@
-"""`regard demo`."""
+"""The experiment behind `regard demo`."""

@@ -78,8 +78,8 @@ def run_demo(config: DemoConfig) -> int:
     with progress.status("reading the text, trying every spec once"):
         text = read_text(config.data, "char", context=demo_train.CONTEXT, call=CALL, longest=demo_train.LONGEST)
         plans = [
-            demo_train.plan(text, spec, place, steps=config.steps, seed=config.seed, out=config.out)
-            for place, spec in enumerate(specs)
+            demo_train.plan(text, spec, number, steps=config.steps, seed=config.seed, out=config.out)
+            for number, spec in enumerate(specs)
         ]
         demo_train.rehearse(plans, text, CALL)
     with only_run(config.out, call=CALL):

@@ -57,10 +57,10 @@ def begin(out: Path, text: str, call: str) -> None:
         raise ArgumentError(f"{call}: cannot write to --out {out}: {error.strerror or error}.") from None
 
 
-def folder_name(place: int, name: str) -> str:
-    """Return a portable folder name for the run of the model at `place`, counted from 0."""
+def folder_name(number: int, name: str) -> str:
+    """Return a portable folder name for the run of the model at `number`, counted from 0."""
     letters = "".join(c if c.isascii() and c.isalnum() else "-" for c in name).strip("-")
-    return f"{place + 1}-{letters[:60]}"
+    return f"{number + 1}-{letters[:60]}"
 
 
 def _write(path: Path, content: str) -> None:

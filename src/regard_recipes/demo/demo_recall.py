@@ -51,17 +51,17 @@ def recall(name: str, *, steps: int, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     scored = train_on_task(model, TASK, budget).scored
     seconds = time.perf_counter() - start
-    found = score_task(model, TASK, examples=256)["accuracy"]
+    accuracy = score_task(model, TASK, examples=256)["accuracy"]
     return {
         "name": name, "steps": tuple(step for step, _ in scored),
-        "accuracy": tuple(scores["accuracy"].mean for _, scores in scored), "final": found.mean,
-        "standard_error": found.standard_error, "seconds": seconds, "parameters": model.num_parameters(),
+        "accuracy": tuple(scores["accuracy"].mean for _, scores in scored), "final": accuracy.mean,
+        "standard_error": accuracy.standard_error, "seconds": seconds, "parameters": model.num_parameters(),
     }  # fmt: skip
 
 
-def recall_table(found: Sequence[Mapping[str, Any]], seed: str) -> Any:
+def recall_table(results: Sequence[Mapping[str, Any]], seed: str) -> Any:
     """Return a table with a row for each model."""
-    rows = frame_of({**one, "last": one["steps"][-1]} for one in found)
+    rows = frame_of({**one, "last": one["steps"][-1]} for one in results)
     return pivot(rows, {"name": "model"}, {
         "accuracy": "{final:.3f} ± {standard_error:.3f}", "steps": "{last:.0f}", "training": "{seconds:.0f} s",
         "memory of earlier tokens": lambda rows: MODELS[rows["name"].iloc[0]][0], "parameters": "{parameters:,.0f}",
@@ -71,7 +71,7 @@ def recall_table(found: Sequence[Mapping[str, Any]], seed: str) -> Any:
         f"ends at 0.99 on validation examples."))  # fmt: skip
 
 
-def recall_curves(found: Sequence[Mapping[str, Any]]) -> bytes:
+def recall_curves(results: Sequence[Mapping[str, Any]]) -> bytes:
     """Return a PNG of accuracy against steps."""
-    rows = frame_of(found).explode(["steps", "accuracy"]).astype({"steps": int})
+    rows = frame_of(results).explode(["steps", "accuracy"]).astype({"steps": int})
     return lines({"": rows}, "steps", {"accuracy": "accuracy"}, "name", x_label="step")

@@ -54,13 +54,13 @@ def first_paragraph(text: str, length: int = EXCERPT) -> slice:
     return slice(start, start + length) if start + length <= len(text) else slice(length)
 
 
-def plan(text: LanguageText, spec: Spec, place: int, *, steps: int, seed: int, out: Path) -> TrainConfig:
-    """Return the training of the model at `place`. Models differ in `spec` and run folder only. Three evaluations come
+def plan(text: LanguageText, spec: Spec, number: int, *, steps: int, seed: int, out: Path) -> TrainConfig:
+    """Return the training of the model at `number`. Models differ in `spec` and run folder only. Three evaluations come
     before the last one, which always covers the whole held-out text."""
     return TrainConfig(
         data=out / TEXT, validation=text.share, spec=(str(spec),), layers=3, width=96, heads=4, context=CONTEXT,
         batch=8, steps=steps, learning_rate=1e-2, final_learning_rate=0.02, optimizer="muon", seed=seed, device="cpu",
-        out=out / RUNS / folder_name(place, str(spec)), log_every=max(1, steps // 50), eval_every=steps // 4 + 1,
+        out=out / RUNS / folder_name(number, str(spec)), log_every=max(1, steps // 50), eval_every=steps // 4 + 1,
         eval_tokens=len(text.held_out_tokens), save_every=steps, keep=1,
     )  # fmt: skip
 
@@ -120,8 +120,8 @@ def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str,
         return {**names, "failure": str(error)}
     cpu = time.process_time() - cpu
     model, tokenizer = load_model(settings.out, call=call)
-    place = first_paragraph(text.held_out)
-    excerpt, tokens = text.held_out[place], text.held_out_tokens[place]
+    excerpt_at = first_paragraph(text.held_out)
+    excerpt, tokens = text.held_out[excerpt_at], text.held_out_tokens[excerpt_at]
     prompt = without_last_word(excerpt)
     maps = kernels = None
     with suppress(ArgumentError):  # the model has no weights to show

@@ -11,8 +11,8 @@ from ._listing import Numbers, erratum
 here = partial(erratum, "Fast-weight product key memory")
 
 
-def left(weights: torch.Tensor, factor: float) -> float:
-    """Return which multiple of the error is left after V_i <- V_i - factor w_i (v̂ - v)."""
+def remaining_error(weights: torch.Tensor, factor: float) -> float:
+    """Return the share of the error left after one step, V_i <- V_i - factor w_i (v̂ - v)."""
     return float(1 - factor * weights.square().sum())
 
 
@@ -21,7 +21,8 @@ def one_step_rewriting() -> Numbers:
     """Found: one step rewrites a slot, so that the next read returns the target. Correct: the share 1 − Σ w² of the
     error is left; dividing the step by Σ w² leaves nothing."""
     w = torch.full((8,), 1 / 8, dtype=torch.float64)
-    return {"error left, 8 equal weights": left(w, 1), "with the step over Σ w²": left(w, float(1 / w.square().sum()))}
+    exact = remaining_error(w, float(1 / w.square().sum()))
+    return {"error left, 8 equal weights": remaining_error(w, 1), "with the step over Σ w²": exact}
 
 
 @here("published program, equations 17 and 18")
@@ -29,7 +30,7 @@ def factor_of_the_step() -> Numbers:
     """Found: the step has no further factor. Correct: it is multiplied by the number of slots read, k: exact for equal
     weights, divergent for a query near a key."""
     near = torch.tensor([0.99] + [0.01 / 7] * 7, dtype=torch.float64)
-    return {"error after 4 writes with k = 8, largest weight 0.99": abs(left(near, 8)) ** 4}
+    return {"error after 4 writes with k = 8, largest weight 0.99": abs(remaining_error(near, 8)) ** 4}
 
 
 @here("equation 20")

@@ -23,8 +23,8 @@ class Erratum(NamedTuple):
 
     def texts(self) -> list[str]:
         """Return what is printed or released, and what is correct."""
-        said = " ".join(str(self.numbers.__doc__).split())
-        texts = said.removeprefix("Found: ").removesuffix(".").split(". Correct: ")
+        docstring = " ".join(str(self.numbers.__doc__).split())
+        texts = docstring.removeprefix("Found: ").removesuffix(".").split(". Correct: ")
         lacks = f"{self.numbers.__name__} has no docstring 'Found: ... Correct: ...'; python -OO removes docstrings."
         require(len(texts) == 2, "errata", lacks)
         return texts

@@ -37,9 +37,9 @@ def predict(w: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Tensor | float) -
     return w * (1 - torch.einsum("ija,ia->ij", z, rho)) / (omega - total(mu * rho)) @ v
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """Return the relative error in the Frobenius norm."""
-    return float((found - expected).norm() / expected.norm())
+    return float((actual - expected).norm() / expected.norm())
 
 
 @here("equation 6")
@@ -152,15 +152,15 @@ def limit_of_the_bandwidth() -> Numbers:
     MesaNet does not have."""
     q, k, v = normal(3, 24, 4)
     flat = torch.ones(len(q), len(k), dtype=q.dtype).tril()
-    found = predict(flat, q, k, v, 0.5)[8:]
+    predicted = predict(flat, q, k, v, 0.5)[8:]
     mesa = regard.mesa_attention(q[None, None], k[None, None], v[None, None], ridge=0.5)[0][0, 0, 8:]
     free = []
     for i in range(8, len(q)):
         mean, y = k[: i + 1].mean(0), v[: i + 1]
         x = k[: i + 1] - mean
         free.append(y.mean(0) + (q[i] - mean) @ torch.linalg.solve(x.T @ x + 0.5 * torch.eye(4), x.T @ y))
-    regression = error(found, torch.stack(free))
-    return {"distance from MesaNet": error(found, mesa), "from ridge regression with an intercept": regression}
+    regression = error(predicted, torch.stack(free))
+    return {"distance from MesaNet": error(predicted, mesa), "from ridge regression with an intercept": regression}
 
 
 @here("section 2.1 and equation 14")

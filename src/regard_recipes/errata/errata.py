@@ -8,9 +8,9 @@ from ..lib.recipe import Cell, Recipe, Results, Row, recipe
 from . import _fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention
 from ._listing import Erratum
 
-ERRATA = {name.replace("_", "-"): found
+ERRATA = {name.replace("_", "-"): member
           for module in (_fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention)
-          for name, found in vars(module).items() if isinstance(found, Erratum)}  # fmt: skip
+          for name, member in vars(module).items() if isinstance(member, Erratum)}  # fmt: skip
 """Errata by the names of their functions, with hyphens for underscores."""
 
 

@@ -57,11 +57,11 @@ def layer_counts(readings: Sequence[SlotReadings], right: list[bool], layer: str
     token among all that were read before); never (share of slots never written); mixed (of the right answers, the share
     with a miss, None where there is none)."""
     mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
-    found = [(seen, reading) for seen in readings for reading in seen.readings if reading.layer == layer]
+    of_layer = [(seen, reading) for seen in readings for reading in seen.readings if reading.layer == layer]
     slots = [(seen, seen.tokens[reading.position], slot, seen.hit(reading, slot))
-             for seen, reading in found for slot in reading.slots]  # fmt: skip
+             for seen, reading in of_layer for slot in reading.slots]  # fmt: skip
     missed = [seen.tokens[slot.writers[0].query] == asks for seen, asks, slot, hit in slots if slot.writers and not hit]
-    chance = [seen.tokens[: at.position].count(seen.tokens[at.position]) / at.position for seen, at in found]
+    chance = [seen.tokens[: at.position].count(seen.tokens[at.position]) / at.position for seen, at in of_layer]
     answered = [seen for seen, good in zip(readings, right, strict=True) if good]
     return {
         "hits": mean([seen.hits(1, layer) for seen in readings]),

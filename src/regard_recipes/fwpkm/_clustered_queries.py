@@ -48,8 +48,8 @@ def coverage(
 
 def widest(rows: Frame) -> dict[str, Estimate]:
     """Return the largest ratio of slots in use with the entropy to those without it."""
-    found = {
-        f"spread {spread:g}, weight {weight:g}": ratio_interval(own["coverage"], select(each, weight=0.0)["coverage"])
-        for spread, each in rows.groupby("spread") for weight, own in each.groupby("weight") if weight
+    ratios = {
+        f"spread {spread:g}, weight {weight:g}": ratio_interval(some["coverage"], select(each, weight=0.0)["coverage"])
+        for spread, each in rows.groupby("spread") for weight, some in each.groupby("weight") if weight
     }  # fmt: skip
-    return dict(sorted(found.items(), key=lambda item: -item[1].mean)[:1])
+    return dict(sorted(ratios.items(), key=lambda item: -item[1].mean)[:1])

@@ -74,5 +74,5 @@ def hits(model: Any, once: CrossDocumentRecall, seed: int, examples: int) -> tup
         model(stream.to(model.device))
     retrieved = traces["memory"].retrieved()
     asked = (retrieved.position >= once.length) & (retrieved.position % 2 == 0)
-    found = Hits(retrieved.hits(stream).hit, asked)
-    return found.rate(1), found.rate(4)
+    asked_hits = Hits(retrieved.hits(stream).hit, asked)
+    return asked_hits.rate(1), asked_hits.rate(4)

@@ -124,8 +124,8 @@ class FastWeightRecall(Recipe):
         yield {"kind": "run", "slots": model.memory.slots, "parameters": model.num_parameters(), "seconds": seconds,
                "fast_weights": model.memory.fast_numbers(), "hit_last": last, "hit_four": four}  # fmt: skip
         yield from ({"kind": "loss", "part": part, "loss": loss} for part, loss in enumerate(losses, 1))
-        for place, share in enumerate(self.accuracy(model, self.task(), seed)):
-            document, reading = divmod(place, self.reads)
+        for index, share in enumerate(self.accuracy(model, self.task(), seed)):
+            document, reading = divmod(index, self.reads)
             yield {"kind": "recall", "document": document + 1, "reading": reading + 1, "accuracy": share}
         # a document is read once and then comes again as questions; a chunk of both is written after the questions
         for chunk in (2 * once.length // parts for parts in (1, 2, 4, 8) if exact):
@@ -180,7 +180,7 @@ class FastWeightRecall(Recipe):
         without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
         clustered = clustered.assign(times=clustered["coverage"] / clustered["spread"].map(without),
                                      entropy=clustered["weight"].map("entropy weight {:g}".format))  # fmt: skip
-        readings: Show = lambda own: " / ".join(map("{:.3f}".format, own.groupby("reading")["accuracy"].mean()))  # noqa: E731
+        readings: Show = lambda rows: " / ".join(map("{:.3f}".format, rows.groupby("reading")["accuracy"].mean()))  # noqa: E731
         return {
             "Recall by document and reading": pivot(recall, ["memory", "rule"], {"": readings}, "document", note=(
                 f"Share of right values by reading; chance is {self.task().chance:.3f}. Means; seeds: {self.seeds}.")),

@@ -107,7 +107,7 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
 
     def tables(self, results: Results) -> dict[str, Any]:
         seen, reads = self.by_seed(results), self.reads
-        whole, order = select(seen, model=WHOLE), {name: place for place, name in enumerate(self.trained)}
+        whole, order = select(seen, model=WHOLE), {name: position for position, name in enumerate(self.trained)}
         seen = seen.sort_values("model", key=lambda names: names.map(order), kind="stable")
         chance = f"{self.examples} questions a seed. Chance: {10.0**-self.digits:.2g}."
         return {
@@ -134,6 +134,6 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
         layers = select(self.chosen(results, "layer"), seed=self.seed).dropna(subset=["counts"])
         gates: dict[str, dict[str, Any]] = {}
         for model, layer, counts in layers[["model", "layer", "counts"]].itertuples(index=False):
-            own = torch.tensor(counts, dtype=torch.float64)
-            gates.setdefault(model, {})[layer] = own / own.sum()
+            histogram = torch.tensor(counts, dtype=torch.float64)
+            gates.setdefault(model, {})[layer] = histogram / histogram.sum()
         return {**made, "gates": gate_histograms(gates, title="Gates on held-out text")} if gates else made

@@ -121,12 +121,12 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
             }, note=f"After {self.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {self.seeds}."),
             "Gates": pivot(gates, {"layer": "memory"}, {
                 "mean gate": interval("mean", 2), "deviation": interval("deviation", 2),
-                **{f"on {said}": interval(part, 2) for part, said in PLACES.items()},
+                **{f"on {tokens}": interval(part, 2) for part, tokens in PLACES.items()},
             }, note=f"On {self.documents} documents of {self.gate_tokens:,} tokens, written after every "
                     f"{self.gate_chunk}; a gate at a name decides what is predicted for it. ± half the 95 % interval "
                     f"over seeds."),
             "Loss with the memory written, and frozen": pivot(
-                read, {"rule": "memory"}, {f"nats, {said}": interval(part) for part, said in PLACES.items()},
+                read, {"rule": "memory"}, {f"nats, {tokens}": interval(part) for part, tokens in PLACES.items()},
                 note="paper: written, and carried on."),
             "One answer, slot by slot": slot_table(self.case(results)[0], reach=REACH),
             "Training": self.training_table(results),
@@ -161,10 +161,10 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
         words = results.facts["words"][NEEDLES]
         row = self.chosen(results, "slots", seed=self.seed).iloc[0]
         asked = "".join(words[token] for _, token in row["answers"])
-        said = "".join(words[row["tokens"][position + 1]] for position, _ in row["answers"])
+        answer = "".join(words[row["tokens"][position + 1]] for position, _ in row["answers"])
         how = "correctly" if row["right"] else "wrongly"
         readings = SlotReadings.from_dict(row, [f" {words[token]}" for token in row["tokens"]])
-        return readings, f"The answer {asked}, given {how} as {said}, after {self.reads} readings"
+        return readings, f"The answer {asked}, given {how} as {answer}, after {self.reads} readings"
 
     def gates(self, results: Results) -> GateTrace:
         """Return the first model's gates on the part of the text that is drawn."""

@@ -85,7 +85,7 @@ class RecurringNamesRecipe(TaskRecipe):
         lower = {f"less {name}": paired(written, other, "score")
                  for name, other in (("frozen", far(FWPKM, FROZEN)), ("window alone", far(WINDOW, "")))}  # fmt: skip
         gates = self.chosen(results, "gate")
-        gate = lambda place: select(gates, place=place)  # noqa: E731
+        gate = lambda part: select(gates, place=part)  # noqa: E731
         return claims_of(PAPER, [
             ("section 4.2", "A written memory lowers the loss on what recurs beyond the window", lower, "below", 0.0,
              "Loss (nats) on the item of a name beyond the window: written memory minus frozen memory, and minus the "
@@ -114,12 +114,12 @@ class RecurringNamesRecipe(TaskRecipe):
 
 def gate_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each of `PLACES`: the mean gate at the tokens from which it is predicted, over some documents."""
-    sums: dict[str, list[Any]] = {place: [] for place in PLACES}
+    sums: dict[str, list[Any]] = {part: [] for part in PLACES}
     for example in task.examples(0, range(count), "test"):
         gates = gate_trace(model, example.tokens, [""] * len(example.tokens)).gates.mean(0)[:-1]
-        at = {place: where[1:] for place, where in example.parts.items()}
+        at = {part: where[1:] for part, where in example.parts.items()}
         at[FILLER] = ~torch.stack(list(at.values())).any(0)
-        for place, where in at.items():
-            sums[place].append(gates[where])
-    for place, found in sums.items():
-        yield {"kind": "gate", "place": place, "gate": float(torch.cat(found).mean())}
+        for part, where in at.items():
+            sums[part].append(gates[where])
+    for part, gates_of_part in sums.items():
+        yield {"kind": "gate", "place": part, "gate": float(torch.cat(gates_of_part).mean())}

@@ -25,7 +25,7 @@ PAPER, WHERE = "Fast-weight Product Key Memory", "section 3.3.1"
 NORMS = {"none": "no norm", "rms": "RMS norm", "batch": "batch norm"}
 WIDE, FEW = "many slots", "few slots"
 MODELS: dict[str, dict[str, Any]] = {
-    f"{said}, {reads}": {"norm": norm, "reads": reads} for reads in (WIDE, FEW) for norm, said in NORMS.items()
+    f"{label}, {reads}": {"norm": norm, "reads": reads} for reads in (WIDE, FEW) for norm, label in NORMS.items()
 }
 """Norm of the queries, and whether a token reads `heads` x `top_k` slots or one head x `few`."""
 
@@ -109,8 +109,8 @@ def slots_read(model: Any, tokens: Tensor, batch: int) -> dict[str, float]:
 
     def count(module: Any, inputs: Any, query: Tensor) -> None:
         heads = query.detach().float().reshape(1, -1, memory.heads, query.shape[-1] // memory.heads)
-        found = product_key_search(heads, memory.keys.float(), memory.top_k, score=memory.score)
-        counts.add_(found.slots.flatten().cpu().bincount(minlength=len(counts)))
+        read = product_key_search(heads, memory.keys.float(), memory.top_k, score=memory.score)
+        counts.add_(read.slots.flatten().cpu().bincount(minlength=len(counts)))
 
     with memory.q_norm.register_forward_hook(count):
         for part in tokens.split(batch):

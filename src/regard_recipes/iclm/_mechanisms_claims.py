@@ -77,12 +77,12 @@ def block_claims(results: Results) -> Iterator[tuple[Any, ...]]:
            exact(prompts["missed"].max()), "at most", 1e-4, "Largest miss of a prompt's parts.",
            {"digits": 7})  # fmt: skip
     for name in EXPLAINED:
-        own = select(prompts, model=name).dropna(subset=["same"])
+        of_model = select(prompts, model=name).dropna(subset=["same"])
         yield (f"Weight on a token's embedding in f is directly a high probability of it: {name}",
-               exact((own["same"] > own["feed_forward"]).mean()), "above", 0.5,
-               f"Share of {len(own)} prompts in which the predicted token's earlier occurrences add more to its logit "
-               f"than the feed-forward layers.",
-               {"untestable": "" if len(own) else "no predicted token stands in its prompt"})  # fmt: skip
+               exact((of_model["same"] > of_model["feed_forward"]).mean()), "above", 0.5,
+               f"Share of {len(of_model)} prompts in which the predicted token's earlier occurrences add more to its "
+               f"logit than the feed-forward layers.",
+               {"untestable": "" if len(of_model) else "no predicted token stands in its prompt"})  # fmt: skip
 
 
 def by_stream(heads: Frame, column: str) -> Frame:

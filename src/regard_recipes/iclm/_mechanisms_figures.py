@@ -40,8 +40,8 @@ def prompt_figure(prompts: Mapping[str, Mapping[str, Any]], explained: Sequence[
 
 def _map(axes: Axes, stream: str, prompt: Mapping[str, Any]) -> Any:
     """Draw the weights of a stream; return the image."""
-    own = prompt["maps"][stream]
-    weights = np.array(own["weights"])
+    stored = prompt["maps"][stream]
+    weights = np.array(stored["weights"])
     hidden = np.triu(np.ones_like(weights, dtype=bool), 1)
     norm = PowerNorm(0.5, 0, 1)
     image = axes.imshow(np.ma.masked_where(hidden, weights), cmap="Blues", norm=norm, interpolation="nearest")
@@ -52,7 +52,7 @@ def _map(axes: Axes, stream: str, prompt: Mapping[str, Any]) -> Any:
     _name_columns(axes, columns, 6)
     axes.set(xlabel="token that followed the context" if stream == "f" else "token of the position",
              ylabel="token that the row predicts (last: the model's)")  # fmt: skip
-    axes.set_title(f"{stream}, layer {own['layer']} of {own['layers']}", fontsize=10, y=-0.05)
+    axes.set_title(f"{stream}, layer {stored['layer']} of {stored['layers']}", fontsize=10, y=-0.05)
     return image
 
 
@@ -77,9 +77,9 @@ def _sources(axes: Axes, name: str, prompt: Mapping[str, Any]) -> None:
         for layer, (size, end) in enumerate(zip(sizes.T, sizes.T.cumsum(0), strict=True)):
             label = f"f block {layer + 1}" if sign > 0 else None
             axes.bar(range(len(parts)), size, bottom=end - size, color=COLOURS[layer % len(COLOURS)], label=label)
-    for place, word in enumerate(prompt["words"]):
+    for position, word in enumerate(prompt["words"]):
         if word == prompt["predicted_word"]:
-            axes.axvspan(place - 0.5, place + 0.5, color="#eeeeee", zorder=0)
+            axes.axvspan(position - 0.5, position + 0.5, color="#eeeeee", zorder=0)
     _name_columns(axes, [visible(word) for word in prompt["words"]], 7)
     axes.axhline(0, color="#333333", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

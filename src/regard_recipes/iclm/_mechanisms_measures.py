@@ -156,11 +156,11 @@ def measure_prompt(model: Any, prompt: Sequence[int], words: Sequence[str]) -> R
     row: Row = {"kind": "prompt", "words": [words[token] for token in prompt], "predicted_word": words[predicted],
                 "chance": chance[predicted].item(), "maps": {}}  # fmt: skip
     for stream in dict.fromkeys(layer.stream for layer in layers):
-        own = [layer for layer in layers if layer.stream == stream]
-        middle = own[len(own) // 2]
+        of_stream = [layer for layer in layers if layer.stream == stream]
+        middle = of_stream[len(of_stream) // 2]
         mean = middle.weights[0].double().mean(0)
         rounded = [[round(weight, 4) for weight in weights] for weights in mean.tolist()]
-        row["maps"][stream] = {"layer": middle.layer + 1, "layers": len(own), "weights": rounded}
+        row["maps"][stream] = {"layer": middle.layer + 1, "layers": len(of_stream), "weights": rounded}
     if not hasattr(model, "contributions"):
         return row
     added, asked = model.contributions(tokens, positions=[-1]), torch.tensor([predicted], device=tokens.device)

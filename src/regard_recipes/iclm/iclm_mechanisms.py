@@ -112,8 +112,8 @@ class Mechanisms(TextOptions):
         lost = runs[~np.isfinite(runs["held_out"].astype(float))]
         reason = f"the training of {', '.join(lost['model'] + ' on ' + lost['task'])} diverged" if len(lost) else ""
         heads = heads_of_text(results)
-        told = (*sink_claims(heads), *copy_claims(heads), *block_claims(results))
-        made = claims_of("ICLM", [("section 7", *each) for each in told])
+        claim_rows = (*sink_claims(heads), *copy_claims(heads), *block_claims(results))
+        made = claims_of("ICLM", [("section 7", *each) for each in claim_rows])
         return [replace(claim, untestable=claim.untestable or reason) for claim in made]
 
     def tables(self, results: Results) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def block_table(results: Results) -> Any:
     heads = rows.assign(**rows.groupby(["model", "seed"])[right].transform("max")).dropna(subset="score")
     return pivot(heads, ["model", "stream"], {
         "best before": only(stat("score", "max", "{:.3f}"), when="before"),
-        "heads after": only(lambda own: ", ".join(f"{score:.3f}" for score in own["score"]), when="after"),
+        "heads after": only(lambda rows: ", ".join(f"{score:.3f}" for score in rows["score"]), when="after"),
         "best after": only(stat("score", "max", "{:.3f}"), when="after"), "equal weights": "{uniform:.3f}",
         "right before": "{accuracy_before:.1%}", "right after": "{accuracy_after:.1%}",
     }, note="Mean weight on the token one period before the next one, for every head, layer by layer, seed by seed; "

@@ -149,9 +149,9 @@ class Parity(TextRecipe):
             "CPU, a step": stat("step_cpu_seconds", "median", "{:.0f} ms", 1e3),
             "training": stat("training_bytes", "median", "{:.0f} MiB", 2**-20),
         }  # fmt: skip
-        counts = [{"size": shape, "model": name, "millions": (count or math.nan) / 1e6,
-                   "more": (count or math.nan) / own[TRANSFORMER] - 1}
-                  for shape, own in results.facts["paper_sizes"].items() for name, count in own.items()]  # fmt: skip
+        counts = [{"size": size, "model": name, "millions": (count or math.nan) / 1e6,
+                   "more": (count or math.nan) / sizes[TRANSFORMER] - 1}
+                  for size, sizes in results.facts["paper_sizes"].items() for name, count in sizes.items()]  # fmt: skip
         return {
             "ICLM and Transformer": pivot(runs, ["model"], values, note=(
                 f"{self.seeds} seeds: mean ± standard deviation; ratios are paired by seed, ± half the 95 % "
@@ -172,13 +172,13 @@ class Parity(TextRecipe):
 
     def notes(self, results: Results) -> list[str]:
         kept = {cell["model"] for cell in self.cells()}
-        said = [f"{name} is left out: even without f's feed-forward layers it is larger than its rival."
+        notes = [f"{name} is left out: even without f's feed-forward layers it is larger than its rival."
                 for name in self.trained if name not in kept]  # fmt: skip
         rates = self.rates
         edge = select(self.chosen(results), rate=[min(rates), max(rates)])["model"].unique()
         if len(rates) > 1 and len(edge):
-            said.append(f"Learning rates at the edge of the grid, where one beyond may be better: {', '.join(edge)}.")
-        return said
+            notes.append(f"Learning rates at the edge of the grid, where one beyond may be better: {', '.join(edge)}.")
+        return notes
 
 
 def paper_sizes() -> dict[str, dict[str, int | None]]:
@@ -186,11 +186,11 @@ def paper_sizes() -> dict[str, dict[str, int | None]]:
     full model cannot be brought to the Transformer's."""
     from regard.models.base.catalogue import count_parameters
 
-    found: dict[str, dict[str, int | None]] = {}
+    sizes: dict[str, dict[str, int | None]] = {}
     for layers, width, heads in PAPER_SHAPES:
         sized, counts = Parity.configure(layers=layers, width=width, heads=heads, context=1024), {}
         for name in MAIN:
             config = sized.model_config({"model": name}, VOCABULARIES["gpt2"])
             counts[name] = None if config is None else count_parameters(config)
-        found[f"{layers}x{width}x{heads}"] = counts
-    return found
+        sizes[f"{layers}x{width}x{heads}"] = counts
+    return sizes

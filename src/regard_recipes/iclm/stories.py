@@ -58,7 +58,7 @@ class StoriesRecipe(TaskRecipe, Sizes):
     def grades(self, model: Any) -> dict[str, list[float]]:
         """Return the grades of continued stories, and their means."""
         task: Any = self.training_tasks()["stories"]
-        found: dict[str, list[float]] = {}
+        by_metric: dict[str, list[float]] = {}
         model.eval()
         for example in task.examples(0, range(self.graded), "test"):
             prompt = example.tokens[: example.prompt][None].to(model.device)
@@ -68,8 +68,8 @@ class StoriesRecipe(TaskRecipe, Sizes):
             texts = [task.words.decode(row.tolist()) for row in (prompt[0], out[0, prompt.shape[1] :])]
             grades = task.grade(*texts)
             for metric, grade in {**grades, MEAN: fmean(grades.values())}.items():
-                found.setdefault(metric, []).append(grade)
-        return found
+                by_metric.setdefault(metric, []).append(grade)
+        return by_metric
 
     def claims(self, results: Results) -> list[Claim]:
         wording = "Stories of ICLM have the grades of a Transformer's"

@@ -75,7 +75,7 @@ class TinyMathRecipe(TaskRecipe, Sizes):
         heads = self.heads_of(results)
         weight, lift = (by_stream(heads, column) for column in ("predicted", "lift"))
         layers = ", ".join(f"{x:.2f}" for x in select(heads, stream="f").groupby("layer")["predicted"].mean())
-        told: list[Any] = [
+        claim_rows: list[Any] = [
             ("figure 3", "f's weight on the operand that is written dominates", weight["f"].dropna(),
              "above", DOMINATES, f"Mean weight over heads and layers; by layer: {layers}."),
             ("figure 3", "f gives it more weight than others",
@@ -88,7 +88,7 @@ class TinyMathRecipe(TaskRecipe, Sizes):
             drop, copy, loss = (self.gap(results, bare, whole, metric=metric, test=SEEN)
                                 for metric in (ANSWER, EQUATION, "loss"))  # fmt: skip
             note = f"{bare} less {whole}."
-            told += [
+            claim_rows += [
                 ("table 3", f"{whole}: without MLP fewer answers are right", drop, "below", 0.0,
                  f"Share of right answers. {note}", {"effect": 0.1}),
                 ("table 3", f"{whole}: without MLP equations are copied as well", copy, "at least", -0.02,
@@ -96,7 +96,7 @@ class TinyMathRecipe(TaskRecipe, Sizes):
                 ("table 3", f"{whole}: without MLP perplexity is close", loss, "at most", CLOSE,
                  f"Nats per word of what follows the story; {CLOSE} counts as close. {note}", {"effect": CLOSE}),
             ]  # fmt: skip
-        return claims_of(PAPER, told, untestable=self.unlearned(results, SEEN))
+        return claims_of(PAPER, claim_rows, untestable=self.unlearned(results, SEEN))
 
     def tables(self, results: Results) -> dict[str, Any]:
         heads = self.heads_of(results)
@@ -140,12 +140,12 @@ def operand_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, 
     sums: dict[tuple[str, int], Any] = {}  # by stream and layer: weights of the heads, equal weights, and rows
     for example in examples:
         tokens, operands = example.tokens[None].to(device), example.parts["equation"][None].long().to(device)
-        logits, found = patterns(model, tokens)
-        for each in found:
+        logits, layers = patterns(model, tokens)
+        for each in layers:
             written = each.roles.rows(operands, each.weights.shape[2]) == 1
-            own = copying(each.weights, each.roles, tokens, each.wanted(logits).masked_fill(~written, -1))
+            copied = copying(each.weights, each.roles, tokens, each.wanted(logits).masked_fill(~written, -1))
             key = each.stream, each.layer + 1
-            sums[key] = sums.get(key, 0) + own.rows * np.array([*own.weight.tolist(), own.uniform, 1.0])
+            sums[key] = sums.get(key, 0) + copied.rows * np.array([*copied.weight.tolist(), copied.uniform, 1.0])
     for (stream, layer), total in sums.items():
         *weights, uniform, _ = (total / max(total[-1], 1)).tolist()
         for head, predicted in enumerate(weights, 1):

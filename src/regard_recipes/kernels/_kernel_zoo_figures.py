@@ -30,8 +30,8 @@ def kernels(shapes: Sequence[Any]) -> bytes:
     near, far = ([row for row in shapes if (row.over == "distance") == close] for close in (True, False))
     figure = Figure(figsize=(6.0 + 2.9 * len(far), 6.4), dpi=120, layout="constrained")
     grid: Any = figure.subplots(2, 1 + len(far), width_ratios=[2, *[1] * len(far)], squeeze=False)
-    for place, row in enumerate(near):
-        colour, style = line_style(place)
+    for number, row in enumerate(near):
+        colour, style = line_style(number)
         for axes, y in zip(grid[:, 0], (row.value, row.slope), strict=True):
             axes.plot(row.x, numbers(y), color=colour, linestyle=style, linewidth=1.8, label=row.kernel)
     grid[0, 0].set(title="of the distance, each of mass 1", ylabel="K(u)")

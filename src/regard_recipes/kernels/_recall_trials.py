@@ -62,13 +62,13 @@ def recall(spec: Spec, store: str, scale: float | None, case: Trial) -> dict[str
     targets = values[:, :, :count]
     nearest = (retrieved @ values.mT).argmax(-1)  # of unit vectors the nearest
     right = (nearest == torch.arange(count)) & (retrieved != 0).any(-1)
-    found = {"match": right.double().mean(), "error": (retrieved - targets).square().sum(-1).mean()}
+    measured = {"match": right.double().mean(), "error": (retrieved - targets).square().sum(-1).mean()}
     if case.panel != "pairs":
-        return found
+        return measured
     marks = torch.eye(case.keys.shape[2], count, dtype=case.values.dtype)[None, None]
     signal = read(marks).diagonal(dim1=-2, dim2=-1)[..., None] * targets  # weight of the cue's own value
     interference, power = (retrieved - signal).square().sum(-1), signal.square().sum()
     return {
-        **found, "bias": (signal - targets).square().sum(-1).mean(), "interference": interference.mean(),
+        **measured, "bias": (signal - targets).square().sum(-1).mean(), "interference": interference.mean(),
         "inverse_snr": interference.sum() / power.clamp(min=torch.finfo(power.dtype).tiny),
     }  # fmt: skip

@@ -31,8 +31,8 @@ def distinct_kernels() -> dict[str, Any]:
 
 def with_slope(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values of a function at the numbers x [n], and their derivatives."""
-    found: tuple[Tensor, Tensor] = torch.func.jvp(function, (x,), (torch.ones_like(x),))
-    return found
+    both: tuple[Tensor, Tensor] = torch.func.jvp(function, (x,), (torch.ones_like(x),))
+    return both
 
 
 def drawn_scores(kernel: Any, config: "KernelZoo") -> tuple[float, float]:
@@ -109,9 +109,9 @@ class KernelZoo(Recipe):
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         kernel, rule = distinct_kernels()[cell["kernel"]], cell["rule"]
-        found = shape(kernel, self) if rule == ALONE else product(kernel, rule, self)
+        measured = shape(kernel, self) if rule == ALONE else product(kernel, rule, self)
         yield {name: value.round(decimals=DIGITS).tolist() if isinstance(value, Tensor) else value
-               for name, value in found.items()}  # fmt: skip
+               for name, value in measured.items()}  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         rows = results.frame[results.frame["rule"] != ALONE]
@@ -124,8 +124,8 @@ class KernelZoo(Recipe):
 
         rows = results.frame
         products = select(rows, reason="").assign(kernel=rows["kernel"].str.partition(" = ")[0])
-        found, alone = list(products.itertuples()), list(select(rows, rule=ALONE).itertuples())
-        return {"kernels": drawing.kernels(alone), "plane": drawing.planes(found, plane), "line": drawing.lines(found)}
+        drawn, alone = list(products.itertuples()), list(select(rows, rule=ALONE).itertuples())
+        return {"kernels": drawing.kernels(alone), "plane": drawing.planes(drawn, plane), "line": drawing.lines(drawn)}
 
     def notes(self, results: Results) -> list[str]:
         return ["The caption of the paper's Figure 1 swaps two names: 1.5-entmax is r = 2, the biweight kernel, and "

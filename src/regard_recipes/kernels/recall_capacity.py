@@ -71,19 +71,19 @@ class RecallCapacity(Recipe):
         groups: dict[Spec, list[str]] = {}
         for name in self.specs or presets_registry.names():
             groups.setdefault(Spec.parse(name), []).append(name)
-        own = [{"kernel": " = ".join(names), "store": store, "spec": "*".join(spec.parts())}
+        kernel_cells = [{"kernel": " = ".join(names), "store": store, "spec": "*".join(spec.parts())}
                for spec, names in groups.items()
                for store in ((PAIRS, SUMS) if finite_features(spec) else (PAIRS,))]  # fmt: skip
-        return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.models)]
+        return [*kernel_cells, *({"kernel": name, "store": STATE, "spec": ""} for name in self.models)]
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         panels = ("zeroed", "jitter") if cell["store"] == SUMS else PANELS  # whole sums read as whole pairs do
         cases = [trial(self, panel, level, seed) for panel in panels for level in getattr(self, panel)]
         store, scales = (cell["kernel"], (None,)) if cell["store"] == STATE else (cell["store"], self.scales)
         for scale, case in product(scales, cases):
-            found = recall(Spec.parse(cell["spec"] or "linear"), store, scale, case)
+            measured = recall(Spec.parse(cell["spec"] or "linear"), store, scale, case)
             yield {"scale": scale or 1.0, "panel": case.panel, "level": case.level,
-                   **{name: significant(x) for name, x in found.items()}}  # fmt: skip
+                   **{name: significant(x) for name, x in measured.items()}}  # fmt: skip
 
     @property
     def middle(self) -> dict[str, float]:
@@ -96,8 +96,8 @@ class RecallCapacity(Recipe):
         sums, pairs = (select(rows, store=store) for store in (SUMS, PAIRS))
         wording = "A distributed memory withstands the loss of its parts better than stored examples"
         note = f"Share of exact matches of the linear kernel with {level:.0%} of all numbers zeroed, sums less pairs."
-        told = ("distributed memory", wording, paired(sums, pairs, "match"), "above", 0, note)
-        return claims_of("Cooper, 1973", [told], effect=0.05)
+        claim_row = ("distributed memory", wording, paired(sums, pairs, "match"), "above", 0, note)
+        return claims_of("Cooper, 1973", [claim_row], effect=0.05)
 
     def tables(self, results: Results) -> dict[str, Any]:
         chosen, middle, n = best(results), self.middle, self.middle["pairs"]
@@ -156,7 +156,7 @@ def best(results: Results) -> Frame:
     merit = means.groupby(["kernel", "scale"]).mean().round({"match": 4}).reset_index("scale")
     scales = merit.sort_values(["match", "error"], ascending=[False, True]).groupby("kernel")["scale"].first()
     rows = results.frame[results.frame["scale"] == results.frame["kernel"].map(scales)]
-    place = rows["store"].map([PAIRS, SUMS, STATE].index)
+    store_order = rows["store"].map([PAIRS, SUMS, STATE].index)
     mean = rows.groupby(["kernel", "store"])["match"].transform("mean")
-    rows = rows.assign(percent=100 * rows["match"], place=place, mean=-mean)
-    return rows.sort_values(["place", "mean"], kind="stable")
+    rows = rows.assign(percent=100 * rows["match"], store_order=store_order, mean=-mean)
+    return rows.sort_values(["store_order", "mean"], kind="stable")

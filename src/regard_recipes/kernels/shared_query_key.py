@@ -63,8 +63,8 @@ class SharedQueryKey(TextRecipe):
         return {"mixers": cell["model"], "share_query_key": shared, "exclude_self": self.exclude_self}
 
     def measure_model(self, model: Any) -> dict[str, Any]:
-        found = super().measure_model(model)
-        return {**found, "bits_per_char": found["test"] / math.log(2), **memory_bytes(model, self.batch, self.context)}
+        loss = super().measure_model(model)
+        return {**loss, "bits_per_char": loss["test"] / math.log(2), **memory_bytes(model, self.batch, self.context)}
 
     def claims(self, results: Results) -> list[Claim]:
         ratio, cost = {}, {}

@@ -96,8 +96,8 @@ def log_slope(frame: Frame, x: str, y: str) -> Estimate:
     through."""
     groups = frame.groupby(x)[y]
     means, errors, counts = groups.mean(), groups.sem().fillna(0.0), groups.count()
-    place = np.log(means.index.to_numpy(float))
-    lever = (place - place.mean()) / ((place - place.mean()) ** 2).sum()
+    log_x = np.log(means.index.to_numpy(float))
+    lever = (log_x - log_x.mean()) / ((log_x - log_x.mean()) ** 2).sum()
     slope = float(lever @ np.log(means.to_numpy()))
     error = float(np.sqrt(lever**2 @ ((errors / means) ** 2).to_numpy()))
     return _student(slope, error, int((counts - 1).sum()), int(counts.min()))

@@ -143,7 +143,7 @@ def lines(
     from regard.inspect.figures import line_style, png
 
     names = list(dict.fromkeys(value for rows in panels.values() for value in rows[hue]))
-    styles = {name: line_style(place) for place, name in enumerate(names)}
+    styles = {name: line_style(number) for number, name in enumerate(names)}
     places = [(column, y_label, panel) for column, y_label in y.items() for panel in panels.items()]
     shape = (wrap, -(-len(places) // wrap)) if wrap else (len(y), len(panels))
     size = (5.2 * shape[1] + 1.0, 3.6 * shape[0] + 0.6) if not wrap else (3.2 * shape[1] + 1.0, 2.5 * shape[0] + 1.2)

@@ -58,8 +58,8 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
     if claims:
         parts += [f"{head} Claims", claims_table(claims).markdown().strip()]
     tables = {title: table for title, table in made.tables(results).items() if table.rows}
-    for place, (title, table) in enumerate(tables.items()):
-        if not folder or len(table.rows) <= (LONGEST if place else FIRST):
+    for number, (title, table) in enumerate(tables.items()):
+        if not folder or len(table.rows) <= (LONGEST if number else FIRST):
             parts += [f"{head} {title}", table.markdown().strip()]
     if folder:
         every = f"All {len(tables)} tables are" if len(tables) > 1 else "The table is"

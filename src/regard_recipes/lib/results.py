@@ -81,15 +81,15 @@ class Journal:
         """Write the rows of a cell and a seed."""
         cell, seed = unit
         common = {"cell": plain(cell), "seed": seed, "of": len(rows), "seconds": round(seconds, 3)}
-        lines = [{**common, "row": place, "measured": plain(row)} for place, row in enumerate(rows)]
+        lines = [{**common, "row": number, "measured": plain(row)} for number, row in enumerate(rows)]
         self.lines += lines
         self._write(lines)
 
     def finish(self, made: Recipe) -> Results:
         """Write the last line and return all rows in the order of seeds and cells, whichever was measured first."""
         self._write([{"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}])
-        places = {_key(plain(cell), 0): place for place, cell in enumerate(made.cells())}
-        self.lines.sort(key=lambda line: (line["seed"], places[_key(line["cell"], 0)], line["row"]))
+        order = {_key(plain(cell), 0): number for number, cell in enumerate(made.cells())}
+        self.lines.sort(key=lambda line: (line["seed"], order[_key(line["cell"], 0)], line["row"]))
         return self.results()
 
     def results(self) -> Results:
@@ -137,7 +137,7 @@ def unfinished_units(made: Recipe, journal: Journal) -> list[Unit]:
     done = {_key(line["cell"], line["seed"]) for line in journal.lines}
     cells = [(cell, made.seeds_of(cell)) for cell in made.cells()]
     most = max(count for _, count in cells)
-    units = [(cell, made.seed + place) for place in range(most) for cell, count in cells if place < count]
+    units = [(cell, made.seed + offset) for offset in range(most) for cell, count in cells if offset < count]
     return [(cell, seed) for cell, seed in units if _key(plain(cell), seed) not in done]
 
 

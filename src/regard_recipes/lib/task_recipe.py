@@ -74,9 +74,9 @@ class TaskRecipe(TrainedRecipe):
 
     def model_config(self, name: str, vocabulary: int) -> Any:
         """Return the configuration of a model, by its fields in `known` and those of `shared`."""
-        own: Any = self  # with the options `Sizes`
-        fields = {"vocab_size": vocabulary, "hidden_size": own.width, **self.shared(), **self.known[name]}
-        return language_config(fields, first_range(own.width))
+        sized: Any = self  # with the options `Sizes`
+        fields = {"vocab_size": vocabulary, "hidden_size": sized.width, **self.shared(), **self.known[name]}
+        return language_config(fields, first_range(sized.width))
 
     def untrained(self, cell: Cell) -> tuple[Any, int]:
         task = self.training_tasks()[cell["task"]]
@@ -90,8 +90,8 @@ class TaskRecipe(TrainedRecipe):
 
     def shared(self) -> Mapping[str, Any]:
         """Return the fields of the configuration that all models have beside the width."""
-        own: Any = self
-        return {"num_hidden_layers": own.layers, "num_attention_heads": own.heads}
+        sized: Any = self
+        return {"num_hidden_layers": sized.layers, "num_attention_heads": sized.heads}
 
     def check(self) -> None:
         super().check()
@@ -149,11 +149,11 @@ class TaskRecipe(TrainedRecipe):
 
     def unlearned(self, results: Results, tasks: str | Sequence[str], models: Sequence[str] = ()) -> str:
         """Return why models (by default all) cannot be compared on tasks: none has learned one of them; else ""."""
-        runs, said = select(self.chosen(results, "run"), model=list(models or self.trained)), []
+        runs, reasons = select(self.chosen(results, "run"), model=list(models or self.trained)), []
         for task in [tasks] if isinstance(tasks, str) else tasks:
             best = float(select(runs, task=task).groupby("model")["validation"].mean().max())
-            said += [f"no model learned {task}: the best validation score is {best:.2f}"] * (best < self.learned)
-        return "; ".join(said)
+            reasons += [f"no model learned {task}: the best validation score is {best:.2f}"] * (best < self.learned)
+        return "; ".join(reasons)
 
     def score_table(self, results: Results, index: Any, note: str) -> Any:
         """Return a table of the scores at the chosen rates, a column for each metric."""

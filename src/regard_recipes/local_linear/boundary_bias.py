@@ -191,6 +191,6 @@ def best(results: Results) -> Frame:
     parts = []
     for _, rows in results.frame.groupby(["d", "n"], sort=False):
         means = rows.groupby(["estimator", "place"])["whole"].mean()
-        place = {name: int(means[name].idxmin()) for name in (CONSTANT, LINEAR)}
-        parts += [select(rows, estimator=name, place=place.get(name, place[CONSTANT])) for name in THEORY]
+        best_index = {name: int(means[name].idxmin()) for name in (CONSTANT, LINEAR)}
+        parts += [select(rows, estimator=name, place=best_index.get(name, best_index[CONSTANT])) for name in THEORY]
     return stacked(parts)

@@ -46,8 +46,8 @@ class MesaLayer(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor]:
         q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         ridge = nn.functional.softplus(self.ridge) + 0.05
-        found = regard.mesa_attention(normalize(q, dim=-1), normalize(k, dim=-1), v, ridge=ridge)[0]
-        return (self.out(found.transpose(1, 2).flatten(2)),)
+        attended = regard.mesa_attention(normalize(q, dim=-1), normalize(k, dim=-1), v, ridge=ridge)[0]
+        return (self.out(attended.transpose(1, 2).flatten(2)),)
 
 
 class Regressor(nn.Module):
@@ -128,7 +128,7 @@ class InContextRegressionRecipe(TaskRecipe):
         """Yield the ridges that tokens of validation prompts get in each layer that learns them."""
         seen: list[Tensor] = []
         learners = [each for each in model.modules() if isinstance(each, RidgeProjection)]
-        handles = [each.register_forward_hook(lambda own, given, out: seen.append(out)) for each in learners]
+        handles = [each.register_forward_hook(lambda learner, given, out: seen.append(out)) for each in learners]
         self.error(model, task, 0)
         for handle in handles:
             handle.remove()
@@ -163,8 +163,8 @@ class InContextRegressionRecipe(TaskRecipe):
         """Return the mean squared error on examples from `first` on, of a stream that training does not use."""
         prompts = task.examples(2**40, range(first, first + self.examples))
         with torch.no_grad():
-            found = model(prompts.inputs.to(self.torch_device), prompts.targets.to(self.torch_device))
-        return float(task.error(found["prediction"].cpu(), prompts).mean())
+            output = model(prompts.inputs.to(self.torch_device), prompts.targets.to(self.torch_device))
+        return float(task.error(output["prediction"].cpu(), prompts).mean())
 
     def claims(self, results: Results) -> list[Claim]:
         tasks = [str(n) for n in self.segments]

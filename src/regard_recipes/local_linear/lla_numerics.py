@@ -62,8 +62,8 @@ def errors(outputs: Tensor, truth: Tensor) -> dict[str, Any]:
     numbers: dict[str, Any] = dict.fromkeys(("absolute", "relative", "worst_row"))
     if len(off):
         rows = off.norm(dim=-1) / size.norm(dim=-1).clamp(min=1e-300)
-        found = (off.square().mean().sqrt(), off.norm() / size.norm(), rows.max())
-        numbers = dict(zip(numbers, map(significant, found), strict=True))
+        measured = (off.square().mean().sqrt(), off.norm() / size.norm(), rows.max())
+        numbers = dict(zip(numbers, map(significant, measured), strict=True))
     return {**numbers, "not_finite": int((~finite).sum())}
 
 
@@ -74,10 +74,10 @@ def run_regard(
     q, k, v = (torch.stack(parts)[None].to(DTYPES[dtype]) for parts in zip(*heads, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
-        out, found = local_linear_attention(
+        out, diagnostics = local_linear_attention(
             q, k, v, ridge=ridge, solver=solver, is_causal=True, impl="blocked", return_diagnostics=True
         )
-    steps, residual, status = (found.solver[name][0] for name in ("iterations", "residual", "status"))
+    steps, residual, status = (diagnostics.solver[name][0] for name in ("iterations", "residual", "status"))
     blocks = [{"position": (i + 0.5) * BLOCK, "mean_steps": significant(part.mean()), "max_steps": int(part.max())}
               for i, part in enumerate(steps.split(BLOCK, -1))]  # fmt: skip
     return errors(out[0], truth) | {
@@ -118,9 +118,9 @@ class Numerics(Recipe):
         steps = [*(n for n in self.steps if n < EMULATED), EMULATED]
         for ridge, truth in outputs(heads, self.ridges, torch.float64).items():
             for name, solver in budgets(self).items():
-                found, blocks = run_regard(heads, cell["dtype"], ridge, solver, truth)
+                measured, blocks = run_regard(heads, cell["dtype"], ridge, solver, truth)
                 common = {"ridge": ridge, "method": REGARD, "budget": name}
-                yield {"kind": "budget", **common, **found}
+                yield {"kind": "budget", **common, **measured}
                 yield from ({"kind": "block", **common, **block} for block in blocks)
             for name, outs in floors.items():
                 yield {"kind": "floor", "ridge": ridge, "method": name, **errors(outs[ridge], truth)}
@@ -130,11 +130,11 @@ class Numerics(Recipe):
                     yield {**row, **errors(torch.stack([rounded(out) for _, out in of_heads]), truth)}
 
     def claims(self, results: Results) -> list[Claim]:
-        found = results.select(kind="budget")
-        default = select(found, dtype="bfloat16", budget="default", data="anisotropic").set_index("ridge")["relative"]
-        by_tol = {tol: select(found, dtype="float32", budget=f"tol {tol:g}") for tol in self.tols}
-        worst = lambda column: {f"tol {tol:g}": exact(float(own[column].max() / tol)) for tol, own in by_tol.items()}  # noqa: E731
-        lost = found[~found["budget"].str.startswith("steps")]["UNCONVERGED"].sum()
+        solved = results.select(kind="budget")
+        default = select(solved, dtype="bfloat16", budget="default", data="anisotropic").set_index("ridge")["relative"]
+        by_tol = {tol: select(solved, dtype="float32", budget=f"tol {tol:g}") for tol in self.tols}
+        worst = lambda column: {f"tol {tol:g}": exact(float(rows[column].max() / tol)) for tol, rows in by_tol.items()}  # noqa: E731
+        lost = solved[~solved["budget"].str.startswith("steps")]["UNCONVERGED"].sum()
         words = "bfloat16 inputs with anisotropic keys have a relative error of at most {:g}"
         return claims_of("regard's targets", [
             *((f"ridge {ridge:g}", words.format(TARGETS[ridge]), exact(error), "at most", TARGETS[ridge],
@@ -148,27 +148,27 @@ class Numerics(Recipe):
         ], digits=4)  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        found, frame = results.select(kind="budget"), results.frame
+        solved, frame = results.select(kind="budget"), results.frame
         index = ["data", "ridge", "dtype"]
         note = "Against a float64 Cholesky solution of the same (rounded) inputs; budgets of conjugate gradients."
-        by_budget = lambda column: pivot(found, index, {"": said(column)}, columns="budget", note=note)  # noqa: E731
+        by_budget = lambda column: pivot(solved, index, {"": scientific(column)}, columns="budget", note=note)  # noqa: E731
         made = {title: by_budget(column) for title, column in (
             ("Relative error of the output", "relative"),
             ("Absolute error of the output (root mean square)", "absolute"),
             ("Largest relative error of a row", "worst_row"))}  # fmt: skip
-        beside = [select(found, budget="default"), select(frame, kind="floor"), select(frame, step=[16, EMULATED])]
+        beside = [select(solved, budget="default"), select(frame, kind="floor"), select(frame, step=[16, EMULATED])]
         low = select(stacked(beside), dtype="bfloat16")
         steps = low["step"].map(lambda step: "" if step != step else f", {step:g}")
         made["Relative error from bfloat16 inputs, beside emulated bfloat16 schemes"] = pivot(
-            low.assign(method=low["method"] + steps), ["data", "ridge"], {"": said("relative", lost=True)},
+            low.assign(method=low["method"] + steps), ["data", "ridge"], {"": scientific("relative", lost=True)},
             columns="method",
             note="rounding: a dense float32 solution rounded once. floor: one whose last two products are in emulated "
             "bfloat16. The schemes, with numbers of steps, multiply in it throughout; q-centred is the paper's. [n]: "
             "rows not finite, left out.",
         )  # fmt: skip
         steps_of = means("{mean_steps:.3g} ({max_steps:g})")
-        solver: Show = lambda rows: f"{steps_of(rows)}; {said('max_residual')(rows)}"  # noqa: E731
-        limited = found[~found["budget"].str.startswith("steps")]
+        solver: Show = lambda rows: f"{steps_of(rows)}; {scientific('max_residual')(rows)}"  # noqa: E731
+        limited = solved[~solved["budget"].str.startswith("steps")]
         note = "Mean (largest) iterations of a row; largest true relative residual of a row."
         made["Iterations and residuals"] = pivot(limited, index, {"": solver}, columns="budget", note=note)
         statuses = {kind.name: stat(kind.name, "sum", "{:g}") for kind in SolveStatus}
@@ -201,8 +201,8 @@ class Numerics(Recipe):
         ]
 
 
-def said(column: str, lost: bool = False) -> ToText:
-    """Return a function that shows a small number, with how many rows are not finite."""
+def scientific(column: str, lost: bool = False) -> ToText:
+    """Format a number as 1.2e-3, with the count of non-finite rows."""
 
     def show(rows: Frame) -> str:
         x, gone = rows[column].iloc[0], rows["not_finite"].iloc[0]

@@ -157,15 +157,15 @@ def q_centred_blocks(
     mu = p @ k - mass * k  # over omega, as all that follows
     cross = mu[:, :, None] * k[:, None, :]
     sigma = weighted_pairs(p, k) - cross - cross.mT - (mass * k)[:, :, None] * k[:, None, :]
-    found = {}
+    solutions = {}
     for ridge, count in itertools.product(ridges, counts):
         shape = (count, dim // count)
         tiled = sigma.unflatten(-1, shape).unflatten(-3, shape)
         block = tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3) + ridge * torch.eye(shape[1], dtype=k.dtype)
         rho = torch.linalg.solve(block, mu.unflatten(-1, shape)[..., None]).flatten(-3)
         delta = 1 - dot(mu, rho)
-        found[ridge, count] = (p * (1 - rho @ k.T + dot(rho, k))) @ v / delta, delta[:, 0]
-    return found
+        solutions[ridge, count] = (p * (1 - rho @ k.T + dot(rho, k))) @ v / delta, delta[:, 0]
+    return solutions
 
 
 SCHEMES: dict[str, Scheme] = {

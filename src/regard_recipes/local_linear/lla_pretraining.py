@@ -102,12 +102,12 @@ def weights_seen(model: Any, tokens: Tensor) -> dict[str, float]:
     sum of negative weights, and the lowest and the highest weight. Queries are those of the second half."""
     with capture(model, weights=True) as seen:
         model(input_ids=tokens.long(), use_cache=False)
-    found = []
+    by_layer = []
     for layer in seen.layers.values():
         whole = layer.weights if layer.effective_weights is None else layer.effective_weights
         assert whole is not None
         s = whole[:, :, tokens.shape[1] // 2 :].double()
         dense, below = (s.abs() > DENSE).sum(-1).double().mean(), -s.clamp(max=0).sum(-1).mean()
-        found.append(torch.stack([dense, below, s.min(), s.max()]))
-    mean, low, high = (how(torch.stack(found), 0).tolist() for how in (torch.mean, torch.amin, torch.amax))
+        by_layer.append(torch.stack([dense, below, s.min(), s.max()]))
+    mean, low, high = (how(torch.stack(by_layer), 0).tolist() for how in (torch.mean, torch.amin, torch.amax))
     return {"density": mean[0], "negative": mean[1], "lowest": low[2], "highest": high[3]}

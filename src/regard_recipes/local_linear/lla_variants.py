@@ -112,8 +112,8 @@ class Variants(Recipe):
     def share(self, predicted: Tensor, data: ConeExamples) -> dict[str, float]:
         """Return the error in units of the zero predictor's, and half its 95 % interval over sequences."""
         off, zero = (self.later(self.task.error(out, data)).sum(-1) for out in (predicted, torch.zeros(())))
-        found = mean_interval((off / zero.mean()).tolist())
-        return {"error": significant(found.mean), "half": significant(found.half)}
+        share = mean_interval((off / zero.mean()).tolist())
+        return {"error": significant(share.mean), "half": significant(share.half)}
 
     def at_every_ridge(self, results: Results) -> Frame:
         """Return the rows, those of variants without a ridge once for each ridge."""

@@ -168,8 +168,8 @@ class Regression(Recipe):
                 select(rows, method=[LLA, "softmax"], **CLEAN), ["protocol", "d", "S"], versus,
                 note="Self-included: given; strictly past: chosen. Later: after the first segment; late: in the second "
                      "halves of those segments; whole: all positions. ± half the 95 % interval."),
-            **{f"Squared error in units of the zero predictor's, {protocol}": shares(own)
-               for protocol, own in panels(rows[rows["method"] != "zero"], "{protocol}").items()},
+            **{f"Squared error in units of the zero predictor's, {protocol}": shares(of_protocol)
+               for protocol, of_protocol in panels(rows[rows["method"] != "zero"], "{protocol}").items()},
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
@@ -184,10 +184,10 @@ class Regression(Recipe):
             swept = panels(select(rows, S=self.noisy_segment, method=DRAWN), "d = {d}, {protocol}")
             figures["noise"] = draw(swept, "query noise", {"share": "error / zero predictor's"}, wrap=2)
         points = curves.sort_values(["S", "d"], kind="stable").explode("curve").astype({"curve": float})
-        place = points.groupby(level=0).cumcount() + 0.5
-        points["position"] = place * self.length / (place.max() + 0.5)
-        for protocol, own in panels(points[points["curve"] > 0], "{protocol}").items():
-            each, title = panels(own, "d = {d}, S = {S}"), f"{protocol} ({SHOWN[protocol]})"
+        bin_middle = points.groupby(level=0).cumcount() + 0.5
+        points["position"] = bin_middle * self.length / (bin_middle.max() + 0.5)
+        for protocol, of_protocol in panels(points[points["curve"] > 0], "{protocol}").items():
+            each, title = panels(of_protocol, "d = {d}, S = {S}"), f"{protocol} ({SHOWN[protocol]})"
             figures[protocol] = draw(each, "position", {"curve": "squared error"}, wrap=len(self.dims), title=title)
         return figures
 

@@ -142,9 +142,9 @@ class Needle(NeedleRecipe):
         kept = select(answers, length=self.lengths[0], protocol=KEPT, model=fast if self.kept else [])
         note = (f"Share of exact answers, ± half the 95 % interval over seeds; they learned {self.context} tokens. "
                 f"Without fast weights a model answers the same after all reads and by all protocols.")  # fmt: skip
-        needed: Show = lambda own: MISSING if math.isinf(first_good(own)) else f"{first_good(own):.0f}"  # noqa: E731
-        both: Show = lambda own: " / ".join(  # noqa: E731
-            f"{select(own, state=state)['share'].mean():.0%}" for state in ("new", "kept"))  # fmt: skip
+        needed: Show = lambda rows: MISSING if math.isinf(first_good(rows)) else f"{first_good(rows):.0f}"  # noqa: E731
+        both: Show = lambda rows: " / ".join(  # noqa: E731
+            f"{select(rows, state=state)['share'].mean():.0%}" for state in ("new", "kept"))  # fmt: skip
         return {
             **{f"Exact answers, {meaning}": pivot(
                 new[(new["protocol"] == protocol) | ~new["model"].isin(fast)], ["model"], {"": interval("share", 2)},
@@ -180,4 +180,4 @@ class Needle(NeedleRecipe):
 
 def first_good(rows: Frame) -> float:
     """Return after how many reads the mean share is first `GOOD` or more; infinite if never."""
-    return min((read for read, own in rows.groupby("read") if own["share"].mean() >= GOOD), default=math.inf)
+    return min((read for read, of_read in rows.groupby("read") if of_read["share"].mean() >= GOOD), default=math.inf)

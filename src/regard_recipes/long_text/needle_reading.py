@@ -137,11 +137,11 @@ def answer_rows(
         indices = range(start, min(count, start + together))
         haystacks, questions, examples = asked(text, length, needles, indices, seed)
         haystacks, questions = (x.unflatten(0, (kept or 1, -1)) for x in (haystacks, questions))
-        said = read_and_answer(
+        answers_by_read = read_and_answer(
             model, haystacks, questions, text.digits // 2, protocol=protocol, reads=reads, reset=not kept,
             recurrent=recurrent,
         )  # fmt: skip
-        for read_scores, answers in zip(scores, said.flatten(1, -2).tolist(), strict=True):
+        for read_scores, answers in zip(scores, answers_by_read.flatten(1, -2).tolist(), strict=True):
             pairs = zip(answers, examples, strict=True)
             read_scores += [task.score(text.decode(tokens), example) for tokens, example in pairs]
     for read, read_scores in enumerate(scores, 1):

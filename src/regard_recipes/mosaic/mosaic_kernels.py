@@ -90,13 +90,13 @@ class MosaicKernels(TextRecipe):
 
     def cells(self) -> list[Cell]:
         kinds: list[tuple[int, str, int | None, str]] = []
-        for place, layers in enumerate(self.layers):
+        for number, layers in enumerate(self.layers):
             for model in self.trained:
-                near = self.ks if place == 0 else (self.shown_k,)
+                near = self.ks if number == 0 else (self.shown_k,)
                 kinds += [(layers, model, k, DEFINED) for k in (near if "{k}" in WEIGHTINGS[model] else (None,))]
-                if model == "topk-uniform" and place == 0:
+                if model == "topk-uniform" and number == 0:
                     kinds.append((layers, model, self.shown_k, HARD))
-                if model in RULES and place == 0:
+                if model in RULES and number == 0:
                     kinds += [(layers, model, None, form) for form in self.released]
         return [{**dict(zip(KIND, kind, strict=True)), "rate": rate} for kind in kinds for rate in self.rates]
 
@@ -210,9 +210,9 @@ def inside(model: Any, windows: Tensor) -> dict[str, Any]:
         if isinstance(memory, ReleasedMemory):
             empty.append(later(memory.fallen))
         else:
-            found = seen.layers[block]
-            empty.append(later(found.empty | found.fallback))
-            support.append(later(found.support))
+            captured = seen.layers[block]
+            empty.append(later(captured.empty | captured.fallback))
+            support.append(later(captured.support))
         learned = {} if memory.sharpness is None else {"sharpness": memory.sharpness()}
         heads = {name: number.flatten().tolist() for name, number in (learned | memory.numbers()).items()}
         rows += [{"kind": "head", "block": block, "head": head,

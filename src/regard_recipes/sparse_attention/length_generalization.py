@@ -71,7 +71,7 @@ class LengthGeneralization(TaskRecipe, Sizes):
                     if any(self.scores(results, task=task, test=test, model=name)["score"].mean() >= SOME
                            for name in (*names, SOFTMAX))]  # fmt: skip
             none = "" if able else f"no model is right in {SOME:.0%} of the examples longer than those of training"
-            told = (
+            comparisons = (
                 ("exact", able, none, "Share of exact answers, less softmax's, at every length above those of training "
                  f"where some model reaches {SOME:.0%}."),
                 ("accuracy", [(task, tests[-1]) for task in self.tasks], "",
@@ -82,7 +82,7 @@ class LengthGeneralization(TaskRecipe, Sizes):
                       {f"{task}, {name}, {test}x": self.gap(results, name, SOFTMAX, metric=metric, task=task, test=test)
                        for task, test in tests_of for name in names},
                       "above", 0.0, 0.1, "; ".join(filter(None, (missing, without))), note)
-                for metric, tests_of, without, note in told if names
+                for metric, tests_of, without, note in comparisons if names
             ]  # fmt: skip
         return claims
 

@@ -87,7 +87,7 @@ class OutOfDistribution(TextRecipe):
         of = lambda name, at: select(parts, model=name, start=at)  # noqa: E731
         fall = {name: paired(of(name, late), of(name, early), "loss") for name in names}
         rest = [name for name in names if name != RELUMAX]
-        told: list[Any] = [
+        comparisons: list[Any] = [
             ("The loss falls as context is read", fall, "below", 0.0, "Second half of the window less its first part."),
             ("Compact kernels have a loss comparable with Gaussian attention",
              {name: gap(name, SOFTMAX, late) for name in (*COMPACT, RELUMAX)}, "at most", 0.02,
@@ -99,7 +99,7 @@ class OutOfDistribution(TextRecipe):
              "First part of the window, less softmax's."),
         ]  # fmt: skip
         rows = [("figure 5", wording, estimate, says, margin, f"Nats per token of the other text. {note}")
-                for wording, estimate, says, margin, note in told]  # fmt: skip
+                for wording, estimate, says, margin, note in comparisons]  # fmt: skip
         return claims_of(PAPER, rows, effect=0.05, untestable=self.unlearned(results))
 
     def unlearned(self, results: Results) -> str:
