@@ -93,6 +93,18 @@ def test_numbers_out_of_range_and_unknown_names_are_refused(name: str) -> None:
             check_shared(kind.configure(models=("none of them",)))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_recipe_has_the_paper_s_size_or_says_why_not(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = KINDS[name]
+    assert ("paper" in kind.by_size) == (not kind.no_paper_size)
+    if kind.no_paper_size:
+        assert main(["reproduce", name, "--size", "paper"]) == 2
+        expected = f"--size is 'paper', expected small or quick. {kind.no_paper_size}"
+        assert expected in " ".join(capsys.readouterr().err.split())
+        assert main(["reproduce", name, "--help"]) == 0
+        assert f"There is no size paper: {kind.no_paper_size}" in " ".join(capsys.readouterr().out.split())
+
+
 MISTAKES = [
     ("boundary-bias", "--sizes 64", "expected two or more numbers"),
     ("fast-weight-recall", "--pairs 200", "pairs is 200, expected at most the 128 keys"),

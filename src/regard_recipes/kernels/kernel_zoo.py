@@ -102,6 +102,7 @@ class KernelZoo(Recipe):
     limits: ClassVar = {"points": (3, math.inf), "plane": (3, math.inf), "nearest": (1, math.inf), "reach": (1e-3, 100),
                         "seeds": (1, 1)}  # nothing is random  # fmt: skip
     by_size: ClassVar = {"quick": {"points": 41, "plane": 20}}
+    no_paper_size = "The paper's figure 1 is a drawing and states no numbers of points."
 
     def cells(self) -> list[Cell]:
         rules = (ALONE, *bandwidths.names())

@@ -58,6 +58,7 @@ class RecallCapacity(Recipe):
         **dict.fromkeys(("erased", "zeroed"), (0, 1)), "scales": (1e-6, 1e6), "pairs": (1, 2**20),
     }  # fmt: skip
     by_size: ClassVar = {"quick": {"seeds": 2, "pairs": (16, 64, 256, 1024), "scales": (5.0, 75.0)}}
+    no_paper_size = "The conditions are regard's own; no paper measures them."
 
     def check(self) -> None:
         call = self.call()

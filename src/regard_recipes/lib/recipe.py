@@ -82,6 +82,7 @@ class Recipe(ABC):
             range and occur once. Here as in `choices`, those of the base classes hold too.
         choices: field to the known names. Of an option with several names, at least one is named, and each only once.
         by_size: 'quick' and 'paper' to the fields in which they differ from the defaults.
+        no_paper_size: why there is no size 'paper', a sentence; empty where `by_size` has one.
     """
 
     out: Path | None = None
@@ -102,6 +103,7 @@ class Recipe(ABC):
     limits: ClassVar[Limits] = {"seeds": (1, math.inf), "workers": (0, math.inf)}
     choices: ClassVar[Mapping[str, Sequence[str]]] = {}
     by_size: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    no_paper_size: ClassVar[str] = ""
     name: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
@@ -123,7 +125,8 @@ class Recipe(ABC):
     def configure(cls, size: str = "small", **changes: Any) -> Any:
         """Return the recipe of a size with some options changed; an ArgumentError says that there is no such size."""
         known = ["small", *cls.by_size]
-        require(size in known, cls.call(), f"--size is {size!r}, expected {' or '.join(known)}.")
+        reason = f" {cls.no_paper_size}" if size == "paper" and cls.no_paper_size else ""
+        require(size in known, cls.call(), f"--size is {size!r}, expected {' or '.join(known)}.{reason}")
         return replace(cls(), **{"size": size, **cls.by_size.get(size, {}), **changes})
 
     @classmethod

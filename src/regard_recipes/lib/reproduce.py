@@ -98,7 +98,8 @@ def sizes_text(kind: type[Recipe]) -> str:
         for size, values in kind.by_size.items()
     ]
     return " ".join([
-        *parts, "--rebuild FOLDER, alone, writes the page of stored results again without measuring.",
+        *parts, *([f"There is no size paper: {kind.no_paper_size}"] if kind.no_paper_size else ()),
+        "--rebuild FOLDER, alone, writes the page of stored results again without measuring.",
         "--estimate prints parameters, operations and memory of a run instead of running.",
     ])  # fmt: skip
 

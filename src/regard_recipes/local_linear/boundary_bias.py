@@ -112,6 +112,7 @@ class BoundaryBias(Recipe):
         "dims": (1, 3), "sizes": (32, 2**17),
     }  # fmt: skip
     by_size: ClassVar = {"quick": {"sizes": (512, 1024, 2048, 4096), "seeds": 12, "radii": 64}}
+    no_paper_size = "The paper proves these rates and measures nothing."
 
     def check(self) -> None:
         if len(self.sizes) < 2:

@@ -103,7 +103,11 @@ class Numerics(Recipe):
         "length": (2, 4096), "dim": (1, 128), "draws": (1, 64), "seeds": (1, 1), "ridges": (1e-6, 1e6),
         "steps": (1, 4 * EMULATED), "tols": (1e-7, 1.0),
     }  # fmt: skip
-    by_size: ClassVar = {"quick": {"length": 256, "dim": 32, "draws": 1}}
+    by_size: ClassVar = {
+        "quick": {"length": 256, "dim": 32, "draws": 1},
+        # the steps of Table 2, and the heads of the prefill beside it; the paper does not state the positions
+        "paper": {"steps": (1, 2, 4, 8, 16, 32, 64), "dim": 128, "draws": 32},
+    }
 
     def cells(self) -> list[Cell]:
         return [{"data": family, "dtype": dtype} for family in self.families for dtype in DTYPES]

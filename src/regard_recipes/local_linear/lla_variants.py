@@ -51,6 +51,7 @@ class Variants(Recipe):
         "quick": {"dim": 16, "length": 256, "segment": 64, "sequences": 4, "windows": (32, 128), "steps": (1, 4),
                   "repeats": 2},
     }  # fmt: skip
+    no_paper_size = "The paper has formulas for the cost of windows and diagonal blocks, and measures neither."
 
     @property
     def task(self) -> ConeRegression:
