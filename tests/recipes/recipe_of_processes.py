@@ -1,8 +1,9 @@
 """A recipe that other processes can import."""
 
 import os
+import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from regard_recipes.lib.recipe import Cell, Recipe
 
@@ -11,6 +12,7 @@ class Cubes(Recipe):
     """Cubes of numbers."""
 
     values: tuple[int, ...] = (1, 2)  # Cells.
+    dies: ClassVar[bool] = False  # within the first cell
     name = "cubes"
 
     def cells(self) -> list[Cell]:
@@ -22,3 +24,6 @@ class Cubes(Recipe):
         if cell["value"] == -200:
             raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
         yield {"cube": cell["value"] ** 3 + 1 // cell["value"] + seed}
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield {"cube": -1}

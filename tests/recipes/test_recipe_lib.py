@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -239,6 +242,23 @@ def test_a_killed_run_goes_on(
     assert 77.0 not in [row[4] for row in record(out)["rows"]]
 
 
+def test_rows_of_a_killed_process_are_there_and_count_once(tmp_path: Path) -> None:
+    import recipe_of_processes as other
+
+    code = "import sys; from pathlib import Path; from recipe_of_processes import Cubes; " \
+           "from regard_recipes.lib.running import run; Cubes.dies = True; " \
+           "run(Cubes.configure(out=Path(sys.argv[1]), workers=0), [], print)"  # fmt: skip
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=Path(other.__file__).parent)
+    assert killed.returncode == -signal.SIGKILL
+    journal = tmp_path / "cubes.jsonl"
+    assert [json.loads(line).get("measured") for line in journal.read_text().splitlines()] == [None, {"cube": 2}]
+    assert read_journal(journal)[1] == []
+    results = run(other.Cubes.configure(out=tmp_path, workers=0), [], lambda text: None)
+    assert list(results.frame["cube"]) == [2, -1, 8, -1]
+    assert [line["row"] for line in read_journal(journal)[1]] == [0, 1, 0, 1]
+    assert load(other.Cubes, tmp_path)[1].frame.equals(results.frame)
+
+
 def test_more_seeds_are_added_to_what_is_there(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     call = ("--out", out, "--workers", 0, "--values", 1, 2)
@@ -267,13 +287,13 @@ def test_processes_measure_the_same_and_their_end_is_reported(squares: type[Squa
     results = run(other.Cubes.configure(out=tmp_path / "p", workers=2, seeds=2), [], lambda text: None)
     alone = run(other.Cubes.configure(out=tmp_path / "t", workers=0, seeds=2), [], lambda text: None)
     pd.testing.assert_frame_equal(results.frame, alone.frame)
-    dying = other.Cubes.configure(values=(-100, 1), workers=1)
+    dying, journal = other.Cubes.configure(values=(-100, 1), workers=1), tmp_path / "cubes.jsonl"
     with pytest.raises(RuntimeError, match="value -100, seed 0 ended before it was done"):
-        list(measure_units(dying, [({"value": -100}, 0)], lambda text: None))
+        measure_units(dying, [({"value": -100}, 0)], journal, lambda text: None)
     with pytest.raises(RuntimeError, match=r"value 0, seed 0 failed: .*by zero"):
-        list(measure_units(dying, [({"value": 0}, 0), ({"value": 1}, 0)], lambda text: None))
+        measure_units(dying, [({"value": 0}, 0), ({"value": 1}, 0)], journal, lambda text: None)
     with pytest.raises(ModuleNotFoundError) as caught:  # the command names the extra
-        list(measure_units(dying, [({"value": -200}, 0)], lambda text: None))
+        measure_units(dying, [({"value": -200}, 0)], journal, lambda text: None)
     assert missing(caught.value) == "jinja2 is not installed; pip install 'regard[lm]'"
 
 

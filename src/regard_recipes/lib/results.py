@@ -1,6 +1,7 @@
 """Rows on disk: a journal that grows as cells are measured, and the record of a finished run.
 
-NAME.jsonl   first line: what was run; then one line for each row; last line: that the run is finished
+NAME.jsonl   first line: what was run; a line for each row as it is made, and one at the end of each cell; last line:
+             that the run is finished
 NAME.json    the record: what was run, claims with verdicts, and all rows
 """
 
@@ -8,11 +9,13 @@ import json
 import math
 import os
 import shlex
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from regard.training.fields import from_mapping, to_mapping
 from regard.training.storage.checkpoints import write_atomically
 from regard.training.storage.files import LOCK
 
-from .recipe import Cell, Recipe, Results, Row, frame_of
+from .recipe import Cell, Recipe, Results, frame_of
 
 MADE_BY = "regard reproduce"
 Unit = tuple[Cell, int]
@@ -36,8 +39,8 @@ GROWING = ("seeds", "close_seeds", "models", "rates", "tasks")
 
 @dataclass
 class Journal:
-    """The file NAME.jsonl of a run: its first line and its rows, each with `cell`, `seed`, `row` (from 0), `of` (number
-    of rows of this cell and seed), `seconds` (of this cell and seed) and `measured`."""
+    """The file NAME.jsonl of a run: its first line and the rows of complete cells, each with `cell`, `seed`, `row`
+    (from 0), `measured`, `of` (number of rows of this cell and seed) and `seconds` (of this cell and seed)."""
 
     path: Path
     header: dict[str, Any]
@@ -73,21 +76,19 @@ class Journal:
         return cls(path, before, lines)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Write the first line of a new journal; drop the half-written last line of an old one."""
+        """Write the first line of a new journal, or that of an old one with the rows of its complete cells alone. The
+        file is replaced: a process that outlived an earlier run writes to the old one."""
         self.header["facts"] = plain(facts)
-        self._write((self.header, *self.lines), append=False)
-
-    def append(self, unit: Unit, rows: Sequence[Row], seconds: float) -> None:
-        """Write the rows of a cell and a seed."""
-        cell, seed = unit
-        common = {"cell": plain(cell), "seed": seed, "of": len(rows), "seconds": round(seconds, 3)}
-        lines = [{**common, "row": number, "measured": plain(row)} for number, row in enumerate(rows)]
-        self.lines += lines
-        self._write(lines)
+        text = "".join(json.dumps(line) + "\n" for line in (self.header, *self.lines))
+        with _writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, text)
 
     def finish(self, made: Recipe) -> Results:
         """Write the last line and return all rows in the order of seeds and cells, whichever was measured first."""
-        self._write([{"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}])
+        with _writing(self.path), self.path.open("ab", buffering=0) as file:
+            _write_line(file, {"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")})
+        _, self.lines, _ = read_journal(self.path)
         order = {_key(plain(cell), 0): number for number, cell in enumerate(made.cells())}
         self.lines.sort(key=lambda line: (line["seed"], order[_key(line["cell"], 0)], line["row"]))
         return self.results()
@@ -98,22 +99,40 @@ class Journal:
         seconds = sum(line["seconds"] for line in self.lines if line["row"] == 0)
         return Results(frame_of(rows), self.header["facts"], {**self.header, "seconds": round(seconds, 1)})
 
-    def _write(self, lines: Iterable[Mapping[str, Any]], *, append: bool = True) -> None:
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if append:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(text)
-            else:  # the rows of an earlier run are in the old file
-                write_atomically(self.path, text)
-        except OSError as error:
-            raise ArgumentError(f"reproduce: cannot write {self.path}: {error.strerror or error}.") from None
+
+def measure_into(path: Path, made: Recipe, unit: Unit) -> None:
+    """Measure a cell with a seed and append each row to a journal as it is made; then a line that the cell is complete,
+    without which its rows do not count."""
+    cell, seed = unit
+    common, count, begun = {"cell": plain(cell), "seed": seed}, 0, time.perf_counter()
+    with _writing(path):
+        file = path.open("ab", buffering=0)
+    with file:
+        for count, row in enumerate(made.measure(cell, seed), start=1):
+            with _writing(path):
+                _write_line(file, {**common, "row": count - 1, "measured": plain(row)})
+        with _writing(path):
+            _write_line(file, {**common, "of": count, "seconds": round(time.perf_counter() - begun, 3)})
+
+
+def _write_line(file: RawIOBase, line: Mapping[str, Any]) -> None:
+    """Append a line in a single write, between which other processes may append theirs."""
+    file.write((json.dumps(line) + "\n").encode())
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ArgumentError(f"reproduce: cannot write {path}: {error.strerror or error}.") from None
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], bool]:
     """Return the header (None if there is none), the rows of complete cells, and whether the run was finished."""
-    header, lines, finished = None, [], False
+    header, finished = None, False
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    ends: dict[str, dict[str, Any]] = {}  # of complete cells; rows that a continued run took over have them too
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             line = json.loads(text)
@@ -125,10 +144,14 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]
             header = line
         elif "finished" in line:
             finished = True
-        elif line.keys() >= {"cell", "seed", "row", "of", "seconds", "measured"}:
-            lines.append(line)
-    counts = Counter(_key(line["cell"], line["seed"]) for line in lines)
-    whole = [line for line in lines if counts[_key(line["cell"], line["seed"])] == line["of"]]
+        elif line.keys() >= {"cell", "seed"}:
+            key = _key(line["cell"], line["seed"])
+            if line.keys() >= {"row", "measured"}:
+                rows[key, line["row"]] = line
+            if line.keys() >= {"of", "seconds"}:
+                ends[key] = {"of": line["of"], "seconds": line["seconds"]}
+    counts = Counter(key for key, _ in rows)
+    whole = [{**line, **ends[key]} for (key, _), line in rows.items() if key in ends and counts[key] == ends[key]["of"]]
     return header, whole, finished
 
 

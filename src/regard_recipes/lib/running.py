@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,8 @@ from regard.checks import ArgumentError
 from regard.recipes import Progress
 
 from .pages import write
-from .recipe import Recipe, Results, Row, check_shared
-from .results import Journal, Unit, unfinished_units
+from .recipe import Recipe, Results, check_shared
+from .results import Journal, Unit, measure_into, unfinished_units
 
 T = TypeVar("T")
 
@@ -35,31 +36,21 @@ def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
     todo = unfinished_units(made, journal)
     progress("preparing")
     journal.begin(made.prepare())
-    for unit, rows, seconds in measure_units(made, todo, progress):
-        journal.append(unit, rows, seconds)
+    measure_units(made, todo, journal.path, progress)
     progress("writing")
     results = journal.finish(made)
     write(made, results, journal.path.parent)
     return results
 
 
-def measure_units(made: Recipe, units: Sequence[Unit], progress: Progress) -> Iterator[tuple[Unit, list[Row], float]]:
-    """Measure cells, `made.workers` at a time, and yield each as it is done with its rows and the seconds they took;
-    errors are those of `run_calls`."""
+def measure_units(made: Recipe, units: Sequence[Unit], path: Path, progress: Progress) -> None:
+    """Measure cells, `made.workers` at a time, into the journal at `path`; errors are those of `run_calls`."""
     begun = time.perf_counter()
-    named = {", ".join(f"{name} {value}" for name, value in {**cell, "seed": seed}.items()): (cell, seed)
-             for cell, seed in units}  # fmt: skip
-    calls = {name: partial(_measure, made, unit) for name, unit in named.items()}
-    for done, (name, (rows, seconds)) in enumerate(run_calls(calls, made.workers), start=1):
+    calls = {", ".join(f"{name} {value}" for name, value in {**cell, "seed": seed}.items()):
+             partial(measure_into, path, made, (cell, seed)) for cell, seed in units}  # fmt: skip
+    for done, _ in enumerate(run_calls(calls, made.workers), start=1):
         left = (time.perf_counter() - begun) / done * (len(units) - done)
         progress(f"{done}/{len(units)} done, about {max(1, round(left / 60))} min left")
-        yield named[name], rows, seconds
-
-
-def _measure(made: Recipe, unit: Unit) -> tuple[list[Row], float]:
-    begun = time.perf_counter()
-    rows = list(made.measure(*unit))
-    return rows, time.perf_counter() - begun
 
 
 def run_calls(calls: Mapping[str, Callable[[], T]], workers: int) -> Iterator[tuple[str, T]]:
