@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from ..checks import ArgumentError, require
@@ -172,7 +172,6 @@ def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedMode
         shard=config.shard,
         keep=config.keep,
     )
-    trainer.remove_callback(PrinterCallback)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback):
             callback.logging_dir = str(config.out / "tensorboard")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import nested_gather
 
@@ -24,9 +24,22 @@ from .storage.reproducer import NON_FINITE, first_non_finite, keep, non_finite_g
 from .storage.resuming import put_weights
 
 
+def quiet_arguments(folder: Path, device: torch.device, **settings: Any) -> TrainingArguments:
+    """Return arguments for training on one device that shows, reports and saves nothing unless `settings` ask for
+    it."""
+    common: dict[str, Any] = {
+        "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "remove_unused_columns": False, "dataloader_pin_memory": False, "use_cpu": device.type == "cpu",
+    }  # fmt: skip
+    arguments = TrainingArguments(output_dir=str(folder), **{**common, **settings})
+    arguments._n_gpu = min(1, arguments.n_gpu)  # Trainer would use nn.DataParallel
+    return arguments
+
+
 class SealedTrainer(Trainer):
     """Trainer that reads its data in order, gives memories a learning rate of their own, and seals its checkpoints, of
-    which it keeps `keep`. With `muon`, Muon updates the matrices of hidden layers (`MuonAdamW`)."""
+    which it keeps `keep`; it does not print logs. With `muon`, Muon updates the matrices of hidden layers
+    (`MuonAdamW`)."""
 
     control: TrainerControl
     optimizer: torch.optim.Optimizer | None
@@ -38,6 +51,7 @@ class SealedTrainer(Trainer):
         self.keep, self.muon = keep, muon
         use_cache = getattr(kwargs["model"].config, "use_cache", True)
         super().__init__(**kwargs)
+        self.remove_callback(PrinterCallback)
         self.model.config.use_cache = use_cache  # which Trainer sets to False, also in what is saved
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

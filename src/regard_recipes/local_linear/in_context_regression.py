@@ -5,18 +5,14 @@ segments, each with a linear map of its own, and predict y at queries. Models ar
 """
 
 import math
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch import Tensor
 
-import regard
-from regard.nn import Attention
 from regard.nn.attention.ridge import RidgeProjection
 from regard.tasks import InContextRegression
 
@@ -24,6 +20,9 @@ from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, lines, pivot
 from ..lib.recipe import Cell, Results, recipe
 from ..lib.task_recipe import TaskRecipe
+
+if TYPE_CHECKING:
+    from ._regressor import Regressor
 
 PAPER, LLA, SOFTMAX, MESA, MSE = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mesa", "mse"
 MODELS: dict[str, dict[str, Any]] = {
@@ -33,39 +32,6 @@ MODELS: dict[str, dict[str, Any]] = {
     MESA: {},
 }
 TESTED = 10_000  # first index of test examples; validation examples come before
-
-
-class MesaLayer(nn.Module):
-    """Mesa attention with keys of length one and a learned ridge."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.project, self.out = heads, nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
-        self.ridge = nn.Parameter(torch.zeros(heads))
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        ridge = nn.functional.softplus(self.ridge) + 0.05
-        attended = regard.mesa_attention(normalize(q, dim=-1), normalize(k, dim=-1), v, ridge=ridge)[0]
-        return (self.out(attended.transpose(1, 2).flatten(2)),)
-
-
-class Regressor(nn.Module):
-    """Two layers between two linear maps."""
-
-    def __init__(self, name: str, dim: int, width: int, queries: int, heads: int = 2) -> None:
-        super().__init__()
-        self.queries, self.embed, self.read = queries, nn.Linear(2 * dim, width), nn.Linear(width, dim)
-        make = (lambda: MesaLayer(width, heads)) if name == MESA else (lambda: Attention(width, heads, **MODELS[name]))
-        self.layers = nn.ModuleList(make() for _ in range(2))
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        x = self.embed(inputs)
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x))[0]
-        prediction = self.read(x[:, -self.queries :])
-        return {"loss": (prediction - targets).square().mean(), "prediction": prediction}
 
 
 @recipe("in-context-regression")
@@ -92,8 +58,10 @@ class InContextRegressionRecipe(TaskRecipe):
     def training_tasks(self) -> Mapping[str, Any]:
         return {str(n): InContextRegression(dim=self.dim, length=self.length, segment=n) for n in self.segments}
 
-    def make_model(self, name: str, task: InContextRegression) -> Regressor:  # type: ignore[override]
-        return Regressor(name, task.dim, self.width, task.queries)
+    def make_model(self, name: str, task: InContextRegression) -> "Regressor":  # type: ignore[override]
+        from ._regressor import Regressor
+
+        return Regressor(task.dim, self.width, task.queries, None if name == MESA else MODELS[name])
 
     def example_length(self, task: InContextRegression) -> int:
         return int(task.examples(0, [0]).inputs.shape[-2])
@@ -109,12 +77,14 @@ class InContextRegressionRecipe(TaskRecipe):
         return {"floors": floors}
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        from ._regressor import train
+
         task = self.training_tasks()[cell["task"]]
         torch.manual_seed(seed)
         model = self.make_model(cell["model"], task).to(self.torch_device)
         exact, start = replace(task, noise=0.0), time.perf_counter()
         yield from self.ridges(model, exact, "before")
-        loss = self.train(model, task, cell["rate"], seed)
+        loss = train(model, task, steps=self.steps, batch=self.batch, rate=cell["rate"], seed=seed)
         yield from self.ridges(model, exact, "after")
         scores = [self.error(model, exact, first) for first in (0, TESTED)]
         yield {
@@ -124,7 +94,7 @@ class InContextRegressionRecipe(TaskRecipe):
         }  # fmt: skip
         yield {"kind": "test", "test": cell["task"], "metric": MSE, "score": scores[1]}
 
-    def ridges(self, model: Regressor, task: InContextRegression, when: str) -> Iterator[dict[str, Any]]:
+    def ridges(self, model: "Regressor", task: InContextRegression, when: str) -> Iterator[dict[str, Any]]:
         """Yield the ridges that tokens of validation prompts get in each layer that learns them."""
         seen: list[Tensor] = []
         learners = [each for each in model.modules() if isinstance(each, RidgeProjection)]
@@ -136,30 +106,7 @@ class InContextRegressionRecipe(TaskRecipe):
             low, median, high = ridges.double().quantile(torch.tensor([0.05, 0.5, 0.95]).double()).tolist()
             yield {"kind": "ridge", "when": when, "layer": layer + 1, "low": low, "median": median, "high": high}
 
-    def train(self, model: Regressor, task: InContextRegression, rate: float, seed: int) -> float:
-        """Train a model with the trainer of transformers; return the mean loss of the last tenth of the steps."""
-        from transformers import PrinterCallback, Trainer, TrainingArguments
-
-        from regard.training.quiet import quiet_transformers
-
-        def prompts(steps: list[int]) -> dict[str, Tensor]:
-            drawn = task.examples(seed, range(steps[0] * self.batch, (steps[0] + 1) * self.batch))
-            return {"inputs": drawn.inputs, "targets": drawn.targets}
-
-        data: Any = range(self.steps)
-        with tempfile.TemporaryDirectory() as folder, quiet_transformers():
-            arguments = TrainingArguments(
-                output_dir=folder, max_steps=self.steps, per_device_train_batch_size=1, learning_rate=rate,
-                weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=max(self.steps // 20, 1), seed=seed,
-                save_strategy="no", report_to=[], use_cpu=self.torch_device == "cpu", disable_tqdm=True,
-                remove_unused_columns=False, dataloader_pin_memory=False, logging_steps=max(self.steps // 10, 1),
-            )  # fmt: skip
-            trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=prompts)
-            trainer.remove_callback(PrinterCallback)
-            trainer.train()
-        return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
-
-    def error(self, model: Regressor, task: InContextRegression, first: int) -> float:
+    def error(self, model: "Regressor", task: InContextRegression, first: int) -> float:
         """Return the mean squared error on examples from `first` on, of a stream that training does not use."""
         prompts = task.examples(2**40, range(first, first + self.examples))
         with torch.no_grad():

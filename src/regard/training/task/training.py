@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 from ...checks import ArgumentError, in_range, instance, refuse, whole
@@ -22,7 +22,7 @@ from ...tasks import TokenTask, collate
 from ..errors import one_error
 from ..storage.checkpoints import go_back
 from ..storage.resuming import check_checkpoint, put_weights
-from ..trainer import SealedTrainer
+from ..trainer import SealedTrainer, quiet_arguments
 from .scores import TaskScore, check_metric, check_stop, check_vocabulary, embedded, score_task
 
 CALL = "train_on_task"
@@ -268,18 +268,14 @@ def _trainer(
     model: PreTrainedModel, task: TokenTask, budget: TaskBudget, checkpoints: Checkpoints | None, folder: Path
 ) -> _TaskTrainer:
     """Return a trainer that writes to `folder` if there are no checkpoints."""
-    saves: dict[str, Any] = {"save_strategy": "no"}
+    saves: dict[str, Any] = {}
     if checkpoints is not None:
         saves = {"save_strategy": "steps", "save_steps": checkpoints.every}
-    arguments = TrainingArguments(
-        output_dir=str(folder if checkpoints is None else checkpoints.run), max_steps=budget.steps, seed=budget.seed,
-        per_device_train_batch_size=1, max_grad_norm=budget.clip, logging_strategy="no", report_to=[],
-        use_cpu=model.device.type == "cpu", disable_tqdm=True, remove_unused_columns=False, optim="adamw_torch",
-        learning_rate=budget.learning_rate, weight_decay=budget.weight_decay, dataloader_pin_memory=False, **saves,
+    arguments = quiet_arguments(
+        folder if checkpoints is None else checkpoints.run, model.device, max_steps=budget.steps, seed=budget.seed,
+        per_device_train_batch_size=1, max_grad_norm=budget.clip, optim="adamw_torch",
+        learning_rate=budget.learning_rate, weight_decay=budget.weight_decay, **saves,
     )  # fmt: skip
     examples: dict[str, Any] = {"train_dataset": TaskExamples(task, budget), "data_collator": lambda one: one[0]}
     keep = 1 if checkpoints is None else checkpoints.keep
-    trainer = _TaskTrainer(task, budget, keep=keep, model=model, args=arguments, **examples)
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    return trainer
+    return _TaskTrainer(task, budget, keep=keep, model=model, args=arguments, **examples)
