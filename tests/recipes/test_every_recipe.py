@@ -1,6 +1,7 @@
 """What holds for every recipe: a tiny run stores and shows everything, a seed decides its numbers, mistakes are found
 before anything is written."""
 
+import ast
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from tiny_runs import SHORTER, TINY, make, tiny, without_drawing
 
 import regard
+import regard_recipes
 from regard.checks import ArgumentError
 from regard.cli import main
 from regard.recipes import recipes
@@ -91,6 +93,15 @@ def test_numbers_out_of_range_and_unknown_names_are_refused(name: str) -> None:
     if issubclass(kind, TrainedRecipe):
         with pytest.raises(ArgumentError, match=f"reproduce: {name}: --models.*'none of them'"):
             check_shared(kind.configure(models=("none of them",)))
+
+
+def test_recipes_train_with_the_trainers_of_regard() -> None:
+    found = []
+    for path in sorted(Path(regard_recipes.__path__[0]).rglob("*.py")):
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in imports if node.module == "transformers" for alias in node.names}
+        found += [(path.name, name) for name in names & {"Trainer", "TrainingArguments"}]
+    assert found == []
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from regard.checks import require
 from regard.models.base.catalogue import model_of
@@ -27,7 +27,7 @@ from regard.training.errors import TrainingStopped
 from regard.training.evaluation import Units, evaluate
 from regard.training.quiet import quiet_transformers
 from regard.training.task import TaskBudget
-from regard.training.trainer import RegardTrainer
+from regard.training.trainer import RegardTrainer, quiet_arguments
 
 from .budget import Budget, Corpus
 
@@ -114,22 +114,17 @@ def train_with_trainer(
     one = Units(1, 1, 1)  # bits are not asked for
     looks = Looks(lambda: held_out_loss(model, material, budget), set(budget.look_steps()), device)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=budget.steps, per_device_train_batch_size=budget.batch // budget.parts,
+        arguments = quiet_arguments(
+            Path(folder), device, max_steps=budget.steps, per_device_train_batch_size=budget.batch // budget.parts,
             gradient_accumulation_steps=budget.parts, max_grad_norm=schedule.clip, seed=seed,
-            use_cpu=device.type == "cpu", bf16=budget.dtype == "bfloat16", torch_compile=budget.compile,
-            dataloader_pin_memory=device.type == "cuda", remove_unused_columns=False, logging_strategy="no",
-            save_strategy="no", report_to="none", disable_tqdm=True,
+            bf16=budget.dtype == "bfloat16", torch_compile=budget.compile, dataloader_pin_memory=device.type == "cuda",
         )  # fmt: skip
-        arguments._n_gpu = min(1, arguments.n_gpu)  # Trainer would use nn.DataParallel
-        trainer = RegardTrainer(
-            model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates), callbacks=[looks],
+        trainer = LookingTrainer(
+            looks, model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates),
             held_out=material.held_out_tokens, train_units=one, held_out_units=one, context=budget.context,
             eval_batch=budget.batch, keep=1,
         )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
         trainer.model_accepts_loss_kwargs = False  # the mean over the labels that the model counts
-        looks.watch(trainer)
         with contextlib.suppress(TrainingStopped):
             trainer.train()
         trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
@@ -148,16 +143,6 @@ class Looks(TrainerCallback):
         self.since: list[Tensor] = []  # training losses since the last look
         self.begun = (0.0, 0.0)
 
-    def watch(self, trainer: RegardTrainer) -> None:
-        """Collect the loss of each forward pass of `trainer`, divided by their number in a step."""
-        step = trainer.training_step
-
-        def training_step(*args: Any, **kwargs: Any) -> Tensor:
-            self.since.append(step(*args, **kwargs).detach())
-            return self.since[-1]
-
-        trainer.training_step = training_step  # type: ignore[method-assign]
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun = time.perf_counter(), time.process_time()
 
@@ -172,6 +157,18 @@ class Looks(TrainerCallback):
             self.losses.append((torch.stack(self.since).sum().item() / count, held_out))
             self.since.clear()
             control.should_training_stop = not math.isfinite(held_out)
+
+
+class LookingTrainer(RegardTrainer):
+    """A trainer whose callback `looks` gets the loss of each forward pass, divided by their number in a step."""
+
+    def __init__(self, looks: Looks, **kwargs: Any) -> None:
+        self.looks = looks
+        super().__init__(callbacks=[looks], **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.looks.since.append(super().training_step(*args, **kwargs).detach())
+        return self.looks.since[-1]
 
 
 @contextlib.contextmanager
@@ -192,7 +189,8 @@ def global_generators(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def make_optimizer(model: nn.Module, rate: float, decay: float) -> torch.optim.Optimizer:
-    """Return AdamW with weight decay of matrices only."""
+    """Return AdamW with weight decay of matrices only. The trainer's own would keep the rate of memories fixed, but
+    recipes choose one learning rate for all weights."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     matrices, others = ([w for w in weights if (w.dim() >= 2) == matrix] for matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
