@@ -37,6 +37,7 @@ class Squares(Recipe):
     shift: float = 0.0  # Added to everything.
     fault: int = -1  # The value whose cell fails.
     tasks: tuple[str, ...] = ("one",)  # Nothing depends on them.
+    limits: ClassVar = {"fault": (-1, 9)}
     by_size: ClassVar = {"quick": {"seeds": 2, "values": (1, 2)}}
 
     def prepare(self) -> dict[str, Any]:

@@ -55,10 +55,7 @@ class FastWeightRecall(Recipe):
     examples: int = 64  # Examples that are measured.
     address_weight: float = 1.0  # Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys.
     choices: ClassVar = {"rules": tuple(RULES)}
-    limits: ClassVar = {
-        **dict.fromkeys(("steps", "stress_steps", "batch", "examples", "width", "top_k"), (1, math.inf)),
-        "reads": (2, math.inf), "learning_rate": (1e-9, 1e3),
-    }  # fmt: skip
+    limits: ClassVar = {"reads": (2, math.inf), "learning_rate": (1e-9, 1e3)}
     by_size: ClassVar = {
         "quick": {"steps": 150, "stress_steps": 120, "examples": 16, "seeds": 1},
         "paper": {

@@ -6,7 +6,6 @@ a model without a memory. Models are trained on text in which names come back, w
 kept; and on needles, about which they are asked after one to four readings.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -45,7 +44,6 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
     examples: int = 32
     """Haystacks with a question that each model is asked."""
     segments: int = 16  # Training windows of each document.
-    limits: ClassVar = {"segments": (1, math.inf)}
     known: ClassVar = {name: {"row": Row("GDN", "none" if name == NONE else "FwPKM"), "fast": options}
                        for name, options in OPTIONS.items()}  # fmt: skip
     by_size: ClassVar = {

@@ -45,7 +45,7 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe):
     """Tokens between two writes where gates are looked at; the paper takes a sixteenth of the training's."""
     gate_tokens: int = 480  # Tokens of each document.
     drawn: int = 240  # Tokens of the first document that are drawn.
-    limits: ClassVar = {"gate_chunk": (2, math.inf), "gate_tokens": (2, math.inf), "drawn": (1, math.inf)}
+    limits: ClassVar = {"gate_chunk": (2, math.inf), "gate_tokens": (2, math.inf)}
     known: ClassVar = {ROW.name: {"row": ROW}}
     by_size: ClassVar = {
         "quick": {**QUICK, "seeds": 2, "haystack": 80, "gate_tokens": 120, "documents": 4, "drawn": 60},

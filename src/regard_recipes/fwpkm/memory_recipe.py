@@ -1,6 +1,5 @@
 """What recipes that train models with fast-weight memories on tasks share: options, models and texts."""
 
-import math
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -98,10 +97,7 @@ class NeedleRecipe(MemoryRecipe):
     digits: int = 2  # Digits of a needle's number; two of them are a token.
     key_digits: int = 1  # Hexadecimal digits of a needle's key, together a token.
     reads: int = 4  # How often a haystack is read at most.
-    limits: ClassVar[Limits] = {
-        **dict.fromkeys(("words", "most", "needles", "reads"), (1, math.inf)),
-        "key_digits": (1, 4),
-    }
+    limits: ClassVar[Limits] = {"key_digits": (1, 4)}
 
     def needle_task(self) -> NeedleText:
         """Return the text of needles, in examples as long as a training window."""
@@ -116,7 +112,6 @@ class NamesAndNeedlesRecipe(NamesRecipe, NeedleRecipe):
     rates = (4e-3,)
     haystack: int = 256  # Tokens of a haystack.
     documents: int = 8  # Documents of held-out names that are read.
-    limits: ClassVar[Limits] = {"documents": (1, math.inf)}
 
     def check(self) -> None:
         super().check()

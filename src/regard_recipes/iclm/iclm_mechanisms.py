@@ -54,8 +54,7 @@ class Mechanisms(TextOptions):
     texts: int = 64  # Held-out windows on which heads are measured.
     prompts: int = 3  # Prompts that are drawn.
     prompt: int = 48  # Tokens of a prompt.
-    limits: ClassVar = {"learning_rate": (1e-8, 1.0), "prompts": (0, math.inf), "prompt": (4, math.inf),
-                        **dict.fromkeys(("block_steps", "texts"), (1, math.inf))}  # fmt: skip
+    limits: ClassVar = {"learning_rate": (1e-8, 1.0), "prompts": (0, math.inf), "prompt": (4, math.inf)}
     by_size: ClassVar = {
         "quick": {"seeds": 2, "width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
                   "block_steps": 150, "measured": 2048, "looks": 3, "texts": 16, "prompts": 1, "prompt": 32},

@@ -5,7 +5,6 @@ trained normalised and not; its default form also with q = k, and the steepest w
 baselines are a bigram model and attention with equal weights on the whole past.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -63,7 +62,6 @@ class KernelSelection(TextRecipe):
         "quick": {"seeds": 1, "close_seeds": 1, "steps": 150, "rates": (3e-3,), "measured": 4096, "looks": 5},
         "paper": {**PAPER_SIZE, "looks": 20},
     }  # fmt: skip
-    limits: ClassVar = {"close_seeds": (1, math.inf)}
     known: ClassVar = {kernel: {} for kernel in KERNELS}
     per: ClassVar = FORM
     base = "exponential"

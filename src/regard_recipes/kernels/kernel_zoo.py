@@ -99,7 +99,7 @@ class KernelZoo(Recipe):
     plane: int = 40  # Points along each side of the plane of scores [0, u1, u2]; an even number leaves out ties with 0.
     nearest: int = 2  # How many of the three keys the nearest rule keeps.
     bias: float = 1.0  # What the fixed rule adds to the scores of kernels that end at a threshold.
-    limits: ClassVar = {"points": (3, math.inf), "plane": (3, math.inf), "nearest": (1, math.inf), "reach": (1e-3, 100),
+    limits: ClassVar = {"points": (3, math.inf), "plane": (3, math.inf), "reach": (1e-3, 100),
                         "seeds": (1, 1)}  # nothing is random  # fmt: skip
     by_size: ClassVar = {"quick": {"points": 41, "plane": 20}}
     no_paper_size = "The paper's figure 1 is a drawing and states no numbers of points."

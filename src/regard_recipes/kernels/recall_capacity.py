@@ -4,7 +4,6 @@ Keys and values are random unit vectors; a cue is a stored key, changed by the c
 values, cues and damage. With clean cues the error is split as in equation 5 of the local-linear-attention paper.
 """
 
-import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, ClassVar
@@ -53,10 +52,8 @@ class RecallCapacity(Recipe):
     dim: int = 64  # Channels of keys and values.
     seeds: int = 5
     """Independent memories per condition."""
-    limits: ClassVar = {
-        **dict.fromkeys(("stored", "cues", "dim"), (1, math.inf)), **dict.fromkeys(("noise", "jitter"), (0, 1e6)),
-        **dict.fromkeys(("erased", "zeroed"), (0, 1)), "scales": (1e-6, 1e6), "pairs": (1, 2**20),
-    }  # fmt: skip
+    limits: ClassVar = {"scales": (1e-6, 1e6), "pairs": (1, 2**20), "noise": (0, 1e6), "jitter": (0, 1e6),
+                        "erased": (0, 1), "zeroed": (0, 1)}  # fmt: skip
     by_size: ClassVar = {"quick": {"seeds": 2, "pairs": (16, 64, 256, 1024), "scales": (5.0, 75.0)}}
     no_paper_size = "The conditions are regard's own; no paper measures them."
 

@@ -41,9 +41,7 @@ class LanguageOptions(Recipe):
     """How often the losses are noted."""
     dtype: str = "float32"
     """Of matrix products: float32 or bfloat16 (autocast; weights and updates are float32)."""
-    limits: ClassVar[Limits] = {
-        **dict.fromkeys(("batch", "parts", "steps", "looks"), (1, math.inf)), "context": (2, math.inf),
-    }  # fmt: skip
+    limits: ClassVar[Limits] = {"context": (2, math.inf)}
     choices: ClassVar = {"dtype": tuple(DTYPES)}
 
     def check(self) -> None:

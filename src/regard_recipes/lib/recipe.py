@@ -78,8 +78,9 @@ class Recipe(ABC):
     value without a type changes the default of an inherited option. Its attributes must be picklable.
 
     Attributes:
-        limits: field to its least and largest number. For an option with several numbers, every number must lie in the
-            range and occur once. Here as in `choices`, those of the base classes hold too.
+        limits: field to its least and largest number; whole numbers that it does not name are at least 1. For an option
+            with several numbers, every number must lie in the range and occur once. Here as in `choices`, those of the
+            base classes hold too.
         choices: field to the known names. Of an option with several names, at least one is named, and each only once.
         by_size: 'quick' and 'paper' to the fields in which they differ from the defaults.
         no_paper_size: why there is no size 'paper', a sentence; empty where `by_size` has one.
@@ -100,7 +101,7 @@ class Recipe(ABC):
     """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
     device: str = "cpu"
     """'cpu', 'cuda', 'mps' or 'auto'."""
-    limits: ClassVar[Limits] = {"seeds": (1, math.inf), "workers": (0, math.inf)}
+    limits: ClassVar[Limits] = {"seed": (0, math.inf), "workers": (0, math.inf)}
     choices: ClassVar[Mapping[str, Sequence[str]]] = {}
     by_size: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     no_paper_size: ClassVar[str] = ""
@@ -120,6 +121,12 @@ class Recipe(ABC):
     def declared(cls, what: str) -> dict[str, Any]:
         """Return "limits" or "choices" with those of the base classes."""
         return {name: value for base in reversed(cls.__mro__) for name, value in vars(base).get(what, {}).items()}
+
+    @classmethod
+    def ranges(cls) -> dict[str, tuple[float, float]]:
+        """Return `limits` with those of the whole numbers that no class names."""
+        whole = {option.name: (1, math.inf) for option in fields(cls) if option.type in (int, tuple[int, ...])}
+        return {**whole, **cls.declared("limits")}
 
     @classmethod
     def configure(cls, size: str = "small", **changes: Any) -> Any:
@@ -198,7 +205,7 @@ def check_shared(made: Recipe) -> None:
     """Raise an ArgumentError where a shared option, or then one of the recipe's own, is out of range."""
     call = made.call()
     resolve_device(made.device, call=call)
-    for name, (low, high) in made.declared("limits").items():
+    for name, (low, high) in made.ranges().items():
         check_number(call, flag(name), getattr(made, name), low, high)
     for name, known in made.declared("choices").items():
         given = getattr(made, name)
@@ -208,7 +215,7 @@ def check_shared(made: Recipe) -> None:
     except ArgumentError as error:  # what a recipe makes, such as a task, does not know who makes it
         raise ArgumentError(str(error) if str(error).startswith(call) else f"{call}: {error}") from None
     last = SEEDS - max([made.seeds, *map(made.seeds_of, made.cells())])
-    require(0 <= made.seed <= last, call, f"--seed is {made.seed}, expected 0 to {last}.")
+    require(made.seed <= last, call, f"--seed is {made.seed}, expected 0 to {last}.")
 
 
 def check_names(call: str, option: str, names: Sequence[str], known: Sequence[str]) -> None:

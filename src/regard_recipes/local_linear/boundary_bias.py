@@ -107,10 +107,8 @@ class BoundaryBias(Recipe):
     noise: float = 0.5  # Standard deviation of the noise on values.
     radii: int = 96  # Evaluation points along a radius.
     directions: int = 4  # Radii (in one dimension there are two).
-    limits: ClassVar = {
-        "seeds": (2, math.inf), "radii": (8, math.inf), "directions": (1, math.inf), "noise": (1e-6, 1e3),
-        "dims": (1, 3), "sizes": (32, 2**17),
-    }  # fmt: skip
+    limits: ClassVar = {"seeds": (2, math.inf), "radii": (8, math.inf), "noise": (1e-6, 1e3), "dims": (1, 3),
+                        "sizes": (32, 2**17)}  # fmt: skip
     by_size: ClassVar = {"quick": {"sizes": (512, 1024, 2048, 4096), "seeds": 12, "radii": 64}}
     no_paper_size = "The paper proves these rates and measures nothing."
 

@@ -38,7 +38,6 @@ class StreamingPerplexity(NamesRecipe):
     examples: int = 32
     """Documents of each kind that are read; a quarter of them side by side."""
     segments: int = 16  # Segments of a long document, each as long as a training window.
-    limits: ClassVar = {"segments": (1, math.inf)}
     known = ROWS
     slow: ClassVar = [name for name in ROWS if name not in SMALL]
     metric = "accuracy on far"

@@ -4,7 +4,6 @@ The paper's released programs differ from its definitions (see `released_weighti
 budget. Uniform nearest keys have a straight-through gradient, and with k = 32 also, as released, none to the keys.
 """
 
-import math
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
@@ -68,7 +67,6 @@ class MosaicKernels(TextRecipe):
     steps = 1000
     looks = 5
     seeds = 5
-    limits: ClassVar = {"ks": (1, math.inf)}
     known: ClassVar = {name: {"mixers": spec} for name, spec in WEIGHTINGS.items()}
     per: ClassVar = KIND
     base = "softmax"
