@@ -10,7 +10,6 @@ import math
 import os
 import shlex
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -150,9 +149,8 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]
                 rows[key, line["row"]] = line
             if line.keys() >= {"of", "seconds"}:
                 ends[key] = {"of": line["of"], "seconds": line["seconds"]}
-    counts = Counter(key for key, _ in rows)
-    whole = [{**line, **ends[key]} for (key, _), line in rows.items() if key in ends and counts[key] == ends[key]["of"]]
-    return header, whole, finished
+    cells = [([rows.get((key, number)) for number in range(end["of"])], end) for key, end in ends.items()]
+    return header, [{**line, **end} for lines, end in cells if all(lines) for line in lines if line], finished
 
 
 def unfinished_units(made: Recipe, journal: Journal) -> list[Unit]:
