@@ -75,9 +75,9 @@ def test_a_seed_gives_the_same_numbers_alone(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", KINDS)
 def test_numbers_out_of_range_and_unknown_names_are_refused(name: str) -> None:
     kind = KINDS[name]
-    wrong: list[tuple[str, Any]] = [("seed", 2**32)]
-    wrong += [("device", "abacus")]
-    wrong += [(field, low - 1) for field, (low, _) in kind.ranges().items()]
+    wrong: list[tuple[str, Any]] = [("seed", -1), ("seed", 2**32), ("device", "abacus")]
+    limits = {field: low for field, (low, _) in kind.ranges().items()}
+    wrong += [(field, (getattr(kind(), low) if isinstance(low, str) else low) - 1) for field, low in limits.items()]
     wrong += [(field, "no-such-name") for field in kind.declared("choices")]
     for field, value in wrong:
         several = isinstance(getattr(kind(), field), tuple)
@@ -123,7 +123,7 @@ MISTAKES = [
     ("fwpkm-cost", "--quick --memory-dim 9", "--memory-dim is 9, expected an even"),
     ("fwpkm-cost", "--quick --chunk 33", "has less than two chunks of 33"),
     ("fwpkm-cost", "--quick --layers 2", "--layers is 2, expected at least 4"),
-    ("iclm-mechanisms", "--prompt 17 --context 16", "--prompt is 17, more than the --context of 16"),
+    ("iclm-mechanisms", "--prompt 17 --context 16", "--prompt is 17, expected 4 to 16 (--context)"),
     ("iclm-mechanisms", "--layers 3", "--width, --layers or --heads: ICLMConfig: num_hidden_layers is 3"),
     ("iclm-mechanisms", "--tokenizer word", "unknown tokenizer 'word'"),
     ("iclm-parity", "--layers 3", "--layers or --heads: ICLMConfig: num_hidden_layers is 3, expected an even number"),
@@ -134,7 +134,7 @@ MISTAKES = [
     ("iclm-parity", "--parts 3", "--parts 3 does not divide --batch 16"),
     ("kernel-selection", "--models exponential geometrik", "which is unknown here. Did you mean 'geometric'"),
     ("kernel-selection", "--models rbf", "lacks exponential"),
-    ("slot-use", "--measured 10", "--measured is 10, expected at least a window: --context is"),
+    ("slot-use", "--measured 10", "--measured is 10, expected at least 64 (--context)"),
     ("kernel-selection", "--earlier softmax", "--earlier names 'softmax', which is unknown"),
     ("kernel-selection", "--heads 3", "64"),
     ("lla-numerics", "--ridges 0.1 0.1", "--ridges names 0.1 twice; name it once."),
@@ -146,7 +146,7 @@ MISTAKES = [
     ("mosaic-kernels", "--heads 5", "64"),
     ("needle", "--digits 3", "--digits is 3, expected an even number"),
     ("needle", "--context 10", "less than two chunks of 8"),
-    ("needle", "--examples 2 --kept 3", "--kept is 3, expected at most the 2 --examples"),
+    ("needle", "--examples 2 --kept 3", "--kept is 3, expected 0 to 2 (--examples)"),
     ("recall-capacity", "--specs softmax biweigth", "--specs: unknown spec 'biweigth'. Did you mean"),
     ("recall-capacity", "--models messa", "--models: unknown model 'messa'. Did you mean 'mesa'?"),
     ("recall-capacity", "--models mesa(ridge=0)", "--models: mesa: ridge is 0, expected ridge > 0."),
@@ -154,7 +154,7 @@ MISTAKES = [
     ("shared-query-key", "--models sofmax", "Did you mean 'softmax'"),
     ("shared-query-key", "--models elu elu", "names 'elu' twice"),
     ("streaming-perplexity", "--heads 7", "head_dim is 9"),
-    ("slot-use", "--top-k 200", "--top-k is 200, expected at most the 128 --sub-keys"),
+    ("slot-use", "--top-k 200", "--top-k is 200, expected 1 to 128 (--sub-keys)"),
     ("out-of-distribution", "--tokenizer char", "--tokenizer names 'char', which is unknown"),
     ("out-of-distribution", "--other /no/such/file", "/no/such/file"),
     ("lla-pretraining", "--heads 5", "--width, --layers or --heads: HybridConfig"),

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from regard.checks import ArgumentError
 from regard.inspect.mechanisms import EPSILON
 
 from ..lib.budget import Budget, Corpus, TextOptions
@@ -54,7 +53,7 @@ class Mechanisms(TextOptions):
     texts: int = 64  # Held-out windows on which heads are measured.
     prompts: int = 3  # Prompts that are drawn.
     prompt: int = 48  # Tokens of a prompt.
-    limits: ClassVar = {"learning_rate": (1e-8, 1.0), "prompts": (0, math.inf), "prompt": (4, math.inf)}
+    limits: ClassVar = {"learning_rate": (1e-8, 1.0), "prompts": (0, math.inf), "prompt": (4, "context")}
     by_size: ClassVar = {
         "quick": {"seeds": 2, "width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
                   "block_steps": 150, "measured": 2048, "looks": 3, "texts": 16, "prompts": 1, "prompt": 32},
@@ -63,11 +62,6 @@ class Mechanisms(TextOptions):
                   "looks": 10, "texts": 8, "prompts": 4, "prompt": 64, "dtype": "bfloat16", "compile": True,
                   "device": "auto"},
     }  # fmt: skip
-
-    def check(self) -> None:
-        if self.prompt > self.context:
-            raise ArgumentError(f"--prompt is {self.prompt}, more than the --context of {self.context}.")
-        super().check()
 
     def prepare(self) -> Mapping[str, Any]:
         text = read_text(self.data, self.tokenizer, context=self.context, measured=self.measured, call=self.call())

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError, require, within
+from regard.checks import ArgumentError, within
 
 from .recipe import Cell, Limits, Recipe
 from .trained import Sizes, language_config
@@ -61,7 +61,7 @@ class TextOptions(LanguageOptions, Sizes):
     """Train through torch.compile."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    limits: ClassVar[Limits] = {"measured": (2, math.inf)}
+    limits: ClassVar[Limits] = {"measured": ("context", math.inf)}
 
     @abstractmethod
     def fields(self, cell: Cell) -> Mapping[str, Any]:
@@ -84,8 +84,6 @@ class TextOptions(LanguageOptions, Sizes):
 
         super().check()
         TOKENIZERS.get(self.tokenizer)
-        windows = f"--measured is {self.measured}, expected at least a window: --context is {self.context}."
-        require(self.measured >= self.context, self.call(), windows)
         configs = lambda: [self.model_config(cell, 256) for cell in self.cells()]  # noqa: E731
         within(self.call(), "--width, --layers or --heads", configs)
 

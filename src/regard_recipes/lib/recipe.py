@@ -20,8 +20,8 @@ Cell = Mapping[str, Any]
 """One point of the grid: column to a text, a number or a truth value."""
 Row = Mapping[str, Any]
 """One measurement: column to a text, a number, a truth value or None."""
-Limits = Mapping[str, tuple[float, float]]
-"""Option to its least and largest number."""
+Limits = Mapping[str, tuple[float | str, float | str]]
+"""Option to its least and largest number, or the option that has it."""
 R = TypeVar("R", bound="type[Recipe]")
 
 
@@ -101,7 +101,7 @@ class Recipe(ABC):
     """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
     device: str = "cpu"
     """'cpu', 'cuda', 'mps' or 'auto'."""
-    limits: ClassVar[Limits] = {"seed": (0, math.inf), "workers": (0, math.inf)}
+    limits: ClassVar[Limits] = {"workers": (0, math.inf)}
     choices: ClassVar[Mapping[str, Sequence[str]]] = {}
     by_size: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     no_paper_size: ClassVar[str] = ""
@@ -123,10 +123,10 @@ class Recipe(ABC):
         return {name: value for base in reversed(cls.__mro__) for name, value in vars(base).get(what, {}).items()}
 
     @classmethod
-    def ranges(cls) -> dict[str, tuple[float, float]]:
-        """Return `limits` with those of the whole numbers that no class names."""
-        whole = {option.name: (1, math.inf) for option in fields(cls) if option.type in (int, tuple[int, ...])}
-        return {**whole, **cls.declared("limits")}
+    def ranges(cls) -> dict[str, tuple[float | str, float | str]]:
+        """Return `limits` with those of the whole numbers that no class names, but for the first seed."""
+        whole = [option.name for option in fields(cls) if option.type in (int, tuple[int, ...])]
+        return {**dict.fromkeys(filter("seed".__ne__, whole), (1, math.inf)), **cls.declared("limits")}
 
     @classmethod
     def configure(cls, size: str = "small", **changes: Any) -> Any:
@@ -205,8 +205,10 @@ def check_shared(made: Recipe) -> None:
     """Raise an ArgumentError where a shared option, or then one of the recipe's own, is out of range."""
     call = made.call()
     resolve_device(made.device, call=call)
-    for name, (low, high) in made.ranges().items():
-        check_number(call, flag(name), getattr(made, name), low, high)
+    for name, limits in made.ranges().items():
+        low, high = (getattr(made, limit) if isinstance(limit, str) else limit for limit in limits)
+        options = "".join(f" ({flag(limit)})" for limit in limits if isinstance(limit, str))
+        check_number(call, flag(name), getattr(made, name), low, high, options)
     for name, known in made.declared("choices").items():
         given = getattr(made, name)
         check_names(call, flag(name), [given] if isinstance(given, str) else given, list(known))
@@ -215,7 +217,7 @@ def check_shared(made: Recipe) -> None:
     except ArgumentError as error:  # what a recipe makes, such as a task, does not know who makes it
         raise ArgumentError(str(error) if str(error).startswith(call) else f"{call}: {error}") from None
     last = SEEDS - max([made.seeds, *map(made.seeds_of, made.cells())])
-    require(made.seed <= last, call, f"--seed is {made.seed}, expected 0 to {last}.")
+    require(0 <= made.seed <= last, call, f"--seed is {made.seed}, expected 0 to {last}.")
 
 
 def check_names(call: str, option: str, names: Sequence[str], known: Sequence[str]) -> None:
@@ -232,12 +234,12 @@ def check_once(call: str, option: str, names: Sequence[str]) -> None:
         require(names.count(name) == 1, call, f"{option} names {name!r} twice; name it once.")
 
 
-def check_number(call: str, option: str, value: Any, low: float, high: float) -> None:
+def check_number(call: str, option: str, value: Any, low: float, high: float, others: str = "") -> None:
     """Raise an ArgumentError where a number or one of several is out of range, or one of several comes twice or there
-    is none."""
+    is none. `others` says which options the range is of."""
     numbers = value if isinstance(value, tuple) else (value,)
     limits = f"at least {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
     require(len(numbers) > 0, call, f"{option} names no number; give at least one.")
     for number in numbers:
-        require(low <= number <= high, call, f"{option} is {number}, expected {limits}.")
+        require(low <= number <= high, call, f"{option} is {number}, expected {limits}{others}.")
         require(numbers.count(number) == 1, call, f"{option} names {number} twice; name it once.")

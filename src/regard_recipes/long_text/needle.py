@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from regard.checks import ArgumentError
-
 from ..fwpkm.layouts import RESTRICTED, known_rows
 from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, NeedleRecipe
 from ..lib.claims import Claim, Estimate, exact, paired
@@ -42,7 +40,7 @@ class Needle(NeedleRecipe):
     rates = (3e-3, 1e-2)
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.
-    limits: ClassVar = {"kept": (0, math.inf), "pairs": (0.0, 1.0)}
+    limits: ClassVar = {"kept": (0, "examples"), "pairs": (0.0, 1.0)}
     choices: ClassVar = {"qk_norm": ("none", "rms")}
     known = ROWS
     slow: ClassVar = [name for name in ROWS if name not in SMALL]
@@ -56,11 +54,6 @@ class Needle(NeedleRecipe):
 
     def shared(self) -> Mapping[str, Any]:
         return {**super().shared(), "qk_norm": None if self.qk_norm == "none" else self.qk_norm}
-
-    def check(self) -> None:
-        if self.kept > self.examples:
-            raise ArgumentError(f"--kept is {self.kept}, expected at most the {self.examples} --examples.")
-        super().check()
 
     def training_tasks(self) -> Mapping[str, Any]:
         return {NEEDLES: replace(self.needle_task(), pairs=self.pairs)}
