@@ -194,6 +194,16 @@ def test_gates_are_heard_layer_by_layer() -> None:
     assert model.training
 
 
+def test_gates_at_a_chunk_size() -> None:
+    """The size holds during the trace, at modules that are written in chunks."""
+    layer, seen = Memory(1.0), []
+    layer.frozen, layer.chunk_size = False, 8
+    layer.register_forward_hook(lambda *_: seen.append(layer.chunk_size))
+    for size in (None, 2):
+        gates.gate_trace(Toy(layer), torch.tensor([0]), ["a"], chunk_size=size)
+    assert (seen, layer.chunk_size) == ([8, 2], 8)
+
+
 def test_a_model_without_gates_is_refused() -> None:
     refuses("no memory layer of Toy has a gate", gates.gate_trace, Toy(nn.Identity()), torch.tensor([0]), ["a"])
     refuses("2 labels for 1 tokens", gates.gate_trace, Toy(Memory(1.0)), torch.tensor([0]), ["a", "b"])

@@ -41,7 +41,7 @@ def solve_peak(d: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Ten
     return torch.where(empty, 1, b), empty | ((total - 1).abs() <= tolerance) | total.isnan()
 
 
-def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return (pivot, gap, converged), each [..., 1], without gradient, for r < 1 and the `peak` of `solve_peak`. Sums
     are in float64, since a rounding error decides whether the lowest key has weight at all."""
     wide, top, peak = widest(z), widest(top), widest(peak)

@@ -67,9 +67,9 @@ def spread(column: str, digits: int = 3) -> ToText:
     return show
 
 
-def interval(column: str, digits: int = 3, signed: bool = False) -> ToText:
+def interval(column: str, digits: int = 3) -> ToText:
     """Return a function that shows mean ± half the 95 % interval."""
-    return lambda rows: mean_interval(rows[column]).text(digits, signed)
+    return lambda rows: mean_interval(rows[column]).text(digits)
 
 
 def gap(column: str, base: Frame, digits: int = 3, ratio: bool = False, same: Sequence[str] = ()) -> ToText:

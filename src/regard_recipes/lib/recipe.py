@@ -65,9 +65,9 @@ def stacked(frames: Iterable[Frame]) -> Frame:
     return pd.concat(frames)
 
 
-def significant(x: Any, digits: int = 4) -> float:
-    """Return a number rounded to significant digits, to be stored."""
-    return float(f"{float(x):.{digits}g}")
+def significant(x: Any) -> float:
+    """Return a number rounded to four significant digits, to be stored."""
+    return float(f"{float(x):.4g}")
 
 
 @dataclass(kw_only=True, eq=False)

@@ -70,15 +70,15 @@ class ContextualState(State):
         return super(ContextualState, empty).reset()
 
 
-def wide_threshold(dim: int, share: float = WIDE) -> float:
-    """Return the `share` quantile of the cosine between two random unit vectors in `dim` dimensions. Their angle has
-    the density sin^(dim - 2), which is summed over a grid."""
+def wide_threshold(dim: int) -> float:
+    """Return the quantile of order `WIDE` of the cosine between two random unit vectors in `dim` dimensions. Their
+    angle has the density sin^(dim - 2), which is summed over a grid."""
     if dim == 1:
         return -1.0
     angle = torch.linspace(0, math.pi, 8193, dtype=torch.float64, device="cpu")
     middle = (angle[1:] + angle[:-1]) / 2
     below = (middle.sin() ** (dim - 2)).cumsum(0)
-    index = int(torch.searchsorted(below, (1 - share) * below[-1]))
+    index = int(torch.searchsorted(below, (1 - WIDE) * below[-1]))
     return math.cos(angle[index + 1])
 
 

@@ -103,7 +103,7 @@ class Source:
             at += len(chunk)
 
 
-def open_text(path: Path | str, *, call: str = "open_text") -> Source:
+def open_text(path: Path | str, *, call: str) -> Source:
     """Measure a UTF-8 file, or all text files of a folder (see the module), to be read in chunks; raise `ArgumentError`
     if there is none, or one that cannot be read, is not a regular file, holds no text, or is not UTF-8."""
     path = Path(path).expanduser()

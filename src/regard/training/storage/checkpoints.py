@@ -131,7 +131,7 @@ def writing(path: Path, run: Path) -> Iterator[None]:
 
 
 @contextmanager
-def sealing(folder: Path, run: Path, keep: int, *, main: bool = True) -> Iterator[None]:
+def sealing(folder: Path, run: Path, keep: int, *, main: bool) -> Iterator[None]:
     """Seal the checkpoint that is written inside the block, and delete all but the newest `keep`. A failed write is
     TrainingStopped and leaves no folder. Other processes than the `main` one only take part in the write."""
     try:
