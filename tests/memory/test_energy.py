@@ -125,6 +125,28 @@ def test_masked_and_missing_pairs_have_no_part() -> None:
         assert torch.equal(found[1], q[1].square().sum(-1) / 2)  # a read of nothing is 0, the lowest point of this
 
 
+@pytest.mark.parametrize("spec", ["gaussian*nearest(k=3)", "uniform*nearest(k=3)"])
+def test_of_tied_patterns_only_k_count(spec: str) -> None:
+    """At the query 0 all patterns tie for the best score, and the first three are kept."""
+    k, q = drawn(9, 5), torch.zeros(1, 5, dtype=torch.float64)
+    wanted = -math.log(3) / 2 if spec.startswith("gaussian") else 0.0
+    memory = written(spec, k, 2.0)
+    assert abs(float(memory.energy(q)) - wanted) < 1e-12
+    found = memory.read(q, steps=3, return_energy=True)
+    assert (found.energy[1:] <= found.energy[:-1]).all()
+
+
+@pytest.mark.parametrize("spec", ["softmax", "rbf", "sparsemax", "biweight", "gaussian*nearest(k=3)"])
+def test_large_scores_keep_the_gradient(spec: str) -> None:
+    """The gradient is q - read(q) also where the scores have no digits left for the logarithm of a count."""
+    k = normalize(drawn(4, 6), dim=-1).float()[[0, 1, 1, 1, 2, 3]]
+    q = (k[1:2] + 0.01).requires_grad_()
+    for scale in (1e3, 1e6, 1e10):
+        memory = written(spec, k, scale)
+        (grad,) = torch.autograd.grad(memory.energy(q).sum(), q)
+        assert (grad - (q.detach() - k[1])).abs().max() < 1e-5, scale
+
+
 def test_a_nan_stays_in_its_rows() -> None:
     k, q = drawn(2, 2, 5, 4), drawn(2, 2, 3, 4, seed=1)
     k[0, 1, 2, 3] = torch.nan

@@ -97,6 +97,14 @@ def _weights(z: Tensor, spec: Spec, params: Params) -> Tensor:
     return spec.weighting.weights(z, spec.weighting.fit(z, params), params)
 
 
+def _split(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the best score of each row, without gradient, and the scores less it, 0 at masked pairs. In gradients,
+    large scores would leave no digits to their differences."""
+    hidden = z == -torch.inf
+    top = torch.where(hidden.all(-1), 0, z.detach().amax(-1))
+    return top, torch.where(hidden, 0, z - top[..., None])
+
+
 def _straight(spec: Spec) -> bool:
     """Return whether scores are affine in the query, up to a term that is equal for all keys."""
     return spec.degree == 0 and spec.similarity.name in ("dot", "euclidean")
@@ -119,8 +127,9 @@ class _Exponential(Energy):
     def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
         with torch.no_grad():
             kept = ~(_weights(z, spec, params) == 0)
-        kept = kept | (z == z.detach().amax(-1, keepdim=True))  # an empty row must not become log 0
-        return torch.logsumexp(torch.where(kept, torch.where(z == -torch.inf, 0, z), -torch.inf), -1)
+        kept = kept | ~kept.any(-1, keepdim=True)  # an empty row must not become log 0
+        top, below = _split(z)
+        return top + torch.logsumexp(torch.where(kept, below, -torch.inf), -1)
 
 
 @energies.register("tsallis")
@@ -139,7 +148,8 @@ class _Tsallis(Energy):
         log = torch.where(inside, p, 1).log()
         # (p - p^alpha) / (alpha (alpha - 1)) without the cancellation that alpha near 1 brings
         entropy = -(p * torch.expm1(log / r)).sum(-1, keepdim=True) * (r * r / (r + 1))
-        return ((p * torch.where(inside, z, 0)).sum(-1, keepdim=True) + entropy)[..., 0]
+        top, below = _split(z)
+        return top + (p * below).sum(-1) + entropy[..., 0]
 
 
 @energies.register("subset-mean")
