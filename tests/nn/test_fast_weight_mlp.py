@@ -8,7 +8,7 @@ from fwmlp_oracle import DIN, DV, B, F, T, layer, stream, tokens
 from fwpkm_layers import mixed, projected
 from mistakes import error_of
 
-from regard.memory.fast_weight_mlp import fast_weight_mlp
+from regard.memory.fast_weight_mlp import FastMLPState, fast_weight_mlp
 from regard.nn import FastWeightMLP
 from regard.nn.memories import memory_layers
 
@@ -69,6 +69,12 @@ def test_hooks_see_gates_and_readings_and_may_replace_them():
     assert (made(hidden)[0] - out).abs().max() > 1e-3
 
 
+def narrowed():
+    """A state as a damaged file gives it: the queries that wait have lost a channel."""
+    kept = layer()(tokens())[1].to_tensors()
+    return FastMLPState.from_tensors({**kept, "query": kept["query"][..., 1:]})
+
+
 WITHOUT_BIASES = (numbers(F, DIN), numbers(F, DIN), numbers(DV, F))
 MISTAKES = {
     "chunk_size is 1": lambda: layer(chunk_size=1),
@@ -77,6 +83,9 @@ MISTAKES = {
     "segment_ids need a memory per doc": lambda: layer(shared=True)(tokens(), None, None, torch.zeros(B, T).long()),
     "state has 2 rows": lambda: layer()(tokens(), state=layer()(tokens(rows=2))[1]),
     "state holds gate [3, 5, 5]": lambda: layer()(tokens(), state=layer(hidden_dim=5)(tokens())[1]),
+    f"state holds query [{B}, 2, {DIN - 1}], but these tensors need [..., {DIN}]": lambda: layer()(
+        tokens(), state=narrowed()
+    ),
     "state has shared=True": lambda: layer()(tokens(), state=layer(shared=True)(tokens())[1]),
     "state is torch.float32": lambda: layer()(tokens(), state=layer().float()(tokens().float())[1]),
     "got query [1, 0, 4] and value [1, 0, 3], expected [B, T, Din]": lambda: fast_weight_mlp(
