@@ -140,7 +140,7 @@ def test_induction_heads_form_in_f():
 
     own = Mechanisms.configure("quick", block_steps=150)
     cell = {"task": "blocks", "model": "iclm"}
-    corpus = Corpus(measure.block_stream(400_000, 0), measure.block_stream(8192, 1))
+    corpus = Corpus(measure.block_stream(400_000, 0), measure.block_stream(4096, 1))
     generator = torch.Generator().manual_seed(9)
     block = torch.stack([torch.randperm(64, generator=generator)[:16] for _ in range(8)])
     texts, kept = block.repeat(1, 3), {}
@@ -150,7 +150,7 @@ def test_induction_heads_form_in_f():
         return max(f[:, head, range(16, 48), range(1, 33)].mean().item() for head in range(f.shape[1]))
 
     run, *rows = train_language_model(
-        own.model_config(cell, 64), corpus, own.budget(cell), 0, name="blocks",
+        own.model_config(cell, 64), corpus, *own.training(cell), 0, name="blocks",
         prepare=lambda model: kept.update(before=best(model.eval())) or model.train(),
         measure=lambda model: {"best": best(model), **measure.measure_blocks(model, seed=0)},
     )  # fmt: skip

@@ -38,8 +38,7 @@ def test_the_size_of_the_paper() -> None:
     """Tables 3 and 5: twelve heads of 64 channels, 2688 slots; 12 C^2 a block beside the embeddings of 50304 tokens."""
     paper = made("paper", device="cpu")
     assert (paper.layers, paper.rates) == ((1, 8, 12), (5e-3, 1e-3))
-    budget = paper.budget({"rate": 5e-3})
-    assert (budget.context, budget.batch, budget.steps) == (512, 512, 80_000)
+    assert (paper.context, paper.batch, paper.steps) == (512, 512, 80_000)
     with torch.device("meta"):
         found = MemoryMosaicForCausalLM(paper.model_config(cell("biweight"), 50304))
     assert found.config.persistent_slots == 2688

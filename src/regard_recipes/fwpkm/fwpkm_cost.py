@@ -15,7 +15,7 @@ from regard.checks import ArgumentError
 from regard.nn import ProductKeyMemory
 from regard.nn.memories import MemoryLayer
 
-from ..lib.budget import Budget, Corpus, LanguageOptions, initial_range
+from ..lib.budget import Corpus, LanguageOptions, initial_range
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
@@ -83,8 +83,7 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         draw, count = torch.Generator().manual_seed(self.seed), max(8192, 2 * self.context)
         tokens = torch.randint(self.vocabulary, (count,), dtype=torch.int32, generator=draw)
         config = row_config(row, self, self.vocabulary, initializer_range=initial_range(self.width))
-        corpus, budget = Corpus(tokens, tokens[: self.context]), Budget.of(self, learning_rate=1e-4, measured=2)
-        yield train_language_model(config, corpus, budget, seed, name=row.name)[0]
+        yield train_language_model(config, Corpus(tokens, tokens[:2]), self, 1e-4, seed, name=row.name)[0]
 
     def claims(self, results: Results) -> list[Claim]:
         counts = beside_paper(results, "count").groupby("model").first().dropna(subset=["paper_tera"])

@@ -16,7 +16,7 @@ import torch
 
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.budget import Budget, Corpus, TextOptions
+from ..lib.budget import Corpus, TextOptions
 from ..lib.claims import Claim, claims_of
 from ..lib.display import Show, dots, lines, only, pivot, spread, stat
 from ..lib.language_text import read_text, windows
@@ -70,8 +70,8 @@ class Mechanisms(TextOptions):
         self.drawn = choose_prompts(text.held_out_tokens, self.prompt, self.prompts)
         self.vocabulary, self.words = text.vocabulary, text.words(torch.arange(len(text.tokenizer)))
         self.words += [""] * (self.vocabulary - len(self.words))
-        blocks = Corpus(block_stream(BLOCKS["tokens"], self.seed), block_stream(2 * BLOCKS["measured"], self.seed + 1))
-        self.corpora = {"text": Corpus(text.train_tokens, text.held_out_tokens), "blocks": blocks}
+        blocks = Corpus(block_stream(BLOCKS["tokens"], self.seed), block_stream(BLOCKS["measured"], self.seed + 1))
+        self.corpora = {"text": Corpus(text.train_tokens, text.held_out_tokens[: self.measured]), "blocks": blocks}
         return {"text": text.described, "blocks": BLOCKS}
 
     def cells(self) -> list[Cell]:
@@ -87,14 +87,16 @@ class Mechanisms(TextOptions):
             shown, vocabulary = self.drawn if seed == self.seed else [], self.vocabulary
             look = partial(measure_text, windows=self.windows, prompts=shown, words=self.words,
                            from_row=self.context // 4)  # fmt: skip
-        config = self.model_config(cell, vocabulary)
-        return train_language_model(config, self.corpora[task], self.budget(cell), seed, name=name, measure=look)
+        config, training = self.model_config(cell, vocabulary), self.training(cell)
+        return train_language_model(config, self.corpora[task], *training, seed, name=name, measure=look)
 
-    def budget(self, cell: Cell) -> Budget:
+    def training(self, cell: Cell) -> tuple[TextOptions, float]:
+        """Return the options and the learning rate that a model is trained with."""
+        options: Any = self
         if cell["task"] == "text":
-            return Budget.of(self)
-        return Budget(context=BLOCKS["context"], batch=BLOCKS["batch"], measured=BLOCKS["measured"], looks=8,
-                      steps=self.block_steps, learning_rate=3e-3, device=self.device)  # fmt: skip
+            return options, self.learning_rate
+        return replace(options, context=BLOCKS["context"], batch=BLOCKS["batch"], steps=self.block_steps, looks=8,
+                       parts=1, dtype="float32", compile=False), 3e-3  # fmt: skip
 
     def fields(self, cell: Cell) -> Mapping[str, Any]:
         variant = {"variant": self.variant} if cell["model"] in EXPLAINED else {}

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +27,8 @@ class Corpus:
 
 
 class LanguageOptions(Recipe):
-    """Options of recipes that train language models; `Budget.of` reads them."""
+    """Options of recipes that train language models. Warm-up, cosine, weight decay and clipping are those of
+    `regard.training.task.TaskBudget` by default."""
 
     context: int = 64
     """Tokens of a training window."""
@@ -41,6 +42,8 @@ class LanguageOptions(Recipe):
     """How often the losses are noted."""
     dtype: str = "float32"
     """Of matrix products: float32 or bfloat16 (autocast; weights and updates are float32)."""
+    compile: bool = False
+    """Train through torch.compile."""
     limits: ClassVar[Limits] = {"context": (2, math.inf)}
     choices: ClassVar = {"dtype": tuple(DTYPES)}
 
@@ -49,16 +52,18 @@ class LanguageOptions(Recipe):
         if self.batch % self.parts:
             raise ArgumentError(f"--parts {self.parts} does not divide --batch {self.batch}.")
 
+    def look_steps(self) -> tuple[int, ...]:
+        """Return the steps after which the losses are noted, at equal intervals, the last one at the end."""
+        return tuple(sorted({max(1, round(self.steps * (i + 1) / self.looks)) for i in range(self.looks)}))
+
 
 class TextOptions(LanguageOptions, Sizes):
-    """Options of recipes that train on one text, and the models and budgets that follow from them."""
+    """Options of recipes that train on one text, and the models that follow from them."""
 
     tokenizer: str = "char"
     """char, byte, bpe or gpt2."""
     measured: int = 8192
     """Held-out tokens that the results are measured on."""
-    compile: bool = False
-    """Train through torch.compile."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
     limits: ClassVar[Limits] = {"measured": ("context", math.inf)}
@@ -75,10 +80,6 @@ class TextOptions(LanguageOptions, Sizes):
         }  # fmt: skip
         return language_config(fields, initial_range(fields["hidden_size"]))
 
-    def budget(self, cell: Cell) -> "Budget":
-        """Return how the model of a cell is trained."""
-        return Budget.of(self, learning_rate=cell["rate"])
-
     def check(self) -> None:
         from regard.training import TOKENIZERS
 
@@ -86,33 +87,6 @@ class TextOptions(LanguageOptions, Sizes):
         TOKENIZERS.get(self.tokenizer)
         configs = lambda: [self.model_config(cell, 256) for cell in self.cells()]  # noqa: E731
         within(self.call(), "--width, --layers or --heads", configs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """How a model is trained and measured: the options of `TextOptions` and the highest learning rate. Warm-up, cosine,
-    weight decay and clipping are those of `regard.training.task.TaskBudget` by default."""
-
-    context: int
-    batch: int
-    steps: int
-    learning_rate: float
-    looks: int = 8
-    measured: int = 16_384
-    parts: int = 1
-    dtype: str = "float32"
-    device: str = "cpu"
-    compile: bool = False
-
-    @classmethod
-    def of(cls, recipe: Recipe, **changes: Any) -> "Budget":
-        """Return the budget that the options of a recipe give, with some fields changed."""
-        given = {f.name: getattr(recipe, f.name) for f in fields(cls) if hasattr(recipe, f.name)}
-        return cls(**{**given, **changes})
-
-    def look_steps(self) -> tuple[int, ...]:
-        """Return the steps after which the losses are noted, at equal intervals, the last one at the end."""
-        return tuple(sorted({max(1, round(self.steps * (i + 1) / self.looks)) for i in range(self.looks)}))
 
 
 def initial_range(width: int) -> float:

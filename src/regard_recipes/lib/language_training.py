@@ -1,6 +1,6 @@
 """Train a language model of a recipe with the Trainer of `regard.training`, without a run folder.
 
-With equal budgets all models see the same windows: those of a step are a function of seed and step alone.
+With equal options all models see the same windows: those of a step are a function of seed and step alone.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from regard.training.quiet import quiet_transformers
 from regard.training.task import TaskBudget
 from regard.training.trainer import RegardTrainer, quiet_arguments
 
-from .budget import Budget, Corpus
+from .budget import Corpus, LanguageOptions
 
 
 def train_language_model(
-    config: Any, material: Corpus, budget: Budget, seed: int, *, name: str,
+    config: Any, material: Corpus, options: LanguageOptions, rate: float, seed: int, *, name: str,
     measure: Callable[[Any], dict[str, Any]] | None = None, prepare: Callable[[Any], None] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Train a model with the Trainer of `regard.training` on the windows that `seed` draws.
@@ -43,6 +43,7 @@ def train_language_model(
 
     Args:
         config: of any model in `regard.models.base.catalogue`.
+        rate: the highest learning rate.
         seed: of first weights, windows and dropout.
         name: of the model, for errors.
         measure: called with the trained model in evaluation mode; returns columns of the row "run", plain data, and
@@ -62,21 +63,21 @@ def train_language_model(
     call = f"train_language_model: {name}, seed {seed}"
     tokens = material.train_tokens
     sizes = f"{len(tokens)} tokens to train on and {len(material.held_out_tokens)} held out"
-    least = f"at least a context of {budget.context} and 2; give more text or a smaller context"
-    enough = len(tokens) >= budget.context and len(material.held_out_tokens) >= 2
+    least = f"at least a context of {options.context} and 2; give more text or a smaller context"
+    enough = len(tokens) >= options.context and len(material.held_out_tokens) >= 2
     require(enough, call, f"the text has {sizes}, expected {least}.")
     kind = model_of(config)
-    device = torch.device(resolve_device(budget.device, call=call))
+    device = torch.device(resolve_device(options.device, call=call))
     before = held_bytes("VmRSS", device, restart=True)
     with global_generators(device, seed):
         model = kind(config).to(device).train()
         if prepare is not None:
             prepare(model)
-        losses, seconds = train_with_trainer(model, material, budget, seed)
+        losses, seconds = train_with_trainer(model, material, options, rate, seed)
     memory = {"peak_bytes": held_bytes("VmHWM", device), "before_bytes": before}
     measures = {} if measure is None else measure(model.eval())
     rows = measures.pop("rows", ())
-    noted = zip_longest(budget.look_steps(), losses, fillvalue=(math.nan, math.nan))
+    noted = zip_longest(options.look_steps(), losses, fillvalue=(math.nan, math.nan))
     looks = [{"kind": "look", "step": step, "train": train, "held_out": held_out} for step, (train, held_out) in noted]
     last = {loss: looks[-1][loss] for loss in ("train", "held_out")}
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -101,28 +102,30 @@ def held_bytes(which: str, device: torch.device, restart: bool = False) -> int |
 
 
 def train_with_trainer(
-    model: nn.Module, material: Corpus, budget: Budget, seed: int
+    model: nn.Module, material: Corpus, options: LanguageOptions, rate: float, seed: int
 ) -> tuple[list[tuple[float, float]], dict[str, float]]:
     """Train a model; return the losses of each look, none after one that is not finite, and medians of step times."""
     device = next(model.parameters()).device
-    schedule = TaskBudget(steps=budget.steps)
-    optimizer = make_optimizer(model, budget.learning_rate, schedule.weight_decay)
+    schedule = TaskBudget(steps=options.steps)
+    optimizer = make_optimizer(model, rate, schedule.weight_decay)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.rate)
     windows = SampledWindows(
-        material.train_tokens, context=budget.context, steps=budget.steps, per_step=budget.batch, seed=seed
+        material.train_tokens, context=options.context, steps=options.steps, per_step=options.batch, seed=seed
     )
     one = Units(1, 1, 1)  # bits are not asked for
-    looks = Looks(lambda: held_out_loss(model, material, budget), set(budget.look_steps()), device)
+    held_out = lambda: held_out_loss(model, material.held_out_tokens, options)  # noqa: E731
+    looks = Looks(held_out, set(options.look_steps()), device)
     with tempfile.TemporaryDirectory() as folder:
         arguments = quiet_arguments(
-            Path(folder), device, max_steps=budget.steps, per_device_train_batch_size=budget.batch // budget.parts,
-            gradient_accumulation_steps=budget.parts, max_grad_norm=schedule.clip, seed=seed,
-            bf16=budget.dtype == "bfloat16", torch_compile=budget.compile, dataloader_pin_memory=device.type == "cuda",
+            Path(folder), device, max_steps=options.steps, per_device_train_batch_size=options.batch // options.parts,
+            gradient_accumulation_steps=options.parts, max_grad_norm=schedule.clip, seed=seed,
+            bf16=options.dtype == "bfloat16", torch_compile=options.compile,
+            dataloader_pin_memory=device.type == "cuda",
         )  # fmt: skip
         trainer = LookingTrainer(
             looks, model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates),
-            held_out=material.held_out_tokens, train_units=one, held_out_units=one, context=budget.context,
-            eval_batch=budget.batch, keep=1,
+            held_out=material.held_out_tokens, train_units=one, held_out_units=one, context=options.context,
+            eval_batch=options.batch, keep=1,
         )  # fmt: skip
         trainer.model_accepts_loss_kwargs = False  # the mean over the labels that the model counts
         with contextlib.suppress(TrainingStopped):
@@ -197,12 +200,11 @@ def make_optimizer(model: nn.Module, rate: float, decay: float) -> torch.optim.O
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
 
 
-def held_out_loss(model: nn.Module, material: Corpus, budget: Budget) -> float:
-    """Return the nats per token on the first `measured` held-out tokens. Every token but the first is predicted once,
-    from at least half a context where the text before it is that long."""
-    tokens = material.held_out_tokens[: budget.measured]
+def held_out_loss(model: nn.Module, tokens: Tensor, options: LanguageOptions) -> float:
+    """Return the nats per token of a text. Every token but the first is predicted once, from at least half a context
+    where the text before it is that long."""
     device = next(model.parameters()).device
-    with torch.autocast(device.type, torch.bfloat16, enabled=budget.dtype == "bfloat16"):
+    with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         units = Units(len(tokens), len(tokens), len(tokens))  # its bits are not asked for
-        batch = max(1, budget.batch // budget.parts)
-        return evaluate(model, tokens, units, context=budget.context, batch=batch, support=False).loss
+        batch = max(1, options.batch // options.parts)
+        return evaluate(model, tokens, units, context=options.context, batch=batch, support=False).loss

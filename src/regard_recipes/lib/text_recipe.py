@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .budget import Budget, Corpus, TextOptions
+from .budget import Corpus, TextOptions
 from .display import interval, lines, pivot, stat
 from .language_text import LanguageText, read_text
 from .recipe import Cell, Frame, Results
@@ -43,11 +43,10 @@ class TextRecipe(TrainedRecipe, TextOptions):
     def measure(self, cell: Cell, seed: int) -> Iterable[dict[str, Any]]:
         from .language_training import train_language_model
 
-        config, budget = self.model_config(cell, self.vocabulary), self.budget(cell)
         call = ", ".join(f"{name} {value}" for name, value in cell.items())
         return train_language_model(
-            config, self.corpus, budget, seed, name=call, prepare=partial(self.change_model, cell),
-            measure=self.measure_model,
+            self.model_config(cell, self.vocabulary), self.corpus, self, cell["rate"], seed, name=call,
+            prepare=partial(self.change_model, cell), measure=self.measure_model,
         )  # fmt: skip
 
     def change_model(self, cell: Cell, model: Any) -> None:
@@ -63,8 +62,7 @@ class TextRecipe(TrainedRecipe, TextOptions):
         """Return columns of the row "run" of a trained model, and further rows as "rows"."""
         from .language_training import held_out_loss
 
-        budget = Budget.of(self, learning_rate=self.rates[0])
-        return {"test": held_out_loss(model, Corpus(self.corpus.train_tokens, self.test_tokens), budget)}
+        return {"test": held_out_loss(model, self.test_tokens, self)}
 
     def merit(self, runs: Frame) -> Frame:
         return -runs["held_out"].astype(float).fillna(math.inf)
