@@ -323,6 +323,22 @@ def test_what_cannot_be_made(arguments: dict, words: str) -> None:
     assert words in error_of(AssociativeMemory, **arguments)
 
 
+@pytest.mark.parametrize("spec", ["elu", "relu", "shift-cosine", "linear*fixed*normalised"])
+def test_sums_of_masked_pairs_alone_read_zero(spec: str) -> None:
+    """What is left of pairs that were subtracted must not be divided by what is left of their weights."""
+    memory = AssociativeMemory(spec, store="sums")
+    k, v = drawn(2, 1, 7, 3), drawn(2, 1, 7, 2, seed=1)
+    mask = torch.tensor([True] * 6 + [False]).expand(2, 7).clone()
+    mask[1, 6] = True  # the second sequence keeps a pair
+    memory.write(k, v, mask=mask)
+    for i in (3, 0, 5, 1, 4, 2):
+        memory.forget(pairs=(k[:, :, i : i + 1], v[:, :, i : i + 1]))
+    found = memory.read(drawn(2, 1, 4, 3, seed=2))
+    assert len(memory) == 1
+    assert found[0].abs().max() == 0
+    assert torch.allclose(found[1], v[1, :, 6:].expand(1, 4, 2), atol=1e-6)
+
+
 def test_what_sums_cannot_do() -> None:
     memory, model = AssociativeMemory("relu", store="sums"), AssociativeMemory("linear", store="delta")
     memory.write(torch.ones(2, 3))

@@ -164,7 +164,13 @@ class Sums:
         held, lost = self.state, Sums.of(self.spec, gone).state
         squares = None if held.squares is None or lost.squares is None else held.squares - lost.squares
         left = {name: getattr(held, name) - getattr(lost, name) for name in ("values", "keys", "tokens")}
-        return replace(self, state=replace(held, **left, squares=squares))
+        state = replace(held, **left, squares=squares)
+        none = state.keys[..., -1] == 0  # where only masked pairs are left: rounding errors, whose quotient is not zero
+
+        def cleared(x: Tensor) -> Tensor:
+            return x.masked_fill(none[(..., *[None] * (x.dim() - 2))], 0) if x.is_floating_point() else x
+
+        return replace(self, state=state.map(cleared))
 
     def read(self, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor]) -> Tensor:
         """Return the values [B, H, Tq, Dv] for queries [B, H, Tq, D] (equations 17 to 22)."""
