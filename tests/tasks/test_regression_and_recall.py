@@ -380,7 +380,7 @@ def test_mistakes(kind: Callable[..., object], settings: dict, said: str) -> Non
     ("rows", "said"),
     [
         (None, "the dataset 'some/name' cannot be loaded: no such name"),
-        ([{"title": "a", "body": "b"}], "the dataset 'some/name' has no column 'text', only title, body"),
+        ([{"title": "a", "body": "b"}], "'some/name' cannot be loaded: it has no column 'text', only title, body"),
     ],
 )
 def test_datasets_that_give_no_text(rows: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

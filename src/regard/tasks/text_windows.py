@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, instance, refuse, require
+from ..checks import ArgumentError, instance, refuse
 from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, example_of
 
@@ -70,7 +70,8 @@ def dataset(name: str, most: int) -> str:
         from datasets import load_dataset
 
         for row in load_dataset(name, split="train", streaming=True):
-            require("text" in row, "Text", f"the dataset {name!r} has no column 'text', only {', '.join(row)}.")
+            if "text" not in row:
+                raise ValueError(f"it has no column 'text', only {', '.join(row)}")
             parts.append(str(row["text"]))
             size += len(parts[-1])
             if size >= most:
@@ -78,8 +79,6 @@ def dataset(name: str, most: int) -> str:
     except ImportError:
         needs = "source='datasets:NAME' needs the package datasets, which is not installed"
         raise ArgumentError(f"Text: {needs}; pip install 'regard[data]'.") from None
-    except ArgumentError:
-        raise
     except Exception as error:  # of many kinds: no such name, no network, a script that may not run
         raise ArgumentError(f"Text: the dataset {name!r} cannot be loaded: {error}") from None
     return "\n".join(parts)[:most]

@@ -246,8 +246,7 @@ class ContextualMemory(nn.Module):
         flags(CALL, remember=remember, output_attentions=output_attentions)
         if state is not None:
             instance(CALL, "state", state, ContextualState, "a ContextualState or None")
-        past = 0 if state is None else state.tokens
-        x, mask = checked_tokens(CALL, hidden_states, attention_mask, segment_ids, past, self.keys)
+        x, mask = checked_tokens(CALL, hidden_states, attention_mask, segment_ids, state, self.keys)
         keys, leaky = self.keys(x, mask, None if state is None else state.leaky, segment_ids)
         return self.recall(keys, leaky, x, attention_mask, state, remember, output_attentions, segment_ids)
 
@@ -348,18 +347,15 @@ def check_features(call: str, key_eps: Any, scale_limit: Any) -> None:
 
 
 def checked_tokens(
-    call: str,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    past: int,
+    call: str, hidden_states: Tensor, attention_mask: Tensor | None, segment_ids: Tensor | None, state: State | None,
     keys: KeyFeatures,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return hidden states [B, T, C], with zeros at masked tokens, and their mask [B, T] or None, after checking that
-    T >= 1, the mask [B, N] over `past` + T tokens and the documents. `keys` are the `KeyFeatures` that read them."""
+    `keys` can read them, the mask [B, N] over the tokens of `state` and these, and the documents."""
     check_hidden(call, "hidden_states", hidden_states, keys.proj.in_features, keys.proj)
     batch, tokens = hidden_states.shape[:2]
-    token_mask(call, "attention_mask", attention_mask, batch, past + tokens, like=hidden_states, of="hidden_states")
+    seen = tokens if state is None else state.tokens + tokens
+    token_mask(call, "attention_mask", attention_mask, batch, seen, like=hidden_states, of="hidden_states")
     segments(call, segment_ids, batch, tokens, hidden_states.device)
     mask = None if attention_mask is None else attention_mask[:, -tokens:]
     return without_hidden(hidden_states, mask), mask

@@ -118,8 +118,7 @@ class PersistentMemory(nn.Module):
         assert self.keys is not None
         if state is not None:
             instance(CALL, "state", state, LeakyState, "a LeakyState or None")
-        past = 0 if state is None else state.tokens
-        x, mask = checked_tokens(CALL, hidden_states, attention_mask, segment_ids, past, self.keys)
+        x, mask = checked_tokens(CALL, hidden_states, attention_mask, segment_ids, state, self.keys)
         keys, after = self.keys(x, mask, state, segment_ids)
         return self.read(keys), after
 
