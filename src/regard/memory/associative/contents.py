@@ -168,7 +168,7 @@ class Sums:
         none = state.keys[..., -1] == 0  # where only masked pairs are left: rounding errors, whose quotient is not zero
 
         def cleared(x: Tensor) -> Tensor:
-            return x.masked_fill(none[(..., *[None] * (x.dim() - 2))], 0) if x.is_floating_point() else x
+            return torch.where(none.view(*none.shape, *[1] * (x.dim() - 2)), 0, x) if x.is_floating_point() else x
 
         return replace(self, state=state.map(cleared))
 
