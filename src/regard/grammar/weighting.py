@@ -191,7 +191,7 @@ class Ratio(Weighting):
     def log_mass(self, stats: RowStats, params: Params) -> Tensor:
         """Return log sum_j K(z_j - theta) per row, -inf if no key has weight."""
         kernel_params = self.rule.kernel_params(params)
-        peak = getattr(self.kernel, "log_peak", lambda top, reach, own: self.kernel.value(reach, own).log())
+        peak = getattr(self.kernel, "log_peak", lambda _, reach, params: self.kernel.value(reach, params).log())
         log = stats.mass.log() + peak(stats.top, stats.reach, kernel_params)
         return torch.where(stats.fallback, -torch.inf, log)
 

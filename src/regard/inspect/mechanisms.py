@@ -111,9 +111,9 @@ def sinks(pattern: Tensor, from_row: int = 0) -> Sinks:
     """
     _check("sinks", pattern, from_row)
     mean = pattern[:, :, from_row:].double().mean((0, 2))
-    strongest, place = mean.max(-1)
+    strongest, index = mean.max(-1)
     uniform = (1 / _visible(pattern)[from_row:].sum(-1).double()).mean().item()
-    return Sinks(mean[:, 0], strongest, place, uniform)
+    return Sinks(mean[:, 0], strongest, index, uniform)
 
 
 def evenness(pattern: Tensor, from_row: int = 0) -> Tensor:

@@ -33,7 +33,7 @@ from .token_fields import Tensors, Waiting, finite_tokens, hidden_where, joined,
 
 CALL = "fast_weight_mlp"
 NAMES = ("gate", "up", "down")
-TARGETS = {"mean": lambda own, following: (own + following) / 2, "look-ahead": lambda own, following: following}
+TARGETS = {"mean": lambda value, following: (value + following) / 2, "look-ahead": lambda _, following: following}
 """The target of f(q_t) by name, as a function of the token's own value and the next one's."""
 
 
@@ -237,7 +237,7 @@ class FastMLPMemory(NetworkMemory):
         memories = len(state.writes)
         query, wanted, pairs = (folded(x, memories) for x in (query, TARGETS[self.target](before, after), pairs))
         share = 2 / (pairs.sum(1, keepdim=True).clamp_min(1) * wanted.shape[-1]).to(wanted.dtype)
-        steps = state.network.gradients(query, lambda found: torch.where(pairs, share * (found - wanted), 0))
+        steps = state.network.gradients(query, lambda output: torch.where(pairs, share * (output - wanted), 0))
         return {n: w - self.learning_rate * g for n, w, g in zip(NAMES, state.network, steps, strict=True)}
 
 
@@ -316,6 +316,6 @@ def first_network(call: str, weights: Any, query: Tensor, sizes: tuple[int, ...]
     into, back = [*heads, wide, inputs + biases], [*heads, outputs, wide + biases]
     for name, w, size in zip(NAMES, weights, (into, into, back), strict=True):
         if list(w.shape) != size:
-            told = f"for query {shape(query)} and value of width {outputs}{', biases last' if biases else ''}"
-            raise ArgumentError(f"{call}: weights {name} are {shape(w)}, expected {size} {told}.")
+            given = f"for query {shape(query)} and value of width {outputs}{', biases last' if biases else ''}"
+            raise ArgumentError(f"{call}: weights {name} are {shape(w)}, expected {size} {given}.")
     return SwiGLU(*(w.to(torch.promote_types(query.dtype, torch.float32)) for w in weights))

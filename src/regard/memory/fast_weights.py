@@ -150,8 +150,8 @@ class SlotMemory(ChunkMemory):
         if self.observer is not None:
             slots, weights, position = result["slots"], result["weights"].detach(), tokens["position"]
             valid = tokens.get("good", torch.ones_like(position, dtype=torch.bool))
-            told = (slots.flatten(-2), weights.flatten(-2), position, valid, self._rows(valid))
-            self.observer.on_read(*(by_memory(x, state) for x in told))
+            seen = (slots.flatten(-2), weights.flatten(-2), position, valid, self._rows(valid))
+            self.observer.on_read(*(by_memory(x, state) for x in seen))
         fields = {**tokens, **result}
         return out, {name: fields[name] for name in self.rule.fields if name in fields}
 

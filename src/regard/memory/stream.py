@@ -194,8 +194,8 @@ class Streams:
         absent = sorted(set(range(batch)) - set(row))  # a row of padding alone keeps its state
         index = at.new_zeros(len(row) + len(absent), max(counts, default=0))
         valid = torch.zeros_like(index, dtype=torch.bool)
-        place = torch.arange(len(at), device=at.device) - first[number] if len(at) else at
-        index[number, place], valid[number, place] = at, True
+        column = torch.arange(len(at), device=at.device) - first[number] if len(at) else at
+        index[number, column], valid[number, column] = at, True
         fresh = (*(i > 0 and b == row[i - 1] for i, b in enumerate(row)), *(False for _ in absent))
         return cls(index, valid, (*counts, *(0 for _ in absent)), (*row, *absent), fresh)
 

@@ -48,12 +48,12 @@ class Waiting:
             return Waiting(pieces, total)
         old = 0 if self.empty else width(self.tokens())
         both = marked(new if self.empty else joined((self.tokens(), new)))
-        place = torch.arange(max(total))
+        position = torch.arange(max(total))
         held, all_ = (torch.tensor(x)[:, None] for x in (self.counts, total))
-        index = torch.where(place < held, place, place - held + old).clamp(max=width(both) - 1)
+        index = torch.where(position < held, position, position - held + old).clamp(max=width(both) - 1)
         device = both["good"].device
         tokens = taken(both, index.to(device))
-        return Waiting(({**tokens, "good": tokens["good"] & (place < all_).to(device)},), total)
+        return Waiting(({**tokens, "good": tokens["good"] & (position < all_).to(device)},), total)
 
     def written(self, rows: Sequence[bool]) -> "Waiting":
         """Drop the tokens of these rows."""

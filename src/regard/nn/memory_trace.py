@@ -247,16 +247,16 @@ class WriterTrace(MemoryObserver):
         self._grow(len(slots))
         memory = torch.arange(len(slots))[:, None].expand(written.shape)[written]
         early = position[written].argsort(stable=True)
-        place = (memory[:, None] * self.slots + slots[written])[early]
-        token = early[:, None].expand(place.shape)
-        order = place.flatten().argsort(stable=True)
-        entries = torch.stack([place.flatten()[order], token.flatten()[order]])
+        entry = (memory[:, None] * self.slots + slots[written])[early]
+        token = early[:, None].expand(entry.shape)
+        order = entry.flatten().argsort(stable=True)
+        entries = torch.stack([entry.flatten()[order], token.flatten()[order]])
         # a token that has a slot twice, by two heads, is one writer
-        (place, token), which = entries.unique_consecutive(dim=1, return_inverse=True)
-        share = torch.zeros(len(place)).index_add_(0, which, shares[written][early].float().flatten()[order])
+        (entry, token), which = entries.unique_consecutive(dim=1, return_inverse=True)
+        share = torch.zeros(len(entry)).index_add_(0, which, shares[written][early].float().flatten()[order])
         offset = self._offset
         of = lambda x: x[written][token].int()  # noqa: E731
-        self._push(place, Writers(of(row), of(position) + offset, of(target) + offset, share))
+        self._push(entry, Writers(of(row), of(position) + offset, of(target) + offset, share))
 
     def retrieved(self) -> Retrieved:
         """Return all reads so far; raise ArgumentError if there is none."""
@@ -272,9 +272,9 @@ class WriterTrace(MemoryObserver):
             fresh = Writers.none(missing, self.slots, self.writers)
             self.written = Writers(*(torch.cat(pair) for pair in zip(self.written, fresh, strict=True)))
 
-    def _push(self, place: Tensor, new: Writers) -> None:
-        """Make entries, sorted by place (memory N + slot) and then by time, the last writers of their places."""
-        rows, counts = place.unique_consecutive(return_counts=True)
+    def _push(self, entry: Tensor, new: Writers) -> None:
+        """Make entries, sorted by memory N + slot and then by time, the last writers of their slots."""
+        rows, counts = entry.unique_consecutive(return_counts=True)
         end = counts.cumsum(0)
         depth = torch.arange(self.writers)
         fresh = depth < counts[:, None]

@@ -138,8 +138,8 @@ def _non_finite(bad: Tensor | None, before: Tensor, begins: Tensor | None) -> Te
     earlier = earlier & (begins == 0)[:, None]
     if bad is None:
         return earlier
-    place = torch.arange(bad.shape[-1], device=bad.device)
-    return earlier | (torch.where(bad, place, -1).cummax(-1).values >= begins[:, None])
+    position = torch.arange(bad.shape[-1], device=bad.device)
+    return earlier | (torch.where(bad, position, -1).cummax(-1).values >= begins[:, None])
 
 
 @one_node("leaky_chunks", lambda x, *_: x.new_empty(x.shape))
@@ -156,15 +156,15 @@ def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None
         inside = torch.einsum("hij,bhnjd->bhnid", decays, x)
         upto = torch.exp(-rates[:, None, None] * real)[None, ..., None]  # [1, H, 1, c, 1]
     else:
-        place = torch.arange(count * size, device=x.device).view(count, size)
+        position = torch.arange(count * size, device=x.device).view(count, size)
         real = pad(x.new_ones(1, tokens) if mask is None else mask, (0, spare))
         real = real.unflatten(1, (count, size)).cumsum(-1)[:, None].to(x.dtype)
         decays = _decays(rates[:, None, None, None], real)
         upto = torch.exp(-rates[:, None, None] * real)[..., None]  # [B or 1, H, n, c, 1]
         if begins is not None:  # other documents are multiplied by zero
             begins = pad(begins, (0, spare)).unflatten(1, (count, size))[:, None, ..., None]
-            decays = decays * (place[:, None] >= begins)
-            upto = upto * (begins < place[:, :1, None].clamp(min=1))
+            decays = decays * (position[:, None] >= begins)
+            upto = upto * (begins < position[:, :1, None].clamp(min=1))
         inside = decays @ x
     fades = upto[..., -1, :].expand(x.shape[0], -1, count, 1)
     before, _ = scan(fades, inside[..., -1:, :], start[:, :, None])

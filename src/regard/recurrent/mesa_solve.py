@@ -196,11 +196,11 @@ def _cholesky(matrix: Tensor) -> Tensor:
     to earlier queries and stay. The residual shows the error."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     amount = torch.finfo(matrix.dtype).eps * matrix.shape[-1]
-    place = torch.arange(1, matrix.shape[-1] + 1, device=matrix.device)
+    order = torch.arange(1, matrix.shape[-1] + 1, device=matrix.device)
     for _ in range(5):
         if not bool(info.any()):
             break
-        late = (info[..., None] > 0) & (place >= info[..., None])
+        late = (info[..., None] > 0) & (order >= info[..., None])
         diagonal = matrix.diagonal(dim1=-2, dim2=-1)
         matrix = matrix + torch.diag_embed(torch.where(late, amount * diagonal.abs(), 0))
         factor, info = torch.linalg.cholesky_ex(matrix)

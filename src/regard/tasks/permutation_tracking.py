@@ -64,21 +64,21 @@ class PermutationTracking(TokenTask):
 
     def draw(self, random: Random, split: str) -> TokenExample:
         count = self.places
-        place = range(self.items, self.items + count)
+        position = range(self.items, self.items + count)
         equals, comma, mark = range(self.vocabulary - 3, self.vocabulary)
         items = random.sample(range(self.items), count)
-        tokens = [*[x for p, a in zip(place, items, strict=True) for x in (p, equals, a, comma)][:-1], mark]
+        tokens = [*[x for p, a in zip(position, items, strict=True) for x in (p, equals, a, comma)][:-1], mark]
         moved = [False] * count
         for _ in range(random.randint(*self.between)):
             i, j = random.sample(range(count), 2)
             items[i], items[j] = items[j], items[i]
             moved[i] = moved[j] = True
-            tokens += [place[i], place[j], comma]
+            tokens += [position[i], position[j], comma]
         tokens = [*tokens[:-1], mark] if tokens[-1] == comma else [*tokens, mark]
         labels: dict[int, int] = {}
         places: dict[str, list[int]] = {"moved places": [], "other places": []}
         for q in random.sample(range(count), self.questions):
-            tokens += [place[q], equals, items[q], comma]
+            tokens += [position[q], equals, items[q], comma]
             labels[len(tokens) - 2] = items[q]
             places["moved places" if moved[q] else "other places"].append(len(tokens) - 2)
         return example_of(tokens[:-1], labels, places)

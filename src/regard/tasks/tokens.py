@@ -83,9 +83,9 @@ def continued(prompt: list[int], answer: list[int], **more: Any) -> TokenExample
     return example_of(prompt + answer, dict(enumerate(answer, len(prompt))), prompt=len(prompt), **more)
 
 
-def stream(name: str, *place: Any) -> Random:
+def stream(name: str, *path: Any) -> Random:
     """Return a source of random numbers that depends on its arguments alone."""
-    return Random(hashed(":".join([name, *map(str, place)]), size=16))
+    return Random(hashed(":".join([name, *map(str, path)]), size=16))
 
 
 def split_of(text: str) -> str:

@@ -46,10 +46,10 @@ def places_of(call: str, indices: Any, held: int) -> list[int]:
         indices = integers(call, "indices", indices, "n").tolist()
     if not isinstance(indices, (list, tuple, range)):
         raise refuse(call, "indices", indices, "a sequence of whole numbers")
-    for place in indices:
-        if isinstance(place, bool) or not isinstance(place, int) or not -held <= place < held:
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int) or not -held <= index < held:
             hint = f"there are {held} pairs, numbered from 0"
-            raise ArgumentError(f"{call}: indices: there is no pair {shown(place)}; {hint}.")
+            raise ArgumentError(f"{call}: indices: there is no pair {shown(index)}; {hint}.")
     return list(indices)
 
 

@@ -284,9 +284,9 @@ class AssociativeMemory(nn.Module):
             if isinstance(self._short, Pairs):
                 self._short = self._short.newest(max(before - count, 0))
         else:
-            dropped = {place % before for place in places_of(call, indices, before)}
+            dropped = {index % before for index in places_of(call, indices, before)}
             if isinstance(self._short, Pairs):
-                kept = [place for place in range(before) if place not in dropped]
+                kept = [index for index in range(before) if index not in dropped]
                 self._short = self._short.select(torch.tensor(kept, dtype=torch.int64, device=self._short.device))
         self._own_values &= len(self) > 0
         return before - len(self)

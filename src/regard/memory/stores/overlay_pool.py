@@ -206,9 +206,9 @@ class Base(torch.autograd.Function):
         base = pool.base
         gradient = torch.zeros_like(base)
         ids = torch.arange(len(base), device=base.device)
-        place = pool.gradients.places(ids)
-        ids, place = ids[place >= 0], place[place >= 0]
-        for at, some in zip(ids.split(1024), place.split(1024), strict=True):
+        places = pool.gradients.places(ids)
+        ids, places = ids[places >= 0], places[places >= 0]
+        for at, some in zip(ids.split(1024), places.split(1024), strict=True):
             gradient.index_copy_(0, at, pool.gradients.rows.gather(some, base.dtype))
         pool.gradients.drop(ids)
         pool.tidy()
@@ -277,14 +277,14 @@ class Write(torch.autograd.Function):
         shares, errors = ctx.saved_tensors
         pool, plan, old, hold, reach = ctx.made
         ids, gradients = torch.arange(hold.start, hold.stop, device=pool.device), pool.gradients
-        place = gradients.places(ids)
-        has = place >= 0  # rows that were not read have no gradient
+        places = gradients.places(ids)
+        has = places >= 0  # rows that were not read have no gradient
         share_grad, error_grad = torch.zeros_like(shares), torch.zeros_like(errors)
         token = shares.new_zeros(()) if ctx.needs_input_grad[2] else None
         if bool(has.any()):
             row, error = plan.row, errors.flatten(0, 1)
             at = has[row].nonzero()[:, 0]
-            entry, owner, where, count = plan.entry[at], plan.owner[at], place[row[at]], plan.count[row[at]]
+            entry, owner, where, count = plan.entry[at], plan.owner[at], places[row[at]], plan.count[row[at]]
             share_grad.view(-1)[entry] = -gradients.rows.products(where, owner, error) / count
             order = owner.argsort()
             weights = (-shares.flatten()[entry] / count)[order]

@@ -200,14 +200,14 @@ class RowGradients:
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
         """Add rows [E, D] to the gradients of the distinct rows ids [E]."""
-        place = self.places(ids)
-        known = place >= 0
+        places = self.places(ids)
+        known = places >= 0
         count = int(known.sum())
         if count == len(ids):
-            self.rows.add(place, rows)
+            self.rows.add(places, rows)
             return
         if count:
-            self.rows.add(place[known], rows[known])
+            self.rows.add(places[known], rows[known])
             ids, rows = ids[~known], rows[~known]
         fresh, self._free = self._free[: len(ids)], self._free[len(ids) :]
         start, more = self.rows.size, len(ids) - len(fresh)
@@ -221,22 +221,22 @@ class RowGradients:
     def move(self, ids: Tensor, to: Tensor, keep: Tensor) -> None:
         """Add the gradients of the rows ids [E] to those of the rows `to` [E], which may repeat, and drop those where
         not `keep` [E]. Every row of `ids` has a gradient."""
-        place = self.places(ids)
+        places = self.places(ids)
         self._place[ids] = -1
-        self._release(place[~keep])
-        place, to = place[keep], to[keep]
+        self._release(places[~keep])
+        places, to = places[keep], to[keep]
         groups = Groups.of(to)
         first = groups.order[groups.counts.cumsum(0) - groups.counts]
         first = first[self.places(groups.unique) < 0]
-        self._place[to[first]] = place[first].int()
+        self._place[to[first]] = places[first].int()
         rest = torch.ones(len(to), dtype=torch.bool, device=to.device)
         rest[first] = False
-        place, target = place[rest], self.places(to[rest])
+        places, target = places[rest], self.places(to[rest])
         step = max(1, TILE // self.rows.width)
-        for source, sink in zip(place.split(step), target.split(step), strict=True):
+        for source, sink in zip(places.split(step), target.split(step), strict=True):
             if len(source):
                 self.rows.add(sink, self.rows.gather(source, self.rows.dtype))
-        self._release(place)
+        self._release(places)
 
     def drop(self, ids: Tensor) -> None:
         """Free the gradients of rows ids [E], each of which has one."""
@@ -247,5 +247,5 @@ class RowGradients:
     def empty(self) -> bool:
         return len(self._free) == self.rows.size
 
-    def _release(self, place: Tensor) -> None:
-        self._free = torch.cat((self._free, place))
+    def _release(self, places: Tensor) -> None:
+        self._free = torch.cat((self._free, places))

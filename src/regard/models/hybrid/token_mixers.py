@@ -148,12 +148,12 @@ class StateMixer(TokenMixer):
         assert mask is not None
         # Move the real tokens of each row to the front, so that no real token follows padding.
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
-        place = order[..., None].expand_as(hidden)
+        index = order[..., None].expand_as(hidden)
         real = mask.gather(1, order)
-        hidden = hidden.gather(1, place).masked_fill(~real[..., None], 0)
+        hidden = hidden.gather(1, index).masked_fill(~real[..., None], 0)
         segment_ids = None if segment_ids is None else segment_ids.expand_as(order).gather(1, order)
         out, states = self.advance(hidden, real, states, segment_ids)
-        return torch.zeros_like(out).scatter(1, place, out.masked_fill(~real[..., None], 0)), states
+        return torch.zeros_like(out).scatter(1, index, out.masked_fill(~real[..., None], 0)), states
 
 
 @dataclass(frozen=True)
@@ -304,9 +304,9 @@ def convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Ten
     before = F.pad(segment_ids, (reach, 0))
     out = inputs[..., reach:] * weight[:, reach:]
     for lag in range(1, reach + 1):
-        place = slice(reach - lag, reach - lag + tokens)
-        same = (before[:, place] == segment_ids) & (torch.arange(tokens, device=before.device) >= lag)
-        out = out + torch.where(same[:, None], inputs[..., place], 0) * weight[:, reach - lag, None]
+        lagged = slice(reach - lag, reach - lag + tokens)
+        same = (before[:, lagged] == segment_ids) & (torch.arange(tokens, device=before.device) >= lag)
+        out = out + torch.where(same[:, None], inputs[..., lagged], 0) * weight[:, reach - lag, None]
     return out
 
 

@@ -77,8 +77,8 @@ def compact_lists_kernel(
         whole += tl.sum(full.to(tl.int32), 0)
         part += tl.sum(rest.to(tl.int32), 0)
         for i in tl.static_range(FLAGS):
-            place = (head * GROUP + n % GROUP) * blocks * FLAGS + block * FLAGS + i
-            flagged += tl.sum(tl.load(flags + place, mask=marked != 0, other=0).to(tl.int32), 0)
+            at = (head * GROUP + n % GROUP) * blocks * FLAGS + block * FLAGS + i
+            flagged += tl.sum(tl.load(flags + at, mask=marked != 0, other=0).to(tl.int32), 0)
     tl.store(counts + owner * 3, whole)
     tl.store(counts + owner * 3 + 1, part)
     tl.store(counts + owner * 3 + 2, flagged)
@@ -109,10 +109,10 @@ def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
     """Return (number, head of the group) of the t-th block without mask, or with one (PART)."""
     listed, _, _, _, first, whole, ended = plan
     if FORM.listed > 0:
-        place = t // FORM.split
+        index = t // FORM.split
         if PART:
-            place = first - place
-        number = tl.load(listed + place).to(tl.int32)
+            index = first - index
+        number = tl.load(listed + index).to(tl.int32)
         block = number // FORM.group * FORM.split + t % FORM.split
         head = number % FORM.group
     else:

@@ -37,11 +37,11 @@ def weights_of(dot, before, best, factor, bias, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stream_kernel(
-    qkv, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+    qkv, factor, given, visible, results, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
 ):
     """Store the output and statistics of rows and, for the backward pass of a fixed threshold, marks of key blocks with
     weight. Rows without a near enough key are flagged and get 0."""
-    out_ptr, floats_ptr, flags_ptr = found[0], found[1], found[2]
+    out_ptr, floats_ptr, flags_ptr = results[0], results[1], results[2]
     sizes = heads, group, queries, keys
     _place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
     factor, by = scales
@@ -120,13 +120,13 @@ def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stand_in_kernel(
-    qkv, factor, given, visible, found, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
+    qkv, factor, given, visible, results, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
 ):
     """Store the fallback output of flagged rows: the mean of the values they see, or the value of the best key. For a
     backward pass, also store how many they see or which key is best, and mark those blocks."""
-    out_ptr, floats_ptr, flags_ptr, index_ptr = found[0], found[1], found[2], found[3]
-    place = rows.place_of(queries, heads, FORM)
-    _rows, real, flat = rows.own_rows(place, queries, FORM)
+    out_ptr, floats_ptr, flags_ptr, index_ptr = results[0], results[1], results[2], results[3]
+    ids = rows.place_of(queries, heads, FORM)
+    _rows, real, flat = rows.own_rows(ids, queries, FORM)
     lost = real & (tl.load(flags_ptr + flat * 3 + 1) != 0)
     if FORM.keep:
         tl.store(index_ptr + flat, tl.full((FORM.own,), -1, tl.int32), mask=real)
@@ -134,17 +134,17 @@ def compact_stand_in_kernel(
         sizes = heads, group, queries, keys
         _, _, _, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
         if FORM.stand == UNIFORM:
-            acc, stand_in = alike(v, run, sight, lost, marked, FORM)
-            count = tl.maximum(stand_in, 1).to(tl.float32)
+            acc, fallback = alike(v, run, sight, lost, marked, FORM)
+            count = tl.maximum(fallback, 1).to(tl.float32)
         else:
-            stand_in = nearest(q, k, run, sight, scales, FORM)
-            acc = load_rows(v[0], stand_in, v[1], FORM.value_dim, FORM.value_wide).to(tl.float32)
+            fallback = nearest(q, k, run, sight, scales, FORM)
+            acc = load_rows(v[0], fallback, v[1], FORM.value_dim, FORM.value_wide).to(tl.float32)
             count = tl.full((FORM.own,), 1.0, tl.float32)
             if FORM.keep:
-                tl.store(marked + stand_in // FORM.tile, 1, mask=lost)
+                tl.store(marked + fallback // FORM.tile, 1, mask=lost)
         rows.store_values(out_ptr, flat, acc / count[:, None], lost, FORM)
         if FORM.keep:
-            tl.store(index_ptr + flat, stand_in, mask=lost)
+            tl.store(index_ptr + flat, fallback, mask=lost)
         if FORM.counted:
             tl.store(floats_ptr + flat * 6 + 4, count, mask=lost)
             tl.store(floats_ptr + flat * 6 + 5, count, mask=lost)

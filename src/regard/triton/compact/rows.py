@@ -22,11 +22,11 @@ def place_of(queries, heads, FORM: tl.constexpr):
 
 
 @triton.jit
-def own_rows(place, queries, FORM: tl.constexpr):
+def own_rows(ids, queries, FORM: tl.constexpr):
     """Return (rows, which exist, their numbers among all heads); rows past the last repeat it and are not stored."""
-    row = place[1] * FORM.own + tl.arange(0, FORM.own)
+    row = ids[1] * FORM.own + tl.arange(0, FORM.own)
     rows = tl.minimum(row, queries - 1)
-    return rows, row < queries, place[0].to(tl.int64) * queries + rows
+    return rows, row < queries, ids[0].to(tl.int64) * queries + rows
 
 
 @triton.jit
@@ -39,31 +39,31 @@ def row_number(ptr, flat, number, GIVEN: tl.constexpr, FORM: tl.constexpr):
 def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
     """Store x [R, Dv] in rows `flat` of a tensor like the output, where `stored`."""
     columns = tl.arange(0, FORM.value_wide)
-    place = flat[:, None] * FORM.value_dim + columns[None, :]
-    tl.store(ptr + place, x.to(ptr.dtype.element_ty), mask=stored[:, None] & (columns < FORM.value_dim)[None, :])
+    at = flat[:, None] * FORM.value_dim + columns[None, :]
+    tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=stored[:, None] & (columns < FORM.value_dim)[None, :])
 
 
 @triton.jit
 def opened(qkv, factor, visible, marks_ptr, sizes, FORM: tl.constexpr):
-    """Return what all forward kernels begin with: (place, which rows exist, their numbers, sight: ranges of keys and
-    the mask, scales: the factor in `key_scores` and the one that then makes scores (a number is applied last), q, k,
-    v, where the marks of each row begin, key blocks: (first, full, partial, last), of which [first, last) hold all
+    """Return what all forward kernels begin with: (`place_of`, which rows exist, their numbers, sight: ranges of keys
+    and the mask, scales: the factor in `key_scores` and the one that then makes scores (a number is applied last), q,
+    k, v, where the marks of each row begin, key blocks: (first, full, partial, last), of which [first, last) hold all
     visible keys, and every row sees all of [full, partial), which is empty with a mask). A matrix is (pointer, strides
     of batch, head and row), a factor (pointer, number); `visible`: the ranges' ends, the mask, and their strides."""
     heads, group, queries, keys = sizes
-    place = place_of(queries, heads, FORM)
-    rows, real, flat = own_rows(place, queries, FORM)
+    ids = place_of(queries, heads, FORM)
+    rows, real, flat = own_rows(ids, queries, FORM)
     low, high, mask, range_batch, mask_batch, mask_head = visible
-    low, high = low + place[2] * range_batch, high + place[2] * range_batch
-    sight = tl.load(low + rows), tl.load(high + rows), mask + place[2] * mask_batch + place[3] * mask_head
+    low, high = low + ids[2] * range_batch, high + ids[2] * range_batch
+    sight = tl.load(low + rows), tl.load(high + rows), mask + ids[2] * mask_batch + ids[3] * mask_head
     by = row_number(factor[0], flat, factor[1], FORM.factors, FORM)
     scales = by, tl.full((FORM.own,), 1.0, tl.float32) if FORM.factors else by
     q, k, v = qkv
-    q = load_rows(q[0] + place[2] * q[1] + place[3] * q[2], rows, q[3], FORM.dim, FORM.wide)
-    k = k[0] + place[2] * k[1] + place[3] // group * k[2], k[3], keys
-    v = v[0] + place[2] * v[1] + place[3] // group * v[2], v[3], keys
+    q = load_rows(q[0] + ids[2] * q[1] + ids[3] * q[2], rows, q[3], FORM.dim, FORM.wide)
+    k = k[0] + ids[2] * k[1] + ids[3] // group * k[2], k[3], keys
+    v = v[0] + ids[2] * v[1] + ids[3] // group * v[2], v[3], keys
     mask_tile = tl.arange(0, FORM.own) // FORM.mask_tile
-    marked = marks_of(marks_ptr, place, queries, keys, FORM) + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
+    marked = marks_of(marks_ptr, ids, queries, keys, FORM) + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
     first = tl.min(sight[0], 0) // FORM.tile
     last = tl.maximum(tl.cdiv(tl.max(sight[1], 0), FORM.tile), first)
     full = last
@@ -71,7 +71,7 @@ def opened(qkv, factor, visible, marks_ptr, sizes, FORM: tl.constexpr):
     if not FORM.masked:
         full = tl.minimum(tl.cdiv(tl.max(sight[0], 0), FORM.tile), last)
         partial = tl.maximum(tl.min(sight[1], 0) // FORM.tile, full)
-    return place, real, flat, sight, scales, q, k, v, marked, (first, full, partial, last)
+    return ids, real, flat, sight, scales, q, k, v, marked, (first, full, partial, last)
 
 
 @triton.jit
@@ -115,9 +115,9 @@ def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexp
 
 
 @triton.jit
-def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
+def marks_of(marks_ptr, ids, queries, keys, FORM: tl.constexpr):
     """Return the position of the first mark of a program. A row of marks has one for each key block."""
-    line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.mask_tile) + place[1] * (FORM.own // FORM.mask_tile)
+    line = ids[0].to(tl.int64) * tl.cdiv(queries, FORM.mask_tile) + ids[1] * (FORM.own // FORM.mask_tile)
     return marks_ptr + line * tl.cdiv(keys, FORM.tile)
 
 

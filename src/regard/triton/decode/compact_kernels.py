@@ -121,7 +121,7 @@ def value_at(d, reach, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def threshold_kernel(
-    z, tops, near, given, span, found, best, heads, group, queries, room, number, stride_low, stride_mb, stride_mh,
+    z, tops, near, given, span, totals, best, heads, group, queries, room, number, stride_low, stride_mb, stride_mh,
     CHUNK: tl.constexpr, PARAMETER: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store of one row found [N, count, 3] = (best score, how far below it weights end, or 0 for fallback weights, sum
@@ -142,13 +142,13 @@ def threshold_kernel(
     top = tl.max(largest, 0)
     none, visible = top == float("-inf"), 0
     if RULE == FIXED:
-        place = batch * stride_mb + (head * group + r // queries) * stride_mh
+        at_mask = batch * stride_mb + (head * group + r // queries) * stride_mh
         visible = tl.maximum(to - begin, 0)
         if FORM.masked:
             part = tl.zeros((CHUNK,), tl.int32)
             for j in range(begin, to, CHUNK):
                 at_key = j + tl.arange(0, CHUNK)
-                part += (tl.load(span[2] + place + at_key, mask=at_key < to, other=0) != 0).to(tl.int32)
+                part += (tl.load(span[2] + at_mask + at_key, mask=at_key < to, other=0) != 0).to(tl.int32)
             visible = tl.sum(part, 0)
     value = tl.load(given + row) if PARAMETER else number
     if RULE == ADAPTIVE:
@@ -174,7 +174,7 @@ def threshold_kernel(
         weights += value_at(d, reach, FORM)
     mass = tl.sum(weights, 0)
     numbers = tl.where(none, 0.0, top), tl.where(lost, 0.0, tl.where(none, 1.0, reach))
-    store_numbers(found, row, (numbers[0], numbers[1], tl.where(none | lost, 1.0, mass)), None)
+    store_numbers(totals, row, (numbers[0], numbers[1], tl.where(none | lost, 1.0, mass)), None)
     store_numbers(best, row, (visible, nearest), None)
 
 
@@ -183,7 +183,7 @@ def threshold_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def output_kernel(
-    v, z, tops, span, found, best, part, heads, group, queries, room, stride_low, stride_mb, stride_mh, stride_part,
+    v, z, tops, span, totals, best, part, heads, group, queries, room, stride_low, stride_mb, stride_mh, stride_part,
     RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split.
@@ -192,9 +192,9 @@ def output_kernel(
     steps = stride_low, stride_mb, stride_mh
     batch, head, rows, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
     held, row, start, to = rows[1], rows[2], sight[0], sight[1]
-    top = tl.load(found + row * 3, mask=held, other=0.0)
-    reach = tl.load(found + row * 3 + 1, mask=held, other=1.0)
-    mass = tl.load(found + row * 3 + 2, mask=held, other=1.0)
+    top = tl.load(totals + row * 3, mask=held, other=0.0)
+    reach = tl.load(totals + row * 3 + 1, mask=held, other=1.0)
+    mass = tl.load(totals + row * 3 + 2, mask=held, other=1.0)
     lost = reach == 0
     visible, nearest = tl.load(best + row * 2, mask=held, other=1), tl.load(best + row * 2 + 1, mask=held, other=-1)
     v = v[0] + batch * v[1] + head * v[2], v[3]
@@ -236,8 +236,8 @@ def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.const
     for s in range(0, splits, PARTS):
         at = s + tl.arange(0, PARTS)
         held = (at < splits)[:, None] & (columns < DV)[None, :]
-        place = part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :]
-        total += tl.load(place, mask=held, other=0.0)
+        index = part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :]
+        total += tl.load(index, mask=held, other=0.0)
     tl.store(out + row * DV + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < DV)
 
 

@@ -75,8 +75,8 @@ def weights_kernel(
     at = tl.arange(0, PARTS)
     top, mass = tl.full((PARTS,), float("-inf"), tl.float32), tl.zeros((PARTS,), tl.float32)
     for s in range(0, splits, PARTS):
-        place, held = state + ((s + at).to(tl.int64) * total_rows + row) * 2, s + at < splits
-        own_top, own_mass = tl.load(place, mask=held, other=float("-inf")), tl.load(place + 1, mask=held, other=0.0)
+        index, held = state + ((s + at).to(tl.int64) * total_rows + row) * 2, s + at < splits
+        own_top, own_mass = tl.load(index, mask=held, other=float("-inf")), tl.load(index + 1, mask=held, other=0.0)
         new = tl.maximum(top, own_top)
         level = tl.where(new == float("-inf"), 0.0, new)
         mass = mass * tl.exp2(top - level) + own_mass * tl.exp2(own_top - level)
@@ -89,10 +89,10 @@ def weights_kernel(
         columns = tl.arange(0, FORM.wide)
         middle = tl.full((PARTS, FORM.wide), 0.0, tl.float32)
         for s in range(0, splits, PARTS):
-            place, held = (s + at).to(tl.int64) * total_rows + row, s + at < splits
-            w = tl.exp2(tl.load(state + place * 2, mask=held, other=float("-inf")) - best)
+            index, held = (s + at).to(tl.int64) * total_rows + row, s + at < splits
+            w = tl.exp2(tl.load(state + index * 2, mask=held, other=float("-inf")) - best)
             inside = held[:, None] & (columns < FORM.dim)[None, :]
-            sums = tl.load(part + place[:, None] * FORM.dim + columns[None, :], mask=inside, other=0.0)
+            sums = tl.load(part + index[:, None] * FORM.dim + columns[None, :], mask=inside, other=0.0)
             middle += w[:, None] * sums
         tl.store(mean + row * FORM.dim + columns, tl.sum(middle, 0) / whole, mask=columns < FORM.dim)
     keys = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -249,10 +249,10 @@ def solve_kernel(
     i = tl.arange(0, WIDTH)
     above = i[:, None] <= i[None, :]
     inside = above & (i < D)[None, :]
-    place = moment + row * D * D + i[:, None] * D + i[None, :]
+    index = moment + row * D * D + i[:, None] * D + i[None, :]
     matrix = tl.zeros((WIDTH, WIDTH), tl.float32)
     for s in range(splits):
-        matrix += tl.load(place + tl.cast(s, tl.int64) * total_rows * (D * D), mask=inside, other=0.0)
+        matrix += tl.load(index + tl.cast(s, tl.int64) * total_rows * (D * D), mask=inside, other=0.0)
     matrix = tl.where(above, matrix, tl.trans(matrix))
     if RIDGE == 0:
         added = tl.zeros((WIDTH,), tl.float32) + number

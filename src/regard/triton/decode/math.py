@@ -113,8 +113,8 @@ def fine_products(a, k, ROWS: tl.constexpr):
         return tl.sum(a * k.to(tl.float32), 1)[None, :], a
     else:
         large, small = parts(a, k, True)
-        turned = tl.trans(k)
-        return tl.dot(small, turned, tl.dot(large, turned)), large.to(tl.float32) + small.to(tl.float32)
+        transposed = tl.trans(k)
+        return tl.dot(small, transposed, tl.dot(large, transposed)), large.to(tl.float32) + small.to(tl.float32)
 
 
 @triton.jit

@@ -65,14 +65,14 @@ def _load(
 ):  # fmt: skip
     """Load R entries of a group: token, own sub-key (-1 beyond the end), whether each of the token's entries is this
     one, where they lie and whether they are there [KP, R], and their scores."""
-    at, place = start + tl.arange(0, R), tl.arange(0, KP)[:, None]
+    at, column = start + tl.arange(0, R), tl.arange(0, KP)[:, None]
     there = at < end
     entry = tl.load(entries + (memory * SETS + member) * tokens * K + at, mask=there, other=0)
     token = memory * tokens + entry // K
     first = (token * SETS + member) * K
     index = tl.load(halves + first + entry % K, mask=there, other=-1).to(tl.int32)
-    part, fits = first[None, :] + place, there[None, :] & (place < K)
-    return token, index, place == (entry % K)[None, :], part, fits, tl.load(scores + part, mask=fits, other=0.0)
+    part, fits = first[None, :] + column, there[None, :] & (column < K)
+    return token, index, column == (entry % K)[None, :], part, fits, tl.load(scores + part, mask=fits, other=0.0)
 
 
 @triton.jit

@@ -114,15 +114,15 @@ def prepared(
     after = None if following is None else rows_together(following)
     errors, shares = torch.empty_like(read), torch.empty_like(weights)
     written = torch.empty(streams, length, dtype=torch.bool, device=read.device)
-    place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
+    target_at = torch.empty(streams, length, dtype=torch.int64, device=read.device)
     steps = 0 if after is None else after.stride(0), *((0, 0) if gate is None else gate.stride())
     tiles = ERRORS.pick(width, read.dtype)
     sizes = {"D": width, "H": heads, "K": heads * k, "KP": power_of_two(heads * k), "RULE": STEP_CODES[rule.name]}
     sizes |= {"AHEAD": rule.look_ahead, "RE": tiles.rows, "NT": tiles.keys, "DT": min(512, power_of_two(width))}
     job = Job(
         (length, streams // max(1, memories), rule.learning_rate, *value.stride()[:2], *steps),
-        -(-length // tiles.rows) * streams, (read, value, weights, slots, errors, bytes_of(written), place, shares),
-        sizes, (errors, shares, written, place),
+        -(-length // tiles.rows) * streams, (read, value, weights, slots, errors, bytes_of(written), target_at, shares),
+        sizes, (errors, shares, written, target_at),
     )  # fmt: skip
     return _run(_SKIPPED if use is None else _use(*use), _order(*order), job, good, good_next, after, gate)
 

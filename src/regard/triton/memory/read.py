@@ -43,7 +43,7 @@ def _rows(
     """Compute for one token sum_j w_j V[slot_j], its mix with a value, and the products of those rows with `other`."""
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
-    column, place = tl.arange(0, DT), tl.arange(0, R)
+    column, entry = tl.arange(0, DT), tl.arange(0, R)
     reach, wide = _extent(good, token, K, D)
     share = 1.0
     if value is not None:
@@ -57,15 +57,15 @@ def _rows(
             inside = start + column < D
             total = tl.zeros((DT,), tl.float32)
             for j in range(0, K, R):
-                there = j + place < reach
-                slot = tl.load(slots + token * K + j + place, mask=there, other=0)
+                there = j + entry < reach
+                slot = tl.load(slots + token * K + j + entry, mask=there, other=0)
                 part = slot[:, None] * D + (start + column)[None, :]
                 row = tl.load(table + part, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
-                weight = tl.load(weights + token * K + j + place, mask=there, other=0.0)
+                weight = tl.load(weights + token * K + j + entry, mask=there, other=0.0)
                 total += tl.sum(weight[:, None] * row, 0)
                 if other is not None and once:
                     given = tl.load(other + token * D + column, mask=column < wide, other=0.0)
-                    tl.store(dots + token * K + j + place, tl.sum(row * given[None, :], 1), mask=j + place < K)
+                    tl.store(dots + token * K + j + entry, tl.sum(row * given[None, :], 1), mask=j + entry < K)
             tl.store(sums + token * D + start + column, total, mask=inside)
             if value is not None:
                 target = tl.load(value + start + column, mask=start + column < wide, other=0.0).to(tl.float32)
@@ -73,8 +73,8 @@ def _rows(
                 tl.store(mixed + token * D + start + column, total, mask=inside)
     if other is not None and not (weights is not None and once):
         for j in range(0, K, R):
-            there = j + place < reach
-            slot = tl.load(slots + token * K + j + place, mask=there, other=0)
+            there = j + entry < reach
+            slot = tl.load(slots + token * K + j + entry, mask=there, other=0)
             products = tl.zeros((R,), tl.float32)
             for start in range(0, D, DT):
                 inside = start + column < D
@@ -82,12 +82,12 @@ def _rows(
                 row = tl.load(table + part, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
                 given = tl.load(other + token * D + start + column, mask=start + column < wide, other=0.0)
                 products += tl.sum(row * given[None, :], 1)
-            tl.store(dots + token * K + j + place, products, mask=j + place < K)
+            tl.store(dots + token * K + j + entry, products, mask=j + entry < K)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _pulls(
-    table, slots, good, by_sum, by_mix, sums, value, gate, dots, pull, by_value, by_gate, tokens, length,
+    table, slots, good, by_sum, by_mix, sums, value, gate, dots, by_sums, by_value, by_gate, tokens, length,
     stride_m, stride_b, stride_t, stride_v, stride_vt, stride_g, stride_gt,
     K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
@@ -97,14 +97,14 @@ def _pulls(
     row, at = token // length, token % length
     by_mix += row * stride_b + at * stride_t
     value += row * stride_v + at * stride_vt
-    column, place = tl.arange(0, DT), tl.arange(0, R)
+    column, entry = tl.arange(0, DT), tl.arange(0, R)
     reach, wide = _extent(good, token, K, D)
     share = 1.0
     if gate is not None:
         share = tl.load(gate + row * stride_g + at * stride_gt, mask=wide > 0, other=0.0).to(tl.float32)
     for j in range(0, K, R):
-        there = j + place < reach
-        slot = tl.load(slots + token * K + j + place, mask=there, other=0)
+        there = j + entry < reach
+        slot = tl.load(slots + token * K + j + entry, mask=there, other=0)
         products, change = tl.zeros((R,), tl.float32), tl.zeros((DT,), tl.float32)
         for start in range(0, D, DT):
             seen = start + column < wide
@@ -114,7 +114,7 @@ def _pulls(
                 u += tl.load(by_sum + token * D + start + column, mask=seen, other=0.0)
             if j == 0:
                 inside = start + column < D
-                tl.store(pull + token * D + start + column, u, mask=inside)
+                tl.store(by_sums + token * D + start + column, u, mask=inside)
                 to = by_value + token * D + start + column
                 tl.store(to, given - share * given if gate is not None else given, mask=inside)
                 if gate is not None:
@@ -123,7 +123,7 @@ def _pulls(
             part = slot[:, None] * D + (start + column)[None, :]
             rows = tl.load(table + part, mask=there[:, None] & seen[None, :], other=0.0).to(tl.float32)
             products += tl.sum(rows * u[None, :], 1)
-        tl.store(dots + token * K + j + place, products, mask=j + place < K)
+        tl.store(dots + token * K + j + entry, products, mask=j + entry < K)
         if gate is not None and j == 0:
             tl.store(by_gate + token, tl.sum(change, 0))
 
@@ -167,17 +167,17 @@ def pulled_rows(
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     by_mix, value, by_sum = rows_together(by_mix), rows_together(value), None if by_sum is None else by_sum.contiguous()
     shapes = (slots.shape, sums.shape, value.shape, value.shape[:2])
-    dots, pull, by_value, by_gate = (_float32(table, *shape) for shape in shapes)
+    dots, by_sums, by_value, by_gate = (_float32(table, *shape) for shape in shapes)
 
     def run(tiles: Tiles) -> None:
         launch(
             _pulls, (tokens, memories), table, slots.contiguous(), bytes_of(good), by_sum, by_mix, sums, value, gate,
-            dots, pull, by_value, by_gate, tokens, value.shape[1], table.stride(0), *by_mix.stride()[:2],
+            dots, by_sums, by_value, by_gate, tokens, value.shape[1], table.stride(0), *by_mix.stride()[:2],
             *value.stride()[:2], *_strides(gate), tiles=tiles, K=k, D=width, **_widths(tiles, k, width),
         )  # fmt: skip
 
     run(PULLS.pick(width, table.dtype, run, (gate is not None,)))
-    return dots, pull, by_value, by_gate
+    return dots, by_sums, by_value, by_gate
 
 
 def _float32(like: Tensor, *shape: int) -> Tensor:

@@ -151,22 +151,22 @@ class _Errors(torch.autograd.Function):
         ctx: Any, read: Tensor, value: Tensor, following: Tensor | None, weights: Tensor, gate: Tensor | None,
         slots: Tensor, good: Tensor | None, memories: int, rule: WriteRule, computed: Errors,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        errors, shares, written, place = computed
-        ctx.save_for_backward(weights, gate, slots, good, written, place)
+        errors, shares, written, target_at = computed
+        ctx.save_for_backward(weights, gate, slots, good, written, target_at)
         ctx.memories, ctx.rule = memories, rule
         return errors, shares
 
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor, by_shares: Tensor) -> tuple[Tensor | None, ...]:
-        weights, gate, slots, good, written, place = ctx.saved_tensors
+        weights, gate, slots, good, written, target_at = ctx.saved_tensors
         by_weights, by_gate = _by_weights(by_shares, weights, gate, slots, good, written, ctx.memories, ctx.rule)
         upstream, targets, after = torch.where(written[..., None], upstream, 0), None, None
         if any(ctx.needs_input_grad[1:3]):
             (streams, length), width = written.shape, upstream.shape[-1]
             # each place is the target of at most one token, so that nothing has to be summed
-            place = torch.where(written, place, length + 1)[..., None].expand(-1, -1, width)
-            targets = upstream.new_zeros(streams, length + 2, width).scatter_(1, place, -upstream)
+            target_at = torch.where(written, target_at, length + 1)[..., None].expand(-1, -1, width)
+            targets = upstream.new_zeros(streams, length + 2, width).scatter_(1, target_at, -upstream)
             after = targets[:, length : length + 1] if ctx.needs_input_grad[2] else None
             targets = targets[:, :length]
         return upstream, targets, after, by_weights, by_gate, *(None,) * 5

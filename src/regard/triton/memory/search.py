@@ -161,8 +161,8 @@ def _selected(
     R: tl.constexpr, KT: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Return the K best of every row, packed, ascending, in the first places of [R, M]."""
-    place = tl.arange(0, M)
-    rank = tl.zeros((R, M), tl.int32) + place[None, :]
+    lane = tl.arange(0, M)
+    rank = tl.zeros((R, M), tl.int32) + lane[None, :]
     last = tl.full((R, M), 9223372036854775807, tl.int64)
     whole = ranks is None
     best = last
@@ -170,7 +170,7 @@ def _selected(
         kept, left = _survivors(ranks, n, K, R, M, KT)
         index = (1 << LOW) - 1 - (kept & ((1 << LOW) - 1))
         measure, square = _measured(q_row, keys, index, kept > -(2**31), d, DISTANCE, R, M, FINE)
-        none = place.to(tl.int64)[None, :] + (9223372036854775807 - M)  # after all keys, also NaN, and all different
+        none = lane.to(tl.int64)[None, :] + (9223372036854775807 - M)  # after all keys, also NaN, and all different
         best = tl.where(kept > -(2**31), _packed(measure, index), none)
         if M <= 32:  # rank the kept keys
             rank = tl.sum((best[:, None, :] < best[:, :, None]).to(tl.int32), 2)
@@ -195,14 +195,14 @@ def _selected(
             safe = -kth > worst + error + grain * reach
         whole = tl.min(safe.to(tl.int32), 0) == 0
     if whole:
-        best, rank = last, tl.zeros((R, M), tl.int32) + place[None, :]
+        best, rank = last, tl.zeros((R, M), tl.int32) + lane[None, :]
         for start in range(0, n, M):
-            index = tl.zeros((R, M), tl.int32) + (start + place)[None, :]
+            index = tl.zeros((R, M), tl.int32) + (start + lane)[None, :]
             measure = _measured(q_row, keys, index, index < n, d, DISTANCE, R, M, FINE)[0]
             packed = tl.where(index < n, _packed(measure, index), 9223372036854775807)
             best = _least(best, packed, K, R, M)
     if M <= 32:
-        best = tl.sum(tl.where(rank[:, :, None] == place[None, None, :], best[:, :, None], 0), 1)
+        best = tl.sum(tl.where(rank[:, :, None] == lane[None, None, :], best[:, :, None], 0), 1)
     return best
 
 
@@ -218,7 +218,7 @@ def _choose(
     row, memory = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = memory * rows + row
     q_row = query + (memory + row // length) * stride_b + (row % length) * stride_t
-    place = tl.arange(0, M)
+    lane = tl.arange(0, M)
     for first in range(0, SETS, R):
         member = tl.minimum(first + tl.arange(0, R), SETS - 1)  # rows past the end repeat the last one
         line, set_ = token * SETS + member, memory * SETS + member
@@ -234,9 +234,9 @@ def _choose(
         score = -measure
         if DISTANCE:
             score = -tl.log(eps + measure)
-        to = line[:, None] * K + place[None, :]
-        tl.store(halves + to, best & 0xFFFFFFFF, mask=(place < K)[None, :])
-        tl.store(scores + to, score, mask=(place < K)[None, :])
+        to = line[:, None] * K + lane[None, :]
+        tl.store(halves + to, best & 0xFFFFFFFF, mask=(lane < K)[None, :])
+        tl.store(scores + to, score, mask=(lane < K)[None, :])
     if slots is not None:
         tl.debug_barrier()  # other threads of the program read what was stored
         _join(scores, halves, slots, weights, token, n, H, K, HP, KP)
@@ -247,7 +247,7 @@ def _join(
     scores, halves, slots, weights, token, n, H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Find the slots of one token among pairs with (a + 1)(b + 1) <= k of sorted halves, and their weights."""
-    head, pair, place = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)
+    head, pair, lane = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)
     a, b = pair // KP, pair % KP
     may = (head < H)[:, None] & ((a + 1) * (b + 1) <= K)[None, :]
     first = ((token * H + head) * 2 * K)[:, None] + a[None, :]
@@ -261,13 +261,13 @@ def _join(
     best = tl.full((HP, KP), none, tl.int64)
     for j in range(K):
         top = tl.max(packed, 1)
-        best = tl.where(place[None, :] == j, top[:, None], best)
+        best = tl.where(lane[None, :] == j, top[:, None], best)
         packed = tl.where(packed == top[:, None], none, packed)
-    inside = (head < H)[:, None] & (place < K)[None, :]
+    inside = (head < H)[:, None] & (lane < K)[None, :]
     score = tl.where(inside, _float((best >> 32).to(tl.int32)), -float("inf"))
     score = tl.exp(score - tl.max(tl.max(score, 1), 0))
     weight = score / tl.sum(tl.sum(score, 1), 0)
-    to = ((token * H + head) * K)[:, None] + place[None, :]
+    to = ((token * H + head) * K)[:, None] + lane[None, :]
     tl.store(slots + to, low - (best & low), mask=inside)
     tl.store(weights + to, weight, mask=inside)
 

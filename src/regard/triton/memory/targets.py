@@ -37,8 +37,8 @@ def _pairs(good, good_next, first, streams, length, AHEAD: tl.constexpr, BORDER:
 @triton.jit
 def _step(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
     """Return sum_j w_j W_j, W_j the mean over entries of j's slot of all weights that heads give it; and w [R, KP]."""
-    place = tl.arange(0, KP)
-    part, fits = token[:, None] * K + place[None, :], inside[:, None] & (place < K)[None, :]
+    entry = tl.arange(0, KP)
+    part, fits = token[:, None] * K + entry[None, :], inside[:, None] & (entry < K)[None, :]
     weight = tl.load(weights + part, mask=fits, other=0.0)
     products = tl.zeros((R,), tl.float32)
     if H == 1:
@@ -56,7 +56,7 @@ def _step(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: t
 
 @triton.jit
 def find_errors(
-    program, good, good_next, following, gate, read, value, weights, slots, errors, written, place, shares, length,
+    program, good, good_next, following, gate, read, value, weights, slots, errors, written, target_at, shares, length,
     streams, rate, stride_r, stride_t, stride_n, stride_g, stride_gt,
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, AHEAD: tl.constexpr,
     R: tl.constexpr, OT: tl.constexpr, DT: tl.constexpr,
@@ -87,7 +87,7 @@ def find_errors(
         there = valid & (at <= length)
         at = tl.where(there, at, 0)
     to = stream * length + mine
-    tl.store(place + to, at.to(tl.int64), mask=inside)
+    tl.store(target_at + to, at.to(tl.int64), mask=inside)
     tl.store(written + to, there.to(tl.uint8), mask=inside)
     for start in range(0, D, DT):
         column = start + tl.arange(0, DT)

@@ -17,13 +17,13 @@ TABLE = TileTable.by_width("finite", [], [(32, 64, 4, 2), (16, 64, 8, 2), (8, 64
 Some: TypeAlias = Tensor | None
 
 
-def _job(x: Tensor, found: Tensor, bad: Tensor) -> tuple[Any, int, int, int, int]:
+def _job(x: Tensor, cleaned: Tensor, bad: Tensor) -> tuple[Any, int, int, int, int]:
     """Return the pointers and strides of one tensor, and its numbers of heads of all sequences, heads, rows and D."""
     if x.dim() != 4 or x.stride(-1) != 1:
         x = x.contiguous().view(1, 1, -1, x.shape[-1])
     batch, heads, length, dim = x.shape
     steps = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]  # strides of axes of size 1 are arbitrary
-    return (x, found, bad, *steps, x.stride(2)), batch * heads, max(1, heads), length, dim
+    return (x, cleaned, bad, *steps, x.stride(2)), batch * heads, max(1, heads), length, dim
 
 
 def _run(*given: Some) -> tuple[Tensor, ...]:

@@ -26,16 +26,16 @@ def patch_interpreter() -> None:
             return x
         return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def rounded(convert: Any, own: Any, x: Any, to: Any, *more: Any) -> Any:
+    def rounded(convert: Any, builder: Any, x: Any, to: Any, *more: Any) -> Any:
         if to.scalar != tl.bfloat16 or x.dtype.scalar == tl.bfloat16 or x.dtype.scalar.is_fp8():
-            return convert(own, x, to, *more)
+            return convert(builder, x, to, *more)
         numbers = np.asarray(x.data).astype(np.float32)
         bits = numbers.view(np.uint32)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # wraps around for some NaN alone
         return TensorHandle(np.where(np.isnan(numbers), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
 
     dot = InterpreterBuilder.create_dot
-    InterpreterBuilder.create_dot = lambda own, a, b, *more: dot(own, widened(a), widened(b), *more)
+    InterpreterBuilder.create_dot = lambda builder, a, b, *more: dot(builder, widened(a), widened(b), *more)
     for name in ("cast_impl", "create_fp_to_fp"):
         convert = getattr(InterpreterBuilder, name)
         setattr(InterpreterBuilder, name, lambda *given, convert=convert: rounded(convert, *given))

@@ -25,19 +25,19 @@ def _ends(row, runs, batch, offset, keys, window, CAUSAL: tl.constexpr, STRICT: 
         low = at - window + 1
         high = at + window
     if RUNS:
-        place = tl.minimum(tl.maximum(at, 0), keys - 1)
+        key = tl.minimum(tl.maximum(at, 0), keys - 1)
         if RUNS == 2:
-            place += batch.to(tl.int64) * keys
-        there = place >= 0  # there may be no keys
-        low = tl.maximum(low, tl.load(runs[0] + place, mask=there, other=0))
-        high = tl.minimum(high, tl.load(runs[1] + place, mask=there, other=0))
+            key += batch.to(tl.int64) * keys
+        there = key >= 0  # there may be no keys
+        low = tl.maximum(low, tl.load(runs[0] + key, mask=there, other=0))
+        high = tl.minimum(high, tl.load(runs[1] + key, mask=there, other=0))
     low, high = tl.minimum(tl.maximum(low, 0), keys), tl.minimum(tl.maximum(high, 0), keys)
     return low.to(tl.int32), high.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["shift", "queries", "keys", "window"])
 def spans_kernel(
-    found, runs, offsets, shift, queries, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    spans, runs, offsets, shift, queries, keys, window, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
     STRICT: tl.constexpr, WINDOW: tl.constexpr, OFFSETS: tl.constexpr, RUNS: tl.constexpr, BY_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Store the ranges of BLOCK queries and of BLOCK keys of one sequence. The first query whose range ends, or begins,
@@ -49,8 +49,8 @@ def spans_kernel(
         offset = tl.load(offsets + batch)
     low, high = _ends(at, runs, batch, offset, keys, window, CAUSAL, STRICT, WINDOW, RUNS)
     of_queries, of_keys = tl.cast(batch, tl.int64) * queries + at, tl.cast(batch, tl.int64) * keys + at
-    tl.store(found[0] + of_queries, low, mask=at < queries)
-    tl.store(found[1] + of_queries, high, mask=at < queries)
+    tl.store(spans[0] + of_queries, low, mask=at < queries)
+    tl.store(spans[1] + of_queries, high, mask=at < queries)
     if BY_KEYS:
         first, last = at * 0, at * 0  # how many queries are known to end, and to begin, at the key or before
         first_end, last_end = first + queries, last + queries
@@ -65,8 +65,8 @@ def spans_kernel(
             before, open_ = low <= at, last < last_end
             last, last_end = tl.where(open_ & before, middle + 1, last), tl.where(open_ & ~before, middle, last_end)
             left = left // 2
-        tl.store(found[2] + of_keys, first, mask=at < keys)
-        tl.store(found[3] + of_keys, tl.maximum(first, last), mask=at < keys)
+        tl.store(spans[2] + of_keys, first, mask=at < keys)
+        tl.store(spans[3] + of_keys, tl.maximum(first, last), mask=at < keys)
 
 
 @triton.jit(do_not_specialize=["many", "group", "keys", "room", "mask_batch", "mask_head"])
@@ -102,7 +102,7 @@ def _within(before, low, high, held):
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "room", "range_step"])
 def seen_rows_kernel(
-    query_bad, before, low, high, found, heads, group, queries, keys, room, range_step, BLOCK: tl.constexpr,
+    query_bad, before, low, high, seen, heads, group, queries, keys, room, range_step, BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store which of BLOCK rows of one head see a bad key, or are bad and see any."""
@@ -119,7 +119,7 @@ def seen_rows_kernel(
         some = high > low
     at = tl.cast(program, tl.int64) * queries + row
     bad = some & (tl.load(query_bad + at, mask=held, other=0) != 0)
-    tl.store(found + at, (bad | (_within(totals, low, high, held) > 0)).to(tl.int8), mask=held)
+    tl.store(seen + at, (bad | (_within(totals, low, high, held) > 0)).to(tl.int8), mask=held)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def clean_kernel(
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     for i in tl.static_range(COUNT):
         if tl.program_id(2) == i:
-            x, found, bad, stride_b, stride_h, stride_t = matrices[i]
+            x, cleaned, bad, stride_b, stride_h, stride_t = matrices[i]
             heads, length = heads_of[i], lengths[i]
             there = rows < tl.where(at < programs_of[i], length, 0)
             inside = there[:, None] & (columns < DIMS[i])[None, :]
@@ -153,4 +153,4 @@ def clean_kernel(
                 lost = non_finite(values)
                 tl.store(bad + to, lost.to(tl.int8), mask=there)
             values = tl.where(lost[:, None], 0.0, values)
-            tl.store(found + to[:, None] * DIMS[i] + columns[None, :], values, mask=inside)
+            tl.store(cleaned + to[:, None] * DIMS[i] + columns[None, :], values, mask=inside)
