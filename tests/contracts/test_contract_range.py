@@ -312,3 +312,13 @@ def test_a_number_of_keys_beyond_all_integers_is_all(kernel: str, impl: str) -> 
         out = attend(regard.Spec.parse(f"{kernel}*nearest(k={k})"), impl, data)
         same(out, attend(regard.Spec.parse(f"{kernel}*nearest(k=6)"), impl, data))
     assert torch.equal(regard.topk_uniform(data.v, 10**20), torch.full_like(data.v, 1 / data.v.shape[-1]))
+
+
+@pytest.mark.parametrize("score", [1e2, 1e4, 1e6])
+def test_gradients_of_softmax_at_large_scores(score: float) -> None:
+    """As docs/conventions.md says: torch's kernel loses digits in proportion to the scores, the reference does not."""
+    q, k = torch.full((1, 1, 1, 4), score / 4), torch.ones(1, 1, 16, 4)
+    for impl, error in (("sdpa", 3e-7 * score), ("reference", 1e-6)):
+        v = torch.ones(1, 1, 16, 2, requires_grad=True)
+        (grad,) = torch.autograd.grad(regard.attention(q, k, v, "softmax", scale=1.0, impl=impl).sum(), v)
+        assert (16 * grad - 1).abs().max() < error + 1e-6, impl

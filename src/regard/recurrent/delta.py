@@ -75,7 +75,7 @@ def delta_rule(
         value: [B, Hkv, Tk, Dv].
         beta: step size >= 0: a number or broadcastable to [B, Hkv, Tk].
         log_decay: g <= 0 (the gated delta rule), applied to the state before the step: a number, per key head [Hkv],
-            per token [B, Hkv, Tk] or per channel of the keys [B, Hkv, Tk, D]; -inf clears the state.
+            per token [B, Hkv, Tk] or per channel of the keys [B, Hkv, Tk, D]; -inf in a tensor clears the state.
         form: "chunked" (WY), "parallel" (one triangular system for all positions) or "recurrent" (step by step).
         state, chunk_size, attn_mask, segment_ids: as in `regard.linear_attention`.
         is_causal: query i reads W_i; Tq must equal Tk. Otherwise every query reads the last state.

@@ -141,8 +141,8 @@ def linear_attention(
         spec: a spec with the linear kernel, or its text: linear, cosine, shift-cosine, relu, relu2, elu, ...
         log_decay: g <= 0; the weight of the pair (i, j) is multiplied, inside the dot product of the features, by
             exp(sum of g over j < l <= i). A number, per key head [Hkv] (RetNet), per token [B, Hkv, Tk] (Mamba-2) or
-            per feature [B, Hkv, Tk, F] (GLA); -inf clears the state. Not for signed weights that are normalised, and
-            per feature not with a bias.
+            per feature [B, Hkv, Tk, F] (GLA); -inf in a tensor clears the state. Not for signed weights that are
+            normalised, and per feature not with a bias.
         state: the state that the previous call returned; None at the beginning. Prefill, chunks and single steps agree.
         form: "chunked" (all pairs inside chunks, sums between them), "parallel" (all pairs) or "recurrent" (one key at
             a time).
