@@ -68,8 +68,8 @@ def true_residual(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def test_statuses_are_those_numbers() -> None:
-    names = ("OK", "MINIMUM_NORM", "NOT_FINITE", "UNCONVERGED", "JITTER")
-    assert [SolveStatus[name].value for name in names] == [0, 1, 2, 3, 4]
+    names = ("OK", "MINIMUM_NORM", "NOT_FINITE", "UNCONVERGED", "JITTER", "INACCURATE")
+    assert [SolveStatus[name].value for name in names] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("precondition", [False, True])

@@ -77,13 +77,15 @@ def test_solutions(form: str, dtype: torch.dtype, kind: Any, ridge: str, width: 
 
     system = system_of(kind, dtype, p, y, number)
     given = source.to(dtype).flatten(0, 1) if backward else None
-    value, corrections, residual, left = FORMS[form](system, right.to(dtype).flatten(0, 1), given)
+    value, corrections, residual, left, squares = FORMS[form](system, right.to(dtype).flatten(0, 1), given)
     few = (p > 0).sum(-1).flatten() <= most_keys(form, width)
     assert torch.equal(left, ~few)
     empty = (p > 0).sum(-1).flatten() == 0
     close(value[few], exact.flatten(0, 1)[few], dtype)
     close(corrections[few], slopes.flatten(0, 1)[few], dtype)
     assert not corrections[empty].any()
+    size = (p @ system.y.double().square().sum(-1, keepdim=True)).flatten()
+    close(squares[few], size[few], dtype)
     assert residual.max() < (1e-4 if dtype == torch.float32 else 1e-11)
 
 
@@ -92,7 +94,7 @@ def test_the_residual_is_that_of_the_result(form: str, dtype: torch.dtype) -> No
     p, y, right = (x.to(dtype) for x in drawn(40))
     system = system_of(WeightedRows, dtype, p, y, 1e-3 * torch.finfo(dtype).eps ** 0.5)
     flat = right.flatten(0, 1)
-    value, corrections, residual, left = FORMS[form](system, flat, None)
+    value, corrections, residual, left, _ = FORMS[form](system, flat, None)
     away = (system.y[:, None] - system.mean[:, :, None]).double().flatten(0, 1)
     image = (corrections[:, None].double() @ away)[:, 0]
     rest = (flat.double() - image - system.ridge * value.double()).norm(dim=-1) / flat.double().norm(dim=-1)

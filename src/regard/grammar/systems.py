@@ -19,14 +19,20 @@ LARGEST = 1e36
 """Largest ridge: sums of it over coordinates are finite in float32."""
 
 
+LIMIT = 2.0**-10
+"""Rounding error, relative to the residual or to the weights of the values, above which `rounded` reports a row."""
+
+
 class SolveStatus(IntEnum):
-    """Status of the solution of a linear system."""
+    """Status of the solution of a linear system. Mend INACCURATE and JITTER by float64 inputs, a larger ridge, or
+    normalised keys."""
 
     OK = 0
     MINIMUM_NORM = 1  # singular with ridge 0: the least-squares solution of minimum norm
     NOT_FINITE = 2  # the matrix is not finite; the solution is NaN
     UNCONVERGED = 3  # the iteration ended before the residual was small
     JITTER = 4  # numerically singular although ridge > 0: a larger diagonal was used
+    INACCURATE = 5  # rounding errors, which grow with |k|^2 / ridge, may hide the result, even in float64
 
 
 class Solved(NamedTuple):
@@ -97,6 +103,18 @@ class Dense(System):
 def unreadable(x: Tensor) -> bool:
     """Return whether the contents of x cannot be read: under compilation, a torch.func transform, or on meta."""
     return torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.maybe_current_level() is not None
+
+
+def rounded(status: Tensor, t: Tensor, squares: Tensor) -> Tensor:
+    """Return the status [...], INACCURATE for OK where the slopes y_j . t of the solution t [..., D] have rounding
+    errors eps |y| |t| above LIMIT; `squares` [...] is the weighted mean of |y_j|^2."""
+    size = torch.linalg.vector_norm(t, dim=-1) * squares.sqrt()
+    return status.masked_fill((size > LIMIT / torch.finfo(t.dtype).eps) & (status == 0), int(SolveStatus.INACCURATE))
+
+
+def lost(status: Tensor) -> Tensor:
+    """Return which rows [...] were not solved in their precision."""
+    return status >= int(SolveStatus.JITTER)
 
 
 def power_of_two_above(right: Tensor) -> Tensor:

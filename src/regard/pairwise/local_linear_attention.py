@@ -46,7 +46,7 @@ def local_linear_attention(
         solver: "auto", "cholesky", "cg", "block-diagonal", "learned", or an object of `regard.grammar.solvers`.
         ridge_mode: "relative" to the total kernel weight, or "absolute" (equation 7). For logits of 30 and more an
             absolute ridge is negligible. Fast implementations then raise it to the rounding error of the covariance
-            (status JITTER); `impl="reference"` uses it unchanged and needs float64 there.
+            (status JITTER); `impl="reference"` uses it unchanged, and solves in float64 there.
         max_iter, tol: options of conjugate gradients, which replace "auto" if either is given.
         probe: [B, H, Tq, D], minus the solution, for the solver "learned" (Parallax).
         params: the other parameters of the spec.

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..grammar import Dense, RowStats, Solved
-from ..grammar.systems import power_of_two_above, relative
+from ..grammar.systems import lost, power_of_two_above, relative, rounded, unreadable
 from ..grammar.threshold import widest
 from .diagnostics import Diagnostics, counts, diagnose
 from .dispatch import Cost, Implementation, Inputs, Problem, register_impl
@@ -84,18 +84,37 @@ class Reference(Implementation):
 def _linear(
     inputs: Inputs, p: Tensor, stats: RowStats, rows: dict[str, float | Tensor], seen: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weights p (1 + e) of the values at degree 1, which can be negative, and statistics of the solver."""
+    """Return the weights p (1 + e) of the values at degree 1, which can be negative, and statistics of the solver. If
+    float32 would round a row too much, or if that cannot be read, all are computed in float64."""
     spec, ridge, y = inputs.spec, inputs.ridge, repeat_heads(inputs.y, inputs.q.shape[1])
     if spec.ridge_mode == "absolute":
         ridge = relative(ridge, spec.weighting.log_mass(stats, rows))  # type: ignore[attr-defined]
+    given: Any = p, inputs.x, y, ridge, inputs.probe
+    if not unreadable(p):
+        signed, solver = _fitted(spec.solver, seen, *given)
+        if widest(p).dtype == p.dtype or inputs.probe is not None or not bool(lost(solver["status"]).any()):
+            return signed, solver
+    wide: Any = [widest(z) if isinstance(z, Tensor) else z for z in given]
+    total = wide[0].sum(-1, keepdim=True)  # not quite 1, which would move the mean out of the span of the keys
+    wide[0] = wide[0] / torch.where(total > 0, total, 1)
+    signed, solver = _fitted(spec.solver, seen, *wide)
+    return signed.to(p.dtype), {name: z if name == "status" else z.to(p.dtype) for name, z in solver.items()}
+
+
+def _fitted(
+    solver: Any, seen: Tensor | None, p: Tensor, x: Tensor, y: Tensor, ridge: float | Tensor, probe: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the result of `_linear` for a ridge relative to the kernel weight, in the precision of p."""
     mean = p @ y
     away = y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]
     if seen is not None:  # a large masked key can have infinite derivatives, and infinity times a weight of 0 is NaN
         away = torch.where(seen[..., None], away, 0)
     spread = (p[..., None] * away).transpose(-1, -2) @ away
-    solved = solve(spec.solver, spread, ridge, inputs.x - mean, inputs.probe)
+    solved = solve(solver, spread, ridge, x - mean, probe)
     slope = (away @ solved.value[..., None])[..., 0]
-    return p * (1 + slope), {"status": solved.status, **solved.statistics}
+    squares = (p @ y.square().sum(-1, keepdim=True)).detach()[..., 0]  # the mean is rounded in proportion to |y|
+    status = solved.status if probe is not None else rounded(solved.status, solved.value.detach(), squares)
+    return p * (1 + slope), {"status": status, **solved.statistics}
 
 
 def _with_hidden_key(inputs: Inputs) -> Inputs:

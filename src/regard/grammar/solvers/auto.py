@@ -38,7 +38,7 @@ class Auto(Solver):
             return Cholesky().solve(system, right)
         solved = ConjugateGradient().solve(system, right)
         # The solution of a singular system can be so long that rounding hides the residual.
-        failed = (solved.status == SolveStatus.UNCONVERGED) | ~has_ridge(system.ridge, solved.status)
+        failed = (solved.status != SolveStatus.OK) | ~has_ridge(system.ridge, solved.status)
         if not bool(failed.any()):
             return solved
         direct = Cholesky().solve(system, right)  # of all rows, used for these: no row depends on another

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...registry import Registry
-from ..systems import Solved, System
+from ..systems import LIMIT, Solved, SolveStatus, System
 
 solvers: Registry[Any] = Registry("solver", "regard.solvers")
 
@@ -31,11 +31,13 @@ class Solver(ABC):
 
 @torch.no_grad()
 def direct_solution(matrix: Tensor, right: Tensor, value: Tensor, status: Tensor, jitter: Any = None) -> Solved:
-    """Return the direct solution `value` of `matrix` x = `right` with its residual |b - A x| / |b|."""
+    """Return the direct solution `value` of `matrix` x = `right` with its residual |b - A x| / |b|,
+    INACCURATE instead of OK if that is large."""
     size = torch.linalg.vector_norm(right, dim=-1)
     left = torch.linalg.vector_norm(right - (matrix @ value[..., None])[..., 0], dim=-1)
     none = torch.zeros_like(size)
     residual = torch.where(size > 0, left / torch.where(size > 0, size, 1), 0)
+    status = torch.where((status == 0) & ~(residual <= LIMIT), int(SolveStatus.INACCURATE), status)
     jitter = none if jitter is None else jitter
     return Solved(value, status.int(), {"iterations": none, "residual": residual, "jitter": jitter})
 

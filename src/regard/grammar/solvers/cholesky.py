@@ -47,7 +47,8 @@ class Cholesky(Solver):
             least = torch.linalg.pinv(held, hermitian=True, rtol=_rtol(matrix)) @ right[..., None]
             solution = torch.where(left[..., None, None], least, regular)
             status = torch.where(jitter > 0, int(SolveStatus.JITTER), status)
-            status = torch.where(left, int(SolveStatus.MINIMUM_NORM), status)
+            why = torch.where(penalised, int(SolveStatus.INACCURATE), int(SolveStatus.MINIMUM_NORM))
+            status = torch.where(left, why, status)
         value = torch.where(finite[..., None], solution[..., 0], torch.nan)
         solved = direct_solution(matrix.detach(), right.detach(), value.detach(), status, jitter)
         return solved._replace(value=value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...checks import flag, number, optional_whole
-from ..systems import Solved, SolveStatus, System
+from ..systems import LIMIT, Solved, SolveStatus, System
 from .base import Solver, solvers
 
 
@@ -68,7 +68,9 @@ class ConjugateGradient(Solver):
                 break
         size = torch.where(rows.size > 0, rows.size, 1)
         residual = rows.rr.sqrt() / size
-        status = torch.where(rows.active, int(SolveStatus.UNCONVERGED), 0).int()
+        hidden = (rows.rr > rows.goal) & (residual > LIMIT)  # by rounding, where the row is not active
+        status = torch.where(hidden, int(SolveStatus.INACCURATE), 0).int()
+        status = torch.where(rows.active, int(SolveStatus.UNCONVERGED), status)
         measures = {"iterations": rows.count, "residual": residual, "jitter": torch.zeros_like(size)}
         return Solved(rows.x, status[..., 0], {name: x[..., 0] for name, x in measures.items()})
 

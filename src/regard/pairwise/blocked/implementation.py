@@ -59,7 +59,7 @@ def _outputs(rows: Rows, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> O
     return (
         q.new_zeros(*shape, v.shape[-1]),
         q.new_zeros(*shape, SLOPE + x.shape[-1] if x is not None else FLOATS),
-        q.new_zeros(*shape, FLAGS + linear, dtype=torch.int32),
+        q.new_zeros(*shape, FLAGS + 2 * linear, dtype=torch.int32),
         q.new_zeros(*shape, rows.indices, dtype=torch.int64),
         new_marks(q, k) if rows.marks and not linear else q.new_zeros(*shape[:2], 0, 0, dtype=torch.bool),
     )
@@ -113,7 +113,8 @@ def _backward_blocks(
         share = p = None
         if linear:
             p, slope = rows.again(block, z, kept_rows, params), block.rows(floats)[..., SLOPE:]
-            dp, share, unconverged = local_linear.weight_gradient(block, tensors, d, p, kept_rows, g, slope)
+            again = block.rows(flags)[..., FLAGS + 1 :] > 0
+            dp, share, unconverged = local_linear.weight_gradient(block, tensors, d, p, kept_rows, g, slope, again)
             failed = failed or unconverged
         else:
             dp = g @ block.columns(tensors.v).transpose(-1, -2)

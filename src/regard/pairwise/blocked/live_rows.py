@@ -32,13 +32,15 @@ Live: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class ByRow(NamedTuple):
-    """t [R, D], p_ij (y_j - m_i) . t_i [R, w], the relative residual [R] (0 if not wanted), and the rows [R] that are
-    left to the caller, whose numbers are undefined: those with too many keys, and those with a singular system."""
+    """t [R, D], p_ij (y_j - m_i) . t_i [R, w], the relative residual [R] (0 if not wanted), the rows [R] that are left
+    to the caller, whose numbers are undefined: those with too many keys, and those with a singular system; and the
+    mean of |y_j|^2 [R]."""
 
     value: Tensor
     corrections: Tensor
     residual: Tensor
     left: Tensor
+    squares: Tensor
 
 
 def grouped(system: Any, right: Tensor, source: Tensor | None) -> ByRow:
@@ -46,18 +48,20 @@ def grouped(system: Any, right: Tensor, source: Tensor | None) -> ByRow:
     right sides [R, D]; `source` [R, w] as in `solve`."""
     p, means = system.p.flatten(0, 1), system.mean.flatten(0, 1)
     count, width = p.shape
-    value, corrections, residual = torch.zeros_like(right), torch.zeros_like(p), right.new_zeros(count)
+    value, corrections = torch.zeros_like(right), torch.zeros_like(p)
+    residual, squares = right.new_zeros(2, count)
     left = torch.ones(count, dtype=torch.bool, device=p.device)
     for rows, index, weights in groups(p, right.shape[1]):
         away = system.keys_of(rows, index) - means[rows, None]
         given = None if source is None else source[rows].gather(1, index)
         solved = solve(weights, away, right[rows], system.ridge_of(rows), given, system.counted)
         value[rows], left[rows] = solved.value, ~solved.sound
+        squares[rows] = (weights * away.square().sum(-1)).sum(-1) + means[rows].square().sum(-1)
         if solved.residual is not None:
             residual[rows] = solved.residual
         values = corrections.new_zeros(rows.shape[0], width)
         corrections[rows] = values.scatter_add_(1, index, solved.corrections)  # padding adds 0
-    return ByRow(value, corrections, residual, left)
+    return ByRow(value, corrections, residual, left, squares)
 
 
 def groups(p: Tensor, dim: int) -> Iterator[Live]:

@@ -16,6 +16,8 @@ for t again where a stored t would be too inaccurate, see `_effect`):
 and from dL/dp to scores by the derivative of the weighting. An absolute ridge, divided by the kernel weight M_i, adds
 dL/dlog M_i = ridge_i t_i . u_i. If t is given (the solver `Learned`), u is 0.
 
+Rows whose slopes float32 would round too much (`grammar.systems.LIMIT`) are computed again in float64, in both passes.
+
 Legend: as in `block_rows`; x, y [.., D] coordinates of queries and keys.
 """
 
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...grammar import SolveStatus, Spec
-from ...grammar.systems import Solved, power_of_two_above, relative
+from ...grammar.systems import Solved, lost, power_of_two_above, relative, rounded
 from ..diagnostics import negative_part
 from .block_rows import FLAGS, FLOATS, Kept, flat, unpack
 from .blocks import Block
@@ -58,14 +60,15 @@ class Tensors(NamedTuple):
         weighting: Any = block.work.spec.weighting
         return relative(ridge, weighting.log_mass(unpack(*kept), block.params(self.given)))
 
-    def fit(self, block: Block, p: Tensor, ridge: float | Tensor) -> tuple[WeightedRows, Tensor]:
-        """Return the systems of the rows, and their right sides."""
+    def fit(self, block: Block, p: Tensor, ridge: float | Tensor, exact: bool = False) -> tuple[WeightedRows, Tensor]:
+        """Return the systems of the rows, in float64 if `exact`, and their right sides."""
         spec, y, common = block.work.spec, block.columns(self.y), block.common(p.device)
         probe = None if self.probe is None else block.rows(self.probe)
         few = p.shape[1] <= FEW and spec.solver.name in ("auto", "cholesky")
         fewest, most = _seen(block, y)
         # If a row sees fewer keys than coordinates, the part of q - m outside their span makes t as long as 1 / ridge.
         # float32 would then round away the rest, which is all that matters for the output.
+        fewest = 0 if exact else fewest  # `auto` then solves directly
         wide = torch.float64 if fewest < y.shape[-1] or y.shape[-2] <= 2 * y.shape[-1] else p.dtype
         probe = None if probe is None else probe.to(wide)
         ridge = ridge.to(wide) if isinstance(ridge, Tensor) else ridge
@@ -112,17 +115,39 @@ def effective(
     block: Block, tensors: Tensors, p: Tensor, kept: Kept, floats: Tensor, flags: Tensor
 ) -> tuple[Tensor, bool]:
     """Return the weights of the values, and whether a system did not converge. Write statistics of the solver and t
-    behind the other statistics of the rows."""
-    system, right = tensors.fit(block, p, tensors.relative_ridge(block, kept))
+    behind the other statistics of the rows, and behind the flags the status and whether the row needs float64."""
+    ridge, rows = (
+        tensors.relative_ridge(block, kept),
+        (block.rows(floats)[..., FLOATS:], block.rows(flags)[..., FLAGS:]),
+    )
+    weights = _solved_rows(block, *tensors.fit(block, p, ridge), *rows)
+    again = rows[1][..., 1:] > 0
+    if bool(again.any()):
+        first = [x.clone() for x in rows]
+        exact = _solved_rows(block, *tensors.fit(block, torch.where(again, p, 0), ridge, exact=True), *rows)
+        weights = torch.where(again, exact, weights)
+        for found, old in zip(rows, first, strict=True):
+            found.copy_(torch.where(again, found, old))
+    return weights, _unconverged(rows[1][..., 0])
+
+
+def _solved_rows(block: Block, system: WeightedRows, right: Tensor, floats: Tensor, flags: Tensor) -> Tensor:
+    """Return the weights of the values. Write statistics and t to `floats`, the status and whether the row needs
+    float64 to `flags`."""
     system.counted = block.work.counted
     solved, size = _solve(block.work.spec, system, right)
-    block.rows(floats)[..., SLOPE:].copy_(solved.value * size)
-    block.rows(flags)[..., FLAGS].copy_(system.reported_status(solved.status))
-    weights = torch.addcmul(system.p, system.corrections(solved.value), size).to(p.dtype)
+    t, status = solved.value * size, solved.status
+    if system.probe is None:
+        status = rounded(status, t, system.squares()[..., 0])
+        if t.dtype != torch.float64:
+            flags[..., 1].copy_(lost(status))
+    floats[..., SLOPE - FLOATS :].copy_(t)
+    flags[..., 0].copy_(system.reported_status(status))
+    weights = torch.addcmul(system.p, system.corrections(solved.value), size).to(floats.dtype)
     if system.counted:
         columns = [*(solved.statistics[name] for name in STATISTICS), negative_part(weights)]
-        block.rows(floats)[..., FLOATS:SLOPE].copy_(torch.stack(columns, -1))
-    return weights, _unconverged(solved.status)
+        floats[..., : SLOPE - FLOATS].copy_(torch.stack(columns, -1))
+    return weights
 
 
 def _unconverged(status: Tensor) -> bool:
@@ -141,12 +166,26 @@ def warn(when: str, spec: Spec) -> None:
 
 
 def weight_gradient(
-    block: Block, tensors: Tensors, d: Tensors, p: Tensor, kept: Kept, g: Tensor, t: Tensor
+    block: Block, tensors: Tensors, d: Tensors, p: Tensor, kept: Kept, g: Tensor, t: Tensor, again: Tensor
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Return dL/dp [n, q, w], the derivative by the logarithm of the kernel weight [n, q, 1] or None, and whether a
-    system did not converge. Add the gradients of v, x, y, ridge and probe to `d`."""
+    system did not converge. Add the gradients of v, x, y, ridge and probe to `d`. Rows `again` [n, q, 1] are computed
+    in float64."""
+    if not bool(again.any()):
+        return _gradient(block, tensors, d, p, kept, g, t)
+    # A row without weights adds nothing to `d`.
+    dp, share, failed = _gradient(block, tensors, d, p.masked_fill(again, 0), kept, g, t.masked_fill(again, 0))
+    exact = _gradient(block, tensors, d, p.masked_fill(~again, 0), kept, g, t, exact=True)
+    share = None if share is None else share + exact[1]
+    return torch.where(again, exact[0], dp), share, failed or exact[2]
+
+
+def _gradient(
+    block: Block, tensors: Tensors, d: Tensors, p: Tensor, kept: Kept, g: Tensor, t: Tensor, exact: bool = False
+) -> tuple[Tensor, Tensor | None, bool]:
+    """Do the work of `weight_gradient`, in float64 if `exact`."""
     spec, failed = block.work.spec, False
-    system, away = tensors.fit(block, p, tensors.relative_ridge(block, kept))
+    system, away = tensors.fit(block, p, tensors.relative_ridge(block, kept), exact)
     system.counted = False
     g, weights = g.to(system.p.dtype), system.p
     gamma = g @ block.columns(tensors.v).to(g.dtype).transpose(-1, -2)
@@ -159,20 +198,20 @@ def weight_gradient(
         system.source = gamma / power_of_two_above(right) if system.sparse else None
         solved, size = _solve(spec, system, right)
         failed, u = _unconverged(solved.status), solved.value * size
-        block.rows(d.x).copy_(u)
+        block.rows(d.x).add_(u)
     else:
         u = torch.zeros_like(t)
-        block.rows(d.probe).copy_(-right)
+        block.rows(d.probe).sub_(right)
     dp = _plain_gradient(block, system, (t, u), (a, gamma), d.y).to(p.dtype)
     dp = block.hide(dp, fill=0.0)  # a large masked key can make it infinite, and infinity times a slope of 0 is NaN
-    lost, share = t * u, None
+    loss, share = t * u, None
     if spec.ridge_mode == "absolute":
-        lost = lost if system.raised is None else torch.where(system.raised, 0, lost)
-        share = (system.ridge * lost).sum(-1, keepdim=True).to(p.dtype)
+        loss = loss if system.raised is None else torch.where(system.raised, 0, loss)
+        share = (system.ridge * loss).sum(-1, keepdim=True).to(p.dtype)
         log_mass = spec.weighting.log_mass(unpack(*kept), block.params(tensors.given))  # type: ignore[attr-defined]
-        lost = relative(lost, log_mass)
+        loss = relative(loss, log_mass)
     if isinstance(d.ridge, Tensor):
-        block.rows(d.ridge).copy_(-lost if d.ridge.shape[-1] > 1 else -lost.sum(-1, keepdim=True))
+        block.rows(d.ridge).sub_(loss if d.ridge.shape[-1] > 1 else loss.sum(-1, keepdim=True))
     return dp, share, failed
 
 

@@ -47,6 +47,7 @@ class WeightedRows(System):
         self.source: Tensor | None = None
         self.rows_solver: Callable[[Any, Tensor, Tensor | None], live_rows.ByRow] = live_rows.grouped
         self._last: tuple[Tensor, Tensor] | None = None
+        self._squares: Tensor | None = None
         self._set_keys(y, common)
 
     def _set_keys(self, y: Tensor, common: Tensor) -> None:
@@ -77,17 +78,19 @@ class WeightedRows(System):
         """Solve every row separately: in the dual form (`live_rows`), else by a Cholesky factor of its own."""
         n, q, w = self.p.shape
         flat, source = right.flatten(0, 1), None if self.source is None else self.source.flatten(0, 1)
-        value, corrections, residual, left = self.rows_solver(self, flat, source)
+        value, corrections, residual, left, squares = self.rows_solver(self, flat, source)
         status, jitter = torch.zeros_like(residual, dtype=torch.int32), torch.zeros_like(residual)
         for rows in live_rows.parts(left.nonzero()[:, 0], w * flat.shape[-1]):
             p, mean = (x.flatten(0, 1)[rows] for x in (self.p, self.mean))
             away = self.keys_of(rows, torch.arange(w, device=rows.device)[None]) - mean[:, None]
+            squares[rows] = (p * away.square().sum(-1)).sum(-1) + mean.square().sum(-1)
             alone = live_rows.alone(p, away, flat[rows], self.ridge_of(rows))
             value[rows], status[rows] = alone.value, alone.status
             residual[rows], jitter[rows] = (alone.statistics[name] for name in ("residual", "jitter"))
             corrections[rows] = (away @ alone.value[..., None])[..., 0] * p
         solution = value.view_as(right)
         self._last = (solution, corrections.view(n, q, w))
+        self._squares = squares.view(n, q, 1)
         statistics = {"iterations": torch.zeros_like(residual), "residual": residual, "jitter": jitter}
         return Solved(solution, status.view(n, q), {name: x.view(n, q) for name, x in statistics.items()})
 
@@ -109,7 +112,7 @@ class WeightedRows(System):
     def raise_ridge(self) -> None:
         """Raise the ridge to the rounding error of the covariance. An absolute ridge can be negligible compared with
         the kernel weight, and slopes in units of 1 / ridge would then be rounding errors."""
-        floor = 4 * torch.finfo(self.p.dtype).eps * (self.p @ self.y.square().sum(-1, keepdim=True))
+        floor = 4 * torch.finfo(self.p.dtype).eps * self.squares()
         self.raised = floor > self.ridge
         self.ridge = torch.where(self.raised, floor, self.ridge)
 
@@ -119,9 +122,15 @@ class WeightedRows(System):
             return status
         return torch.where(self.raised.any(-1) & (status == 0), int(SolveStatus.JITTER), status)
 
+    def squares(self) -> Tensor:
+        """Return the weighted mean of |y_j|^2 [n, q, 1]."""
+        if self._squares is None:
+            self._squares = self.p @ self.y.square().sum(-1, keepdim=True)
+        return self._squares
+
     def terms(self) -> Tensor:
         ridge = self.ridge if isinstance(self.ridge, float) else self.ridge.amax(-1, keepdim=True)
-        return self.p @ self.y.square().sum(-1, keepdim=True) + ridge
+        return self.squares() + ridge
 
     def matrix(self) -> Tensor:
         n, q, w = self.p.shape
@@ -260,6 +269,8 @@ class FewRows(WeightedRows):
         for at, part in self._chunks():
             weighted = torch.mul(part[:, None], self.p[..., at, None], out=room.resize_(n, q, part.shape[1], dim))
             flat.baddbmm_(weighted.flatten(0, 1).transpose(-1, -2), part.repeat_interleave(q, 0) if q > 1 else part)
+        spread_of_rows = spread.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+        self._squares = (spread_of_rows + self.mean.square().sum(-1, keepdim=True)).clamp(min=0)  # not another pass
         spread.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
         return spread
 

@@ -185,7 +185,11 @@ class NumbaRows(Rows):
         p, mean, ridge, (y, origin) = system.p.flatten(0, 1), system.mean, system.ridge, system.points()
         rows, loops = p.shape[0], self._loops
         solved = ByRow(
-            right.new_empty(right.shape), p.new_empty(p.shape), p.new_empty(rows), torch.empty(rows, dtype=torch.bool)
+            right.new_empty(right.shape),
+            p.new_empty(p.shape),
+            p.new_empty(rows),
+            torch.empty(rows, dtype=torch.bool),
+            p.new_empty(rows),
         )  # contiguous, since `_arrays` would copy others
         if isinstance(ridge, Tensor):
             ridge = ridge.expand(*mean.shape[:2], -1).flatten(0, 1)

@@ -91,18 +91,21 @@ def _residual(y, center, index, corrections, right, ridge, value, b):
 
 @jit
 def _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z, a, v, b, share):
-    """Solve in the space of the weighted keys. Return whether that failed. A source without entries means none; the
-    last five arguments are work space."""
+    """Solve in the space of the weighted keys. Return whether that failed, and the variance sum_j p_j |y_j - m|^2. A
+    source without entries means none; the last five arguments are work space."""
     zero, one, s, dim = p.dtype.type(0), p.dtype.type(1), index.shape[0], right.shape[0]
     z, a, v, plain = z[:s], a[:s, :s], v[:s], source.shape[0] == 0
-    sign = one if plain else -one
+    sign, spread = one if plain else -one, zero
     for d in range(dim):
         share[d] = one / math.sqrt(ridge[d % ridge.shape[0]])
         b[d] = right[d] * share[d] if plain else zero
     for i in range(s):
         key, root = y[index[i]], math.sqrt(p[index[i]])
         for d in range(dim):
-            z[i, d] = (key[d] - center[0, d] - center[1, d]) * root * share[d]
+            z[i, d] = (key[d] - center[0, d] - center[1, d]) * root
+        spread += _dot(z[i], z[i])
+        for d in range(dim):
+            z[i, d] *= share[d]
     for i in range(s):
         for j in range(i, s):
             a[i, j] = _dot(z[i], z[j])
@@ -116,7 +119,7 @@ def _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z
         _add(b, -sign * v[i], z[i])
     for d in range(dim):
         value[d] = share[d] * b[d]
-    return not most * most * np.finfo(p.dtype).eps < one
+    return not most * most * np.finfo(p.dtype).eps < one, spread
 
 
 @jit
@@ -136,8 +139,8 @@ def _covariance(p, y, center, index, z, a):
 
 @jit
 def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, wide, diagonal, b):
-    """Solve in the space of the coordinates, as the solver `cholesky`. Return whether that failed."""
-    dim = right.shape[0]
+    """Solve in the space of the coordinates, as the solver `cholesky`. Return as `_solve_dual`."""
+    dim, spread = right.shape[0], p.dtype.type(0)
     _covariance(p, y, center, index[:SPAN], z, a)
     if index.shape[0] > SPAN:
         wide[:] = a
@@ -146,6 +149,7 @@ def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, w
             wide += a
         a[:] = wide
     for d in range(dim):
+        spread += a[d, d]
         a[d, d] += ridge[d % ridge.shape[0]]
         diagonal[d] = a[d, d]
         value[d] = right[d]
@@ -153,20 +157,20 @@ def _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, w
     for d in range(dim):  # the limit of the solver `cholesky` for pivots that are rounding errors
         failed = failed or not a[d, d] * a[d, d] > diagonal[d] * (10 * dim * np.finfo(p.dtype).eps)
     if failed:
-        return True
+        return True, spread
     _substitute(a, value)
     for j in index:
         for d in range(dim):
             b[d] = y[j, d] - center[0, d] - center[1, d]
         corrections[j] = p[j] * _dot(b, value)
-    return False
+    return False, spread
 
 
 @jit
 def solve_row(p, y, center, right, ridge, source, counted, value, corrections, index, z, a, wide, v, b, share):
     """Write t and p_j (y_j - m) . t of one row, where m is the sum of the two rows of `center`. Return whether that
-    failed, which leaves them undefined, and the relative residual if `counted`. The last seven arguments are work
-    space."""
+    failed, which leaves them undefined, the relative residual if `counted`, and the mean of |y_j|^2. The last seven
+    arguments are work space."""
     zero, s, failed = p.dtype.type(0), 0, False
     corrections[:] = 0
     for j in range(p.shape[0]):
@@ -177,15 +181,16 @@ def solve_row(p, y, center, right, ridge, source, counted, value, corrections, i
     for d in range(ridge.shape[0]):
         failed = failed or not ridge[d] > 0
     if failed:
-        return True, zero
+        return True, zero, zero
     if s > right.shape[0]:
-        failed = _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, wide, v, b)
+        failed, spread = _solve_primal(p, y, center, right, ridge, index, value, corrections, z, a, wide, v, b)
     else:
-        failed = _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z, a, v, b, share)
+        failed, spread = _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z, a, v, b, share)
     largest = zero
     for d in range(right.shape[0]):
         largest += abs(value[d])
     failed = failed or not largest < np.inf
+    squares = spread + _dot(center[1], center[1])
     if failed or not counted:
-        return failed, zero
-    return failed, _residual(y, center, index, corrections, right, ridge, value, wide[0])
+        return failed, zero, squares
+    return failed, _residual(y, center, index, corrections, right, ridge, value, wide[0]), squares

@@ -114,7 +114,7 @@ def _whole(sources: str) -> tuple[Any, Any]:
 def _local_linear(sources: str) -> tuple[Any, Any]:
     @_entry(nogil=True)
     def local_linear_part(
-        first, last, p, y, origin, mean, right, ridge, source, counted, value, corrections, residual, left
+        first, last, p, y, origin, mean, right, ridge, source, counted, value, corrections, residual, left, squares
     ):
         """Run `local_linear` on rows [first, last)."""
         sources  # noqa: B018
@@ -125,7 +125,7 @@ def _local_linear(sources: str) -> tuple[Any, Any]:
         for i in range(first, last):
             head = i // group
             center[0], center[1] = origin[head], mean[i]
-            left[i], residual[i] = solve_row(
+            left[i], residual[i], squares[i] = solve_row(
                 p[i], y[head], center, right[i], ridge[i % ridge.shape[0]], source[i % source.shape[0]], counted,
                 value[i], corrections[i], index, z, a, wide, v, b, share,
             )  # fmt: skip
