@@ -85,7 +85,10 @@ def test_solutions(form: str, dtype: torch.dtype, kind: Any, ridge: str, width: 
     close(corrections[few], slopes.flatten(0, 1)[few], dtype)
     assert not corrections[empty].any()
     size = (p @ system.y.double().square().sum(-1, keepdim=True)).flatten()
-    close(squares[few], size[few], dtype)
+    if ridge == "coordinates":
+        assert (squares[few] >= size[few] * (1 - 1e-5)).all()
+    else:
+        close(squares[few], size[few], dtype)
     assert residual.max() < (1e-4 if dtype == torch.float32 else 1e-11)
 
 
@@ -109,7 +112,7 @@ def test_sums_over_many_keys(form: str, dtype: torch.dtype) -> None:
     make = torch.Generator().manual_seed(0)
     p, y, right = (torch.rand(1, *x, generator=make, dtype=torch.float64) for x in ((2, 60_000), (60_000, D), (2, D)))
     system = system_of(WeightedRows, dtype, p / p.sum(-1, keepdim=True), y, 1e-3)
-    value, _, residual, left = FORMS[form](system, right.to(dtype).flatten(0, 1), None)
+    value, _, residual, left, _ = FORMS[form](system, right.to(dtype).flatten(0, 1), None)
     if form == "torch":
         assert left.all()
         return

@@ -34,7 +34,7 @@ Live: TypeAlias = tuple[Tensor, Tensor, Tensor]
 class ByRow(NamedTuple):
     """t [R, D], p_ij (y_j - m_i) . t_i [R, w], the relative residual [R] (0 if not wanted), the rows [R] that are left
     to the caller, whose numbers are undefined: those with too many keys, and those with a singular system; and the
-    mean of |y_j|^2 [R]."""
+    mean of |y_j|^2 [R], or more if coordinates have their own ridges."""
 
     value: Tensor
     corrections: Tensor

@@ -120,34 +120,35 @@ def effective(
         tensors.relative_ridge(block, kept),
         (block.rows(floats)[..., FLOATS:], block.rows(flags)[..., FLAGS:]),
     )
-    weights = _solved_rows(block, *tensors.fit(block, p, ridge), *rows)
-    again = rows[1][..., 1:] > 0
-    if bool(again.any()):
+    weights, again = _solved_rows(block, *tensors.fit(block, p, ridge), *rows)
+    if again is not None and bool(again.any()):
         first = [x.clone() for x in rows]
-        exact = _solved_rows(block, *tensors.fit(block, torch.where(again, p, 0), ridge, exact=True), *rows)
+        exact, _ = _solved_rows(block, *tensors.fit(block, torch.where(again, p, 0), ridge, exact=True), *rows)
         weights = torch.where(again, exact, weights)
         for found, old in zip(rows, first, strict=True):
             found.copy_(torch.where(again, found, old))
+        rows[1][..., 1:].copy_(again)
     return weights, _unconverged(rows[1][..., 0])
 
 
-def _solved_rows(block: Block, system: WeightedRows, right: Tensor, floats: Tensor, flags: Tensor) -> Tensor:
-    """Return the weights of the values. Write statistics and t to `floats`, the status and whether the row needs
-    float64 to `flags`."""
+def _solved_rows(
+    block: Block, system: WeightedRows, right: Tensor, floats: Tensor, flags: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of the values and, in float32, which rows need float64 [n, q, 1]. Write statistics and t to
+    `floats`, the status to `flags`."""
     system.counted = block.work.counted
     solved, size = _solve(block.work.spec, system, right)
     t, status = solved.value * size, solved.status
     if system.probe is None:
         status = rounded(status, t, system.squares()[..., 0])
-        if t.dtype != torch.float64:
-            flags[..., 1].copy_(lost(status))
     floats[..., SLOPE - FLOATS :].copy_(t)
     flags[..., 0].copy_(system.reported_status(status))
     weights = torch.addcmul(system.p, system.corrections(solved.value), size).to(floats.dtype)
     if system.counted:
         columns = [*(solved.statistics[name] for name in STATISTICS), negative_part(weights)]
         floats[..., : SLOPE - FLOATS].copy_(torch.stack(columns, -1))
-    return weights
+    wide = system.probe is not None or t.dtype == torch.float64
+    return weights, None if wide else lost(status)[..., None]
 
 
 def _unconverged(status: Tensor) -> bool:

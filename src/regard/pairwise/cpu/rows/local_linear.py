@@ -91,8 +91,9 @@ def _residual(y, center, index, corrections, right, ridge, value, b):
 
 @jit
 def _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z, a, v, b, share):
-    """Solve in the space of the weighted keys. Return whether that failed, and the variance sum_j p_j |y_j - m|^2. A
-    source without entries means none; the last five arguments are work space."""
+    """Solve in the space of the weighted keys. Return whether that failed, and the variance sum_j p_j |y_j - m|^2, or
+    more if coordinates have their own ridges. A source without entries means none; the last five arguments are work
+    space."""
     zero, one, s, dim = p.dtype.type(0), p.dtype.type(1), index.shape[0], right.shape[0]
     z, a, v, plain = z[:s], a[:s, :s], v[:s], source.shape[0] == 0
     sign, spread = one if plain else -one, zero
@@ -102,13 +103,11 @@ def _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z
     for i in range(s):
         key, root = y[index[i]], math.sqrt(p[index[i]])
         for d in range(dim):
-            z[i, d] = (key[d] - center[0, d] - center[1, d]) * root
-        spread += _dot(z[i], z[i])
-        for d in range(dim):
-            z[i, d] *= share[d]
+            z[i, d] = (key[d] - center[0, d] - center[1, d]) * root * share[d]
     for i in range(s):
         for j in range(i, s):
             a[i, j] = _dot(z[i], z[j])
+        spread += a[i, i]
         a[i, i] += one
         v[i] = _dot(z[i], b) if plain else math.sqrt(p[index[i]]) * source[index[i]]
         corrections[index[i]] = 0 if plain else -v[i]
@@ -119,7 +118,7 @@ def _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z
         _add(b, -sign * v[i], z[i])
     for d in range(dim):
         value[d] = share[d] * b[d]
-    return not most * most * np.finfo(p.dtype).eps < one, spread
+    return not most * most * np.finfo(p.dtype).eps < one, spread * ridge.max()
 
 
 @jit
