@@ -84,21 +84,29 @@ class Reference(Implementation):
 def _linear(
     inputs: Inputs, p: Tensor, stats: RowStats, rows: dict[str, float | Tensor], seen: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weights p (1 + e) of the values at degree 1, which can be negative, and statistics of the solver. If
-    float32 would round a row too much, or if that cannot be read, all are computed in float64."""
+    """Return the weights p (1 + e) of the values at degree 1, which can be negative, and statistics of the solver.
+    Rows that float32 would round too much are computed in float64, and all if that cannot be read."""
     spec, ridge, y = inputs.spec, inputs.ridge, repeat_heads(inputs.y, inputs.q.shape[1])
     if spec.ridge_mode == "absolute":
         ridge = relative(ridge, spec.weighting.log_mass(stats, rows))  # type: ignore[attr-defined]
-    given: Any = p, inputs.x, y, ridge, inputs.probe
+    given: Any = inputs.x, y, ridge, inputs.probe
+    signed, solver, again = None, dict[str, Tensor](), None
     if not unreadable(p):
-        signed, solver = _fitted(spec.solver, seen, *given)
-        if widest(p).dtype == p.dtype or inputs.probe is not None or not bool(lost(solver["status"]).any()):
+        signed, solver = _fitted(spec.solver, seen, p, *given)
+        again = lost(solver["status"])
+        if widest(p).dtype == p.dtype or inputs.probe is not None or not bool(again.any()):
             return signed, solver
-    wide: Any = [widest(z) if isinstance(z, Tensor) else z for z in given]
-    total = wide[0].sum(-1, keepdim=True)  # not quite 1, which would move the mean out of the span of the keys
-    wide[0] = wide[0] / torch.where(total > 0, total, 1)
-    signed, solver = _fitted(spec.solver, seen, *wide)
-    return signed.to(p.dtype), {name: z if name == "status" else z.to(p.dtype) for name, z in solver.items()}
+        # Once more without weights in these rows: their gradients, which are not used, could be NaN.
+        signed, solver = _fitted(spec.solver, seen, p.masked_fill(again[..., None], 0), *given)
+    weights = widest(p)
+    total = weights.sum(-1, keepdim=True)  # not quite 1, which would move the mean out of the span of the keys
+    weights = weights / torch.where(total > 0, total, 1)
+    exact = _fitted(spec.solver, seen, weights, *(widest(z) if isinstance(z, Tensor) else z for z in given))
+    wide = exact[0].to(p.dtype), {n: z if n == "status" else z.to(p.dtype) for n, z in exact[1].items()}
+    if signed is None or again is None:
+        return wide
+    merged = {name: torch.where(again, wide[1][name], z) for name, z in solver.items()}
+    return torch.where(again[..., None], wide[0], signed), merged
 
 
 def _fitted(
