@@ -2,6 +2,7 @@
 
 import warnings
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
@@ -242,14 +243,14 @@ def test_an_error_of_a_tenth_is_reported(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 def test_gradients_of_keys_that_no_precision_holds(impl: str) -> None:
-    """Rows that see one key, and others, of 1e12 and of 2^56, the longest: finite gradients."""
-    for length in (1e12, 2.0**56):
-        for tokens in (1, 3):
-            q, k, v = draw(1, 1, tokens, 8, seed=8, dtype=torch.float32)
-            inputs = leaves(q, k.clamp(-1, 1) * length, v)
-            for spec in ("softmax", "biweight"):
-                out, _ = run(*inputs, spec=spec, impl=impl)
-                assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.square().sum(), inputs))
+    """Rows that see one key, and others, of 1e12 and of 2^56, the longest: finite gradients. With one key also for a
+    ridge of 1e-6, where products with t overflow in float32."""
+    for length, (tokens, ridge) in product((1e12, 2.0**56), ((1, 0.1), (1, 1e-6), (3, 0.1))):
+        q, k, v = draw(1, 1, tokens, 8, seed=8, dtype=torch.float32)
+        inputs = leaves(q, k.clamp(-1, 1) * length, v)
+        for spec in ("softmax", "biweight"):
+            out, _ = run(*inputs, spec=spec, impl=impl, ridge=ridge)
+            assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.square().sum(), inputs))
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])

@@ -96,8 +96,9 @@ def _linear(
         again = lost(solver["status"])
         if widest(p).dtype == p.dtype or inputs.probe is not None or not bool(again.any()):
             return signed, solver
-        # Once more without weights in these rows: their gradients, which are not used, could be NaN.
-        signed, solver = _fitted(spec.solver, seen, p.masked_fill(again[..., None], 0), *given)
+        # Once more with zeros in these rows, which gives t = 0: gradients that are not used could be NaN.
+        x, weights = (z.masked_fill(again[..., None], 0) for z in (inputs.x, p))
+        signed, solver = _fitted(spec.solver, seen, weights, x, *given[1:])
     weights = widest(p)
     total = weights.sum(-1, keepdim=True)  # not quite 1, which would move the mean out of the span of the keys
     weights = weights / torch.where(total > 0, total, 1)
