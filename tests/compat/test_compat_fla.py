@@ -276,7 +276,7 @@ def test_mistakes() -> None:
     }.items():  # fmt: skip
         assert f"{next(iter(how))} is not supported; " in message(name, **how)
     assert "packs sequences into one row, but q has 2 rows" in message("chunk_gla", cu_seqlens=ends)
-    assert "rise from 0" in message("chunk_gla", batch=1, cu_seqlens=torch.tensor([4, 7]))
+    assert "non-decreasing integers starting at 0" in message("chunk_gla", batch=1, cu_seqlens=torch.tensor([4, 7]))
     wrong = message("chunk_gla", batch=1, cu_seqlens=ends, initial_state=state(2))
     assert "initial_state has shape [2, 2, 3, 5], expected [3, 2, 3, 5]" in wrong
     assert "beta has shape [2, 11], expected [2, 11, 2]" in message("chunk_delta_rule", x={"beta": torch.rand(B, T)})

@@ -111,7 +111,7 @@ def _ids(call: str, name: str, ends: Tensor, of: Tensor | int | None) -> Tensor:
     length = len(of) if isinstance(of, Tensor) else int(ends[-1]) if of is None else of
     if known and (checks.debugging() or (ends.device.type == "cpu" and not torch.compiler.is_compiling())):
         rise = bool((ends.diff() >= 0).all()) and int(ends[0]) == 0
-        require(rise, call, f"{name} is {checks.shown(ends.tolist())}, expected entries that rise from 0.")
+        require(rise, call, f"{name} is {checks.shown(ends.tolist())}, expected non-decreasing integers starting at 0.")
         what = {"cu_seqlens_q": "query has length", "cu_seqlens_k": "key has length"}.get(name, "length is")
         last = int(ends[-1])
         require(last == length, call, f"{what} {checks.shown(length)}, but {name} ends at {last}.")
