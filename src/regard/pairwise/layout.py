@@ -32,9 +32,9 @@ def any_layout(function: F) -> F:
         if layout == "bhtd":
             return function(*args, **kwargs)
         one_of(function.__name__, "layout", layout, get_args(Layout))
-        turned = {name: _turned(x) if name in TURNED else x for name, x in kwargs.items()}
+        converted = {name: _turned(x) if name in TURNED else x for name, x in kwargs.items()}
         try:
-            result = function(*[_turned(x) for x in args], **turned)
+            result = function(*[_turned(x) for x in args], **converted)
         except ArgumentError as error:
             text = str(error)
         else:

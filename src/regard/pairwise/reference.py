@@ -90,7 +90,9 @@ def _linear(
     if spec.ridge_mode == "absolute":
         ridge = relative(ridge, spec.weighting.log_mass(stats, rows))  # type: ignore[attr-defined]
     given: Any = inputs.x, y, ridge, inputs.probe
-    signed, solver, again = None, dict[str, Tensor](), None
+    signed: Tensor | None = None
+    solver: dict[str, Tensor] = {}
+    again: Tensor | None = None
     if not unreadable(p):
         signed, solver = _fitted(spec.solver, seen, p, *given)
         again = lost(solver["status"])

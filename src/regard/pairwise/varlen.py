@@ -31,8 +31,8 @@ def segment_ids(cu_seqlens: Tensor, length: int | None = None) -> Tensor:
         int64 [1, T], the number of the sequence of each position. A sequence without tokens has none.
 
     Raises:
-        ArgumentError: not integers of one axis. On a CPU, and elsewhere under `regard.checks.debug`: entries that do
-            not rise from 0 to `length`.
+        ArgumentError: not integers of one axis. On a CPU, and elsewhere under `regard.checks.debug`: entries that
+            decrease, or that do not begin with 0 and end with `length`.
     """
     checks.optional_whole("segment_ids", "length", length, 0)
     return _ids("segment_ids", "cu_seqlens", cu_seqlens, length)
@@ -128,6 +128,6 @@ def _padded(name: str, ends: Tensor, longest: int | None, total: int) -> tuple[T
     longest = min(checks.whole(CALL, name, longest, 0), total)
     if ends.device.type == "cpu" and not torch.compiler.is_compiling() and len(lengths):
         require(longest >= int(lengths.max()), CALL, f"{name} is {longest}, but a sequence has {int(lengths.max())}.")
-    place = torch.arange(longest, device=ends.device)
-    real = place < lengths[:, None]
-    return torch.where(real, ends.long()[:-1, None] + place, 0), real
+    position = torch.arange(longest, device=ends.device)
+    real = position < lengths[:, None]
+    return torch.where(real, ends.long()[:-1, None] + position, 0), real

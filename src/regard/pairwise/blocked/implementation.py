@@ -89,13 +89,13 @@ def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     (q, k, v, x, y, *rest), statistics = arguments[:COUNT], arguments[COUNT : COUNT + 4]
     work = work_from(q, k, *arguments[COUNT + 4 :])
     new = lambda z: None if z is None else z.new_zeros(z.shape)  # noqa: E731
-    turned = [None if z is None else z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
-    dk, dv, dy = turned
+    transposed = [None if z is None else z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
+    dk, dv, dy = transposed
     grads: list[Any] = [new(q), dk, dv, new(x), dy, *map(new, rest)]
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
         tensors, d = flattened(work.ridge, *arguments[:COUNT]), flattened(0.0, *grads)
         _backward_blocks(work, tensors, d, flat(grad.contiguous()), *map(flat, statistics))
-    grads[1], grads[2], grads[4] = (None if z is None else z.transpose(-1, -2).contiguous() for z in turned)
+    grads[1], grads[2], grads[4] = (None if z is None else z.transpose(-1, -2).contiguous() for z in transposed)
     return tuple(q.new_zeros(0) if z is None else z for z in grads)
 
 

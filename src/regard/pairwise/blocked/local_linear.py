@@ -125,8 +125,8 @@ def effective(
         first = [x.clone() for x in rows]
         exact, _ = _solved_rows(block, *tensors.fit(block, torch.where(again, p, 0), ridge, exact=True), *rows)
         weights = torch.where(again, exact, weights)
-        for found, old in zip(rows, first, strict=True):
-            found.copy_(torch.where(again, found, old))
+        for row, old in zip(rows, first, strict=True):
+            row.copy_(torch.where(again, row, old))
         rows[1][..., 1:].copy_(again)
     return weights, _unconverged(rows[1][..., 0])
 

@@ -141,9 +141,9 @@ class WeightedRows(System):
         else:
             first, second = torch.tril_indices(dim, dim, device=self.p.device)
             half = self._moments(first, second)
-            place = torch.zeros(dim, dim, dtype=torch.int64, device=self.p.device)
-            place[first, second] = place[second, first] = torch.arange(first.shape[0], device=self.p.device)
-            spread = half[..., place.flatten()].unflatten(-1, (dim, dim))
+            entry = torch.zeros(dim, dim, dtype=torch.int64, device=self.p.device)
+            entry[first, second] = entry[second, first] = torch.arange(first.shape[0], device=self.p.device)
+            spread = half[..., entry.flatten()].unflatten(-1, (dim, dim))
         spread.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
         return spread
 

@@ -71,11 +71,11 @@ def unsupported(spec: Spec) -> str | None:
 
 
 @lru_cache(maxsize=32)
-def _rows(own: Any = None) -> Any:
+def _rows(function: Any = None) -> Any:
     """Import the compiled loops, with the function of a kernel that brings its own."""
     from . import rows  # loads numba, which takes a second
 
-    return rows if own is None else rows.with_kernel(own)
+    return rows if function is None else rows.with_kernel(function)
 
 
 class NumbaRows(Rows):
@@ -129,17 +129,17 @@ class NumbaRows(Rows):
         Row i sees columns [bounds[0][i], bounds[1][i]). Mark keys with weight, or that determine a threshold, in marks
         [n, blocks of keys]; column 0 is key `start`."""
         rows, rule = self._loops, self.spec.bandwidth
-        found = z.new_empty(z.shape[0], FLOATS), z.new_empty(z.shape[0], FLAGS, dtype=torch.int32)
+        statistics = z.new_empty(z.shape[0], FLOATS), z.new_empty(z.shape[0], FLAGS, dtype=torch.int32)
         index = z.new_empty(z.shape[0], 3, dtype=torch.int64)
         k = min(getattr(rule, "k", 0), z.shape[1])
         with _entry(rows.forward, rows.forward_part, z) as forward:
             forward(
                 *_arrays(z, _bits(z), p, *bounds), start, self._kernel(params), self._code(rule.name),
                 *_arrays(*self._numbers(z, params)), k, self._fallback,
-                p is z, counted, *_arrays(*found, index, marks.view(torch.uint8)),
+                p is z, counted, *_arrays(*statistics, index, marks.view(torch.uint8)),
                 max(1, z.shape[0] // max(1, marks.shape[0])),
             )  # fmt: skip
-        return *found, index
+        return *statistics, index
 
     def differentiate(
         self, z: Tensor, g: Tensor, p: Tensor, dz: Tensor, bounds: tuple[Tensor, Tensor], kept: Kept, params: Params,

@@ -42,10 +42,10 @@ def with_kernel(function: Callable[[Any, Any], Any]) -> Any:
     source = Path(inspect.getfile(function))
     own.SOURCE = source.read_bytes() if source.is_file() else function.__code__.co_code  # type: ignore[attr-defined]
     own.relative = base.jit(function)  # type: ignore[attr-defined]
-    found = spec_from_file_location(name, __file__, submodule_search_locations=list(__path__))
-    assert found is not None
-    assert found.loader is not None
-    package = module_from_spec(found)
+    spec = spec_from_file_location(name, __file__, submodule_search_locations=list(__path__))
+    assert spec is not None
+    assert spec.loader is not None
+    package = module_from_spec(spec)
     sys.modules |= {name: package, own.__name__: own}
-    found.loader.exec_module(package)
+    spec.loader.exec_module(package)
     return package

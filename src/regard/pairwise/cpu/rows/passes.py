@@ -46,19 +46,19 @@ def _parts(sources: str) -> tuple[Any, Any]:
         local = np.empty(SPAN, z.dtype)
         for i in range(first, last):
             a, b = lo[i], hi[i]
-            out, found = p[i], index[i]
+            out, indices = p[i], index[i]
             out[:a] = 0
             out[b:] = 0
             forward_row(
                 z[i, a:b], bits[i, a:b], out[a:b], kernel, rule, power[i], number[i], k, fallback, in_place,
-                tops, top_bits, kept, local, floats[i], flags[i], found,
+                tops, top_bits, kept, local, floats[i], flags[i], indices,
             )  # fmt: skip
-            found[0] += a
-            found[1] += a
+            indices[0] += a
+            indices[1] += a
             if counted:
                 count_support(out, floats[i])
             if active.shape[1] > 0 and flags[i, 0] == 0:
-                mark(out, start, found[1] if rule == NEAREST and vanishes(kernel) else -1, active[i // group])
+                mark(out, start, indices[1] if rule == NEAREST and vanishes(kernel) else -1, active[i // group])
 
     @_entry(nogil=True)
     def backward_part(
@@ -72,10 +72,10 @@ def _parts(sources: str) -> tuple[Any, Any]:
         tops = top_bits.view(z.dtype)
         live = np.empty((n + SPAN - 1) // SPAN, np.bool_)
         w, s = np.empty(SPAN, z.dtype), np.empty(SPAN, z.dtype)
-        found: Any = np.empty(3, np.int64)
+        indices: Any = np.empty(3, np.int64)
         for i in range(first, last):
             a, b = lo[i], hi[i]
-            found[0], found[1], found[2] = index[i, 0] - a, index[i, 1] - a, index[i, 2]
+            indices[0], indices[1], indices[2] = index[i, 0] - a, index[i, 1] - a, index[i, 2]
             weights, slopes = p[i], dz[i]
             weights[:a] = 0
             weights[b:] = 0
@@ -83,7 +83,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
             slopes[b:] = 0
             backward_row(
                 z[i, a:b], bits[i, a:b], g[i, a:b], weights[a:b], slopes[a:b], kernel, rule, power[i], fallback,
-                learned, in_place, tops, top_bits, live, w, s, floats[i], flags[i], found, grads[i],
+                learned, in_place, tops, top_bits, live, w, s, floats[i], flags[i], indices, grads[i],
             )  # fmt: skip
 
     return forward_part, backward_part

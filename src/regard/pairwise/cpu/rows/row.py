@@ -23,28 +23,28 @@ def vanishes(kernel):
 
 
 @jit
-def _fill_fallback(x, p, rule, fallback, theta, found):
+def _fill_fallback(x, p, rule, fallback, theta, indices):
     """Write the weights of a row with visible keys but none above the threshold."""
     zero, one = x.dtype.type(0), x.dtype.type(1)
-    share = one / x.dtype.type(max(found[2], 1))
+    share = one / x.dtype.type(max(indices[2], 1))
     for j in range(p.shape[0]):
         if rule == codes.NEAREST:
-            inside = chosen(x[j], j, theta, found[0])
+            inside = chosen(x[j], j, theta, indices[0])
         elif fallback == codes.FALLBACK_UNIFORM:
             inside = x[j] > -np.inf
         else:
-            inside = fallback == codes.FALLBACK_NEAREST and j == found[0]
+            inside = fallback == codes.FALLBACK_NEAREST and j == indices[0]
         p[j] = share if inside else zero
 
 
 @jit
-def _note_fallback(x, fallback, top, found):
+def _note_fallback(x, fallback, top, indices):
     """Store what `_fill_fallback` needs under the fixed rule: the number of visible keys, or the best of them."""
-    found[0], found[2] = find_first(x, top, -1), 1
+    indices[0], indices[2] = find_first(x, top, -1), 1
     if fallback == codes.FALLBACK_UNIFORM:
-        found[2] = 0
+        indices[2] = 0
         for j in range(x.shape[0]):
-            found[2] += x[j] > -np.inf
+            indices[2] += x[j] > -np.inf
 
 
 @jit
@@ -86,13 +86,13 @@ def _invalid(rule, r, number):
 
 @jit
 def forward_row(
-    x, bits, p, kernel, rule, r, number, k, fallback, in_place, tops, top_bits, kept, local, floats, flags, found
+    x, bits, p, kernel, rule, r, number, k, fallback, in_place, tops, top_bits, kept, local, floats, flags, indices
 ):
     """Compute the weights and statistics of a row."""
     kind = x.dtype.type
     floats[0], floats[1], floats[2], floats[3], floats[4], floats[5] = 0, -1, 1, 1, 0, 0
     flags[:] = 0
-    found[:] = 0
+    indices[:] = 0
     top = -kind(np.inf)
     if x.shape[0] > 0 and find_tops(bits, top_bits):
         top = tops[(x.shape[0] + TILE - 1) // TILE]
@@ -123,16 +123,16 @@ def forward_row(
         reach = top + number
         theta = -number
     else:
-        theta, reach = find_nearest(x, k, vanishes(kernel), tops, top, kept, found)
-        cut = -1 if vanishes(kernel) else found[0]
+        theta, reach = find_nearest(x, k, vanishes(kernel), tops, top, kept, indices)
+        cut = -1 if vanishes(kernel) else indices[0]
     floats[0], floats[1] = top, theta
     info = np.finfo(x.dtype)
     least = info.tiny / info.eps if rule in (codes.FIXED, codes.NEAREST) else 0  # `kernels.least_reach`
     if not (reach > 0 and reach >= least):
         flags[1] = 1
         if rule == codes.FIXED:
-            _note_fallback(x, fallback, top, found)
-        _fill_fallback(x, p, rule, fallback, theta, found)
+            _note_fallback(x, fallback, top, indices)
+        _fill_fallback(x, p, rule, fallback, theta, indices)
         return
     edge = reach if cut < 0 else kind(np.inf)
     if mass == 0:
@@ -220,10 +220,10 @@ def _row_moments(x, g, u, live, kernel, r, top, edge, theta, cut, base):
     slope, slope_g, weight_g = 0.0, 0.0, 0.0
     for t in range((x.shape[0] + SPAN - 1) // SPAN):
         a, b = t * SPAN, min(x.shape[0], (t + 1) * SPAN)
-        live[t], found = moments(x[a:b], g[a:b], u[: b - a], kernel, r, top, edge, a, theta, cut, base)
-        slope += found[0]
-        slope_g += found[1]
-        weight_g += found[2]
+        live[t], sums = moments(x[a:b], g[a:b], u[: b - a], kernel, r, top, edge, a, theta, cut, base)
+        slope += sums[0]
+        slope_g += sums[1]
+        weight_g += sums[2]
     return slope, slope_g, weight_g
 
 
@@ -261,7 +261,7 @@ def _best(x, bits, top, tops, top_bits):
 
 @jit
 def backward_row(
-    x, bits, g, p, dz, kernel, rule, r, fallback, learned, in_place, tops, top_bits, live, w, s, floats, flags, found,
+    x, bits, g, p, dz, kernel, rule, r, fallback, learned, in_place, tops, top_bits, live, w, s, floats, flags, indices,
     grads,
 ):  # fmt: skip
     """Compute the weights, dL/dz and dL/dparameters of a row from its statistics."""
@@ -274,10 +274,10 @@ def backward_row(
         grads[:] = mass - mass
         return
     if flags[1] != 0:
-        _fill_fallback(x, p, rule, fallback, theta, found)
+        _fill_fallback(x, p, rule, fallback, theta, indices)
         dz[:] = 0
         return
-    cut = found[0] if rule == codes.NEAREST and not vanishes(kernel) else -1
+    cut = indices[0] if rule == codes.NEAREST and not vanishes(kernel) else -1
     edge = reach if cut < 0 else kind(np.inf)
     base = kind(0)
     if rule == codes.ADAPTIVE:  # G - rho must be exact at the key whose slope may be much larger than all others
@@ -297,4 +297,4 @@ def backward_row(
         moved = total / kind(ties)
     _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, moved, in_place, w, s, base)
     if rule == codes.NEAREST and vanishes(kernel):
-        dz[found[1]] -= total
+        dz[indices[1]] -= total

@@ -139,15 +139,15 @@ def _sums(d, kernel, r, b):
     for start in range(0, d.shape[0], SPAN):
         part = d[start : start + SPAN]
         if kernel == POWER1:
-            found = _sums1(part, b)
+            sums = _sums1(part, b)
         elif kernel == POWER2:
-            found = _sums2(part, b, inverse)
+            sums = _sums2(part, b, inverse)
         elif kernel == POWER3:
-            found = _sums3(part, b, inverse)
+            sums = _sums3(part, b, inverse)
         else:
-            found = _sums_any(part, b, r)
-        upper += found[0]
-        lower += found[1]
+            sums = _sums_any(part, b, r)
+        upper += sums[0]
+        lower += sums[1]
     return upper, lower
 
 
@@ -238,13 +238,13 @@ def _sum_above(z, r, edge):
 @jit
 def _neighbour(z, edge, up):
     """Return the next score above or below `edge`; infinite if there is none."""
-    found = np.inf if up else -np.inf
+    nearest = np.inf if up else -np.inf
     for j in range(z.shape[0]):
         if up and z[j] > edge:
-            found = min(found, np.float64(z[j]))
+            nearest = min(nearest, np.float64(z[j]))
         elif not up and z[j] < edge:
-            found = max(found, np.float64(z[j]))
-    return found
+            nearest = max(nearest, np.float64(z[j]))
+    return nearest
 
 
 @jit
@@ -348,8 +348,8 @@ def find_first(x, score, after):
 
 
 @jit
-def find_nearest(x, k, vanishes, tops, top, heap, found):
-    """Return (theta, reach) of a row. Write the last kept tie, the (k+1)-th key and the number kept to `found`."""
+def find_nearest(x, k, vanishes, tops, top, heap, indices):
+    """Return (theta, reach) of a row. Write the last kept tie, the (k+1)-th key and the number kept to `indices`."""
     _largest(x, k + 1, tops, heap)
     following, kth, visible = heap[0], x.dtype.type(np.inf), 0
     for h in range(k + 1):
@@ -364,12 +364,12 @@ def find_nearest(x, k, vanishes, tops, top, heap, found):
     cut = -1
     for _ in range(kept - greater):
         cut = find_first(x, kth, cut)
-    found[0], found[1], found[2] = cut, cut, kept
+    indices[0], indices[1], indices[2] = cut, cut, kept
     one = x.dtype.type(1)
     if not vanishes:
         return kth, one
     if visible <= k:
-        found[1] = find_first(x, kth, -1)
+        indices[1] = find_first(x, kth, -1)
         return kth - one, (top - kth) + one
-    found[1] = find_first(x, following, cut if following == kth else -1)
+    indices[1] = find_first(x, following, cut if following == kth else -1)
     return following, top - following
