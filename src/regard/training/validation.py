@@ -139,6 +139,8 @@ def _specs(config: TrainConfig, call: str) -> list[Spec]:
         try:
             specs[read_spec(word, "--spec", call)] = None
         except ArgumentError:
+            if not word:
+                raise
             from ..models.hybrid.token_mixers import read_mixer  # imports transformers, which takes seconds
 
             read_mixer(word, call, "--spec")
