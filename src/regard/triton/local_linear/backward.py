@@ -12,6 +12,8 @@ heads of a key head in one program. If t is given, u is 0, and one kernel by row
 each kernel computes again for its tiles, is saved or made in Theta(n d) memory. In bfloat16 the kernel by keys
 multiplies the operands of b and a in two terms: the weights of the right sides and u, since b may be small compared
 with rounding errors of gamma, and t, since for a long t, a would differ from that of the forward pass.
+In float32 the kernel by rows also sums p a, and that by keys adds to a what it lacks of 1: a long t magnifies rounding
+errors of m, which shift a whole row. So dv is as accurate as the output, where these errors cancel.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys; x [B, H, Tq, D], y [B, Hkv, Tk, D],
 v [B, Hkv, Tk, Dv]. In kernels as in `math`; matrices are x, y, v, g.
@@ -55,9 +57,9 @@ accumulators, registers hold 32 streamed rows, and 16 in float32."""
 
 GIVEN, SOLUTION, REST, LAST = (tl.constexpr(i) for i in range(4))
 """Operands of a row: t rounded, -u rounded, and the rounding errors of both."""
-LIFT, DROP, MEAN, FIRST, LSE, SCALE, FALL, NUMBERS = (tl.constexpr(i) for i in (*range(7), 8))
-"""Numbers of a row: 1 - m . t, gammabar - m . u, c, 1 - m . t of t's first term, lse, c's factor log2(e), and
-gammabar - m . u of u's first term; 8 lie in one sector of memory."""
+LIFT, DROP, MEAN, FIRST, LSE, SCALE, FALL, LACK, NUMBERS = (tl.constexpr(i) for i in range(9))
+"""Numbers of a row: 1 - m . t, gammabar - m . u, c, 1 - m . t of t's first term, lse, c's factor log2(e), gammabar -
+m . u of u's first term, and in float32 what the sum of p a lacks of 1; 8 lie in one sector of memory."""
 
 
 @triton.jit
@@ -177,7 +179,7 @@ def local_linear_query_kernel(
     drop = tl.load(line + (FALL if FORM.solved else DROP), mask=inside, other=0.0)
     total, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     guess = tl.load(line + MEAN, mask=inside, other=0.0) if FORM.solved else none
-    used, unrounded = none, none
+    used, unrounded, whole = none, none, none
     if not FORM.solved:
         right, spent = total, none
     for side in tl.static_range(1 if FORM.masked else 2):
@@ -188,7 +190,10 @@ def local_linear_query_kernel(
             if FORM.solved:
                 b = tl.dot(negative, tl.trans(k), b, input_precision=FORM.precision)
             b = (b - drop[:, None]) * p
-            dz = (shared.product(t, tl.trans(k)) + lift[:, None]) * b
+            a = shared.product(t, tl.trans(k)) + lift[:, None]
+            if FORM.operands == 2:
+                whole += tl.sum(p * a, 1)
+            dz = a * b
             if not FORM.solved:
                 right, spent = shared.times(b, k, right, spent, False)
             if FORM.solved:
@@ -196,6 +201,8 @@ def local_linear_query_kernel(
             total, used = shared.times(dz, k, total, used, False)
             unrounded += tl.sum(dz, 1)
     tl.store(line + MEAN, guess + unrounded, mask=inside)
+    if FORM.operands == 2:
+        tl.store(line + LACK, 1 - whole, mask=inside)
     mean = shared.own_rows(kept[1] + at * FORM.dim, first, queries, FORM)
     if not FORM.solved:
         shared.put_rows(outs[2] + at * FORM.dim, spent[:, None] * mean - right, first, queries, FORM)
@@ -237,7 +244,10 @@ def _key_step(state, block, member, first, read, sizes, EDGE: tl.constexpr, FORM
     if FORM.operands > 2:
         rest = _operand(operands, REST, first, queries, FORM.tile, EDGE, FORM)
         a = tl.dot(k, tl.trans(rest), a, input_precision=FORM.precision)
-    a = p * (a + tl.load(line + LIFT, mask=inside, other=0.0)[None, :])
+    a += tl.load(line + LIFT, mask=inside, other=0.0)[None, :]
+    if FORM.operands == 2:  # added last: for a long t, LIFT is large and would round it away
+        a += tl.load(line + LACK, mask=inside, other=0.0)[None, :]
+    a = p * a
     dv = tl.dot(a.to(k.dtype), g, state[1], input_precision=FORM.precision)
     dk = state[0]
     b = tl.dot(v, tl.trans(g), input_precision=FORM.precision)
