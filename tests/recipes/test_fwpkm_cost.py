@@ -1,12 +1,17 @@
 """`regard reproduce fwpkm-cost`: the paper's table 2, counted by other means, and what is said about it."""
 
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
+from mistakes import refuses
 from tiny_runs import tiny
 
+from regard.recipes import recipes
 from regard_recipes.fwpkm import fwpkm_cost as recipe
 from regard_recipes.fwpkm.layouts import Row
+from regard_recipes.lib.results import Journal, _write_line
 
 WIDTH, INNER, WORDS, TOKENS = 768, 2304, 32_000, 8 * 4096
 FEED_FORWARD = 3 * WIDTH * INNER
@@ -76,3 +81,21 @@ def test_a_run_has_every_row() -> None:
     assert (results.select(kind="run")["step_cpu_seconds"] > 0).all()
     assert [(claim.verdict, claim.note[-10:]) for claim in made.claims(results)] == [("holds", "hest of 2.")] * 2
     assert made.tables(results)["Table 2, counted"].rows[1][:3] == ("GDN | FwPKM", "519.122", "519.12")
+
+
+def test_a_run_begun_before_an_option_existed_is_continued(tmp_path: Path) -> None:
+    made = recipes.get("fwpkm-cost").configure(quick=True, out=tmp_path)
+    earlier = Journal.open(made, ())
+    del earlier.header["config"]["compile"]
+    earlier.begin({})
+    assert "compile" not in Journal.open(made, ()).header["config"]
+    refuses("lacks the rows of", earlier.finish, made)
+
+
+def test_a_cut_line_of_a_journal_is_an_error() -> None:
+    class Full(io.RawIOBase):
+        def write(self, data: Any) -> int:
+            return len(data) - 1
+
+    with pytest.raises(OSError, match="no space left"):
+        _write_line(Full(), {"row": 0})

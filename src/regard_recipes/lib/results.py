@@ -12,7 +12,7 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import datetime, timezone
 from io import RawIOBase
 from pathlib import Path
@@ -60,7 +60,10 @@ class Journal:
         before, lines, finished = read_journal(path) if path.exists() else (None, [], False)
         if before is None:
             return cls(path, header)
-        old, new = before["config"], header["config"]
+        defaults = {
+            x.name: plain(x.default) for x in fields(made) if x.default is not MISSING and x.name not in GROWING
+        }
+        old, new = {**defaults, **before["config"]}, header["config"]  # an earlier version may lack options
         differs = [name for name in new if name not in FREE and old.get(name) != new[name]]
         if differs and all(name in GROWING and _grows(old.get(name), new[name]) for name in differs):
             return cls(path, header, lines)
@@ -85,9 +88,11 @@ class Journal:
 
     def finish(self, made: Recipe) -> Results:
         """Write the last line and return all rows in the order of seeds and cells, whichever was measured first."""
+        _, self.lines, _ = read_journal(self.path)
+        left = len(unfinished_units(made, self))
+        require(left == 0, made.call(), f"{self.path} lacks the rows of {left} cells; give the command once more.")
         with _writing(self.path), self.path.open("ab", buffering=0) as file:
             _write_line(file, {"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")})
-        _, self.lines, _ = read_journal(self.path)
         order = {_key(plain(cell), 0): number for number, cell in enumerate(made.cells())}
         self.lines.sort(key=lambda line: (line["seed"], order[_key(line["cell"], 0)], line["row"]))
         return self.results()
@@ -116,7 +121,9 @@ def measure_into(path: Path, made: Recipe, unit: Unit) -> None:
 
 def _write_line(file: RawIOBase, line: Mapping[str, Any]) -> None:
     """Append a line in a single write, between which other processes may append theirs."""
-    file.write((json.dumps(line) + "\n").encode())
+    data = (json.dumps(line) + "\n").encode()
+    if file.write(data) != len(data):
+        raise OSError("no space left")
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class Numerics(Recipe):
         limited = solved[~solved["budget"].str.startswith("steps")]
         note = "Mean (largest) iterations of a row; largest true relative residual of a row."
         made["Iterations and residuals"] = pivot(limited, index, {"": solver}, columns="budget", note=note)
-        statuses = {kind.name: stat(kind.name, "sum", "{:g}") for kind in SolveStatus}
+        statuses = {kind.name: stat(kind.name, "sum", "{:g}") for kind in SolveStatus if kind.name in limited}
         made["Rows by status"] = pivot(limited, index, statuses, note="Over all tolerances, the default and auto.")
         return made
 

@@ -124,7 +124,7 @@ def threshold_kernel(
     z, tops, near, given, span, totals, best, heads, group, queries, room, number, stride_low, stride_mb, stride_mh,
     CHUNK: tl.constexpr, PARAMETER: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store of one row found [N, count, 3] = (best score, how far below it weights end, or 0 for fallback weights, sum
+    """Store of one row totals [N, count, 3] = (best score, how far below it weights end, or 0 for fallback weights, sum
     of weights) and best [N, count, 2] = (how many keys are visible, the nearest). `near`, shaped like z, is scratch."""
     row = tl.program_id(0).to(tl.int64)
     count = group * queries

@@ -134,7 +134,7 @@ def clean_kernel(
     DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Clean one block of vectors of one head of one of COUNT tensors, by the third axis of the grid: x [B, H, T, D],
-    contiguous along D, into contiguous found and bad. With BACKWARD, `bad` says which vectors are zero."""
+    contiguous along D, into contiguous cleaned and bad. With BACKWARD, `bad` says which vectors are zero."""
     programs_of, heads_of = (programs_0, programs_1, programs_2), (heads_0, heads_1, heads_2)
     lengths, at = (length_0, length_1, length_2), tl.program_id(1)
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
