@@ -176,7 +176,7 @@ class Spec:
         Raises:
             ArgumentError: text that cannot be read; the message names the closest known names.
         """
-        return _told("Spec.parse: text", _parsed, text)
+        return _read("Spec.parse: text", _parsed, text)
 
     def __str__(self) -> str:
         for name, preset in presets_registry.items():
@@ -212,7 +212,7 @@ class Spec:
         Raises:
             ArgumentError: not JSON, unknown fields or names.
         """
-        return _told("Spec.from_json: text", cls._read_json, text)
+        return _read("Spec.from_json: text", cls._read_json, text)
 
     @classmethod
     def _read_json(cls, text: str) -> "Spec":
@@ -307,16 +307,16 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
 
 # Parsing ----------------------------------------------------------------------------------------------------
 
-_OWN = re.compile(r"^Spec: (?:(?:kernel|bandwidth|similarity|solver): )?")
+_CONSTRUCTOR = re.compile(r"^Spec: (?:(?:kernel|bandwidth|similarity|solver): )?")
 
 
-def _told(where: str, read: Callable[[str], Spec], text: str) -> Spec:
+def _read(where: str, read: Callable[[str], Spec], text: str) -> Spec:
     """Return read(text). Its errors begin with `where`, the call and its argument, and do not name the constructor,
     which the caller did not call."""
     try:
         return read(text)
     except ArgumentError as error:
-        words = _OWN.sub("", str(error))
+        words = _CONSTRUCTOR.sub("", str(error))
     except RecursionError:
         words = f"{shown(text)} has too many brackets within brackets."
     raise ArgumentError(f"{where}: {words}")
@@ -402,7 +402,7 @@ def as_spec(spec: Spec | str, call: str = "Spec", argument: str = "spec") -> Spe
     if isinstance(spec, Spec):
         return spec
     if isinstance(spec, str):
-        return _told(f"{call}: {argument}", _parsed, spec)
+        return _read(f"{call}: {argument}", _parsed, spec)
     raise ArgumentError(f"{call}: {argument}: expected a Spec or its text, got {shown(spec)} ({type(spec).__name__}).")
 
 

@@ -116,10 +116,8 @@ def effective(
 ) -> tuple[Tensor, bool]:
     """Return the weights of the values, and whether a system did not converge. Write statistics of the solver and t
     behind the other statistics of the rows, and behind the flags the status and whether the row needs float64."""
-    ridge, rows = (
-        tensors.relative_ridge(block, kept),
-        (block.rows(floats)[..., FLOATS:], block.rows(flags)[..., FLAGS:]),
-    )
+    ridge = tensors.relative_ridge(block, kept)
+    rows = block.rows(floats)[..., FLOATS:], block.rows(flags)[..., FLAGS:]
     weights, again = _solved_rows(block, *tensors.fit(block, p, ridge), *rows)
     if again is not None and bool(again.any()):
         first = [x.clone() for x in rows]

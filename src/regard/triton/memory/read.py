@@ -87,7 +87,7 @@ def _rows(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _pulls(
-    table, slots, good, by_sum, by_mix, sums, value, gate, dots, by_sums, by_value, by_gate, tokens, length,
+    table, slots, good, by_sum, by_mix, sums, value, gate, dots, by_read, by_value, by_gate, tokens, length,
     stride_m, stride_b, stride_t, stride_v, stride_vt, stride_g, stride_gt,
     K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def _pulls(
                 u += tl.load(by_sum + token * D + start + column, mask=seen, other=0.0)
             if j == 0:
                 inside = start + column < D
-                tl.store(by_sums + token * D + start + column, u, mask=inside)
+                tl.store(by_read + token * D + start + column, u, mask=inside)
                 to = by_value + token * D + start + column
                 tl.store(to, given - share * given if gate is not None else given, mask=inside)
                 if gate is not None:
@@ -167,17 +167,17 @@ def pulled_rows(
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     by_mix, value, by_sum = rows_together(by_mix), rows_together(value), None if by_sum is None else by_sum.contiguous()
     shapes = (slots.shape, sums.shape, value.shape, value.shape[:2])
-    dots, by_sums, by_value, by_gate = (_float32(table, *shape) for shape in shapes)
+    dots, by_read, by_value, by_gate = (_float32(table, *shape) for shape in shapes)
 
     def run(tiles: Tiles) -> None:
         launch(
             _pulls, (tokens, memories), table, slots.contiguous(), bytes_of(good), by_sum, by_mix, sums, value, gate,
-            dots, by_sums, by_value, by_gate, tokens, value.shape[1], table.stride(0), *by_mix.stride()[:2],
+            dots, by_read, by_value, by_gate, tokens, value.shape[1], table.stride(0), *by_mix.stride()[:2],
             *value.stride()[:2], *_strides(gate), tiles=tiles, K=k, D=width, **_widths(tiles, k, width),
         )  # fmt: skip
 
     run(PULLS.pick(width, table.dtype, run, (gate is not None,)))
-    return dots, by_sums, by_value, by_gate
+    return dots, by_read, by_value, by_gate
 
 
 def _float32(like: Tensor, *shape: int) -> Tensor:
