@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
         ("config.json", {"width": 10**9, "heads": 7}, "--heads is 7, which does not divide"),
         ("config.json", {"steps": 10**400}, "steps in "),
         ("config.json", {"learning_rate": 10**400}, "learning_rate in "),
-        ("config.json", {"spec": ["biwait"]}, "unknown spec 'biwait'"),
+        ("config.json", {"spec": ["biwait"]}, "'biwait' is neither a spec nor a token mixer"),
         ("config.json", {"model": "wild"}, "wild"),
         ("config.json", {"kv-heads": 1}, "duplicate key"),
         ("run.json", {"format": 2}, "has run format 2"),

@@ -89,7 +89,7 @@ LLAMA = [
 OURS = [
     ({"hidden_size": "wide"}, "hidden_size is 'wide', expected a positive integer"),
     ({"max_position_embeddings": "long"}, "max_position_embeddings is 'long', expected a positive integer"),
-    ({"mixers": "biwait"}, "unknown spec 'biwait'"),
+    ({"mixers": "biwait"}, "'biwait'"),
 ]
 WRONG = {"llama": ANY + LLAMA, **dict.fromkeys(language_models.names(), OURS), "transformer": ANY + OURS}
 

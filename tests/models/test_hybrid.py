@@ -210,8 +210,11 @@ def test_ridges_and_gains_start_where_they_should(temperatures):
         ({"training_window": 0}, "expected a positive integer"),
         ({"training_window_share": 1.2}, "expected training_window_share <= 1"),
         ({"memory_place": "inside"}, "expected one of 'before-mixer', 'after-mixer'"),
-        ({"mixers": "retentio"}, "mixers: unknown spec 'retentio', and no token mixer either. Did you mean 'retention"),
-        ({"mixers": "rwkv"}, "no token mixer either. Choose from: biweight, .*, gated-deltanet, .*, softmax"),
+        ({"mixers": "retentio"}, "mixers: 'retentio' is neither a spec nor a token mixer. Did you mean 'retention"),
+        (
+            {"mixers": "rwkv"},
+            "neither a spec nor a token mixer. Choose from: biweight, .*, gated-deltanet, .*, softmax",
+        ),
         ({"mixers": "nearest"}, r"a spec begins with its kernel: gaussian\*nearest"),
         ({"memories": {1: 3}}, "memories is {1: 3}, expected a text such as .*, or depths mapped to names"),
         ({"memories": "PKM"}, "cannot read 'PKM'"),

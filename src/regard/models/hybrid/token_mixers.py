@@ -87,7 +87,7 @@ def read_mixer(given: str | Spec, call: str, argument: str) -> str | Spec:
         if not re.fullmatch(r"[\w-]+", word) or word in bandwidths or word in similarities:
             raise  # not about an unknown word
         hint = suggestion(word, [*kernels.names(), *presets(), *token_mixers.names(aliases=True)])
-        raise ArgumentError(f"{call}: {argument}: unknown spec {word!r}, and no token mixer either.{hint}") from None
+        raise ArgumentError(f"{call}: {argument}: {word!r} is neither a spec nor a token mixer.{hint}") from None
 
 
 States = tuple[Any, ...]
