@@ -76,11 +76,11 @@ class Visibility:
             low, high = torch.maximum(low, start), torch.minimum(high, stop)
         return low.clamp(0, self.keys), high.clamp(0, self.keys)
 
-    def block(self, first: int, last: int, low: int, high: int, device: torch.device) -> Any:
+    def block(self, first: int, last: int, low: int, high: int, device: torch.device, positional: bool = True) -> Any:
         """Return the visible pairs of queries [first, last) and keys [low, high): boolean [B or 1, H or 1, q or 1, k],
-        or None if all are visible."""
+        or None if all are visible; without `positional` those that the mask alone allows."""
         visible: Any = None
-        if self.positional:
+        if positional and self.positional:
             start, stop = self.bounds(first, last, device)
             at = torch.arange(low, high, device=device)
             visible = at < stop[..., None]

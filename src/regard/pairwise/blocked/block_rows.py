@@ -98,11 +98,11 @@ SOLVERS: dict[str, type[Rows]] = {"blocked": Rows}
 """Implementation name to its `Rows`."""
 
 
-DESCRIBED = (
+ENCODED = (
     "Tensor? mask, Tensor? moved, Tensor? runs, float ridge_number, bool counted, str solver, str spec, str[] names, "
     "float[] numbers, bool causal, bool strict, SymInt? window, SymInt offset"
 )
-"""The result of `described` in the schema of an operator. The spec is JSON, so that a stored graph is self-contained;
+"""The result of `encoded` in the schema of an operator. The spec is JSON, so that a stored graph is self-contained;
 `names` are those of the row parameters, then those of `numbers`."""
 
 
@@ -113,40 +113,46 @@ def given_of(inputs: Inputs) -> Tensor | None:
     return torch.stack(tensors) if tensors else None
 
 
-def described(solver: str, inputs: Inputs) -> tuple[Any, ...]:
-    """Return the call as arguments of an operator."""
-    visible = inputs.visible
-    offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
-    tensors = [n for n, p in inputs.params.items() if isinstance(p, Tensor)]
+def work_of(solver: str, inputs: Inputs) -> Work:
+    """Return the call without its tensors."""
     numbers = {n: p for n, p in inputs.params.items() if not isinstance(p, Tensor)}
+    names = [n for n in inputs.params if n not in numbers]
     ridge = 0.0 if isinstance(inputs.ridge, Tensor) else inputs.ridge
+    rows, heads = SOLVERS[solver](inputs.spec), _heads(inputs.q, inputs.k)
+    return Work(inputs.spec, rows, names, numbers, inputs.visible, *heads, ridge, inputs.diagnostics)
+
+
+def encoded(solver: str, work: Work) -> tuple[Any, ...]:
+    """Return the call as arguments of an operator."""
+    visible = work.visible
+    offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
     return (
-        visible.mask, moved, visible.runs, ridge, inputs.diagnostics, solver, inputs.spec.to_json(),
-        [*tensors, *numbers], [*numbers.values()], visible.causal, visible.strict, visible.window, offset,
+        visible.mask, moved, visible.runs, work.ridge, work.counted, solver, work.spec.to_json(),
+        [*work.names, *work.numbers], [*work.numbers.values()], visible.causal, visible.strict, visible.window, offset,
     )  # fmt: skip
 
 
-def work_from(
+def decoded(
     q: Tensor, k: Tensor, mask: Any, moved: Any, runs: Any, ridge: float, counted: bool, solver: str, spec: str,
     names: list[str], numbers: list[float], causal: bool, strict: bool, window: int | None, offset: int,
 ) -> Work:  # fmt: skip
-    """Return the call from the result of `described`, for queries q and keys k."""
+    """Return the call from the result of `encoded`, for queries q and keys k."""
     at = offset if moved is None else moved
     visible = Visibility(q.shape[2], k.shape[2], causal, strict, window, at, mask, runs)
     rows, count = rows_of(solver, spec), len(names) - len(numbers)
-    named, heads = dict(zip(names[count:], numbers, strict=True)), (q.shape[1], k.shape[1], q.shape[0] * q.shape[1])
-    return Work(_spec_of(spec), rows, list(names[:count]), named, visible, *heads, ridge, counted)
+    named = dict(zip(names[count:], numbers, strict=True))
+    return Work(rows.spec, rows, list(names[:count]), named, visible, *_heads(q, k), ridge, counted)
+
+
+def _heads(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    """Return H, Hkv and N."""
+    return q.shape[1], k.shape[1], q.shape[0] * q.shape[1]
 
 
 @lru_cache(maxsize=256)
 def rows_of(solver: str, spec: str) -> Rows:
     """Return the `Rows` of that name for the Spec of that JSON."""
-    return SOLVERS[solver](_spec_of(spec))
-
-
-@lru_cache(maxsize=256)
-def _spec_of(json: str) -> Spec:
-    return Spec.from_json(json)
+    return SOLVERS[solver](Spec.from_json(spec))
 
 
 def at_once(inputs: Inputs) -> bool:

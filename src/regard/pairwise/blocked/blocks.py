@@ -151,14 +151,12 @@ class Block:
         visible = self.work.visible
         if visible.mask is None and not (positional and visible.positional):
             return z
-        if not positional:
-            visible = replace(visible, causal=False, strict=False, window=None, runs=None)
-        low = self._edge(visible)
+        low = self._edge(visible) if positional else None
         if low is not None:
             seen = visible.block(self.first, self.last, low, self.high, z.device)
             z[..., low - self.low :].masked_fill_(~seen[0], fill)
             return z
-        seen = visible.block(self.first, self.last, self.low, self.high, z.device)
+        seen = visible.block(self.first, self.last, self.low, self.high, z.device, positional=positional)
         if self.kept is not None and seen.shape[-1] > 1:
             seen = seen[..., self.kept]
         if seen.shape[0] == 1 and seen.shape[1] == 1:

@@ -17,7 +17,20 @@ from ...precision import full_precision
 from ..diagnostics import Diagnostics, diagnose
 from ..dispatch import Cost, Implementation, Inputs, Problem, register_impl
 from . import local_linear
-from .block_rows import DESCRIBED, FLAGS, FLOATS, Rows, at_once, described, flat, given_of, rows_of, unpack, work_from
+from .block_rows import (
+    ENCODED,
+    FLAGS,
+    FLOATS,
+    Rows,
+    at_once,
+    decoded,
+    encoded,
+    flat,
+    given_of,
+    rows_of,
+    unpack,
+    work_of,
+)
 from .blocks import ELEMENTS, Work, new_marks
 from .local_linear import SLOPE, STATISTICS, Tensors, flattened
 
@@ -27,11 +40,10 @@ Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()  # weightings check whether gradients are enabled
-def run(*arguments: Any) -> Outputs:
+def run(work: Work, *given: Any) -> Outputs:
     """Return (output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int64
     [B, H, Tq, n], marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]). At degree 1 floats and flags also hold what
     `local_linear.effective` writes, and there are no marks."""
-    given, work = arguments[:COUNT], work_from(*arguments[:2], *arguments[COUNT:])
     rows, outputs, tensors, failed = work.rows, _outputs(work.rows, *given[:4]), flattened(work.ridge, *given), False
     out, floats, flags, index, active = map(flat, outputs)
     statistics = (floats[..., :FLOATS], flags[..., :FLAGS], index) if work.spec.degree else (floats, flags, index)
@@ -65,12 +77,14 @@ def _outputs(rows: Rows, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> O
     )
 
 
-forward = torch.library.custom_op(
+@torch.library.custom_op(
     "regard::blocked_forward",
-    run,
     mutates_args=(),
-    schema=f"({TENSORS}, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({TENSORS}, {ENCODED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+def forward(*arguments: Any) -> Outputs:
+    """Call `run`."""
+    return run(decoded(*arguments[:2], *arguments[COUNT:]), *arguments[:COUNT])
 
 
 @forward.register_fake
@@ -81,13 +95,13 @@ def _(q, k, v, x, y, ridge, probe, given, mask, moved, runs, number, counted, so
 @torch.library.custom_op(
     "regard::blocked_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, {TENSORS}, Tensor floats, Tensor flags, Tensor index, Tensor active, {DESCRIBED}) "
+    schema=f"(Tensor grad, {TENSORS}, Tensor floats, Tensor flags, Tensor index, Tensor active, {ENCODED}) "
     f"-> ({', '.join(['Tensor'] * COUNT)})",
 )
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, x, y, ridge, probe and given, empty for those that are None."""
     (q, k, v, x, y, *rest), statistics = arguments[:COUNT], arguments[COUNT : COUNT + 4]
-    work = work_from(q, k, *arguments[COUNT + 4 :])
+    work = decoded(q, k, *arguments[COUNT + 4 :])
     new = lambda z: None if z is None else z.new_zeros(z.shape)  # noqa: E731
     transposed = [None if z is None else z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
     dk, dv, dy = transposed
@@ -166,7 +180,9 @@ class Blocked(Implementation):
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
         tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given_of(inputs))
-        out, *kept, _ = (run if at_once(inputs) else forward)(*tensors, *described(self.name, inputs))
+        work = work_of(self.name, inputs)
+        outputs = run(work, *tensors) if at_once(inputs) else forward(*tensors, *encoded(self.name, work))
+        out, *kept, _ = outputs
         if not inputs.diagnostics:
             return out, None
         (floats, flags, _), solver, negative = kept, None, None
