@@ -231,7 +231,11 @@ def test_an_error_of_a_tenth_is_reported(impl: str) -> None:
         call = {"spec": "biweight", "ridge": 0.1, "scale": 0.1 / length}
         how = {"is_causal": True, "return_diagnostics": True, **call}
         weights = regard.local_linear_attention(q, k, v, impl="reference", **how)[1].weights
-        out, found = run(q, k, v, impl=impl, **call)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            out, found = run(q, k, v, impl=impl, **call)
+        warned = any("are inaccurate in the forward pass" in str(x.message) for x in said)
+        assert impl == "reference" or warned == bool((found["status"] >= UNCONVERGED).any())
         for i in range(10):
             exact = in_fractions(weights[0, 0, i], q[0, 0, i], k[0, 0], v[0, 0], 0.1)
             error = float((out[0, 0, i].double() - exact).norm() / exact.norm())
@@ -293,9 +297,9 @@ def test_a_budget_that_is_too_small_is_told() -> None:
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 150, 16, seed=8))
     before = torch.inf
     for max_iter in (1, 3, 6):
-        with pytest.warns(RuntimeWarning, match="did not converge in the forward pass"):
+        with pytest.warns(RuntimeWarning, match="did not converge or are inaccurate in the forward pass"):
             out, found = run(q, k, v, solver="cg", max_iter=max_iter, ridge=0.01)
-        with pytest.warns(RuntimeWarning, match="did not converge in the backward pass"):
+        with pytest.warns(RuntimeWarning, match="did not converge or are inaccurate in the backward pass"):
             out.sum().backward()
         assert bool((found["iterations"] <= max_iter).all())
         unconverged = found["status"] == UNCONVERGED
@@ -381,14 +385,13 @@ def test_auto_iterates_where_that_pays() -> None:
 
 
 def test_auto_does_not_leave_a_row_unconverged() -> None:
-    """Keys on which the iteration alone gives up: auto answers with the direct solution, and does not warn."""
+    """Keys on which the iteration alone gives up: auto answers with the direct solution. Some rows are INACCURATE."""
     q, k, v = draw(1, 1, 300, 24, seed=15)
     k = k * torch.logspace(0, -6, 24, dtype=torch.float64)
     how = {"ridge": 1e-13, "scale": 0.2}
     with pytest.warns(RuntimeWarning, match="did not converge"):
         _, alone = run(q, k, v, solver="cg", **how)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(RuntimeWarning, match="are inaccurate"):
         out, found = run(q, k, v, solver="auto", **how)
     failed = alone["status"] == UNCONVERGED
     assert bool(failed.any())

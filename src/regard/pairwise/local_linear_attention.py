@@ -60,7 +60,7 @@ def local_linear_attention(
             gradients; `max_iter` or `tol` with another solver.
 
     Warns:
-        RuntimeWarning: systems that did not converge.
+        RuntimeWarning: systems that did not converge or are inaccurate. Only `blocked` and `cpu` warn.
 
     Cost per row of T keys: 4 D T operations per step of conjugate gradients or D^2 T for Cholesky, in addition to 4 D T
     of attention; memory Theta(n d).

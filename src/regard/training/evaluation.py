@@ -132,7 +132,7 @@ def row_means(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
         - empty_rows: share of the queries with visible keys of which none lies within the bandwidth, over the layers
           with a fixed bandwidth and a compactly supported kernel.
         - negative_mass (sum of the sizes of negative weights), solver_iterations, solver_residual (the largest) and
-          unconverged (share of the unsolved systems), over local linear layers.
+          unconverged (share of the systems that did not converge or are inaccurate), over local linear layers.
         - memory_coverage, memory_collisions, memory_kl_uniform, memory_marginal_entropy, memory_gate,
           memory_not_finite: see `nn.memory_trace.memory_means`.
     """
@@ -153,7 +153,7 @@ def row_means(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
         means["negative_mass"] = mean(mass for mass, _ in local if mass is not None)
         means["solver_iterations"] = mean(solver["iterations"] for _, solver in local)
         means["solver_residual"] = max(solver["residual"].max().item() for _, solver in local)
-        means["unconverged"] = mean(solver["status"] == SolveStatus.UNCONVERGED for _, solver in local)
+        means["unconverged"] = mean(solver["status"] >= SolveStatus.UNCONVERGED for _, solver in local)
     return means | {f"memory_{name}": value for name, value in memories.items() if name in _OF_MEMORIES}
 
 

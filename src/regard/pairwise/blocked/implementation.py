@@ -54,8 +54,8 @@ def run(work: Work, *given: Any) -> Outputs:
         for whole, part in zip(statistics, kept, strict=True):
             block.rows(whole).copy_(part)
         if work.spec.degree:
-            p, unconverged = local_linear.effective(block, tensors, p, kept, floats, flags)
-            failed = failed or unconverged
+            p, unsolved = local_linear.effective(block, tensors, p, kept, floats, flags)
+            failed = failed or unsolved
         elif rows.marks:
             block.marks(active).logical_or_(marks)
             block.add_weighted(block.rows(out), p, block.columns(tensors.v), marks)
@@ -128,8 +128,8 @@ def _backward_blocks(
         if linear:
             p, slope = rows.again(block, z, kept_rows, params), block.rows(floats)[..., SLOPE:]
             again = block.rows(flags)[..., FLAGS + 1 :] > 0
-            dp, share, unconverged = local_linear.weight_gradient(block, tensors, d, p, kept_rows, g, slope, again)
-            failed = failed or unconverged
+            dp, share, unsolved = local_linear.weight_gradient(block, tensors, d, p, kept_rows, g, slope, again)
+            failed = failed or unsolved
         else:
             dp = g @ block.columns(tensors.v).transpose(-1, -2)
         p, dz, dparams = rows.derive(block, z, dp, (*kept_rows[:2], block.placed(kept_rows[2])), params, share, p)

@@ -114,7 +114,7 @@ def flattened(
 def effective(
     block: Block, tensors: Tensors, p: Tensor, kept: Kept, floats: Tensor, flags: Tensor
 ) -> tuple[Tensor, bool]:
-    """Return the weights of the values, and whether a system did not converge. Write statistics of the solver and t
+    """Return the weights of the values, and whether a system was not solved. Write statistics of the solver and t
     behind the other statistics of the rows, and behind the flags the status and whether the row needs float64."""
     ridge = tensors.relative_ridge(block, kept)
     rows = block.rows(floats)[..., FLOATS:], block.rows(flags)[..., FLAGS:]
@@ -126,7 +126,7 @@ def effective(
         for row, old in zip(rows, first, strict=True):
             row.copy_(torch.where(again, row, old))
         rows[1][..., 1:].copy_(again)
-    return weights, _unconverged(rows[1][..., 0])
+    return weights, _unsolved(rows[1][..., 0])
 
 
 def _solved_rows(
@@ -149,16 +149,16 @@ def _solved_rows(
     return weights, None if wide else lost(status)[..., None]
 
 
-def _unconverged(status: Tensor) -> bool:
-    return bool((status == int(SolveStatus.UNCONVERGED)).any())
+def _unsolved(status: Tensor) -> bool:
+    return bool((status >= int(SolveStatus.UNCONVERGED)).any())
 
 
 def warn(when: str, spec: Spec) -> None:
     if getattr(spec.solver, "max_iter", None) == 0:
         return  # the caller wants the local constant model
     warnings.warn(
-        f"local linear attention: some systems did not converge in the {when} pass ({spec}); return_diagnostics=True "
-        f"says which; use a larger ridge, max_iter or tol, or solver=cholesky.",
+        f"local linear attention: some systems did not converge or are inaccurate in the {when} pass ({spec}); "
+        f"return_diagnostics=True says which; use a larger ridge, max_iter or tol, solver=cholesky or float64.",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -168,7 +168,7 @@ def weight_gradient(
     block: Block, tensors: Tensors, d: Tensors, p: Tensor, kept: Kept, g: Tensor, t: Tensor, again: Tensor
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Return dL/dp [n, q, w], the derivative by the logarithm of the kernel weight [n, q, 1] or None, and whether a
-    system did not converge. Add the gradients of v, x, y, ridge and probe to `d`. Rows `again` [n, q, 1] are computed
+    system was not solved. Add the gradients of v, x, y, ridge and probe to `d`. Rows `again` [n, q, 1] are computed
     in float64."""
     if not bool(again.any()):
         return _gradient(block, tensors, d, p, kept, g, t)
@@ -196,7 +196,7 @@ def _gradient(
         # one value per pair, for `by_row` alone
         system.source = gamma / power_of_two_above(right) if system.sparse else None
         solved, size = _solve(spec, system, right)
-        failed, u = _unconverged(solved.status), solved.value * size
+        failed, u = _unsolved(solved.status), solved.value * size
         block.rows(d.x).add_(u)
     else:
         u = torch.zeros_like(t)
