@@ -1,5 +1,7 @@
 """`regard reproduce`: recipes at a tiny size through the command line, and the numbers they leave behind."""
 
+import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -216,6 +218,9 @@ def test_help_and_list(capsys: pytest.CaptureFixture) -> None:
         for field in fields(recipe):
             flag = field.name.replace("_", "-")
             assert f"--no-{flag} " in text if field.default is True else f"--{flag} " in text
+        assert re.search(r"(INT|FLOAT|STR|PATH|]|}) \(default", text) is None  # every option is explained
+        comments = re.findall(r"^    \w+: [^=\n]+ = .*?  # (.*)$", inspect.getsource(recipe), re.MULTILINE)
+        assert [comment for comment in comments if comment not in text and "type: ignore" not in comment] == []
 
 
 def test_recipes_are_listed_without_what_draws_them() -> None:

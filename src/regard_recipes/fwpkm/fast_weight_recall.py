@@ -36,8 +36,7 @@ REMAPPED = 0.95  # least share of right values where keys had other values befor
 class FastWeightRecall(Recipe):
     """Recall after one reading, after remapping and beyond capacity, under each rule of writing fast weights."""
 
-    seeds: int = 3
-    """Models of each kind."""
+    seeds: int = 3  # Models of each kind.
     rules: tuple[str, ...] = tuple(RULES)  # Rules of writing to train with.
     sub_keys: int = 32  # Sub-keys of a half; the memory has as many slots as its square.
     stress_sub_keys: int = 12  # The same of the memory that is too small.

@@ -41,8 +41,7 @@ class FwPKMAblation(NamesAndNeedlesRecipe):
 
     sub_keys = 32
     steps = 100
-    examples: int = 32
-    """Haystacks with a question that each model is asked."""
+    examples: int = 32  # Haystacks with a question that each model is asked.
     segments: int = 16  # Training windows of each document.
     known: ClassVar = {name: {"row": Row("GDN", "none" if name == NONE else "FwPKM"), "fast": options}
                        for name, options in OPTIONS.items()}  # fmt: skip

@@ -32,13 +32,11 @@ NOTHING = "writing does not lower the loss on names that come back, so that gate
 class FwPKMCaseStudies(NamesAndNeedlesRecipe):
     """Slots that answer a needle's question with their hits, and gates over a text: the two case studies of FwPKM."""
 
-    seeds: int = 5
-    """Models that are trained; the first one's case is drawn."""
+    seeds: int = 5  # Models that are trained; the first one's case is drawn.
     layers = 4
     steps = 80
     digits = 4
-    examples: int = 64
-    """Haystacks with a question; the first that is answered correctly is drawn."""
+    examples: int = 64  # Haystacks with a question; the first that is answered correctly is drawn.
     haystack = 192
     documents = 16
     gate_chunk: int = 4

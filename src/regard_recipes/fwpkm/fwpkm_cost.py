@@ -101,7 +101,7 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
     def tables(self, results: Results) -> dict[str, Any]:
         counts, runs = beside_paper(results, "count"), beside_paper(results, "run")
         tera = 3e-12 * PAPER_BATCH * PAPER_SIZES.context
-        parts: dict[str, Show] = {name: stat(name, "mean", "{:.3f}", tera) for name in PARTS}
+        operations: dict[str, Show] = {name: stat(name, "mean", "{:.3f}", tera) for name in PARTS}
         return {
             "Table 2, counted": pivot(counts, ["model"], {
                 "parameters, M": "{millions:.3f}", "paper, M": "{paper_millions:.2f}",
@@ -112,7 +112,7 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
             }, note="At the paper's size, a training step of 8 sequences of 4096 tokens. All: everything computed, the "
                     "backward pass as twice the forward pass. Left out: what the paper's count lacks."),
             "Operations of a step by what they do": pivot(
-                counts, ["model"], parts, note="T operations, forward and backward."),
+                counts, ["model"], operations, note="T operations, forward and backward."),
             "Measured": pivot(runs, ["model"], {
                 "learned": "{parameters:,.0f}", "step, in units of none": "{relative:.2f}",
                 "paper": "{paper_relative:.2f}", "peak": "{peak:.0f} MiB",

@@ -42,8 +42,7 @@ class RecurringNamesRecipe(TaskRecipe):
     split."""
     steps = 300
     batch = 32
-    examples: int = 128
-    """Documents of the test split that each score is taken from."""
+    examples: int = 128  # Documents of the test split that each score is taken from.
     limits: ClassVar = {
         "sentences": (2, 2**31), "people": (1, 2**31), "window": (1, 2**31), "width": (8, 8192),
         "sub_keys": (2, 2**15), "chunk": (1, 2**31),

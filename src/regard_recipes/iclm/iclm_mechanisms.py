@@ -37,15 +37,12 @@ BLOCK_SIZES = {"max_position_embeddings": BLOCKS["context"], "hidden_size": BLOC
 class Mechanisms(TextOptions):
     """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
 
-    seeds: int = 3
-    """Models of each kind; they differ in first weights and data."""
-    layers: int = 4
-    """Layers of the models of text, an even number: half as many of phi and of f."""
+    seeds: int = 3  # Models of each kind; they differ in first weights and data.
+    layers: int = 4  # Layers of the models of text, an even number: half as many of phi and of f.
     width = 128
     variant: Literal["wv", "full"] = "wv"
     """What f's heads average: wv, of the Transformer's size, as in the paper's heatmaps; or full."""
-    steps: int = 1000
-    """Optimiser steps of each model of text."""
+    steps: int = 1000  # Optimiser steps of each model of text.
     learning_rate: float = 2e-3
     """The highest of the models of text. `iclm-parity` tries several, and compares the perplexities of these models."""
     block_steps: int = 2000  # Optimiser steps of each model of repeated blocks.

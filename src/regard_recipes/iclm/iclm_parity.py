@@ -51,7 +51,7 @@ WHOLE = {name: name.partition("-no-")[0] for name in MODELS if name not in MAIN}
 class Parity(TextRecipe):
     """ICLM beside Transformers of equal size: perplexity, time and memory, with and without feed-forward layers."""
 
-    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    rates = (1e-3, 2e-3, 4e-3)
     width = 128
     layers: int = 4
     """Layers, an even number; the paper's models have 8 or 12 of width 512 with 8 heads, or 24 of 1024 with 16."""

@@ -33,8 +33,7 @@ class StoriesRecipe(TaskRecipe, Sizes):
     """Accuracy and grades of continued stories: ICLM, Transformer and Memory Mosaics."""
 
     setting: str = "quick"  # Setting of the task: 'quick' or 'long'.
-    layers: int = 4
-    """Layers; of ICLM, half as many pairs of blocks."""
+    layers: int = 4  # Layers; of ICLM, half as many pairs of blocks.
     graded: int = 64  # Stories that each model continues.
     batch = 32
     stop_at = 1.1

@@ -41,8 +41,7 @@ class TinyMathRecipe(TaskRecipe, Sizes):
     """Equation and answer accuracy on word problems: ICLM and Transformer, with and without feed-forward layers."""
 
     setting: str = "small"  # Setting of the task: 'quick' (numbers up to 20), 'small' (up to 81) or 'paper'.
-    layers: int = 4
-    """Layers; of ICLM, half as many pairs of blocks."""
+    layers: int = 4  # Layers; of ICLM, half as many pairs of blocks.
     batch = 32
     steps = 1200
     stop_at = 1.1

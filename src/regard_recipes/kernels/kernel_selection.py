@@ -46,8 +46,7 @@ def default_weights(kernel: str) -> str:
 class KernelSelection(TextRecipe):
     """The ten kernels of the kernel-selection paper in equal language models: losses, time, and what q = k costs."""
 
-    models: tuple[str, ...] = KERNELS
-    """Kernels of Table 1."""
+    models: tuple[str, ...] = KERNELS  # Kernels of Table 1.
     earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
     """Of these, the ones that are trained with q = k on earlier tokens only too."""
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
@@ -55,9 +54,9 @@ class KernelSelection(TextRecipe):
     close_seeds: int = 8
     """Models of the exponential and of the RBF kernel with normalised weights, whose losses differ little; `seeds` if
     that is more."""
-    batch: int = 8
-    steps: int = 450
-    looks: int = 6
+    batch = 8
+    steps = 450
+    looks = 6
     by_size: ClassVar = {
         "quick": {"seeds": 1, "close_seeds": 1, "steps": 150, "rates": (3e-3,), "measured": 4096, "looks": 5},
         "paper": {**PAPER_SIZE, "looks": 20},

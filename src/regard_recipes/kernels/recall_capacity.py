@@ -50,8 +50,7 @@ class RecallCapacity(Recipe):
     """Damage: standard deviation of noise on the stored numbers, in units of their root mean square."""
     cues: int = 64  # Cues per memory, of different pairs (all pairs where fewer are stored).
     dim: int = 64  # Channels of keys and values.
-    seeds: int = 5
-    """Independent memories per condition."""
+    seeds: int = 5  # Independent memories per condition.
     limits: ClassVar = {"scales": (1e-6, 1e6), "pairs": (1, 2**20), "noise": (0, 1e6), "jitter": (0, 1e6),
                         "erased": (0, 1), "zeroed": (0, 1)}  # fmt: skip
     by_size: ClassVar = {"quick": {"seeds": 2, "pairs": (16, 64, 256, 1024), "scales": (5.0, 75.0)}}

@@ -34,12 +34,11 @@ LITTLE = 0.05  # bits per character that a difference in loss must reach to matt
 class SharedQueryKey(TextRecipe):
     """Loss, parameters and memory of models whose queries are their keys, beside those that keep the two apart."""
 
-    models: tuple[str, ...] = ()
-    """Attention specs; by default softmax, shift-cosine, elu and relumax."""
-    rates: tuple[float, ...] = (3e-3, 1e-2)
-    batch: int = 8
-    steps: int = 250
-    measured: int = 16_384
+    models: tuple[str, ...] = ()  # Attention specs; by default softmax, shift-cosine, elu and relumax.
+    rates = (3e-3, 1e-2)
+    batch = 8
+    steps = 250
+    measured = 16_384
     exclude_self: bool = False
     """Let attention see earlier characters only, in all models: with q = k a character is most similar to itself."""
     known: ClassVar = {name: {} for name in ("softmax", "shift-cosine", "elu", "relumax")}

@@ -30,20 +30,13 @@ class LanguageOptions(Recipe):
     """Options of recipes that train language models. Warm-up, cosine, weight decay and clipping are those of
     `regard.training.task.TaskBudget` by default."""
 
-    context: int = 64
-    """Tokens of a training window."""
-    batch: int = 16
-    """Windows of a step."""
-    parts: int = 1
-    """Forward passes of a step, more where memory is short."""
-    steps: int = 800
-    """Optimiser steps of each model."""
-    looks: int = 4
-    """How often the losses are noted."""
-    dtype: str = "float32"
-    """Of matrix products: float32 or bfloat16 (autocast; weights and updates are float32)."""
-    compile: bool = False
-    """Train through torch.compile."""
+    context: int = 64  # Tokens of a training window.
+    batch: int = 16  # Windows of a step.
+    parts: int = 1  # Forward passes of a step, more where memory is short.
+    steps: int = 800  # Optimiser steps of each model.
+    looks: int = 4  # How often the losses are noted.
+    dtype: str = "float32"  # Of matrix products: float32 or bfloat16 (autocast; weights and updates are float32).
+    compile: bool = False  # Train through torch.compile.
     limits: ClassVar[Limits] = {"context": (2, math.inf)}
     choices: ClassVar = {"dtype": tuple(DTYPES)}
 
@@ -60,10 +53,8 @@ class LanguageOptions(Recipe):
 class TextOptions(LanguageOptions, Sizes):
     """Options of recipes that train on one text, and the models that follow from them."""
 
-    tokenizer: str = "char"
-    """char, byte, bpe or gpt2."""
-    measured: int = 8192
-    """Held-out tokens that the results are measured on."""
+    tokenizer: str = "char"  # char, byte, bpe or gpt2.
+    measured: int = 8192  # Held-out tokens that the results are measured on.
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
     limits: ClassVar[Limits] = {"measured": ("context", math.inf)}

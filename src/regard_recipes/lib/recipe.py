@@ -91,16 +91,12 @@ class Recipe(ABC):
     size: Literal["quick", "small", "paper"] = "small"
     """Sets the options that are not given: 'quick' takes at most two minutes on two cores, 'small' up to an hour,
     'paper' needs the paper's hardware."""
-    quick: bool = False
-    """The same as --size quick."""
-    seed: int = 0
-    """The first seed."""
-    seeds: int = 1
-    """Number of seeds."""
+    quick: bool = False  # The same as --size quick.
+    seed: int = 0  # The first seed.
+    seeds: int = 1  # Number of seeds.
     workers: int = 2
     """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
-    device: str = "cpu"
-    """'cpu', 'cuda', 'mps' or 'auto'."""
+    device: str = "cpu"  # 'cpu', 'cuda', 'mps' or 'auto'.
     limits: ClassVar[Limits] = {"workers": (0, math.inf)}
     choices: ClassVar[Mapping[str, Sequence[str]]] = {}
     by_size: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

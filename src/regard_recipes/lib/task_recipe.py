@@ -44,12 +44,9 @@ class TaskRecipe(TrainedRecipe):
 
     steps: int = 2000
     """Most optimiser steps of each model; training ends early once the validation score is at least `stop_at`."""
-    batch: int = 64
-    """Examples of a step."""
-    stop_at: float = 0.995
-    """Validation score that ends training; above 1 for never."""
-    examples: int = 512
-    """Examples of the test split that each score is taken from."""
+    batch: int = 64  # Examples of a step.
+    stop_at: float = 0.995  # Validation score that ends training; above 1 for never.
+    examples: int = 512  # Examples of the test split that each score is taken from.
     limits: ClassVar[Limits] = {"steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31), "stop_at": (0.0, 2.0)}
     metric: ClassVar[str] = "accuracy"
     learned: ClassVar[float] = 0.5

@@ -28,12 +28,9 @@ ESTIMATED = (
 class Sizes:
     """Options of recipes whose models have one width, and layers and heads of one kind."""
 
-    width: int = 64
-    """Channels."""
-    layers: int = 2
-    """Layers."""
-    heads: int = 4
-    """Heads."""
+    width: int = 64  # Channels.
+    layers: int = 2  # Layers.
+    heads: int = 4  # Heads.
     limits: ClassVar[Limits] = {"width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
 
 
@@ -60,10 +57,8 @@ class TrainedRecipe(Recipe):
         shown: kind of the rows that are compared.
     """
 
-    seeds: int = 3
-    """Models of each kind and learning rate; they differ in first weights and data."""
-    models: tuple[str, ...] = ()
-    """Names of the models to train; by default all but those that are slow on a CPU."""
+    seeds: int = 3  # Models of each kind and learning rate; they differ in first weights and data.
+    models: tuple[str, ...] = ()  # Names of the models to train; by default all but those that are slow on a CPU.
     rates: tuple[float, ...] = (1e-3, 3e-3)
     """Learning rates, of which each model takes the one that is best on validation data, by the mean over seeds."""
     limits: ClassVar[Limits] = {"rates": (1e-8, 1.0)}

@@ -83,9 +83,9 @@ class AssociativeRecall(TaskRecipe):
     width: int = 64  # Channels.
     head: int = 32  # Channels of the one head of attention.
     state: int = 8  # Channels of the head of models with a state of fixed size, which has about state^2 numbers.
-    steps: int = 1000
-    rates: tuple[float, ...] = (3e-3, 6e-3)
-    examples: int = 256
+    steps = 1000
+    rates = (3e-3, 6e-3)
+    examples = 256
     limits: ClassVar = {"pairs": (1, 2**16), "vocabulary": (4, 2**24), "width": (8, 8192),
                         "length": (4, 2**16), "head": (2, 8192), "state": (2, 8192)}  # fmt: skip
     known = models(32, 8)

@@ -100,8 +100,7 @@ def bandwidths(estimator: str, dim: int, n: int) -> list[float]:
 class BoundaryBias(Recipe):
     """Error of global linear, local constant and local linear regression against n, and the theory's rates."""
 
-    seeds: int = 24
-    """Independent designs for each n."""
+    seeds: int = 24  # Independent designs for each n.
     dims: tuple[int, ...] = (1, 2)  # Dimensions of the design, each from 1 to 3.
     sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # Numbers n of design points.
     noise: float = 0.5  # Standard deviation of the noise on values.

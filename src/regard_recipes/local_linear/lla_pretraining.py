@@ -40,8 +40,8 @@ WINDOWS = 8  # windows that weights are looked at in
 class Pretraining(TextRecipe):
     """Loss of language models with local linear attention by ridge, beside softmax, and the weights of both."""
 
-    batch: int = 8
-    steps: int = 1500
+    batch = 8
+    steps = 1500
     known = MODELS
     by_size: ClassVar = {
         "quick": {"seeds": 2, "models": (SOFTMAX, LLA[0.1], PLAIN, LLA_PLAIN), "width": 32, "context": 32, "steps": 40,
@@ -70,7 +70,7 @@ class Pretraining(TextRecipe):
             (f"{WHERE}, check", "The loss is also lower than that of softmax that learns its scale", less(LEARNED),
              "below", 0.0, f"{loss} Less softmax with a learned scale, also normalised."),
         ]  # fmt: skip
-        looks: list[Any] = [
+        weights: list[Any] = [
             (f"{WHERE}, figure 8b", "Softmax concentrates on one or two tokens", seen("density", PLAIN), "at most",
              2.0, counted),
             (f"{WHERE}, figure 8b", "Local linear attention attends to more tokens", more, "above", 0.0,
@@ -80,7 +80,7 @@ class Pretraining(TextRecipe):
             (f"{WHERE}, figure 8c", "Weights of local linear attention rise above one", seen("highest", LLA_PLAIN),
              "above", 1.0, "The highest weight; the paper has 1.8."),
         ]  # fmt: skip
-        return [*claims_of(PAPER, losses, effect=0.1, **common), *claims_of(PAPER, looks, effect=0.5, **common)]
+        return [*claims_of(PAPER, losses, effect=0.1, **common), *claims_of(PAPER, weights, effect=0.5, **common)]
 
     def tables(self, results: Results) -> dict[str, Any]:
         shows = {"positions above 0.1": interval("density"), "lowest weight": interval("lowest"),

@@ -35,7 +35,7 @@ class StateTracking(TaskRecipe, Sizes):
     places: tuple[int, ...] = (6,)  # Numbers of places N; the paper has 16, 24, 48 and 96.
     items: int = 32  # Items to choose from; the paper has 8192.
     questions: int = 4  # Questions of a sequence; the paper has 8.
-    steps: int = 3000
+    steps = 3000
     limits: ClassVar = {"places": (2, 4096), "items": (2, 2**24), "questions": (1, 4096)}
     known = MODELS
     slow = (MAMBA,)

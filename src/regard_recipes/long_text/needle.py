@@ -35,8 +35,7 @@ class Needle(NeedleRecipe):
     """Norm of attention's queries and keys: none or rms. Small models with rms stay for thousands of steps at choosing
     among the numbers that they have seen."""
     pairs: float = 0.5  # Share of the training examples that are keys and numbers alone, without a haystack.
-    examples: int = 16
-    """Haystacks of each length."""
+    examples: int = 16  # Haystacks of each length.
     rates = (3e-3, 1e-2)
     lengths: tuple[int, ...] = (48, 192, 768)  # Tokens of a haystack.
     kept: int = 4  # Haystacks that each of several streams reads without a reset in between; 0 for no such test.

@@ -35,8 +35,7 @@ class StreamingPerplexity(NamesRecipe):
     steps = 300
     stop_at = 0.97
     rates = (4e-3, 8e-3)
-    examples: int = 32
-    """Documents of each kind that are read; a quarter of them side by side."""
+    examples: int = 32  # Documents of each kind that are read; a quarter of them side by side.
     segments: int = 16  # Segments of a long document, each as long as a training window.
     known = ROWS
     slow: ClassVar = [name for name in ROWS if name not in SMALL]

@@ -50,8 +50,7 @@ KIND = ("layers", "model", "k", "form")  # columns that name a model
 class MosaicKernels(TextRecipe):
     """Memory Mosaics with every weighting of the sparse-attention paper, as defined and as its programs computed it."""
 
-    models: tuple[str, ...] = tuple(WEIGHTINGS)
-    """Weightings to train, of the eight."""
+    models: tuple[str, ...] = tuple(WEIGHTINGS)  # Weightings to train, of the eight.
     released: tuple[str, ...] = FORMS
     """Forms of normalised ReLU and ReLUmax in released programs that are trained too, at the first depth: 'fast' (of
     the paper's language models), 'mended' (fast with the right mask) and 'regular'."""

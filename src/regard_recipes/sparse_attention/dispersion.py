@@ -30,8 +30,7 @@ STEPS = 24  # bisections of the scale, from 2^-4 to 2^12
 class Dispersion(Recipe):
     """Weight of the right key, support and retrieval error against the number of keys, for every kernel."""
 
-    seeds: int = 5
-    """Memories of each length."""
+    seeds: int = 5  # Memories of each length.
     specs: str = "softmax,sparsemax,biweight,triweight,relumax,topk-softmax"
     """Attention specs with commas between them, each of which takes a scale."""
     lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536)  # Numbers of keys; the scale is fitted at the first.

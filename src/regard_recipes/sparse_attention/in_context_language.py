@@ -33,9 +33,9 @@ class InContextLanguage(TaskRecipe, Sizes):
 
     automata: tuple[int, ...] = (1000, 0)  # Different automata in training; 0 for a new one in every example.
     setting: str = "quick"  # Sizes of automata and strings: 'quick' or 'paper'.
-    heads: int = 2
-    batch: int = 32
-    stop_at: float = 1.1
+    heads = 2
+    batch = 32
+    stop_at = 1.1
     limits: ClassVar = {"automata": (0, 2**40)}
     known = MODELS
     metric = VALID

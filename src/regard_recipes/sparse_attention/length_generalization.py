@@ -36,13 +36,12 @@ SOME = 0.1  # share of exact answers from which on a length can show a differenc
 class LengthGeneralization(TaskRecipe, Sizes):
     """Exact answers of Memory Mosaics at up to 64 times the training length, by kernel."""
 
-    seeds: int = 5
+    seeds = 5
     tasks: tuple[str, ...] = ("mqmtar", "sort")  # Of mqmtar, reverse and sort.
     setting: str = "quick"  # Setting of the tasks: 'quick' or 'paper'.
     factors: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # Test lengths, in multiples of the longest in training.
-    steps: int = 3000
-    examples: int = 128
-    """Examples of the test split at each length."""
+    steps = 3000
+    examples: int = 128  # Examples of the test split at each length.
     limits: ClassVar = {"factors": (1, 1024)}
     choices: ClassVar = {"tasks": ("mqmtar", "reverse", "sort")}
     known = MODELS

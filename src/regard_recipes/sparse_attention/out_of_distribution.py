@@ -33,14 +33,12 @@ class OutOfDistribution(TextRecipe):
     """Loss of Memory Mosaics along a text of another kind than the one trained on, by kernel."""
 
     other: Path | None = None  # UTF-8 text to read, a file or a folder. None: stories of a grammar.
-    tokenizer: str = "byte"
-    """byte or gpt2, which do not depend on the text that is learned."""
-    context: int = 128
-    batch: int = 8
-    steps: int = 2000
-    measured: int = 16_384
-    """Held-out tokens, and tokens of the other text, that the results are measured on."""
-    rates: tuple[float, ...] = (2e-3, 5e-3)
+    tokenizer: str = "byte"  # byte or gpt2, which do not depend on the text that is learned.
+    context = 128
+    batch = 8
+    steps = 2000
+    measured: int = 16_384  # Held-out tokens, and tokens of the other text, that the results are measured on.
+    rates = (2e-3, 5e-3)
     limits: ClassVar = {"context": (2 * PARTS, 2**20)}
     choices: ClassVar = {"tokenizer": ("byte", "gpt2")}
     known: ClassVar = {
