@@ -10,7 +10,7 @@ from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCa
 from regard_recipes.iclm import _mechanisms_figures as figures
 from regard_recipes.iclm import _mechanisms_measures as measure
 from regard_recipes.iclm.iclm_mechanisms import Mechanisms
-from regard_recipes.lib.budget import Corpus
+from regard_recipes.lib.language_text import Corpus
 from regard_recipes.lib.recipe import frame_of, select
 
 WORDS = [f"w{i}" for i in range(19)]
@@ -150,7 +150,7 @@ def test_induction_heads_form_in_f():
         return max(f[:, head, range(16, 48), range(1, 33)].mean().item() for head in range(f.shape[1]))
 
     run, *rows = train_language_model(
-        own.model_config(cell, 64), corpus, *own.training(cell), 0, name="blocks",
+        own.model_config(cell, 64), corpus, *own.training(cell), 0,
         prepare=lambda model: kept.update(before=best(model.eval())) or model.train(),
         measure=lambda model: {"best": best(model), **measure.measure_blocks(model, seed=0)},
     )  # fmt: skip

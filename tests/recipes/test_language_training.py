@@ -19,10 +19,11 @@ from regard.models import HybridConfig, HybridForCausalLM
 from regard.training.task import TaskBudget
 from regard_recipes.kernels.kernel_selection import KernelSelection
 from regard_recipes.lib import language_training as runs
-from regard_recipes.lib.budget import LanguageOptions, initial_range
 from regard_recipes.lib.recipe import Cell
 from regard_recipes.lib.results import plain
 from regard_recipes.lib.running import run_calls
+from regard_recipes.lib.text_recipe import initial_range
+from regard_recipes.lib.trained import LanguageOptions
 
 V = 17
 
@@ -64,7 +65,7 @@ def train(
 ) -> tuple[dict[str, Any], list[float], list[float]]:
     """Return the row of a run, and the training and held-out losses of its looks."""
     budget = replace(BUDGET, **(changes or {}))
-    run, *looks = runs.train_language_model(config(), text, budget, RATE, seed, name="walk", **more)
+    run, *looks = runs.train_language_model(config(), text, budget, RATE, seed, **more)
     assert [run["kind"], *(look["kind"] for look in looks)] == ["run"] + ["look"] * budget.looks
     assert [look["step"] for look in looks] == list(budget.look_steps())
     train, held_out = ([look[name] for look in looks] for name in ("train", "held_out"))
@@ -204,7 +205,7 @@ def test_what_a_model_leaves_out_of_its_loss_is_left_out(text: runs.Corpus) -> N
 
 def test_what_no_model_is_made_from(text: runs.Corpus) -> None:
     with pytest.raises(ArgumentError, match="got int, expected the configuration of a model: HybridConfig"):
-        runs.train_language_model(3, text, BUDGET, RATE, 0, name="x")
+        runs.train_language_model(3, text, BUDGET, RATE, 0)
     short = runs.Corpus(text.train_tokens[:5], text.held_out_tokens)
-    with pytest.raises(ArgumentError, match="short, seed 0: the text has 5 tokens to train on"):
-        runs.train_language_model(config(), short, BUDGET, RATE, 0, name="short")
+    with pytest.raises(ArgumentError, match="the text has 5 tokens to train on"):
+        runs.train_language_model(config(), short, BUDGET, RATE, 0)

@@ -15,10 +15,12 @@ from regard.checks import ArgumentError
 from regard.nn import ProductKeyMemory
 from regard.nn.memories import MemoryLayer
 
-from ..lib.budget import Corpus, LanguageOptions, initial_range
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
+from ..lib.language_text import Corpus
 from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
+from ..lib.text_recipe import initial_range
+from ..lib.trained import LanguageOptions
 from .layouts import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
@@ -83,7 +85,7 @@ class FwpkmCost(MemoryOptions, LanguageOptions):
         draw, count = torch.Generator().manual_seed(self.seed), max(8192, 2 * self.context)
         tokens = torch.randint(self.vocabulary, (count,), dtype=torch.int32, generator=draw)
         config = row_config(row, self, self.vocabulary, initializer_range=initial_range(self.width))
-        yield train_language_model(config, Corpus(tokens, tokens[:2]), self, 1e-4, seed, name=row.name)[0]
+        yield train_language_model(config, Corpus(tokens, tokens[:2]), self, 1e-4, seed)[0]
 
     def claims(self, results: Results) -> list[Claim]:
         counts = beside_paper(results, "count").groupby("model").first().dropna(subset=["paper_tera"])

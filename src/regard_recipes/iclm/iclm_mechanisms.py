@@ -16,11 +16,11 @@ import torch
 
 from regard.inspect.mechanisms import EPSILON
 
-from ..lib.budget import Corpus, TextOptions
 from ..lib.claims import Claim, claims_of
 from ..lib.display import Show, dots, lines, only, pivot, spread, stat
-from ..lib.language_text import read_text, windows
+from ..lib.language_text import Corpus, read_text, windows
 from ..lib.recipe import Cell, Frame, Results, recipe, select
+from ..lib.text_recipe import TextOptions
 from ._mechanisms_claims import EXPLAINED, ICLM, ICLM_NO_MLP, TRANSFORMER, block_claims, copy_claims, sink_claims
 from ._mechanisms_measures import BLOCKS, block_stream, choose_prompts, measure_blocks, measure_text
 from .iclm_parity import GPT2
@@ -78,14 +78,14 @@ class Mechanisms(TextOptions):
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
         from ..lib.language_training import train_language_model
 
-        task, name = cell["task"], f"{cell['model']} on {cell['task']}"
-        look, vocabulary = partial(measure_blocks, seed=seed), BLOCKS["vocabulary"]
+        task, vocabulary = cell["task"], BLOCKS["vocabulary"]
+        look = partial(measure_blocks, seed=seed)
         if task == "text":
             shown, vocabulary = self.drawn if seed == self.seed else [], self.vocabulary
             look = partial(measure_text, windows=self.windows, prompts=shown, words=self.words,
                            from_row=self.context // 4)  # fmt: skip
         config, training = self.model_config(cell, vocabulary), self.training(cell)
-        return train_language_model(config, self.corpora[task], *training, seed, name=name, measure=look)
+        return train_language_model(config, self.corpora[task], *training, seed, measure=look)
 
     def training(self, cell: Cell) -> tuple[TextOptions, float]:
         """Return the options and the learning rate that a model is trained with."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from regard.checks import ArgumentError, require
 
-from .budget import Corpus
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +21,14 @@ LEAST = 40_000  # least number of characters that are held out of a long text, s
 LONGEST_TOKEN = 8  # upper bound of the characters of a token
 PADDED = 64
 """Vocabularies of more than a thousand tokens are rounded up to a multiple of this: such matrices are faster."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as tokens, int [n] each."""
+
+    train_tokens: Tensor
+    held_out_tokens: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,18 +22,19 @@ from transformers import TrainerCallback
 from regard.checks import require
 from regard.models.base.catalogue import model_of
 from regard.training.data.windows import SampledWindows
-from regard.training.device import float32_by_default, resolve_device
+from regard.training.device import float32_by_default
 from regard.training.errors import TrainingStopped
 from regard.training.evaluation import Units, evaluate
 from regard.training.quiet import quiet_transformers
 from regard.training.task import TaskBudget
 from regard.training.trainer import RegardTrainer, quiet_arguments
 
-from .budget import Corpus, LanguageOptions
+from .language_text import Corpus
+from .trained import LanguageOptions
 
 
 def train_language_model(
-    config: Any, material: Corpus, options: LanguageOptions, rate: float, seed: int, *, name: str,
+    config: Any, material: Corpus, options: LanguageOptions, rate: float, seed: int, *,
     measure: Callable[[Any], dict[str, Any]] | None = None, prepare: Callable[[Any], None] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Train a model with the Trainer of `regard.training` on the windows that `seed` draws.
@@ -45,7 +46,6 @@ def train_language_model(
         config: of any model in `regard.models.base.catalogue`.
         rate: the highest learning rate.
         seed: of first weights, windows and dropout.
-        name: of the model, for errors.
         measure: called with the trained model in evaluation mode; returns columns of the row "run", plain data, and
             further rows as "rows".
         prepare: called with the model before its training.
@@ -60,14 +60,12 @@ def train_language_model(
     Raises:
         ArgumentError: a text shorter than a window, a config that no model is made from.
     """
-    call = f"train_language_model: {name}, seed {seed}"
     tokens = material.train_tokens
     sizes = f"{len(tokens)} tokens to train on and {len(material.held_out_tokens)} held out"
     least = f"at least a context of {options.context} and 2; give more text or a smaller context"
     enough = len(tokens) >= options.context and len(material.held_out_tokens) >= 2
-    require(enough, call, f"the text has {sizes}, expected {least}.")
-    kind = model_of(config)
-    device = torch.device(resolve_device(options.device, call=call))
+    require(enough, options.call(), f"the text has {sizes}, expected {least}.")
+    kind, device = model_of(config), torch.device(options.torch_device)
     before = held_bytes("VmRSS", device, restart=True)
     with global_generators(device, seed):
         model = kind(config).to(device).train()

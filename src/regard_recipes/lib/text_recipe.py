@@ -2,21 +2,59 @@
 validation text; what is shown is measured on a text after it."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .budget import Corpus, TextOptions
+from regard.checks import within
+
 from .display import interval, lines, pivot, stat
-from .language_text import LanguageText, read_text
-from .recipe import Cell, Frame, Results
-from .trained import TrainedRecipe
+from .language_text import Corpus, LanguageText, read_text
+from .recipe import Cell, Frame, Limits, Results
+from .trained import LanguageOptions, Sizes, TrainedRecipe, language_config
 
 VOCABULARIES = {"char": 100, "byte": 258, "bpe": 32_000, "gpt2": 50_257}
 """Tokens of a tokenizer, at most or about (char), where the text has not been read."""
+
+
+class TextOptions(LanguageOptions, Sizes):
+    """Options of recipes that train on one text, and the models that follow from them."""
+
+    tokenizer: str = "char"  # char, byte, bpe or gpt2.
+    measured: int = 8192  # Held-out tokens that the results are measured on.
+    data: Path | None = None
+    """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
+    limits: ClassVar[Limits] = {"measured": ("context", math.inf)}
+
+    @abstractmethod
+    def fields(self, cell: Cell) -> Mapping[str, Any]:
+        """Return the fields of a model's configuration beside the sizes, and "model", its kind."""
+
+    def model_config(self, cell: Cell, vocabulary: int) -> Any:
+        """Return the configuration of the model of a cell."""
+        fields = {
+            "vocab_size": vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "max_position_embeddings": self.context, **self.fields(cell),
+        }  # fmt: skip
+        return language_config(fields, initial_range(fields["hidden_size"]))
+
+    def check(self) -> None:
+        from regard.training import TOKENIZERS
+
+        super().check()
+        TOKENIZERS.get(self.tokenizer)
+        configs = lambda: [self.model_config(cell, 256) for cell in self.cells()]  # noqa: E731
+        within(self.call(), "--width, --layers or --heads", configs)
+
+
+def initial_range(width: int) -> float:
+    """Return the standard deviation of a model's first weights: 0.05 up to a width of 256, above it the usual 0.02."""
+    return 0.05 if width <= 256 else 0.02
 
 
 class TextRecipe(TrainedRecipe, TextOptions):
@@ -43,9 +81,8 @@ class TextRecipe(TrainedRecipe, TextOptions):
     def measure(self, cell: Cell, seed: int) -> Iterable[dict[str, Any]]:
         from .language_training import train_language_model
 
-        call = ", ".join(f"{name} {value}" for name, value in cell.items())
         return train_language_model(
-            self.model_config(cell, self.vocabulary), self.corpus, self, cell["rate"], seed, name=call,
+            self.model_config(cell, self.vocabulary), self.corpus, self, cell["rate"], seed,
             prepare=partial(self.change_model, cell), measure=self.measure_model,
         )  # fmt: skip
 

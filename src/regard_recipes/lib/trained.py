@@ -1,6 +1,7 @@
 """What recipes of trained models have in common: every model is trained with every learning rate and seed, and compared
 at the rate that is best for it on validation data. `estimate` says how large a run would be, without training."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,30 @@ class Sizes:
     layers: int = 2  # Layers.
     heads: int = 4  # Heads.
     limits: ClassVar[Limits] = {"width": (8, 8192), "layers": (1, 256), "heads": (1, 256)}
+
+
+class LanguageOptions(Recipe):
+    """Options of recipes that train language models. Warm-up, cosine, weight decay and clipping are those of
+    `regard.training.task.TaskBudget` by default."""
+
+    context: int = 64  # Tokens of a training window.
+    batch: int = 16  # Windows of a step.
+    parts: int = 1  # Forward passes of a step, more where memory is short.
+    steps: int = 800  # Optimiser steps of each model.
+    looks: int = 4  # How often the losses are noted.
+    dtype: str = "float32"  # Of matrix products: float32 or bfloat16 (autocast; weights and updates are float32).
+    compile: bool = False  # Train through torch.compile.
+    limits: ClassVar[Limits] = {"context": (2, math.inf)}
+    choices: ClassVar = {"dtype": ("float32", "bfloat16")}
+
+    def check(self) -> None:
+        super().check()
+        if self.batch % self.parts:
+            raise ArgumentError(f"--parts {self.parts} does not divide --batch {self.batch}.")
+
+    def look_steps(self) -> tuple[int, ...]:
+        """Return the steps after which the losses are noted, at equal intervals, the last one at the end."""
+        return tuple(sorted({max(1, round(self.steps * (i + 1) / self.looks)) for i in range(self.looks)}))
 
 
 def language_config(fields: Mapping[str, Any], spread: float) -> Any:

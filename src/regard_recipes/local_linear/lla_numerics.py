@@ -18,7 +18,6 @@ from regard.grammar import SolveStatus
 from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
 
-from ..lib.budget import DTYPES
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot, stat
 from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
@@ -27,6 +26,7 @@ from .lla_numerics_schemes import SCHEMES, Data, floors_of, outputs, rounded
 BLOCK = 128  # rows to one number of the iterations by block
 EMULATED = 64  # steps of the emulated schemes at most, the last column of the paper's Table 2
 REGARD = "regard"
+DTYPES = ("float32", "bfloat16")
 TARGETS = {0.1: 0.016, 0.01: 0.056}  # ridge to the relative error of bfloat16 inputs with anisotropic keys
 FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "normal": lambda q, k, at: (q, k),
@@ -71,7 +71,7 @@ def run_regard(
     heads: Sequence[Data], dtype: str, ridge: float, solver: Solver, truth: Tensor
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return errors with the solver's iterations, true relative residuals and statuses, and iterations by block."""
-    q, k, v = (torch.stack(parts)[None].to(DTYPES[dtype]) for parts in zip(*heads, strict=True))
+    q, k, v = (torch.stack(parts)[None].to(getattr(torch, dtype)) for parts in zip(*heads, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
         out, diagnostics = local_linear_attention(
