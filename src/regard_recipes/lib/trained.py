@@ -14,7 +14,8 @@ from regard.checks import ArgumentError
 from regard.nn import FastWeightProductKeyMemory, ProductKeyMemory
 
 from .claims import Estimate, paired
-from .recipe import Cell, Frame, Limits, Recipe, Results, check_names, check_shared, select
+from .display import means, pivot
+from .recipe import Cell, Frame, Limits, Recipe, Results, check_names, check_shared, frame_of, select, stacked
 
 STATE_BYTES = 16  # bytes of a parameter in training: weight, gradient and the two averages of AdamW, float32
 RATE = 1e14  # operations per second that hours are given for
@@ -138,35 +139,31 @@ class TrainedRecipe(Recipe):
 
 def estimate(made: Recipe) -> Any:
     """Return a table with a row for each model, and one for the whole run."""
-    from regard.inspect.tables import Table
-
     if not isinstance(made, TrainedRecipe):
         raise ArgumentError(f"{made.call()}: --estimate: the recipe does not train models by steps, so run it.")
     check_shared(made)
-    runs: dict[str, int] = {}
-    sizes: dict[str, tuple[int, float, float]] = {}
+    models: dict[str, dict[str, Any]] = {}
     for cell in made.cells():
         name = ", ".join("-" if cell[column] is None else str(cell[column]) for column in made.per)
-        runs[name] = runs.get(name, 0) + made.seeds_of(cell)
-        if name not in sizes:
+        if name not in models:
             with torch.device("meta"):
                 model, length = made.untrained(cell)
             parameters = sum(weight.numel() for weight in model.parameters())
-            sizes[name] = (parameters, float(length), 6.0 * used(model) * length)
-    rows = [row(name, runs[name], *size, runs[name] * size[2]) for name, size in sizes.items()]
-    tokens, operations = (sum(runs[name] * size[i] for name, size in sizes.items()) for i in (1, 2))
-    largest = max(size[0] for size in sizes.values())
-    rows.append(row("all runs; the largest model", sum(runs.values()), largest, tokens, operations, operations))
-    numbers = ("runs", "parameters", "tokens of a run", "operations of a run", "hours of all runs", "memory")
-    return Table((", ".join(made.per), *numbers), tuple(rows), ESTIMATED)
-
-
-def row(name: str, runs: int, parameters: int, tokens: float, operations: float, total: float) -> tuple[str, ...]:
-    """Return a row of the table; `total` are the operations that hours are given for."""
-    hours = total / RATE / 3600
-    shown = f"{hours:,.{0 if hours >= 10 else 2}f}"
-    memory = f"{STATE_BYTES * parameters / 2**30:.2f} GiB"
-    return name, f"{runs}", f"{parameters:,}", f"{tokens:.2e}", f"{operations:.2e}", shown, memory
+            operations = 6.0 * used(model) * length
+            models[name] = {"name": name, "runs": 0, "size": parameters, "tokens": length, "operations": operations}
+        models[name]["runs"] += made.seeds_of(cell)
+    rows = frame_of(models.values())
+    tokens, operations = (rows["runs"] @ rows[column] for column in ("tokens", "operations"))
+    most, whole = rows["size"].max(), "all runs; the largest model"
+    total = {"name": whole, "runs": rows["runs"].sum(), "size": most, "tokens": tokens, "operations": operations}
+    rows = stacked([rows.assign(all=rows["runs"] * rows["operations"]), frame_of([{**total, "all": operations}])])
+    rows = rows.assign(hours=rows["all"] / RATE / 3600, memory=STATE_BYTES * rows["size"] / 2**30)
+    return pivot(rows, {"name": ", ".join(made.per)}, {
+        "runs": "{runs:.0f}", "parameters": "{size:,.0f}", "tokens of a run": "{tokens:.2e}",
+        "operations of a run": "{operations:.2e}",
+        "hours of all runs": lambda row: means("{hours:,.0f}" if row["hours"].item() >= 10 else "{hours:,.2f}")(row),
+        "memory": "{memory:.2f} GiB",
+    }, note=ESTIMATED)  # fmt: skip
 
 
 def used(model: Any) -> int:
