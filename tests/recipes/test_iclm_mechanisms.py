@@ -138,7 +138,7 @@ def test_induction_heads_form_in_f():
     predicts token i, and column i - 16 carries token i - 16."""
     from regard_recipes.lib.language_training import train_language_model
 
-    own = Mechanisms.configure("quick", block_steps=150)
+    own = Mechanisms.configure("quick", block_steps=150).of_blocks()
     cell = {"task": "blocks", "model": "iclm"}
     corpus = Corpus(measure.block_stream(400_000, 0), measure.block_stream(4096, 1))
     generator = torch.Generator().manual_seed(9)
@@ -150,7 +150,7 @@ def test_induction_heads_form_in_f():
         return max(f[:, head, range(16, 48), range(1, 33)].mean().item() for head in range(f.shape[1]))
 
     run, *rows = train_language_model(
-        own.model_config(cell, 64), corpus, *own.training(cell), 0,
+        own.model_config(cell, 64), corpus, own, own.learning_rate, 0,
         prepare=lambda model: kept.update(before=best(model.eval())) or model.train(),
         measure=lambda model: {"best": best(model), **measure.measure_blocks(model, seed=0)},
     )  # fmt: skip

@@ -29,8 +29,6 @@ MODELS: dict[str, dict[str, Any]] = {
     ICLM: {"model": "iclm"}, ICLM_NO_MLP: {"model": "iclm", "f_mlp": "none"},
     TRANSFORMER: GPT2, "transformer-no-mlp": {**GPT2, "feed_forward": "none"},
 }  # fmt: skip
-BLOCK_SIZES = {"max_position_embeddings": BLOCKS["context"], "hidden_size": BLOCKS["width"],
-               "num_hidden_layers": 2, "num_attention_heads": BLOCKS["heads"]}  # fmt: skip
 
 
 @recipe("iclm-mechanisms")
@@ -78,26 +76,24 @@ class Mechanisms(TextOptions):
     def measure(self, cell: Cell, seed: int) -> list[dict[str, Any]]:
         from ..lib.language_training import train_language_model
 
-        task, vocabulary = cell["task"], BLOCKS["vocabulary"]
-        look = partial(measure_blocks, seed=seed)
-        if task == "text":
-            shown, vocabulary = self.drawn if seed == self.seed else [], self.vocabulary
+        made, vocabulary, look = self.of_blocks(), BLOCKS["vocabulary"], partial(measure_blocks, seed=seed)
+        if cell["task"] == "text":
+            made, vocabulary, shown = self, self.vocabulary, self.drawn if seed == self.seed else []
             look = partial(measure_text, windows=self.windows, prompts=shown, words=self.words,
                            from_row=self.context // 4)  # fmt: skip
-        config, training = self.model_config(cell, vocabulary), self.training(cell)
-        return train_language_model(config, self.corpora[task], *training, seed, measure=look)
+        config, corpus = made.model_config(cell, vocabulary), self.corpora[cell["task"]]
+        return train_language_model(config, corpus, made, made.learning_rate, seed, measure=look)
 
-    def training(self, cell: Cell) -> tuple[TextOptions, float]:
-        """Return the options and the learning rate that a model is trained with."""
+    def of_blocks(self) -> Any:
+        """Return the recipe with the options of the models of repeated blocks."""
         options: Any = self
-        if cell["task"] == "text":
-            return options, self.learning_rate
-        return replace(options, context=BLOCKS["context"], batch=BLOCKS["batch"], steps=self.block_steps, looks=8,
-                       parts=1, dtype="float32", compile=False), 3e-3  # fmt: skip
+        sizes = {name: BLOCKS[name] for name in ("context", "batch", "width", "heads")}
+        return replace(options, **sizes, layers=2, steps=self.block_steps, learning_rate=3e-3, looks=8, parts=1,
+                       dtype="float32", compile=False)  # fmt: skip
 
     def fields(self, cell: Cell) -> Mapping[str, Any]:
         variant = {"variant": self.variant} if cell["model"] in EXPLAINED else {}
-        return {**variant, **MODELS[cell["model"]], **(BLOCK_SIZES if cell["task"] == "blocks" else {})}
+        return {**variant, **MODELS[cell["model"]]}
 
     def claims(self, results: Results) -> list[Claim]:
         runs = results.select(kind="run")
