@@ -22,7 +22,7 @@ from regard.recipes import recipes
 from regard_recipes.lib.claims import Claim, Estimate, claims_of, exact, mean_interval, mean_intervals, paired
 from regard_recipes.lib.display import gap, interval, lines, means, only, pivot, spread, stat
 from regard_recipes.lib.pages import marks
-from regard_recipes.lib.recipe import Cell, Recipe, Results, check_shared, recipe
+from regard_recipes.lib.recipe import Cell, Recipe, Results, check_shared
 from regard_recipes.lib.results import load, plain, read_journal
 from regard_recipes.lib.running import measure_units, run
 
@@ -32,6 +32,7 @@ NAME = "recipe-of-the-tests"
 class Squares(Recipe):
     """Squares of numbers."""
 
+    name = NAME
     seeds: int = 3  # Seeds.
     values: tuple[int, ...] = (1, 2, 3)  # Cells.
     shift: float = 0.0  # Added to everything.
@@ -73,7 +74,7 @@ class Squares(Recipe):
 
 @pytest.fixture
 def squares() -> Iterator[type[Squares]]:
-    recipe(NAME)(Squares)
+    recipes.register(NAME)(Squares)
     yield Squares
     recipes._objects.pop(NAME)
 

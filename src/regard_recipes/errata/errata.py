@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..lib.recipe import Cell, Recipe, Results, Row, recipe
+from ..lib.recipe import Cell, Recipe, Results, Row
 from . import _fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention
 from ._listing import Erratum
 
@@ -14,8 +14,7 @@ ERRATA = {name.replace("_", "-"): member
 """Errata by the names of their functions, with hyphens for underscores."""
 
 
-@recipe("errata")
-class Errata(Recipe):
+class Errata(Recipe, name="errata"):
     """Errors in the papers and their programs, each with a function of a few lines that shows it."""
 
     only: tuple[str, ...] = tuple(ERRATA)  # Names of the errata to show; all by default.

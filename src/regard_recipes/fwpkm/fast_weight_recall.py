@@ -18,7 +18,7 @@ from regard.tasks import CrossDocumentRecall
 
 from ..lib.claims import Claim, claims_of, mean_intervals
 from ..lib.display import Show, lines, panels, pivot, stat
-from ..lib.recipe import Cell, Recipe, Results, recipe, select
+from ..lib.recipe import Cell, Recipe, Results, select
 from ._clustered_queries import clustered_rows, widest
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
@@ -32,8 +32,7 @@ CHANCE = 0.03  # share of right values that counts as chance
 REMAPPED = 0.95  # least share of right values where keys had other values before
 
 
-@recipe("fast-weight-recall")
-class FastWeightRecall(Recipe):
+class FastWeightRecall(Recipe, name="fast-weight-recall"):
     """Recall after one reading, after remapping and beyond capacity, under each rule of writing fast weights."""
 
     seeds: int = 3  # Models of each kind.

@@ -13,7 +13,7 @@ import torch
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import gap, interval, lines, pivot
-from ..lib.recipe import Frame, Results, recipe, select
+from ..lib.recipe import Frame, Results, select
 from ..long_text.needle_reading import answer_rows
 from ..long_text.streaming import read_names
 from .layouts import Row
@@ -35,8 +35,7 @@ CLEAR = 0.1  # nats, and share of needles, that a part must be worth to matter
 COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory counts as collapsed
 
 
-@recipe("fwpkm-ablation")
-class FwPKMAblation(NamesAndNeedlesRecipe):
+class FwPKMAblation(NamesAndNeedlesRecipe, name="fwpkm-ablation"):
     """A fast-weight product-key memory with one part left out at a time: losses, gates, slots in use, needles."""
 
     sub_keys = 32

@@ -14,7 +14,7 @@ from regard.inspect.slot_trace import SlotReadings, slot_table
 
 from ..lib.claims import Claim, claims_of, mean_intervals, paired
 from ..lib.display import dots, interval, pivot
-from ..lib.recipe import Results, recipe, select
+from ..lib.recipe import Results, select
 from ..long_text.streaming import read_names
 from ._case_studies_measures import WRITERS, gate_rows, slot_rows
 from .layouts import Row
@@ -28,8 +28,7 @@ PLACES = {"new": "new names", "within": "repeated names", "other": "other tokens
 NOTHING = "writing does not lower the loss on names that come back, so that gates have nothing to follow"
 
 
-@recipe("fwpkm-case-studies")
-class FwPKMCaseStudies(NamesAndNeedlesRecipe):
+class FwPKMCaseStudies(NamesAndNeedlesRecipe, name="fwpkm-case-studies"):
     """Slots that answer a needle's question with their hits, and gates over a text: the two case studies of FwPKM."""
 
     seeds: int = 5  # Models that are trained; the first one's case is drawn.

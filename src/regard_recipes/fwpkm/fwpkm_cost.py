@@ -18,7 +18,7 @@ from regard.nn.memories import MemoryLayer
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import Show, dots, pivot, stat
 from ..lib.language_text import Corpus
-from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
+from ..lib.recipe import Cell, Frame, Results, frame_of, select
 from ..lib.text_recipe import initial_range
 from ..lib.trained import LanguageOptions
 from .layouts import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
@@ -39,8 +39,7 @@ PAPER_BATCH = 8
 PARTS = ("projections", "attention", "delta rule", "search", "read", "write")
 
 
-@recipe("fwpkm-cost")
-class FwpkmCost(MemoryOptions, LanguageOptions):
+class FwpkmCost(MemoryOptions, LanguageOptions, name="fwpkm-cost"):
     """Parameters, operations and samples per second of the fast-weight paper's models (its table 2)."""
 
     workers: int = 1

@@ -16,7 +16,7 @@ from regard.tasks.recurring_names import RecurringNames
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, pivot
-from ..lib.recipe import Results, recipe, select
+from ..lib.recipe import Results, select
 from ..lib.task_recipe import TaskRecipe
 
 PAPER, TASK = "Fast-weight Product Key Memory", "names"
@@ -27,8 +27,7 @@ PLACES = ("new", "near", "far", FILLER)
 HELPS = 0.1  # nats, and difference of gates, that count as an effect
 
 
-@recipe("recurring-names")
-class RecurringNamesRecipe(TaskRecipe):
+class RecurringNamesRecipe(TaskRecipe, name="recurring-names"):
     """Loss on names that recur beyond the window of attention, with a written and a frozen memory, and its gates."""
 
     sentences: int = 24  # Sentences of a document.

@@ -17,7 +17,7 @@ from regard.nn import ProductKeyMemory
 from ..lib.claims import Claim, claims_of, mean_interval, paired
 from ..lib.display import dots, interval, pivot, stat
 from ..lib.language_text import windows
-from ..lib.recipe import Cell, Results, recipe, select
+from ..lib.recipe import Cell, Results, select
 from ..lib.text_recipe import TextRecipe
 
 PAPER, WHERE = "Fast-weight Product Key Memory", "section 3.3.1"
@@ -29,8 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Norm of the queries, and whether a token reads `heads` x `top_k` slots or one head x `few`."""
 
 
-@recipe("slot-use")
-class SlotUse(TextRecipe):
+class SlotUse(TextRecipe, name="slot-use"):
     """Share of a product-key memory's slots that are read, by the norm of the queries and the slots of a token."""
 
     sub_keys: int = 128  # The square root of the slots; the paper has 512.

@@ -19,7 +19,7 @@ from regard.inspect.mechanisms import EPSILON
 from ..lib.claims import Claim, claims_of
 from ..lib.display import Show, dots, lines, only, pivot, spread, stat
 from ..lib.language_text import Corpus, read_text, windows
-from ..lib.recipe import Cell, Frame, Results, recipe, select
+from ..lib.recipe import Cell, Frame, Results, select
 from ..lib.text_recipe import TextOptions
 from ._mechanisms_claims import EXPLAINED, ICLM, ICLM_NO_MLP, TRANSFORMER, block_claims, copy_claims, sink_claims
 from ._mechanisms_measures import BLOCKS, block_stream, choose_prompts, measure_blocks, measure_text
@@ -31,8 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@recipe("iclm-mechanisms")
-class Mechanisms(TextOptions):
+class Mechanisms(TextOptions, name="iclm-mechanisms"):
     """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
 
     seeds: int = 3  # Models of each kind; they differ in first weights and data.

@@ -16,7 +16,7 @@ from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
 from ..lib.display import Show, dots, gap, interval, pivot, spread, stat
-from ..lib.recipe import Cell, Frame, Results, frame_of, recipe, select
+from ..lib.recipe import Cell, Frame, Results, frame_of, select
 from ..lib.text_recipe import VOCABULARIES, TextRecipe
 
 PAPER = "ICLM"
@@ -47,8 +47,7 @@ WHOLE = {name: name.partition("-no-")[0] for name in MODELS if name not in MAIN}
 """The same model with all feed-forward layers."""
 
 
-@recipe("iclm-parity")
-class Parity(TextRecipe):
+class Parity(TextRecipe, name="iclm-parity"):
     """ICLM beside Transformers of equal size: perplexity, time and memory, with and without feed-forward layers."""
 
     rates = (1e-3, 2e-3, 4e-3)

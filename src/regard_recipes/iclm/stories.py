@@ -15,7 +15,7 @@ from regard.tasks import TokenTask
 from regard.tasks.stories import Stories
 
 from ..lib.claims import Claim, claims_of
-from ..lib.recipe import Results, recipe
+from ..lib.recipe import Results
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
 
@@ -28,8 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@recipe("stories")
-class StoriesRecipe(TaskRecipe, Sizes):
+class StoriesRecipe(TaskRecipe, Sizes, name="stories"):
     """Accuracy and grades of continued stories: ICLM, Transformer and Memory Mosaics."""
 
     setting: str = "quick"  # Setting of the task: 'quick' or 'long'.

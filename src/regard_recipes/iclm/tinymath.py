@@ -16,7 +16,7 @@ from regard.tasks.tiny_math import TinyMath
 
 from ..lib.claims import Claim, claims_of
 from ..lib.display import dots, interval, pivot, stat
-from ..lib.recipe import Cell, Frame, Results, recipe, select
+from ..lib.recipe import Cell, Frame, Results, select
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
 from ._mechanisms_claims import COPIES, DOMINATES, OTHERS, by_stream
@@ -36,8 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@recipe("tinymath")
-class TinyMathRecipe(TaskRecipe, Sizes):
+class TinyMathRecipe(TaskRecipe, Sizes, name="tinymath"):
     """Equation and answer accuracy on word problems: ICLM and Transformer, with and without feed-forward layers."""
 
     setting: str = "small"  # Setting of the task: 'quick' (numbers up to 20), 'small' (up to 81) or 'paper'.

@@ -13,7 +13,7 @@ from regard import Spec
 
 from ..lib.claims import Claim, claims_of, exact, mean_interval, paired
 from ..lib.display import dots, gap, lines, pivot, spread, stat
-from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select, stacked
+from ..lib.recipe import Cell, Frame, Results, check_names, select, stacked
 from ..lib.text_recipe import TextRecipe
 from .shared_query_key import CACHED, PAPER, PAPER_SIZE, memory_bytes, memory_columns, query_key_ratio
 
@@ -42,8 +42,7 @@ def default_weights(kernel: str) -> str:
     return NORMALISED if spec_of(kernel).normalise else PLAIN
 
 
-@recipe("kernel-selection")
-class KernelSelection(TextRecipe):
+class KernelSelection(TextRecipe, name="kernel-selection"):
     """The ten kernels of the kernel-selection paper in equal language models: losses, time, and what q = k costs."""
 
     models: tuple[str, ...] = KERNELS  # Kernels of Table 1.

@@ -15,7 +15,7 @@ from regard.checks import ArgumentError
 from regard.grammar import Spec, bandwidths, kernels
 
 from ..lib.display import pivot
-from ..lib.recipe import Cell, Recipe, Results, recipe, select
+from ..lib.recipe import Cell, Recipe, Results, select
 
 ALONE = "by itself"  # in place of a rule: the kernel as a function of distance or score
 DIGITS = 4  # decimals of stored numbers
@@ -88,8 +88,7 @@ def plane(spec: Spec, edge: float, unit: float, points: int) -> Tensor:
     return spec.weighting.fit_weights(scores.flatten(0, 1) * unit, {})[1].view_as(scores)
 
 
-@recipe("kernel-zoo")
-class KernelZoo(Recipe):
+class KernelZoo(Recipe, name="kernel-zoo"):
     """Every kernel, and its weights over three scores under every thresholding rule."""
 
     workers: int = 0

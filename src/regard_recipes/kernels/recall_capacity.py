@@ -16,7 +16,7 @@ from regard.recurrent.trends import trends
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import heat, only, pivot, spread, stat
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, select, significant
 from ._recall_trials import recall, trial
 
 ENOUGH = 0.99  # share of exact matches that counts as recalled
@@ -28,8 +28,7 @@ PANELS = {
 WORDS = {"noise": "cue noise", "erased": "erased", "zeroed": "zeroed", "jitter": "state noise"}  # in the table
 
 
-@recipe("recall-capacity")
-class RecallCapacity(Recipe):
+class RecallCapacity(Recipe, name="recall-capacity"):
     """Recall of every preset against stored pairs, noisy cues, partial cues and damage to what is stored."""
 
     specs: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from regard.training.fields import read_spec
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, paired
 from ..lib.display import Show, dots, gap, pivot, spread, stat
-from ..lib.recipe import Cell, Frame, Results, check_once, recipe, select
+from ..lib.recipe import Cell, Frame, Results, check_once, select
 from ..lib.text_recipe import TextRecipe
 
 CACHED = 512  # tokens in the cache whose bytes are counted
@@ -30,8 +30,7 @@ PAPER_SIZE = {
 LITTLE = 0.05  # bits per character that a difference in loss must reach to matter
 
 
-@recipe("shared-query-key")
-class SharedQueryKey(TextRecipe):
+class SharedQueryKey(TextRecipe, name="shared-query-key"):
     """Loss, parameters and memory of models whose queries are their keys, beside those that keep the two apart."""
 
     models: tuple[str, ...] = ()  # Attention specs; by default softmax, shift-cosine, elu and relumax.

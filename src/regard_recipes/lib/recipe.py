@@ -2,11 +2,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import get_annotations
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from regard.checks import ArgumentError, require, suggestion
 from regard.recipes import recipes
@@ -22,7 +22,6 @@ Row = Mapping[str, Any]
 """One measurement: column to a text, a number, a truth value or None."""
 Limits = Mapping[str, tuple[float | str, float | str]]
 """Option to its least and largest number, or the option that has it."""
-R = TypeVar("R", bound="type[Recipe]")
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ def significant(x: Any) -> float:
 class Recipe(ABC):
     """An experiment with its options. The first sentence of the docstring is what `regard list recipes` shows.
 
+    A subclass with a name, such as `class Sums(Recipe, name="sums")`, is registered; one without is a base of others.
     Every subclass is a dataclass, whose fields are options with their values at the size 'small', and a text each; a
     value without a type changes the default of an inherited option. Its attributes must be picklable.
 
@@ -103,15 +103,18 @@ class Recipe(ABC):
     no_paper_size: ClassVar[str] = ""
     name: ClassVar[str] = ""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, name: str = "") -> None:
         bases = filter(is_dataclass, reversed(cls.__mro__[1:]))
         types = {option.name: option.type for base in bases for option in fields(base)}
-        for name in types.keys() & vars(cls).keys() - get_annotations(cls).keys():  # a dataclass would ignore the value
-            value = vars(cls)[name]
-            text = f"{name} is an option of the recipe, but a {type(value).__name__} here; give it another name."
+        for field in types.keys() & vars(cls).keys() - get_annotations(cls).keys():  # a dataclass would ignore it
+            value = vars(cls)[field]
+            text = f"{field} is an option of the recipe, but a {type(value).__name__} here; give it another name."
             require(not callable(value) and not isinstance(value, property), cls.__name__, text)
-            cls.__annotations__[name] = types[name]
+            cls.__annotations__[field] = types[field]
         dataclass(kw_only=True, eq=False)(cls)
+        if name:
+            cls.name = name
+            recipes.register(name)(cls)
 
     @classmethod
     def declared(cls, what: str) -> dict[str, Any]:
@@ -185,16 +188,6 @@ class Recipe(ABC):
     def notes(self, results: Results) -> Sequence[str]:
         """Return sentences that a reader needs to understand the tables."""
         return ()
-
-
-def recipe(name: str) -> Callable[[R], R]:
-    """Decorator: register a subclass of `Recipe` under `name`."""
-
-    def add(cls: R) -> R:
-        cls.name = name
-        return recipes.register(name)(cls)
-
-    return add
 
 
 def check_shared(made: Recipe) -> None:

@@ -20,7 +20,7 @@ from regard.tasks.tokens import IGNORED
 
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, lines, pivot
-from ..lib.recipe import Results, recipe
+from ..lib.recipe import Results
 from ..lib.task_recipe import TaskRecipe, mamba
 
 PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
@@ -73,8 +73,7 @@ class MixedRecall(MQAR):
         return self.only(int(example.asked.sum())).oracle(example)
 
 
-@recipe("associative-recall")
-class AssociativeRecall(TaskRecipe):
+class AssociativeRecall(TaskRecipe, name="associative-recall"):
     """Accuracy of recall against the number of pairs: attention kernels, linear states, delta rules, Mesa, FwPKM."""
 
     pairs: tuple[int, ...] = (2, 4, 8, 16)  # Numbers of pairs, each in an equal share of the training examples.

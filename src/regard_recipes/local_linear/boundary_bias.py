@@ -20,7 +20,7 @@ from regard.pairwise.attention import attention
 
 from ..lib.claims import Claim, claims_of, log_slope, paired
 from ..lib.display import Show, ToText, interval, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, stacked
+from ..lib.recipe import Cell, Frame, Recipe, Results, select, stacked
 
 PAPER = "Local Linear Attention"
 KERNEL = "epanechnikov*fixed(bias=1,empty=nearest)*euclidean"
@@ -96,8 +96,7 @@ def bandwidths(estimator: str, dim: int, n: int) -> list[float]:
     return [middle * STEP**i for i in range(-7, 8)]
 
 
-@recipe("boundary-bias")
-class BoundaryBias(Recipe):
+class BoundaryBias(Recipe, name="boundary-bias"):
     """Error of global linear, local constant and local linear regression against n, and the theory's rates."""
 
     seeds: int = 24  # Independent designs for each n.

@@ -18,7 +18,7 @@ from regard.tasks import InContextRegression
 
 from ..lib.claims import Claim, claims_of
 from ..lib.display import interval, lines, pivot
-from ..lib.recipe import Cell, Results, recipe
+from ..lib.recipe import Cell, Results
 from ..lib.task_recipe import TaskRecipe
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
 TESTED = 10_000  # first index of test examples; validation examples come before
 
 
-@recipe("in-context-regression")
-class InContextRegressionRecipe(TaskRecipe):
+class InContextRegressionRecipe(TaskRecipe, name="in-context-regression"):
     """Error of in-context regression against the length of a segment: local linear attention, softmax and Mesa."""
 
     dim: int = 8  # Channels of inputs and targets; the paper has 32.

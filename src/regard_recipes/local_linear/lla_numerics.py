@@ -20,7 +20,7 @@ from regard.pairwise.local_linear_attention import local_linear_attention
 
 from ..lib.claims import Claim, claims_of, exact
 from ..lib.display import MISSING, Show, ToText, lines, means, panels, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
+from ..lib.recipe import Cell, Frame, Recipe, Results, select, significant, stacked
 from .lla_numerics_schemes import SCHEMES, Data, floors_of, outputs, rounded
 
 BLOCK = 128  # rows to one number of the iterations by block
@@ -87,8 +87,7 @@ def run_regard(
     }, blocks  # fmt: skip
 
 
-@recipe("lla-numerics")
-class Numerics(Recipe):
+class Numerics(Recipe, name="lla-numerics"):
     """Error of local linear attention against solver steps, in float32 and bfloat16, beside bfloat16 schemes."""
 
     families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")  # Kinds of data.

@@ -16,7 +16,7 @@ from regard.inspect.capture import capture
 from ..lib.claims import Claim, claims_of, mean_interval
 from ..lib.display import dots, interval, pivot
 from ..lib.language_text import windows
-from ..lib.recipe import Results, recipe, select
+from ..lib.recipe import Results, select
 from ..lib.text_recipe import TextRecipe
 
 PAPER, WHERE = "Local Linear Attention", "appendix F.3"
@@ -36,8 +36,7 @@ DENSE = 0.1  # absolute weight from which a position counts as attended (the pap
 WINDOWS = 8  # windows that weights are looked at in
 
 
-@recipe("lla-pretraining")
-class Pretraining(TextRecipe):
+class Pretraining(TextRecipe, name="lla-pretraining"):
     """Loss of language models with local linear attention by ridge, beside softmax, and the weights of both."""
 
     batch = 8

@@ -18,7 +18,7 @@ from regard.tasks import ConeExamples, ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, mean_interval, unpaired
 from ..lib.display import Show, lines, only, panels, pivot, stat
-from ..lib.recipe import Cell, Frame, Recipe, Results, recipe, select, significant, stacked
+from ..lib.recipe import Cell, Frame, Recipe, Results, select, significant, stacked
 from ._variants import COSTS, ROWS, blocks, costs, formulas, variants
 from .lla_numerics_schemes import q_centred_blocks
 from .regression_at_test_time import PAPER, PAST, PROTOCOLS, SELF
@@ -26,8 +26,7 @@ from .regression_at_test_time import PAPER, PAST, PROTOCOLS, SELF
 SIGMA = "blocks of Sigma"  # the paper's
 
 
-@recipe("lla-variants")
-class Variants(Recipe):
+class Variants(Recipe, name="lla-variants"):
     """Error of windows, diagonal blocks and solver budgets of local linear attention against time and cost."""
 
     workers: int = 1

@@ -17,7 +17,7 @@ from regard.tasks import ConeRegression
 
 from ..lib.claims import Claim, Estimate, claims_of, exact, ratio_interval
 from ..lib.display import MISSING, Show, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, Results, check_once, recipe, select, significant
+from ..lib.recipe import Cell, Frame, Recipe, Results, check_once, select, significant
 from ._estimators import Method, Setting, methods
 
 PAPER, LLA = "Local Linear Attention", "local-linear"
@@ -55,8 +55,7 @@ def curve(error: Tensor) -> list[float]:
     return [significant(x) for x in error.reshape(len(error), points, -1).mean((0, 2)).tolist()]
 
 
-@recipe("test-time-regression")
-class Regression(Recipe):
+class Regression(Recipe, name="test-time-regression"):
     """Local linear attention beside attention and linear states on a linear map that changes, nothing trained."""
 
     specs: tuple[str, ...] = ("softmax", "rbf", "biweight", "relumax", "triweight")

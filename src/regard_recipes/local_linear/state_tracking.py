@@ -12,7 +12,7 @@ from regard.tasks import TokenTask
 from regard.tasks.permutation_tracking import PermutationTracking
 
 from ..lib.claims import Claim, claims_of
-from ..lib.recipe import Results, recipe
+from ..lib.recipe import Results
 from ..lib.task_recipe import TaskRecipe, mamba
 from ..lib.trained import Sizes
 
@@ -28,8 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Names of models to fields of `HybridConfig`; Mamba is that of transformers, which is slow without a GPU."""
 
 
-@recipe("state-tracking")
-class StateTracking(TaskRecipe, Sizes):
+class StateTracking(TaskRecipe, Sizes, name="state-tracking"):
     """Accuracy on the moved places of permutations: local linear attention, softmax and the delta rule."""
 
     places: tuple[int, ...] = (6,)  # Numbers of places N; the paper has 16, 24, 48 and 96.

@@ -13,7 +13,7 @@ from ..fwpkm.layouts import RESTRICTED, known_rows
 from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, NeedleRecipe
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
-from ..lib.recipe import Frame, Results, recipe, select
+from ..lib.recipe import Frame, Results, select
 from .needle_reading import PROTOCOLS, answer_rows
 
 GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
@@ -24,8 +24,7 @@ ROWS = known_rows("GDN+FA-pSWA")
 SMALL = ("GDN", "GDN | FwPKM", "FA", "FA | FwPKM", "FA-pSWA | FwPKM")  # models that are trained by default
 
 
-@recipe("needle")
-class Needle(NeedleRecipe):
+class Needle(NeedleRecipe, name="needle"):
     """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
 
     batch = 64

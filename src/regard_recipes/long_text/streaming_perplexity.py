@@ -16,7 +16,7 @@ from ..fwpkm.layouts import LAYOUTS, RESTRICTED, Row, known_rows
 from ..fwpkm.memory_recipe import NAMES, PAPER, PAPER_SIZE, QUICK, NamesRecipe
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import dots, heat, interval, lines, only, panels, pivot, spread
-from ..lib.recipe import Frame, Results, recipe, select, stacked
+from ..lib.recipe import Frame, Results, select, stacked
 from .streaming import RULES, read_names, reading_rules
 
 TEXTS = ("short", "long")
@@ -27,8 +27,7 @@ SMALL = ("GDN", "GDN | PKM", "GDN | FwPKM", "GDN | PKM+FwPKM", "FA", "FA | PKM",
 CLEAR = 0.05  # nats per token, and difference of gates, that count as an effect
 
 
-@recipe("streaming-perplexity")
-class StreamingPerplexity(NamesRecipe):
+class StreamingPerplexity(NamesRecipe, name="streaming-perplexity"):
     """Perplexity on short and long documents read in order, with fast and slow memories in the FwPKM layouts."""
 
     batch = 16

@@ -17,7 +17,7 @@ from regard.nn import ContextualMemory
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import dots, gap, lines, panels, pivot, spread, stat
 from ..lib.language_text import windows
-from ..lib.recipe import Cell, Frame, Results, check_names, recipe, select, stacked
+from ..lib.recipe import Cell, Frame, Results, check_names, select, stacked
 from ..lib.text_recipe import TextRecipe
 from .released_weightings import FORMS, RULES, ReleasedMemory, use_released
 
@@ -46,8 +46,7 @@ of the difference (first less second)."""
 KIND = ("layers", "model", "k", "form")  # columns that name a model
 
 
-@recipe("mosaic-kernels")
-class MosaicKernels(TextRecipe):
+class MosaicKernels(TextRecipe, name="mosaic-kernels"):
     """Memory Mosaics with every weighting of the sparse-attention paper, as defined and as its programs computed it."""
 
     models: tuple[str, ...] = tuple(WEIGHTINGS)  # Weightings to train, of the eight.

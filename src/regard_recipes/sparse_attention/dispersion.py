@@ -18,7 +18,7 @@ from regard.training.fields import read_spec, split_specs
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, lines, pivot
-from ..lib.recipe import Cell, Recipe, Results, recipe
+from ..lib.recipe import Cell, Recipe, Results
 
 PAPER, SOFTMAX, LOG = "Sparse attention", "softmax", "softmax, scale × log n"
 WEIGHT = 0.9  # mean weight of the right key among the fewest keys, to which each scale is fitted
@@ -26,8 +26,7 @@ SPARSE = ("sparsemax", "biweight", "triweight", "relumax")
 STEPS = 24  # bisections of the scale, from 2^-4 to 2^12
 
 
-@recipe("dispersion")
-class Dispersion(Recipe):
+class Dispersion(Recipe, name="dispersion"):
     """Weight of the right key, support and retrieval error against the number of keys, for every kernel."""
 
     seeds: int = 5  # Memories of each length.

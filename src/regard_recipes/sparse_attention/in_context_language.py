@@ -11,7 +11,7 @@ from regard.tasks import TokenTask
 from regard.tasks.regbench import RegBench
 
 from ..lib.claims import Claim, claims_of
-from ..lib.recipe import Results, recipe
+from ..lib.recipe import Results
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
 from .length_generalization import LOG
@@ -27,8 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@recipe("in-context-language")
-class InContextLanguage(TaskRecipe, Sizes):
+class InContextLanguage(TaskRecipe, Sizes, name="in-context-language"):
     """Valid symbols and total variation distance on RegBench, by kernel and number of automata in training."""
 
     automata: tuple[int, ...] = (1000, 0)  # Different automata in training; 0 for a new one in every example.

@@ -13,7 +13,7 @@ from regard.tasks import TokenTask, tasks
 
 from ..lib.claims import Claim
 from ..lib.display import interval, lines, panels, pivot
-from ..lib.recipe import Results, recipe
+from ..lib.recipe import Results
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
 
@@ -32,8 +32,7 @@ METRICS = {"exact": "exact answers", "accuracy": "right tokens"}
 SOME = 0.1  # share of exact answers from which on a length can show a difference
 
 
-@recipe("length-generalization")
-class LengthGeneralization(TaskRecipe, Sizes):
+class LengthGeneralization(TaskRecipe, Sizes, name="length-generalization"):
     """Exact answers of Memory Mosaics at up to 64 times the training length, by kernel."""
 
     seeds = 5

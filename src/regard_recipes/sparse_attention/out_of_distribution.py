@@ -19,7 +19,7 @@ from regard.tasks.tokens import stream
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, lines, panels, pivot
 from ..lib.language_text import LanguageText, source_text, windows
-from ..lib.recipe import Results, recipe, select
+from ..lib.recipe import Results, select
 from ..lib.text_recipe import TextRecipe
 from ..mosaic.mosaic_kernels import WEIGHTINGS
 
@@ -28,8 +28,7 @@ COMPACT = ("normrelu", "biweight", "triweight")  # those of figure 5, beside ReL
 PARTS = 16  # parts of a window whose mean losses are stored
 
 
-@recipe("out-of-distribution")
-class OutOfDistribution(TextRecipe):
+class OutOfDistribution(TextRecipe, name="out-of-distribution"):
     """Loss of Memory Mosaics along a text of another kind than the one trained on, by kernel."""
 
     other: Path | None = None  # UTF-8 text to read, a file or a folder. None: stories of a grammar.

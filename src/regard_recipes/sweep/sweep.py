@@ -33,7 +33,7 @@ from regard.tasks import TokenTask
 from regard.tasks.tokens import settable, token_task
 from regard.training.fields import from_mapping, read_mapping
 
-from ..lib.recipe import Results, recipe
+from ..lib.recipe import Results
 from ..lib.task_recipe import TaskRecipe
 
 EXAMPLE: dict[str, Any] = {
@@ -45,8 +45,7 @@ EXAMPLE: dict[str, Any] = {
 TRAIN = ("seeds", "rates", "steps", "batch", "stop_at", "examples")  # options that [train] may set, besides the metric
 
 
-@recipe("sweep")
-class Sweep(TaskRecipe):
+class Sweep(TaskRecipe, name="sweep"):
     """Scores over a grid of models, learning rates, task settings and seeds from one TOML file."""
 
     file: Path | None = None
