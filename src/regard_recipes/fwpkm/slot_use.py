@@ -23,10 +23,6 @@ from ..lib.text_recipe import TextRecipe
 PAPER, WHERE = "Fast-weight Product Key Memory", "section 3.3.1"
 NORMS = {"none": "no norm", "rms": "RMS norm", "batch": "batch norm"}
 WIDE, FEW = "many slots", "few slots"
-MODELS: dict[str, dict[str, Any]] = {
-    f"{label}, {reads}": {"norm": norm, "reads": reads} for reads in (WIDE, FEW) for norm, label in NORMS.items()
-}
-"""Norm of the queries, and whether a token reads `heads` x `top_k` slots or one head x `few`."""
 
 
 class SlotUse(TextRecipe, name="slot-use"):
@@ -40,7 +36,10 @@ class SlotUse(TextRecipe, name="slot-use"):
     measured = 16_384
     limits: ClassVar = {"layers": (2, 256), "sub_keys": (2, 2**16), "memory_dim": (2, 8192),
                         "top_k": (1, "sub_keys"), "few": (1, "sub_keys")}  # fmt: skip
-    known = MODELS
+    known: ClassVar = {
+        f"{label}, {reads}": {"norm": norm, "reads": reads} for reads in (WIDE, FEW) for norm, label in NORMS.items()
+    }
+    """Norm of the queries, and whether a token reads `heads` x `top_k` slots or one head x `few`."""
     by_size: ClassVar = {
         "quick": {"seeds": 2, "width": 32, "context": 32, "batch": 8, "steps": 40, "rates": (3e-3,), "sub_keys": 32,
                   "memory_dim": 32, "top_k": 4, "measured": 2048, "looks": 2},
@@ -50,7 +49,7 @@ class SlotUse(TextRecipe, name="slot-use"):
     }  # fmt: skip
 
     def fields(self, cell: Cell) -> dict[str, Any]:
-        kind = MODELS[cell["model"]]
+        kind = self.known[cell["model"]]
         heads, top_k = (4, self.top_k) if kind["reads"] == WIDE else (1, self.few)
         memory = {"sub_keys": self.sub_keys, "key_dim": self.memory_dim, "value_dim": self.memory_dim, "heads": heads,
                   "top_k": top_k, "query_norm": kind["norm"]}  # fmt: skip
@@ -85,7 +84,7 @@ class SlotUse(TextRecipe, name="slot-use"):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         runs = self.chosen(results)
-        runs = runs.assign(reads_of=runs["model"].map(lambda name: MODELS[name]["reads"]))
+        runs = runs.assign(reads_of=runs["model"].map(lambda name: self.known[name]["reads"]))
         return {"slots": dots(runs, "coverage", "model", "reads_of", x_label="share of slots that are read"),
                 "curves": self.curves(results)}  # fmt: skip
 

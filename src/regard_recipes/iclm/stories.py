@@ -21,11 +21,6 @@ from ..lib.trained import Sizes
 
 TRANSFORMER, ICLM, MEAN = "Transformer", "ICLM", "mean grade"
 MOSAICS = {f"Memory Mosaic, {name}": {"model": "memory-mosaic", "mixers": name} for name in ("softmax", "biweight")}
-MODELS: dict[str, dict[str, Any]] = {
-    TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
-    ICLM: {"model": "iclm", "variant": "full"},
-    **MOSAICS,
-}
 
 
 class StoriesRecipe(TaskRecipe, Sizes, name="stories"):
@@ -37,7 +32,11 @@ class StoriesRecipe(TaskRecipe, Sizes, name="stories"):
     batch = 32
     stop_at = 1.1
     limits: ClassVar = {"layers": (2, 256), "graded": (2, 2**20)}
-    known = MODELS
+    known: ClassVar = {
+        TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
+        ICLM: {"model": "iclm", "variant": "full"},
+        **MOSAICS,
+    }
     learned = 0.3
     by_size: ClassVar = {
         "quick": {"seeds": 2, "steps": 30, "rates": (3e-3,), "examples": 16, "graded": 4, "width": 32, "layers": 2},

@@ -27,13 +27,6 @@ CLOSE = 0.05  # nats per word; the paper's gaps in perplexity are 0.6 % (ICLM) a
 SEEN, HELD_OUT = "new stories", "new operands"
 STORIES = 64  # on which the weights of heads are measured
 TRANSFORMER, BARE, ICLM, ICLM_BARE = "Transformer", "Transformer, no MLP", "ICLM", "ICLM, no MLP on f"
-MODELS: dict[str, dict[str, Any]] = {
-    TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
-    BARE: {"mixers": "softmax", "feed_forward": "none"},
-    ICLM: {"model": "iclm", "variant": "full"},
-    ICLM_BARE: {"model": "iclm", "variant": "full", "f_mlp": "none"},
-    "ICLM, no MLP": {"model": "iclm", "variant": "full", "f_mlp": "none", "phi_mlp": "none"},
-}
 
 
 class TinyMathRecipe(TaskRecipe, Sizes, name="tinymath"):
@@ -45,7 +38,13 @@ class TinyMathRecipe(TaskRecipe, Sizes, name="tinymath"):
     steps = 1200
     stop_at = 1.1
     limits: ClassVar = {"layers": (2, 256)}
-    known = MODELS
+    known: ClassVar = {
+        TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
+        BARE: {"mixers": "softmax", "feed_forward": "none"},
+        ICLM: {"model": "iclm", "variant": "full"},
+        ICLM_BARE: {"model": "iclm", "variant": "full", "f_mlp": "none"},
+        "ICLM, no MLP": {"model": "iclm", "variant": "full", "f_mlp": "none", "phi_mlp": "none"},
+    }
     metric = ANSWER
     by_size: ClassVar = {
         "quick": {"setting": "quick", "seeds": 2, "steps": 40, "rates": (3e-3,), "examples": 32, "width": 32,

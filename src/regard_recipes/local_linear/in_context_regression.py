@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from ._regressor import Regressor
 
 PAPER, LLA, SOFTMAX, MESA, MSE = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mesa", "mse"
-MODELS: dict[str, dict[str, Any]] = {
-    SOFTMAX: {"spec": "softmax", "qk_norm": "rms"},
-    LLA: {"spec": "local-linear", "ridge": "learned", "qk_norm": "rms"},
-    "local linear, ridge 0.1": {"spec": "local-linear", "qk_norm": "rms"},
-    MESA: {},
-}
 TESTED = 10_000  # first index of test examples; validation examples come before
 
 
@@ -45,7 +39,12 @@ class InContextRegressionRecipe(TaskRecipe, name="in-context-regression"):
     """Has no effect here: every model is trained for all steps, since its score is minus the error."""
     limits: ClassVar = {"stop_at": (0, math.inf), "dim": (1, 1024), "length": (2, 2**20), "segments": (1, 2**20),
                         "width": (4, 8192)}  # fmt: skip
-    known = MODELS
+    known: ClassVar = {
+        SOFTMAX: {"spec": "softmax", "qk_norm": "rms"},
+        LLA: {"spec": "local-linear", "ridge": "learned", "qk_norm": "rms"},
+        "local linear, ridge 0.1": {"spec": "local-linear", "qk_norm": "rms"},
+        MESA: {},
+    }
     metric = MSE
     learned = -0.8
     by_size: ClassVar = {
@@ -60,7 +59,7 @@ class InContextRegressionRecipe(TaskRecipe, name="in-context-regression"):
     def make_model(self, name: str, task: InContextRegression) -> "Regressor":  # type: ignore[override]
         from ._regressor import Regressor
 
-        return Regressor(task.dim, self.width, task.queries, None if name == MESA else MODELS[name])
+        return Regressor(task.dim, self.width, task.queries, None if name == MESA else self.known[name])
 
     def example_length(self, task: InContextRegression) -> int:
         return int(task.examples(0, [0]).inputs.shape[-2])

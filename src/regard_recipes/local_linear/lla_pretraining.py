@@ -24,14 +24,6 @@ SOFTMAX, LEARNED = "softmax, normalised", "softmax, normalised, learned scale"
 PLAIN, LLA_PLAIN = "softmax", "local linear, learned ridge"
 RIDGES = (1.0, 0.1, 0.01)
 LLA = {ridge: f"local linear, ridge {ridge:g}, normalised" for ridge in RIDGES}
-MODELS: dict[str, dict[str, Any]] = {
-    SOFTMAX: {"mixers": "softmax", "qk_norm": "l2"},
-    LEARNED: {"mixers": "softmax", "qk_norm": "l2", "temperatures": "learned"},
-    **{LLA[ridge]: {"mixers": f"gaussian*fixed*linear(ridge={ridge:g})", "qk_norm": "l2"} for ridge in RIDGES},
-    PLAIN: {"mixers": "softmax"},
-    LLA_PLAIN: {"mixers": "local-linear", "ridges": "learned"},
-}
-"""The first five have queries and keys of length one, with scores of -sqrt(D) to sqrt(D)."""
 DENSE = 0.1  # absolute weight from which a position counts as attended (the paper's threshold)
 WINDOWS = 8  # windows that weights are looked at in
 
@@ -41,7 +33,14 @@ class Pretraining(TextRecipe, name="lla-pretraining"):
 
     batch = 8
     steps = 1500
-    known = MODELS
+    known: ClassVar = {
+        SOFTMAX: {"mixers": "softmax", "qk_norm": "l2"},
+        LEARNED: {"mixers": "softmax", "qk_norm": "l2", "temperatures": "learned"},
+        **{LLA[ridge]: {"mixers": f"gaussian*fixed*linear(ridge={ridge:g})", "qk_norm": "l2"} for ridge in RIDGES},
+        PLAIN: {"mixers": "softmax"},
+        LLA_PLAIN: {"mixers": "local-linear", "ridges": "learned"},
+    }
+    """The first five have queries and keys of length one, with scores of -sqrt(D) to sqrt(D)."""
     by_size: ClassVar = {
         "quick": {"seeds": 2, "models": (SOFTMAX, LLA[0.1], PLAIN, LLA_PLAIN), "width": 32, "context": 32, "steps": 40,
                   "batch": 8, "rates": (3e-3,), "measured": 1024, "looks": 2},

@@ -18,14 +18,6 @@ from ..lib.trained import Sizes
 
 PAPER, LLA, SOFTMAX, MAMBA = "Local Linear Attention", "local linear, learned ridge", "softmax", "Mamba"
 MOVED = "accuracy on moved places"
-MODELS: dict[str, dict[str, Any]] = {
-    SOFTMAX: {"mixers": "softmax", "qk_norm": "rms"},
-    LLA: {"mixers": "local-linear", "ridges": "learned", "qk_norm": "rms"},
-    "delta rule": {"mixers": "deltanet"},
-    "gated delta rule": {"mixers": "gated-deltanet"},
-    MAMBA: {},
-}
-"""Names of models to fields of `HybridConfig`; Mamba is that of transformers, which is slow without a GPU."""
 
 
 class StateTracking(TaskRecipe, Sizes, name="state-tracking"):
@@ -36,13 +28,20 @@ class StateTracking(TaskRecipe, Sizes, name="state-tracking"):
     questions: int = 4  # Questions of a sequence; the paper has 8.
     steps = 3000
     limits: ClassVar = {"places": (2, 4096), "items": (2, 2**24), "questions": (1, 4096)}
-    known = MODELS
+    known: ClassVar = {
+        SOFTMAX: {"mixers": "softmax", "qk_norm": "rms"},
+        LLA: {"mixers": "local-linear", "ridges": "learned", "qk_norm": "rms"},
+        "delta rule": {"mixers": "deltanet"},
+        "gated delta rule": {"mixers": "gated-deltanet"},
+        MAMBA: {},
+    }
+    """Names of models to fields of `HybridConfig`; Mamba is that of transformers, which is slow without a GPU."""
     slow = (MAMBA,)
     metric = MOVED
     by_size: ClassVar = {
         "quick": {"seeds": 2, "steps": 40, "rates": (3e-3,), "models": (SOFTMAX, LLA), "examples": 64, "width": 32},
         "paper": {"places": (16, 24, 48, 96), "items": 8192, "questions": 8, "width": 256, "layers": 4, "batch": 256,
-                  "steps": 25_000, "rates": (1e-4, 5e-4, 1e-3), "examples": 1000, "models": tuple(MODELS)},
+                  "steps": 25_000, "rates": (1e-4, 5e-4, 1e-3), "examples": 1000, "models": tuple(known)},
     }  # fmt: skip
 
     def training_tasks(self) -> Mapping[str, TokenTask]:

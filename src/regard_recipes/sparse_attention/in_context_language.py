@@ -14,17 +14,11 @@ from ..lib.claims import Claim, claims_of
 from ..lib.recipe import Results
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
-from .length_generalization import LOG
-from .length_generalization import MODELS as OTHERS
+from .length_generalization import LOG, LengthGeneralization
 
 PAPER, SOFTMAX, VALID, APART = "Sparse attention", "softmax", "valid", "total variation"
 COMPACT = ("sparsemax", "biweight", "triweight", "relumax")
 TRANSFORMER = "Transformer, softmax"
-MODELS: dict[str, dict[str, Any]] = {
-    **{name: {"model": "memory-mosaic", "mixers": name} for name in (SOFTMAX, *COMPACT)},
-    TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
-    LOG: OTHERS[LOG],
-}
 
 
 class InContextLanguage(TaskRecipe, Sizes, name="in-context-language"):
@@ -36,7 +30,11 @@ class InContextLanguage(TaskRecipe, Sizes, name="in-context-language"):
     batch = 32
     stop_at = 1.1
     limits: ClassVar = {"automata": (0, 2**40)}
-    known = MODELS
+    known: ClassVar = {
+        **{name: {"model": "memory-mosaic", "mixers": name} for name in (SOFTMAX, *COMPACT)},
+        TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
+        LOG: LengthGeneralization.known[LOG],
+    }
     metric = VALID
     learned = 0.75
     by_size: ClassVar = {

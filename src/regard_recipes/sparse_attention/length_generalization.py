@@ -20,13 +20,6 @@ from ..lib.trained import Sizes
 PAPER, SOFTMAX = "Sparse attention", "softmax"
 LOG = "softmax with learned scale × log n"
 TRANSFORMER_LOG = f"Transformer, {LOG}"
-MODELS: dict[str, dict[str, Any]] = {
-    **{name: {"model": "memory-mosaic", "mixers": name}
-       for name in (SOFTMAX, "sparsemax", "biweight", "triweight", "relumax")},
-    LOG: {"model": "memory-mosaic", "mixers": SOFTMAX, "temperatures": "log"},
-    TRANSFORMER_LOG: {"mixers": SOFTMAX, "temperatures": "log", "feed_forward": "gelu"},
-}  # fmt: skip
-"""Memory Mosaics by kernel or with a scale that grows with the length, and a Transformer with such a scale."""
 COMPACT = {"Adaptive kernels generalise": ("sparsemax", "biweight", "triweight"), "ReLUmax generalises": ("relumax",)}
 METRICS = {"exact": "exact answers", "accuracy": "right tokens"}
 SOME = 0.1  # share of exact answers from which on a length can show a difference
@@ -43,7 +36,13 @@ class LengthGeneralization(TaskRecipe, Sizes, name="length-generalization"):
     examples: int = 128  # Examples of the test split at each length.
     limits: ClassVar = {"factors": (1, 1024)}
     choices: ClassVar = {"tasks": ("mqmtar", "reverse", "sort")}
-    known = MODELS
+    known: ClassVar = {
+        **{name: {"model": "memory-mosaic", "mixers": name}
+           for name in (SOFTMAX, "sparsemax", "biweight", "triweight", "relumax")},
+        LOG: {"model": "memory-mosaic", "mixers": SOFTMAX, "temperatures": "log"},
+        TRANSFORMER_LOG: {"mixers": SOFTMAX, "temperatures": "log", "feed_forward": "gelu"},
+    }  # fmt: skip
+    """Memory Mosaics by kernel or with a scale that grows with the length, and a Transformer with such a scale."""
     metric = "exact"
     by_size: ClassVar = {
         "quick": {"seeds": 2, "tasks": ("sort",), "factors": (1, 2), "steps": 60, "rates": (3e-3,), "examples": 32,
