@@ -9,8 +9,7 @@ from tiny_runs import make, tiny
 from transformers.modeling_outputs import CausalLMOutput
 
 from regard.tasks import CrossDocumentRecall, collate
-from regard_recipes.fwpkm._clustered_queries import coverage
-from regard_recipes.fwpkm._recall_model import RecallTokens
+from regard_recipes.fwpkm._recall_measures import RecallTokens, coverage
 from regard_recipes.fwpkm.fast_weight_recall import DETACHED, NORMALIZED, ROOM, RULES, FastWeightRecall
 from regard_recipes.lib.recipe import select
 

@@ -10,7 +10,7 @@ import pytest
 from filelock import FileLock
 
 from regard.recipes import recipes
-from regard_recipes.fwpkm._clustered_queries import coverage
+from regard_recipes.fwpkm._recall_measures import coverage
 from regard_recipes.lib.recipe import Recipe, Results, check_shared
 from regard_recipes.lib.results import load
 from regard_recipes.lib.running import run
@@ -80,7 +80,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SHORTER = {
-    "fast-weight-recall": ("regard_recipes.fwpkm._clustered_queries.coverage",
+    "fast-weight-recall": ("regard_recipes.fwpkm._recall_measures.coverage",
                            partial(coverage, sub_keys=8, chunks=4, looked_at=2)),
 }  # fmt: skip
 """Constants and functions to replace in a tiny run."""

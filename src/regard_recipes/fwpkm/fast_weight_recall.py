@@ -16,10 +16,9 @@ import torch
 
 from regard.tasks import CrossDocumentRecall
 
-from ..lib.claims import Claim, claims_of, mean_intervals
+from ..lib.claims import Claim, Estimate, claims_of, mean_intervals, ratio_interval
 from ..lib.display import Show, lines, panels, pivot, stat
-from ..lib.recipe import Cell, Recipe, Results, select
-from ._clustered_queries import clustered_rows, widest
+from ..lib.recipe import Cell, Frame, Recipe, Results, select
 
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
 RULES: dict[str, dict[str, Any]] = {
@@ -74,7 +73,7 @@ class FastWeightRecall(Recipe, name="fast-weight-recall"):
 
     def make_model(self, rule: str, small: bool) -> Any:
         """Return a model whose memory has the size of the options, or is too small."""
-        from ._recall_model import RecallModel
+        from ._recall_measures import RecallModel
 
         task, sub_keys = self.task(), self.stress_sub_keys if small else self.sub_keys
         return RecallModel(
@@ -96,7 +95,7 @@ class FastWeightRecall(Recipe, name="fast-weight-recall"):
         from regard.training.task import TaskBudget, train_on_task
         from regard.training.task.training import LossNotFinite
 
-        from ._recall_model import RecallTokens, hits
+        from ._recall_measures import RecallTokens, clustered_rows, hits
 
         if cell["memory"] == CLUSTERED:
             yield from clustered_rows(seed)
@@ -132,7 +131,7 @@ class FastWeightRecall(Recipe, name="fast-weight-recall"):
         """Return the share of right values in every reading of every document, in order."""
         from regard.training.task import score_task
 
-        from ._recall_model import RecallTokens
+        from ._recall_measures import RecallTokens
 
         scores = score_task(model, RecallTokens(task), seed=seed, examples=self.examples, batch=16)
         return [score.mean for metric, score in scores.items() if metric.startswith("accuracy on")]
@@ -205,3 +204,12 @@ class FastWeightRecall(Recipe, name="fast-weight-recall"):
             "clustered": lines({"slots that clustered queries use": clustered}, "spread",
                                {"coverage": "share of the slots"}, "entropy"),
         }  # fmt: skip
+
+
+def widest(rows: Frame) -> dict[str, Estimate]:
+    """Return the largest ratio of slots in use with the entropy to those without it."""
+    ratios = {
+        f"spread {spread:g}, weight {weight:g}": ratio_interval(some["coverage"], select(each, weight=0.0)["coverage"])
+        for spread, each in rows.groupby("spread") for weight, some in each.groupby("weight") if weight
+    }  # fmt: skip
+    return dict(sorted(ratios.items(), key=lambda item: -item[1].mean)[:1])
