@@ -6,7 +6,6 @@ With equal options all models see the same windows: those of a step are a functi
 import contextlib
 import math
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -129,8 +128,8 @@ def train_with_trainer(
         with contextlib.suppress(TrainingStopped):
             trainer.train()
         trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
-    times = {"step_seconds": looks.wall, "step_cpu_seconds": looks.cpu}
-    return looks.losses, {name: statistics.median(values or [math.nan]) for name, values in times.items()}
+    elapsed, of_cpu = np.median(looks.seconds or [(math.nan, math.nan)], axis=0).tolist()
+    return looks.losses, {"step_seconds": elapsed, "step_cpu_seconds": of_cpu}
 
 
 class Looks(TrainerCallback):
@@ -139,8 +138,7 @@ class Looks(TrainerCallback):
     def __init__(self, held_out: Callable[[], float], steps: set[int], device: torch.device) -> None:
         self.evaluate, self.steps, self.device = held_out, steps, device
         self.losses: list[tuple[float, float]] = []
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
+        self.seconds: list[tuple[float, float]] = []  # of each step: elapsed, and of the CPU
         self.since: list[Tensor] = []  # training losses since the last look
         self.begun = (0.0, 0.0)
 
@@ -150,8 +148,8 @@ class Looks(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.wall.append(time.perf_counter() - self.begun[0])
-        self.cpu.append(time.process_time() - self.begun[1] if self.device.type == "cpu" else self.wall[-1])
+        elapsed, of_cpu = time.perf_counter() - self.begun[0], time.process_time() - self.begun[1]
+        self.seconds.append((elapsed, of_cpu if self.device.type == "cpu" else elapsed))
         if state.global_step in self.steps:
             count = state.global_step - max((step for step in self.steps if step < state.global_step), default=0)
             held_out = self.evaluate()

@@ -207,13 +207,11 @@ def plain(value: Any) -> Any:
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if isinstance(value, (bool, int, str, type(None))):
-        return value
     if hasattr(value, "item"):  # a number of numpy or torch
-        return plain(value.item())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value)
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
 def _grows(old: Any, new: Any) -> bool:
@@ -232,9 +230,7 @@ def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
     """Check that a command may write to `out`, without changing anything; return the nearest folder that exists, `out`
     itself or one above it."""
     require(out.is_dir() or not out.exists(), call, f"--out {out} is a file; give a folder.")
-    home = out.absolute()
-    while not home.exists():
-        home = home.parent
+    home = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     usable = home.is_dir() and os.access(home, os.W_OK | os.X_OK)
     require(usable, call, f"--out {out} cannot be written; choose another folder.")
     empty = not out.is_dir() or all(path.name == LOCK for path in out.iterdir())
