@@ -37,11 +37,6 @@ def spec_of(kernel: str, weights: str | None = None) -> Spec:
     return preset if weights is None else replace(preset, normalise=weights == NORMALISED)
 
 
-def default_weights(kernel: str) -> str:
-    """Return whether the preset of a kernel is normalised."""
-    return NORMALISED if spec_of(kernel).normalise else PLAIN
-
-
 class KernelSelection(TextRecipe, name="kernel-selection"):
     """The ten kernels of the kernel-selection paper in equal language models: losses, time, and what q = k costs."""
 
@@ -79,8 +74,9 @@ class KernelSelection(TextRecipe, name="kernel-selection"):
     def cells(self) -> list[Cell]:
         kinds = [(MEAN, NORMALISED, APART)]
         kinds += [(kernel, weights, APART) for weights in (NORMALISED, PLAIN) for kernel in self.trained]
-        kinds += [(kernel, default_weights(kernel), SHARED) for kernel in self.trained]
-        kinds += [(kernel, default_weights(kernel), EARLIER) for kernel in self.trained if kernel in self.earlier]
+        presets = {kernel: NORMALISED if spec_of(kernel).normalise else PLAIN for kernel in self.trained}
+        kinds += [(kernel, weights, SHARED) for kernel, weights in presets.items()]
+        kinds += [(kernel, weights, EARLIER) for kernel, weights in presets.items() if kernel in self.earlier]
         return [{**dict(zip(FORM, kind, strict=True)), "rate": rate} for kind in kinds for rate in self.rates]
 
     def seeds_of(self, cell: Cell) -> int:

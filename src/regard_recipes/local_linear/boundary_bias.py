@@ -20,7 +20,7 @@ from regard.pairwise.attention import attention
 
 from ..lib.claims import Claim, claims_of, log_slope, paired
 from ..lib.display import Show, ToText, interval, lines, panels, pivot
-from ..lib.recipe import Cell, Frame, Recipe, Results, select, stacked
+from ..lib.recipe import Cell, Frame, Recipe, Results, select
 
 PAPER = "Local Linear Attention"
 KERNEL = "epanechnikov*fixed(bias=1,empty=nearest)*euclidean"
@@ -185,9 +185,8 @@ class BoundaryBias(Recipe, name="boundary-bias"):
 def best(results: Results) -> Frame:
     """Return the rows with the bandwidth that has the least mean error; for the global estimator, whose error does not
     depend on it, with the bandwidth of the local constant."""
-    parts = []
-    for _, rows in results.frame.groupby(["d", "n"], sort=False):
-        means = rows.groupby(["estimator", "place"])["whole"].mean()
-        best_index = {name: int(means[name].idxmin()) for name in (CONSTANT, LINEAR)}
-        parts += [select(rows, estimator=name, place=best_index.get(name, best_index[CONSTANT])) for name in THEORY]
-    return stacked(parts)
+    rows, key = results.frame, ["d", "n", "estimator", "place"]
+    means = select(rows, estimator=[CONSTANT, LINEAR]).groupby(key)["whole"].mean()
+    chosen = means.groupby(key[:-1]).idxmin()
+    named = rows.assign(estimator=rows["estimator"].replace(GLOBAL, CONSTANT)).set_index(key)
+    return rows[named.index.isin(chosen)]

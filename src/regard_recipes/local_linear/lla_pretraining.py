@@ -60,15 +60,14 @@ class Pretraining(TextRecipe, name="lla-pretraining"):
         more = {LLA_PLAIN: self.gap(results, LLA_PLAIN, PLAIN, "density")}
         seen = lambda value, name: {name: mean_interval(select(self.chosen(results), model=name)[value])}  # noqa: E731
         loss, counted = "Nats per token of the test text.", f"Positions with an absolute weight above {DENSE:g}."
-        common = {"untestable": self.unlearned(results)}
-        losses: list[Any] = [
+        small = {"effect": 0.1}
+        return claims_of(PAPER, [
             (f"{WHERE}, figure 8a", "With normalised queries and keys local linear attention has a lower loss than "
-             "softmax", less(SOFTMAX), "below", 0.0, f"{loss} Less softmax with a fixed scale, also normalised."),
-            (f"{WHERE}, figure 8a", "A smaller ridge has a lower loss", smaller, "below", 0.0, loss),
+             "softmax", less(SOFTMAX), "below", 0.0, f"{loss} Less softmax with a fixed scale, also normalised.",
+             small),
+            (f"{WHERE}, figure 8a", "A smaller ridge has a lower loss", smaller, "below", 0.0, loss, small),
             (f"{WHERE}, check", "The loss is also lower than that of softmax that learns its scale", less(LEARNED),
-             "below", 0.0, f"{loss} Less softmax with a learned scale, also normalised."),
-        ]  # fmt: skip
-        weights: list[Any] = [
+             "below", 0.0, f"{loss} Less softmax with a learned scale, also normalised.", small),
             (f"{WHERE}, figure 8b", "Softmax concentrates on one or two tokens", seen("density", PLAIN), "at most",
              2.0, counted),
             (f"{WHERE}, figure 8b", "Local linear attention attends to more tokens", more, "above", 0.0,
@@ -77,8 +76,7 @@ class Pretraining(TextRecipe, name="lla-pretraining"):
              "below", -DENSE, "The lowest weight; the paper has -0.5."),
             (f"{WHERE}, figure 8c", "Weights of local linear attention rise above one", seen("highest", LLA_PLAIN),
              "above", 1.0, "The highest weight; the paper has 1.8."),
-        ]  # fmt: skip
-        return [*claims_of(PAPER, losses, effect=0.1, **common), *claims_of(PAPER, weights, effect=0.5, **common)]
+        ], effect=0.5, untestable=self.unlearned(results))  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         shows = {"positions above 0.1": interval("density"), "lowest weight": interval("lowest"),
