@@ -80,7 +80,7 @@ def measure_text(
     if hasattr(model, "contributions"):  # an ICLM
         lens = zip(mechanisms.logit_lens(model, windows), model.model.f, strict=True)
         for layer, (logits, block) in enumerate(lens, 1):
-            rows.append({"kind": "lens", "layer": layer, "loss": cross_entropy(logits, windows).item()})
+            rows.append({"kind": "lens", "layer": layer, "loss": losses(logits, windows).mean().item()})
             projections = mechanisms.head_projections(block.attn).detach()
             values = mechanisms.copying_eigenvalues(projections, model.lm_head.weight.detach())
             heads = zip(values.share.tolist(), values.balance.tolist(), strict=True)
@@ -114,14 +114,13 @@ def head_rows(model: Any, windows: Tensor, from_row: int) -> list[Row]:
 @torch.no_grad()
 def nats(model: Any, windows: Tensor, hooks: Any = ()) -> float:
     """Return the mean loss of windows [B, T] under hooks, in nats per token."""
-    parts = ((run_with_hooks(model, part, hooks).logits, part) for part in windows.split(BATCH))
-    total = sum(cross_entropy(logits, part, "sum").item() for logits, part in parts)
-    return total / (windows.shape[0] * (windows.shape[1] - 1))
+    parts = [losses(run_with_hooks(model, part, hooks).logits, part) for part in windows.split(BATCH)]
+    return torch.cat(parts).mean().item()
 
 
-def cross_entropy(logits: Tensor, windows: Tensor, reduction: str = "mean") -> Tensor:
-    """Return the loss of logits [B, T, V] on the tokens that follow."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)
+def losses(logits: Tensor, windows: Tensor) -> Tensor:
+    """Return the losses [B, T - 1] of logits [B, T, V] on the tokens that follow, float64."""
+    return F.cross_entropy(logits[:, :-1].float().mT, windows[:, 1:], reduction="none").double()
 
 
 def choose_prompts(tokens: Tensor, length: int, count: int) -> list[list[int]]:

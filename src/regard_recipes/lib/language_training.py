@@ -9,6 +9,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def train_with_trainer(
         material.train_tokens, context=options.context, steps=options.steps, per_step=options.batch, seed=seed
     )
     one = Units(1, 1, 1)  # bits are not asked for
-    held_out = lambda: held_out_loss(model, material.held_out_tokens, options)  # noqa: E731
+    held_out = partial(held_out_loss, model, material.held_out_tokens, options)
     looks = Looks(held_out, set(options.look_steps()), device)
     with tempfile.TemporaryDirectory() as folder:
         arguments = quiet_arguments(
@@ -120,10 +121,11 @@ def train_with_trainer(
             dataloader_pin_memory=device.type == "cuda",
         )  # fmt: skip
         trainer = LookingTrainer(
-            looks, model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates),
+            callbacks=[looks], model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates),
             held_out=material.held_out_tokens, train_units=one, held_out_units=one, context=options.context,
             eval_batch=options.batch, keep=1,
         )  # fmt: skip
+        trainer.looks = looks
         trainer.model_accepts_loss_kwargs = False  # the mean over the labels that the model counts
         with contextlib.suppress(TrainingStopped):
             trainer.train()
@@ -159,11 +161,9 @@ class Looks(TrainerCallback):
 
 
 class LookingTrainer(RegardTrainer):
-    """A trainer whose callback `looks` gets the loss of each forward pass, divided by their number in a step."""
+    """A trainer that gives `looks` the loss of each forward pass, divided by their number in a step."""
 
-    def __init__(self, looks: Looks, **kwargs: Any) -> None:
-        self.looks = looks
-        super().__init__(callbacks=[looks], **kwargs)
+    looks: Looks
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         self.looks.since.append(super().training_step(*args, **kwargs).detach())

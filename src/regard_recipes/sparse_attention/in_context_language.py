@@ -18,7 +18,6 @@ from .length_generalization import LOG, LengthGeneralization
 
 PAPER, SOFTMAX, VALID, APART = "Sparse attention", "softmax", "valid", "total variation"
 COMPACT = ("sparsemax", "biweight", "triweight", "relumax")
-TRANSFORMER = "Transformer, softmax"
 
 
 class InContextLanguage(TaskRecipe, Sizes, name="in-context-language"):
@@ -32,7 +31,7 @@ class InContextLanguage(TaskRecipe, Sizes, name="in-context-language"):
     limits: ClassVar = {"automata": (0, 2**40)}
     known: ClassVar = {
         **{name: {"model": "memory-mosaic", "mixers": name} for name in (SOFTMAX, *COMPACT)},
-        TRANSFORMER: {"mixers": "softmax", "feed_forward": "gelu"},
+        "Transformer, softmax": {"mixers": "softmax", "feed_forward": "gelu"},
         LOG: LengthGeneralization.known[LOG],
     }
     metric = VALID
