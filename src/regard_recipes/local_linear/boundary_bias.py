@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError
+from regard.checks import require
 from regard.grammar import Spec
 from regard.pairwise.attention import attention
 
@@ -111,8 +111,7 @@ class BoundaryBias(Recipe, name="boundary-bias"):
     no_paper_size = "The paper proves these rates and measures nothing."
 
     def check(self) -> None:
-        if len(self.sizes) < 2:
-            raise ArgumentError(f"{self.call()}: --sizes is {self.sizes}, expected two or more numbers.")
+        require(len(self.sizes) > 1, self.call(), f"--sizes is {self.sizes}, expected two or more numbers.")
 
     def cells(self) -> list[Cell]:
         return [{"d": d, "n": n} for d in self.dims for n in self.sizes]

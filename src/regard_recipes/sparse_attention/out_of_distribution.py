@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.checks import ArgumentError
+from regard.checks import require
 from regard.tasks import Stories
 from regard.tasks.tokens import stream
 
@@ -60,9 +60,8 @@ class OutOfDistribution(TextRecipe, name="out-of-distribution"):
         if self.other is not None:
             source, content = source_text(self.other, self.call())
         tokens = encode(text.tokenizer, content)[: self.measured]
-        if len(tokens) < 2 * self.context:
-            few = f"{source} has {len(tokens):,} tokens, expected at least two windows of {self.context}"
-            raise ArgumentError(f"{self.call()}: --other: {few}.")
+        few = f"{source} has {len(tokens):,} tokens, expected at least two windows of {self.context}"
+        require(len(tokens) >= 2 * self.context, self.call(), f"--other: {few}.")
         self.windows = {OWN: windows(self.test_tokens, self.context), OTHER: windows(tokens, self.context)}
         return {**facts, "other": source, "other floor": self.floor(tokens)}
 
