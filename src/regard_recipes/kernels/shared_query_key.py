@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from regard.training.fields import read_spec
@@ -105,16 +105,13 @@ def memory_bytes(model: Any, batch: int, context: int) -> dict[str, int]:
     projected: list[int] = []
     saved: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
-    def count(module: nn.Module, inputs: Any, output: Any) -> None:
-        projected.append(output.nbytes)
-
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with ExitStack() as hooks:
         for module in projections:
-            hooks.enter_context(module.register_forward_hook(count))
+            hooks.enter_context(module.register_forward_hook(lambda *seen: projected.append(seen[-1].nbytes)))
         hooks.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         model.train()(input_ids=window, labels=window)
     for weight in model.parameters():

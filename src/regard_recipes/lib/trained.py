@@ -153,10 +153,10 @@ def estimate(made: Recipe) -> Any:
             models[name] = {"name": name, "runs": 0, "size": parameters, "tokens": length, "operations": operations}
         models[name]["runs"] += made.seeds_of(cell)
     rows = frame_of(models.values())
-    tokens, operations = (rows["runs"] @ rows[column] for column in ("tokens", "operations"))
-    most, whole = rows["size"].max(), "all runs; the largest model"
-    total = {"name": whole, "runs": rows["runs"].sum(), "size": most, "tokens": tokens, "operations": operations}
-    rows = stacked([rows.assign(all=rows["runs"] * rows["operations"]), frame_of([{**total, "all": operations}])])
+    rows["all"] = rows["runs"] * rows["operations"]
+    whole = {"name": "all runs; the largest model", "runs": rows["runs"].sum(), "size": rows["size"].max()}
+    sums = {"tokens": rows["runs"] @ rows["tokens"], **dict.fromkeys(("operations", "all"), rows["all"].sum())}
+    rows = stacked([rows, frame_of([{**whole, **sums}])])
     rows = rows.assign(hours=rows["all"] / RATE / 3600, memory=STATE_BYTES * rows["size"] / 2**30)
     return pivot(rows, {"name": ", ".join(made.per)}, {
         "runs": "{runs:.0f}", "parameters": "{size:,.0f}", "tokens of a run": "{tokens:.2e}",

@@ -139,12 +139,13 @@ class AssociativeRecall(TaskRecipe, name="associative-recall"):
         floors = [f"{n} pairs {values['accuracy']:.2f}" for n, values in results.facts["floors"].items()]
         note = f"± half the 95 % interval over seeds. Guessing one of the sequence's values: {'; '.join(floors)}."
         scores, states = self.scores(results), self.chosen(results, "state")
-        made = {"Accuracy by number of pairs": pivot(scores, ["model"], {"": interval("score")}, "test", note=note)}
-        if len(states):
-            made["State by number of pairs"] = pivot(states, ["model"], {"": "{numbers:,.0f}"}, "test", note=(
+        return {
+            "Accuracy by number of pairs": pivot(scores, ["model"], {"": interval("score")}, "test", note=note),
+            "State by number of pairs": pivot(states, ["model"], {"": "{numbers:,.0f}"}, "test", note=(
                 "Numbers kept for a sequence at its end, mean over layers: keys and values of all tokens, or a state "
-                "with the last inputs of its short convolution."))  # fmt: skip
-        return {**made, "Training": self.training_table(results)}
+                "with the last inputs of its short convolution.")),
+            "Training": self.training_table(results),
+        }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         scores = self.scores(results).assign(pairs=lambda rows: rows["test"].astype(int))

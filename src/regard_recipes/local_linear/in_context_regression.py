@@ -124,14 +124,13 @@ class InContextRegressionRecipe(TaskRecipe, name="in-context-regression"):
         known = [f"S = {n}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items())
                  for n, values in results.facts["floors"].items()]  # fmt: skip
         note = f"Mean squared error by segment length S, ± half the 95 % interval over seeds. {'; '.join(known)}."
-        scores, ridges = self.scores(results), self.chosen(results, "ridge")
-        made = {"Errors": pivot(scores, ["model"], {"": interval("score")}, "task", note=note),
-                "Training": self.training_table(results)}  # fmt: skip
-        if len(ridges):
-            shows = {name: f"{{{name}:.3g}}" for name in ("low", "median", "high")}
-            note = "Ridges of tokens before and after training: 5 %, 50 % and 95 % of them are lower, means over seeds."
-            made["Learned ridges"] = pivot(ridges, ["task", "layer"], shows, "when", note=note)
-        return made
+        shows = {name: f"{{{name}:.3g}}" for name in ("low", "median", "high")}
+        shares = "Ridges of tokens before and after training: 5 %, 50 % and 95 % of them are lower, means over seeds."
+        return {
+            "Errors": pivot(self.scores(results), ["model"], {"": interval("score")}, "task", note=note),
+            "Training": self.training_table(results),
+            "Learned ridges": pivot(self.chosen(results, "ridge"), ["task", "layer"], shows, "when", note=shares),
+        }
 
     def figures(self, results: Results) -> dict[str, bytes]:
         rows = self.scores(results).assign(segment=lambda f: f["task"].astype(int))

@@ -159,18 +159,16 @@ class MosaicKernels(TextRecipe, name="mosaic-kernels"):
                 f"Seeds: {self.seeds}; mean ± standard deviation. Gaps are paired by seed, ± half the 95 % "
                 f"interval. Empty: rows after the first token's in which no pair had weight by itself."))  # fmt: skip
         runs = self.chosen(results, compared=True, layers=self.layers[0])
-        if len(forms := select(runs, model=list(RIVALS))):
-            defined, mended = (select(runs, form=form) for form in (DEFINED, "mended"))
-            rivals = stacked(select(defined, model=rival).assign(model=model) for model, rival in RIVALS.items())
-            above = partial(gap, "test", same=["model"])
-            made["As released and as defined"] = pivot(
-                forms, {"model": "weighting", "form": "form"},
-                {"test nats/token": spread("test"), "above defined": above(defined), "above mended": above(mended),
-                 "above sparsemax (relumax), softmax (others)": above(rivals), "empty rows": "{empty:.2%}"},
-                note="fast: the paper's language models (no bandwidth, or a margin that is not learned; one pair too "
-                     "many masked); mended: fast with the right mask; regular: the temperature applied twice.",
-            )  # fmt: skip
-        return made
+        defined, mended = (select(runs, form=form) for form in (DEFINED, "mended"))
+        rivals = stacked(select(defined, model=rival).assign(model=model) for model, rival in RIVALS.items())
+        above = partial(gap, "test", same=["model"])
+        return {**made, "As released and as defined": pivot(
+            select(runs, model=list(RIVALS)), {"model": "weighting", "form": "form"},
+            {"test nats/token": spread("test"), "above defined": above(defined), "above mended": above(mended),
+             "above sparsemax (relumax), softmax (others)": above(rivals), "empty rows": "{empty:.2%}"},
+            note="fast: the paper's language models (no bandwidth, or a margin that is not learned; one pair too many "
+                 "masked); mended: fast with the right mask; regular: the temperature applied twice.",
+        )}  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
         runs, looks = self.chosen(results), self.chosen(results, "look", compared=True)

@@ -69,10 +69,9 @@ class OutOfDistribution(TextRecipe, name="out-of-distribution"):
         rows = []
         for name, drawn in self.windows.items():
             losses = losses_along(model, drawn, max(1, self.batch // self.parts))
-            start = 1  # the first token is not predicted
-            for part in losses.tensor_split(PARTS):
-                rows.append({"kind": "part", "text": name, "start": start, "loss": float(part.mean())})
-                start += len(part)
+            positions = torch.arange(1, self.context)  # the first token is not predicted
+            for at, part in zip(positions.tensor_split(PARTS), losses.tensor_split(PARTS), strict=True):
+                rows.append({"kind": "part", "text": name, "start": int(at[0]), "loss": float(part.mean())})
         return {**super().measure_model(model), "rows": rows}
 
     def claims(self, results: Results) -> list[Claim]:
