@@ -182,10 +182,10 @@ class BoundaryBias(Recipe, name="boundary-bias"):
 
 
 def best(results: Results) -> Frame:
-    """Return the rows with the bandwidth that has the least mean error; for the global estimator, whose error does not
-    depend on it, with the bandwidth of the local constant."""
+    """Return the rows with the bandwidth that has the least mean error, sorted by d and n; for the global estimator,
+    whose error does not depend on it, with the bandwidth of the local constant."""
     rows, key = results.frame, ["d", "n", "estimator", "place"]
     means = select(rows, estimator=[CONSTANT, LINEAR]).groupby(key)["whole"].mean()
     chosen = means.groupby(key[:-1]).idxmin()
     named = rows.assign(estimator=rows["estimator"].replace(GLOBAL, CONSTANT)).set_index(key)
-    return rows[named.index.isin(chosen)]
+    return rows[named.index.isin(chosen)].sort_values(["d", "n"], kind="stable")
