@@ -12,8 +12,10 @@ from torch import Tensor
 
 import regard
 from regard import WriteRule
+from regard.memory.fast_weight_rules import Written
 from regard.triton.memory import prepare as memory_prepare
 from regard.triton.memory import write as memory_write
+from regard.triton.memory.gradients import through_errors, through_weights
 from regard.triton.memory.search import best_halves
 from regard.triton.memory.values import TableValues
 
@@ -179,3 +181,54 @@ def test_what_kernels_do_not_do_is_said() -> None:
     refuses("create_graph", torch.autograd.grad, read.sum(), leaf, create_graph=True)
     _, state = regard.fast_weight_memory(*given, **HOW)
     assert not isinstance(state.values, TableValues)  # "auto" on a CPU
+
+
+@pytest.mark.parametrize("step", ["normalized", "paper", "reference"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("memories", [1, 2])
+def test_gradients_of_errors_and_shares(step: str, gated: bool, memories: int) -> None:
+    """Against autograd through `WriteRule.steps`, with slots that several heads select."""
+    batch, length, heads, k, width = 2, 5, 3, 4, 6
+    weights, upstream, by_shares = torch.rand(batch, length, heads, k), *map(torch.randn, ((2, 5, 6), (2, 5, 3, 4)))
+    weights[0, 1] = 0
+    gate = torch.rand(batch, length) if gated else None
+    slots = torch.stack([torch.randperm(6)[:k] for _ in range(batch * length * heads)]).view_as(weights)
+    good = torch.rand(batch, length) > 0.2
+    target_at = torch.arange(1, length + 1).expand(batch, -1)
+    written = good & (target_at < length)
+    rule = WriteRule(step, 0.7, key_update="none")
+    found = through_errors(
+        upstream, by_shares, weights, gate, slots, good, written, target_at.contiguous(), memories, rule
+    )
+
+    leaves = [x.double().requires_grad_() for x in (weights, gate) if x is not None]
+    one, *gates = (x.reshape(memories, -1, *x.shape[2:]) for x in leaves)
+    slot, counted, wrote = (x.reshape(memories, -1, *x.shape[2:]) for x in (slots, good, written))
+    tokens = Written(slot, one, errors=one, gate=gates[0] if gates else None, counted=counted, written=wrote)
+    shares = (rule.steps(tokens)[..., None, None] * one).view_as(weights)
+    expected = torch.autograd.grad(shares, leaves, by_shares.double())
+    for mine, exact in zip([x for x in found[2:] if x is not None], expected, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-6)
+    sent = torch.where(written[..., None], upstream, 0)
+    assert found[0].equal(sent)
+    assert found[1].equal(-torch.cat([torch.zeros(batch, 1, width), sent], 1))
+
+
+@pytest.mark.parametrize("distance", [False, True])
+def test_gradients_of_scores_through_weights(distance: bool) -> None:
+    """Against autograd through the softmax of the sums of two halves' scores."""
+    batch, length, heads, k, n = 2, 3, 2, 3, 5
+    halves = torch.stack([torch.randperm(n)[:k] for _ in range(batch * length * heads * 2)])
+    halves = halves.view(batch, length, heads, 2, k)
+    products = torch.rand(halves.shape, dtype=torch.float64).add(0.1).requires_grad_()
+    scores = -products.log() if distance else products
+    pairs = scores[..., 0, :, None] + scores[..., 1, None, :]
+    slots = halves[..., 0, :, None] * n + halves[..., 1, None, :]
+    best = pairs.flatten(-2).topk(k)
+    weights = best.values.flatten(-2).softmax(-1).view_as(best.values)
+    upstream = torch.randn(weights.shape)
+    expected = torch.autograd.grad(weights, products, upstream.double())[0]
+    chosen = slots.flatten(-2).gather(-1, best.indices)
+    given = weights.detach().float(), chosen, halves, scores.detach().float()
+    found = through_weights(upstream, *given, n, distance)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)

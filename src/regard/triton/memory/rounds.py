@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...memory.fast_weight_rules import FLOOR, WriteRule, Written
+from ...memory.fast_weight_rules import FLOOR, WriteRule
 from ...memory.fast_weights import SlotMemory
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
 from ...memory.stores.overlay_pool import first_order
 from ..runtime.operators import applied
+from .gradients import through_errors, through_weights
 from .keys import moved_keys
 from .prepare import Chunk, Errors, Use, prepared, sums_of
 from .read import picked_rows
@@ -120,18 +121,15 @@ class _Search(torch.autograd.Function):
         ctx: Any, upstream: Tensor | None, _: None, __: None, by_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         query, keys, scores, halves, slots, weights = ctx.saved_tensors
-        if by_weights is not None:
-            n, given = keys.shape[-2], (by_weights.flatten(-2), weights.flatten(-2))
-            by_sums = THROUGH_SOFTMAX(*given, -1, weights.dtype).view_as(weights)
-            places = torch.stack([slots // n, slots % n], -2)  # [B, T, H, 2, k]
-            met = halves[..., :, None] == places[..., None, :]
-            by_scores = (met * by_sums[..., None, None, :]).sum(-1)
-            upstream = by_scores if upstream is None else upstream + by_scores
         none = (None,) * 4
-        if upstream is None:
+        if upstream is None and by_weights is None:
             return None, None, *none
         by_query = by_keys = None
-        c = -upstream * scores.exp() if ctx.distance else upstream  # gradient by squared distances, or by products
+        c: Any  # gradient by squared distances, or by products
+        c = -upstream * scores.exp() if ctx.distance and upstream is not None else upstream
+        if by_weights is not None:
+            given = through_weights(by_weights, weights, slots, halves, scores, keys.shape[-2], ctx.distance)
+            c = given if c is None else c + given
         if ctx.needs_input_grad[0]:
             by_query = _pulled(keys, halves, c, query)[0].flatten(-2)
             if ctx.distance:
@@ -159,35 +157,9 @@ class _Errors(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor, by_shares: Tensor) -> tuple[Tensor | None, ...]:
-        weights, gate, slots, good, written, target_at = ctx.saved_tensors
-        by_weights, by_gate = _by_weights(by_shares, weights, gate, slots, good, written, ctx.memories, ctx.rule)
-        upstream, targets, after = torch.where(written[..., None], upstream, 0), None, None
-        if any(ctx.needs_input_grad[1:3]):
-            (streams, length), width = written.shape, upstream.shape[-1]
-            # each place is the target of at most one token, so that nothing has to be summed
-            target_at = torch.where(written, target_at, length + 1)[..., None].expand(-1, -1, width)
-            targets = upstream.new_zeros(streams, length + 2, width).scatter_(1, target_at, -upstream)
-            after = targets[:, length : length + 1] if ctx.needs_input_grad[2] else None
-            targets = targets[:, :length]
-        return upstream, targets, after, by_weights, by_gate, *(None,) * 5
-
-
-def _by_weights(
-    upstream: Tensor, weights: Tensor, gate: Tensor | None, slots: Tensor, good: Tensor | None, written: Tensor,
-    memories: int, rule: WriteRule,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of weights [R, L, H, k] and gate [R, L] by those of shares, through `WriteRule.steps`."""
-    leaves = [x.detach().requires_grad_() for x in (weights, gate) if x is not None]
-    with torch.enable_grad():
-        weight, *gates = (_by_memory(x, memories) for x in leaves)
-        good = torch.ones_like(written) if good is None else good
-        slots, counted, written = (_by_memory(x, memories) for x in (slots, good, written))
-        tokens = Written(
-            slots, weight, errors=weight, gate=gates[0] if gates else None, counted=counted, written=written
-        )
-        shares = rule.steps(tokens)[..., None, None] * weight
-    by_weights, *by_gate = torch.autograd.grad(shares, leaves, _by_memory(upstream, memories))
-    return by_weights, by_gate[0] if by_gate else None
+        by_read, targets, *others = through_errors(upstream, by_shares, *ctx.saved_tensors, ctx.memories, ctx.rule)
+        length, after = by_read.shape[1], ctx.needs_input_grad[2]
+        return by_read, targets[:, :length], targets[:, length:] if after else None, *others, *(None,) * 5
 
 
 class _Keys(torch.autograd.Function):

@@ -35,12 +35,14 @@ def _pairs(good, good_next, first, streams, length, AHEAD: tl.constexpr, BORDER:
 
 
 @triton.jit
-def _step(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
-    """Return sum_j w_j W_j, W_j the mean over entries of j's slot of all weights that heads give it; and w [R, KP]."""
+def seen_weights(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: tl.constexpr, R: tl.constexpr):
+    """Return S = sum_j w_j W_j, and w and W [R, KP], W_j the mean over entries of j's slot of all weights that heads
+    give it. The derivative of S by w_j is 2 W_j."""
     entry = tl.arange(0, KP)
     part, fits = token[:, None] * K + entry[None, :], inside[:, None] & (entry < K)[None, :]
     weight = tl.load(weights + part, mask=fits, other=0.0)
     products = tl.zeros((R,), tl.float32)
+    mean = weight
     if H == 1:
         products = tl.sum(weight * weight, 1)
     else:
@@ -50,8 +52,10 @@ def _step(weights, slots, token, inside, K: tl.constexpr, H: tl.constexpr, KP: t
             same = (slot == mine[:, None]) & fits
             total = tl.sum(tl.where(same, weight, 0.0), 1)
             alone = tl.load(weights + token * K + j, mask=inside, other=0.0)
-            products += alone * total / tl.maximum(tl.sum(same.to(tl.float32), 1), 1.0)
-    return tl.where(inside, products, 1.0), weight
+            shared = total / tl.maximum(tl.sum(same.to(tl.float32), 1), 1.0)
+            products += alone * shared
+            mean = tl.where(entry[None, :] == j, shared[:, None], mean)
+    return tl.where(inside, products, 1.0), weight, mean
 
 
 @triton.jit
@@ -101,7 +105,7 @@ def find_errors(
             target += tl.load(from_next, mask=fits & ~here, other=0.0)
         all_ = inside[:, None] & (column < D)[None, :]
         tl.store(errors + to[:, None] * D + column[None, :], had - target, mask=all_)
-    seen, weight = _step(weights, slots, to, inside, K, H, KP, R)
+    seen, weight, _ = seen_weights(weights, slots, to, inside, K, H, KP, R)
     step = tl.zeros((R,), tl.float32) + rate
     if RULE == NORMALIZED:
         step = rate / tl.where(seen == 0, 1.0, seen)  # without weight all shares are 0
