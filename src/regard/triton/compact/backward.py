@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import load, load_block, load_span, seen, store_block
+from ..runtime.blocks import load_block, load_rows, load_span, seen, store_block
 from ..runtime.call import Call, Form
 from ..runtime.launch import launch
 from ..runtime.operators import FARTHEST, rows_together
@@ -165,8 +165,7 @@ def _dq_step(state, plan, t, owner, rows, kv, keys, PART: tl.constexpr, FORM: tl
 def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
     """Return the mean of the keys that tie for the best score of each row; several keys are rare."""
     first, last, count, top, near = tops
-    places = kv[0] + first.to(tl.int64)[:, None] * FORM.steps[2] + tl.arange(0, FORM.wide)[None, :]
-    total = load(places, first >= 0, FORM.dim, FORM.wide, True).to(tl.float32)
+    total = load_rows(kv[0], first, FORM.steps[2], first >= 0, FORM.dim, FORM.wide).to(tl.float32)
     if tl.max(count, 0) > 1:
         for t in range(plan[1] + plan[2]):
             if t < plan[1]:

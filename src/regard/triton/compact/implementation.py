@@ -22,8 +22,8 @@ from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
-from ..runtime.operators import FARTHEST, operator, rows_together, tensor_or_number
-from ..runtime.span import Span
+from ..runtime.operators import FARTHEST, later, operator, rows_together, tensor_or_number
+from ..runtime.span import SEEN, Span
 from ..runtime.support import before_hopper
 from ..runtime.tiles import Tiles, TileTable
 from . import rules
@@ -148,20 +148,13 @@ def _outputs(
     )
 
 
-_SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
 _RULE = "SymInt rule, SymInt r, SymInt stand, str own, SymInt live_rows, SymInt live_keys"
 forward = operator(
     "compact_forward", _forward,
-    f"(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, float scale, float number, "
+    f"(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {SEEN}, float scale, float number, "
     f"{_RULE}, bool keep, bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     lambda q, k, v, *rest: _outputs(q, k, v, rest[9], rest[11], *rest[13:16]),
 )  # fmt: skip
-
-
-def _backward(*args: Any) -> tuple[Tensor, ...]:
-    from .backward import backward as run
-
-    return run(*args)
 
 
 def _fake_gradients(grad, q, k, v, factor, given, *rest):
@@ -170,8 +163,8 @@ def _fake_gradients(grad, q, k, v, factor, given, *rest):
 
 
 backward = operator(
-    "compact_backward", _backward,
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, Tensor floats, "
+    "compact_backward", later(__package__),
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {SEEN}, Tensor floats, "
     f"Tensor flags, Tensor index, Tensor slope_mean, Tensor live, float scale, {_RULE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,

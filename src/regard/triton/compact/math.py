@@ -12,10 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SOFTMAX = tl.constexpr(0)
-ADAPTIVE = tl.constexpr(1)
-ANCHORED = tl.constexpr(2)
-FIXED = tl.constexpr(3)
+SOFTMAX, ADAPTIVE, ANCHORED, FIXED = (tl.constexpr(i) for i in range(4))
 UNIFORM = tl.constexpr(0)  # fallback weights of a row without a near enough key: equal for all keys (1: none)
 NEAREST = tl.constexpr(2)  # or only the best key
 LOG2E = tl.constexpr(1.4426950408889634)

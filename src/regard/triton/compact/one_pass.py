@@ -138,7 +138,7 @@ def compact_stand_in_kernel(
             count = tl.maximum(fallback, 1).to(tl.float32)
         else:
             fallback = nearest(q, k, run, sight, scales, FORM)
-            acc = load_rows(v[0], fallback, v[1], FORM.value_dim, FORM.value_wide).to(tl.float32)
+            acc = load_rows(v[0], fallback, v[1], None, FORM.value_dim, FORM.value_wide).to(tl.float32)
             count = tl.full((FORM.own,), 1.0, tl.float32)
             if FORM.keep:
                 tl.store(marked + fallback // FORM.tile, 1, mask=lost)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import load, load_rows, places_of, seen
+from ..runtime.blocks import load, load_rows, of_head, places_of, seen
 
 
 @triton.jit
@@ -58,10 +58,9 @@ def opened(qkv, factor, visible, marks_ptr, sizes, FORM: tl.constexpr):
     sight = tl.load(low + rows), tl.load(high + rows), mask + ids[2] * mask_batch + ids[3] * mask_head
     by = row_number(factor[0], flat, factor[1], FORM.factors, FORM)
     scales = by, tl.full((FORM.own,), 1.0, tl.float32) if FORM.factors else by
-    q, k, v = qkv
-    q = load_rows(q[0] + ids[2] * q[1] + ids[3] * q[2], rows, q[3], FORM.dim, FORM.wide)
-    k = k[0] + ids[2] * k[1] + ids[3] // group * k[2], k[3], keys
-    v = v[0] + ids[2] * v[1] + ids[3] // group * v[2], v[3], keys
+    at, stride = of_head(qkv[0], ids[2], ids[3])
+    q = load_rows(at, rows, stride, None, FORM.dim, FORM.wide)
+    k, v = (*of_head(qkv[1], ids[2], ids[3] // group), keys), (*of_head(qkv[2], ids[2], ids[3] // group), keys)
     mask_tile = tl.arange(0, FORM.own) // FORM.mask_tile
     marked = marks_of(marks_ptr, ids, queries, keys, FORM) + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
     first = tl.min(sight[0], 0) // FORM.tile

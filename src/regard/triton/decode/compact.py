@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ...pairwise.visibility import Visibility
@@ -49,8 +48,7 @@ def cost(problem: Problem) -> Cost:
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     """Return the output [B, H, Tq, Dv] in the dtype of the values; no diagnostics."""
     rule = rule_of(inputs.spec, inputs.params)
-    if isinstance(rule, str):
-        raise ArgumentError(f"attention: impl='triton' {rule}. Use impl='blocked'.")
+    assert isinstance(rule, Rule), rule  # `supports` has refused everything else
     tensors = (inputs.q, inputs.k, inputs.v, inputs.factor)
     return decode(*tensors, rule, inputs.params.get(rule.row), inputs.visible, raw=inputs.raw), None
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, relative, root
-from ..runtime.blocks import FAR, LENGTHS, store_numbers
+from ..runtime.blocks import FAR, LENGTHS, load_rows, of_head, store_numbers
 from ..runtime.kernels import non_finite
 from . import math as shared
 
@@ -197,7 +197,7 @@ def output_kernel(
     mass = tl.load(totals + row * 3 + 2, mask=held, other=1.0)
     lost = reach == 0
     visible, nearest = tl.load(best + row * 2, mask=held, other=1), tl.load(best + row * 2 + 1, mask=held, other=-1)
-    v = v[0] + batch * v[1] + head * v[2], v[3]
+    v = of_head(v, batch, head)
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):
         j = (tiles[0] + n) * KEYS
@@ -261,7 +261,7 @@ def online_kernel(
     weights = tl.full((FORM.own, FORM.tile), 0.0, tl.float32)
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     if CORRECTED:
-        t = -shared.load_vectors(probe, row, held, FORM.dim, FORM.wide)
+        t = -load_rows(probe, row, FORM.dim, held, FORM.dim, FORM.wide)
         level_s, slopes, correction = tl.full((FORM.own,), 0.0, tl.float32), weights, total
     if FORM.raw and ALIKE:
         worst = shared.largest(tl.full((FORM.tile, FORM.wide), 0.0, k[0].dtype.element_ty))

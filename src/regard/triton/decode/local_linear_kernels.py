@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..compact.math import LOG2E
-from ..runtime.blocks import LENGTHS, load, parts, places_of, store_numbers
+from ..runtime.blocks import LENGTHS, load, load_rows, of_head, parts, places_of, store_numbers
 from ..runtime.kernels import non_finite
 from . import math as shared
 
@@ -153,9 +153,7 @@ def moments_kernel(
     steps = stride_low, 0, 0
     batch, head, owner, tiles, sight = shared.part_of(span, steps, heads, group, queries, FORM)
     start, to = tl.min(sight[0], 0), tl.max(sight[1], 0)  # rows of a program see the same keys but for a mask
-    _, k, _v = matrices
-    k = k[0] + batch * k[1] + head * k[2], k[3]
-    rows = owner[2]
+    k, rows = of_head(matrices[1], batch, head), owner[2]
     i = tl.arange(0, HALF)
     from_mean = mean + rows[:, None] * FORM.dim + i[None, :]
     mean_0 = tl.load(from_mean, mask=(i < FORM.dim)[None, :], other=0.0)
@@ -290,8 +288,8 @@ def corrected_kernel(
     steps = stride_low, stride_mb, stride_mh
     _, held, row, tiles, sight, a, _by, k, v = shared.opened(matrices, factor, span, steps, heads, group, queries, FORM)
     origin = tiles[0] * FORM.tile // BLOCK * BLOCK
-    t = shared.load_vectors(slope, row, held, FORM.dim, FORM.wide)
-    middle = shared.load_vectors(mean, row, held, FORM.dim, FORM.wide)
+    t = load_rows(slope, row, FORM.dim, held, FORM.dim, FORM.wide)
+    middle = load_rows(mean, row, FORM.dim, held, FORM.dim, FORM.wide)
     bad = non_finite(a)
     total = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for n in range(tiles[1], tiles[2]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import FAR, load, load_span, parts, places_of, row_scale, seen
+from ..runtime.blocks import FAR, load, load_span, of_head, parts, places_of, row_scale, seen
 from ..runtime.kernels import LIMIT, non_finite
 
 
@@ -76,11 +76,9 @@ def load_queries(q, batch, first_head, rows, held, queries, FORM: tl.constexpr):
 def opened(matrices, factor, span, steps, heads, group, queries, FORM: tl.constexpr):
     """Return (rows, which exist, their numbers, tiles, sight) of `part_of`, q, factors, (pointer, stride) of k, v."""
     batch, head, rows, tiles, sight = part_of(span, steps, heads, group, queries, FORM)
-    q, k, v = matrices
-    a = load_queries(q, batch, head * group, rows[0], rows[1], queries, FORM)
+    a = load_queries(matrices[0], batch, head * group, rows[0], rows[1], queries, FORM)
     by = row_scale(factor[0], factor[1], rows[2], rows[1], FORM.factors)
-    k = k[0] + batch * k[1] + head * k[2], k[3]
-    v = v[0] + batch * v[1] + head * v[2], v[3]
+    k, v = of_head(matrices[1], batch, head), of_head(matrices[2], batch, head)
     return rows[0], rows[1], rows[2], tiles, sight, a, by, k, v
 
 
@@ -89,12 +87,6 @@ def load_tile(x, first, held, DIM: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.c
     """Load a tile of keys or values [KEYS, WIDTH] from number `first` on. Rows that are not `held` [KEYS] are 0 and not
     read. A tile of a cache laid out by tokens may span more than 2^31 numbers."""
     return load(places_of(x[0], first, x[1], FORM.tile, WIDTH, True), held, DIM, WIDTH, True)
-
-
-@triton.jit
-def load_vectors(x, row, held, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Load float32 vectors [ROWS, WIDTH] of the rows with these numbers, from [N, D]."""
-    return load(x + row[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
 
 
 @triton.jit

@@ -21,7 +21,6 @@ v [B, Hkv, Tk, Dv]. In kernels as in `math`; matrices are x, y, v, g.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,13 +29,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.blocks import LENGTHS, load_block, load_span, row_scale, seen, store_block
-from ..runtime.call import Call, matrix_of, number_or_rows
+from ..runtime.call import Call, Numbers, matrix_of, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.operators import FARTHEST, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
 from . import math as shared
-from .numbers import Numbers
 from .solve import solve
 
 RIGHT = TileTable.by_width(
@@ -306,21 +304,6 @@ def local_linear_key_kernel(
 # On the host --------------------------------------------------------------------------------------------------
 
 
-class _Call(Call):
-    """One backward pass as kernels read it: the matrices with dL/do, and the lse and means of rows."""
-
-    def __init__(
-        self, grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, solved: bool, span: Span,
-        kept: Sequence[Tensor],
-    ) -> None:  # fmt: skip
-        super().__init__(x, y, v, factor, span)
-        self.kept, self.matrices = kept, (*self.matrices, matrix_of(rows_together(grad.to(v.dtype), FARTHEST)))
-        masked = 0 if span.mask is None else 1 if span.mask.shape[1] == 1 or self.sizes[1] == 1 else 2
-        operands = 2 if x.dtype == torch.float32 else 4 if solved else 3
-        self.form = self.form._replace(masked=masked, solved=solved, operands=operands)
-        self.sight = self.factor, span.pointers, *self.sizes, *span.steps
-
-
 def backward(
     grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, ridge: Tensor | None, probe: Tensor | None,
     *rest: Any,
@@ -335,14 +318,17 @@ def backward(
     dfactor, dridge, dprobe = (lse.new_empty(0 if z is None else z.shape) for z in (factor, ridge, probe))
     if not lse.numel():
         return *(z.new_zeros(z.shape) for z in (x, y, v)), dfactor, dridge, dprobe
-    call = _Call(grad, x, y, v, numbers.factor if factor is None else factor, solved, span, kept)
+    masked = 0 if span.mask is None else 1 if span.mask.shape[1] == 1 or x.shape[1] == y.shape[1] else 2
+    operands, scale = 2 if x.dtype == torch.float32 else 3 + solved, numbers.factor if factor is None else factor
+    call = Call(x, y, v, scale, span, masked=masked, solved=solved, operands=operands)
+    matrices = *call.matrices, matrix_of(rows_together(grad.to(v.dtype), FARTHEST))
+    sight = call.factor, span.pointers, *call.sizes, *span.steps
     penalty: float | Tensor = numbers.ridge if ridge is None else ridge
     gammabar = u = lse  # not read where t is given
     if solved:
         right, gammabar = call.new(call.form.dim), call.new()
-        sums = (right, gammabar), call.matrices, call.kept
-        call.by_rows(local_linear_right_kernel, RIGHT, *sums, *call.sight)
-        rows = Call(x, y, v, numbers.factor if factor is None else factor, span, fine=y.dtype == torch.bfloat16)
+        call.by_rows(local_linear_right_kernel, RIGHT, (right, gammabar), matrices, kept, *sight)
+        rows = Call(x, y, v, scale, span, fine=y.dtype == torch.bfloat16)
         u, *_ = solve(right, rows, penalty, lse, means[0], numbers)
     else:
         assert probe is not None
@@ -350,21 +336,21 @@ def backward(
     table = call.q.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)
     tiles = OPERANDS.pick(call.width, torch.float32)
     launch(
-        local_linear_operands_kernel, call.grid(tiles.rows), call.matrices[3], call.kept, (t, u), gammabar,
+        local_linear_operands_kernel, call.grid(tiles.rows), matrices[3], kept, (t, u), gammabar,
         number_or_rows(penalty, lse), dridge, call.factor, *table, call.sizes[0], call.sizes[2],
         tiles=tiles, FORM=call.form._replace(own=tiles.rows, ridge=shared.ridge_width(ridge)),
     )  # fmt: skip
     dx = torch.empty_like(call.q, memory_format=torch.contiguous_format)
-    read = call.matrices, call.kept, u, *table, *call.sight
+    read = matrices, kept, u, *table, *sight
     call.by_rows(local_linear_query_kernel, BY_ROWS, (dx, dfactor, dprobe), *read, flags=(solved,))
     dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.k, call.v))
-    first, last, mask = call.span.first, call.span.last, call.span.pointers[2]
 
     def run(tiles: Tiles) -> None:
         launch(
             local_linear_key_kernel, (-(-call.sizes[3] // tiles.keys), dy.shape[0] * dy.shape[1]), (dy, dv),
-            call.matrices, *table, call.factor[1], (first, last, mask), *call.sizes, batch_stride(first),
-            *call.span.steps[1:], tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
+            matrices, *table, call.factor[1], (span.first, span.last, span.pointers[2]), *call.sizes,
+            batch_stride(span.first), *span.steps[1:],
+            tiles=tiles, FORM=call.form._replace(own=tiles.keys, tile=tiles.rows),
         )  # fmt: skip
 
     run(BY_KEYS.pick(call.width, call.dtype, run, (solved,)))

@@ -23,10 +23,9 @@ from ...grammar.weighting import Ratio
 from ...one_node import differentiable
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
-from ..runtime.call import Call
-from ..runtime.operators import FARTHEST, operator, rows_together, tensor_or_number
-from ..runtime.span import Span
-from .numbers import Numbers
+from ..runtime.call import Call, Numbers
+from ..runtime.operators import FARTHEST, later, operator, rows_together, tensor_or_number
+from ..runtime.span import SEEN, Span
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative residual if the solver has none: below the rounding error of the output."""
@@ -75,27 +74,26 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     given = type(inputs.spec.solver) is Learned
     ridge, number = (None, 1.0) if given else tensor_or_number(inputs.ridge)
     probe = rows_together(inputs.probe.to(torch.float32), FARTHEST) if given and inputs.probe is not None else None
-    leaves = (x, y, v, factor, ridge, probe)
     tol, limit = getattr(inputs.spec.solver, "tol", None), getattr(inputs.spec.solver, "max_iter", None)
     tol, limit = TOLERANCE[x.dtype] if tol is None else tol, 4 * x.shape[-1] if limit is None else limit
     direct, verify = type(inputs.spec.solver) is Auto, x.dtype == torch.float32 or tol < CARRIED
     numbers = Numbers(scale, number, tol, limit, direct, verify, given, inputs.diagnostics)
-    out, *kept = forward(*leaves, *span, *numbers)
+    out, *kept = forward(x, y, v, factor, ridge, probe, *span, *numbers)
     return out, _diagnose(inputs, kept) if inputs.diagnostics else None
 
 
 def _diagnose(inputs: Inputs, kept: list[Tensor]) -> Diagnostics:
     _, lse, _, _, statistics, status, counts = kept
-    top, support, ess, negative = counts.unbind(-1)
-    column = lambda z: z[..., None]  # noqa: E731
-    empty, blank = column(lse == math.inf), torch.zeros_like(column(top))
-    mass = torch.where(empty, 0, ((column(lse) * math.log(2) - column(top)).exp()))
-    given = {"top": torch.where(empty, 0, column(top)), "theta": blank - math.inf, "reach": blank + 1, "mass": mass}
+    top, support, ess, negative = counts.split(1, -1)
+    lse, blank = lse[..., None], torch.zeros_like(top)
+    empty = lse == math.inf
+    mass = torch.where(empty, 0, (lse * math.log(2) - top).exp())
+    given = {"top": torch.where(empty, 0, top), "theta": blank - math.inf, "reach": blank + 1, "mass": mass}
     stats = RowStats(**given, empty=empty, fallback=torch.zeros_like(empty), status=blank.int(), index=None)
     steps, residual = statistics.unbind(-1)
     solver = {"status": status, "iterations": steps, "residual": residual, "jitter": torch.zeros_like(residual)}
-    seen = (column(support), column(ess), inputs.scale, inputs.row_params(), inputs.visible)
-    return diagnose(inputs.spec, stats, *seen, solver=solver, negative=negative)
+    seen = (support, ess, inputs.scale, inputs.row_params(), inputs.visible)
+    return diagnose(inputs.spec, stats, *seen, solver=solver, negative=negative[..., 0])
 
 
 def _forward(
@@ -122,7 +120,6 @@ def _forward(
     return out, lse.new_empty(0) if numbers.given else t, lse, mean, vmean, statistics, status, counts
 
 
-_SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
 _NUMBERS = "float scale, float number, float tol, SymInt limit, bool direct, bool verify, bool given"
 
 
@@ -136,16 +133,10 @@ def _fake(x, y, v, *rest):
 
 forward = operator(
     "local_linear_forward", _forward,
-    f"(Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, {_SEEN}, {_NUMBERS}, "
+    f"(Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, {SEEN}, {_NUMBERS}, "
     "bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake,
 )  # fmt: skip
-
-
-def _backward(*args: Any) -> tuple[Tensor, ...]:
-    from .backward import backward as run
-
-    return run(*args)
 
 
 def _fake_gradients(grad, x, y, v, factor, ridge, probe, *rest):
@@ -155,9 +146,9 @@ def _fake_gradients(grad, x, y, v, factor, ridge, probe, *rest):
 
 
 backward = operator(
-    "local_linear_backward", _backward,
+    "local_linear_backward", later(__package__),
     "(Tensor grad, Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, "
-    f"{_SEEN}, Tensor t, Tensor lse, Tensor mean, Tensor vmean, {_NUMBERS}) "
+    f"{SEEN}, Tensor t, Tensor lse, Tensor mean, Tensor vmean, {_NUMBERS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_gradients,
 )  # fmt: skip

@@ -19,16 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import FAR, load_block, load_span, rounded, row_scale, seen, store_block
+from ..runtime.blocks import FAR, load_block, load_span, of_head, rounded, row_scale, seen, store_block
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)  # pipeline stages of the short loops over boundary tiles
-
-
-@triton.jit
-def of_head(matrix, batch, head):
-    """Return the matrix of one head."""
-    return matrix[0] + batch * matrix[1] + head * matrix[2], matrix[3]
 
 
 @triton.jit

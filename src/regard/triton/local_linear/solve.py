@@ -29,11 +29,10 @@ from torch import Tensor
 
 from ...grammar import SolveStatus
 from ..runtime.blocks import LENGTHS, load, load_block, load_span, store_block, store_numbers
-from ..runtime.call import Call, number_or_rows
+from ..runtime.call import Call, Numbers, number_or_rows
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .math import LOG2E, key_tile, norm_scale, of_head, opened, ridge_width, row_ridge, sweep, weights_of
-from .numbers import Numbers
 
 DIRECT = TileTable("local_linear_direct", {(64, 4): Tiles(32, 32, 4, 1), (256, 4): Tiles(32, 32, 8, 1)})
 """`rows` of a program, one after another, and the maximum `keys` of a row that is solved directly. The rows of a

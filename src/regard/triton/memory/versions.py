@@ -78,15 +78,9 @@ class Version:
 
     def settle(self) -> None:
         """Copy the table and continue in the copy."""
-        from .write import swapped
-
-        path, table = self._path(), self.table.clone()
-        for version in reversed(path[:-1]):
-            assert version.link is not None
-            _, slots, log = version.link
-            swapped(table, slots, log, keep=True)
-        self.table, self.link = table, None
-        path[1].older = None
+        path, table = self._path(), self.rooted().clone()
+        path[-1].rooted()
+        self.table, self.link, path[1].older = table, None, None
 
     def gradient(self) -> Tensor:
         """Return the gradients of this version [M, N, Dv], float32, in the current backward pass."""

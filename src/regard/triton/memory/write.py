@@ -110,8 +110,8 @@ def _write(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, DT: tl.constexpr):
-    """Swap the row of one slot with the log if this entry is its first; KEEP: leave the log as it is."""
+def _swap(table, log, slots, total, rows, D: tl.constexpr, DT: tl.constexpr):
+    """Swap the row of one slot with the log if this entry is its first."""
     memory, first, key, leads = _entry(slots, total, rows)
     if leads:
         column = tl.program_id(2) * DT + tl.arange(0, DT)
@@ -120,8 +120,7 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, D
         other = log + (memory * total + first) * D + column
         held = tl.load(one, mask=inside)
         tl.store(one, tl.load(other, mask=inside), mask=inside)
-        if not KEEP:
-            tl.store(other, held, mask=inside)
+        tl.store(other, held, mask=inside)
 
 
 @torch.compiler.disable
@@ -143,10 +142,10 @@ def written(
 
 
 @torch.compiler.disable
-def swapped(table: Tensor, slots: Tensor, log: Tensor, *, keep: bool = False) -> None:
-    """Swap the rows of a write with its log: undo it, or do it again. `keep`: leave the log as it is. One launch."""
+def swapped(table: Tensor, slots: Tensor, log: Tensor) -> None:
+    """Swap the rows of a write with its log: undo it, or do it again. One launch."""
     memories, rows, width = table.shape
     tiles = WRITE.pick(width, table.dtype)
     wide = min(tiles.keys, power_of_two(width))
     grid = (slots.shape[1], memories, -(-width // wide))
-    launch(_swap, grid, table, log, slots, slots.shape[1], rows, tiles=tiles, D=width, KEEP=keep, DT=wide)
+    launch(_swap, grid, table, log, slots, slots.shape[1], rows, tiles=tiles, D=width, DT=wide)

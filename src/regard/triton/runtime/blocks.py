@@ -37,6 +37,12 @@ def load(places, held, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexp
 
 
 @triton.jit
+def of_head(matrix, batch, head):
+    """Return (pointer, stride) of one head of a matrix (pointer, strides of batch, head and row)."""
+    return matrix[0] + batch * matrix[1] + head * matrix[2], matrix[3]
+
+
+@triton.jit
 def places_of(at, first, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """Return pointers to the rows from number `first` on in a matrix that begins at `at`. Offsets within the block are
     32-bit unless it is WIDE, which it must be if it spans 2^31 numbers or more."""
@@ -62,10 +68,10 @@ def store_block(at, x, first, stride, count, SIZE: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
-def load_rows(at, rows, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows by their numbers, all of which exist: [len(rows), WIDTH]."""
+def load_rows(at, rows, stride, held, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows by their numbers, [len(rows), WIDTH]; those that are not `held` (None: all are) are 0 and not read."""
     places = at + rows.to(tl.int64)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    return load(places, rows, DIM, WIDTH, False)
+    return load(places, held, DIM, WIDTH, held is not None)
 
 
 @triton.jit

@@ -56,6 +56,19 @@ class Form(NamedTuple):
     raw: bool = False  # whether vectors may be non-finite
 
 
+class Numbers(NamedTuple):
+    """The arguments of a call of local linear attention that are not tensors."""
+
+    factor: float  # if it is a number
+    ridge: float  # if it is a number
+    tol: float  # relative residual of a solution
+    limit: int  # maximum steps of a row
+    direct: bool  # whether rows with few keys are solved directly
+    verify: bool  # whether true residuals are computed instead of those that the steps carry along
+    given: bool  # whether t is given
+    counted: bool = False  # whether weights are counted
+
+
 class Call:
     """Queries q [B, H, Tq, D], keys k [B, Hkv, Tk, D], values v [B, Hkv, Tk, Dv], the factor of the scores, a number or
     float32 [B, H, Tq], and what each query sees."""

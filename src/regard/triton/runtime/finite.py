@@ -3,7 +3,6 @@ zero and return their mask."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from .launch import launch
 from .operators import operator
-from .tiles import TileTable
+from .tiles import TileTable, power_of_two
 
 TABLE = TileTable.by_width("finite", [], [(32, 64, 4, 2), (16, 64, 8, 2), (8, 64, 8, 2), (2, 64, 8, 2)])
 Some: TypeAlias = Tensor | None
@@ -30,8 +29,8 @@ def _run(*given: Some) -> tuple[Tensor, ...]:
     """Clean three tensors by three flags or, if the first of these is None, by their numbers, and return flags too."""
     from .kernels import clean_kernel
 
-    (cleaned, flags), backward = _like(given), given[3] is not None
-    wanted = zip(given[:3], cleaned, given[3:] if backward else flags, strict=True)
+    outs, backward = _empty(*given), given[3] is not None
+    wanted = zip(given[:3], outs[:3], given[3:] if backward else outs[3:], strict=True)
     jobs = [_job(x, y, bad) for x, y, bad in wanted if x is not None and bad is not None]
     tiles = TABLE.pick(max(job[-1] for job in jobs), jobs[0][0][0].dtype)
     grid = max(-(-length // tiles.rows) for *_, length, _ in jobs), max(most for _, most, *_ in jobs), len(jobs)
@@ -39,28 +38,24 @@ def _run(*given: Some) -> tuple[Tensor, ...]:
     matrices, programs, heads, lengths, dims = zip(*jobs, strict=True)
     launch(
         clean_kernel, grid, matrices, *programs, *heads, *lengths, tiles=tiles,
-        DIMS=dims, WIDTH=1 << (max(dims) - 1).bit_length(), ROWS=tiles.rows, COUNT=grid[2], BACKWARD=backward,
+        DIMS=dims, WIDTH=power_of_two(max(dims)), ROWS=tiles.rows, COUNT=grid[2], BACKWARD=backward,
     )  # fmt: skip
-    return *cleaned, *flags
+    return outs
 
 
-def _like(given: Sequence[Some]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a tensor and, unless flags are given, a flag of each vector for each of three tensors, empty for None."""
+def _empty(*given: Some) -> tuple[Tensor, ...]:
+    """Return three tensors and, unless flags are given, a flag of each of their vectors, empty for None."""
     first = given[0]
     assert first is not None
-    shapes = [None if x is None else x.shape for x in given[:3]]
-    flags = [None if x is None or given[3] is not None else x[:-1] for x in shapes]
-    return (
-        [first.new_empty(0 if x is None else x) for x in shapes],
-        [first.new_empty(0 if x is None else x, dtype=torch.bool) for x in flags],
-    )
+    shapes = [(0,) if x is None else x.shape for x in given[:3]]
+    flags = [(0,) if x is None or given[3] is not None else x.shape[:-1] for x in given[:3]]
+    return *map(first.new_empty, shapes), *(first.new_empty(shape, dtype=torch.bool) for shape in flags)
 
 
 _clean = operator(
     "clean", _run,
     "(Tensor x, Tensor? y, Tensor? z, Tensor? bad_x, Tensor? bad_y, Tensor? bad_z) -> "
-    f"({', '.join(6 * ['Tensor'])})",
-    lambda *given: tuple(x for part in _like(given) for x in part),
+    f"({', '.join(6 * ['Tensor'])})", _empty,
 )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ _WATCHERS: list[Watcher] = []
 _MADE: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 """What Triton compiled, (launcher, function, its metadata, what is kept), by (id of the kernel, device, options and
 kinds). The kernel is kept so that no other kernel gets its id, and the compiled code so that it is not unloaded."""
-_ONES = ((), (1, 1), (1,), ())  # completes a grid to three axes, by its length
 KNOWN = ((3, 6), (3, 9))
 """Versions of Triton whose kernels may be called directly; with others Triton launches."""
 
@@ -62,8 +61,8 @@ def _start(kernel: Any, grid: Grid, args: tuple[Any, ...], tiles: Tiles, constan
         made = _MADE.get(key)
         if made is not None:
             run, function, metadata, _ = made
-            stream, more = driver.get_current_stream(device), _ONES[len(grid)]
-            run(*grid, *more, stream, function, metadata, None, None, None, *bound.values())
+            stream, ones = driver.get_current_stream(device), (1,) * (3 - len(grid))  # a grid has three axes
+            run(*grid, *ones, stream, function, metadata, None, None, None, *bound.values())
             return
     patch_interpreter()
     compiled = kernel[grid](*args, **constants, num_warps=tiles.warps, num_stages=tiles.stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ def tensor_or_number(x: Any, default: float = 1.0) -> tuple[Tensor | None, float
     if isinstance(x, Tensor):
         return x.to(torch.float32).contiguous(), default
     return None, default if x is None else float(x)
+
+
+def later(package: str) -> Callable[..., Any]:
+    """Return `backward` of the module `backward` of a package, which is imported, with triton, at the first call."""
+    return lambda *args: import_module(f"{package}.backward").backward(*args)
 
 
 def operator(name: str, run: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Any:

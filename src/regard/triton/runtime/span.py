@@ -18,6 +18,7 @@ from .launch import launch
 from .operators import operator
 from .tiles import Tiles
 
+SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"  # a `Span` in the schema of an operator
 _BLOCK, _TILES = 256, Tiles()  # rows or keys of a program, and its warps
 _SCANNED = 1024  # keys that a program of `seen_before_kernel` takes at a time
 
