@@ -14,6 +14,7 @@ from regression import FLOOR, family, fit, softmax, systems
 from torch import Tensor
 
 from regard.grammar import SolveStatus
+from regard.grammar.systems import LIMIT
 from regard.triton.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
@@ -330,3 +331,21 @@ def test_gradients_of_values_are_as_accurate_as_the_output(dim: int, length: flo
     expected = attend(*exact, seen, "local-linear", ridge=ridge)
     wanted = torch.autograd.grad((expected * weight_of(out).double()).sum(), exact[2])[0]
     assert ratio(found, wanted) <= 2 * ratio(out, expected) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], [torch.float32]))
+def test_rows_that_float32_rounds_too_much_are_reported(dtype: torch.dtype, small: None) -> None:
+    """Keys 100 times as long as the queries: neither rows that are solved directly, with up to 32 keys, nor the others
+    have the status OK with a wrong output. Keys as long as the queries cause no alarm."""
+    q, k, v = draw(40, 40, 16, batch=1, heads=1, grad=False, dtype=dtype)
+    seen = seen_pairs(1, 1, 40, 40, is_causal=True)
+    for length in (1, 100):
+        leaves = [q, k * length, v]
+        out, found = triton(leaves, is_causal=True, ridge=0.01, return_diagnostics=True)
+        expected = attend(*(x.double() for x in leaves), seen, "local-linear", ridge=0.01)
+        error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        status = found.solver["status"]
+        reported = status == int(SolveStatus.INACCURATE)
+        assert bool(reported[..., 1:32].any()) == bool(reported[..., 32:].any()) == (length > 1)
+        assert dtype == torch.bfloat16 or float(error.masked_fill(status != 0, 0).max()) <= LIMIT
+        assert length == 1 or float(error[reported].max()) > LIMIT

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...grammar import SolveStatus
+from ...grammar.systems import LIMIT, SolveStatus
 from ..runtime.blocks import LENGTHS, load, load_block, load_span, store_block, store_numbers
 from ..runtime.call import Call, Numbers, number_or_rows
 from ..runtime.launch import launch
@@ -39,7 +39,10 @@ DIRECT = TileTable("local_linear_direct", {(64, 4): Tiles(32, 32, 4, 1), (256, 4
 program are far apart, since rows with few keys are neighbours and different programs should solve them."""
 LEAST = tl.constexpr(1e-30)  # smaller ridges are raised to this in a direct solution
 UNCONVERGED, RAISED = tl.constexpr(int(SolveStatus.UNCONVERGED)), tl.constexpr(int(SolveStatus.JITTER))
+INACCURATE = tl.constexpr(int(SolveStatus.INACCURATE))
 EPS = tl.constexpr(2.0**-23)
+HIDDEN, LONGEST = tl.constexpr(LIMIT), tl.constexpr(LIMIT * 2.0**23)
+"""The largest relative residual, and the largest |k| |t|, that `grammar.systems.LIMIT` allows in float32."""
 X, R, MEAN, IMAGE = (tl.constexpr(i) for i in range(4))
 """Tiles [R, W] of a block's scratch memory: x, r, mean of the keys, result of a sweep. d has its own tile, in the dtype
 of the keys, so that a product reads it from shared memory instead of registers."""
@@ -47,6 +50,7 @@ AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i)
 """Rows [R] after them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is active,
 whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
 TILE, ROW = tl.constexpr(4), tl.constexpr(10)
+SQUARES = ROW  # the mean of |k|^2 if weights are counted, in one more row
 RESTARTS = tl.constexpr(3)  # how often a row restarts if its true residual is still too large
 TILES = TileTable.by_width(
     "local_linear_solve", [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)],
@@ -205,7 +209,12 @@ def _finish(scratch, value_ptr, statistics_ptr, status_ptr, first, queries, FORM
         there = rows < queries
         residual = tl.sqrt(rr / tl.where(whole > 0, whole, 1.0))
         store_numbers(statistics_ptr, rows, (tl.load(_rows(scratch, COUNT, part, FORM)), residual), there)
-        tl.store(status_ptr + rows, tl.where(unsettled, UNCONVERGED, 0), mask=there)
+        status = 0
+        if FORM.counted:
+            lost = tl.sqrt(tl.load(_rows(scratch, SQUARES, part, FORM)) * tl.sum(x * x, 1)) * size > LONGEST
+            lost |= (rr > tl.load(_rows(scratch, GOAL, part, FORM))) & (residual > HIDDEN)
+            status = tl.where(lost, INACCURATE, 0)
+        tl.store(status_ptr + rows, tl.where(unsettled, UNCONVERGED, status), mask=there)
 
 
 @triton.jit
@@ -255,20 +264,23 @@ def _solve(
     k_at = kv[0]
     ranges = span[0] + batch * span_batch, span[1] + batch * span_batch
     block = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + first // FORM.own
-    scratch = scratch[0] + block * (FORM.own * (TILE * FORM.wide + ROW)), scratch[1] + block * (FORM.own * FORM.wide)
+    LINE: tl.constexpr = TILE * FORM.wide + ROW + FORM.counted
+    scratch = scratch[0] + block * (FORM.own * LINE), scratch[1] + block * (FORM.own * FORM.wide)
     right_ptr += at * FORM.dim
     ridge = ridge[0] + at * FORM.ridge, ridge[1]
     running = _begin(scratch, right_ptr, kept[1] + at * FORM.dim, ranges, first, queries, tol, limit, FORM)
     tl.debug_barrier()
     lse = tl.load(kept[0] + at + rows, mask=rows < queries, other=float("inf"))
     phase, again, numbers = 0, RESTARTS, scratch[0] + FORM.own * (TILE * FORM.wide) + tl.arange(0, FORM.own)
-    if FORM.verify:
-        terms = tl.full((FORM.own,), 0.0, tl.float32)  # sum_j p_ij |k_j|^2, the size of what a product with C sums
+    if FORM.verify or FORM.counted:
+        squares = tl.full((FORM.own,), 0.0, tl.float32)  # sum_j p_ij |k_j|^2
         for n in range(tiles[1]):
             k, visible = key_tile(tiles[0] + n * FORM.tile, k_at, sight, keys, True, FORM)
             p, kf = weights_of(q, k, c, lse, visible, True), k.to(tl.float32)
-            terms += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
-        tl.store(numbers + FORM.own * TERMS, terms + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
+            squares += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
+        tl.store(numbers + FORM.own * TERMS, squares + tl.max(row_ridge(ridge, first, queries, FORM.own, FORM), 1))
+        if FORM.counted:
+            tl.store(numbers + FORM.own * SQUARES, squares)
     while running > 0:
         d = tl.load(_ways(scratch, 0, FORM.own, FORM))
         away = tl.load(numbers + FORM.own * AWAY)
@@ -332,7 +344,11 @@ def _one(row, low, high, right_ptr, q_at, k_at, lse_ptr, factor, ridge, mask_ptr
     size = tl.sum(right * right, 0)
     residual = tl.sqrt(tl.sum(rest * rest, 0) / tl.where(size > 0, size, 1.0)).to(tl.float32)
     store_numbers(statistics_ptr, row, (0.0, residual), None)
-    tl.store(status_ptr + row, tl.where(raised, RAISED, 0))
+    status = 0
+    if FORM.counted:
+        square = tl.sum(p * tl.sum(wide * wide, 1), 0) * tl.sum(value.to(tl.float64) * value.to(tl.float64), 0)
+        status = tl.where(tl.sqrt(square) > LONGEST, INACCURATE, 0)
+    tl.store(status_ptr + row, tl.where(raised, RAISED, status))
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -371,18 +387,19 @@ def solve(
     the ridge [B, H, Tq, 1 or D] if it is a tensor, and `lse` [B, H, Tq]. Cost: 8 D a pair and step, 6 D in float32."""
     out = torch.empty_like(right), call.new(2), lse.new_empty(lse.shape, dtype=torch.int32)
     alone = DIRECT.pick(right.shape[-1], call.dtype)
-    few = alone.keys if rule.direct else 0
+    few, form = alone.keys if rule.direct else 0, {"ridge": ridge_width(ridge), "counted": rule.counted}
 
     def run(tiles: Tiles) -> None:
         rows = -(-right.shape[2] // tiles.rows) * tiles.rows
-        scratch = right.new_empty(right.shape[0] * right.shape[1], rows, TILE.value * call.form.wide + ROW.value)
+        line = TILE.value * call.form.wide + ROW.value + rule.counted
+        scratch = right.new_empty(right.shape[0] * right.shape[1], rows, line)
         ways = call.blank(*scratch.shape[:2], call.form.wide, dtype=call.dtype)
         part = min(tiles.rows, max(16, 4096 // (call.form.wide * ways.element_size())))
         launch(
             _solve, call.grid(tiles.rows), right, call.matrices, (lse, mean), call.factor,
             number_or_rows(ridge, lse), call.span.pointers, out[0], (scratch, ways), *out[1:], rule.tol, rule.limit,
             *call.sizes, *call.span.steps, tiles=tiles,
-            FORM=call.fitted(tiles, ridge=ridge_width(ridge), few=few, verify=rule.verify, part=part),
+            FORM=call.fitted(tiles, few=few, verify=rule.verify, part=part, **form),
         )  # fmt: skip
 
     run(TILES.pick(right.shape[-1], call.dtype, run, (call.form.masked, rule.direct)))
@@ -390,6 +407,6 @@ def solve(
         launch(
             _few, call.grid(alone.rows), right, call.matrices[:2], lse, call.factor, number_or_rows(ridge, lse),
             call.span.pointers, out, *call.sizes[:3], *call.span.steps,
-            tiles=alone, FORM=call.fitted(alone, ridge=ridge_width(ridge)),
+            tiles=alone, FORM=call.fitted(alone, **form),
         )  # fmt: skip
     return out
