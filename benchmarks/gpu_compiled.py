@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError
+from regard.triton.runtime.interpreting import interpreted
 from regard.triton.runtime.launch import watched
-from regard.triton.runtime.support import interpreted
 
 CALL = "resources_of"
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # most bytes of shared memory of a program, by compute capability

@@ -10,7 +10,7 @@ import torch
 
 from ._version import __version__
 from .pairwise import dispatch
-from .triton.runtime.support import interpreted
+from .triton.runtime.interpreting import interpreted
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "accelerate", "triton", "numba"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import FAR, load_rows, seen, store_numbers
+from ..runtime.blocks import FAR, load_rows, seen, store_numbers, store_rows
 from . import rows
 from .math import LOG2E, SMALLEST, SOFTMAX, UNIFORM, value_of
 
@@ -75,7 +75,7 @@ def compact_stream_kernel(
     ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
     some = mass > 0
     mass = tl.where(some, mass, 1.0)
-    rows.store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
+    store_rows(out_ptr, flat, acc / mass[:, None], real, FORM.value_dim, FORM.value_wide)
     if FORM.rule == SOFTMAX:
         top = best if FORM.factors else best * factor
         theta, reach = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 1.0, tl.float32)
@@ -142,7 +142,7 @@ def compact_stand_in_kernel(
             count = tl.full((FORM.own,), 1.0, tl.float32)
             if FORM.keep:
                 tl.store(marked + fallback // FORM.tile, 1, mask=lost)
-        rows.store_values(out_ptr, flat, acc / count[:, None], lost, FORM)
+        store_rows(out_ptr, flat, acc / count[:, None], lost, FORM.value_dim, FORM.value_wide)
         if FORM.keep:
             tl.store(index_ptr + flat, fallback, mask=lost)
         if FORM.counted:

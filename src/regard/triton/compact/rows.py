@@ -36,14 +36,6 @@ def row_number(ptr, flat, number, GIVEN: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
-    """Store x [R, Dv] in rows `flat` of a tensor like the output, where `stored`."""
-    columns = tl.arange(0, FORM.value_wide)
-    at = flat[:, None] * FORM.value_dim + columns[None, :]
-    tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=stored[:, None] & (columns < FORM.value_dim)[None, :])
-
-
-@triton.jit
 def opened(qkv, factor, visible, marks_ptr, sizes, FORM: tl.constexpr):
     """Return what all forward kernels begin with: (`place_of`, which rows exist, their numbers, sight: ranges of keys
     and the mask, scales: the factor in `key_scores` and the one that then makes scores (a number is applied last), q,

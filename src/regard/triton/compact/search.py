@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import FAR, store_numbers
+from ..runtime.blocks import FAR, store_numbers, store_rows
 from . import rows
 from .math import ADAPTIVE, ANCHORED, SMALLEST, excess, lower_power, power, root, value_of
 
@@ -239,9 +239,7 @@ def compact_weigh_kernel(
     theta, reach = tl.load(floats_ptr + flat * 6 + 1), tl.load(floats_ptr + flat * 6 + 2)
     g = 1.0 / reach
     acc, mass = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
-    if KEEPS_MEAN:
-        slope_sum = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
-        slope_mass = tl.full((FORM.own,), 0.0, tl.float32)
+    slope_sum, slope_mass = acc, mass
     if TIES:
         top = tl.load(floats_ptr + flat * 6)
         level = tl.maximum(top - tl.abs(top) * (FINEST * 0.25) - theta, SMALLEST)  # least excess of a tie
@@ -267,14 +265,14 @@ def compact_weigh_kernel(
     some = mass > 0
     mass = tl.where(some, mass, 1.0)
     tl.store(floats_ptr + flat * 6 + 3, mass, mask=real)
-    rows.store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
+    store_rows(out_ptr, flat, acc / mass[:, None], real, FORM.value_dim, FORM.value_wide)
     if FORM.counted:
         size = tl.where(some, mass * mass / tl.where(some, seen_weights[1], 1.0), 0.0)
         tl.store(floats_ptr + flat * 6 + 4, seen_weights[0], mask=real)
         tl.store(floats_ptr + flat * 6 + 5, size, mask=real)
     if KEEPS_MEAN:
         slope_mass = tl.where(slope_mass > 0, slope_mass, 1.0)
-        rows.store_values(slope_mean_ptr, flat, slope_sum / slope_mass[:, None], real, FORM)
+        store_rows(slope_mean_ptr, flat, slope_sum / slope_mass[:, None], real, FORM.value_dim, FORM.value_wide)
     if TIES:
         ties = tied(places, q, k, sight, scales, theta, level, marks, counts, FORM)
         store_numbers(index_ptr, flat, ties, real)  # key 0 if there is none

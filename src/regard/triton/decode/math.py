@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import FAR, load, load_span, of_head, parts, places_of, row_scale, seen
+from ..runtime.blocks import FAR, load, load_span, of_head, parts, places_of, row_scale, seen, store_rows
 from ..runtime.kernels import LIMIT, non_finite
 
 
@@ -59,9 +59,7 @@ def part_of(span, steps, heads, group, queries, FORM: tl.constexpr):
 @triton.jit
 def store_part(part, stride, row, held, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Store x [ROWS, WIDTH], the result of a part of the keys, in part [parts, N, DIM]."""
-    columns = tl.arange(0, WIDTH)
-    to = part + tl.program_id(1).to(tl.int64) * stride + row[:, None] * DIM + columns[None, :]
-    tl.store(to, x.to(part.dtype.element_ty), mask=held[:, None] & (columns < DIM)[None, :])
+    store_rows(part + tl.program_id(1).to(tl.int64) * stride, row, x, held, DIM, WIDTH)
 
 
 @triton.jit

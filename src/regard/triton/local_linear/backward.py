@@ -177,9 +177,7 @@ def local_linear_query_kernel(
     drop = tl.load(line + (FALL if FORM.solved else DROP), mask=inside, other=0.0)
     total, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     guess = tl.load(line + MEAN, mask=inside, other=0.0) if FORM.solved else none
-    used, unrounded, whole = none, none, none
-    if not FORM.solved:
-        right, spent = total, none
+    used, unrounded, whole, right, spent = none, none, none, total, none
     for side in tl.static_range(1 if FORM.masked else 2):
         for n in range(shared.tile_count(tiles, side == 0)):
             k, v, visible = shared.pair_tile(n, tiles, kv, sight, keys, side == 0, FORM)
@@ -192,10 +190,10 @@ def local_linear_query_kernel(
             if FORM.operands == 2:
                 whole += tl.sum(p * a, 1)
             dz = a * b
-            if not FORM.solved:
-                right, spent = shared.times(b, k, right, spent, False)
             if FORM.solved:
                 dz -= p * guess[:, None]
+            else:
+                right, spent = shared.times(b, k, right, spent, False)
             total, used = shared.times(dz, k, total, used, False)
             unrounded += tl.sum(dz, 1)
     tl.store(line + MEAN, guess + unrounded, mask=inside)

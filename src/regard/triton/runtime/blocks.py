@@ -5,12 +5,12 @@ the next. A block is SIZE consecutive rows, or rows by their numbers."""
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+from .interpreting import interpreted
+
+INTERPRETED = tl.constexpr(interpreted())
 FAR = tl.constexpr(2**31 - 1)  # larger than every number of a row or key
 LENGTHS = (
     "heads", "group", "queries", "keys", "span_batch", "mask_batch", "mask_head", "room", "blocks", "splits",
@@ -72,6 +72,14 @@ def load_rows(at, rows, stride, held, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows by their numbers, [len(rows), WIDTH]; those that are not `held` (None: all are) are 0 and not read."""
     places = at + rows.to(tl.int64)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
     return load(places, held, DIM, WIDTH, held is not None)
+
+
+@triton.jit
+def store_rows(at, rows, x, held, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Store x [len(rows), WIDTH] in the rows with these numbers that are `held`, contiguous, in the dtype of `at`."""
+    columns = tl.arange(0, WIDTH)
+    places = at + rows[:, None] * DIM + columns[None, :]
+    tl.store(places, x.to(at.dtype.element_ty), mask=held[:, None] & (columns < DIM)[None, :])
 
 
 @triton.jit

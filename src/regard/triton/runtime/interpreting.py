@@ -12,10 +12,15 @@ from functools import cache
 from typing import Any
 
 
+def interpreted() -> bool:
+    """Return whether Triton runs kernels on the CPU. Triton reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
 @cache
 def patch_interpreter() -> None:
     """Fix the interpreter, once in a process. Do nothing where kernels are compiled."""
-    if os.environ.get("TRITON_INTERPRET", "0") != "1":
+    if not interpreted():
         return
     import numpy as np
     import triton.language as tl

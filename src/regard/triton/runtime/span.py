@@ -49,12 +49,10 @@ class Span(NamedTuple):
             mask = visible.mask
             if mask is not None:
                 mask = mask[..., 0, :].expand(*mask.shape[:2], visible.keys).to(torch.uint8).contiguous()
-            offset, window = visible.offset, visible.window
-            given = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
-            sizes = visible.queries, visible.keys, 0 if window is None else window
+            offset = (visible.offset, 0) if isinstance(visible.offset, Tensor) else (None, visible.offset)
+            sizes = visible.queries, visible.keys, 0 if visible.window is None else visible.window
             order = visible.causal, visible.strict, by_keys
-            low, high, first, last = _spans(like, visible.runs, *given, *sizes, *order)
-            visible.kept = cls(low, high, first, last, mask)
+            visible.kept = cls(*_spans(like, visible.runs, *offset, *sizes, *order), mask)
         kept: Span = visible.kept
         return kept
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from ...pairwise.dispatch import Problem
+from .interpreting import interpreted
 from .launch import watching
 
 OLDEST = (3, 6)  # the oldest Triton version that compiles the kernels
@@ -31,11 +31,6 @@ MISSING = _missing()  # None if a suitable triton is installed, else what to do
 DTYPES = (torch.float32, torch.bfloat16)
 WIDEST = 256  # maximum features of keys and of values
 GRID = 65535  # CUDA's limit of programs along the second and third axis of a grid, which kernels use for heads
-
-
-def interpreted() -> bool:
-    """Return whether Triton runs kernels on the CPU. Triton reads the variable when it is imported."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def before_hopper(device: torch.device) -> bool:
