@@ -52,7 +52,7 @@ def opened(qkv, factor, visible, marks_ptr, sizes, FORM: tl.constexpr):
     scales = by, tl.full((FORM.own,), 1.0, tl.float32) if FORM.factors else by
     at, stride = of_head(qkv[0], ids[2], ids[3])
     q = load_rows(at, rows, stride, None, FORM.dim, FORM.wide)
-    k, v = (*of_head(qkv[1], ids[2], ids[3] // group), keys), (*of_head(qkv[2], ids[2], ids[3] // group), keys)
+    k, v = of_head(qkv[1], ids[2], ids[3] // group), of_head(qkv[2], ids[2], ids[3] // group)
     mask_tile = tl.arange(0, FORM.own) // FORM.mask_tile
     marked = marks_of(marks_ptr, ids, queries, keys, FORM) + mask_tile.to(tl.int64) * tl.cdiv(keys, FORM.tile)
     first = tl.min(sight[0], 0) // FORM.tile
@@ -62,7 +62,8 @@ def opened(qkv, factor, visible, marks_ptr, sizes, FORM: tl.constexpr):
     if not FORM.masked:
         full = tl.minimum(tl.cdiv(tl.max(sight[0], 0), FORM.tile), last)
         partial = tl.maximum(tl.min(sight[1], 0) // FORM.tile, full)
-    return ids, real, flat, sight, scales, q, k, v, marked, (first, full, partial, last)
+    run = first, full, partial, last
+    return ids, real, flat, sight, scales, q, (k[0], k[1], keys), (v[0], v[1], keys), marked, run
 
 
 @triton.jit

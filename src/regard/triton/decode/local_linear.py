@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ...pairwise.visibility import Visibility
@@ -85,8 +84,7 @@ def decode(
     """Return the local linear attention of few queries, [B, H, Tq, Dv]; `raw` as in `compact.decode`. The ridge is a
     number or [B, H, Tq, 1 or D]. `probe` [B, H, Tq, D] is -t, or None to solve for it: `how` is 1 for conjugate
     gradients with a tolerance and a limit of steps, 2 for elimination, 3 for both in turn."""
-    if probe is None and how == 0:
-        raise ArgumentError("local_linear_decode: the learned solver needs params={'probe': r}, r [B, H, Tq, D].")
+    assert how > 0 or probe is not None  # a call without a probe has been refused
     span = Span.of(visible, q, by_keys=False)
     (by, scale), (per_row, number), (probe, _) = of_rows(factor, q), of_rows(ridge, q), of_rows(probe, q)
     q, k, v = (rows_together(x) for x in (q, k, v))
