@@ -52,7 +52,8 @@ class Span(NamedTuple):
             offset = (visible.offset, 0) if isinstance(visible.offset, Tensor) else (None, visible.offset)
             sizes = visible.queries, visible.keys, 0 if visible.window is None else visible.window
             order = visible.causal, visible.strict, by_keys
-            visible.kept = cls(*_spans(like, visible.runs, *offset, *sizes, *order), mask)
+            low, high, first, last = _spans(like, visible.runs, *offset, *sizes, *order)
+            visible.kept = cls(low, high, first, last, mask)
         kept: Span = visible.kept
         return kept
 
