@@ -453,6 +453,14 @@ def test_decoding_that_takes_tokens_back_works_or_says_why_not(name, mixers, aid
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("window", [4, ["none", 4]])
+def test_a_model_with_windows_assists_another(window):
+    model, tokens = make("transformer", num_hidden_layers=2), torch.cat([text(1, 6, seed=3)] * 3, 1)
+    helper = moved(make("transformer", num_hidden_layers=2, window=window), seed=8, size=0.05)
+    expected = model.generate(tokens, max_new_tokens=10, do_sample=False)
+    assert torch.equal(model.generate(tokens, max_new_tokens=10, do_sample=False, assistant_model=helper), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*language_models.names(), *IN_ONE_GRAPH])
 def test_a_compiled_model_writes_the_same_in_one_graph(case):

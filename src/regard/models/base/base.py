@@ -289,6 +289,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
         else:
             model_kwargs[CACHE] = cache
+            if generation_config.is_assistant:  # windows keep what was cropped; states refuse before they start
+                cache.activate_past_recording()
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         """Return the model's own positions: transformers' are 0 at padding, which would begin a document after it."""
