@@ -15,6 +15,7 @@ from torch import nn
 from regard.checks import ArgumentError
 from regard.inspect import capture
 from regard.inspect.hooks import hooked, named_hook_points, run_with_cache, run_with_hooks
+from regard.inspect.mechanisms import patterns
 from regard.nn import Attention, HookPoint
 
 
@@ -343,3 +344,15 @@ def test_one_capture_inside_another(x: torch.Tensor) -> None:
     assert inner.layers[0].weights is not None
     assert outer.layers[0].weights is None
     assert model.first.observer is None
+
+
+def test_a_mixer_whose_output_is_not_weights_times_values_offers_no_weights_to_hooks():
+    model, tokens = make("transformer", mixers=["interpolated", "softmax"], num_hidden_layers=2), text(1, 6)
+    assert "layers.0.self_attn.hook_pattern" not in named_hook_points(model)
+    output, kept = run_with_cache(model, tokens)
+    torch.testing.assert_close(output.logits, model(tokens).logits)
+    assert [name for name in kept if name.endswith("hook_pattern")] == ["layers.1.self_attn.hook_pattern"]
+    assert [found.name for found in patterns(model, tokens)[1]] == ["layers.1.self_attn.hook_pattern"]
+    with capture(model, weights=True) as seen:
+        model(tokens)
+    assert seen.layers[0].weights.shape == (1, 2, 6, 6), "of the weights that average the residuals"

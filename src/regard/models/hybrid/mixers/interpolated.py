@@ -10,6 +10,7 @@ from ....checks import ArgumentError, within
 from ....grammar import Spec
 from ....nn import Attention
 from ....nn.attention.fixed_cache import Seen
+from ....nn.hooks import HookPoint
 from ....recurrent.interpolated import interpolated_attention, require_averages
 from ....recurrent.trends import Trend, as_trend
 from ..token_mixers import TokenMixer, token_mixers
@@ -28,6 +29,8 @@ class InterpolatedMixer(Attention, TokenMixer):
 
     def __init__(self, *sizes: int, trend: str | Trend = "mesa", spec: str | Spec = "softmax", **more: Any) -> None:
         super().__init__(*sizes, spec=spec, **more)
+        del self.hook_pattern  # the output is not weights @ values, so no hook may be offered for them
+        self.__dict__["hook_pattern"] = HookPoint()
         within("InterpolatedMixer", "spec", require_averages, self.spec)
         self.trend = within("InterpolatedMixer", "trend", as_trend, trend)
 
@@ -40,8 +43,6 @@ class InterpolatedMixer(Attention, TokenMixer):
         self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, output_attentions: bool, local: dict[str, Any]
     ) -> tuple[Tensor, None]:
         """Return [B, H, T, D] and None; observers receive the diagnostics of the weights that average the residuals."""
-        if self.hook_pattern.active:
-            raise ArgumentError("InterpolatedMixer: hook_pattern has a hook, but the output is not weights @ values.")
         if not seen.is_causal:
             grows = "cache has a fixed length, and the trend needs a cache that grows"
             raise ArgumentError(f"InterpolatedMixer: {grows}; use model.model.new_cache().")
