@@ -335,6 +335,11 @@ def test_needles_that_do_not_fit() -> None:
     refuses("5 needles have 35 pieces, more than a haystack of length 30", NeedleInHaystack(WORDS, 30).example, 0, 0)
 
 
+@pytest.mark.parametrize("given", [{}, {"encode": str.split}, {"decode": str}])
+def test_a_text_of_tokens_needs_both_functions(given: dict[str, object]) -> None:
+    refuses("pieces of type int, which are not words; give encode and decode", NeedleInHaystack, (1, 2), 100, **given)
+
+
 def test_they_are_registered_and_keep_the_protocol() -> None:
     kinds = {"cone-regression": ConeRegression, "cross-document-recall": CrossDocumentRecall, "needle": needles}
     for name, kind in kinds.items():

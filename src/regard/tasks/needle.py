@@ -79,8 +79,8 @@ class NeedleInHaystack:
         key: text of a key, with {id}.
 
     Raises:
-        ArgumentError: a number is out of range, the needles do not fit into the length, or the text is empty or has no
-            place for a needle.
+        ArgumentError: a number is out of range, the needles do not fit into the length, or the text is empty, has no
+            place for a needle, or holds tokens without encode and decode.
     """
 
     text: Sequence[Any] = field(repr=False)
@@ -104,6 +104,9 @@ class NeedleInHaystack:
         for name in ("encode", "decode"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise refuse(CALL, name, getattr(self, name), "a function or None")
+            words = isinstance(self.text[0], str) or getattr(self, name) is not None
+            pieces = f"text holds pieces of type {type(self.text[0]).__name__}, which are not words"
+            require(words, CALL, f"{pieces}; give encode and decode, functions from a sentence to pieces and back.")
         for name, known in {"template": {"key", "value"}, "key": {"id"}}.items():
             _check_template(name, getattr(self, name), known)
         few = f"{self.needles} needles with digits={self.digits} and id_digits={self.id_digits} need as many different"
