@@ -183,12 +183,11 @@ class MosaicKernels(TextRecipe, name="mosaic-kernels"):
         return made
 
     def notes(self, results: Results) -> list[str]:
-        kind = {"model": "normrelu", "form": DEFINED}
-        h = self.chosen(results, "head", **kind).groupby("blocks")["h"]
+        runs, heads = (self.chosen(results, kind, model="normrelu", form=DEFINED) for kind in ("run", "head"))
         return [f"Normalised ReLU, {blocks}: {rows['empty_at_start'].mean():.2%} of the rows are empty at the start "
-                f"and {rows['empty'].mean():.2%} after training; h is then {h.min()[blocks]:.2f} to "
-                f"{h.max()[blocks]:.2f}."
-                for blocks, rows in self.chosen(results, **kind).groupby("blocks", sort=False)]  # fmt: skip
+                f"and {rows['empty'].mean():.2%} after training; h is then {h.min():.2f} to {h.max():.2f}."
+                for blocks, rows in runs.groupby("blocks", sort=False)
+                for h in [select(heads, blocks=blocks)["h"]]]  # fmt: skip
 
 
 def inside(model: Any, windows: Tensor) -> dict[str, Any]:
