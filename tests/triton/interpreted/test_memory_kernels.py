@@ -187,7 +187,7 @@ def test_what_kernels_do_not_do_is_said() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("memories", [1, 2])
 def test_gradients_of_errors_and_shares(step: str, gated: bool, memories: int) -> None:
-    """Against autograd through `WriteRule.steps`, with slots that several heads select."""
+    """Against autograd through `WriteRule.steps`, with slots that several heads select; at any default dtype."""
     batch, length, heads, k, width = 2, 5, 3, 4, 6
     weights, upstream, by_shares = torch.rand(batch, length, heads, k), *map(torch.randn, ((2, 5, 6), (2, 5, 3, 4)))
     weights[0, 1] = 0
@@ -197,9 +197,14 @@ def test_gradients_of_errors_and_shares(step: str, gated: bool, memories: int) -
     target_at = torch.arange(1, length + 1).expand(batch, -1)
     written = good & (target_at < length)
     rule = WriteRule(step, 0.7, key_update="none")
-    found = through_errors(
-        upstream, by_shares, weights, gate, slots, good, written, target_at.contiguous(), memories, rule
-    )
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = through_errors(
+            upstream, by_shares, weights, gate, slots, good, written, target_at.contiguous(), memories, rule
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [x.dtype for x in found if x is not None] == [torch.float32] * (4 if gated else 3)
 
     leaves = [x.double().requires_grad_() for x in (weights, gate) if x is not None]
     one, *gates = (x.reshape(memories, -1, *x.shape[2:]) for x in leaves)

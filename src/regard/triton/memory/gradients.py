@@ -110,11 +110,8 @@ def through_errors(
     """Return the gradients of what was read [B, T, Dv], of values [B, T + 1, Dv] with the one after the chunk, of
     weights [B, T, H, k] and gates [B, T] from those of the errors and shares of `prepare.prepared`."""
     upstream, (batch, length, heads, k) = upstream.contiguous(), weights.shape
-    width, by_gate = (
-        upstream.shape[-1],
-        None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format),
-    )
-    by_read, by_weights = torch.empty_like(upstream), torch.empty(weights.shape, device=weights.device)
+    width, by_gate = upstream.shape[-1], None if gate is None else gate.new_empty(gate.shape)
+    by_read, by_weights = torch.empty_like(upstream), weights.new_empty(weights.shape)
     targets = upstream.new_zeros(batch, length + 1, width)  # of the tokens that are no target
     tiles = ERRORS.pick(width, upstream.dtype)
     launch(
