@@ -140,6 +140,8 @@ MISTAKES = [
     ("lla-numerics", "--ridges 0.1 0.1", "--ridges names 0.1 twice; name it once."),
     ("lla-variants", "--dim 12", "--dim is 12, expected a power of two"),
     ("lla-variants", "--segment 100", "expected a power of two, at most 2^dim"),
+    ("lla-variants", "--sequences 1000000000000", "--sequences is 1000000000000, expected 1 to 4096"),
+    ("in-context-regression", "--dim 100000", "--dim is 100000, expected 1 to 1024"),
     ("lla-variants", "--tols 0.001 0.1", "give the smallest last"),
     ("mosaic-kernels", "--models biweight", "lacks softmax"),
     ("mosaic-kernels", "--released fast fast", "--released names 'fast' twice"),

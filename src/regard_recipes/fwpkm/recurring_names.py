@@ -5,7 +5,6 @@ spike on names. docs/memory-results.md describes the documents. The frozen memor
 written at test time.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -43,7 +42,10 @@ class RecurringNamesRecipe(TaskRecipe, name="recurring-names"):
     steps = 300
     batch = 32
     examples: int = 128  # Documents of the test split that each score is taken from.
-    limits: ClassVar = {"sentences": (2, math.inf), "width": (8, 8192), "sub_keys": (2, 2**15)}
+    limits: ClassVar = {
+        "sentences": (2, 2**31), "people": (1, 2**31), "window": (1, 2**31), "width": (8, 8192),
+        "sub_keys": (2, 2**15), "chunk": (1, 2**31),
+    }  # fmt: skip
     known: ClassVar = {
         ALL: {"mixers": "softmax", "window": None}, WINDOW: {"mixers": "softmax"},
         FWPKM: {"mixers": "softmax", "memories": "FwPKM@1"},

@@ -37,7 +37,8 @@ class InContextRegressionRecipe(TaskRecipe, name="in-context-regression"):
     width: int = 32  # Channels of the model; the paper has 128.
     stop_at: float = 2.0
     """Has no effect here: every model is trained for all steps, since its score is minus the error."""
-    limits: ClassVar = {"stop_at": (0, math.inf), "length": (2, 2**20), "width": (4, 8192)}
+    limits: ClassVar = {"stop_at": (0, math.inf), "dim": (1, 1024), "length": (2, 2**20), "segments": (1, 2**20),
+                        "width": (4, 8192)}  # fmt: skip
     known: ClassVar = {
         SOFTMAX: {"spec": "softmax", "qk_norm": "rms"},
         LLA: {"spec": "local-linear", "ridge": "learned", "qk_norm": "rms"},

@@ -42,8 +42,10 @@ class Variants(Recipe, name="lla-variants"):
     tols: tuple[float, ...] = (1e-1, 1e-2, 1e-3)
     """Budgets of conjugate gradients, in relative residuals; the last one is that of the windows."""
     repeats: int = 5  # Timings of every variant.
-    limits: ClassVar = {"length": (16, 4096), "seeds": (1, 1), "ridges": (1e-6, 1e6), "steps": (0, 10_000),
-                        "tols": (1e-7, 1.0)}  # fmt: skip
+    limits: ClassVar = {
+        "length": (16, 4096), "sequences": (1, 4096), "repeats": (1, 1000), "seeds": (1, 1), "ridges": (1e-6, 1e6),
+        "windows": (1, 2**20), "steps": (0, 10_000), "tols": (1e-7, 1.0),
+    }  # fmt: skip
     by_size: ClassVar = {
         "quick": {"dim": 16, "length": 256, "segment": 64, "sequences": 4, "windows": (32, 128), "steps": (1, 4),
                   "repeats": 2},
