@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import Spec
-from ...nn.mosaic.contextual_memory import ContextualMemory, ContextualState, LearnedNumbers
-from ...nn.mosaic.features import KeyFeatures, OutputProjection, Sharpness, ValueFeatures, without_hidden
+from ...nn.mosaic.contextual_memory import ContextualMemory, ContextualState
+from ...nn.mosaic.features import OutputProjection, PerHead, without_hidden
 from ...nn.mosaic.persistent_memory import PersistentMemory
 from ...recurrent.leaky import LeakyState
 from ..base.arguments import all_real
@@ -27,9 +27,6 @@ from ..base.cache_layers import StateCacheLayer, own_layer
 from ..base.catalogue import LanguageModel, language_models
 from ..base.loading import RegardPreTrainedModel
 from .configuration_memory_mosaic import MemoryMosaicConfig
-
-FEATURES = (ContextualMemory, KeyFeatures, Sharpness, ValueFeatures, LearnedNumbers, PersistentMemory)
-"""Modules with parameters per head."""
 
 
 class MemoryMosaicCacheLayer(StateCacheLayer):
@@ -121,7 +118,7 @@ class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):
             init.normal_(module.weight, std=std if fan_in else config.initializer_range)
         else:
             super()._init_weights(module)
-        if isinstance(module, FEATURES):
+        if isinstance(module, PerHead):
             for name, start in module.number_starts().items():
                 init.copy_(getattr(module, name), start)
         if isinstance(module, PersistentMemory):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ...checks import flags, instance, number, one_of, optional_whole, refuse, require, segments, token_mask
@@ -34,9 +34,9 @@ from .features import (
     SCALE_START,
     KeyFeatures,
     OutputProjection,
+    PerHead,
     Sharpness,
     ValueFeatures,
-    initialise,
     without_hidden,
 )
 
@@ -82,7 +82,7 @@ def wide_threshold(dim: int) -> float:
     return math.cos(angle[index + 1])
 
 
-class LearnedNumbers(nn.Module):
+class LearnedNumbers(PerHead):
     """Parameters of a spec that are learned per head, each a parameter [H].
 
     h, margin, r, ridge and alpha - 1 are positive and learned as logarithms (`log_h`, ...), a bias directly. An initial
@@ -91,20 +91,15 @@ class LearnedNumbers(nn.Module):
 
     def __init__(self, spec: Spec, heads: int, dim: int, names: Sequence[str], start: str) -> None:
         super().__init__()
-        self.starts = _starts(spec, dim, names, start)
-        for name in self.starts:
-            self.register_parameter(_label(name), nn.Parameter(torch.empty(heads)))
-        self.heads = heads
-        initialise(self)
-
-    def number_starts(self) -> dict[str, Tensor]:
-        starts = {n: value if n == "bias" else math.log(value - (n == "alpha")) for n, value in self.starts.items()}
-        return {_label(n): torch.full((self.heads,), value) for n, value in starts.items()}
+        starts = _starts(spec, dim, names, start)
+        self.names = tuple(starts)
+        logs = {n: value if n == "bias" else math.log(value - (n == "alpha")) for n, value in starts.items()}
+        self.add_numbers(heads, **{_label(n): value for n, value in logs.items()})
 
     def forward(self) -> dict[str, Tensor]:
         """Return `params` of `regard.attention`, each [H, 1]."""
         params = {}
-        for name in self.starts:
+        for name in self.names:
             value = getattr(self, _label(name))[:, None]
             params[name] = value if name == "bias" else value.exp() + (name == "alpha")
         return params
@@ -134,7 +129,7 @@ def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str,
     return first
 
 
-class ContextualMemory(nn.Module):
+class ContextualMemory(PerHead):
     """Kernel regression on the earlier pairs of a sequence; the first token's output is zero.
 
     Args:
@@ -189,14 +184,12 @@ class ContextualMemory(nn.Module):
         flags(CALL, bias=bias, average=average)
         check_features(CALL, key_eps, scale_limit)
         one_of(CALL, "look_ahead", look_ahead, LOOK_AHEAD)
-        self.num_heads = num_heads
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
         self.spec = contextual_spec(CALL, spec, uniform_gradient)
         check_learned(CALL, learned, start)
         self.temperature = as_temperature(temperature, CALL, "temperature")
         self.temperature.require(CALL, self.spec)
-        for name in self.temperature.start():
-            self.register_parameter(name, nn.Parameter(torch.empty(num_heads)))
+        self.add_numbers(num_heads, **self.temperature.start())
         self.layer_idx: int | None = optional_whole(CALL, "layer_idx", layer_idx, 0)
         self.observer: Observer | None = None
         self.observe_weights = False
@@ -207,10 +200,6 @@ class ContextualMemory(nn.Module):
         self.out_proj = OutputProjection(num_heads * self.head_dim, hidden_size, bias=bias)
         self.hook_k, self.hook_v = HookPoint(), HookPoint()
         self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
-        initialise(self)
-
-    def number_starts(self) -> dict[str, Tensor]:
-        return {name: torch.full((self.num_heads,), value) for name, value in self.temperature.start().items()}
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, spec={str(self.spec)!r}"

@@ -11,6 +11,7 @@ suits them and the matrices.
 Shapes: B batch, T tokens, C model width, H heads, D channels of a head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,25 +57,31 @@ class OutputProjection(nn.Linear):
     """The output projection of a memory, a separate class because models initialise it with smaller weights."""
 
 
-@torch.no_grad()
-def initialise(module: Any) -> None:
-    """Set a module's parameters per head to the values of `number_starts`."""
-    for name, value in module.number_starts().items():
-        getattr(module, name).copy_(value)
+class PerHead(nn.Module):
+    """A module with parameters per head, [H]."""
+
+    def add_numbers(self, heads: int, **starts: float | Callable[[int], Tensor]) -> None:
+        """Make parameters with these initial values, each a number or a function of H."""
+        self.num_heads, self._starts = heads, starts
+        for name, value in self.number_starts().items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def number_starts(self) -> dict[str, Tensor]:
+        """Return initial values of the parameters, which models set again; some are drawn from torch's generator."""
+        heads, starts = self.num_heads, self._starts.items()
+        return {name: start(heads) if callable(start) else torch.full((heads,), start) for name, start in starts}
 
 
-class Sharpness(nn.Module):
+class Sharpness(PerHead):
     """beta^2, the factor of cosines of keys, learned per head: exp(min(20 scale, limit)), initially e^2. Above the
     upper limit of log beta^2, the gradient is zero."""
+
+    scale: Tensor
 
     def __init__(self, num_heads: int, limit: float) -> None:
         super().__init__()
         self.limit = limit
-        self.scale = nn.Parameter(torch.empty(num_heads))
-        initialise(self)
-
-    def number_starts(self) -> dict[str, Tensor]:
-        return {"scale": torch.full(self.scale.shape, SCALE_START / GAIN)}
+        self.add_numbers(num_heads, scale=SCALE_START / GAIN)
 
     def forward(self) -> Tensor:
         """Return beta^2, [H]."""
@@ -82,7 +89,11 @@ class Sharpness(nn.Module):
         return (2 * GAIN * scale).clamp(max=self.limit).exp()
 
 
-class KeyFeatures(nn.Module):
+def spread_rates(heads: int) -> Tensor:
+    return torch.linspace(*RATES, heads) / GAIN
+
+
+class KeyFeatures(PerHead):
     """Unit keys: the normalised leaky average of a projection, with a decay of |10 rate| nats per token and head.
 
     `average` multiplies the sum by 1 - e^-rate, as the released programs do; it matters only if `eps` is not 0. `eps`
@@ -90,49 +101,42 @@ class KeyFeatures(nn.Module):
     are safe with any value.
     """
 
+    rate: Tensor
+
     def __init__(
         self, hidden_size: int, num_heads: int, head_dim: int, *, bias: bool, average: bool, eps: float
     ) -> None:
         super().__init__()
-        self.num_heads, self.average, self.eps = num_heads, average, eps
+        self.average, self.eps = average, eps
         self.proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
-        self.rate = nn.Parameter(torch.empty(num_heads))
-        initialise(self)
-
-    def number_starts(self) -> dict[str, Tensor]:
-        return {"rate": torch.linspace(*RATES, self.num_heads) / GAIN}
+        self.add_numbers(num_heads, rate=spread_rates)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, state: LeakyState | None = None, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, LeakyState]:
         """Return unit keys [B, H, T, D] of x [B, T, C], which is zero at masked tokens, and the state after them; zero
         sums give zero keys. `state` is of the tokens before these; packed documents have separate averages."""
-        projected = split_heads(self.proj(x), self.num_heads)
-        rates = (GAIN * self.rate).abs()
-        leaky, after = leaky_average(
-            projected, rates, mask=mask, segment_ids=segment_ids, state=state, average=self.average
-        )
+        projected, rates = split_heads(self.proj(x), self.num_heads), (GAIN * self.rate).abs()
+        how: Any = {"mask": mask, "segment_ids": segment_ids, "state": state, "average": self.average}
+        leaky, after = leaky_average(projected, rates, **how)
         return unit(leaky, self.eps), after
 
 
-class ValueFeatures(nn.Module):
+class ValueFeatures(PerHead):
     """Values that look one token ahead: a projection v mixed with the next token's, v', of length exp(10 scale).
 
     `look_ahead` is "sum", v + c v', as in the paper, or "convex", c v + (1 - c) v', as in the released programs. c is
     `mix` [H], initially uniform between 0 and 1.
     """
 
+    mix: Tensor
+    scale: Tensor
+
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int, *, bias: bool, look_ahead: str) -> None:
         super().__init__()
-        self.num_heads, self.look_ahead = num_heads, look_ahead
+        self.look_ahead = look_ahead
         self.proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
-        self.mix = nn.Parameter(torch.empty(num_heads))
-        self.scale = nn.Parameter(torch.empty(num_heads))
-        initialise(self)
-
-    def number_starts(self) -> dict[str, Tensor]:
-        """Return the initial parameters; c is drawn from torch's generator."""
-        return {"mix": torch.rand(self.num_heads), "scale": torch.full((self.num_heads,), VALUE_START / GAIN)}
+        self.add_numbers(num_heads, mix=torch.rand, scale=VALUE_START / GAIN)
 
     def forward(self, x: Tensor, following: Tensor | None = None) -> Tensor:
         """Return projections [B, H, T, D] of x [B, T, C]; or values [B, H, T, D], if x are the projections of tokens

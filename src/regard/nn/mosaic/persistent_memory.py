@@ -15,20 +15,12 @@ from ...recurrent.leaky import LeakyState
 from ..arguments import check_heads, positive_ints
 from ..hooks import HookPoint
 from .contextual_memory import check_features, checked_tokens, measures_distance
-from .features import (
-    GAIN,
-    SCALE_LIMIT,
-    VALUE_START,
-    KeyFeatures,
-    OutputProjection,
-    Sharpness,
-    initialise,
-)
+from .features import GAIN, SCALE_LIMIT, VALUE_START, KeyFeatures, OutputProjection, PerHead, Sharpness
 
 CALL = "nn.PersistentMemory"
 
 
-class PersistentMemory(nn.Module):
+class PersistentMemory(PerHead):
     """Attention from every token to S learned slots per head.
 
     Args:
@@ -48,6 +40,8 @@ class PersistentMemory(nn.Module):
         ArgumentError: sizes that do not fit, an unknown spec, or one that is not normalised or needs a probe.
     """
 
+    scale: Tensor
+
     def __init__(
         self,
         hidden_size: int,
@@ -66,7 +60,6 @@ class PersistentMemory(nn.Module):
         super().__init__()
         flags(CALL, own_keys=own_keys, bias=bias, average=average)
         check_features(CALL, key_eps, scale_limit)
-        self.num_heads = num_heads
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
         positive_ints(CALL, slots=slots, copies=copies)
         self.spec = persistent_spec(CALL, spec)
@@ -76,15 +69,11 @@ class PersistentMemory(nn.Module):
         self.sharpness = None if measures_distance(self.spec) else Sharpness(num_heads, scale_limit)
         self.slot_keys = nn.Parameter(torch.empty(copies, num_heads, slots, self.head_dim))
         self.slot_values = nn.Parameter(torch.empty(copies, num_heads, slots, self.head_dim))
-        self.scale = nn.Parameter(torch.empty(num_heads))
+        self.add_numbers(num_heads, scale=VALUE_START / GAIN)
         self.out_proj = OutputProjection(num_heads * self.head_dim, hidden_size, bias=bias)
         nn.init.normal_(self.slot_keys, std=self.head_dim**-0.5)
         nn.init.normal_(self.slot_values, std=self.head_dim**-0.5)
         self.hook_out = HookPoint()
-        initialise(self)
-
-    def number_starts(self) -> dict[str, Tensor]:
-        return {"scale": torch.full(self.scale.shape, VALUE_START / GAIN)}
 
     def extra_repr(self) -> str:
         copies, _, slots, _ = self.slot_keys.shape
